@@ -20,7 +20,7 @@ from holmes_hpc.slurm.commands import patient
 from holmes_hpc.slurm.scontrol import minutes
 from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest
-from holmes_hpc.submission.executor.preflight import check_components, parse_answer
+from holmes_hpc.submission.executor.preflight import check_components, start_time
 from holmes_hpc.submission.plan_job import plan_components
 
 SHORTEST_MIN = 5
@@ -95,7 +95,7 @@ def slurm_start(requests: Sequence[ComponentRequest], timeout_min: int) -> float
         path = Path(folder) / "job.sh"
         path.write_text(script_text(job, "true"), encoding="utf-8")
         answer = patient(["sbatch", "--test-only", str(path)])
-    start, where = parse_answer(answer).start, "sbatch --test-only"
+    start, where = start_time(answer), "sbatch --test-only"
     if not start:
         raise SubmissionError(answer.reason, where=where, hint="ask for less")
     try:

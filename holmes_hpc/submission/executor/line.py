@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import locked, write_whole
@@ -53,24 +54,16 @@ class Line:
     path: Path
     most: int
 
-    @contextlib.contextmanager
-    def place(self, own: str | None) -> Iterator[_Place]:
-        """Inside, the next job is submitted with the place's dependency, and its id noted there; nobody else moves."""
+    def enter(self, own: str | None, submit: Callable[[str | None], Any]) -> Any:
+        """Return the job that `submit` makes of its dependency: `own`, and one by its place. Nobody else moves."""
         with _held(self.path) as places:
             places.own = own or ""
             before = places.next_place(self.most)
-            taken = _Place(own if before is None else places.dependency(before))
-            yield taken
-            if taken.job:
-                places.order.append(taken.job)
-                if before is not None:
-                    places.waits[taken.job] = before
-
-
-@dataclass
-class _Place:
-    dependency: str | None
-    job: str = ""
+            job = submit(own if before is None else places.dependency(before))
+            places.order.append(job.job_id)
+            if before is not None:
+                places.waits[job.job_id] = before
+        return job
 
 
 @contextlib.contextmanager

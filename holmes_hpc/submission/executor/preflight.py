@@ -14,7 +14,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import Any, cast
 
@@ -32,32 +32,23 @@ _answers: dict[object, tuple[float, Any]] = {}
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Feasibility:
-    """What ``sbatch --test-only`` said. `start`: when it could start, as Slurm writes it (local time)."""
-
-    ok: bool
-    reason: str
-    start: str = ""
-
-
 _STARTS = re.compile(r"[Jj]ob \d+ to start at (\S+)(?: a)? using ")
 
 
-def parse_answer(answer: Answer) -> Feasibility:
-    """Read the answer of ``sbatch --test-only`` (it comes on stderr)."""
+def start_time(answer: Answer) -> str:
+    """Return when ``sbatch --test-only`` lets a job start, as Slurm writes it (local time); empty where it does not."""
     match = _STARTS.search(answer.err) if answer.ok else None
-    return Feasibility(answer.ok, "" if answer.ok else answer.reason, match[1] if match else "")
+    return match[1] if match else ""
 
 
-def try_component(request: ComponentRequest, *, timeout_min: object = None) -> Feasibility:
+def try_component(request: ComponentRequest, *, timeout_min: object = None) -> Answer:
     """Ask Slurm about one component as a job of its own; the answer for an identical one is kept for five minutes.
     SubmissionError: there is no answer."""
     arguments = [*request.arguments(), *([] if timeout_min is None else [f"--time={timeout_min}"])]
-    return _kept(tuple(arguments), lambda: _ask(arguments))
+    return cast(Answer, _kept(tuple(arguments), lambda: _ask(arguments)))
 
 
-def _ask(arguments: Sequence[str]) -> Feasibility:
+def _ask(arguments: Sequence[str]) -> Answer:
     answer = patient(["sbatch", "--test-only", *arguments, "--wrap=:"])
     if answer.away:  # says nothing about the component
         raise SubmissionError(
@@ -65,7 +56,7 @@ def _ask(arguments: Sequence[str]) -> Feasibility:
             where="sbatch --test-only",
             hint="wait until the controller answers (`scontrol ping`), then submit again",
         )
-    return parse_answer(answer)
+    return answer
 
 
 def check_components(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
@@ -74,7 +65,7 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
         found, where = try_component(request, timeout_min=timeout_min), f"component {index} ({in_words(request)})"
         if not found.ok:
             hint = feasible_instead(request, timeout_min=timeout_min)
-            raise SubmissionError(found.reason or "Slurm refuses it", where=where, hint=hint)
+            raise SubmissionError(found.reason, where=where, hint=hint)
         if beyond := beyond_limit(request, timeout_min, _partitions()):
             raise SubmissionError(beyond, where=where, hint="shorten it, or name a QOS that allows more")
     if len(requests) > 1:

@@ -241,9 +241,11 @@ class SlurmHetExecutor(core.PicklingExecutor):
         """As submitit's, with preflight, without submitting twice when an answer gets lost, and with a ticket."""
         if self.line is None:
             return self._hand_over(command)[0]
-        with self.line.place(self.parameters.get("dependency")) as place:
-            (job,) = self._hand_over(command, dependency=place.dependency, line=str(self.line.path))
-            place.job = job.job_id
+        line = str(self.line.path)
+        job: core.Job[Any] = self.line.enter(
+            self.parameters.get("dependency"),
+            lambda dependency: self._hand_over(command, dependency=dependency, line=line)[0],
+        )
         return job
 
     def _hand_over(self, command: str, **changes: Any) -> list[core.Job[Any]]:
@@ -269,11 +271,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
             jobs = [self.job_class(folder=self.folder, job_id=i, tasks=list(range(request.ranks))) for i in ids]
             jobs[0].paths.move_temporary_file(path, "submission_file")
             for job in jobs:
-                logs = [
-                    text.replace("%j", job.job_id)
-                    for text in (request.output, request.error, request.step_errors)
-                    if text
-                ]
+                logs = [t.replace("%j", job.job_id) for t in (request.output, request.error, request.step_errors) if t]
                 job.write_ticket(
                     request.name, submitted, components=len(request.components), token=uid, batch_logs=logs
                 )
@@ -291,21 +289,19 @@ class SlurmHetExecutor(core.PicklingExecutor):
         most = int(self.parameters.get("array_parallelism") or 256)
         if most < 1:
             raise Refused(f"array_parallelism is {most}", where="executor slurmhet", hint="use 1 or more")
-        count = len(delayed_submissions)
         with refusals():
             single = len(self.request().components) == 1
         line = self.line
-        if count > most and not single:
+        if len(delayed_submissions) > most and not single:
             self.line = Line(self._static_folder() / f".line_{uuid.uuid4().hex}.json", most)
         jobs: list[core.Job[Any]] = []
         try:
-            if single and count > 1:
+            for batch in [delayed_submissions] if single else [[delayed] for delayed in delayed_submissions]:
                 with uninterrupted():
-                    jobs += self._submit_array(delayed_submissions, most)
-            else:
-                for delayed in delayed_submissions:
-                    with uninterrupted():
-                        jobs += super()._internal_process_submissions([delayed])
+                    is_array = len(batch) > 1
+                    jobs += (
+                        self._submit_array(batch, most) if is_array else super()._internal_process_submissions(batch)
+                    )
         except BaseException:
             for job in reversed(jobs):  # a batch is submitted as a whole or not at all
                 slurm("scancel", job.job_id)

@@ -10,6 +10,7 @@ import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from submitit.core import core
 
@@ -106,18 +107,17 @@ class StateWatcher(core.InfoWatcher):
         before = self._expected.get(job_id)
         another = before is not None and before.other_than(expected)
         if another:
-            self._states.pop(job_id, None)
-            self._info_dict.pop(job_id, None)
-            for times in self._times:
-                times.pop(job_id, None)
+            for known in (*self._known, self._info_dict):
+                known.pop(job_id, None)
             self._finished.discard(job_id)
             self._registered_at[job_id] = time.time()
         self._expected[job_id] = expected
         return another
 
     @property
-    def _times(self) -> tuple[dict[str, float], ...]:
-        return self._ended_at, self._requeued_at, self._partial_since
+    def _known(self) -> tuple[dict[str, Any], ...]:
+        """What was learnt of jobs."""
+        return self._states, self._ended_at, self._requeued_at, self._partial_since
 
     def register_job(self, job_id: str) -> None:
         if job_id not in self._registered:  # else submitit would ask anew at once
@@ -147,16 +147,14 @@ class StateWatcher(core.InfoWatcher):
             # right after a job's end the database may know its leader's row only
             return time.monotonic() - self._partial_since.setdefault(job_id, time.monotonic()) >= _PARTIAL_GRACE_S
         if found.state in REQUEUED:
-            first = self._requeued_at.setdefault(job_id, time.monotonic())
-            return time.monotonic() - first >= _REQUEUED_GRACE_S
+            return time.monotonic() - self._requeued_at.setdefault(job_id, time.monotonic()) >= _REQUEUED_GRACE_S
         self._requeued_at.pop(job_id, None)
         return found.ended
 
     def clear(self) -> None:
         super().clear()
-        self._states.clear()
-        for times in (*self._times, self._down_until):
-            times.clear()
+        for known in (*self._known, self._down_until):
+            known.clear()
 
     def update_if_long_enough(self, mode: str) -> None:
         if self._last_status_check > time.time():  # the clock was set back: submitit would ask nobody until then
@@ -168,8 +166,7 @@ class StateWatcher(core.InfoWatcher):
 
     def update(self) -> None:
         """Ask Slurm once for all jobs whose end is not known."""
-        wanted = self._registered - self._finished
-        if wanted:
+        if wanted := self._registered - self._finished:
             found = self._ask(wanted)
             for job_id in wanted:
                 self._note(job_id, found.get(job_id))
@@ -222,16 +219,14 @@ class StateWatcher(core.InfoWatcher):
         answered: list[str] = []
         for name, command, parse in sources:
             missing = {j for j in wanted - found.keys() if not answered or j in doubtful or not self._is_young(j)}
-            if not missing or self._down_until.get(name, 0) > time.monotonic():
+            is_answered = name == "scontrol" and "squeue" in answered  # they ask the same daemon
+            if not missing or is_answered or self._down_until.get(name, 0) > time.monotonic():
                 continue
-            if name == "scontrol" and "squeue" in answered:
-                continue  # they ask the same daemon
             self._num_calls += 1
             answer = self._query(command(missing))
             if not answer.ok:
                 self._down_until[name] = time.monotonic() + (60 if name == "sacct" else 5)
                 continue
-            self._down_until.pop(name, None)
             answered.append(name)
             rows: dict[str, list[Row]] = {}
             for row in parse(answer.out):
@@ -246,9 +241,11 @@ class StateWatcher(core.InfoWatcher):
                 else:
                     found[job_id] = state
         self._controller = next((name for name in answered if name in CONTROLLER), None)
-        for job_id in doubtful.keys() - found.keys():
-            state = doubtful[job_id]
-            found[job_id] = replace(state, unsettled=state.ended and self._controller is None)
+        found |= {
+            job_id: replace(state, unsettled=state.ended and self._controller is None)
+            for job_id, state in doubtful.items()
+            if job_id not in found
+        }
         self._failures = 0 if answered else self._failures + 1
         return found
 

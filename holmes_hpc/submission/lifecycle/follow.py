@@ -92,9 +92,8 @@ def follow(
         try:
             if time.monotonic() - asked >= pause:
                 state = job.state("force")
-                asked, pause = time.monotonic(), min(pause * 1.5, slurm_every_s)
-                if state.source == "process":  # of this machine: asking costs nothing
-                    pause = poll_s
+                asked = time.monotonic()  # a process of this machine costs nothing to ask for
+                pause = poll_s if state.source == "process" else min(pause * 1.5, slurm_every_s)
             if screen.show_state(state):
                 pause = 1.0
             screen.show_new_lines()

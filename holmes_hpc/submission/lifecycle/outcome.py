@@ -22,6 +22,15 @@ from holmes_hpc.submission.lifecycle.failed_rank import Complaint, Culprit, culp
 from holmes_hpc.submission.lifecycle.starts import of_newest_start
 
 TAIL_LINES = 20
+FINAL_FIGURES = (
+    "step",
+    "loss",
+    "step_time_s",
+    "tokens_per_s",
+    "samples_per_s",
+    "model_tflops_per_gpu",
+    "hardware_tflops_per_gpu",
+)
 _STEP = re.compile(r" step \d+: ")
 # Every end of a job; of several for one end of a run, the first is the run's.
 TABLE: dict[SlurmState, RunState] = {
@@ -116,10 +125,8 @@ def judge(
             and (slurm.state != "FAILED" or slurm.source == "nobody")
         ):
             found = Culprit(
-                None,
-                None,
-                f"Slurm says {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"
-                f"{f' on {slurm.nodes}' if slurm.nodes else ''}",
+                error=f"Slurm says {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"
+                f"{f' on {slurm.nodes}' if slurm.nodes else ''}"
             )
     return {
         "state": state,
@@ -152,8 +159,7 @@ def _error(run: RunDirectory, state: RunState, status: int | None) -> str | None
 def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
     if state == "completed":
         return []
-    lines = last_words(run.log_path(rank)) if rank is not None else []
-    if lines:
+    if rank is not None and (lines := last_words(run.log_path(rank))):
         return lines
     batch = of_newest_start(run)
     return [] if batch is None else _legible(batch) or last_words(run.logs / "srun.txt")
@@ -161,16 +167,7 @@ def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
 
 def final_figures(run: RunDirectory) -> dict[str, Any]:
     """The last step's figures."""
-    keys = (
-        "step",
-        "loss",
-        "step_time_s",
-        "tokens_per_s",
-        "samples_per_s",
-        "model_tflops_per_gpu",
-        "hardware_tflops_per_gpu",
-    )
+    last: dict[str, Any] = {}
     with contextlib.suppress(HolmesError):
-        last = (run.metrics() or [{}])[-1]
-        return {k: last[k] for k in keys if k in last}
-    return {}
+        last = (run.metrics() or [last])[-1]
+    return {figure: last[figure] for figure in FINAL_FIGURES if figure in last}

@@ -8,10 +8,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import psutil
 
@@ -27,6 +27,7 @@ from holmes_hpc.submission.lifecycle.failed_rank import Complaint, LocalEnds, co
 from holmes_hpc.submission.lifecycle.outcome import StateRow, job_state, judge
 from holmes_hpc.submission.lifecycle.starts import of_newest_start, why
 
+T = TypeVar("T", int, float)
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them
 # what a record that no version of ours wrote may lead to
 _ODD = (RecordError, TypeError, ValueError, AttributeError, KeyError, OverflowError)
@@ -175,34 +176,33 @@ def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Stat
     found: list[tuple[RunDirectory, dict[str, Any], dict[str, Any] | None, Job | None]] = []
     made: dict[RunDirectory, Status] = {}
     for run in runs:
-        try:
+        with _odd_records(run, made, len(runs) == 1):
             record, result = run.read_run(), run.read_result()
             known = _job_id(record) is not None and not (result is not None and last_word(result))
             found.append((run, record, result, job_of(run) if known else None))
-        except _ODD as e:
-            made[run] = _unreadable(run, e, len(runs) == 1)
     for run, record, result, job in found:
+        state = JobState(NOT_SUBMITTED)
         if job is not None:
             state = job.state(mode)
             mode = "cache" if isinstance(job, OnSlurm) and mode == "force" else mode  # that query was about all
         elif result is not None:
             state = JobState(job_state(result["state"]), source="result.json")
-        else:
-            state = JobState(NOT_SUBMITTED)
-        try:
+        with _odd_records(run, made, len(runs) == 1):
             made[run] = _status(run, record, job, state, result)
-        except _ODD as e:
-            made[run] = _unreadable(run, e, len(runs) == 1)
     return [made[run] for run in runs]
 
 
-def _unreadable(run: RunDirectory, error: Exception, alone: bool) -> Status:
-    """One bad record among several is a row; alone it is an error."""
-    if not isinstance(error, RecordError):
-        error = RecordError(f"{type(error).__name__}: {error}", where=str(run.path), hint="restore its files")
-    if alone:
-        raise error
-    return Status(name_of(run), str(run.path), None, "unreadable", source="run record", error=str(error))
+@contextlib.contextmanager
+def _odd_records(run: RunDirectory, made: dict[RunDirectory, Status], alone: bool) -> Iterator[None]:
+    """Inside a run's records are read: a bad one among several becomes a row of `made`; alone it is an error."""
+    try:
+        yield
+    except _ODD as e:
+        error = RecordError(f"{type(e).__name__}: {e}", where=str(run.path), hint="restore its files")
+        error = e if isinstance(e, RecordError) else error
+        if alone:
+            raise error from None
+        made[run] = Status(name_of(run), str(run.path), None, "unreadable", source="run record", error=str(error))
 
 
 def last_word(result: Mapping[str, Any]) -> bool:
@@ -221,7 +221,7 @@ def _status(
 ) -> Status:
     steps = ((record.get("config") or {}).get("train") or {}).get("steps")
     last = (run.metrics() or [{}])[-1]
-    step = _whole(last.get("step"))
+    step = _number(last.get("step"), int)
     if state.ended and job is not None and lags(result, step):
         result = record_end(run, state)
     blamed = result if result is not None and (state.ended or state.state == UNKNOWN) else {}
@@ -236,27 +236,20 @@ def _status(
         source=state.source,
         attempt=len(record["attempts"]),
         step=step,
-        steps=_whole(steps),
-        loss=_figure(last.get("loss")),
-        step_time_s=_figure(last.get("step_time_s")),
-        error=_text(blamed.get("error")),
-        failed_rank=_whole(blamed.get("failed_rank")),
-        failed_node=_text(blamed.get("failed_node")),
+        steps=_number(steps, int),
+        loss=_number(last.get("loss"), float),
+        step_time_s=_number(last.get("step_time_s"), float),
+        error=None if blamed.get("error") is None else str(blamed["error"]),
+        failed_rank=_number(blamed.get("failed_rank"), int),
+        failed_node=None if blamed.get("failed_node") is None else str(blamed["failed_node"]),
         log_tail=tuple(map(str, blamed.get("log_tail") or ())),
         why=why(run, state, step),
     )
 
 
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _figure(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
+def _number(value: Any, kind: type[T]) -> T | None:
+    """Return a number of a record as `kind`; None for what is none, as others may have written it."""
+    return kind(value) if isinstance(value, (int, kind)) and not isinstance(value, bool) else None  # type: ignore[call-arg]
 
 
 def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:

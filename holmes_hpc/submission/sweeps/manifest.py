@@ -45,9 +45,6 @@ class SweepJob:
     host: str = ""
     program: str = ""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "overrides", tuple(self.overrides))
-
     @property
     def key(self) -> tuple[str, ...]:
         """What makes it the same job in a repeated sweep."""

@@ -73,12 +73,8 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
         if noted:
             word, error = noted["state"], noted.get("error")
         elif state.ended:
-            word = run_state(state.state)
-            error = (
-                f"Slurm says {state.state}"
-                if word != "completed"
-                else (unread(manifest, job) or "its task left no note of its end")
-            )
+            word, without_note = run_state(state.state), unread(manifest, job) or "its task left no note of its end"
+            error = without_note if word == "completed" else f"Slurm says {state.state}"
     return SweepRow(
         num=job.num,
         overrides=job.overrides,
@@ -129,28 +125,29 @@ def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """One mapping per job: `num, overrides, job_id, state, error, directory`, and `final` (of a plan's job: the last
     step's number and loss, and the run's rates; else the value that the function returned)."""
     manifest = read_manifest(directory)
-    found = []
-    for job, state in states(manifest, manifest.jobs).items():
-        row = row_of(manifest, job, state)
-        if job.kind == "plan":
-            run = RunDirectory(manifest.place(job.directory))
-            result = run.read_result()
-            final = {**(result.get("final") or {}), **run_rates(run)} if result else None
-        else:
-            outcome, value = plain_outcome(manifest, job)
-            final = value if outcome == "completed" else None
-        found.append(
-            {
-                "num": row.num,
-                "overrides": list(row.overrides),
-                "job_id": row.job_id,
-                "state": row.state,
-                "error": row.error,
-                "directory": row.directory,
-                "final": final,
-            }
-        )
-    return found
+    return [
+        {
+            "num": row.num,
+            "overrides": list(row.overrides),
+            "job_id": row.job_id,
+            "state": row.state,
+            "error": row.error,
+            "directory": row.directory,
+            "final": _final(manifest, job),
+        }
+        for job, state in states(manifest, manifest.jobs).items()
+        for row in [row_of(manifest, job, state)]
+    ]
+
+
+def _final(manifest: Manifest, job: SweepJob) -> Any:
+    """Return the figures of a plan's job that ended, or the value of another that completed; else None."""
+    if job.kind == "plan":
+        run = RunDirectory(manifest.place(job.directory))
+        result = run.read_result()
+        return {**(result.get("final") or {}), **run_rates(run)} if result else None
+    outcome, value = plain_outcome(manifest, job)
+    return value if outcome == "completed" else None
 
 
 def sweep_rows(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:

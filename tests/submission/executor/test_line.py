@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -107,7 +108,5 @@ def test_a_job_submitted_later_takes_a_free_place(tmp_path: Path) -> None:
     for index, ended in enumerate([None, None, "1", None, None]):
         if ended:
             leave(line.path, ended)
-        with line.place("afterok:7") as place:
-            got.append(place.dependency)
-            place.job = str(index)
+        line.enter("afterok:7", lambda depends, index=index: got.append(depends) or SimpleNamespace(job_id=str(index)))
     assert got == ["afterok:7", "afterok:7", "afterok:7", "afterok:7,afterany:0", "afterok:7,afterany:2"]
