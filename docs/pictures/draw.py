@@ -1,4 +1,4 @@
-"""Draws the pictures of concepts.md and README: ``python docs/pictures/draw.py`` writes the SVG files beside itself."""
+"""Draw the figures of concepts.md and README: ``python docs/pictures/draw.py`` writes the SVG files beside itself."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fabric() -> str:
         *nodes(410, ROCE, ["roce1", "roce2", "roce3", "roce4"]),
         text(190, 155, "fabric a: InfiniBand, 200 Gb/s", color=IB),
         text(570, 155, "fabric b: RoCE, 200 Gb/s", color=ROCE),
-        text(380, 180, "No RDMA leads from one fabric to the other.", 13),
+        text(380, 180, "No RDMA between the fabrics", 13),
     )
 
 
@@ -70,8 +70,8 @@ def stage() -> str:
         text(200, 140, "stage 0: 16 layers on the faster fabric", color=IB),
         text(530, 140, "stage 1: 14 layers", color=ROCE),
         line(376, 50, 376, 124, INK, 2, "5 4"),
-        text(376, 165, "what crosses here, per micro-batch: one activation forward, one gradient back", 13),
-        text(376, 186, "what does not: the gradients of all parameters, gigabytes in each step", 13),
+        text(376, 165, "crosses here, per micro-batch: one activation forward, one gradient back", 13),
+        text(376, 186, "stays inside: the gradients of all parameters, gigabytes per step", 13),
     )
 
 
@@ -181,12 +181,12 @@ def ahead() -> str:
     return svg(
         660,
         280,
-        "Running ahead hides the transfers",
-        text(10, 35, "1F1B over a slow edge: every transfer is waited for", 14, "start"),
+        "Eager 1F1B hides the transfers",
+        text(10, 35, "1F1B over a slow link: stages wait for every transfer", 14, "start"),
         *waits,
-        text(10, 165, "running ahead: stage 0 holds more micro-batches, transfers go on behind computing", 14, "start"),
+        text(10, 165, "eager 1F1B: stage 0 holds more micro-batches and computes during transfers", 14, "start"),
         *runs,
-        text(10, 272, "F: forward, B: backward, of a micro-batch; for the idea, not to scale", 12, "start"),
+        text(10, 272, "F: forward, B: backward of a micro-batch; not to scale", 12, "start"),
     )
 
 
