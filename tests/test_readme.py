@@ -21,7 +21,9 @@ def test_make_has_the_targets_that_readme_names():
 def test_ten_lines_on_a_laptop(tmp_path):
     ten, single = (block for block in BLOCKS if "site.yaml" in block)
     assert len(ten.splitlines()) <= 10
-    run_block(ten + single, tmp_path)
+    printed = run_block(ten + single, tmp_path).splitlines()
+    (excerpt,) = (text for _, text in blocks(ROOT / "README.md", "text"))
+    assert set(excerpt.splitlines()) <= set(printed), "README shows lines that `holmes plan` does not print"
 
 
 @pytest.mark.integration

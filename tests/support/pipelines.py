@@ -1,4 +1,4 @@
-"""Pipelines in real processes, for the tests of the edges and the schedule, and for benchmarks/stage_transfer_*.py.
+"""Pipelines in real processes, for the tests of the edges and the schedule, and for benchmarks/gpu_proof_parts.py.
 
 As a script it answers orders on its input (:class:`Server`). Cases of one shape of world share their processes, which
 are forked after torch and Megatron-Core were imported; where there is a GPU they are spawned, for CUDA does not work in
