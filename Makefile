@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## set-up, the main job on the testbed, its report
 	PATH="$(abspath $(BIN)):$$PATH" bash slurm/demo.sh
 
-lint: install ## ruff (rules and layout), mypy, the contracts between rooms
+lint: install ## ruff (rules and layout), mypy, the contracts between packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
 	$(BIN)/mypy

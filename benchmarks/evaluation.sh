@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The evaluation from nothing: the testbed's `evaluation` topology, the runs, benchmarks/results/evaluation-tables.md. `make evaluation`
-# runs it; started again it goes on where it was. PART=headline or four-nodes (its own page; two hours at most either),
-# pairs or full (some hours more).
+# The evaluation from nothing: starts the testbed's `evaluation` topology, makes the runs, and writes a page of
+# benchmarks/results/. `make evaluation` runs it; started again it continues. PART=headline (the default) or four-nodes
+# (its own page) take two hours at most, pairs and full some hours more.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export HOLMES_TESTBED=${HOLMES_TESTBED:-/var/lib/holmes-evaluation}

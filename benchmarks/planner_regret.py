@@ -122,7 +122,7 @@ def measured(seed: int, told: int, draws: int = DRAWS) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """The table for docs/planner.md: by rate of Ethernet, and all."""
+    """The table for benchmarks/results/planner.md: by rate of Ethernet, and all."""
     lines = ["| Ethernet, Gb/s | sites | told plans | mean regret | worst | sites over 0.5% |", "|" + "---|" * 6]
     for rate in (*ETHERNET_GBPS, None):
         some = [r for r in rows if rate in (None, r["ethernet_gbps"])]
