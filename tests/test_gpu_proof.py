@@ -119,7 +119,7 @@ def gone(pid: int) -> bool:
 @pytest.mark.integration
 def test_pipelines_start_where_cuda_forbids_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spawned, as on a machine with a GPU: that leaves no process behind either, which every test is watched for."""
-    monkeypatch.setenv(pipelines.START, "spawn")
+    monkeypatch.setenv(pipelines.START_METHOD, "spawn")
     server = pipelines.Server()
     case = pipelines.Case(layers=[[1], [1]], micro_batches=[2], schedule="ahead", in_flight=[2, 1])
     ranks = server.call("play", [asdict(case)], 280, timeout_s=300)[0]

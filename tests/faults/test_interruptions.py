@@ -13,8 +13,10 @@ Figures = dict[int, tuple[float, float]]
 
 
 def test_faults_are_drawn_from_the_seed_each_kind_alike() -> None:
-    drawn = interruptions.drawn(7, 24)
-    assert drawn == interruptions.drawn(7, 24) != interruptions.drawn(8, 24) and drawn[:9] == interruptions.drawn(7, 9)
+    drawn = interruptions.draw_faults(7, 24)
+    assert drawn == interruptions.draw_faults(7, 24) != interruptions.draw_faults(8, 24) and drawn[
+        :9
+    ] == interruptions.draw_faults(7, 9)
     assert [sum(f.kind == kind for f in drawn) for kind in KINDS] == [3] * len(KINDS)
     assert len({f.rank for f in drawn}) == interruptions.RANKS and len({f.step for f in drawn}) > 8
 
@@ -26,7 +28,7 @@ def root(testbed: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(root: Path) -> Figures:
-    return interruptions.untouched(root)
+    return interruptions.undisturbed_figures(root)
 
 
 @pytest.mark.slurm
@@ -36,5 +38,5 @@ def whole(root: Path) -> Figures:
 )
 def test_the_run_goes_on_bit_by_bit(kind: str, rank: int, step: int, root: Path, whole: Figures) -> None:
     fault = Fault(KINDS.index(kind), kind, rank, step, background=True)
-    outcome = interruptions.interrupted(fault, root, whole)
+    outcome = interruptions.run_with_fault(fault, root, whole)
     assert not outcome.problem, interruptions.line_of(outcome)

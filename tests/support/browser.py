@@ -1,4 +1,4 @@
-"""A headless browser, spoken to by the WebDriver protocol over plain HTTP: chromium and its driver, no package."""
+"""A headless chromium, controlled by the WebDriver protocol over plain HTTP, without a package."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def missing() -> str | None:
-    """What is missing to start a browser, in words; None when nothing is."""
+    """Return the reason why no browser can start; None if one can."""
     if not any(map(shutil.which, BROWSERS)) or not any(map(shutil.which, DRIVERS)):
-        return "no browser on this machine, the page was not looked at (Debian: apt install chromium chromium-driver)"
+        return "no browser on this machine: page not tested (Debian: apt install chromium chromium-driver)"
     return None
 
 
 class Browser:
-    """A page of `width` x `height` CSS pixels of a device with `ratio` device pixels each."""
+    """A page of `width` x `height` CSS pixels on a device with `ratio` device pixels each."""
 
     def __init__(self, width: int, height: int, ratio: float = 1.0) -> None:
         driver = next(filter(None, map(shutil.which, DRIVERS)))
         binary = next(filter(None, map(shutil.which, BROWSERS)))
-        # it leaves files behind, a socket among them, whose path must be short
-        self._own = tempfile.TemporaryDirectory(prefix="browser-", dir="/tmp", ignore_cleanup_errors=True)
+        # The browser leaves files, including a socket, whose path must be short.
+        self._temporary = tempfile.TemporaryDirectory(prefix="browser-", dir="/tmp", ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
-            [driver, "--port=0"], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": self._own.name}
+            [driver, "--port=0"], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": self._temporary.name}
         )
         assert self._process.stdout
-        started = (re.search(r"successfully on port (\d+)", line) for line in self._process.stdout)
-        port = next(found.group(1) for found in started if found)
+        matches = (re.search(r"successfully on port (\d+)", line) for line in self._process.stdout)
+        port = next(match.group(1) for match in matches if match)
         self._url = f"http://127.0.0.1:{port}/session"
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         metrics = {"width": width, "height": height, "pixelRatio": ratio, "mobile": True, "touch": True}
@@ -45,14 +45,14 @@ class Browser:
             "goog:chromeOptions": {"binary": binary, "args": arguments, "mobileEmulation": {"deviceMetrics": metrics}},
             "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
         }
-        made = self._call("POST", "", {"capabilities": {"alwaysMatch": capabilities}})
-        self._url += "/" + made["sessionId"]
+        session = self._call("POST", "", {"capabilities": {"alwaysMatch": capabilities}})
+        self._url += "/" + session["sessionId"]
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["value"]
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)["value"]
 
     def open(self, path: Path) -> None:
         self._call("POST", "/url", {"url": path.resolve().as_uri()})
@@ -61,11 +61,11 @@ class Browser:
         return self._call("POST", "/execute/sync", {"script": text, "args": []})
 
     def console(self) -> list[str]:
-        """Messages of the console so far: errors, warnings, violations of the page's policy."""
+        """Return the console's messages so far: errors, warnings, violations of the page's policy."""
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
 
     def requests(self) -> list[str]:
-        """Every URL asked for so far."""
+        """Return every URL requested so far."""
         events = [json.loads(e["message"])["message"] for e in self._call("POST", "/se/log", {"type": "performance"})]
         return [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
 
@@ -80,4 +80,4 @@ class Browser:
         finally:
             self._process.terminate()
             self._process.wait()
-            self._own.cleanup()
+            self._temporary.cleanup()

@@ -1,4 +1,4 @@
-"""The best step of a small site by going through everything, with code of its own: no estimate, bound or pruning."""
+"""Exhaustive search for the best step of a small site, with code of its own: no estimate, bound or pruning."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER
 from holmes_hpc.planning.spec.plan import Component, Schedule
 
 BUCKETS = (160_000_000, 40_000_000, 10_000_000, 2_500_000, 625_000)
-DEEPER = 2  # passes in flight beyond one more than the stage below, of each stage by itself; of all alike, any number
+DEEPER = 2  # extra passes in flight per transfer, beyond one more than the next stage; equal extras are unlimited
 
 
 def best_step_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> float:
-    """Seconds of the shortest step of any plan; infinite if no plan fits."""
+    """Return the seconds of the shortest step of any plan; infinite if no plan fits."""
     best = float("inf")
     for components, parallel in layouts(model, batch, site):
         p, m = parallel, batch.micro_batches(parallel.dp)
@@ -33,107 +33,114 @@ def best_step_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> flo
                 fitting = splits[fits(layout, splits)]
                 if len(fitting):
                     best = min(best, float(step_s(layout, fitting).min()))
-            except PlanError:  # a schedule that locks up
+            except PlanError:  # the schedule deadlocks
                 continue
     return best
 
 
 def layouts(model: ModelSpec, batch: Batch, site: Site) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
-    """Every placement of every size."""
-    most = max(f.gpus_per_node for f in site.fabrics)
-    total = sum(f.gpus for f in site.fabrics)
-    for tp in range(1, most + 1):
+    """Yield every placement of every layout."""
+    max_tp = max(f.gpus_per_node for f in site.fabrics)
+    gpu_count = sum(f.gpus for f in site.fabrics)
+    for tp in range(1, max_tp + 1):
         if model.heads % tp or model.kv_heads % tp or model.ffn % tp:
             continue
-        for dp in range(1, total + 1):
+        for dp in range(1, gpu_count + 1):
             if batch.global_size % (batch.micro_size * dp):
                 continue
-            for chosen in _choices(site, tp):
-                yield from _pipelines(model, batch, chosen, tp, dp)
-                yield from _hierarchies(model, batch, chosen, tp, dp)
+            for placement in _choices(site, tp):
+                yield from _pipelines(model, batch, placement, tp, dp)
+                yield from _hierarchies(model, batch, placement, tp, dp)
 
 
 def _choices(site: Site, tp: int) -> Iterator[list[tuple[Fabric, int]]]:
-    """(fabric, nodes used) of every non-empty choice of nodes, in every order."""
+    """Yield (fabric, nodes used) of every non-empty choice of nodes, in every order."""
     for size in range(1, len(site.fabrics) + 1):
         for fabrics in permutations([f for f in site.fabrics if f.gpus_per_node % tp == 0], size):
             for nodes in product(*(range(1, f.nodes + 1) for f in fabrics)):
                 yield list(zip(fabrics, nodes, strict=True))
 
 
-def _parallels(model: ModelSpec, batch: Batch, tp: int, pp: int, dp: int, **more: object) -> Iterator[Parallel]:
+def _parallels(model: ModelSpec, batch: Batch, tp: int, pp: int, dp: int, **options: object) -> Iterator[Parallel]:
     m = batch.micro_batches(dp)
     for chunks in range(1, model.layers // pp + 1):
         if chunks == 1 or (pp > 1 and m % pp == 0):
-            yield Parallel.uniform(tp, pp, dp, virtual_stages=chunks, sequence_parallel=tp > 1, **more)  # type: ignore[arg-type]
+            yield Parallel.uniform(tp, pp, dp, virtual_stages=chunks, sequence_parallel=tp > 1, **options)  # type: ignore[arg-type]
 
 
 def _pipelines(
-    model: ModelSpec, batch: Batch, chosen: list[tuple[Fabric, int]], tp: int, dp: int
+    model: ModelSpec, batch: Batch, placement: list[tuple[Fabric, int]], tp: int, dp: int
 ) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
-    components, at = [], 0
-    for fabric, nodes in chosen:
+    components, stage_count = [], 0
+    for fabric, nodes in placement:
         ranks = nodes * fabric.gpus_per_node
         if ranks % (tp * dp):
             return
         stages = ranks // (tp * dp)
         components.append(
-            Component(fabric.partition, "", fabric.name, nodes, fabric.gpus_per_node, tuple(range(at, at + stages)))
+            Component(
+                fabric.partition,
+                "",
+                fabric.name,
+                nodes,
+                fabric.gpus_per_node,
+                tuple(range(stage_count, stage_count + stages)),
+            )
         )
-        at += stages
-    if at <= model.layers:
-        for parallel in _parallels(model, batch, tp, at, dp, order=PIPELINE_ORDER):
+        stage_count += stages
+    if stage_count <= model.layers:
+        for parallel in _parallels(model, batch, tp, stage_count, dp, order=PIPELINE_ORDER):
             yield tuple(components), parallel
 
 
 def _hierarchies(
-    model: ModelSpec, batch: Batch, chosen: list[tuple[Fabric, int]], tp: int, dp: int
+    model: ModelSpec, batch: Batch, placement: list[tuple[Fabric, int]], tp: int, dp: int
 ) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
-    ranks = sum(n * f.gpus_per_node for f, n in chosen)
-    if len(chosen) < 2 or ranks % (tp * dp) or ranks // (tp * dp) > model.layers:
+    ranks = sum(n * f.gpus_per_node for f, n in placement)
+    if len(placement) < 2 or ranks % (tp * dp) or ranks // (tp * dp) > model.layers:
         return
     pp = ranks // (tp * dp)
-    pipelines = [n * f.gpus_per_node / (tp * pp) for f, n in chosen]
-    for run in range(1, dp + 1):
-        if dp % run == 0 and all(count % run == 0 for count in pipelines):
+    pipeline_counts = [n * f.gpus_per_node / (tp * pp) for f, n in placement]
+    for instance_dp in range(1, dp + 1):
+        if dp % instance_dp == 0 and all(count % instance_dp == 0 for count in pipeline_counts):
             components = tuple(
-                Component(f.partition, "", f.name, n, f.gpus_per_node, tuple(range(pp))) for f, n in chosen
+                Component(f.partition, "", f.name, n, f.gpus_per_node, tuple(range(pp))) for f, n in placement
             )
             for parallel in _parallels(
-                model, batch, tp, pp, dp, order=HIERARCHICAL_ORDER, optimizer_instances=dp // run
+                model, batch, tp, pp, dp, order=HIERARCHICAL_ORDER, optimizer_instances=dp // instance_dp
             ):
                 yield components, parallel
 
 
 def _schedules(p: Parallel, micro_batches: int) -> list[Schedule]:
-    """Megatron-Core's, and the one that runs ahead at every depth up to DEEPER per transfer, and deeper ones."""
+    """Return Megatron-Core's schedule and the eager one, up to DEEPER per transfer, and deeper equal ones."""
     if p.virtual_stages == 1:
         base = [min(micro_batches, p.pp - s) for s in range(p.pp)]
-        waiting = Schedule("1f1b", tuple(base))
+        standard = Schedule("1f1b", tuple(base))
     else:
         base = [
             min(micro_batches * p.virtual_stages, 2 * (p.pp - s - 1) + (p.virtual_stages - 1) * p.pp + 1)
             for s in range(p.pp)
         ]
-        waiting = Schedule("interleaved", tuple(base))
+        standard = Schedule("interleaved", tuple(base))
     if p.pp == 1:
-        return [waiting]
+        return [standard]
     deeper = []
-    for more, *extra in product(
+    for equal_extra, *stage_extras in product(
         range(micro_batches if p.virtual_stages == 1 else 1), *[range(DEEPER + 1)] * (p.pp - 1)
     ):
-        depth = tuple(
-            min(b + sum(extra[s:]) + more * (p.pp - 1 - s), micro_batches * p.virtual_stages)
+        in_flight = tuple(
+            min(b + sum(stage_extras[s:]) + equal_extra * (p.pp - 1 - s), micro_batches * p.virtual_stages)
             for s, b in enumerate(base)
         )
-        deeper.append(Schedule("ahead", depth))
-    return [waiting, *dict.fromkeys(deeper)]
+        deeper.append(Schedule("ahead", in_flight))
+    return [standard, *dict.fromkeys(deeper)]
 
 
 def _splits(layers: int, stages: int, chunks: int) -> np.ndarray:
-    """Every way to deal layers out to chunks, at least one each: (ways, S, C)."""
+    """Return every split of layers into chunks of at least one layer: (splits, S, C)."""
     parts = stages * chunks
-    ways = list(combinations(range(1, layers), parts - 1))
-    cuts = np.array(ways, dtype=int).reshape(len(ways), parts - 1)
+    cut_tuples = list(combinations(range(1, layers), parts - 1))
+    cuts = np.array(cut_tuples, dtype=int).reshape(len(cut_tuples), parts - 1)
     edges = np.concatenate([np.zeros((len(cuts), 1), int), cuts, np.full((len(cuts), 1), layers)], axis=1)
     return np.diff(edges, axis=1).reshape(-1, stages, chunks)

@@ -1,4 +1,4 @@
-"""A clock for tests: time passes only when somebody sleeps, or says so."""
+"""A clock for tests: time passes only when a test sleeps or calls `pass_`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 class Clock:
-    """Time that passes only when somebody sleeps, or says so."""
+    """A clock whose time passes only when a test sleeps or calls `pass_`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
         self.now = 1000.0

@@ -1,9 +1,7 @@
-"""Looks for counterexamples: every property test (or those of some files), with fresh seeds and many examples, again
-and again for some minutes.
+"""Search for counterexamples: run property tests with fresh seeds and many examples for some minutes.
 
-What it finds is printed with the name of the test, the values and the seed; it goes on, and the exit code is 1 in
-the end. Pin each in its test with ``@example``.
-"""
+It runs all of them, or those of some files. Each counterexample is printed with the test's name, the values and the
+seed, and the search continues; the exit code is then 1. Pin each one in its test with ``@example``."""
 
 from __future__ import annotations
 
@@ -17,36 +15,38 @@ import pytest
 from hypothesis import settings
 
 TESTS = Path(__file__).parents[1]
-MORE = 10  # times the examples that `make test` looks at
+FACTOR = 10  # times the examples of `make test`
 MARKS = "not slurm and not breaking and not gpu"
 
 
 class Round:
-    """A pytest plug-in: property tests only, with more examples, and none begun when the time is over."""
+    """A pytest plug-in that runs property tests only, with more examples, and starts none after the time limit."""
 
-    def __init__(self, end: float, seed: int, found: dict[str, str], more: int) -> None:
-        self.end, self.seed, self.found, self.more = end, seed, found, more
+    def __init__(self, end: float, seed: int, counterexamples: dict[str, str], factor: int) -> None:
+        self.end, self.seed, self.counterexamples, self.factor = end, seed, counterexamples, factor
         self.ran = 0
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        chosen = [item for item in items if hasattr(getattr(item, "obj", None), "hypothesis")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        for test in {item.obj for item in chosen}:  # type: ignore[attr-defined]
-            own = test._hypothesis_internal_use_settings
-            test._hypothesis_internal_use_settings = settings(own, max_examples=self.more * own.max_examples)
-        random.Random(self.seed).shuffle(chosen)  # so that a round that is cut short leaves out others each time
-        items[:] = chosen
+        property_tests = [item for item in items if hasattr(getattr(item, "obj", None), "hypothesis")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in property_tests])
+        for test in {item.obj for item in property_tests}:  # type: ignore[attr-defined]
+            test_settings = test._hypothesis_internal_use_settings
+            test._hypothesis_internal_use_settings = settings(
+                test_settings, max_examples=self.factor * test_settings.max_examples
+            )
+        random.Random(self.seed).shuffle(property_tests)  # so that shortened rounds skip different tests
+        items[:] = property_tests
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         if time.monotonic() > self.end:
-            pytest.skip("the time is over")
+            pytest.skip("time limit reached")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.ran += report.when == "call" and not report.skipped
         if report.failed:
             text = report.longreprtext
             example = text[text.rfind("Falsifying example") :] if "Falsifying example" in text else text[-3000:]
-            self.found[report.nodeid] = example
+            self.counterexamples[report.nodeid] = example
             print(f"\nexplore: {report.nodeid}, seed {self.seed}:\n{example}\n", flush=True)
 
 
@@ -54,38 +54,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("minutes", type=float)
     parser.add_argument("tests", nargs="*", default=[str(TESTS)], help="files, or folders of them")
-    parser.add_argument("--more", type=int, default=MORE, help="times the examples that `make test` looks at")
-    asked = parser.parse_args()
-    end = time.monotonic() + 60 * asked.minutes
-    found: dict[str, str] = {}
+    parser.add_argument("--more", type=int, default=FACTOR, help="times the examples of `make test`")
+    options = parser.parse_args()
+    end = time.monotonic() + 60 * options.minutes
+    counterexamples: dict[str, str] = {}
     rounds = 0
     while time.monotonic() < end:
-        this, rounds = Round(end, random.SystemRandom().randrange(2**32), found, asked.more), rounds + 1
+        current, rounds = Round(end, random.SystemRandom().randrange(2**32), counterexamples, options.more), rounds + 1
         code = pytest.main(
             [
-                *asked.tests,
+                *options.tests,
                 "-m",
                 MARKS,
                 "-q",
                 "--no-header",
                 "--tb=short",
-                "--timeout=0",  # as long as many examples take on a busy machine
+                "--timeout=0",  # many examples take long on a busy machine
                 "-p",
                 "no:cacheprovider",
                 "--hypothesis-profile=fresh",
-                f"--hypothesis-seed={this.seed}",
+                f"--hypothesis-seed={current.seed}",
             ],
-            plugins=[this],
+            plugins=[current],
         )
-        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not this.ran:
-            return int(code) or 3  # there was nothing to explore
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not current.ran:
+            return int(code) or 3  # no property tests ran
         print(
-            f"explore: round {rounds}, seed {this.seed}: {this.ran} property tests, {len(found)} counterexamples",
+            f"explore: round {rounds}, seed {current.seed}: {current.ran} property tests, "
+            f"{len(counterexamples)} counterexamples",
             flush=True,
         )
-    for name, example in found.items():
-        print(f"\nfound in {name}:\n{example}")
-    return 1 if found else 0
+    for name, example in counterexamples.items():
+        print(f"\ncounterexample in {name}:\n{example}")
+    return 1 if counterexamples else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A pickle that runs code when it is read: the proof that a reader does not."""
+"""A pickle that runs code when it is loaded, to prove that a reader does not load it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Code:
-    """A pickle of this makes a folder when it is read."""
+    """An object whose pickle creates a folder when loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,6 +1,8 @@
-"""Small random models of every family in Hugging Face's format, their logits by `transformers`, and from the same
-weights in several layouts Megatron-Core's logits, its checkpoint, and the losses of three more steps:
-``python hugging_face_models.py DIR`` writes all of it into DIR."""
+"""Small random models of every family in Hugging Face's format, with reference results.
+
+References are the logits of `transformers`. From the same weights, in several layouts, there are Megatron-Core's
+logits, its checkpoint, and the losses of three more steps. ``python hugging_face_models.py DIR`` writes all into
+DIR."""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-# name -> model_type, config; sequences of LENGTH tokens are longer than what a scaled model was first trained on
+# name -> model_type, config; LENGTH exceeds the original context of models with scaled RoPE
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "llama3_1": ("llama", {**_SIZES, "rope_parameters": _LLAMA3}),
@@ -50,26 +52,28 @@ LAYOUTS = {"one process": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2 pp2": (2, 2
 LENGTH = 40
 
 
-def make(root: Path) -> None:
-    """NAME/ (config.json, shards of safetensors) and NAME.pt (tokens, logits) for each model."""
+def make_models(root: Path) -> None:
+    """Write NAME/ (config.json, shards of safetensors) and NAME.pt (tokens, logits) for each model."""
     import transformers
 
     for name, (kind, values) in MODELS.items():
         torch.manual_seed(len(name))
-        numbers = torch.Generator().manual_seed(len(name))
+        generator = torch.Generator().manual_seed(len(name))
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **values)).eval()
         with torch.no_grad():
-            for parameter in model.parameters():  # no weight keeps a value that hides an error: norms of 1, biases of 0
-                parameter.mul_(3).add_(0.2 * torch.randn(parameter.shape, generator=numbers))
-            tokens = torch.randint(61, (2, LENGTH), generator=numbers)
+            for parameter in model.parameters():  # norms of 1 and biases of 0 would hide errors
+                parameter.mul_(3).add_(0.2 * torch.randn(parameter.shape, generator=generator))
+            tokens = torch.randint(61, (2, LENGTH), generator=generator)
             logits = model(tokens).logits
         model.save_pretrained(root / name, max_shard_size="30KB")
         torch.save({"tokens": tokens, "logits": logits}, root / f"{name}.pt")
 
 
-def rank(number: int, root: Path, layout: str) -> None:
-    """One rank's part of every model in a layout. The last stage writes `LAYOUT NAME.pt`: the logits, and losses
-    and gradient norms of three steps from these weights on; all ranks of TP 2 x PP 2 save `saved NAME` before those."""
+def run_rank(rank: int, root: Path, layout: str) -> None:
+    """Run one rank's part of every model in a layout.
+
+    The last stage writes `LAYOUT NAME.pt`: the logits, and losses and gradient norms of three steps from these
+    weights. All ranks of TP 2 x PP 2 save `saved NAME` before these steps."""
     import spawn
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
@@ -81,7 +85,7 @@ def rank(number: int, root: Path, layout: str) -> None:
 
     tp, pp = LAYOUTS[layout]
     cpu.install()
-    dist.init_process_group("gloo", init_method=f"file://{root}/{layout}.store", rank=number, world_size=tp * pp)
+    dist.init_process_group("gloo", init_method=f"file://{root}/{layout}.store", rank=rank, world_size=tp * pp)
     parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=True)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     for name in MODELS:
@@ -91,12 +95,12 @@ def rank(number: int, root: Path, layout: str) -> None:
         (model,) = gpt.build(plan, config, None, torch.device("cpu"))
         fill_model(root / name, spec, [model], parallel_state.get_tensor_model_parallel_rank())
         tokens = torch.load(root / f"{name}.pt")["tokens"]
-        logits = _logits(model, tokens, number, tp, pp)
+        logits = _logits(model, tokens, rank, tp, pp)
         if tp * pp == 4:
             (root / f"saved {name}").mkdir(exist_ok=True)
             dist_checkpointing.save({"model": model.sharded_state_dict()}, str(root / f"saved {name}"))
         losses, norms = _three_steps(model, plan, config, tokens)
-        if number == tp * (pp - 1):
+        if rank == tp * (pp - 1):
             torch.save(
                 {"logits": logits[..., : spec.vocab], "losses": losses, "norms": norms}, root / f"{layout} {name}.pt"
             )
@@ -104,20 +108,20 @@ def rank(number: int, root: Path, layout: str) -> None:
     dist.destroy_process_group()
 
 
-def _logits(model: Any, tokens: torch.Tensor, number: int, tp: int, pp: int) -> torch.Tensor:
-    """On the last stage those of the whole vocabulary; elsewhere what this stage hands on."""
+def _logits(model: Any, tokens: torch.Tensor, rank: int, tp: int, pp: int) -> torch.Tensor:
+    """Return the logits of the whole vocabulary on the last stage, and this stage's output elsewhere."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     with torch.no_grad():
-        if number >= tp:
+        if rank >= tp:
             hidden = torch.empty(LENGTH, 2, model.config.hidden_size)
-            dist.recv(hidden, number - tp)
+            dist.recv(hidden, rank - tp)
             model.set_input_tensor(hidden)
         output: torch.Tensor = model.eval()(tokens, torch.arange(LENGTH).repeat(2, 1), None).contiguous()
         model.set_input_tensor(None)
-        if number < tp * (pp - 1):
-            dist.send(output, number + tp)
+        if rank < tp * (pp - 1):
+            dist.send(output, rank + tp)
             return output
     parts = [torch.empty_like(output) for _ in range(tp)]
     dist.all_gather(parts, output, group=parallel_state.get_tensor_model_parallel_group())
@@ -125,7 +129,7 @@ def _logits(model: Any, tokens: torch.Tensor, number: int, tp: int, pp: int) -> 
 
 
 def _three_steps(model: Any, plan: Any, config: Any, tokens: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Each row is a micro-batch. The losses, on the last stage, and the gradients' norms."""
+    """Train three steps with a micro-batch per row; return losses (on the last stage) and gradient norms."""
     import spawn
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -134,7 +138,7 @@ def _three_steps(model: Any, plan: Any, config: Any, tokens: torch.Tensor) -> tu
     from holmes_hpc.training.model.gpt import forward_step
 
     models = optimizer.wrap([model.train()], config, plan, spawn.TRAIN)
-    made = optimizer.build(models, config, plan, spawn.TRAIN, Breakdown(False))
+    built_optimizer = optimizer.build(models, config, plan, spawn.TRAIN, Breakdown(False))
     batches = [
         {
             "tokens": row[None],
@@ -147,8 +151,8 @@ def _three_steps(model: Any, plan: Any, config: Any, tokens: torch.Tensor) -> tu
     losses, norms = [], []
     for _ in range(3):
         models[0].zero_grad_buffer()
-        made.zero_grad()
-        stored = get_forward_backward_func()(
+        built_optimizer.zero_grad()
+        step_losses = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(batches),
             model=models[0],
@@ -157,19 +161,19 @@ def _three_steps(model: Any, plan: Any, config: Any, tokens: torch.Tensor) -> tu
             micro_batch_size=1,
             forward_only=False,
         )
-        optimizer.set_options(made, spawn.TRAIN, 1e-4)
-        norms.append(float(made.step()[1]))
-        losses.append(sum(float(entry["loss"]) for entry in stored) / len(batches))
+        optimizer.set_options(built_optimizer, spawn.TRAIN, 1e-4)
+        norms.append(float(built_optimizer.step()[1]))
+        losses.append(sum(float(entry["loss"]) for entry in step_losses) / len(batches))
     return losses, norms
 
 
 def main(root: Path) -> None:
-    make(root)
-    import holmes_hpc.training.loop  # noqa: F401 (loaded once, before the ranks are forked)
+    make_models(root)
+    import holmes_hpc.training.loop  # noqa: F401 (loaded once, before ranks are forked)
 
     fork = torch.multiprocessing.get_context("fork")
     for layout, (tp, pp) in LAYOUTS.items():
-        ranks = [fork.Process(target=rank, args=(number, root, layout)) for number in range(tp * pp)]
+        ranks = [fork.Process(target=run_rank, args=(rank, root, layout)) for rank in range(tp * pp)]
         for process in ranks:
             process.start()
         for process in ranks:

@@ -1,13 +1,11 @@
-"""Runs on the testbed that are interrupted on purpose, and must go on as if nothing had been: `make faults`.
+"""Fault injection on the testbed: interrupted runs must continue as if undisturbed (`make faults`).
 
     python tests/support/interruptions.py [--runs 24] [--seed 1] [--minutes 8] [--root runs/faults]
 
-Each run trains one small GPT on 2 InfiniBand and 2 RoCE nodes, and is hit once: by which fault, at which rank and step,
-and whether its checkpoints are written in the background, is drawn from the seed. Then it must end as a run that nobody
-touched: the losses and gradient norms of all its steps equal bit by bit, and no more steps done twice than the
-checkpoint interval (and what was done beside a save that was under way). Outcomes are kept in ROOT/outcomes.jsonl;
-started again, it goes on with the runs that are missing.
-"""
+Each run trains one small GPT on 2 InfiniBand and 2 RoCE nodes and has one fault. The seed determines the fault, its
+rank and step, and whether checkpoints are written in the background. All losses and gradient norms must equal those
+of an undisturbed run bit by bit. No more steps may be repeated than the checkpoint interval (and the steps computed
+during an unfinished save). Outcomes are kept in ROOT/outcomes.jsonl; a second start continues with the missing runs."""
 
 from __future__ import annotations
 
@@ -59,13 +57,13 @@ KINDS = (
     "checkpoint disk full",
     "KILL while saving",
 )
-DISK = "disk"  # below the root: a small file system, which the testbed's nodes see too
+DISK = "disk"  # a small file system below the root, visible on the testbed's nodes
 LIMIT_S = 180
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What hits a run: at `rank`, once `step` steps are recorded (while saving: at the first save after it)."""
+    """A fault at `rank`, once `step` steps are recorded (while saving: at the first save after it)."""
 
     number: int
     kind: str
@@ -78,25 +76,21 @@ class Fault:
         return f"{self.number:02}-{self.kind.replace(' ', '-')}"
 
 
-def drawn(seed: int, runs: int) -> list[Fault]:
-    """`runs` faults, every kind as often as any other; the first ones are the same for more runs."""
+def draw_faults(seed: int, runs: int) -> list[Fault]:
+    """Draw `runs` faults, every kind equally often; more runs keep the first faults."""
     return [
-        Fault(
-            number,
-            KINDS[number % len(KINDS)],
-            choice.randrange(RANKS),
-            choice.randint(3, STEPS - 12),
-            choice.random() < 0.5,
-        )
+        Fault(number, KINDS[number % len(KINDS)], rng.randrange(RANKS), rng.randint(3, STEPS - 12), rng.random() < 0.5)
         for number in range(runs)
-        for choice in [random.Random(f"{seed} {number}")]
+        for rng in [random.Random(f"{seed} {number}")]
     ]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`lost`: steps that were recorded and had to be done again; `allowed`: how many may be. `how`: what went on with
-    the run. `problem`: empty when all is as it must be."""
+    """The outcome of a run.
+
+    `lost`: recorded steps that were repeated; `allowed`: their limit. `how`: how the run continued. `problem`: empty
+    if the run is as it must be."""
 
     fault: Fault
     node: str
@@ -114,18 +108,18 @@ def figures(run: RunDirectory) -> dict[int, tuple[float, float]]:
 
 
 def steps_of(run: RunDirectory, attempt: int) -> list[int]:
-    """The steps that one attempt recorded, those included that a later one did again."""
+    """Return the steps that one attempt recorded, including those that a later one repeated."""
     lines = [json.loads(line) for line in run.metrics_path.read_text(encoding="utf-8").splitlines()]
     return [line["step"] for line in lines if line["attempt"] == attempt]
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = LIMIT_S) -> Any:
+def until(condition: Callable[[], Any], event: str, seconds: float = LIMIT_S) -> Any:
     end = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (value := condition()):
         if time.monotonic() > end:
-            raise TimeoutError(f"{what} did not happen within {seconds:.0f} s")
+            raise TimeoutError(f"{event} did not happen within {seconds:.0f} s")
         time.sleep(0.02)
-    return found
+    return value
 
 
 def last_step(run: RunDirectory) -> int:
@@ -134,18 +128,18 @@ def last_step(run: RunDirectory) -> int:
 
 
 def submit(directory: Path, *overrides: str) -> RunDirectory:
-    """Plan, and submit; nothing is waited for."""
+    """Plan and submit a run without waiting for it."""
     plan = directory.parent / "plan.yaml"
     if not plan.exists():
         subprocess.run([HOLMES, "plan", *PLAN, *TRAIN, "-o", str(plan)], check=True, capture_output=True)
-    done = subprocess.run(
+    result = subprocess.run(
         [HOLMES, "submit", str(plan), f"run_dir={directory}", *TRAIN, *overrides],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise RuntimeError(f"holmes submit: {done.stderr.strip()}")
+    if result.returncode:
+        raise RuntimeError(f"holmes submit: {result.stderr.strip()}")
     return RunDirectory(directory)
 
 
@@ -153,28 +147,28 @@ def submit(directory: Path, *overrides: str) -> RunDirectory:
 
 
 def processes(run: RunDirectory, rank: int) -> list[int]:
-    """The process of a rank, and then what it has forked (writers of checkpoints)."""
-    job, found = str(run.read_run()["slurm"]["job_id"]), []
-    folder = str(run.path / "submission")  # another testbed's job may have the same number
+    """Return the process of a rank, followed by its forks (writers of checkpoints)."""
+    job, started_pids = str(run.read_run()["slurm"]["job_id"]), []
+    folder = str(run.path / "submission")  # jobs of other testbeds may have the same number
     for proc in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            own = dict(e.partition("=")[::2] for e in (proc / "environ").read_text().split("\0"))
-            words = (proc / "cmdline").read_text().split("\0")
+            environment = dict(e.partition("=")[::2] for e in (proc / "environ").read_text().split("\0"))
+            arguments = (proc / "cmdline").read_text().split("\0")
             if (
-                (own.get("HOLMES_LEADER_JOB_ID"), own.get("SLURM_PROCID")) == (job, str(rank))
-                and "submitit.core._submit" in words[:6]
-                and folder in words
-                and "python" in words[0]
+                (environment.get("HOLMES_LEADER_JOB_ID"), environment.get("SLURM_PROCID")) == (job, str(rank))
+                and "submitit.core._submit" in arguments[:6]
+                and folder in arguments
+                and "python" in arguments[0]
             ):
                 started = int((proc / "stat").read_text().rpartition(")")[2].split()[19])
-                found.append((started, int(proc.name)))  # by age, for process numbers begin again
-    if not found:
+                started_pids.append((started, int(proc.name)))  # by age, because process ids wrap around
+    if not started_pids:
         raise ProcessLookupError(f"no process of rank {rank} of job {job}")
-    return [pid for _, pid in sorted(found)]
+    return [pid for _, pid in sorted(started_pids)]
 
 
-def saving(run: RunDirectory) -> int:
-    """The step whose checkpoint is being written, 0 when none is."""
+def saving_step(run: RunDirectory) -> int:
+    """Return the step whose checkpoint is being written; 0 if none is."""
     names = [path.name for path in run.checkpoints.glob(".saving-step-*")]
     return int(names[0].split("-")[2]) if names else 0
 
@@ -194,7 +188,7 @@ def on_node(node: str, command: str) -> None:
 
 
 def strike(fault: Fault, run: RunDirectory, node: str, pids: list[int]) -> Callable[[], None]:
-    """Let it happen; what repairs the site, once the run has felt it, comes back."""
+    """Inject the fault; return the function that repairs the site once the run has noticed."""
     if fault.kind in ("TERM", "USR2"):
         os.kill(pids[0], signal.SIGTERM if fault.kind == "TERM" else signal.SIGUSR2)
     elif fault.kind in ("KILL of a rank", "KILL while saving"):
@@ -208,7 +202,7 @@ def strike(fault: Fault, run: RunDirectory, node: str, pids: list[int]) -> Calla
         return lambda: on_node(node, f"ip link set {nic} up")
     elif fault.kind == "slurmctld restarted":
         pid = daemon("slurmctld")
-        os.kill(pid, signal.SIGTERM)  # as a service is stopped
+        os.kill(pid, signal.SIGTERM)  # as systemd stops a service
         until(lambda: not os.path.exists(f"/proc/{pid}/ns/net"), "slurmctld's end")
         beds.up()
     elif fault.kind == "checkpoint disk full":
@@ -220,77 +214,77 @@ def strike(fault: Fault, run: RunDirectory, node: str, pids: list[int]) -> Calla
     return lambda: None
 
 
-def hit(fault: Fault, run: RunDirectory) -> tuple[str, int, int, Callable[[], None]]:
-    """Wait for the fault's moment, and strike: (node, last recorded step, step being saved or 0, repair)."""
+def inject(fault: Fault, run: RunDirectory) -> tuple[str, int, int, Callable[[], None]]:
+    """Wait for the fault's moment and strike: (node, last recorded step, step being saved or 0, repair)."""
     until(lambda: last_step(run) >= 1, "the first step")
     node = run.read_run()["hosts"][fault.rank]
     until(lambda: last_step(run) >= fault.step, f"step {fault.step}")
     if fault.kind == "KILL while saving":
-        until(lambda: saving(run), "a save")
-    pids, under_way, step = processes(run, fault.rank), saving(run), last_step(run)
+        until(lambda: saving_step(run), "a save")
+    pids, being_saved, step = processes(run, fault.rank), saving_step(run), last_step(run)
     repair = strike(fault, run, node, pids)
-    return node, step, saving(run) or under_way, repair  # a link is cut some steps later, perhaps beside a save
+    return node, step, saving_step(run) or being_saved, repair  # cutting a link takes some steps, perhaps during a save
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
 
 
-def interrupted(fault: Fault, root: Path, whole: dict[int, tuple[float, float]]) -> Outcome:
-    """One run with its fault, to its end."""
-    began, directory = time.monotonic(), root / fault.name
-    if directory.exists():  # of a driver that was stopped
+def run_with_fault(fault: Fault, root: Path, expected: dict[int, tuple[float, float]]) -> Outcome:
+    """Run with a fault, to the end."""
+    start_s, directory = time.monotonic(), root / fault.name
+    if directory.exists():  # left by an interrupted driver
         with contextlib.suppress(Exception):
             cancel_run(RunDirectory(directory))
         shutil.rmtree(directory)
-    more = []
+    overrides = []
     if fault.kind == "checkpoint disk full":
-        shutil.rmtree(root / DISK / fault.name, ignore_errors=True)  # of the same driver
-        more = [f"train.checkpoint_dir={root / DISK}"]
-    run = submit(directory, "train.max_restarts=1", f"train.checkpoint_async={fault.background}".lower(), *more)
-    node, hit_at, under_way, repair = hit(fault, run)
+        shutil.rmtree(root / DISK / fault.name, ignore_errors=True)  # left by the same driver
+        overrides = [f"train.checkpoint_dir={root / DISK}"]
+    run = submit(directory, "train.max_restarts=1", f"train.checkpoint_async={fault.background}".lower(), *overrides)
+    node, hit_at, being_saved, repair = inject(fault, run)
     if fault.kind == "node killed":
         until(lambda: _state_of(node).startswith("down"), f"Slurm's notice that {node} is down")
     elif fault.kind != "slurmctld restarted":
         until(lambda: run.read_exits() or run.attempt > 1, "an end")
     repair()
-    how = to_the_end(run)
-    end = figures(run)
+    how = follow_to_end(run)
+    final_figures = figures(run)
     first, second = steps_of(run, 1), steps_of(run, 2)
     resumed_from = second[0] - 1 if second else max(first)
-    lost, allowed = max(first) - resumed_from, INTERVAL + max(0, max(first) - under_way if under_way else 0)
+    lost, allowed = max(first) - resumed_from, INTERVAL + max(0, max(first) - being_saved if being_saved else 0)
     problem = ""
-    if end != whole:
-        problem = f"other figures, first at step {min(s for s in whole if end.get(s) != whole[s])}"
+    if final_figures != expected:
+        problem = f"figures differ, first at step {min(s for s in expected if final_figures.get(s) != expected[s])}"
     elif lost > allowed:
         problem = f"{lost} steps lost, {allowed} allowed"
     elif (run.attempt > 1) == (fault.kind == "slurmctld restarted"):
         problem = f"{run.attempt} attempts"
-    return Outcome(fault, node, hit_at, resumed_from, lost, allowed, how, round(time.monotonic() - began, 1), problem)
+    return Outcome(fault, node, hit_at, resumed_from, lost, allowed, how, round(time.monotonic() - start_s, 1), problem)
 
 
 def _state_of(node: str) -> str:
     return subprocess.run(["sinfo", "-h", "-n", node, "-o", "%T"], capture_output=True, text=True).stdout.strip()
 
 
-def to_the_end(run: RunDirectory) -> str:
-    """Wait for the run's end; a run that Slurm does not start again is resumed by hand. How it went on comes back."""
+def follow_to_end(run: RunDirectory) -> str:
+    """Wait for the run's end and return how it continued; resume it if Slurm does not requeue it."""
 
     def completed() -> str:
-        now = run_status(run)
-        return now.state if now.ended and (now.state == "completed" or not _queued(run)) else ""
+        status = run_status(run)
+        return status.state if status.ended and (status.state == "completed" or not _queued(run)) else ""
 
     state = until(lambda: time.sleep(0.5) or completed(), "the run's end")  # type: ignore[func-returns-value]
     if state == "completed":
-        return "requeued" if run.attempt > 1 else "went on"
+        return "requeued" if run.attempt > 1 else "continued"
     subprocess.run([HOLMES, "resume", str(run.path)], check=False, capture_output=True, timeout=LIMIT_S)
     return f"resumed by hand after {state}"
 
 
 def _queued(run: RunDirectory) -> bool:
-    """Whether Slurm still has the run's job to run."""
+    """Return whether Slurm still has the run's job queued."""
     job = str(run.read_run()["slurm"]["job_id"])
-    shown = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True)
-    return shown.returncode != 0 or bool(shown.stdout.split())
+    squeue = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True)
+    return squeue.returncode != 0 or bool(squeue.stdout.split())
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
@@ -298,7 +292,7 @@ def _queued(run: RunDirectory) -> bool:
 
 @contextlib.contextmanager
 def site(root: Path) -> Iterator[None]:
-    """A testbed of our own whose nodes see the small disk."""
+    """Bring up a testbed whose nodes see the small disk."""
     disk = root / DISK
     disk.mkdir(parents=True, exist_ok=True)
     beds.down()
@@ -313,17 +307,17 @@ def site(root: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(disk)], check=False)
 
 
-def untouched(root: Path) -> dict[int, tuple[float, float]]:
-    """The figures of a run that nobody interrupts."""
+def undisturbed_figures(root: Path) -> dict[int, tuple[float, float]]:
+    """Return the figures of a run without faults."""
     run = RunDirectory(root / "whole")
     if not run.exists() or last_step(run) < STEPS:
         shutil.rmtree(run.path, ignore_errors=True)
         run = submit(run.path)
-        to_the_end(run)
-    found = figures(run)
-    if sorted(found) != list(range(1, STEPS + 1)):
-        raise RuntimeError(f"the untouched run did not complete: see {run.path}")
-    return found
+        follow_to_end(run)
+    run_figures = figures(run)
+    if sorted(run_figures) != list(range(1, STEPS + 1)):
+        raise RuntimeError(f"the undisturbed run did not complete: see {run.path}")
+    return run_figures
 
 
 def line_of(outcome: Outcome) -> str:
@@ -335,49 +329,49 @@ def line_of(outcome: Outcome) -> str:
     )
 
 
-def summary(outcomes: list[Outcome], wanted: int) -> list[str]:
-    good = [o for o in outcomes if not o.problem]
+def summary(outcomes: list[Outcome], requested: int) -> list[str]:
+    recovered = [o for o in outcomes if not o.problem]
     kinds = Counter(o.fault.kind for o in outcomes)
-    most = max((o.lost for o in outcomes), default=0)
-    beyond = sum(o.lost > INTERVAL for o in outcomes)
+    largest_loss = max((o.lost for o in outcomes), default=0)
+    over_interval = sum(o.lost > INTERVAL for o in outcomes)
     return [
-        f"injected {len(outcomes)} of {wanted}: " + ", ".join(f"{k} {kinds[k]}" for k in KINDS if kinds[k]),
-        f"recovered {len(good)} of {len(outcomes)}, all losses and gradient norms equal bit by bit",
-        f"steps lost: at most {most}, on average {sum(o.lost for o in outcomes) / max(1, len(outcomes)):.1f}; "
-        f"the checkpoint interval is {INTERVAL}; {beyond} runs lost more, by steps made beside an unfinished save",
+        f"injected {len(outcomes)} of {requested}: " + ", ".join(f"{k} {kinds[k]}" for k in KINDS if kinds[k]),
+        f"recovered {len(recovered)} of {len(outcomes)}, all losses and gradient norms equal bit by bit",
+        f"steps lost: at most {largest_loss}, on average {sum(o.lost for o in outcomes) / max(1, len(outcomes)):.1f}; "
+        f"the checkpoint interval is {INTERVAL}; {over_interval} runs lost more, during an unfinished save",
     ]
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--runs", type=int, default=24)
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--minutes", type=float, default=1e6, help="begin no run after these")
-    options.add_argument("--root", type=Path, default=Path("runs/faults"))
-    options.add_argument("--testbed", default="/var/lib/holmes-faults", help="a testbed of its own is made here")
-    given = options.parse_args()
-    end, root = time.monotonic() + 60 * given.minutes, given.root.absolute() / f"seed-{given.seed}"
-    os.environ["HOLMES_TESTBED"] = given.testbed
-    faults, kept = drawn(given.seed, given.runs), root / "outcomes.jsonl"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=1e6, help="start no run after this time")
+    parser.add_argument("--root", type=Path, default=Path("runs/faults"))
+    parser.add_argument("--testbed", default="/var/lib/holmes-faults", help="folder of a separate testbed")
+    options = parser.parse_args()
+    end, root = time.monotonic() + 60 * options.minutes, options.root.absolute() / f"seed-{options.seed}"
+    os.environ["HOLMES_TESTBED"] = options.testbed
+    faults, outcomes_path = draw_faults(options.seed, options.runs), root / "outcomes.jsonl"
     root.mkdir(parents=True, exist_ok=True)
     outcomes = [
         Outcome(**{**data, "fault": Fault(**data["fault"])})
-        for data in map(json.loads, kept.read_text().splitlines() if kept.exists() else [])
+        for data in map(json.loads, outcomes_path.read_text().splitlines() if outcomes_path.exists() else [])
     ]
     outcomes = [o for o in outcomes if o.fault in faults]
-    print(f"inputs: seed {given.seed}, {given.runs} runs, {' '.join(PLAN + TRAIN)}", flush=True)
+    print(f"inputs: seed {options.seed}, {options.runs} runs, {' '.join(PLAN + TRAIN)}", flush=True)
     for outcome in outcomes:
         print(line_of(outcome))
-    left = [f for f in faults if f not in {o.fault for o in outcomes}]
-    if left and time.monotonic() < end:
+    missing_faults = [f for f in faults if f not in {o.fault for o in outcomes}]
+    if missing_faults and time.monotonic() < end:
         with site(root):
-            whole = untouched(root)
-            for fault in left:
+            expected = undisturbed_figures(root)
+            for fault in missing_faults:
                 if time.monotonic() > end:
                     break
-                began = time.monotonic()
+                start_s = time.monotonic()
                 try:
-                    outcomes.append(interrupted(fault, root, whole))
+                    outcomes.append(run_with_fault(fault, root, expected))
                 except (TimeoutError, RuntimeError, OSError, subprocess.SubprocessError) as e:
                     outcomes.append(
                         Outcome(
@@ -388,16 +382,16 @@ def main() -> int:
                             0,
                             INTERVAL,
                             "not recovered",
-                            round(time.monotonic() - began, 1),
+                            round(time.monotonic() - start_s, 1),
                             f"{type(e).__name__}: {e}",
                         )
                     )
-                with kept.open("a", encoding="utf-8") as file:
+                with outcomes_path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(outcomes[-1])) + "\n")
                 print(line_of(outcomes[-1]), flush=True)
-    for line in summary(outcomes, given.runs):
+    for line in summary(outcomes, options.runs):
         print(line)
-    return 0 if len(outcomes) == given.runs and not any(o.problem for o in outcomes) else 1
+    return 0 if len(outcomes) == options.runs and not any(o.problem for o in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""What a test started or wrote and left behind: processes, and files in the folder for temporary ones.
+"""Processes and temporary files that a test leaves behind.
 
-A process is ours when it has the worker's mark in its environment or is a child of this one. Servers that several tests
-share are named with :func:`stays`; what runs on the nodes of the testbed is the testbed's own business.
-"""
+A process belongs to the tests if it is a child of this process or has the worker's mark in its environment.
+:func:`stays` exempts servers that several tests share. Processes on the testbed's nodes belong to the testbed."""
 
 from __future__ import annotations
 
@@ -16,39 +15,42 @@ from pathlib import Path
 import psutil
 
 from holmes_hpc.testbed.processes import DAEMONS
-from holmes_hpc.testbed.processes import MARK as OF_A_TESTBED
+from holmes_hpc.testbed.processes import MARK as TESTBED_MARK
 
-MARK = "HOLMES_TESTS_OF"  # in the environment of all that a test starts: the worker's process id
-PATIENCE_S = 20  # for what is on its way out, on a machine that is busy with other things
-PYTHONS_OWN = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # of one process, and end with it
-NOT_OURS = (".git", "__pycache__", "node_modules")  # folders of the checkout where any program writes
+MARK = "HOLMES_TESTS_OF"  # in the environment of a test's processes: the worker's process id
+PATIENCE_S = 20  # for processes that are ending on a busy machine
+PYTHONS_OWN = (
+    "multiprocessing.forkserver",
+    "multiprocessing.resource_tracker",
+)  # they end with the process they belong to
+SHARED_FOLDERS = (".git", "__pycache__", "node_modules")  # any program writes into these folders of the checkout
 _staying: set[int] = set()
 
 
 def stays(pid: int) -> None:
-    """This process serves many tests and ends with the last."""
+    """Exempt a process that serves many tests and ends with the last."""
     _staying.add(pid)
 
 
 def process_ids() -> set[int]:
-    """Of all processes of this machine that are there now."""
+    """Return the ids of all processes of this machine."""
     return set(psutil.pids())
 
 
 def processes(before: set[int]) -> list[psutil.Process]:
-    """Those of ours that were not there before."""
-    found = []
+    """Return the tests' processes that were not there before."""
+    ours = []
     for pid in process_ids() - before - _staying:
         with contextlib.suppress(psutil.Error, OSError):
             process = psutil.Process(pid)
-            if process.status() != psutil.STATUS_ZOMBIE and _ours(process):
-                found.append(process)
-    return found
+            if process.status() != psutil.STATUS_ZOMBIE and _is_ours(process):
+                ours.append(process)
+    return ours
 
 
-def _ours(process: psutil.Process) -> bool:
+def _is_ours(process: psutil.Process) -> bool:
     environment = process.environ()
-    if OF_A_TESTBED in environment or process.name() in DAEMONS:
+    if TESTBED_MARK in environment or process.name() in DAEMONS:
         return False
     if os.readlink(f"/proc/{process.pid}/ns/net") != os.readlink("/proc/self/ns/net"):
         return False
@@ -58,7 +60,7 @@ def _ours(process: psutil.Process) -> bool:
 
 
 def temporary(folder: Path) -> set[Path]:
-    """What lies there, but the sockets of Python's own servers: who is killed leaves them."""
+    """Return the paths in a folder, without sockets of Python's servers, which a kill leaves behind."""
     return {path for path in folder.iterdir() if not path.name.startswith("pymp-")}
 
 
@@ -68,8 +70,8 @@ def described(process: psutil.Process) -> str:
     return str(process.pid)
 
 
-def kill(found: Iterable[psutil.Process]) -> None:
-    for process in found:
+def kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
 
@@ -80,21 +82,21 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def checkout(root: Path) -> set[Path]:
-    """Every file of the checkout, but hidden ones and what Python and Git keep for themselves."""
-    found = set()
-    for folder, below, names in os.walk(root):
-        below[:] = [
+    """Return every file of the checkout except hidden ones and files of Python and Git."""
+    files = set()
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
             name
-            for name in below
-            if name not in NOT_OURS and not name.startswith(".") and not name.endswith(".egg-info")
+            for name in subfolders
+            if name not in SHARED_FOLDERS and not name.startswith(".") and not name.endswith(".egg-info")
         ]
-        found |= {Path(folder, name) for name in names if not name.startswith(".")}
-    return found
+        files |= {Path(folder, name) for name in names if not name.startswith(".")}
+    return files
 
 
 def after_a_while(look: Callable[[], list]) -> list:
-    """What `look` still finds when everything had time to go."""
+    """Return what `look` still returns when everything had time to end."""
     end = time.monotonic() + PATIENCE_S
-    while (found := look()) and time.monotonic() < end:
+    while (leftovers := look()) and time.monotonic() < end:
         time.sleep(0.02)
-    return found
+    return leftovers

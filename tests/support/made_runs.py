@@ -1,7 +1,7 @@
-"""Made-up runs, written through the record's own writer: known figures, so that what comes out can be checked.
+"""Synthetic runs, written through the record's own writer, with known figures for checks.
 
-They stand for no machine. Step times are `step_time_s` with noise of `spread`, in the proportions of a small paced run.
-"""
+They stand for no machine. Step times are `step_time_s` with noise of `spread`, in the proportions of a small run
+with emulated compute."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def _plan(placement: tuple[tuple[str, int], ...], transport: str, step_time_s: f
     )
     stages = len(placement) if len(placement) > 1 else 2
     dp = sum(n for _, n in placement) // stages
-    per = [MODEL.layers // stages] * stages
-    alone = len(placement) == 1
+    stage_layers = [MODEL.layers // stages] * stages
+    is_single = len(placement) == 1
     components = tuple(
-        Component(str(NICS[f]), f"nic_{NICS[f]}", f, n, 1, (0, 1) if alone else (i,))
+        Component(str(NICS[f]), f"nic_{NICS[f]}", f, n, 1, (0, 1) if is_single else (i,))
         for i, (f, n) in enumerate(placement)
     )
-    fabrics = [placement[0][0]] * stages if alone else [f for f, _ in placement]
+    fabrics = [placement[0][0]] * stages if is_single else [f for f, _ in placement]
     batch = Batch(global_size=8 * dp, micro_size=1, sequence_length=64)
     nic_bytes = {f: 4e6 * n for f, n in placement if NICS[f] is not NicType.ETHERNET}
     predicted = Predicted(
@@ -70,14 +70,14 @@ def _plan(placement: tuple[tuple[str, int], ...], transport: str, step_time_s: f
         {"compute_s": 0.7 * step_time_s, "sync_s": 0.1 * step_time_s},
     )
     return Plan(
-        "one-fabric" if alone else "pipeline",
+        "one-fabric" if is_single else "pipeline",
         replace(MODEL, hidden=hidden),
         batch,
         Parallel.uniform(pp=stages, dp=dp),
         "none",
         Schedule("1f1b", tuple(range(stages, 0, -1))),
         components,
-        tuple(Stage(f, n) for f, n in zip(fabrics, per, strict=True)),
+        tuple(Stage(f, n) for f, n in zip(fabrics, stage_layers, strict=True)),
         site,
         transport_mode=transport,
         predicted=predicted,
@@ -91,7 +91,7 @@ def make_plan(
 
 
 def make_line(plan: Plan, step: int, step_time_s: float, rng: random.Random, attempt: int = 1) -> dict[str, Any]:
-    """One line of metrics.jsonl, as training writes it. Counted bytes are the planned ones times 1.05."""
+    """Return one line of metrics.jsonl, as training writes it. Counted bytes are 1.05 times the planned ones."""
     assert plan.predicted
     samples = plan.batch.global_size / step_time_s
     return {
@@ -132,7 +132,9 @@ def make_run(
     config: Mapping[str, Any] | None = None,
     hidden: int = MODEL.hidden,
 ) -> RunDirectory:
-    """A whole run. `state` None: it was cut off without a result. The first two steps take three times as long."""
+    """Create a complete run.
+
+    `state` None: the run was cut off without a result. The first two steps take three times as long."""
     plan = make_plan(placement or {"ib-a": 2, "roce-a": 2}, transport, step_time_s, hidden)
     rng = random.Random(seed)
     run = RunDirectory.create(
@@ -162,10 +164,12 @@ def make_run(
     )
     run.update_run(attempts=[{"attempt": 1, "started": started, "job_id": job_id}])
     for step in range(steps):
-        slow = 3.0 if step < 2 else 1.0
-        run.append_metrics(make_line(plan, step, slow * step_time_s * (1 + spread * (rng.random() - 0.5)), rng))
+        warmup_factor = 3.0 if step < 2 else 1.0
+        run.append_metrics(
+            make_line(plan, step, warmup_factor * step_time_s * (1 + spread * (rng.random() - 0.5)), rng)
+        )
     if state:
-        failed = (
+        failure = (
             {}
             if state == "completed"
             else {
@@ -175,5 +179,5 @@ def make_run(
                 "log_tail": ["Traceback", "lost"],
             }
         )
-        run.write_result({"state": state, **failed})
+        run.write_result({"state": state, **failure})
     return run

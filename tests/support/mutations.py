@@ -1,4 +1,4 @@
-"""Documents that are almost right: strategies that change a valid one in a few places, keeping its structure."""
+"""Strategies for almost valid documents: they change a valid one in a few places and keep its structure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-ODD = st.one_of(
+UNUSUAL = st.one_of(
     st.none(),
     st.booleans(),
     st.sampled_from([0, -1, 1, 9, 2**31, 2**63, 10**30, -(10**30), 10**400]),
@@ -41,7 +41,7 @@ ODD = st.one_of(
     ),
     st.sampled_from([[], {}, [[]], [None], {"": None}, {"kind": []}, [0, "x"], {"a": {"b": [1]}}, {1: 2}]),
 )
-WORDS = [
+FRAGMENTS = [
     "",
     "=",
     ":",
@@ -67,50 +67,52 @@ WORDS = [
 ]
 
 
-def _places(document: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The ways to all parts of a document."""
-    found = [at] if at else []
+def _paths(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the paths of all parts of a document."""
+    paths = [path] if path else []
     parts = list(document.items()) if isinstance(document, dict) else []
     for key, value in parts or (enumerate(document) if isinstance(document, list) else []):
-        found += _places(value, (*at, key))
-    return found
+        paths += _paths(value, (*path, key))
+    return paths
 
 
 @st.composite
 def changed(draw: st.DrawFn, document: Any) -> Any:
-    """`document` with one to three of its parts replaced, left out, doubled, renamed or exchanged."""
+    """Draw `document` with one to three of its parts replaced, removed, duplicated, renamed or exchanged."""
     document = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 3))):
-        places = _places(document)
-        if not places:
+        paths = _paths(document)
+        if not paths:
             return document
-        *way, last = draw(st.sampled_from(places))
+        *parents, leaf = draw(st.sampled_from(paths))
         holder = document
-        for key in way:
+        for key in parents:
             holder = holder[key]
-        how = draw(st.sampled_from(["replace", "replace", "remove", "double", "rename", "exchange"]))
-        if how == "remove":
-            del holder[last]
-        elif how == "double" and isinstance(holder, list):
-            holder.insert(last, copy.deepcopy(holder[last]))
-        elif how == "rename" and isinstance(holder, dict):
-            holder[draw(st.sampled_from(["x", "", 7, "kind", "name", "version"]))] = holder.pop(last)
-        elif how == "exchange":
-            other = document
-            for key in draw(st.sampled_from(places)):
-                other = other[key] if isinstance(other, list) or (isinstance(other, dict) and key in other) else other
-            holder[last] = copy.deepcopy(other)
+        mutation = draw(st.sampled_from(["replace", "replace", "remove", "double", "rename", "exchange"]))
+        if mutation == "remove":
+            del holder[leaf]
+        elif mutation == "double" and isinstance(holder, list):
+            holder.insert(leaf, copy.deepcopy(holder[leaf]))
+        elif mutation == "rename" and isinstance(holder, dict):
+            holder[draw(st.sampled_from(["x", "", 7, "kind", "name", "version"]))] = holder.pop(leaf)
+        elif mutation == "exchange":
+            source = document
+            for key in draw(st.sampled_from(paths)):
+                source = (
+                    source[key] if isinstance(source, list) or (isinstance(source, dict) and key in source) else source
+                )
+            holder[leaf] = copy.deepcopy(source)
         else:
-            holder[last] = copy.deepcopy(draw(ODD))  # what is drawn is shared by all examples
+            holder[leaf] = copy.deepcopy(draw(UNUSUAL))  # all examples share the drawn object
     return document
 
 
 @st.composite
 def changed_text(draw: st.DrawFn, text: str) -> str:
-    """`text` with pieces cut out, doubled, or replaced by what programs write and people mistype."""
+    """Draw `text` with pieces removed, duplicated, or replaced by output of programs and typos."""
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(text)))
         end = min(len(text), start + draw(st.integers(0, 30)))
-        piece = draw(st.one_of(st.sampled_from(WORDS), st.just(text[start:end] * 2), st.text(max_size=5)))
+        piece = draw(st.one_of(st.sampled_from(FRAGMENTS), st.just(text[start:end] * 2), st.text(max_size=5)))
         text = text[:start] + piece + text[end:]
     return text

@@ -1,4 +1,4 @@
-"""What pages show: their fenced blocks, and a shell that runs one as it stands there."""
+"""Fenced blocks of the documentation's pages, and a shell that runs them unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def text_of(page: Path) -> str:
 
 
 def blocks(page: Path, language: str) -> list[tuple[str, str]]:
-    """(title, text) of a page's fenced blocks of a language, in order."""
+    """Return (title, text) of a page's fenced blocks of a language, in order."""
     return [
         (m[3] or "", re.sub(rf"^{m[1]}", "", m[4], flags=re.MULTILINE))
         for m in FENCE.finditer(text_of(page))
@@ -26,10 +26,10 @@ def blocks(page: Path, language: str) -> list[tuple[str, str]]:
 
 
 def run_block(text: str, directory: Path) -> str:
-    """Run a page's lines as they stand there; what they print comes back."""
+    """Run a page's lines unchanged and return their output."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment.pop("HOLMES_RUNS", None)
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", f"set -eux\n{text}"],
         cwd=directory,
         env=environment,
@@ -38,5 +38,5 @@ def run_block(text: str, directory: Path) -> str:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return result.stdout

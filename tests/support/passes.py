@@ -1,4 +1,4 @@
-"""What the stages of a pipeline have to compute, whatever the schedule."""
+"""The passes that a pipeline's stages compute, whatever the schedule."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from holmes_hpc.planning.schedule.order import Order
 
 
 def every_pass(order: Order) -> list[Pass]:
-    """Those of each stage, sorted: every micro-batch of every chunk, both ways."""
-    return sorted(Pass(*one) for one in product((True, False), range(order.micro_batches), range(order.chunks)))
+    """Return the passes of a stage, sorted: every micro-batch of every chunk, forward and backward."""
+    return sorted(Pass(*fields) for fields in product((True, False), range(order.micro_batches), range(order.chunks)))

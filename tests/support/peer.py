@@ -1,5 +1,6 @@
-"""One end of a TCP connection between two nodes: `serve ADDRESS` prints its port, then bytes and seconds; `send ADDRESS
-PORT BYTES`."""
+"""One end of a TCP connection between two nodes.
+
+`serve ADDRESS` prints its port, then bytes and seconds; `send ADDRESS PORT BYTES` sends."""
 
 import socket
 import sys
@@ -13,8 +14,8 @@ def serve(address: str) -> None:
         connection, _ = server.accept()
     with connection:
         count, buffer, start = 0, bytearray(1 << 18), time.monotonic()
-        while got := connection.recv_into(buffer):
-            count += got
+        while received := connection.recv_into(buffer):
+            count += received
         print(count, time.monotonic() - start, flush=True)
 
 

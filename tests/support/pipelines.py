@@ -1,9 +1,8 @@
-"""Pipelines in real processes, for the tests of the edges and the schedule, and for benchmarks/gpu_proof_parts.py.
+"""Pipelines in real processes, for tests of edges and schedules, and for benchmarks/gpu_proof_parts.py.
 
-As a script it answers orders on its input (:class:`Server`). Cases of one shape of world share their processes, which
-are forked after torch and Megatron-Core were imported; where there is a GPU they are spawned, for CUDA does not work in
-a fork of a process that has asked for it, and importing Megatron-Core does.
-"""
+As a script it serves requests on its input (:class:`Server`). Cases with the same world share their processes, which
+are forked after torch and Megatron-Core were imported. With a GPU they are spawned: importing Megatron-Core queries
+CUDA, which then does not work in a fork."""
 
 from __future__ import annotations
 
@@ -56,17 +55,19 @@ from holmes_hpc.training.pipeline.run_ahead import TraceEvent, run_ahead
 from holmes_hpc.training.rank import cpu
 
 SEQUENCE, MICRO, HIDDEN, VOCABULARY = 8, 2, 16, 32
-START = "HOLMES_TESTS_START"  # spawn or fork
+START_METHOD = "HOLMES_TESTS_START"  # spawn or fork
 
 
 @dataclass
 class Case:
-    """`layers`: per stage, and per chunk within. `micro_batches`: of each step in turn, again from the first when
-    there are more steps. `schedule`: megatron (its own communicator), edges (Megatron's schedule over ours), or one
-    of SCHEDULES that exchanges in the background. `delay_s`: a transfer takes a random time up to that. `rate`:
-    bytes per second of each, at most. `pace_s`: a layer's forward takes that long, its backward twice as long, by
-    waiting. `as_on_gpu`: a warm-up before the first step, receives posted in NCCL's order, and the worst that a GPU
-    can do: every launch waits for the one before it, a send until it is received."""
+    """One case of model, schedule and transport.
+
+    `layers`: per stage, and per chunk within. `micro_batches`: of each step in turn, repeated for more steps.
+    `schedule`: megatron (its own communicator), edges (Megatron's schedule over this package's channels), or one of
+    SCHEDULES that exchanges in the background. `delay_s`: upper limit of a transfer's random delay. `rate`: upper
+    limit of its bytes per second. `pace_s`: emulated compute, a layer's forward time; its backward takes twice as
+    long. `as_on_gpu`: a warm-up before the first step, receives posted in NCCL's order, and a GPU's worst case:
+    every launch waits for the previous one, a send until it is received."""
 
     layers: list[list[int]]
     micro_batches: list[int]
@@ -93,7 +94,7 @@ class Case:
     trace: bool = True
     lr: float = 0.1
     device: str = "cpu"
-    backend: str = "gloo"  # nccl: all ranks share one GPU, and NCCL goes through sockets as if each were a host
+    backend: str = "gloo"  # nccl: all ranks share one GPU and use sockets as if each were a host
 
     @property
     def world(self) -> tuple[int, int, int, int, str, str]:
@@ -101,7 +102,7 @@ class Case:
 
 
 class SlowChannel(point_to_point.Channel):
-    """A channel whose sends leave late: each takes a random delay and its bytes' time at a rate, in turn."""
+    """A channel with delayed sends: each takes a random delay and its bytes' time at a rate, in turn."""
 
     delay_s, rate, staged, one_by_one = 0.0, 0.0, False, False
 
@@ -135,7 +136,7 @@ class SlowChannel(point_to_point.Channel):
 
 
 def make_model(case: Case, config: TransformerConfig) -> list[torch.nn.Module]:
-    """This rank's chunks, wrapped in Megatron's DDP; the same weights for the same seed under every schedule."""
+    """Return this rank's chunks in Megatron's DDP; a seed gives the same weights under every schedule."""
     model_parallel_cuda_manual_seed(case.seed)
     torch.manual_seed(case.seed)
     stage, stages, chunks = parallel_state.get_pipeline_model_parallel_rank(), len(case.layers), len(case.layers[0])
@@ -181,14 +182,14 @@ def make_config(case: Case) -> TransformerConfig:
         pipeline_model_parallel_layout="|".join(itertools.chain.from_iterable(names)),
         batch_p2p_comm=not case.overlap,
         overlap_p2p_comm=case.overlap,
-        overlap_p2p_comm_warmup_flush=case.overlap and not case.as_on_gpu,  # training leaves it off
+        overlap_p2p_comm_warmup_flush=case.overlap and not case.as_on_gpu,  # off in training
         deallocate_pipeline_outputs=case.deallocate,
         calculate_per_token_loss=case.per_token,
     )
 
 
 def batches(case: Case, step: int) -> Iterator[torch.Tensor]:
-    """Micro-batches of tokens, the same for every schedule."""
+    """Yield micro-batches of tokens, the same for every schedule."""
     generator = torch.Generator().manual_seed(1000 * case.seed + 10 * step + parallel_state.get_data_parallel_rank())
     while True:
         yield torch.randint(VOCABULARY, (MICRO, SEQUENCE + 1), generator=generator).to(case.device)
@@ -211,7 +212,7 @@ def forward_step(case: Case, data: Iterator[torch.Tensor], model: torch.nn.Modul
 
 
 def communicator(case: Case, config: TransformerConfig) -> point_to_point.EdgeCommunicator:
-    """Channels for this world, made once for the processes and used by all its cases of one kind."""
+    """Return a communicator over this world's channels, which are built once per kind of case."""
     stages, chunks, dp, tp, *_ = case.world
     parallel = Parallel.uniform(pp=stages, dp=dp, tp=tp, virtual_stages=chunks)
     plan = SimpleNamespace(
@@ -231,15 +232,15 @@ def communicator(case: Case, config: TransformerConfig) -> point_to_point.EdgeCo
     )
 
 
-_made: dict[Any, dict[str, Any]] = {}
-_group_sizes: set[int] = set()  # of the groups that point-to-point traffic of the current case went over
+_built_channels: dict[Any, dict[str, Any]] = {}
+_group_sizes: set[int] = set()  # of groups with point-to-point traffic in the current case
 
 
 def _watch_groups() -> None:
     def watched(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, group: Any = None, **rest: Any) -> Any:
+        def call(*args: Any, group: Any = None, **options: Any) -> Any:
             _group_sizes.add(dist.get_world_size(group))
-            return operation(*args, group=group, **rest)
+            return operation(*args, group=group, **options)
 
         return call
 
@@ -251,7 +252,7 @@ def _watch_groups() -> None:
 
 def _channels(world: Any, plan: Any, config: TransformerConfig) -> dict[str, Any]:
     key = world, plan.edge_dtype, plan.edge_connections
-    if key not in _made:
+    if key not in _built_channels:
         built = point_to_point.build(
             plan,
             lambda edge: dist.new_group(list(edge.ranks), backend=world[5]),
@@ -261,12 +262,12 @@ def _channels(world: Any, plan: Any, config: TransformerConfig) -> dict[str, Any
             device=torch.device(world[4]),
             channel=SlowChannel,
         )
-        _made[key] = built.channels
-    return _made[key]
+        _built_channels[key] = built.channels
+    return _built_channels[key]
 
 
 def run(case: Case) -> dict[str, Any]:
-    """One rank's part of a case: losses and a digest of all gradients for each step, times, and what was traced."""
+    """Run one rank's part of a case: losses and a digest of all gradients per step, times, and traced events."""
     config = make_config(case)
     models = make_model(case, config)
     _group_sizes.clear()
@@ -276,9 +277,9 @@ def run(case: Case) -> dict[str, Any]:
         if len(models) > 1
         else megatron.forward_backward_pipelining_without_interleaving
     )
-    with_edges: dict[str, Any] = {}
+    edge_arguments: dict[str, Any] = {}
     if case.schedule != "megatron":
-        with_edges = {
+        edge_arguments = {
             "p2p_communicator": communicator(case, config),
             "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
         }
@@ -288,7 +289,7 @@ def run(case: Case) -> dict[str, Any]:
         )
     losses, digests, times, ends = [], [], [], []
     if case.as_on_gpu:
-        with_edges["p2p_communicator"].on_device = True
+        edge_arguments["p2p_communicator"].on_device = True
         groups = ProcessGroupCollection.use_mpu_process_groups()
         connected = warm_up.connect(groups, torch.device(case.device))
         assert ("tp" in connected) == (case.tp > 1) and ("dp_cp" in connected) == (case.dp > 1)
@@ -298,8 +299,8 @@ def run(case: Case) -> dict[str, Any]:
             model.zero_grad_buffer()
         data = [batches(case, step) for _ in models]
         dist.barrier()
-        began = time.perf_counter()
-        stored = schedule(
+        start_s = time.perf_counter()
+        step_losses = schedule(
             forward_step_func=functools.partial(forward_step, case),
             data_iterator=data if len(models) > 1 else data[0],
             model=models if len(models) > 1 else models[0],
@@ -307,13 +308,13 @@ def run(case: Case) -> dict[str, Any]:
             seq_length=SEQUENCE,
             micro_batch_size=MICRO,
             forward_only=case.forward_only,
-            **with_edges,
+            **edge_arguments,
         )
         if case.device == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start_s)
         ends.append(len(events))
-        losses.append([entry["loss"].item() for entry in stored])
+        losses.append([entry["loss"].item() for entry in step_losses])
         digest = hashlib.sha256()
         for parameter in itertools.chain.from_iterable(m.parameters() for m in models):
             digest.update(parameter.main_grad.cpu().numpy().tobytes())
@@ -340,11 +341,11 @@ def _rank(rank: int, world: Any, cases: list[tuple[int, Case]], folder: str) -> 
         )
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.use_deterministic_algorithms(True, warn_only=True)
-    # Megatron's DDP reduces gradients of one replica too, which gloo does not with CUDA's tensors
-    everyone = "cpu:gloo,cuda:nccl" if (device, backend) == ("cuda", "gloo") else backend
+    # Megatron's DDP also reduces gradients of a single replica, which gloo cannot do with CUDA tensors.
+    backends = "cpu:gloo,cuda:nccl" if (device, backend) == ("cuda", "gloo") else backend
     try:
         dist.init_process_group(
-            everyone, store=dist.FileStore(f"{folder}/store", stages * dp * tp), rank=rank, world_size=stages * dp * tp
+            backends, store=dist.FileStore(f"{folder}/store", stages * dp * tp), rank=rank, world_size=stages * dp * tp
         )
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
@@ -360,18 +361,22 @@ def _rank(rank: int, world: Any, cases: list[tuple[int, Case]], folder: str) -> 
     except BaseException:
         Path(folder, f"{rank}.txt").write_text(traceback.format_exc()[-1000:], encoding="utf-8")
         os._exit(1)
-    os._exit(0)  # torch's threads do not matter any more
+    os._exit(0)  # do not wait for torch's threads
 
 
 def play(cases: list[Case], timeout_s: float = 900) -> list[list[dict[str, Any]]]:
-    """Run the cases, world by world: per case, what each rank returned. RuntimeError if a rank fails or hangs."""
+    """Run the cases, world by world, and return each rank's result per case.
+
+    Raises RuntimeError if a rank fails or hangs."""
     results: list[list[dict[str, Any]]] = [[] for _ in cases]
-    context = starting()
+    context = start_context()
     for world in dict.fromkeys(case.world for case in cases):
-        mine = [(i, case) for i, case in enumerate(cases) if case.world == world]
+        world_cases = [(i, case) for i, case in enumerate(cases) if case.world == world]
         ranks = world[0] * world[2] * world[3]
         with tempfile.TemporaryDirectory() as folder:
-            processes = [context.Process(target=_rank, args=(rank, world, mine, folder)) for rank in range(ranks)]
+            processes = [
+                context.Process(target=_rank, args=(rank, world, world_cases, folder)) for rank in range(ranks)
+            ]
             for process in processes:
                 process.start()
             end = time.monotonic() + timeout_s
@@ -387,42 +392,47 @@ def play(cases: list[Case], timeout_s: float = 900) -> list[list[dict[str, Any]]
                 else []
                 for rank in range(ranks)
             ]
-            if any(code != 0 for code in codes):  # None: it hangs
-                said = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("*.txt")))
+            if any(code != 0 for code in codes):  # None: a rank hangs
+                tracebacks = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("*.txt")))
                 raise RuntimeError(
-                    f"world {world}: exit codes {codes}; cases done per rank {[len(x) for x in lines]}\n" + said
+                    f"world {world}: exit codes {codes}; cases done per rank {[len(x) for x in lines]}\n" + tracebacks
                 )
             for index, _, result in sorted(map(json.loads, itertools.chain.from_iterable(lines)), key=lambda x: x[:2]):
                 results[index].append(result)
     return results
 
 
-def starting() -> Any:
-    """How processes are started here; :data:`START` in the environment says it otherwise."""
-    return multiprocessing.get_context(os.environ.get(START) or ("spawn" if torch.cuda.is_available() else "fork"))
+def start_context() -> Any:
+    """Return the multiprocessing context; :data:`START_METHOD` in the environment overrides it."""
+    return multiprocessing.get_context(
+        os.environ.get(START_METHOD) or ("spawn" if torch.cuda.is_available() else "fork")
+    )
 
 
-def _one_of_two(file: str, function: str, rank: int, folder: str, args: tuple[Any, ...]) -> None:
+def _run_one_of_pair(file: str, function: str, rank: int, folder: str, args: tuple[Any, ...]) -> None:
     runpy.run_path(file)[function](rank, folder, *args)
 
 
 def pair(file: str, function: str, *args: Any) -> bool:
-    """`function(rank, folder, *args)` of a Python `file` in two processes; whether both came to its end."""
-    context = starting()
+    """Run `function(rank, folder, *args)` of `file` in two processes; return whether both succeeded."""
+    context = start_context()
     with tempfile.TemporaryDirectory() as folder:
-        both = [context.Process(target=_one_of_two, args=(file, function, rank, folder, args)) for rank in range(2)]
-        for process in both:
+        processes = [
+            context.Process(target=_run_one_of_pair, args=(file, function, rank, folder, args)) for rank in range(2)
+        ]
+        for process in processes:
             process.start()
-        for process in both:
+        for process in processes:
             process.join(60)
             process.kill()
             process.join()
-        return all(process.exitcode == 0 for process in both)
+        return all(process.exitcode == 0 for process in processes)
 
 
 class Server:
-    """This file as a process that has loaded torch and Megatron-Core, and forks ranks: so they start at once, and
-    without the caller's threads. It ends with the caller."""
+    """A process of this file that has loaded torch and Megatron-Core and forks ranks.
+
+    Ranks start at once, and without the caller's threads. The server ends with the caller."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -437,7 +447,7 @@ class Server:
         atexit.register(self._process.kill)
 
     def call(self, function: str, *args: Any, timeout_s: float) -> Any:
-        """`play` or `pair` over there. RuntimeError with what was said when it fails."""
+        """Run `play` or `pair` in the server. Raises RuntimeError with its error message."""
         assert self._process.stdin is not None and self._process.stdout is not None
         sys.audit("tests.process", function)
         with tempfile.TemporaryDirectory() as folder:
@@ -459,14 +469,14 @@ def server() -> Server:
 
 
 def play_apart(cases: list[Case], timeout_s: float = 900) -> list[list[dict[str, Any]]]:
-    """:func:`play` in the server."""
+    """Run :func:`play` in the server."""
     return server().call("play", [asdict(case) for case in cases], timeout_s, timeout_s=timeout_s + 30)
 
 
 def serve() -> None:
     end_with(os.getppid())
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what ranks print is no answer
+    os.dup2(2, 1)  # keep ranks' output out of the answers
     for line in sys.stdin:
         result, function, *args = json.loads(line)
         error = ""

@@ -1,4 +1,4 @@
-"""Plans for the testbed, and torch-free rank functions for jobs that are about submission only."""
+"""Plans for the testbed, and rank functions without torch for tests of submission."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = ModelSpec("m", layers=6, hidden=32, heads=4, vocab=256, ffn=64, kv_heads
 
 
 def site(nodes: int = 4, gres: bool = False) -> Site:
-    """The default testbed as the fabric room shows it."""
+    """Return the default testbed as `fabric` reads it."""
     return Site(
         "holmes",
         (
@@ -30,10 +30,10 @@ def site(nodes: int = 4, gres: bool = False) -> Site:
 
 
 def plan(*fabrics: str, nodes: int = 2, step_time_s: float = 1.0, **changes: Any) -> Plan:
-    """One stage per fabric, `nodes` nodes each."""
-    own = changes.pop("site", None) or site()
-    parts = [(own.fabric(name), i) for i, name in enumerate(fabrics)]
-    dp = nodes * parts[0][0].gpus_per_node
+    """Return a plan with one stage per fabric and `nodes` nodes each."""
+    plan_site = changes.pop("site", None) or site()
+    stage_fabrics = [(plan_site.fabric(name), i) for i, name in enumerate(fabrics)]
+    dp = nodes * stage_fabrics[0][0].gpus_per_node
     return Plan(
         "pipeline" if len(fabrics) > 1 else "one-fabric",
         MODEL,
@@ -41,25 +41,25 @@ def plan(*fabrics: str, nodes: int = 2, step_time_s: float = 1.0, **changes: Any
         Parallel.uniform(pp=len(fabrics), dp=dp),
         "none",
         Schedule("1f1b", tuple(range(len(fabrics), 0, -1))),
-        tuple(Component(f.partition, f.constraint, f.name, nodes, f.gpus_per_node, (i,)) for f, i in parts),
-        tuple(Stage(f.name, 6 // len(fabrics)) for f, _ in parts),
-        own,
+        tuple(Component(f.partition, f.constraint, f.name, nodes, f.gpus_per_node, (i,)) for f, i in stage_fabrics),
+        tuple(Stage(f.name, 6 // len(fabrics)) for f, _ in stage_fabrics),
+        plan_site,
         predicted=Predicted(step_time_s, 1, 1, 1, (1,) * len(fabrics), {}, {}),
         **changes,
     )
 
 
 def local_plan() -> Plan:
-    """Two ranks of this machine."""
-    own = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
-    return plan("local", nodes=1, site=own)
+    """Return a plan for two ranks of this machine."""
+    local_site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
+    return plan("local", nodes=1, site=local_site)
 
 
 CONFIG: dict[str, Any] = {"train": {"steps": 4, "max_restarts": 0}}
 
 
 def quick(config: dict[str, Any]) -> dict[str, Any]:
-    """A rank that does nothing but say where it is."""
+    """Run a rank that only reports where it is."""
     rank, run = int(os.environ["SLURM_PROCID"]), RunDirectory(config["run_dir"])
     if rank == 0:
         run.start_attempt({"job_id": os.environ["SLURM_JOB_ID"]})
@@ -71,33 +71,37 @@ def quick(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def until_told(config: dict[str, Any]) -> dict[str, Any]:
-    """A rank that waits. ``config["die"]`` {rank: how} says who ends when all are there; the others notice and fail
-    with what a lost connection says."""
+    """Run a rank that waits.
+
+    ``config["die"]`` {rank: how} chooses the ranks that end when all are present. The others notice and fail with
+    the message of a lost connection."""
     rank, run = int(os.environ["SLURM_PROCID"]), RunDirectory(config["run_dir"])
-    here, count = Path(run.path) / "here", int(os.environ["SLURM_NTASKS"])
+    presence, rank_count = Path(run.path) / "here", int(os.environ["SLURM_NTASKS"])
     attempt = os.environ.get("SLURM_RESTART_COUNT") or "0"
     if rank == 0:
-        number = run.start_attempt({"job_id": os.environ["SLURM_JOB_ID"]})
+        attempt_number = run.start_attempt({"job_id": os.environ["SLURM_JOB_ID"]})
         if config.get("steps_per_attempt"):
-            gaining = min(number, config.get("gaining_attempts", number))
-            run.append_metrics({"step": config["steps_per_attempt"] * gaining, "loss": 1.0, "attempt": number})
-    here.mkdir(exist_ok=True)
-    (here / f"{attempt}-{rank}").touch()
-    while len(list(here.glob(f"{attempt}-*"))) < count:
+            steps_factor = min(attempt_number, config.get("gaining_attempts", attempt_number))
+            run.append_metrics(
+                {"step": config["steps_per_attempt"] * steps_factor, "loss": 1.0, "attempt": attempt_number}
+            )
+    presence.mkdir(exist_ok=True)
+    (presence / f"{attempt}-{rank}").touch()
+    while len(list(presence.glob(f"{attempt}-*"))) < rank_count:
         time.sleep(0.05)
     print(f"rank {rank} waits", flush=True)
-    how = config.get("die", {}).get(str(rank))
-    if how == "kill":
+    death = config.get("die", {}).get(str(rank))
+    if death == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "raise":
+    if death == "raise":
         run.write_exit(rank, "failed", "ValueError: on purpose", host=os.environ["SLURMD_NODENAME"])
         raise ValueError("on purpose")
     end = time.monotonic() + float(config.get("wait_s", 60))
     while time.monotonic() < end:
         time.sleep(0.1)
         if config.get("die") and time.monotonic() > end - float(config.get("wait_s", 60)) + 1:
-            lost = "Connection closed by peer"
-            run.write_exit(rank, "failed", f"NetworkError: {lost}", host=os.environ["SLURMD_NODENAME"])
-            raise ConnectionError(lost)
+            message = "Connection closed by peer"
+            run.write_exit(rank, "failed", f"NetworkError: {message}", host=os.environ["SLURMD_NODENAME"])
+            raise ConnectionError(message)
     run.write_exit(rank, "completed", host=os.environ["SLURMD_NODENAME"])
     return {}

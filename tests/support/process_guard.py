@@ -1,4 +1,4 @@
-"""A test that is not marked for it may start no process: the attempt fails, and so does the test if it hides that."""
+"""Guard against processes in unit tests: the attempt fails, and so does a test that hides the failure."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import pytest
 
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.spawn", "tests.process"}
 MAY_START = ("integration", "slurm", "breaking", "gpu")
-FONTS = "fc-list"  # matplotlib asks for the machine's fonts when somebody first uses it, in whichever test that is
-_test: str | None = None  # the unit test under way
+FONTS = "fc-list"  # matplotlib lists fonts at its first use, in any test
+_test: str | None = None  # the unit test that is running
 _started: list[str] = []
 
 
 def _listen(event: str, details: tuple[Any, ...]) -> None:
     if _test is not None and event in STARTS and details[:1] != (FONTS,):
         _started.append(f"{event} {str(details)[:200]}")
-        raise AssertionError(f"a unit test starts a process ({event}): mark it `integration`, or do without")
+        raise AssertionError(f"a unit test starts a process ({event}): mark it `integration` or avoid the process")
 
 
 def install() -> None:
-    """Once for this process; Python has no way to take such a listener away."""
+    """Install the guard once for this process; Python cannot remove an audit hook."""
     spawn = multiprocessing.util.spawnv_passfds
 
-    def announced(path: Any, arguments: Any, descriptors: Any) -> int:  # of which Python itself says nothing
+    def announced(path: Any, arguments: Any, descriptors: Any) -> int:  # Python raises no audit event here
         sys.audit("tests.process", arguments)
         return spawn(path, arguments, descriptors)
 
@@ -40,7 +40,7 @@ def begin(item: pytest.Item) -> None:
 
 
 def end() -> list[str]:
-    """What was started although it may not be."""
+    """Return the processes that the test was not allowed to start."""
     global _test
     _test = None
     return list(_started)

@@ -1,6 +1,8 @@
-"""The ranks of the tests' runs. ``rank_main.py CONFIG.json`` is one rank; ``rank_main.py`` alone loads torch once and
-forks a rank for every line ``{"environment": {…}, "config": PATH, "output": PATH}`` on its input, answering with
-``pid N`` and later ``exit PID CODE`` (negative: killed by that signal), after ``ready`` when it has loaded."""
+"""The ranks of the tests' runs.
+
+``rank_main.py CONFIG.json`` is one rank. ``rank_main.py`` alone loads torch once, prints ``ready`` and forks a rank
+for every input line ``{"environment": {…}, "config": PATH, "output": PATH}``. It prints ``pid N`` and later ``exit
+PID CODE`` (negative: killed by that signal)."""
 
 from __future__ import annotations
 
@@ -18,17 +20,17 @@ def rank(config: str) -> None:
     run_rank(json.loads(Path(config).read_text()))
 
 
-def fork(order: dict[str, object]) -> int:
+def fork(request: dict[str, object]) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        target = os.open(str(order["output"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        target = os.open(str(request["output"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(target, 1)
         os.dup2(target, 2)
-        os.environ.update(order["environment"])  # type: ignore[call-overload]
-        rank(str(order["config"]))
+        os.environ.update(request["environment"])  # type: ignore[call-overload]
+        rank(str(request["config"]))
         code = 0
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
@@ -44,17 +46,17 @@ def fork(order: dict[str, object]) -> int:
 
 def serve() -> None:
     import holmes_hpc.rank
-    import holmes_hpc.training.calibration.measure  # noqa: F401 (what takes seconds to load)
+    import holmes_hpc.training.calibration.measure  # noqa: F401 (slow to import)
 
     print("ready", flush=True)
-    rest = b""
+    partial_line = b""
     while True:
         ready, _, _ = select.select([0], [], [], 0.02)
         if ready:
             chunk = os.read(0, 1 << 16)
             if not chunk:
                 return
-            *lines, rest = (rest + chunk).split(b"\n")
+            *lines, partial_line = (partial_line + chunk).split(b"\n")
             for line in lines:
                 print("pid", fork(json.loads(line)), flush=True)
         try:

@@ -9,12 +9,12 @@ H100 = Gpu("h100-80gb", 989, 80, 3600)
 
 
 def one_fabric(gpu: Gpu, name: str = "ib-a", nodes: int = 1) -> Fabric:
-    """InfiniBand nodes of 8 GPUs."""
+    """Return a fabric of InfiniBand nodes with 8 GPUs."""
     return Fabric(name, NicType.IB, f"gpu-{name}", nodes, 8, 25, gpu, rdma_gbps=200)
 
 
 def two_clusters(nodes: int = 4, ethernet_gbps: float = 25) -> Site:
-    """The paper's setting: InfiniBand and RoCE nodes of 8 A100, joined by Ethernet."""
+    """Return the paper's setting: InfiniBand and RoCE nodes of 8 A100, joined by Ethernet."""
     return Site(
         "two",
         tuple(
@@ -35,7 +35,7 @@ def two_clusters(nodes: int = 4, ethernet_gbps: float = 25) -> Site:
 
 
 def small_testbed() -> Site:
-    """The default topology of the testbed: CPU ranks, one a node."""
+    """Return the default topology of the testbed: CPU ranks, one per node."""
     rows = (("ib-a", "ib", 0.4, 4), ("roce-a", "roce", 0.25, 4), ("eth-a", "ethernet", None, 2))
     return Site(
         "testbed",

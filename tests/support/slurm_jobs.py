@@ -1,4 +1,4 @@
-"""What tests on a real Slurm share: a folder with a hard name, jobs that wait and count, an executor."""
+"""Helpers for tests on a real Slurm: a folder with a difficult name, jobs that wait and count, an executor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ THREE = [
 
 @pytest.fixture(scope="module", autouse=True)
 def functions_travel_with_the_pickle(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The folders of the tests are on no node's path."""
+    """Pickle functions by value, because the tests' folders are not on the nodes' path."""
     modules = (plans, sys.modules[__name__], request.module)
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
@@ -40,12 +40,12 @@ def functions_travel_with_the_pickle(request: pytest.FixtureRequest) -> Iterator
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A directory whose name is hard on shells; jobs left by a test are cancelled."""
-    made = tmp_path / "it's $(touch pwned) ü"
-    made.mkdir()
-    before = set(job_ids())
-    yield made
-    for job in {j.partition("+")[0] for j in set(job_ids()) - before}:
+    """Yield a directory whose name is difficult for shells; cancel the jobs that a test left."""
+    directory = tmp_path / "it's $(touch pwned) ü"
+    directory.mkdir()
+    earlier_jobs = set(job_ids())
+    yield directory
+    for job in {j.partition("+")[0] for j in set(job_ids()) - earlier_jobs}:
         subprocess.run(["scancel", job], check=False)
     assert not list(tmp_path.rglob("pwned"))
 
@@ -55,34 +55,34 @@ def job_ids() -> list[str]:
 
 
 def slurm_release() -> tuple[int, int]:
-    """Of the Slurm that the tests run on."""
+    """Return the release of the Slurm that the tests run on."""
     return release_of(subprocess.run(["sinfo", "-V"], capture_output=True, text=True).stdout)
 
 
 def skip_where_a_requeue_cancels() -> None:
-    """Slurm's own fault: from 25.11 on it may cancel a heterogeneous job that is requeued while its step runs."""
+    """Skip where Slurm has a bug: 25.11 and later may cancel a requeued heterogeneous job with a running step."""
     if slurm_release() >= (25, 11):
         pytest.skip("Slurm cancels a heterogeneous job that is requeued while its step runs: docs/versions.md")
 
 
-LIMIT_S = 300  # for whatever is waited for, on a busy machine too
+LIMIT_S = 300  # for each wait, enough for a busy machine
 
 
-def until(true: Callable[[], Any]) -> Any:
-    """Wait until `true()`."""
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait until `condition()` is true and return its value."""
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
-        found = true()
-        if found:
-            return found
+        value = condition()
+        if value:
+            return value
         time.sleep(0.3)
-    raise AssertionError(f"not within {LIMIT_S} s")
+    raise AssertionError(f"condition not true within {LIMIT_S} s")
 
 
-def executor(folder: Path, parts: list[dict[str, Any]], **parameters: Any) -> submitit.AutoExecutor:
-    made = submitit.AutoExecutor(folder, cluster="slurmhet")
-    made.update_parameters(timeout_min=3, slurmhet_components=parts, **parameters)
-    return made
+def executor(folder: Path, components: list[dict[str, Any]], **parameters: Any) -> submitit.AutoExecutor:
+    slurm_executor = submitit.AutoExecutor(folder, cluster="slurmhet")
+    slurm_executor.update_parameters(timeout_min=3, slurmhet_components=components, **parameters)
+    return slurm_executor
 
 
 def sleeper(seconds: float) -> str:
@@ -91,7 +91,7 @@ def sleeper(seconds: float) -> str:
 
 
 class Counting:
-    """A checkpointable function: counts its starts in a file and goes on after the first."""
+    """A checkpointable function that counts its starts in a file and continues after the first."""
 
     def __init__(self, path: str) -> None:
         self.path, self.round = path, 0
@@ -105,9 +105,9 @@ class Counting:
     def checkpoint(self) -> Any:
         from submitit.helpers import DelayedSubmission
 
-        again = Counting(self.path)
-        again.round = self.round + 1
-        return DelayedSubmission(again)
+        resumed = Counting(self.path)
+        resumed.round = self.round + 1
+        return DelayedSubmission(resumed)
 
 
 def start(folder: Path, function: Any, settings: dict[str, Any] | None = None, **config: Any) -> RunDirectory:

@@ -1,4 +1,4 @@
-"""Text as sacct, squeue and `scontrol show` of Slurm 22.05 and 24.11 write it, with what a test needs in it."""
+"""Output of sacct, squeue and `scontrol show` as Slurm 22.05 and 24.11 write it, with a test's values."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def node_line(
     active: str | None = None,
     release: str = "22.05.8",
 ) -> str:
-    shown = features or "(null)"
-    tail = f" Reason={reason} [root@2024-05-01T10:00:00]" if reason else ""
-    extra = "" if release.startswith("22") else " BcastAddr=(null) Extra=(null)"
+    features_text = features or "(null)"
+    reason_text = f" Reason={reason} [root@2024-05-01T10:00:00]" if reason else ""
+    extra_fields = "" if release.startswith("22") else " BcastAddr=(null) Extra=(null)"
     return (
         f"NodeName={name} Arch=x86_64 CoresPerSocket=1 CPUAlloc=0 CPUEfctv=8 CPUTot=8 CPULoad=0.45 "
-        f"AvailableFeatures={shown} ActiveFeatures={shown if active is None else active} Gres={gres} "
-        f"NodeAddr=10.0.0.1 NodeHostName={name} Version={release}{extra} {OS} RealMemory=16384 AllocMem=0 "
+        f"AvailableFeatures={features_text} ActiveFeatures={features_text if active is None else active} Gres={gres} "
+        f"NodeAddr=10.0.0.1 NodeHostName={name} Version={release}{extra_fields} {OS} RealMemory=16384 AllocMem=0 "
         f"FreeMem=8000 Sockets=8 Boards=1 State={state} ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A "
         f"MCS_label=N/A Partitions={partitions or '(null)'} BootTime=2024-05-01T09:00:00 "
-        f"CfgTRES=cpu=8,mem=16G,billing=8 AllocTRES= CapWatts=n/a CurrentWatts=0 AveWatts=0{tail}"
+        f"CfgTRES=cpu=8,mem=16G,billing=8 AllocTRES= CapWatts=n/a CurrentWatts=0 AveWatts=0{reason_text}"
     )
 
 
-def node(name: str, features: str = "", partitions: str = "ib", **rest: str) -> SiteNode:
-    return understood(parse_node(node_line(name, features, partitions, **rest)))
+def node(name: str, features: str = "", partitions: str = "ib", **fields: str) -> SiteNode:
+    return understood(parse_node(node_line(name, features, partitions, **fields)))
 
 
 def partition_line(
@@ -48,8 +48,8 @@ def partition_line(
     )
 
 
-def partition(name: str, nodes: str, **rest: object) -> Partition:
-    return parse_partition(partition_line(name, nodes, **rest))  # type: ignore[arg-type]
+def partition(name: str, nodes: str, **fields: object) -> Partition:
+    return parse_partition(partition_line(name, nodes, **fields))  # type: ignore[arg-type]
 
 
 def script(token: str) -> str:
@@ -80,5 +80,5 @@ def squeue_line(
     start: float | None = None,
     token: str = "",
 ) -> str:
-    at = "N/A" if start is None else str(int(start))
-    return SEPARATOR.join([job, state, str(int(submit)), reason, "ib1", name, at, script(token)]) + "\n"
+    start_text = "N/A" if start is None else str(int(start))
+    return SEPARATOR.join([job, state, str(int(submit)), reason, "ib1", name, start_text, script(token)]) + "\n"

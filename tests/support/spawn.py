@@ -1,4 +1,4 @@
-"""Runs of several ranks on this machine, for tests: a tiny plan, a configuration, processes, and what they recorded."""
+"""Runs of several ranks on this machine: a tiny plan, a configuration, processes, and their records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TRAIN = TrainConfig(
     net_timeout_s=300,
 )
 DATA = DataConfig(split="90,10", learnable=True)
-LIMIT_S = 150  # for whatever a run here does, on a busy machine too, and far below its own time-outs
+LIMIT_S = 150  # for each wait: enough for a busy machine, and far below the run's own time-outs
 
 
 def plan(
@@ -57,9 +57,11 @@ def plan(
     batch: Batch = BATCH,
     schedule: str | None = None,
     fabrics: bool = True,
-    **more: Any,
+    **fields: Any,
 ) -> Plan:
-    """A plan whose stages lie in fabrics of their own, nodes of TP ranks. `layers`: per stage, its chunks."""
+    """Return a plan whose stages are in separate fabrics, with nodes of TP ranks.
+
+    `layers`: per stage, its chunks."""
     layers = layers or [[model.layers // pp]] * pp
     chunks = len(layers[0])
     parallel = Parallel.uniform(
@@ -67,7 +69,7 @@ def plan(
         pp=pp,
         dp=dp,
         virtual_stages=chunks,
-        **{k: more.pop(k) for k in list(more) if k in Parallel.__dataclass_fields__},
+        **{k: fields.pop(k) for k in list(fields) if k in Parallel.__dataclass_fields__},
     )
     kinds = [NicType.IB, NicType.ROCE, NicType.ETHERNET]
     sites, components, stages = [], [], []
@@ -91,20 +93,20 @@ def plan(
         stages.append(Stage(name, sum(layers[s]), tuple(layers[s])))
     if not fabrics:
         sites, components = sites[:1], [Component("ib", "", "ib-0", dp * pp, tp, tuple(range(pp)))]
-    kind_of_schedule = schedule or ("interleaved" if chunks > 1 else "1f1b")
-    in_flight = tuple(more.pop("in_flight", [pp - s if chunks == 1 else 2 * pp * chunks for s in range(pp)]))
+    schedule_kind = schedule or ("interleaved" if chunks > 1 else "1f1b")
+    in_flight = tuple(fields.pop("in_flight", [pp - s if chunks == 1 else 2 * pp * chunks for s in range(pp)]))
     return Plan(
         "pipeline" if pp > 1 and fabrics else "one-fabric",
         model,
         batch,
         parallel,
-        more.pop("recompute", "none"),
-        Schedule(kind_of_schedule, in_flight),
+        fields.pop("recompute", "none"),
+        Schedule(schedule_kind, in_flight),
         tuple(components),
         tuple(stages),
         Site("test", tuple(sites)),
-        bucket_bytes=more.pop("bucket_bytes", 20_000),
-        **more,
+        bucket_bytes=fields.pop("bucket_bytes", 20_000),
+        **fields,
     )
 
 
@@ -114,10 +116,11 @@ def unequal(
     weights: dict[int, list[float]] | None = None,
     model: ModelSpec = MODEL,
     batch: Batch = BATCH,
-    **more: Any,
+    **fields: Any,
 ) -> Plan:
-    """A plan of stages of (TP, DP) each, in fabrics of their own, nodes of TP ranks. `weights`: of a stage's replicas,
-    where they are not all the same."""
+    """Return a plan of stages with (TP, DP) each, in separate fabrics, with nodes of TP ranks.
+
+    `weights`: of a stage's replicas, if they differ."""
     layers = layers or [model.layers // len(widths)] * len(widths)
     kinds = [NicType.IB, NicType.ROCE, NicType.ETHERNET]
     sites = [
@@ -134,26 +137,28 @@ def unequal(
         )
         for s, (tp, dp) in enumerate(widths)
     ]
-    made = tuple(StageParallel(tp, dp, tuple((weights or {}).get(s, ()))) for s, (tp, dp) in enumerate(widths))
-    in_flight = tuple(more.pop("in_flight", least_in_flight(tuple(dp for _, dp in widths))))
+    stage_parallels = tuple(
+        StageParallel(tp, dp, tuple((weights or {}).get(s, ()))) for s, (tp, dp) in enumerate(widths)
+    )
+    in_flight = tuple(fields.pop("in_flight", least_in_flight(tuple(dp for _, dp in widths))))
     return Plan(
         "pipeline",
         model,
         batch,
-        Parallel(made, sequence_parallel=max(tp for tp, _ in widths) > 1),
+        Parallel(stage_parallels, sequence_parallel=max(tp for tp, _ in widths) > 1),
         "none",
         Schedule("ahead", in_flight),
         tuple(Component(f.partition, "", f.name, f.nodes, f.gpus_per_node, (s,)) for s, f in enumerate(sites)),
         tuple(Stage(f.name, n) for f, n in zip(sites, layers, strict=True)),
         Site("test", tuple(sites)),
-        bucket_bytes=more.pop("bucket_bytes", 20_000),
-        **more,
+        bucket_bytes=fields.pop("bucket_bytes", 20_000),
+        **fields,
     )
 
 
 @dataclass
 class Ended:
-    """What came of a run. `codes`: exit code per rank; `output`: what rank 0 printed."""
+    """A run that ended. `codes`: exit code per rank; `output`: the output of rank 0."""
 
     run: RunDirectory
     codes: list[int]
@@ -167,28 +172,28 @@ class Ended:
 
 
 def free_port() -> int:
-    """A port below those that connections of other programs are given."""
+    """Return a free port below the range for outgoing connections."""
     candidates = list(range(10_000, ports.first_ephemeral()))
     random.shuffle(candidates)
-    found = ports.free_port(candidates, "127.0.0.1")
-    assert found is not None
-    return found
+    port = ports.free_port(candidates, "127.0.0.1")
+    assert port is not None
+    return port
 
 
 class Nursery:
     """The process that has loaded torch and forks ranks; it ends with the tests."""
 
     def __init__(self) -> None:
-        own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER"))}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER"))}
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("rank_main.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            # CUDA does not work in a fork of a process that has asked the driver for devices, as importing
-            # Megatron-Core does; with this variable torch asks NVML instead
-            env={**own, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            # Importing Megatron-Core queries the CUDA driver, after which CUDA does not work in a fork. With this
+            # variable, torch queries NVML instead.
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )
         self._pids: queue.Queue[int] = queue.Queue()
         self._ready = threading.Event()
@@ -201,20 +206,20 @@ class Nursery:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            words = line.split()
-            if words[0] == "ready":
+            fields = line.split()
+            if fields[0] == "ready":
                 self._ready.set()
-            elif words[0] == "pid":
+            elif fields[0] == "pid":
                 with self.changed:
-                    self.codes.pop(int(words[1]), None)  # of an earlier process with this number
-                self._pids.put(int(words[1]))
-            elif words[0] == "exit":
+                    self.codes.pop(int(fields[1]), None)  # from an earlier process with this id
+                self._pids.put(int(fields[1]))
+            elif fields[0] == "exit":
                 with self.changed:
-                    self.codes[int(words[1])] = int(words[2])
+                    self.codes[int(fields[1])] = int(fields[2])
                     self.changed.notify_all()
 
     def loaded(self) -> None:
-        """Wait until it can fork ranks at once."""
+        """Wait until the process can fork ranks at once."""
         assert self._ready.wait(300)
 
     def fork(self, environment: dict[str, str], config: Path, output: Path) -> int:
@@ -224,10 +229,10 @@ class Nursery:
             json.dumps({"environment": environment, "config": str(config), "output": str(output)}) + "\n"
         )
         self._process.stdin.flush()
-        return self._pids.get(timeout=180)  # the first one waits for torch to load
+        return self._pids.get(timeout=180)  # the first rank waits until torch is loaded
 
     def code(self, pid: int, timeout_s: float) -> int | None:
-        """The exit code of a rank, None when it did not end in time."""
+        """Return the exit code of a rank; None if it did not end in time."""
         with self.changed:
             self.changed.wait_for(lambda: pid in self.codes, timeout_s)
             return self.codes.get(pid)
@@ -245,7 +250,7 @@ def nursery() -> Nursery:
 
 @dataclass
 class Started:
-    """A run under way."""
+    """A run in progress."""
 
     run: RunDirectory
     pids: list[int]
@@ -255,7 +260,7 @@ class Started:
         os.kill(self.pids[rank], number)
 
     def wait_for_step(self, step: int, timeout_s: float = LIMIT_S) -> None:
-        """Until the record holds `step`."""
+        """Wait until the record has `step`."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             lines = self.run.metrics()
@@ -265,7 +270,7 @@ class Started:
         raise AssertionError(f"no step {step} in {timeout_s} s: {[p.read_text()[-2000:] for p in self.outputs]}")
 
     def finish(self, timeout_s: float = LIMIT_S) -> Ended:
-        """Wait for the ranks; one that does not end is killed and has the code -9."""
+        """Wait for the ranks; a rank that does not end is killed and has the code -9."""
         end, codes = time.monotonic() + timeout_s, []
         for rank, pid in enumerate(self.pids):
             code = nursery().code(pid, max(0.1, end - time.monotonic()))
@@ -276,23 +281,23 @@ class Started:
         return Ended(self.run, codes, [p.read_text() for p in self.outputs])
 
 
-def configuration(directory: Path, plan_file: Path | None, given: dict[str, Any] | None = None) -> Configuration:
-    """Of a run in `directory`: `given`, its groups `train` and `data` over those above."""
-    given = dict(given or {})
+def configuration(directory: Path, plan_file: Path | None, overrides: dict[str, Any] | None = None) -> Configuration:
+    """Return a run's configuration: `overrides`, with groups `train` and `data` over the defaults above."""
+    overrides = dict(overrides or {})
     return Configuration(
         MODEL,
         BATCH,
-        train=replace(TRAIN, **given.pop("train", {})),
-        data=replace(DATA, **given.pop("data", {})),
+        train=replace(TRAIN, **overrides.pop("train", {})),
+        data=replace(DATA, **overrides.pop("data", {})),
         run_dir=str(directory),
         plan_file=str(plan_file) if plan_file else None,
-        **given,
+        **overrides,
     )
 
 
 def begin(
     directory: Path,
-    what: Plan | Path,
+    plan_or_path: Plan | Path,
     config: dict[str, Any] | None = None,
     *,
     ranks: int | None = None,
@@ -300,21 +305,22 @@ def begin(
     rendezvous: str = "file",
     absent: tuple[int, ...] = (),
 ) -> Started:
-    """Start the ranks of a run (a new one, or another attempt of the one in `directory`), but those `absent`.
-    `config`: what is other than in :func:`configuration`."""
-    plan_file = directory / "this-plan.yaml" if isinstance(what, Plan) else what
+    """Start the ranks of a run (a new one, or another attempt of the one in `directory`) except `absent`.
+
+    `config`: the differences from :func:`configuration`."""
+    plan_file = directory / "this-plan.yaml" if isinstance(plan_or_path, Plan) else plan_or_path
     values = configuration(directory, plan_file, config).to_dict()
     run = RunDirectory(directory)
     if not run.exists():
-        RunDirectory.create(directory, what.to_yaml() if isinstance(what, Plan) else None, values)
-    if isinstance(what, Plan):
-        what.write(plan_file)
-    size = ranks or (what.world_size if isinstance(what, Plan) else 1)
+        RunDirectory.create(directory, plan_or_path.to_yaml() if isinstance(plan_or_path, Plan) else None, values)
+    if isinstance(plan_or_path, Plan):
+        plan_or_path.write(plan_file)
+    size = ranks or (plan_or_path.world_size if isinstance(plan_or_path, Plan) else 1)
     path = directory / "config.json"
     path.write_text(json.dumps(values))
     port, started = str(free_port()), Started(run, [], [])
     for rank in [r for r in range(size) if r not in absent]:
-        own = {
+        rank_environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
             "LOCAL_RANK": str(rank),
@@ -322,15 +328,15 @@ def begin(
             "TORCHELASTIC_RUN_ID": f"test-{port}",
         }
         if rendezvous == "env":
-            own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            rank_environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         output = directory / f"output-{rank}.txt"
         output.unlink(missing_ok=True)
         output.touch()
         started.outputs.append(output)
-        started.pids.append(nursery().fork({**own, **(environment or {}).get(rank, {})}, path, output))
+        started.pids.append(nursery().fork({**rank_environment, **(environment or {}).get(rank, {})}, path, output))
     return started
 
 
-def train(directory: Path, what: Plan, config: dict[str, Any] | None = None, **more: Any) -> Ended:
-    """Run `what` to its end."""
-    return begin(directory, what, config, **more).finish()
+def train(directory: Path, plan: Plan, config: dict[str, Any] | None = None, **options: Any) -> Ended:
+    """Run a plan to the end."""
+    return begin(directory, plan, config, **options).finish()

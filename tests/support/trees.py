@@ -1,4 +1,4 @@
-"""Made-up sysfs trees, with the links that the kernel makes, of nodes that the development machines are not."""
+"""Synthetic sysfs trees, with the kernel's links, of nodes unlike the development machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def mapped(address: str) -> str:
 
 
 class Tree:
-    """`tree.root` is the sysfs to probe, `tree.read` a reader that fails where a file was made unreadable."""
+    """A tree: `root` is the sysfs to probe, `read` a reader that fails for files made unreadable."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -39,19 +39,19 @@ class Tree:
         for name, text in files.items():
             (path / name).write_text(f"{text}\n")
 
-    def link(self, at: Path, to: Path) -> None:
-        at.parent.mkdir(parents=True, exist_ok=True)
-        at.symlink_to(os.path.relpath(to, at.parent))
+    def link(self, link: Path, target: Path) -> None:
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(target, link.parent))
 
     def pci(self, *addresses: str) -> Path:
-        """A PCI function below bridges: its folder under devices/."""
+        """Create a PCI function below bridges and return its folder under devices/."""
         path = self.root / "devices" / ROOT
         for address in addresses:
             path = path / address
         path.mkdir(parents=True, exist_ok=True)
-        at = self.root / "bus/pci/devices" / addresses[-1]
-        if not at.is_symlink():
-            self.link(at, path)
+        bus_link = self.root / "bus/pci/devices" / addresses[-1]
+        if not bus_link.is_symlink():
+            self.link(bus_link, path)
         return path
 
     def gpu(self, *addresses: str, vendor: str = "0x10de") -> None:
@@ -100,18 +100,18 @@ class Tree:
         xmit: int = 0,
         rcv: int = 0,
     ) -> None:
-        """`gids`: (gid, type, interface) for indices 0, 1, …; empty slots follow, as on real devices."""
+        """Create an RDMA device. `gids`: (gid, type, interface) for indices 0, 1, …; empty slots follow."""
         folder = pci / "infiniband" / device
-        at = folder / "ports" / str(port)
+        port_folder = folder / "ports" / str(port)
         self.write(folder, node_type=node_type)
-        self.write(at, link_layer=layer, state=state, rate=rate)
-        self.write(at / "counters", port_xmit_data=xmit, port_rcv_data=rcv)
+        self.write(port_folder, link_layer=layer, state=state, rate=rate)
+        self.write(port_folder / "counters", port_xmit_data=xmit, port_rcv_data=rcv)
         empty = "0000:0000:0000:0000:0000:0000:0000:0000"
         for index in range(len(gids) + 2):
             gid, kind, ndev = gids[index] if index < len(gids) else (empty, "", "")
-            self.write(at / "gids", **{str(index): gid})
-            self.write(at / "gid_attrs/types", **{str(index): kind})
-            self.write(at / "gid_attrs/ndevs", **{str(index): ndev})
+            self.write(port_folder / "gids", **{str(index): gid})
+            self.write(port_folder / "gid_attrs/types", **{str(index): kind})
+            self.write(port_folder / "gid_attrs/ndevs", **{str(index): ndev})
             if not kind:
                 base = f"class/infiniband/{device}/ports/{port}/gid_attrs"
                 self.refuse(f"{base}/types/{index}")
@@ -126,7 +126,7 @@ def ethernet_card(tree: Tree, name: str = "eth0", speed: object = 25000, address
 
 
 def hdr_4_hcas(tree: Tree) -> None:
-    """Four HDR HCAs, each behind a switch of its own with two GPUs."""
+    """Create four HDR HCAs, each behind a switch with two GPUs."""
     ethernet_card(tree)
     for i in range(4):
         bridge = f"0000:0{i}:01.0"
@@ -139,10 +139,10 @@ def hdr_4_hcas(tree: Tree) -> None:
 
 def roce_on_a_bond(tree: Tree) -> None:
     card = tree.pci("0000:00:02.0", "0000:21:00.0")
-    other = tree.pci("0000:00:02.0", "0000:21:00.1")
+    second_card = tree.pci("0000:00:02.0", "0000:21:00.1")
     tree.net("bond0", bond=True, speed=200000)
     tree.net("eth2", card, speed=100000, master="bond0")
-    tree.net("eth3", other, speed=100000, master="bond0")
+    tree.net("eth3", second_card, speed=100000, master="bond0")
     link_local = "fe80:0000:0000:0000:0a00:27ff:fe00:0001"
     tree.rdma(
         "mlx5_bond_0",
@@ -181,7 +181,7 @@ def iwarp(tree: Tree) -> None:
 
 
 def gid_unreadable(tree: Tree) -> None:
-    """A container: no GID type can be read, only that there is a device."""
+    """Create a container's view: no GID type is readable, but there is a device."""
     card = tree.pci("0000:00:02.0", "0000:21:00.0")
     tree.net("eth2", card, speed=100000)
     tree.rdma("mlx5_0", card, "Ethernet", "100 Gb/sec (4X EDR)", gids=((mapped("10.7.0.3"), "RoCE v2", "eth2"),))
@@ -222,7 +222,7 @@ def eight_rails(tree: Tree) -> None:
 
 
 def converged_roce(tree: Tree) -> None:
-    """The RoCE NIC is the node's only Ethernet."""
+    """Create a node whose RoCE NIC is its only Ethernet."""
     card = tree.pci("0000:00:02.0", "0000:21:00.0")
     tree.net("eth0", card, speed=100000)
     tree.rdma("mlx5_0", card, "Ethernet", "100 Gb/sec (4X EDR)", gids=((mapped("10.7.0.3"), "RoCE v2", "eth0"),))
@@ -235,7 +235,7 @@ def omnipath(tree: Tree) -> None:
 
 
 def a_slow_cable(tree: Tree) -> None:
-    """Four HCAs, one of which came up at half its rate."""
+    """Create four HCAs, one at half its rate."""
     ethernet_card(tree)
     for i in range(4):
         rate = "100 Gb/sec (2X HDR)" if i == 2 else "200 Gb/sec (4X HDR)"
@@ -243,17 +243,17 @@ def a_slow_cable(tree: Tree) -> None:
 
 
 def a_fast_bond_beside_a_slow_port(tree: Tree) -> None:
-    """1 Gb/s for management under an everyday name; the node's network is a bond of two RoCE-capable ports."""
+    """Create a 1 Gb/s management port, and a bond of two RoCE-capable ports as the node's network."""
     ethernet_card(tree, "eno1", 1000, "0000:00:1e.0")
-    card, other = (tree.pci("0000:00:02.0", f"0000:21:00.{i}") for i in (0, 1))
+    card, second_card = (tree.pci("0000:00:02.0", f"0000:21:00.{i}") for i in (0, 1))
     tree.net("bond0", bond=True, speed=200000)
     tree.net("ens1f0", card, speed=100000, master="bond0")
-    tree.net("ens1f1", other, speed=100000, master="bond0")
+    tree.net("ens1f1", second_card, speed=100000, master="bond0")
     tree.rdma("mlx5_bond_0", card, "Ethernet", "100 Gb/sec (4X EDR)", gids=((mapped("10.1.0.3"), "RoCE v2", "bond0"),))
 
 
 def a_vlan(tree: Tree) -> None:
-    """The address, and RoCE's GID, are those of a VLAN on the fast port, which has none itself."""
+    """Create a VLAN on the fast port; only the VLAN has the address and RoCE's GID."""
     ethernet_card(tree, "eno1", 1000, "0000:00:1e.0")
     card = tree.pci("0000:00:02.0", "0000:21:00.0")
     tree.net("ens1", card, speed=100000)
@@ -263,7 +263,7 @@ def a_vlan(tree: Tree) -> None:
 
 
 def a_vlan_on_a_bond(tree: Tree) -> None:
-    """No RDMA at all; the network of the node is a VLAN on a bond, whose own speed the kernel gives as unknown."""
+    """Create a node without RDMA, with a VLAN of unknown speed on a bond."""
     ethernet_card(tree, "eno1", 1000, "0000:00:1e.0")
     tree.net("bond0", bond=True, speed=50000)
     for i in (0, 1):
@@ -273,7 +273,7 @@ def a_vlan_on_a_bond(tree: Tree) -> None:
 
 
 def virtual_functions(tree: Tree) -> None:
-    """One IB card with two virtual functions that the host shows beside it."""
+    """Create an IB card with two virtual functions that the host shows, too."""
     ethernet_card(tree)
     card = tree.pci("0000:01:01.0", "0000:11:00.0")
     tree.rdma("mlx5_0", card)
@@ -285,7 +285,7 @@ def virtual_functions(tree: Tree) -> None:
 
 
 def a_virtual_function_alone(tree: Tree) -> None:
-    """A virtual machine: its card is a virtual function, whose physical one the host keeps."""
+    """Create a virtual machine's card: a virtual function without its physical function."""
     ethernet_card(tree)
     function = tree.pci("0000:00:06.0")
     (function / "physfn").symlink_to("../0000:11:00.0")
@@ -293,8 +293,9 @@ def a_virtual_function_alone(tree: Tree) -> None:
 
 
 def a_dual_port_card(tree: Tree) -> None:
-    """One device with two ports, and a card that shows each of its ports as a device of its own, one of them without a
-    cable."""
+    """Create one device with two ports, and a card with a device per port.
+
+    One of the card's ports has no cable."""
     ethernet_card(tree)
     card = tree.pci("0000:01:01.0", "0000:11:00.0")
     for port in (1, 2):
@@ -304,7 +305,7 @@ def a_dual_port_card(tree: Tree) -> None:
 
 
 def eight_hcas_and_two_for_storage(tree: Tree) -> None:
-    """Ten ports of one rate: mlx5_8 is storage's by its subnet prefix, mlx5_9 by its address."""
+    """Create ten equal ports: mlx5_8 is for storage by subnet prefix, mlx5_9 by address."""
     ethernet_card(tree, speed=100000)
     for i in range(10):
         card = tree.pci(f"0000:{i}0:01.0", f"0000:{i}1:00.0")
@@ -314,7 +315,7 @@ def eight_hcas_and_two_for_storage(tree: Tree) -> None:
 
 
 def rails_and_a_frontend(tree: Tree) -> None:
-    """Four RoCE rails, and an Ethernet card for all the rest."""
+    """Create four RoCE rails, and an Ethernet card for other traffic."""
     ethernet_card(tree, speed=100000)
     for i in range(4):
         card = tree.pci(f"0000:{i}0:01.0", f"0000:{i}1:00.0")
@@ -324,7 +325,7 @@ def rails_and_a_frontend(tree: Tree) -> None:
 
 
 def a_container(tree: Tree) -> None:
-    """Without /sys/class/infiniband, whatever the host has."""
+    """Create a container without /sys/class/infiniband."""
     ethernet_card(tree)
     (tree.root / "class/infiniband").rmdir()
 
