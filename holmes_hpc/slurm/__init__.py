@@ -1,1 +1,1 @@
-"""Slurm's commands and texts: the only room that runs them; parsers, host lists, configuration."""
+"""Slurm's commands, which only this package runs, with parsers, host lists and job states."""

@@ -1,4 +1,4 @@
-"""What the site's accounting (sacctmgr) allows a user."""
+"""The limits that the site's accounting (sacctmgr) sets for a user."""
 
 from __future__ import annotations
 
@@ -8,42 +8,41 @@ from dataclasses import dataclass
 
 from holmes_hpc.slurm.commands import patient
 
-_OF_USER = ("MaxJobs", "MaxSubmit", "GrpJobs", "GrpSubmit")
-_OF_QOS = ("MaxJobsPU", "MaxJobsPA", "GrpJobs", "MaxSubmitPU", "MaxSubmitPA", "GrpSubmit")
+_USER_LIMITS = ("MaxJobs", "MaxSubmit", "GrpJobs", "GrpSubmit")
+_QOS_LIMITS = ("MaxJobsPU", "MaxJobsPA", "GrpJobs", "MaxSubmitPU", "MaxSubmitPA", "GrpSubmit")
 
 
 @dataclass(frozen=True)
 class Qos:
-    """Limits on numbers of jobs, by QOS (name -> limit -> number); `default`: the user's own QOS, empty where none is
-    set."""
+    """Limits on numbers of jobs by QOS (name -> limit -> number); `default`: the user's QOS, empty if unset."""
 
     limits: dict[str, dict[str, int]]
     default: str = ""
 
     def fewest(self, name: str) -> tuple[str, int] | None:
-        """The tightest limit of a QOS."""
+        """Return the tightest limit of a QOS."""
         return min(self.limits.get(name, {}).items(), key=lambda pair: pair[1], default=None)
 
 
 def read_job_limits() -> dict[str, int]:
-    """Limits on the number of this user's jobs, where the site's accounting sets any."""
-    least: dict[str, int] = {}
-    for row in _shown("association", *_OF_USER):
-        least |= {name: min(limit, least.get(name, limit)) for name, limit in _numbers(_OF_USER, row).items()}
-    return least
+    """Return the limits on the number of this user's jobs that the accounting sets."""
+    limits: dict[str, int] = {}
+    for row in _show("association", *_USER_LIMITS):
+        limits |= {name: min(limit, limits.get(name, limit)) for name, limit in _numbers(_USER_LIMITS, row).items()}
+    return limits
 
 
 def read_qos() -> Qos:
-    """The site's QOS as far as they limit numbers of jobs; nothing where the accounting does not answer."""
-    limits = {name: _numbers(_OF_QOS, texts) for name, *texts in _shown("qos", "Name", *_OF_QOS)}
-    return Qos(limits, next((row[0] for row in _shown("association", "DefaultQOS") if row[0]), ""))
+    """Return the site's QOS with their limits on numbers of jobs; empty if the accounting does not answer."""
+    limits = {name: _numbers(_QOS_LIMITS, texts) for name, *texts in _show("qos", "Name", *_QOS_LIMITS)}
+    return Qos(limits, next((row[0] for row in _show("association", "DefaultQOS") if row[0]), ""))
 
 
-def _shown(what: str, *fields: str) -> list[list[str]]:
-    """Return what sacctmgr shows of all QOS or this user's associations; nothing where it does not answer at once."""
-    of_user = ["where", f"user={getpass.getuser()}"] if what == "association" else []
-    words = ["sacctmgr", "--noheader", "--parsable2", "show", what, *of_user, f"format={','.join(fields)}"]
-    answer = patient(words, patience_s=0, timeout_s=10)
+def _show(entity: str, *fields: str) -> list[list[str]]:
+    """Return sacctmgr's rows of all QOS or of this user's associations; empty if it does not answer at once."""
+    user_filter = ["where", f"user={getpass.getuser()}"] if entity == "association" else []
+    command = ["sacctmgr", "--noheader", "--parsable2", "show", entity, *user_filter, f"format={','.join(fields)}"]
+    answer = patient(command, patience_s=0, timeout_s=10)
     return [line.split("|") for line in answer.out.splitlines()] if answer.ok else []
 
 

@@ -1,4 +1,4 @@
-"""Running Slurm's client commands: the one place that starts them. Lists only; no shell reads one."""
+"""Execution of Slurm's client commands, as lists of arguments without a shell."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ AWAY = (
     "Message receive failure",
 )
 OUTPUT_WAIT_S = 30
-TIMED_OUT = 124  # in place of a command's exit code, as timeout(1) has it
+TIMED_OUT = 124  # exit code of a command that timed out, as in timeout(1)
 WITHOUT = "without Slurm: `plan`, `run` and `submit` take --site FILE or launcher=local"
-# sbatch and srun take these as options: from the shell, or from the job in which the submitter itself runs.
+# sbatch and srun read these as options, from the shell or from the job in which the submitter runs.
 _COMPONENT_OPTIONS = (
     "PARTITION",
     "CONSTRAINT",
@@ -66,7 +66,7 @@ _COMPONENT_OPTIONS = (
     "ERROR",
     "INPUT",
 )
-_KEPT = (
+_KEPT_VARIABLES = (
     "SLURM_CONF",
     "SLURM_CLUSTERS",
     "SLURM_JWT",
@@ -74,12 +74,12 @@ _KEPT = (
     "SLURM_WORKING_CLUSTER",
     "SLURM_CONF_SERVER",
     "SLURM_SACK_SOCKET",
-)  # the last one: where auth/slurm gives credentials
+)  # SLURM_SACK_SOCKET: credentials of auth/slurm
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command said. `away`: it failed because a daemon did not answer, so asking again later makes sense."""
+    """The result of a command. `away`: it failed because a daemon did not answer, so a later retry may work."""
 
     code: int
     out: str
@@ -91,18 +91,19 @@ class Answer:
 
     @property
     def terminated(self) -> bool:
-        """It was told to end before it had said anything: `scontrol requeue` of one's own job ends all that runs in it,
-        itself too."""
+        """True if the command was terminated before its output.
+
+        `scontrol requeue` of one's own job ends everything in it, including itself."""
         return self.code == -signal.SIGTERM
 
     @property
     def away(self) -> bool:
-        return self.code != 0 and any(word in self.err for word in AWAY)
+        return self.code != 0 and any(message in self.err for message in AWAY)
 
     @property
     def reason(self) -> str:
-        """Its complaint in one line, without Slurm's prefixes."""
-        kept = list[str]()
+        """The error message in one line, without Slurm's prefixes."""
+        messages = list[str]()
         for line in map(str.strip, (self.err or self.out).splitlines()):
             for prefix in (
                 "sbatch: ",
@@ -116,100 +117,106 @@ class Answer:
                 "Batch job submission failed: ",
             ):
                 line = line.removeprefix(prefix)
-            if line and line not in kept:
-                kept.append(line)
-        return "; ".join(kept[-2:]) or f"exit code {self.code}"
+            if line and line not in messages:
+                messages.append(line)
+        return "; ".join(messages[-2:]) or f"exit code {self.code}"
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without what would change a job behind its script: options as variables, an outer job's."""
+    """Return the environment without variables that would change a job: options, an outer job's values."""
     return {
         k: v
         for k, v in os.environ.items()
         if not (k.startswith("SBATCH_") and k[7:] in _COMPONENT_OPTIONS)
         and not (
             k.startswith(("SLURM_", "SRUN_", "SLURMD_", "HOLMES_LEADER", "HOLMES_MAX_", "HOLMES_TASKS_PER"))
-            and k not in _KEPT
+            and k not in _KEPT_VARIABLES
         )
     }
 
 
-_interrupts: list[int] = []  # those that wait
+_interrupts: list[int] = []  # deferred signals
 
 
-def _keep(number: int, _: object) -> None:
+def _defer_interrupt(number: int, _: object) -> None:
     _interrupts.append(number)
     os.write(2, b"\nholmes: waiting for Slurm's answer\n")
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C inside takes effect at the end, so that what Slurm was handed is also recorded."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN, _keep):
+    """Defer Ctrl-C to the end of the block, so that submitted jobs are also recorded."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous in (
+        None,
+        signal.SIG_IGN,
+        _defer_interrupt,
+    ):
         yield
         return
-    signal.signal(signal.SIGINT, _keep)
+    signal.signal(signal.SIGINT, _defer_interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
         interrupt_here()
 
 
 def interrupt_here() -> None:
-    """A moment at which nothing is half done: a Ctrl-C that waits takes effect."""
+    """Raise a deferred Ctrl-C, at a point where nothing is half done."""
     if _interrupts:
         _interrupts.clear()
         raise KeyboardInterrupt
 
 
-def _run(words: Sequence[str], timeout_s: float, **more: str) -> Answer:
-    """Run the command in a clean environment, with `more` variables. It does not hear Ctrl-C. OSError where it cannot
-    be started; TIMED_OUT, with what it has printed, where it takes longer than `timeout_s`."""
+def _run(command: Sequence[str], timeout_s: float, **variables: str) -> Answer:
+    """Run the command in a clean environment, with `variables`, shielded from Ctrl-C.
+
+    Raises OSError if it cannot start. After `timeout_s` the answer has the code TIMED_OUT and the output so far."""
     try:
-        done = subprocess.run(
-            words,
+        result = subprocess.run(
+            command,
             capture_output=True,
             text=True,
             errors="replace",
             timeout=timeout_s,
-            env={"LC_ALL": "C.UTF-8", **clean_environment(), **more},
+            env={"LC_ALL": "C.UTF-8", **clean_environment(), **variables},
             check=False,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-        )  # a terminal's Ctrl-C goes to all that was started in it
+        )  # a terminal sends Ctrl-C to its whole session
     except subprocess.TimeoutExpired as e:
-        printed = e.stdout or b""
-        text = printed if isinstance(printed, str) else printed.decode(errors="replace")
-        return Answer(TIMED_OUT, text, f"{words[0]}: Socket timed out after {timeout_s:.0f} s")
-    return Answer(done.returncode, done.stdout, done.stderr)
+        stdout = e.stdout or b""
+        text = stdout if isinstance(stdout, str) else stdout.decode(errors="replace")
+        return Answer(TIMED_OUT, text, f"{command[0]}: Socket timed out after {timeout_s:.0f} s")
+    return Answer(result.returncode, result.stdout, result.stderr)
 
 
-def _lost() -> str:
-    """What is wrong where SLURM_CONF names a file that is gone, as after `holmes testbed down`: Slurm's commands would
-    look for another one for half a minute."""
+def _missing_conf() -> str:
+    """Return an error if SLURM_CONF names a missing file, as after `holmes testbed down`; else "".
+
+    Slurm's commands would search for another file for half a minute."""
     conf = os.environ.get("SLURM_CONF")
-    return f"SLURM_CONF names {conf}, which is not there" if conf and not os.path.exists(conf) else ""
+    return f"SLURM_CONF names {conf}, which does not exist" if conf and not os.path.exists(conf) else ""
 
 
-def slurm(*words: str, timeout_s: float = 60, seconds_as_epoch: bool = False) -> Answer:
-    """Run one of Slurm's commands; its failure is an answer, its absence a SubmissionError."""
-    if lost := _lost():
-        return Answer(1, "", lost)
-    more = {"SLURM_TIME_FORMAT": "%s"} if seconds_as_epoch else {}
+def slurm(*command: str, timeout_s: float = 60, seconds_as_epoch: bool = False) -> Answer:
+    """Run one of Slurm's commands; a failure is an answer, a missing command a SubmissionError."""
+    if error := _missing_conf():
+        return Answer(1, "", error)
+    variables = {"SLURM_TIME_FORMAT": "%s"} if seconds_as_epoch else {}
     try:
-        return _run(words, timeout_s, **more)
+        return _run(command, timeout_s, **variables)
     except FileNotFoundError as e:
         raise SubmissionError(
-            f"no {words[0]} on this machine",
+            f"no {command[0]} on this machine",
             where="Slurm",
             hint="load Slurm's client commands, or bring the testbed up; " + WITHOUT,
         ) from e
 
 
 def patient(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: float = 60) -> Answer:
-    """A question that may be asked again: while a daemon is away, with growing pauses up to `patience_s` in all."""
+    """Run a read-only command; while a daemon is away, retry with growing pauses up to `patience_s` in total."""
     end, pause = time.monotonic() + patience_s, 0.5
     while True:
         answer = slurm(*arguments, timeout_s=timeout_s)
@@ -220,37 +227,39 @@ def patient(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: floa
         pause = min(2 * pause, 10)
 
 
-def output(*words: str) -> str:
-    """What one of Slurm's commands prints; a SiteError where there is no such command, or it fails or does not
-    answer."""
-    if lost := _lost():
-        raise SiteError(lost, where="Slurm", hint="`holmes testbed up`, or unset SLURM_CONF; " + WITHOUT)
+def output(*command: str) -> str:
+    """Return the output of a command. Raises SiteError if it is missing, fails or does not answer."""
+    if error := _missing_conf():
+        raise SiteError(error, where="Slurm", hint="`holmes testbed up`, or unset SLURM_CONF; " + WITHOUT)
     try:
-        answer = _run(words, OUTPUT_WAIT_S)
+        answer = _run(command, OUTPUT_WAIT_S)
     except FileNotFoundError as e:
-        raise SiteError(f"no command {words[0]}", where="Slurm", hint="load Slurm's client commands; " + WITHOUT) from e
+        raise SiteError(
+            f"no command {command[0]}", where="Slurm", hint="load Slurm's client commands; " + WITHOUT
+        ) from e
     if answer.code == TIMED_OUT:
         raise SiteError(
-            f"no answer to {' '.join(words)} in {OUTPUT_WAIT_S} s",
+            f"no answer to {' '.join(command)} in {OUTPUT_WAIT_S} s",
             where="Slurm",
-            hint="see that slurmctld runs (scontrol ping); " + WITHOUT,
+            hint="check that slurmctld runs (scontrol ping); " + WITHOUT,
         )
     if not answer.ok:
         raise SiteError(
             (answer.err.strip() or answer.out.strip() or f"exit code {answer.code}").splitlines()[-1],
-            where=" ".join(words),
-            hint="see that slurmctld runs (scontrol ping) and that SLURM_CONF is right; " + WITHOUT,
+            where=" ".join(command),
+            hint="check that slurmctld runs (scontrol ping) and that SLURM_CONF is right; " + WITHOUT,
         )
     return answer.out
 
 
-def partial_output(*words: str, timeout_s: float) -> tuple[str, str]:
-    """What a command printed, whatever became of it; and what went wrong, empty where nothing did. For an srun on many
-    nodes, of which some may fail."""
+def partial_output(*command: str, timeout_s: float) -> tuple[str, str]:
+    """Return the output of a command even if it fails, and its error, empty if none.
+
+    For an srun on many nodes, of which some may fail."""
     try:
-        answer = _run(words, timeout_s)
+        answer = _run(command, timeout_s)
     except OSError as e:
-        return "", f"{words[0]}: {e.strerror}"
+        return "", f"{command[0]}: {e.strerror}"
     if answer.code == TIMED_OUT:
         return answer.out, f"no answer in {timeout_s:.0f} s"
     return answer.out, "" if answer.ok else (answer.err.strip() or f"exit code {answer.code}").splitlines()[-1]

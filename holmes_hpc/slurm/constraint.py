@@ -14,28 +14,27 @@ Test = Callable[[frozenset[str]], bool]
 def matcher(constraint: str | None) -> Test | None:
     """Return a test of a node's features for a constraint of features, ``&``, ``|``, ``!`` and round brackets.
 
-    None for what has counts or square brackets, which only Slurm can judge, and for what it would refuse.
-    """
+    None for counts and square brackets, which only Slurm can evaluate, and for constraints that Slurm would reject."""
     text = (constraint or "").strip()
     if not text:
         return lambda features: True
     tokens = _TOKEN.findall(text)
     if "".join(tokens) != re.sub(r"\s", "", text):
         return None
-    # Python's grammar has these operators with the same precedence; each feature is a name in it
+    # Python has these operators with the same precedence; each feature becomes a name.
     names = {f"f{number}": token for number, token in enumerate(tokens) if token not in _PYTHON}
-    words = [_PYTHON.get(token, f"f{number}") for number, token in enumerate(tokens)]
+    python_tokens = [_PYTHON.get(token, f"f{number}") for number, token in enumerate(tokens)]
     try:
-        return _test(ast.parse(" ".join(words), mode="eval").body, names)
+        return _test(ast.parse(" ".join(python_tokens), mode="eval").body, names)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return None
 
 
 def _test(tree: ast.expr, names: Mapping[str, str]) -> Test:
-    """Return the test that a tree of and, or, not and `names` of features stands for. ValueError for anything else."""
+    """Return the test for a tree of and, or, not and `names` of features. Raises ValueError for other nodes."""
     if isinstance(tree, ast.BoolOp):
-        parts, judge = [_test(value, names) for value in tree.values], all if isinstance(tree.op, ast.And) else any
-        return lambda features: judge(part(features) for part in parts)
+        parts, combine = [_test(value, names) for value in tree.values], all if isinstance(tree.op, ast.And) else any
+        return lambda features: combine(part(features) for part in parts)
     if isinstance(tree, ast.UnaryOp):
         inner = _test(tree.operand, names)
         return lambda features: not inner(features)

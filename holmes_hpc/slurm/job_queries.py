@@ -1,4 +1,4 @@
-"""Asking Slurm about jobs: the questions to sacct, squeue and scontrol, and their answers as rows, one a component."""
+"""Queries of jobs with sacct, squeue and scontrol, parsed into one row per component."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holmes_hpc.slurm.job_states import UNKNOWN, JobState, Row, SlurmState, join
 
 SEPARATOR = "\x1f"
 SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Reason", "NodeList", "JobName", "SubmitLine")
-_TOKEN = r"submission_file_([0-9a-f]{32})"  # in the path of a batch script of the executor's
+_TOKEN = r"submission_file_([0-9a-f]{32})"  # in the path of the executor's batch scripts
 
 
 def sacct_command(ids: Iterable[str]) -> list[str]:
@@ -40,11 +40,11 @@ def parse_sacct(text: str) -> list[Row]:
         rows += [
             Row(
                 *identity,
-                state=_word(cells[1]),
+                state=_state_name(cells[1]),
                 name=cells[6],
                 submitted=_number(cells[3]),
-                nodes=_none(cells[5]),
-                reason=_none(cells[4]),
+                nodes=_or_empty(cells[5]),
+                reason=_or_empty(cells[4]),
                 exit_code=status,
                 token=_token("".join(cells[7:])),
             )
@@ -68,11 +68,11 @@ def parse_squeue(text: str) -> list[Row]:
             rows += [
                 Row(
                     *identity,
-                    _word(cells[1]),
+                    _state_name(cells[1]),
                     cells[5],
                     _number(cells[2]),
-                    _none(cells[4]),
-                    _none(cells[3]),
+                    _or_empty(cells[4]),
+                    _or_empty(cells[3]),
                     start=_number("".join(cells[6:7])),
                     token=_token("".join(cells[7:])),
                 )
@@ -97,11 +97,11 @@ def parse_scontrol(text: str) -> list[Row]:
         rows += [
             Row(
                 *identity,
-                state=_word(state),
+                state=_state_name(state),
                 name=_value(r"\bJobName=(.*?)(?:\s+HetJobIdSet=\S*)?\s+UserId=", line),
                 submitted=_number(_value(r"\bSubmitTime=(\S+)", line)),
-                nodes=_none(_value(r"\sNodeList=(\S+)", line)),
-                reason=_none(_value(r"\bReason=(.*?)\s+Dependency=", line)),
+                nodes=_or_empty(_value(r"\sNodeList=(\S+)", line)),
+                reason=_or_empty(_value(r"\bReason=(.*?)\s+Dependency=", line)),
                 exit_code=int(exit_code[1]) or int(exit_code[2]) if exit_code else None,
                 restarts=int(_value(r"\bRestarts=(\d+)", line) or 0),
                 start=_number(_value(r"\bStartTime=(\S+)", line)),
@@ -113,18 +113,18 @@ def parse_scontrol(text: str) -> list[Row]:
 
 
 def _value(pattern: str, line: str) -> str:
-    """Return the group of `pattern` in `line`, empty where it is not there."""
+    """Return the group of `pattern` in `line`, empty if there is no match."""
     match = re.search(pattern, line)
     return match[1] if match else ""
 
 
 def _token(command: str) -> str:
-    """What makes a submission unique, where its batch script was the executor's."""
+    """Return the unique token of a submission; empty if the batch script is not the executor's."""
     return _value(_TOKEN, command)
 
 
-def _word(state: str) -> SlurmState:
-    """Return ``CANCELLED by 0`` and ``RUNNING+`` without their tails."""
+def _state_name(state: str) -> SlurmState:
+    """Return the state without the suffixes of ``CANCELLED by 0`` and ``RUNNING+``."""
     return cast(SlurmState, (state.split() or [UNKNOWN])[0].rstrip("+").upper())
 
 
@@ -136,7 +136,7 @@ def _number(text: str) -> float | None:
 
 
 def _identities(job_id: str) -> list[tuple[str, int]]:
-    """``12+1`` -> ("12", 1); ``12_[3-4%2]`` -> ("12_3", 0), ("12_4", 0); of steps and the like none."""
+    """Return ``12+1`` as ("12", 1), ``12_[3-4%2]`` as ("12_3", 0), ("12_4", 0); none for steps and the like."""
     match = re.fullmatch(r"(\d+)(?:\+(\d+)|_\[?([\d,-]+)(?:%\d+)?\]?)?", job_id.strip())
     if match is None:
         return []
@@ -145,13 +145,14 @@ def _identities(job_id: str) -> list[tuple[str, int]]:
     return [(f"{match[1]}_{number}", 0) for number in numbers(match[3])]
 
 
-def _none(text: str) -> str:
+def _or_empty(text: str) -> str:
     return "" if text in ("None", "(null)", "None assigned", "N/A") else text
 
 
 def ending_state(job_id: str) -> JobState | None:
-    """How the controller says that the job ends in which this process runs, if it answers soon; the leader's row
-    counts, which ends first."""
+    """Return the state with which this process's job is ending, if the controller answers soon.
+
+    The leader's row counts, because it ends first."""
     if not job_id:
         return None
     answer = slurm("scontrol", "--oneliner", "show", "job", job_id, timeout_s=10)
@@ -163,8 +164,9 @@ def ending_state(job_id: str) -> JobState | None:
     return join(rows, "scontrol") if rows else None
 
 
-def end_for_good(job_id: str) -> None:
-    """Before a job fails that is not to start again: from Slurm 25.11 on one that asked for ``--requeue=expedite``
-    would be queued once more, and held."""
+def disable_requeue(job_id: str) -> None:
+    """Keep Slurm from restarting a job that is about to fail.
+
+    Since 25.11, Slurm would requeue and hold a failed job with ``--requeue=expedite``."""
     if "ExpeditedRequeue=Yes" in slurm("scontrol", "--oneliner", "show", "job", job_id, timeout_s=10).out:
         slurm("scontrol", "update", f"JobId={job_id}", "Requeue=0", timeout_s=30)

@@ -1,9 +1,7 @@
-"""The states of a Slurm job: Slurm's words for them, which of them mean that it goes on, and one state for all the
-components of a heterogeneous job.
+"""The states of a Slurm job: Slurm's names, which of them are final, and one state for all components.
 
-A heterogeneous job is several rows (``12+0``, ``12+1``); they are joined: it runs while one of them does, and any
-failed one fails it.
-"""
+A heterogeneous job is several rows (``12+0``, ``12+1``), which are joined: the job runs while one component runs,
+and fails if one fails."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal
 
-# A newer Slurm may report a state that is not listed here: it counts as the end of a job.
+# A newer Slurm may report a state that is not listed here; it counts as final.
 SlurmState = Literal[
     "BOOT_FAIL",
     "CANCELLED",
@@ -45,9 +43,9 @@ SlurmState = Literal[
     "TIMEOUT",
     "UNKNOWN",
 ]
-UNKNOWN: Final = "UNKNOWN"  # ours: nobody could say, or the controller does not know the job
-NOT_SUBMITTED: Final = "NOT_SUBMITTED"  # ours too
-# Of several components' states the first of these is the job's; then the first of those that end a job.
+UNKNOWN: Final = "UNKNOWN"  # not Slurm's: no command answered, or the controller does not know the job
+NOT_SUBMITTED: Final = "NOT_SUBMITTED"  # not Slurm's either
+# The job has the first of these states that a component has, else the first of the final ones.
 ACTIVE: tuple[SlurmState, ...] = (
     "RUNNING",
     "COMPLETING",
@@ -80,7 +78,7 @@ ENDED: tuple[SlurmState, ...] = (
     "REVOKED",
     "COMPLETED",
 )
-REQUEUED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # what sacct says of a job that Slurm queues again by itself
+REQUEUED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # sacct's states of a job that Slurm requeues by itself
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "EXPEDITING", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 CONTROLLER = ("squeue", "scontrol")  # sources that ask slurmctld
 _DUE = re.compile(
@@ -95,13 +93,16 @@ _DUE_STATES: dict[str, SlurmState] = {
     "": "CANCELLED",
 }
 _NO_MEMORY = re.compile(r"exceeded (?:job |step )?memory limit|oom[-_ ]kill|Out Of Memory", re.IGNORECASE)
-_STALE = ("BeginTime", "Priority", "Resources", "Dependency", "JobArrayTaskLimit")  # sacct keeps why a job once waited
+# sacct keeps these reasons of an earlier wait.
+_STALE = ("BeginTime", "Priority", "Resources", "Dependency", "JobArrayTaskLimit")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One component as one of Slurm's commands shows it. `submitted`, `start` (when it started, or is thought to):
-    epoch seconds, None when not said; `token`: of the executor's submission, empty where another made it."""
+    """One component in the output of a Slurm command.
+
+    `submitted`, `start` (actual or estimated): epoch seconds, None if unknown. `token`: of the executor's
+    submission, empty for other jobs."""
 
     leader: str
     offset: int
@@ -118,9 +119,11 @@ class Row:
 
 @dataclass(frozen=True)
 class JobState:
-    """The joined state. `components`: each component's own; `source`: who said so; `unsettled`: it may still change,
-    though it sounds final (a preempted job that is requeued, a leader whose components are not in the database yet);
-    `component_nodes`: each component's host list; `start`: when a waiting job is thought to start (epoch seconds)."""
+    """The joined state of a job.
+
+    `components`: each component's state; `source`: the command that reported it; `unsettled`: a final state may
+    still change (a preempted job that is requeued, a leader whose components are not in the database yet);
+    `component_nodes`: each component's host list; `start`: estimated start of a waiting job (epoch seconds)."""
 
     state: SlurmState = UNKNOWN
     reason: str = ""
@@ -135,15 +138,15 @@ class JobState:
 
     @property
     def waits(self) -> bool:
-        """Whether it is in the queue, or is held there."""
+        """True if the job is in the queue, or is held there."""
         return self.state in WAITING
 
     @property
     def why(self) -> str:
-        """Why it waits, and about when it will start, as far as Slurm tells."""
-        held = "held" in self.reason.lower()  # then Slurm's estimate holds only once somebody releases it
-        at = "" if held or (self.start or 0) < time.time() else f"starts about {when(self.start or 0)}"
-        return ", ".join(text for text in (self.reason, at) if text) if self.waits else ""
+        """The reason for waiting and the estimated start, as far as Slurm reports them."""
+        is_held = "held" in self.reason.lower()  # Slurm's estimate is valid only after a release
+        start_text = "" if is_held or (self.start or 0) < time.time() else f"starts about {when(self.start or 0)}"
+        return ", ".join(text for text in (self.reason, start_text) if text) if self.waits else ""
 
     @property
     def ended(self) -> bool:
@@ -151,18 +154,18 @@ class JobState:
 
     @property
     def forgotten(self) -> bool:
-        """Whether the controller answers and does not know the job."""
+        """True if the controller answers and does not know the job."""
         return self.state == UNKNOWN and self.source in CONTROLLER
 
 
 def when(epoch: float) -> str:
-    """A moment as a clock shows it, with the date where that is another day."""
-    at = datetime.fromtimestamp(epoch)
-    return at.strftime("%H:%M" if at.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
+    """Format a time as HH:MM, with the date on other days."""
+    moment = datetime.fromtimestamp(epoch)
+    return moment.strftime("%H:%M" if moment.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
 
 
 def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
-    """One state for the components of one job."""
+    """Join the components of one job into one state."""
     ordered = sorted(rows, key=lambda r: r.offset)
     if not ordered:
         return JobState()
@@ -189,12 +192,13 @@ def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
 
 
 def out_of_memory(text: str) -> str | None:
-    """The line of a log in which slurmd, slurmstepd or srun says that memory was too little."""
+    """Return the line of a log in which slurmd, slurmstepd or srun reports a lack of memory."""
     return next((line.strip() for line in text.splitlines() if _NO_MEMORY.search(line)), None)
 
 
-def told_to_end(text: str) -> JobState | None:
-    """Why slurmd says that the job is being ended, in the batch script's log. (A step alone is cancelled by srun too,
-    when one of its tasks ended badly, and then without a reason.)"""
-    found = [_DUE_STATES[why] for what, why in _DUE.findall(text) if why or what == "JOB"]
-    return JobState(found[-1], components=(found[-1],), source="slurmd") if found else None
+def read_cancellation(text: str) -> JobState | None:
+    """Return the state that slurmd's message in the batch script's log gives for a cancelled job.
+
+    A cancelled step without a reason does not count: srun cancels one when a task fails."""
+    states = [_DUE_STATES[reason] for entity, reason in _DUE.findall(text) if reason or entity == "JOB"]
+    return JobState(states[-1], components=(states[-1],), source="slurmd") if states else None

@@ -1,4 +1,4 @@
-"""Nodes, partitions and configuration as `scontrol show` tells them. Slurm 22.05 to 24.11 write them alike."""
+"""Nodes, partitions and configuration from `scontrol show`, in the format of Slurm 22.05 to 24.11."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holmes_hpc.slurm.commands import output
 from holmes_hpc.slurm.hostlist import expand
 
 _KEY = re.compile(r"(?:^|(?<=\s))([A-Z][A-Za-z0-9_/:()]*)=")
-# A node in one of these states takes no new job; the trailing mark * (not responding) says the same.
+# A node in one of these states accepts no new job; neither does one with the mark * (not responding).
 UNUSABLE = frozenset(
     (
         "DOWN",
@@ -36,7 +36,7 @@ UNUSABLE = frozenset(
 
 @dataclass(frozen=True)
 class Gres:
-    """`count` devices of a GRES such as ``gpu``; `type` is empty where Slurm knows none."""
+    """A generic resource: `count` devices such as ``gpu``; `type` is empty if Slurm has none."""
 
     name: str
     type: str
@@ -61,7 +61,7 @@ class Node:
 
     @property
     def usable(self) -> bool:
-        """It would take a job, now or when its present one ends."""
+        """True if the node can take a job, now or when its present one ends."""
         return not any(s in UNUSABLE for s in self.states)
 
     @property
@@ -88,13 +88,13 @@ class Partition:
 
     @property
     def limit_min(self) -> float | None:
-        """Its time limit in minutes, None where there is none."""
+        """The time limit in minutes; None if there is none."""
         return minutes(self.max_time)
 
 
 @dataclass(frozen=True)
 class Config:
-    """`scontrol show config`, keys as Slurm writes them."""
+    """The output of `scontrol show config`, with Slurm's keys."""
 
     values: dict[str, str]
 
@@ -102,7 +102,7 @@ class Config:
         return self.values.get(key, "")
 
     def options(self, key: str) -> tuple[str, ...]:
-        """The comma-separated options of a key such as SchedulerParameters."""
+        """Return the comma-separated options of a key such as SchedulerParameters."""
         value = self.get(key)
         return tuple(o.strip() for o in value.split(",") if o.strip()) if value != "(null)" else ()
 
@@ -112,19 +112,19 @@ class Config:
 
     @cached_property
     def version(self) -> tuple[int, int] | None:
-        """(22, 5) for Slurm 22.05."""
+        """The version, (22, 5) for Slurm 22.05."""
         match = re.match(r"(\d+)\.(\d+)", self.get("SLURM_VERSION"))
         return (int(match[1]), int(match[2])) if match else None
 
     @property
     def limits_enforced(self) -> bool:
-        """Whether limits of associations and QOS hold."""
+        """True if limits of associations and QOS are enforced."""
         return not {"limits", "safe", "all"}.isdisjoint(self.options("AccountingStorageEnforce"))
 
     def against_hetjobs(self) -> list[tuple[str, str]]:
-        """What of the scheduler's settings lets no heterogeneous job run, each with what to do."""
+        """Return the scheduler settings that prevent heterogeneous jobs, each with a fix."""
         scheduler = self.get("SchedulerType")
-        found = (
+        checks = (
             (
                 scheduler != "sched/backfill",
                 f"SchedulerType is {scheduler or 'unknown'}: only sched/backfill starts heterogeneous jobs",
@@ -136,12 +136,13 @@ class Config:
                 "remove disable_hetjob_steps",
             ),
         )
-        return [(what, fix) for is_so, what, fix in found if is_so]
+        return [(problem, fix) for is_present, problem, fix in checks if is_present]
 
 
 def parse_record(line: str) -> dict[str, str]:
-    """One line of `scontrol -o show`: `Key=value` pairs whose values may hold spaces. A key's first value counts, for
-    free text (Reason, Comment) comes last and may hold anything."""
+    """Parse a line of `scontrol -o show`: `Key=value` pairs whose values may have spaces.
+
+    A key's first value counts, because free text (Reason, Comment) comes last and may have anything."""
     record: dict[str, str] = {}
     _, *pairs = _KEY.split(line)
     for key, value in zip(pairs[::2], map(str.strip, pairs[1::2]), strict=True):
@@ -149,45 +150,47 @@ def parse_record(line: str) -> dict[str, str]:
     return record
 
 
-def _shown(line: str, key: str, what: str) -> dict[str, str]:
-    """Return the record in a line of `scontrol show WHAT -o`. SiteError for one without `key`."""
+def _require_record(line: str, key: str, entity: str) -> dict[str, str]:
+    """Parse a line of `scontrol show`. Raises SiteError without `key`."""
     record = parse_record(line)
     if key not in record:
         raise SiteError(
-            f"{line[:60]!r} is not a {what}", where=f"scontrol show {what}", hint="report it with `scontrol --version`"
+            f"{line[:60]!r} is not a {entity}",
+            where=f"scontrol show {entity}",
+            hint="report it with `scontrol --version`",
         )
     return record
 
 
 def parse_gres(text: str) -> tuple[Gres, ...]:
-    """``gpu:a100:4(S:0-1),shard:8`` as data; a count without a number is 1."""
-    found = []
+    """Parse ``gpu:a100:4(S:0-1),shard:8``; a missing count is 1."""
+    resources = []
     for item in re.split(r",(?![^(]*\))", text):
         parts = re.sub(r"\(.*?\)", "", item).strip().split(":")
         if not parts[0]:
             continue
-        last = re.fullmatch(r"(\d+)([KMG]?)", parts[-1]) if len(parts) > 1 else None
-        count = int(last[1]) * 1024 ** " KMG".index(last[2] or " ") if last else 1
-        kind = parts[1:-1] if last else parts[1:]
-        found.append(Gres(parts[0], ":".join(kind), count))
-    return tuple(found)
+        count_match = re.fullmatch(r"(\d+)([KMG]?)", parts[-1]) if len(parts) > 1 else None
+        count = int(count_match[1]) * 1024 ** " KMG".index(count_match[2] or " ") if count_match else 1
+        type_parts = parts[1:-1] if count_match else parts[1:]
+        resources.append(Gres(parts[0], ":".join(type_parts), count))
+    return tuple(resources)
 
 
 def parse_states(text: str) -> tuple[str, ...]:
-    """``IDLE*+DRAIN`` as its words; the marks of a state become words of their own."""
-    words = [re.fullmatch(r"(.*?)([*~#!%$@^-]*)", word, re.DOTALL) for word in text.split("+")]
-    states = [s for word in words if word for s in (word[1].upper(), "NOT_RESPONDING" if "*" in word[2] else "")]
+    """Parse ``IDLE*+DRAIN``; the mark * becomes the state NOT_RESPONDING."""
+    matches = [re.fullmatch(r"(.*?)([*~#!%$@^-]*)", part, re.DOTALL) for part in text.split("+")]
+    states = [s for match in matches if match for s in (match[1].upper(), "NOT_RESPONDING" if "*" in match[2] else "")]
     return tuple(dict.fromkeys(s for s in states if s))
 
 
 def parse_node(line: str) -> Node:
-    """A node from its line of `scontrol show node -o`."""
-    record = _shown(line, "NodeName", "node")
-    available = _words(record.get("AvailableFeatures", record.get("Features", "")))
-    active = _words(record["ActiveFeatures"]) if "ActiveFeatures" in record else available
+    """Parse a node's line of `scontrol show node -o`."""
+    record = _require_record(line, "NodeName", "node")
+    available = _split(record.get("AvailableFeatures", record.get("Features", "")))
+    active = _split(record["ActiveFeatures"]) if "ActiveFeatures" in record else available
     return Node(
         record["NodeName"],
-        partitions=_words(record.get("Partitions", "")),
+        partitions=_split(record.get("Partitions", "")),
         states=parse_states(record.get("State", "UNKNOWN")),
         features=active,
         available=available,
@@ -201,8 +204,8 @@ def parse_node(line: str) -> Node:
 
 
 def parse_partition(line: str) -> Partition:
-    """A partition from its line of `scontrol show partition -o`."""
-    record = _shown(line, "PartitionName", "partition")
+    """Parse a partition's line of `scontrol show partition -o`."""
+    record = _require_record(line, "PartitionName", "partition")
     return Partition(
         record["PartitionName"],
         nodes=tuple(expand(record.get("Nodes", ""))),
@@ -216,30 +219,30 @@ def parse_partition(line: str) -> Partition:
 
 
 def parse_config(text: str) -> Config:
-    """`scontrol show config`: lines of `Key = value`."""
+    """Parse `scontrol show config`: lines of `Key = value`."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
     return Config({key.strip(): value.strip() for key, _, value in pairs})
 
 
 def minutes(text: object) -> float | None:
-    """A time as Slurm reads and writes it (``90``, ``90:00``, ``1:30:00``, ``1-12``); None for ``infinite``."""
+    """Convert Slurm's times (``90``, ``90:00``, ``1:30:00``, ``1-12``) to minutes; None for ``infinite``."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(text).strip(), re.ASCII)
     if match is None:
         return None
     days, numbers = match.group(1), [int(n) for n in match.groups()[1:] if n is not None]
     if days is None and len(numbers) < 3:
         numbers.insert(0, 0)
-    hours, rest, seconds = [*numbers, 0, 0][:3]
-    return 1440 * int(days or 0) + 60 * hours + rest + seconds / 60
+    hours, minute_part, seconds = [*numbers, 0, 0][:3]
+    return 1440 * int(days or 0) + 60 * hours + minute_part + seconds / 60
 
 
 def read_nodes() -> list[Node]:
-    """All nodes of this Slurm, usable or not, in its order."""
+    """Return all nodes of this Slurm, usable or not, in its order."""
     return [parse_node(line) for line in _records(output("scontrol", "show", "node", "-o"), "NodeName=")]
 
 
 def read_node(name: str) -> Node | None:
-    """One node, None where Slurm does not know it."""
+    """Return one node, None if Slurm does not know it."""
     return next((n for n in read_nodes() if n.name == name), None)
 
 
@@ -252,11 +255,11 @@ def read_config() -> Config:
 
 
 def _records(text: str, start: str) -> list[str]:
-    """The lines of a command's output that are records."""
+    """Return the lines of a command's output that are records."""
     return [line.strip() for line in text.splitlines() if line.strip().startswith(start)]
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _split(text: str) -> tuple[str, ...]:
     return tuple(w for w in text.split(",") if w)
 
 

@@ -35,7 +35,7 @@ def test_a_missing_command_is_told_by_whoever_needs_it() -> None:
 def test_what_was_printed_before_a_failure_is_kept() -> None:
     assert partial_output("sh", "-c", "echo a; echo b >&2; exit 3", timeout_s=5) == ("a\n", "b")
     assert partial_output("sh", "-c", "echo a; exec sleep 9", timeout_s=0.5) == ("a\n", "no answer in 0 s")
-    with pytest.raises(SiteError, match="sh -c echo b >&2; exit 3: b; see that slurmctld runs"):
+    with pytest.raises(SiteError, match="sh -c echo b >&2; exit 3: b; check that slurmctld runs"):
         output("sh", "-c", "echo b >&2; exit 3")
 
 

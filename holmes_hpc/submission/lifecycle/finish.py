@@ -20,8 +20,8 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import patient, slurm
-from holmes_hpc.slurm.job_queries import end_for_good, ending_state
-from holmes_hpc.slurm.job_states import told_to_end
+from holmes_hpc.slurm.job_queries import disable_requeue, ending_state
+from holmes_hpc.slurm.job_states import read_cancellation
 from holmes_hpc.submission.executor.environment import ranks_of_job
 from holmes_hpc.submission.lifecycle.failed_rank import complaints
 from holmes_hpc.submission.lifecycle.outcome import judge
@@ -52,7 +52,7 @@ def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restart
     if stranger(run, job_id):
         return status or 1
     text = notices(run)
-    state = (told_to_end(text) or ending_state(job_id)) if status or signalled else None
+    state = (read_cancellation(text) or ending_state(job_id)) if status or signalled else None
     srun = complaints(text, ranks_of_job(os.environ))
     result: dict[str, Any] = judge(run, status, signalled=signalled, slurm=state, srun=srun)
     start, is_preempted = f"{job_id}/{restarts}", state is not None and state.state == "PREEMPTED"
@@ -74,7 +74,7 @@ def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restart
     if state is not None and state.state == "NODE_FAIL":  # Slurm has queued it again by itself
         slurm("scancel", job_id, timeout_s=30)
     elif result["exit_code"] and job_id:
-        end_for_good(job_id)
+        disable_requeue(job_id)
     if result["state"] not in ("completed", "cancelled"):
         say(f"not restarted: {why_not}")
     where = f"rank {result['failed_rank']} on {result['failed_node']}: " if result["failed_rank"] is not None else ""
@@ -107,7 +107,7 @@ def again(run: RunDirectory, job_id: str, restarts: int) -> int:
     run.write_result({**judge(run, 1), "state": "failed", "error": error, "failed_rank": None, "failed_node": None})
     say(f"failed: {error}")
     say(f"not restarted: {why_not}")
-    end_for_good(job_id)
+    disable_requeue(job_id)
     return 1
 
 
@@ -130,7 +130,7 @@ def so_far(run: RunDirectory, status: int, job_id: str) -> int:
     """Write what is known while the ranks are being ended; any later word replaces it."""
     if stranger(run, job_id):
         return 1
-    state = told_to_end(notices(run)) or ending_state(job_id)
+    state = read_cancellation(notices(run)) or ending_state(job_id)
     run.write_result(judge(run, status or 1, signalled=True, slurm=state), writer="follower")
     return 0
 

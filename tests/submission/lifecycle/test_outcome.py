@@ -10,7 +10,7 @@ import pytest
 from submitit.core.utils import UncompletedJobError
 
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.slurm.job_states import JobState, told_to_end
+from holmes_hpc.slurm.job_states import JobState, read_cancellation
 from holmes_hpc.submission.executor.environment import ComponentRanks, SlurmHetJobEnvironment
 from holmes_hpc.submission.lifecycle import finish as finishing
 from holmes_hpc.submission.lifecycle.failed_rank import complaints, culprit
@@ -82,7 +82,7 @@ def test_tasks_of_a_component_are_counted_over_the_whole_job(line: str, ranks: t
     ],
 )
 def test_slurmds_notice_tells_why(text: str, state: str | None) -> None:
-    found = told_to_end(text)
+    found = read_cancellation(text)
     assert (found.state if found else None) == state
 
 
