@@ -96,7 +96,7 @@ def check(instance: Any, where: str, error: type[HolmesError] = ConfigError, dot
 
 
 class Checked:
-    """A dataclass whose fields are checked (:func:`check`) when it is made, and nothing else."""
+    """A base class of dataclasses that only check their fields (:func:`check`) when created."""
 
     _check: tuple[str, type[HolmesError]]
 

@@ -224,11 +224,11 @@ def report(
     for file in (html, trace):
         check_output(file)
     paths = [name if Path(name).is_dir() else find_run(name).path for name in runs]
-    from holmes_hpc.results.page import write_page  # after what a mistyped name needs: pandas takes long
+    from holmes_hpc.results.html_report import write_html  # after what a mistyped name needs: pandas takes long
     from holmes_hpc.results.report import load_report
 
     made = load_report(paths, _simulated, by)
-    for file, write in ((html, partial(write_page, made)), (trace, made.write_trace)):
+    for file, write in ((html, partial(write_html, made)), (trace, made.write_trace)):
         if file:
             write(file)
             console.note(f"written: {file}")

@@ -238,7 +238,11 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def _columns(runs: pd.DataFrame, *families: str) -> list[str]:
-    return [name for name in map(str, runs) if name.startswith(tuple(FAMILIES[one].prefix for one in families))]
+    return [
+        name
+        for name in map(str, runs)
+        if name.startswith(tuple(FAMILIES[family_name].prefix for family_name in families))
+    ]
 
 
 def _step_time(group: pd.DataFrame) -> Estimate:

@@ -205,7 +205,7 @@ def _run_summary(run: dict[str, Any]) -> str:
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return rows as JSON values, the columns of a family under one key."""
-    prefixes = tuple(one.prefix for one in FAMILIES.values())
+    prefixes = tuple(column_family.prefix for column_family in FAMILIES.values())
     rows = []
     for _, row in compare.entries(frame):
         record: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import figures, timeline
-from holmes_hpc.results.page import write_page
+from holmes_hpc.results.html_report import write_html
 from holmes_hpc.results.report import Report, load_report
 
 pytestmark = pytest.mark.integration
@@ -110,7 +110,7 @@ def test_bars_that_are_left_out_are_said(made: Report, tmp_path: Path) -> None:
     for i in range(13):
         run = make_run(tmp_path / str(i), step_time_s=1 + 0.1 * i, steps=4)
         run.update_run(overrides=[f"train.lr={i}"])
-    write_page(load_report([tmp_path]), tmp_path / "page.html")
+    write_html(load_report([tmp_path]), tmp_path / "page.html")
     captions = re.findall(r"<figcaption>(.*?)</figcaption>", (tmp_path / "page.html").read_text())
     assert len([c for c in captions if "the fastest 12 of 13 settings" in c]) == 2
 

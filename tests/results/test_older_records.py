@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from holmes_hpc.cli import load
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import load_runs, load_steps
-from holmes_hpc.results.page import page
+from holmes_hpc.results.html_report import render_html
 from holmes_hpc.results.report import load_report
 
 pytestmark = pytest.mark.integration
@@ -57,7 +57,7 @@ def test_any_field_of_run_yaml_may_be_missing(tmp_path: Path, field: str) -> Non
     path = older(tmp_path / "a", (field,))
     made = load_report([path])
     assert made.missing() == f"fields not recorded by an older release: run.yaml: {field} (1 run)"
-    assert made.tables() and page(made)
+    assert made.tables() and render_html(made)
 
 
 def test_what_can_be_told_without_the_record_is_not_missing(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_what_can_be_told_without_the_record_is_not_missing(tmp_path: Path) -> N
 def test_any_field_of_a_line_may_be_missing(tmp_path: Path, field: str) -> None:
     made = load_report([older(tmp_path / "a", without_line=(field,))])
     assert made.missing() == f"fields not recorded by an older release: metrics.jsonl: {field} (1 run)"
-    assert made.tables() and page(made) and json.dumps(made.to_dict(), allow_nan=False)
+    assert made.tables() and render_html(made) and json.dumps(made.to_dict(), allow_nan=False)
 
 
 def test_of_many_runs_it_is_one_line(tmp_path: Path) -> None:

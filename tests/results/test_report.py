@@ -13,8 +13,8 @@ from made_runs import make_run
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.results import compare, load_runs, page, tables
-from holmes_hpc.results.page import write_page
+from holmes_hpc.results import compare, html_report, load_runs, tables
+from holmes_hpc.results.html_report import write_html
 from holmes_hpc.results.report import Report, load_report
 
 pytestmark = pytest.mark.integration
@@ -187,7 +187,7 @@ def test_runs_without_plans_that_differ_are_reported(tmp_path: Path) -> None:
         run.update_run(overrides=[f"train.lr={rate}"])
         run.plan_path.unlink()
     made = load_report([tmp_path])
-    write_page(made, tmp_path / "page.html")
+    write_html(made, tmp_path / "page.html")
     assert "a run without a plan" in " ".join(made.answer())
     text = re.sub("<svg.*?</svg>", "", (tmp_path / "page.html").read_text(), flags=re.DOTALL)
     assert not re.search(r"\bnan\b|\bNone\b", text)
@@ -222,7 +222,7 @@ def test_settings_are_ranked_by_loss_on_request(tmp_path: Path) -> None:
         run = make_run(tmp_path / f"run-{i}", steps=steps, seed=i, step_time_s=1.0 + i)
         run.update_run(overrides=[f"train.lr={i}"])
     made = load_report([tmp_path], by="loss")
-    told = [what for _, what in page._facts(made)]
+    told = [what for _, what in html_report._facts(made)]
     assert (
         told
         == ["lowest loss: run-1, train.lr=1", "highest: run-0, train.lr=0", "samples/s, the fastest: run-0, train.lr=0"]
@@ -399,7 +399,7 @@ def test_numbers_for_people(value: Any, text: str) -> None:
 def test_a_run_directory_is_not_changed_by_reporting(tmp_path: Path) -> None:
     run = RunDirectory(make_run(tmp_path / "a").path)
     before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
-    write_page(load_report([run.path]), tmp_path / "page.html")
+    write_html(load_report([run.path]), tmp_path / "page.html")
     assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == before
 
 
@@ -447,6 +447,6 @@ def test_a_plan_that_cannot_be_simulated_is_left_out(tmp_path: Path) -> None:
         + "\n"
     )
     made = load_report([run.path], simulate=lambda plan: [])
-    write_page(made, tmp_path / "page.html")
+    write_html(made, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "Pipeline, measured" in text and "Pipeline, simulated" not in text

@@ -51,11 +51,11 @@ class Loaded:
     """The requested runs and their steps.
 
     `runs`: a row per run, in the requested order. `steps`: of these runs and of others, in any order. The steps of row
-    i start at `begins[i]`; :attr:`counts` has their number."""
+    i start at `starts[i]`; :attr:`counts` has their number."""
 
     runs: pa.Table
     steps: pa.Table
-    begins: NDArray[np.int64]
+    starts: NDArray[np.int64]
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -65,11 +65,11 @@ class Loaded:
         """Return the steps of these runs, one run after the other."""
         pieces: list[list[int]] = []
         counts = self.counts
-        for begin, end in ((int(self.begins[row]), int(self.begins[row] + counts[row])) for row in rows):
-            if pieces and pieces[-1][1] == begin:
+        for start, end in ((int(self.starts[row]), int(self.starts[row] + counts[row])) for row in rows):
+            if pieces and pieces[-1][1] == start:
                 pieces[-1][1] = end
             else:
-                pieces.append([begin, end])
+                pieces.append([start, end])
         return pa.concat_tables([self.steps.slice(0, 0), *(self.steps.slice(a, b - a) for a, b in pieces)])
 
 
@@ -137,8 +137,8 @@ def _select(pairs: list[_Pair], fingerprints: dict[str, str], new_keys: set[str]
     rows = np.array([row_of[key] for key in fingerprints])
     ends = np.cumsum([len(pair.runs) for pair in pairs])
     used = [pairs[index] for index in np.unique(np.searchsorted(ends, rows, side="right"))]
-    begins = np.concatenate([[0], np.cumsum(_counts(runs))])
-    return Loaded(runs.take(pa.array(rows)), steps, begins[rows]), used
+    starts = np.concatenate([[0], np.cumsum(_counts(runs))])
+    return Loaded(runs.take(pa.array(rows)), steps, starts[rows]), used
 
 
 def _fingerprints(runs: pa.Table) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from browser import Browser, missing
 from made_runs import make_run
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.results.page import write_page
+from holmes_hpc.results.html_report import write_html
 from holmes_hpc.results.report import Report, load_report
 
 pytestmark = pytest.mark.integration
@@ -53,8 +53,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory, sweep: Path) -> list[Path]:
         ]
         run.trace_path(rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
     simulated = [{"stage": s, "kind": "forward", "start_s": 0.1 * s, "end_s": 0.3 + 0.1 * s} for s in (0, 1)]
-    write_page(load_report([run.path], simulate=lambda plan: simulated), tmp_path / "one.html")
-    write_page(load_report([sweep]), tmp_path / "many.html")
+    write_html(load_report([run.path], simulate=lambda plan: simulated), tmp_path / "one.html")
+    write_html(load_report([sweep]), tmp_path / "many.html")
     return [tmp_path / "one.html", tmp_path / "many.html"]
 
 
@@ -73,9 +73,9 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
         tmp_path / "<img src=x onerror=alert(1)>", labels={"system": "<script>alert(2)</script>"}, state=None
     )
     assert run.write_result({"state": "failed", "error": "<b>bold</b>"}, writer="batch")
-    write_page(load_report([run.path]), tmp_path / "page.html")
+    write_html(load_report([run.path]), tmp_path / "page.html")
     make_run(tmp_path / "other")
-    write_page(load_report([run.path, tmp_path / "other"]), tmp_path / "two.html")
+    write_html(load_report([run.path, tmp_path / "other"]), tmp_path / "two.html")
     for name in ("page.html", "two.html"):
         links = Links()
         links.feed((tmp_path / name).read_text())
@@ -85,7 +85,7 @@ def test_hostile_names_are_only_text(tmp_path: Path) -> None:
 
 def test_a_page_that_cannot_be_written_is_one_line(one: Report, tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="No such file"):
-        write_page(one, tmp_path / "none" / "page.html")
+        write_html(one, tmp_path / "none" / "page.html")
 
 
 LOOK = """

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: no network, no scripts, readable on a phone."""
+"""The report as one self-contained HTML file: no network, no scripts, readable on a phone."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from holmes_hpc.results.columns import PARTS, stage_breakdown
 from holmes_hpc.results.report import Report
 
 
-def write_page(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the page to `path`: the answer first, then figures and tables.
+def write_html(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the HTML report to `path`: the answer first, then figures and tables.
 
     Raises RecordError if the file cannot be written."""
     try:
-        Path(path).write_text(page(report), encoding="utf-8")
+        Path(path).write_text(render_html(report), encoding="utf-8")
     except OSError as e:
         raise RecordError(e.strerror or str(e), where=str(path), hint="choose a writable path") from e
 
 
-def page(report: Report) -> str:
-    """Return the page's HTML."""
+def render_html(report: Report) -> str:
+    """Return the report as HTML."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("holmes_hpc.results", "."),
         autoescape=True,
