@@ -111,8 +111,8 @@ def nothing_is_left(temporary_folder: Path) -> Iterator[None]:
     hidden = process_guard.end()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    alive = leftovers.after_a_while(lambda: leftovers.processes(before))
-    written = leftovers.after_a_while(lambda: sorted(leftovers.temporary(temporary_folder) - files))
+    alive = leftovers.wait_until_gone(lambda: leftovers.processes(before))
+    written = leftovers.wait_until_gone(lambda: sorted(leftovers.temporary(temporary_folder) - files))
     named = [leftovers.described(process) for process in alive]
     leftovers.kill(alive)
     leftovers.remove(written)
@@ -130,7 +130,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     before = session.config.stash.get(_BEFORE, None)
     if before is None:
         return
-    left = leftovers.after_a_while(lambda: sorted(leftovers.checkout(CHECKOUT) - before))
+    left = leftovers.wait_until_gone(lambda: sorted(leftovers.checkout(CHECKOUT) - before))
     if left:
         print("\nleft behind by the tests:", *left, sep="\n  ", file=sys.__stderr__)
         session.exitstatus = max(session.exitstatus, 1)

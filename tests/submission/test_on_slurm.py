@@ -287,7 +287,7 @@ def test_a_plans_job_completes(folder: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank_ends_all_and_is_named(folder: Path, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
-    run = start(folder, plans.until_told, die={str(rank): "kill"})
+    run = start(folder, plans.waiting_rank, die={str(rank): "kill"})
     assert follow(run, job_of(run)) == 1
     result = run.read_result()
     assert result is not None and (result["state"], result["writer"]) == ("failed", "batch")
@@ -298,14 +298,14 @@ def test_a_killed_rank_ends_all_and_is_named(folder: Path, rank: int, capfd: pyt
 
 
 def test_a_raised_error_is_named_not_its_echo(folder: Path) -> None:
-    run = start(folder, plans.until_told, die={"3": "raise"})
+    run = start(folder, plans.waiting_rank, die={"3": "raise"})
     assert follow(run, job_of(run)) == 1
     result = run.read_result()
     assert result is not None and (result["failed_rank"], result["error"]) == (3, "ValueError: on purpose")
 
 
 def test_a_cancelled_run_says_so(folder: Path) -> None:
-    run = start(folder, plans.until_told)
+    run = start(folder, plans.waiting_rank)
     until(lambda: len(list((run.path / "here").glob("*"))) == 4)
     assert cancel_run(run).state == "RUNNING"
     until(lambda: (run.read_result() or {}).get("state") == "cancelled")
@@ -313,14 +313,16 @@ def test_a_cancelled_run_says_so(folder: Path) -> None:
 
 
 def test_restarts_go_on_while_steps_are_gained(folder: Path) -> None:
-    run = start(folder, plans.until_told, die={"1": "kill"}, steps_per_attempt=2, train={"steps": 9, "max_restarts": 2})
+    run = start(
+        folder, plans.waiting_rank, die={"1": "kill"}, steps_per_attempt=2, train={"steps": 9, "max_restarts": 2}
+    )
     assert follow(run, job_of(run)) == 1
     assert run.attempt == 3 and run_status(run).failed_rank == 1
     assert [m["step"] for m in run.metrics()] == [2, 4, 6]
 
 
 def test_restarts_stop_without_gain(folder: Path) -> None:
-    run = start(folder, plans.until_told, die={"1": "kill"}, train={"steps": 9, "max_restarts": 5})
+    run = start(folder, plans.waiting_rank, die={"1": "kill"}, train={"steps": 9, "max_restarts": 5})
     assert follow(run, job_of(run)) == 1
     assert run.attempt == 1 and "no step was gained" in (run.logs / "batch.txt").read_text()
 
@@ -333,14 +335,14 @@ def test_an_expedited_job_that_fails_for_good_ends_as_failed(folder: Path, fabri
     plan, config = plans.plan(*fabrics), {**plans.CONFIG, "die": {"1": "kill"}}
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=config)
     site = SlurmSettings(timeout_min=3, additional={"requeue": "expedite"})
-    submit_plan(plan, run.path, plans.until_told, config, site)
+    submit_plan(plan, run.path, plans.waiting_rank, config, site)
     assert follow(run, job_of(run)) == 1
     until(lambda: job_of(run).id not in {job.partition("+")[0] for job in job_ids()})
     assert (run_status(run).state, job_of(run).state("force").state, run.attempt) == ("failed", "FAILED", 1)
 
 
 def test_when_the_batch_script_dies_the_follower_writes_the_result(folder: Path) -> None:
-    run = start(folder, plans.until_told)
+    run = start(folder, plans.waiting_rank)
     until(lambda: len(list((run.path / "here").glob("*"))) == 4)
     subprocess.run(["scancel", "--batch", "--signal=KILL", job_of(run).id], check=True)
     assert follow(run, job_of(run)) == 1

@@ -66,7 +66,7 @@ def all_here(run: RunDirectory, ranks: int = 4) -> bool:
 
 
 def test_slurmctld_restarted_in_mid_run(folder: Path) -> None:
-    run = start(folder, plans.until_told, wait_s=12)
+    run = start(folder, plans.waiting_rank, wait_s=12)
     until(lambda: all_here(run) and run_status(run).state == "running")
     kill("slurmctld", signal.SIGTERM)  # as a service is stopped: it saves its state
     threading.Timer(5, beds.up).start()
@@ -91,7 +91,7 @@ def test_a_submission_waits_for_the_controller_and_is_made_once(folder: Path) ->
 def test_without_slurmdbd_the_controller_is_asked(folder: Path) -> None:
     kill("slurmdbd")
     try:
-        run = start(folder, plans.until_told, die={"2": "kill"})
+        run = start(folder, plans.waiting_rank, die={"2": "kill"})
         assert follow(run, job_of(run)) == 1
         assert job_of(run).state().source == "squeue"
         found = run_status(run)
@@ -104,7 +104,7 @@ def test_without_slurmdbd_the_controller_is_asked(folder: Path) -> None:
 
 
 def test_a_node_that_dies_fails_the_job(folder: Path) -> None:
-    run = start(folder, plans.until_told, wait_s=120)
+    run = start(folder, plans.waiting_rank, wait_s=120)
     until(lambda: all_here(run))
     node = run.log_path(3).resolve()  # rank 3's node, as its environment said
     name = re.search(r"roce\d", job_of(run).state("force").nodes.replace("roce[1-2]", "roce2"))
@@ -121,7 +121,7 @@ def test_a_node_that_dies_fails_the_job(folder: Path) -> None:
 
 def test_the_batch_scripts_node_dies(folder: Path) -> None:
     """Slurm requeues the job by itself; its next start finds that a failure came before, and that none is allowed."""
-    run = start(folder, plans.until_told, wait_s=120, steps_per_attempt=1)
+    run = start(folder, plans.waiting_rank, wait_s=120, steps_per_attempt=1)
     until(lambda: all_here(run))
     beds.kill_node(expand(job_of(run).state("force").component_nodes[0])[0])
     assert follow(run, job_of(run)) == 1
@@ -154,7 +154,7 @@ def test_preempted(folder: Path, low: str) -> None:
     plan = plans.plan("ib-a", "roce-a", site=own)
     config = {**plans.CONFIG, "wait_s": 5, "steps_per_attempt": 2}
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=config)
-    submit_plan(plan, run.path, plans.until_told, config, SlurmSettings(timeout_min=3))
+    submit_plan(plan, run.path, plans.waiting_rank, config, SlurmSettings(timeout_min=3))
     until(lambda: all_here(run))
     urgent = subprocess.run(
         ["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t1", "-o/dev/null", "--wrap", "sleep 2"],
@@ -193,7 +193,7 @@ def test_slurms_own_requeues_count_too(folder: Path) -> None:
 
 
 def test_a_plans_job_out_of_time_goes_on_while_it_gains(folder: Path) -> None:
-    run = start(folder, plans.until_told, steps_per_attempt=3, gaining_attempts=2, wait_s=60)
+    run = start(folder, plans.waiting_rank, steps_per_attempt=3, gaining_attempts=2, wait_s=60)
     for attempt in (1, 2, 3):
         until(lambda attempt=attempt: run.attempt == attempt and all_here(run, 4 * attempt))
         subprocess.run(["scancel", "--signal=USR2", job_of(run).id], check=True)
@@ -203,7 +203,7 @@ def test_a_plans_job_out_of_time_goes_on_while_it_gains(folder: Path) -> None:
 
 def test_slurms_time_limit_itself_requeues_a_plans_job(folder: Path) -> None:
     """Nobody sends a signal but Slurm, some time before two minutes are over."""
-    run = start(folder, plans.until_told, {"timeout_min": 2}, steps_per_attempt=3, wait_s=200)
+    run = start(folder, plans.waiting_rank, {"timeout_min": 2}, steps_per_attempt=3, wait_s=200)
     began = time.monotonic()
     until(lambda: run.attempt == 2 and run_status(run).state == "running")
     assert time.monotonic() - began > 20

@@ -1,7 +1,7 @@
 """Processes and temporary files that a test leaves behind.
 
 A process belongs to the tests if it is a child of this process or has the worker's mark in its environment.
-:func:`stays` exempts servers that several tests share. Processes on the testbed's nodes belong to the testbed."""
+:func:`exempt` exempts servers that several tests share. Processes on the testbed's nodes belong to the testbed."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from holmes_hpc.testbed.processes import MARK as TESTBED_MARK
 
 MARK = "HOLMES_TESTS_OF"  # in the environment of a test's processes: the worker's process id
 PATIENCE_S = 20  # for processes that are ending on a busy machine
-PYTHONS_OWN = (
-    "multiprocessing.forkserver",
-    "multiprocessing.resource_tracker",
-)  # they end with the process they belong to
+# Python's own helpers end with the process they belong to.
+PYTHONS_OWN = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 SHARED_FOLDERS = (".git", "__pycache__", "node_modules")  # any program writes into these folders of the checkout
-_staying: set[int] = set()
+_exempt: set[int] = set()
 
 
-def stays(pid: int) -> None:
+def exempt(pid: int) -> None:
     """Exempt a process that serves many tests and ends with the last."""
-    _staying.add(pid)
+    _exempt.add(pid)
 
 
 def process_ids() -> set[int]:
@@ -40,7 +38,7 @@ def process_ids() -> set[int]:
 def processes(before: set[int]) -> list[psutil.Process]:
     """Return the tests' processes that were not there before."""
     ours = []
-    for pid in process_ids() - before - _staying:
+    for pid in process_ids() - before - _exempt:
         with contextlib.suppress(psutil.Error, OSError):
             process = psutil.Process(pid)
             if process.status() != psutil.STATUS_ZOMBIE and _is_ours(process):
@@ -94,7 +92,7 @@ def checkout(root: Path) -> set[Path]:
     return files
 
 
-def after_a_while(look: Callable[[], list]) -> list:
+def wait_until_gone(look: Callable[[], list]) -> list:
     """Return what `look` still returns when everything had time to end."""
     end = time.monotonic() + PATIENCE_S
     while (leftovers := look()) and time.monotonic() < end:

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from leftovers import stays
+from leftovers import exempt
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -443,7 +443,7 @@ class Server:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
-        stays(self._process.pid)
+        exempt(self._process.pid)
         atexit.register(self._process.kill)
 
     def call(self, function: str, *args: Any, timeout_s: float) -> Any:

@@ -70,7 +70,7 @@ def quick(config: dict[str, Any]) -> dict[str, Any]:
     return {"loss": 2.0}
 
 
-def until_told(config: dict[str, Any]) -> dict[str, Any]:
+def waiting_rank(config: dict[str, Any]) -> dict[str, Any]:
     """Run a rank that waits.
 
     ``config["die"]`` {rank: how} chooses the ranks that end when all are present. The others notice and fail with

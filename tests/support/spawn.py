@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from leftovers import stays
+from leftovers import exempt
 
 from holmes_hpc import ports
 from holmes_hpc.config.configuration import Configuration
@@ -157,7 +157,7 @@ def unequal(
 
 
 @dataclass
-class Ended:
+class FinishedRun:
     """A run that ended. `codes`: exit code per rank; `output`: the output of rank 0."""
 
     run: RunDirectory
@@ -199,7 +199,7 @@ class Nursery:
         self._ready = threading.Event()
         self.codes: dict[int, int] = {}
         self.changed = threading.Condition()
-        stays(self._process.pid)
+        exempt(self._process.pid)
         threading.Thread(target=self._listen, daemon=True).start()
         atexit.register(self._process.kill)
 
@@ -249,7 +249,7 @@ def nursery() -> Nursery:
 
 
 @dataclass
-class Started:
+class RunningRun:
     """A run in progress."""
 
     run: RunDirectory
@@ -269,7 +269,7 @@ class Started:
             time.sleep(0.02)
         raise AssertionError(f"no step {step} in {timeout_s} s: {[p.read_text()[-2000:] for p in self.outputs]}")
 
-    def finish(self, timeout_s: float = LIMIT_S) -> Ended:
+    def finish(self, timeout_s: float = LIMIT_S) -> FinishedRun:
         """Wait for the ranks; a rank that does not end is killed and has the code -9."""
         end, codes = time.monotonic() + timeout_s, []
         for rank, pid in enumerate(self.pids):
@@ -278,7 +278,7 @@ class Started:
                 self.kill(rank)
                 code = nursery().code(pid, 10)
             codes.append(-9 if code is None else code)
-        return Ended(self.run, codes, [p.read_text() for p in self.outputs])
+        return FinishedRun(self.run, codes, [p.read_text() for p in self.outputs])
 
 
 def configuration(directory: Path, plan_file: Path | None, overrides: dict[str, Any] | None = None) -> Configuration:
@@ -304,7 +304,7 @@ def begin(
     environment: dict[int, dict[str, str]] | None = None,
     rendezvous: str = "file",
     absent: tuple[int, ...] = (),
-) -> Started:
+) -> RunningRun:
     """Start the ranks of a run (a new one, or another attempt of the one in `directory`) except `absent`.
 
     `config`: the differences from :func:`configuration`."""
@@ -318,7 +318,7 @@ def begin(
     size = ranks or (plan_or_path.world_size if isinstance(plan_or_path, Plan) else 1)
     path = directory / "config.json"
     path.write_text(json.dumps(values))
-    port, started = str(free_port()), Started(run, [], [])
+    port, started = str(free_port()), RunningRun(run, [], [])
     for rank in [r for r in range(size) if r not in absent]:
         rank_environment = {
             "RANK": str(rank),
@@ -337,6 +337,6 @@ def begin(
     return started
 
 
-def train(directory: Path, plan: Plan, config: dict[str, Any] | None = None, **options: Any) -> Ended:
+def train(directory: Path, plan: Plan, config: dict[str, Any] | None = None, **options: Any) -> FinishedRun:
     """Run a plan to the end."""
     return begin(directory, plan, config, **options).finish()

@@ -35,7 +35,7 @@ def corpus(path: Path, documents: list[list[int]]) -> str:
     return str(path)
 
 
-def refused(ended: spawn.Ended, began: float, pattern: str) -> None:
+def refused(ended: spawn.FinishedRun, began: float, pattern: str) -> None:
     assert time.monotonic() - began < SOON_S
     assert ended.codes == [2] * PLAN.world_size, (ended.codes, ended.output)
     said = [line for line in ended.output[0].splitlines() if "failed:" in line]

@@ -18,7 +18,7 @@ STEPS = {"steps": 6}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> spawn.Ended:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun:
     ended = spawn.train(tmp_path_factory.mktemp("alone"), spawn.plan(), {"train": STEPS})
     assert ended.codes == [0], ended.output
     assert len(ended.column("loss")) == 6 and ended.column("loss")[-1] < ended.column("loss")[0] - 0.1  # it trains
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_gives_the_numbers_of_one_process(name: str, alone: spawn.Ended, tmp_path: Path) -> None:
+def test_a_layout_gives_the_numbers_of_one_process(name: str, alone: spawn.FinishedRun, tmp_path: Path) -> None:
     layout, train = LAYOUTS[name]
     ended = spawn.train(tmp_path / "run", spawn.plan(**layout), {"train": {**STEPS, **train}})
     assert set(ended.codes) == {0}, ended.output
@@ -56,7 +56,7 @@ def test_a_layout_gives_the_numbers_of_one_process(name: str, alone: spawn.Ended
 
 @pytest.mark.integration
 @pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="Muon needs the package emerging-optimizers")
-def test_muon_gives_the_numbers_of_one_process_and_resumes(alone: spawn.Ended, tmp_path: Path) -> None:
+def test_muon_gives_the_numbers_of_one_process_and_resumes(alone: spawn.FinishedRun, tmp_path: Path) -> None:
     found = {}
     for name, layout in {"one": {}, "dp2": {"dp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}.items():
         plan = spawn.plan(**layout, distributed_optimizer=False)

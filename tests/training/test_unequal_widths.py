@@ -14,7 +14,7 @@ TIED = replace(spawn.MODEL, tied=True, rope=False, swiglu=False, rmsnorm=False, 
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, spawn.Ended]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, spawn.FinishedRun]:
     ended = {
         name: spawn.train(tmp_path_factory.mktemp(name), spawn.plan(model=model), {"train": STEPS})
         for name, model in (("plain", spawn.MODEL), ("tied", TIED))
@@ -23,7 +23,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, spawn.Ended]:
     return ended
 
 
-def same(ended: spawn.Ended, alone: spawn.Ended, norm: float = 1e-4) -> None:
+def same(ended: spawn.FinishedRun, alone: spawn.FinishedRun, norm: float = 1e-4) -> None:
     assert set(ended.codes) == {0}, ended.output
     assert ended.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
     assert ended.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=norm)
@@ -43,7 +43,7 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any], str]] = {
 @pytest.mark.integration
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_unequal_widths_give_the_numbers_of_one_process(
-    name: str, alone: dict[str, spawn.Ended], tmp_path: Path
+    name: str, alone: dict[str, spawn.FinishedRun], tmp_path: Path
 ) -> None:
     widths, more, kind = LAYOUTS[name]
     norm = 1e-3 if "TP" in name and kind == "tied" else 1e-4  # with TP 2 in all stages these are 2.5e-4 apart too
@@ -52,7 +52,7 @@ def test_unequal_widths_give_the_numbers_of_one_process(
 
 @pytest.mark.integration
 def test_a_checkpoint_of_one_set_of_widths_is_continued_under_another(
-    alone: dict[str, spawn.Ended], tmp_path: Path
+    alone: dict[str, spawn.FinishedRun], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     plans = {6: spawn.unequal((1, 2), (1, 1)), 13: spawn.unequal((2, 1), (1, 2)), 20: spawn.plan(dp=2)}

@@ -31,7 +31,7 @@ BATCH = replace(spawn.BATCH, global_size=4)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[spawn.Ended, Calibration]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[spawn.FinishedRun, Calibration]:
     """Two stages of two ranks, paced."""
     ended = spawn.train(
         tmp_path_factory.mktemp("measured"),
@@ -43,7 +43,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[spawn.Ended, Calibra
 
 
 @pytest.mark.integration
-def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[spawn.Ended, Calibration]) -> None:
+def test_the_file_holds_every_part_and_the_only_network_of_one_host(
+    made: tuple[spawn.FinishedRun, Calibration],
+) -> None:
     calibration = made[1]
     assert {f.fabric: [p.part for p in f.parts] for f in calibration.fabrics} == {
         "ib-0": ["layer", "embedding"],
@@ -60,7 +62,7 @@ def test_the_file_holds_every_part_and_the_only_network_of_one_host(made: tuple[
 
 
 @pytest.mark.integration
-def test_a_paced_layer_takes_its_pace(made: tuple[spawn.Ended, Calibration]) -> None:
+def test_a_paced_layer_takes_its_pace(made: tuple[spawn.FinishedRun, Calibration]) -> None:
     """Never less; how much more is the machine's business, but a pace that counts twice would show."""
     layer = made[1].fabrics[0].parts[0]
     assert 0.97 < layer.forward_s / (PACE_MS / 1e3) < 1.6
@@ -68,7 +70,7 @@ def test_a_paced_layer_takes_its_pace(made: tuple[spawn.Ended, Calibration]) -> 
 
 
 @pytest.mark.integration
-def test_predict_uses_what_was_measured(made: tuple[spawn.Ended, Calibration]) -> None:
+def test_predict_uses_what_was_measured(made: tuple[spawn.FinishedRun, Calibration]) -> None:
     plan, calibration = spawn.plan(pp=2, dp=2, batch=BATCH), made[1]
     costs = Costs(calibration, PACE_MS)
     layer = calibration.fabrics[0].parts[0]
@@ -87,7 +89,7 @@ def test_predict_uses_what_was_measured(made: tuple[spawn.Ended, Calibration]) -
 
 
 @pytest.mark.integration
-def test_its_own_steps_are_in_the_record(made: tuple[spawn.Ended, Calibration]) -> None:
+def test_its_own_steps_are_in_the_record(made: tuple[spawn.FinishedRun, Calibration]) -> None:
     ended = made[0]
     assert len(ended.run.metrics()) == 8
     said = ended.run.read_run()["calibration"]

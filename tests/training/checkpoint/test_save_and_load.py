@@ -28,19 +28,19 @@ BATCH = replace(spawn.BATCH, global_size=4)
 PLAN = spawn.plan(pp=2, dp=2, batch=BATCH)
 
 
-def losses(run: spawn.Ended) -> dict[int, Any]:
+def losses(run: spawn.FinishedRun) -> dict[int, Any]:
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in run.run.metrics()}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> spawn.Ended:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun:
     """An uninterrupted run of ten steps on PP 2 x DP 2, checkpoints in the background."""
     ended = spawn.train(tmp_path_factory.mktemp("whole") / "run", PLAN, {"train": {**STEPS, "checkpoint_async": True}})
     assert set(ended.codes) == {0}, ended.output
     return ended
 
 
-def test_checkpoints_are_kept_and_described(whole: spawn.Ended) -> None:
+def test_checkpoints_are_kept_and_described(whole: spawn.FinishedRun) -> None:
     found = checkpoint_directory.complete(whole.run.checkpoints)
     assert [s.step for s in found] == [10, 8]
     assert all(checkpoint_directory.damage(s) is None for s in found)
@@ -58,7 +58,7 @@ def test_a_resumed_run_has_the_validation_losses_of_its_twin(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_saves_and_the_rest_is_equal_bit_by_bit(number: int, whole: spawn.Ended, tmp_path: Path) -> None:
+def test_a_signal_saves_and_the_rest_is_equal_bit_by_bit(number: int, whole: spawn.FinishedRun, tmp_path: Path) -> None:
     config = {"train": {**STEPS, "checkpoint_interval": 0, "pace_layer_ms": 10}}
     first = spawn.begin(tmp_path / "run", PLAN, config)
     first.wait_for_step(2)
@@ -76,7 +76,9 @@ def test_a_signal_saves_and_the_rest_is_equal_bit_by_bit(number: int, whole: spa
     assert [line["attempt"] for line in second.run.metrics()] == [1] * step + [2] * (10 - step)
 
 
-def test_a_killed_rank_costs_at_most_the_steps_since_the_last_checkpoint(whole: spawn.Ended, tmp_path: Path) -> None:
+def test_a_killed_rank_costs_at_most_the_steps_since_the_last_checkpoint(
+    whole: spawn.FinishedRun, tmp_path: Path
+) -> None:
     config = {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 20}}
     first = spawn.begin(tmp_path / "run", PLAN, config)
     first.wait_for_step(5)
@@ -111,7 +113,7 @@ def test_steps_go_on_while_a_save_takes_long_and_a_killed_ranks_writer_ends_with
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_killed_in_the_middle_of_saving(background: bool, whole: spawn.Ended, tmp_path: Path) -> None:
+def test_killed_in_the_middle_of_saving(background: bool, whole: spawn.FinishedRun, tmp_path: Path) -> None:
     config = {"train": {**STEPS, "checkpoint_async": background, "pace_layer_ms": 10}}
     first = spawn.begin(tmp_path / "run", PLAN, config)
     first.wait_for_step(4)
@@ -128,7 +130,7 @@ def test_killed_in_the_middle_of_saving(background: bool, whole: spawn.Ended, tm
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_disk_too_full_for_a_checkpoint(background: bool, whole: spawn.Ended, tmp_path: Path) -> None:
+def test_a_disk_too_full_for_a_checkpoint(background: bool, whole: spawn.FinishedRun, tmp_path: Path) -> None:
     disk = tmp_path / "run" / "checkpoints"
     disk.mkdir(parents=True)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
@@ -166,7 +168,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_checkpoint_is_continued_under_another_layout(name: str, whole: spawn.Ended, tmp_path: Path) -> None:
+def test_a_checkpoint_is_continued_under_another_layout(name: str, whole: spawn.FinishedRun, tmp_path: Path) -> None:
     saved = whole.run.checkpoints / "step-00000008"
     ended = spawn.train(
         tmp_path / "run", spawn.plan(**LAYOUTS[name], batch=BATCH), {"train": STEPS, "checkpoint": str(saved)}
@@ -187,7 +189,7 @@ def test_dropout_goes_on_bit_by_bit(tmp_path: Path) -> None:
     assert {k: losses(whole)[k] for k in (3, 4)} == losses(ended)
 
 
-def copy_of(whole: spawn.Ended, target: Path) -> None:
+def copy_of(whole: spawn.FinishedRun, target: Path) -> None:
     import shutil
 
     shutil.copytree(whole.run.path, target)
@@ -195,7 +197,7 @@ def copy_of(whole: spawn.Ended, target: Path) -> None:
         path.unlink()
 
 
-def test_a_damaged_checkpoint_is_passed_over(whole: spawn.Ended, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over(whole: spawn.FinishedRun, tmp_path: Path) -> None:
     copy_of(whole, tmp_path / "run")
     shard = max((tmp_path / "run/checkpoints/step-00000010").glob("*.distcp"), key=lambda p: p.stat().st_size)
     data = bytearray(shard.read_bytes())
@@ -206,7 +208,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole: spawn.Ended, tmp_path: Path)
     assert sorted(losses(ended)) == [9, 10] and losses(ended)[10] == losses(whole)[10]
 
 
-def test_when_all_are_damaged_every_rank_says_so_and_ends_with_2(whole: spawn.Ended, tmp_path: Path) -> None:
+def test_when_all_are_damaged_every_rank_says_so_and_ends_with_2(whole: spawn.FinishedRun, tmp_path: Path) -> None:
     copy_of(whole, tmp_path / "run")
     cut, bad = (tmp_path / f"run/checkpoints/step-000000{step}" for step in ("08", "10"))
     (cut / ".metadata").write_bytes((cut / ".metadata").read_bytes()[:-1])
@@ -221,7 +223,9 @@ def test_when_all_are_damaged_every_rank_says_so_and_ends_with_2(whole: spawn.En
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_chosen_checkpoint_is_where_a_run_begins_and_not_where_it_goes_on(whole: spawn.Ended, tmp_path: Path) -> None:
+def test_a_chosen_checkpoint_is_where_a_run_begins_and_not_where_it_goes_on(
+    whole: spawn.FinishedRun, tmp_path: Path
+) -> None:
     plan = spawn.plan(dp=2, batch=BATCH)
     chosen = {"checkpoint": str(whole.run.checkpoints / "step-00000008")}
     first = spawn.train(tmp_path / "run", plan, {"train": STEPS, **chosen})
@@ -276,7 +280,7 @@ def test_a_checkpoint_that_shows_late_is_waited_for(tmp_path: Path) -> None:
     assert checkpoint_directory.seen(tmp_path / "step-00000008", 0.1) is None
 
 
-def test_a_checkpoint_of_another_model_is_refused(whole: spawn.Ended, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(whole: spawn.FinishedRun, tmp_path: Path) -> None:
     plan = spawn.plan(dp=2, batch=BATCH, model=replace(spawn.MODEL, hidden=64))
     ended = spawn.train(
         tmp_path / "run", plan, {"train": STEPS, "checkpoint": str(whole.run.checkpoints / "step-00000008")}

@@ -132,7 +132,7 @@ def test_a_rank_that_is_slowed_down_is_named_and_no_other(layout: dict[str, Any]
     assert "computes" not in ended.output[0].partition(warning)[0]  # nobody else before it
 
 
-def one_line_and_2(ended: spawn.Ended, pattern: str) -> None:
+def one_line_and_2(ended: spawn.FinishedRun, pattern: str) -> None:
     assert set(ended.codes) == {2}, (ended.codes, ended.output)
     assert re.search(pattern, ended.output[0]), ended.output[0]
     assert "Traceback" not in "".join(ended.output)
