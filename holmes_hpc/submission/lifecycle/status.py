@@ -249,7 +249,7 @@ def _status(
 
 def _number(value: Any, kind: type[T]) -> T | None:
     """Return a number of a record as `kind`; None for what is none, as others may have written it."""
-    return kind(value) if isinstance(value, (int, kind)) and not isinstance(value, bool) else None  # type: ignore[call-arg]
+    return kind(value) if isinstance(value, (int, kind)) and not isinstance(value, bool) else None
 
 
 def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
