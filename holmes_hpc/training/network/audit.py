@@ -110,14 +110,14 @@ def audit_bytes(
 
 
 def _ours(kind: str, counted: Mapping[str, float], own: Mapping[str, float]) -> float:
-    """What this run's own connections may have sent over a kind of NIC: those from its address, and what the other
-    kinds' NICs did not carry of theirs, for a route may lead elsewhere than an address says."""
+    """Return what this run's own connections may have sent over a kind of NIC: those from its address, and what the
+    other kinds' NICs did not carry of theirs, for a route may lead elsewhere than an address says."""
     strayed = sum(max(0.0, sent - counted.get(other, 0.0)) for other, sent in own.items() if other != kind)
     return own.get(kind, 0.0) + strayed
 
 
 def _culprit(node: str, extra: float, lacking: Mapping[str, float], loads: Iterable[Load]) -> Load | None:
-    """The group of this node whose bytes, missing on their own kind of NIC, are nearest to the surplus."""
+    """Return the group of this node whose bytes, missing on their own kind of NIC, are nearest to the surplus."""
     sums: defaultdict[tuple[str, str], float] = defaultdict(float)
     for load in loads:
         if load.node == node and load.kind in lacking:
@@ -148,7 +148,7 @@ def nic_faults(interfaces: Iterable[str], node: str, sysfs: Path = Path("/sys"))
 
 
 def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Load]:
-    """What each group makes each node send in one step: payload bytes, over the NIC that the group belongs on.
+    """Return what each group makes each node send in one step: payload bytes, over the NIC that the group belongs on.
 
     `nodes`: every rank's node; `dtype`: of weights and activations, None: the device's usual one. The sums over nodes
     are the plan's predicted bytes (planning/predict.py), of which this is the part that one node sends for one group.

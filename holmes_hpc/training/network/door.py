@@ -19,7 +19,7 @@ _ALL = 0xFFFFFFFF
 
 
 def packed(address: str) -> bytes:
-    """An IPv4 or IPv6 address as packets hold it."""
+    """Return an IPv4 or IPv6 address as packets hold it."""
     return ipaddress.ip_address(address.partition("%")[0]).packed
 
 
@@ -59,7 +59,7 @@ class Door:
         self.socket.listen(BACKLOG)  # nobody has come before it was shut
 
     def _holds(self, admitted: list[tuple[bytes, int]]) -> bool:
-        """Whether a filter of this size can be put in the place of another one: for a moment there are two."""
+        """Return whether a filter of this size can be put in the place of another one: for a moment there are two."""
         try:
             for _ in range(2):
                 self.admit(admitted)
@@ -70,7 +70,7 @@ class Door:
         return True
 
     def admit(self, admitted: Iterable[tuple[bytes, int]]) -> None:
-        """From now on these, and only these, may connect; connections that stand are not touched."""
+        """Let these, and only these, connect from now on; connections that stand are not touched."""
         program = filter_program(admitted)
         buffer = ctypes.create_string_buffer(program, len(program))
         fprog = struct.pack("HL", len(program) // 8, ctypes.addressof(buffer))

@@ -46,7 +46,7 @@ class NodeTransports:
     notes: tuple[str, ...] = ()
 
     def interface(self, transport: Transport) -> str:
-        """The kernel interface that carries `transport` here."""
+        """Return the kernel interface that carries `transport` here."""
         if self.one_host:
             return LOOPBACK
         try:
@@ -59,20 +59,20 @@ class NodeTransports:
             ) from None
 
     def nic(self, name: str | None) -> str:
-        """What carries a group here, for the record: an interface stands for itself, one of NCCL's networks for the
-        NICs that this node gives it, none for NVLink and shared memory."""
+        """Return what carries a group here, for the record: an interface stands for itself, one of NCCL's networks for
+        the NICs that this node gives it, none for NVLink and shared memory."""
         variables = {"IB": "NCCL_IB_HCA", self.network: "NCCL_IB_HCA", "Socket": "NCCL_SOCKET_IFNAME"}
         variable = variables.get(name or "", "")
         return self.environment.get(variable, "").lstrip("=") or name or "local"
 
     @property
     def address(self) -> str:
-        """Where the other nodes reach this one by TCP."""
+        """Return where the other nodes reach this one by TCP."""
         return "127.0.0.1" if self.one_host else self.interfaces["tcp"][1]
 
 
 def kinds_of(plan: Plan, rank: int) -> set[str]:
-    """The transport kinds that the groups of `rank` use."""
+    """Return the transport kinds that the groups of `rank` use."""
     return {g.transport.kind for g in plan.transports() if rank in g.ranks}
 
 
@@ -143,7 +143,7 @@ def _opened(nics: NodeNics, nic: NicType, node: str) -> list[str]:
 
 
 def _sockets(plan: Plan, rank: int) -> tuple[float, int]:
-    """What the node of `rank` sends over sockets (Gb/s), and how many of its ranks do."""
+    """Return what the node of `rank` sends over sockets (Gb/s), and how many of its ranks do."""
     groups = [g for g in plan.transports() if g.transport.kind == "tcp" and g.kind in MEASURED]
     here = plan.places[rank]
     senders = {r for g in groups for r in g.ranks if plan.places[r] == here}
@@ -190,7 +190,7 @@ def refuse(
 def remarks(
     decision: NodeTransports, environ: Mapping[str, str] = os.environ, files: Sequence[Path] | None = None
 ) -> list[str]:
-    """Lines for the log: what was found and settled on this node, and which of the site's settings stay."""
+    """Return lines for the log: what was found and settled on this node, and which of the site's settings stay."""
     return [
         *decision.notes,
         *(f"node {decision.node}: {line}" for line in nccl.kept(decision.defaults, environ, files)[1]),
@@ -285,7 +285,7 @@ def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str] = 
 
 
 def short(ranks: Sequence[int]) -> str:
-    """Ranks as text, not all where there are many."""
+    """Return ranks as text, not all where there are many."""
     text = [str(r) for r in ranks]
     return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])
 

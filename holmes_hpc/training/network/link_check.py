@@ -74,7 +74,7 @@ def gather(store: Store, name: str, node: str, nodes: Sequence[str], value: Any,
 
 
 def give_up(store: Store, error: HolmesError) -> None:
-    """A node that cannot take part tells the others why, so that they need not wait for it."""
+    """Tell the other nodes why this one cannot take part, so that they need not wait for it."""
     told = {"what": error.what, "where": error.where, "hint": error.hint}
     with contextlib.suppress(RuntimeError, TimeoutError):
         for key, value in ((f"{_BASE}/nodes/all", {_GIVEN_UP: told}), (_DONE, told)):
@@ -114,7 +114,7 @@ def prove_links(
 
 
 def await_links(store: Store, timeout_s: float = 60.0) -> None:
-    """What the other ranks of a node call instead: returns when the check is over, raises its error."""
+    """Wait on the other ranks of a node until the check is over; raise its error."""
     try:
         store.wait([_DONE], timedelta(seconds=timeout_s))
     except (RuntimeError, TimeoutError) as e:
@@ -198,7 +198,7 @@ class _Check:
     def _sample(
         self, link: NodeLink, by_node: Mapping[str, NodeInformation], third: str | None
     ) -> list[tuple[NodeLink, float | None]]:
-        """One link; where it is slow, once more, and a third node's, to tell the sender's fault from the receiver's."""
+        """Measure a link; where it is slow, once more, and a third node's: is it the sender or the receiver?"""
 
         def measure(to: str, seconds: float) -> float | None:
             return sample(self._source(link.kind), by_node[to].nics[link.kind], self.token, seconds)

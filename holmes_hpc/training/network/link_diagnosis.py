@@ -139,15 +139,15 @@ def declared(infos: Mapping[str, NodeInformation], link: NodeLink) -> float:
 
 
 def grade(measured_gbps: float | None, declared_gbps: float) -> str:
-    """``ok``, ``warning`` (below 50% of the declared rate) or ``error`` (below 10%, or nothing came through)."""
+    """Return ``ok``, ``warning`` (below 50% of the declared rate) or ``error`` (below 10%, or nothing came through)."""
     if measured_gbps is None or measured_gbps < STOP_BELOW * declared_gbps:
         return "error"
     return "warning" if measured_gbps < WARN_BELOW * declared_gbps else "ok"
 
 
 def audit(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]) -> list[Finding]:
-    """What the nodes' own information alone shows: a NIC that a group needs and a node has not, one address on two
-    nodes."""
+    """Return what the nodes' own information alone shows: a NIC that a group needs and a node has not, one address on
+    two nodes."""
     by_node = {info.node: info for info in infos}
     node_of = _node_of(infos)
     missing: dict[tuple[str, str], str] = {}
@@ -187,7 +187,8 @@ def audit(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]
 
 
 def _odd_names(infos: Sequence[NodeInformation]) -> list[Finding]:
-    """A node whose Ethernet interface has a name that nobody in its fabric shares, while most nodes have another."""
+    """Return a node whose Ethernet interface has a name that nobody in its fabric shares, while most nodes have
+    another."""
     names = {info.node: info.nics["tcp"].interface for info in infos if "tcp" in info.nics}
     usual = max(set(names.values()), key=list(names.values()).count, default="")
     if 2 * list(names.values()).count(usual) <= len(names):
@@ -210,7 +211,7 @@ def _odd_names(infos: Sequence[NodeInformation]) -> list[Finding]:
 
 
 def unreachable(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> list[Finding]:
-    """Findings from failed connections: a fabric that falls apart, a node nobody reaches, or single pairs."""
+    """Return findings from failed connections: a fabric that falls apart, a node nobody reaches, or single pairs."""
     by_node = {info.node: info for info in infos}
     bad: dict[str, dict[frozenset[str], tuple[NodeLink, str]]] = {}
     for report in reports:
@@ -297,8 +298,8 @@ def _pair(link: NodeLink, why: str, infos: Mapping[str, NodeInformation]) -> Fin
 
 
 def slow(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> list[Finding]:
-    """Findings from samples: one line for each NIC that explains slow links, or for a link whose two NICs explain it
-    equally well.
+    """Return findings from samples: one line for each NIC that explains slow links, or for a link whose two NICs
+    explain it equally well.
 
     The best of several measurements of a link counts. A NIC with many slow and few good links is the explanation of all
     its slow links; then the next is looked for among the rest.
@@ -332,7 +333,7 @@ def _ends(link: NodeLink) -> tuple[tuple[str, str], tuple[str, str]]:
 
 
 def _score(nic: tuple[str, str], best: Iterable[NodeLink], bad: set[NodeLink], level: Mapping[NodeLink, str]) -> int:
-    """How well a NIC explains the slow links: two for each of its own, less one for each of its good links."""
+    """Return how well a NIC explains the slow links: two for each of its own, less one for each of its good ones."""
     return sum(2 if link in bad else -(level[link] == "ok") for link in best if nic in _ends(link))
 
 
@@ -372,7 +373,7 @@ def _between(link: NodeLink, gbps: float, level: str, infos: Mapping[str, NodeIn
 
 
 def skewed(reports: Iterable[LinkReport]) -> list[Finding]:
-    """Clocks more than a minute apart: one line per node that half of the nodes find to be off."""
+    """Return clocks more than a minute apart: one line per node that half of the nodes find to be off."""
     offsets: dict[str, list[float]] = {}
     reports = list(reports)
     for report in reports:

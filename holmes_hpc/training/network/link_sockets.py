@@ -35,8 +35,8 @@ class Reply:
 
 
 def _bound(interface: str, address: str) -> socket.socket:
-    """A TCP socket that uses this interface and no other, whatever the routes say (gloo and NCCL do not bind, and would
-    take another network without a word)."""
+    """Return a TCP socket that uses this interface and no other, whatever the routes say (gloo and NCCL do not bind,
+    and would take another network without a word)."""
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(PermissionError):  # kernels before 5.7 want CAP_NET_RAW
@@ -173,7 +173,7 @@ def _understand(node: str, text: bytes, asked: float) -> Reply:
 
 
 def sample(source: tuple[str, str], target: Endpoint, token: str, seconds: float) -> float | None:
-    """Gb/s that arrive at `target` within `seconds`, measured by the receiver; None where nothing did."""
+    """Return Gb/s that arrive at `target` within `seconds`, measured by the receiver; None where nothing did."""
     try:
         with _bound(*source) as s:
             s.settimeout(PATIENCE * seconds + 2)

@@ -33,7 +33,7 @@ _BYTES_ACKED = 120  # its place in struct tcp_info of linux/tcp.h, from Linux 4.
 
 
 def read_counters(sysfs: Path = Path("/sys")) -> Counters:
-    """Bytes sent and received since boot: interface name, or ``device:port`` of an RDMA port -> (tx, rx).
+    """Return bytes sent and received since boot: interface name, or ``device:port`` of an RDMA port -> (tx, rx).
 
     A NIC that vanished or cannot be read is left out. RDMA ports count RDMA traffic (and IPoIB, which its interface
     counts too); interfaces count what the kernel sends.
@@ -134,8 +134,8 @@ class Traffic:
         self.by_nic: Counters = {}
 
     def take(self) -> tuple[float, ...]:
-        """Bytes since the last call: Ethernet sent and received, RDMA sent and received; sent over NICs that the plan
-        does not use; sent by this rank's own TCP connections over Ethernet and over RDMA NICs."""
+        """Return bytes since the last call: Ethernet sent and received, RDMA sent and received; sent over NICs that the
+        plan does not use; sent by this rank's own TCP connections over Ethernet and over RDMA NICs."""
         sent = {} if self._own is None else self._own.take()
         own = self._kinds({nic.name: (sent[nic.address], 0) for nic in self._nics.interfaces if nic.address in sent})
         if self.counts:
@@ -163,7 +163,7 @@ class NicLog:
         self._wrote = 0.0
 
     def add(self, step: int, counted: Counters) -> None:
-        """One step's bytes of each NIC; those that carried nothing, and virtual ones, are left out."""
+        """Add one step's bytes of each NIC; those that carried nothing, and virtual ones, are left out."""
         nics = {
             name: {"tx": tx, "rx": rx}
             for name, (tx, rx) in sorted(counted.items())
@@ -175,7 +175,7 @@ class NicLog:
             self.write()
 
     def write(self) -> None:
-        """What was held back. RunFailed when the disk is full."""
+        """Write what was held back. RunFailed when the disk is full."""
         if self._lines:
             with contextlib.suppress(OSError):  # append_line says what is wrong
                 self._path.parent.mkdir(exist_ok=True)
@@ -184,7 +184,7 @@ class NicLog:
 
 
 def sum_by_kind(plan: Plan, rows: Any) -> dict[str, dict[str, int]]:
-    """Every rank's :meth:`Traffic.take` as sums over nodes: fabric name or ``ethernet`` -> {tx, rx}."""
+    """Return every rank's :meth:`Traffic.take` as sums over nodes: fabric name or ``ethernet`` -> {tx, rx}."""
     total: dict[str, dict[str, int]] = {}
     for rank, (tx, rx, rdma_tx, rdma_rx, *_) in enumerate(rows):
         for kind, sent, received in (("ethernet", tx, rx), (plan.places[rank].fabric, rdma_tx, rdma_rx)):
@@ -196,7 +196,8 @@ def sum_by_kind(plan: Plan, rows: Any) -> dict[str, dict[str, int]]:
 
 
 def sample_pairs(plan: Plan) -> dict[str, tuple[int, int]]:
-    """For every NIC kind that the plan uses, two ranks on different nodes whose group uses it: the ends of a sample."""
+    """Return, for every NIC kind of the plan, two ranks on different nodes whose group uses it: the ends of a
+    sample."""
     pairs: dict[str, tuple[int, int]] = {}
     for group in plan.transports():
         if group.kind in ("edge", "dp", "intra_dp", "inter_dp") and group.transport.kind != "local":

@@ -27,7 +27,7 @@ GLOO = "holmes_gloo"
 
 
 def _create_gloo(options: Any, interface: dict[str, str]) -> Any:
-    """A ProcessGroupGloo whose only device is one interface (``new_group`` would ignore gloo's own options).
+    """Return a ProcessGroupGloo whose only device is one interface (``new_group`` would ignore gloo's own options).
 
     It has one thread: of two, torch 2.13 lets both write the name of the group's last collective without a lock, and
     names of more than 15 letters, such as a coalesced gather's, are freed twice when two end at once.
@@ -46,8 +46,8 @@ def register() -> None:
 
 
 def nccl_options(transport: Transport, site: Site, urgent: bool = False) -> Any:
-    """Fresh NCCL options (torch writes into them, so never shared) with the communicator's network. `urgent`: its
-    kernels go before those of other streams, for a whole stage waits for them."""
+    """Return fresh NCCL options (torch writes into them, so never shared) with the communicator's network. `urgent`:
+    its kernels go before those of other streams, for a whole stage waits for them."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = urgent
     name = site.nccl_network(transport.nic, transport.fabric)
@@ -111,9 +111,9 @@ class Groups:
         gloo: bool = False,
         urgent: bool = False,
     ) -> Any:
-        """A new group; all ranks call it in the same order. `transport`: one of the plan's entries; else the plan is
-        asked for that of these ranks. `gloo`: for tensors on the host, also where training uses CUDA. `urgent`: see
-        :func:`nccl_options`."""
+        """Return a new group; all ranks call it in the same order. `transport`: one of the plan's entries; else the
+        plan is asked for that of these ranks. `gloo`: for tensors on the host, also where training uses CUDA. `urgent`:
+        see :func:`nccl_options`."""
         transport = transport or self.plan.transport_of(ranks, host_memory=gloo and self.cuda)
         member = self.rank in ranks  # the others may have no such interface, and need none
         interface = self.node.interface(transport) if member and (gloo or not self.cuda) else ""
@@ -137,7 +137,7 @@ class Groups:
         return max(self.timeout_s, 2 * self.watchdog_s)
 
     def edge(self, edge: GroupTransport) -> Any:
-        """A group of an edge's two ranks; None on the other ranks."""
+        """Return a group of an edge's two ranks; None on the other ranks."""
         group = self.new(edge.ranks, f"edge {edge.stages[0]}-{edge.stages[1]}", transport=edge.transport, urgent=True)
         return group if self.rank in edge.ranks else None
 
@@ -161,7 +161,7 @@ class Groups:
         use_local_synchronization: bool = False,
         group_desc: str | None = None,
     ) -> Any:
-        """Stands in for Megatron-Core's ``parallel_state.create_group``, the one place where it makes groups.
+        """Stand in for Megatron-Core's ``parallel_state.create_group``, the one place where it makes groups.
 
         On a CPU groups of equal ranks are one group: each would open a connection per pair of ranks, and Megatron's
         many names for the same ranks (dp, dp_cp, their gloo twins, …) use them one after the other.
@@ -220,7 +220,7 @@ def close() -> None:
 
 
 def device(local_rank: int, cuda: bool) -> torch.device:
-    """This rank's device, made current. Where Slurm shows each task its own GPU only, each one's is number 0."""
+    """Make this rank's device current. Where Slurm shows each task its own GPU only, each one's is number 0."""
     if not cuda:
         return torch.device("cpu")
     number = local_rank % torch.cuda.device_count()
@@ -229,7 +229,7 @@ def device(local_rank: int, cuda: bool) -> torch.device:
 
 
 def check_devices(device: torch.device, rank: int, store: dist.Store, nodes: Sequence[NodeTransports]) -> None:
-    """No two ranks have the same GPU. PlanError on every rank, for NCCL would refuse in words of its own."""
+    """Raise PlanError on every rank where two have the same GPU: NCCL's own message does not help."""
     if device.type != "cuda":
         return
     uuids = exchange(store, "device", rank, len(nodes), str(torch.cuda.get_device_properties(device).uuid))

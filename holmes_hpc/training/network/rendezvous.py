@@ -58,7 +58,8 @@ def meeting_path(run_dir: Path, launch: Launch) -> Path:
 
 
 def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeout_s: float) -> dist.TCPStore:
-    """Rank 0: start the store on this node's `address` and publish it. NetworkError when the address cannot be used."""
+    """Start the store, on rank 0, on this node's `address` and publish it. NetworkError when the address cannot be
+    used."""
     where, secret = f"rendezvous on {launch.node}", admission.new_secret()
     try:
         door, gate, relay = _served(address, secret)
@@ -111,7 +112,7 @@ def _store(
 
 
 def cancel(run_dir: Path, launch: Launch, attempt: int, error: str, exit_code: int) -> None:
-    """Rank 0, when it fails before it could start the store: the others need not wait for it."""
+    """Tell the other ranks, on rank 0, that it failed before it could start the store, so that they do not wait."""
     with contextlib.suppress(HolmesError, OSError):
         meeting = Meeting(
             "", port=0, secret="", attempt=attempt, host=launch.node, pid=os.getpid(), error=error, exit_code=exit_code
@@ -120,7 +121,7 @@ def cancel(run_dir: Path, launch: Launch, attempt: int, error: str, exit_code: i
 
 
 def read_meeting(path: Path) -> Meeting | None:
-    """The published store, or None while there is none that this user alone may read and write."""
+    """Return the published store, or None while there is none that this user alone may read and write."""
     if not is_own(path, OWN_ALONE):
         return None
     try:
@@ -216,7 +217,7 @@ def exchange(store: dist.Store, name: str, rank: int, world_size: int, value: An
 
 
 def forget(run_dir: Path, launch: Launch) -> None:
-    """Rank 0, at the end: remove the published address."""
+    """Remove the published address, on rank 0 at the end."""
     with contextlib.suppress(OSError):
         meeting_path(run_dir, launch).unlink()
 

@@ -59,7 +59,8 @@ class SlowLinks:
 
 
 def of_plan(plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float], dtype: str | None) -> SlowLinks:
-    """For a plan whose ranks run on `nodes`; see :class:`holmes_hpc.training.network.audit.Audit` for the rest."""
+    """Make one for a plan whose ranks run on `nodes`; see :class:`holmes_hpc.training.network.audit.Audit` for the
+    rest."""
     stages = plan.parallel.stage_ranks
     groups = {f"{g.kind} of ranks {short(g.ranks)}": g for g in plan.transports() if g.kind in _DP}
     expected, names = [0.0] * len(stages), []

@@ -44,7 +44,7 @@ def choose(own: Iterable[int], near: Iterable[int]) -> tuple[frozenset[int], str
 
 
 def spell(cpus: Iterable[int]) -> str:
-    """``0-3,8`` of these numbers."""
+    """Return these numbers as the kernel writes them: ``0-3,8``."""
     return compress(f"c{n}" for n in sorted(cpus)).replace("c", "").strip("[]")
 
 

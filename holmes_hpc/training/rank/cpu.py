@@ -47,7 +47,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _cpu(device: Any) -> Any:
-    """`device`, or the CPU where it is a CUDA device; what is no device (a dtype, a tensor) stays."""
+    """Return `device`, or the CPU where it is a CUDA device; what is no device (a dtype, a tensor) stays."""
     if isinstance(device, (str, torch.device)):
         return _CPU if str(device).partition(":")[0] == "cuda" else device
     return _CPU if isinstance(device, int) and not isinstance(device, bool) else device
@@ -141,7 +141,8 @@ def install() -> None:
 
 
 def threads(environ: Mapping[str, str], ranks_here: int, cores: int) -> int:
-    """Threads for one rank's computing: as Slurm or OMP_NUM_THREADS say, else this machine's cores shared fairly."""
+    """Return threads for one rank's computing: as Slurm or OMP_NUM_THREADS say, else this machine's cores shared
+    fairly."""
     values = (environ.get(name, "") for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"))
     set_threads = next((int(value) for value in values if value.isdecimal() and int(value) > 0), None)
     return set_threads or max(1, cores // max(1, ranks_here))

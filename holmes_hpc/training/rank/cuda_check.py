@@ -57,7 +57,7 @@ class CudaFacts:
 
 
 def gather() -> CudaFacts:
-    """The facts of this process. Asks the driver, so only where training shall use CUDA; makes no context."""
+    """Return the facts of this process. Asks the driver, so only where training shall use CUDA; makes no context."""
     wheel = torch.version.cuda
     te, error = transformer_engine()
     return CudaFacts(
@@ -73,7 +73,7 @@ def gather() -> CudaFacts:
 
 
 def _driver() -> int:
-    """The newest CUDA that the driver knows, asked of the driver itself: torch has no such question any more."""
+    """Return the newest CUDA that the driver knows, asked of the driver itself: torch does not ask it any more."""
     version = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -91,14 +91,14 @@ def can_compile() -> bool:
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be used. Imports it: ask where training is on CUDA only."""
+    """Return whether Transformer Engine can be used. Imports it: ask where training is on CUDA only."""
     version, error = transformer_engine()
     return version is not None and error is None
 
 
 @cache
 def transformer_engine() -> tuple[str | None, str | None]:
-    """Its version, and why it cannot be imported; none of what there is not."""
+    """Return the version of Transformer Engine, and why it cannot be imported; None for what there is not."""
     try:
         version = importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError:
@@ -111,7 +111,7 @@ def transformer_engine() -> tuple[str | None, str | None]:
 
 
 def _wanted_te() -> str:
-    """What Megatron-Core's own metadata asks of Transformer Engine."""
+    """Return what Megatron-Core's own metadata asks of Transformer Engine."""
     for line in importlib.metadata.requires("megatron-core") or []:
         match = re.match(r"transformer[-_]engine(?:\[[^]]*\])?\s*([<>=!~][^;]*)", line)
         if match:
@@ -158,7 +158,7 @@ def problem(facts: CudaFacts) -> HolmesError | None:
 
 
 def remarks(facts: CudaFacts) -> Iterator[str]:
-    """What may be wrong: lines for the log."""
+    """Yield lines for the log: what may be wrong."""
     if facts.wheel and not facts.compiler:
         yield (
             "no C compiler or no Python.h here, without which torch.compile makes no kernels: bias, dropout and"
@@ -201,14 +201,15 @@ def refuse_fp8(
 
 
 def _is_of(version: str, wanted: str) -> bool:
-    """Whether a version is one of those `wanted`, in packaging's words (``>=2.9,<2.12``)."""
+    """Return whether a version is one of those `wanted`, in packaging's words (``>=2.9,<2.12``)."""
     from packaging.specifiers import SpecifierSet
 
     return SpecifierSet(wanted, prereleases=True).contains(version)
 
 
 def memory_problem(free: int, total: int, needed: float, where: str) -> PlanError | None:
-    """Whether a GPU's memory is taken, or never was enough: bytes free, bytes it has, bytes the plan predicts."""
+    """Return the error where a GPU's memory is taken, or never was enough: bytes free, it has, and the plan
+    predicts."""
     if free >= TAKEN * needed:
         return None
     never_enough = "plan again for this kind of GPU (`holmes nodes` shows which it is)"

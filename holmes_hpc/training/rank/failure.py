@@ -39,12 +39,12 @@ def end_process(code: int) -> None:
 
 
 def _echo(failure: dict[str, Any]) -> str:
-    """What a rank says that ends because another one failed."""
+    """Return what a rank logs that ends because another one failed."""
     return f"Connection lost: rank {failure['rank']} on {failure['node']} failed: {failure['error']}"
 
 
 def _store_gone(error: Exception) -> dict[str, Any]:
-    """The failure of rank 0, which holds the store, where the store answers no more."""
+    """Return the failure of rank 0, which holds the store, where the store answers no more."""
     return {"rank": 0, "node": "its node", "error": f"its store is gone ({one_line(error)[:120]})", "code": 1}
 
 
@@ -66,7 +66,7 @@ class RankExit:
         self._look_for_cause: Callable[[], HolmesError | None] | None = None
 
     def watch(self, store: Any, every_s: float = POLL_S) -> None:
-        """From now on hear of the others' failures. `store`: of this thread's own (a clone)."""
+        """Listen for the others' failures from now on. `store`: of this thread's own (a clone)."""
         self._store = store
         threading.Thread(target=self._look, args=(every_s,), name="failures of other ranks", daemon=True).start()
 
@@ -93,7 +93,7 @@ class RankExit:
                 self._end(_echo(failure), int(failure["code"]), hung=bool(failure.get("hung")))
 
     def _told(self) -> dict[str, Any] | None:
-        """What a rank has told the store of its failure."""
+        """Return what a rank has told the store of its failure."""
         return json.loads(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
 
     def _end(self, line: str, code: int, *, cause: HolmesError | None = None, hung: bool = False) -> None:
@@ -227,7 +227,7 @@ def dump_stacks() -> None:
 
 
 def _flight_recorder() -> str:
-    """The entries of NCCL's flight recorder that have not completed."""
+    """Return the entries of NCCL's flight recorder that have not completed."""
     try:
         from torch._C._distributed_c10d import _dump_nccl_trace_json  # type: ignore[attr-defined, unused-ignore]
 
@@ -261,24 +261,24 @@ class Watchdog:
         self._stop.set()
 
     def alive(self, doing: str, factor: float = 1.0) -> None:
-        """This rank goes on: now it does `doing`, which may take `factor` times as long as a step."""
+        """Note that this rank goes on: now it does `doing`, which may take `factor` times as long as a step."""
         self._doing, self._since, self._factor = doing, self._clock(), factor
 
     def setting_up(self, phase: str) -> None:
-        """This rank goes on with a part of its set-up."""
+        """Note that this rank goes on with a part of its set-up."""
         self.alive(phase, LONG)
 
     def said(self) -> None:
-        """This rank has just written a step's line."""
+        """Note that this rank has just written a step's line."""
         self._said, self._silence_s = self._clock(), SILENCE_S
 
     def hung(self) -> str | None:
-        """What has been going on for too long, None when nothing has."""
+        """Return what has been going on for too long, None when nothing has."""
         limit_s = self._limit_s * self._factor
         return f"{self._doing} takes longer than {limit_s:.0f} s" if self._clock() - self._since > limit_s else None
 
     def tell(self) -> None:
-        """Say what goes on, where nothing was said for too long."""
+        """Log what goes on, where nothing was logged for too long."""
         now = self._clock()
         if self._speaks and now - self._said > self._silence_s:
             self._said = now

@@ -48,7 +48,7 @@ class Launch:
 
 
 def read(environ: Mapping[str, str] = os.environ, host: str = "") -> Launch:
-    """This process's place. `host`: this machine's name (for tests)."""
+    """Return this process's place. `host`: this machine's name (for tests)."""
     host = host or socket.gethostname()
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return _torchrun(environ, host)
@@ -106,7 +106,7 @@ def own_components(environ: Mapping[str, str], node: str) -> tuple[int, ...]:
 
 
 def job_nodes(environ: Mapping[str, str]) -> list[str]:
-    """The nodes of this Slurm job, all components; empty where Slurm does not tell them."""
+    """Return the nodes of this Slurm job, all components; empty where Slurm does not tell them."""
     names = [
         "SLURM_JOB_NODELIST",
         *(f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(_number(environ, "SLURM_HET_SIZE", default=1))),
@@ -115,7 +115,7 @@ def job_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def check(launch: Launch, plan: Plan) -> int:
-    """The component that the plan gives this rank. PlanError when it does not run there, or there are too few ranks."""
+    """Return the component that the plan gives this rank. PlanError when it runs elsewhere, or ranks are missing."""
     refuse(
         f"{launch.by} on {launch.node}",
         (
@@ -140,7 +140,7 @@ def check(launch: Launch, plan: Plan) -> int:
 
 
 def _number(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
-    """The first of these variables that is set, as a whole number."""
+    """Return the first of these variables that is set, as a whole number."""
     for name in names:
         if environ.get(name):
             try:

@@ -21,7 +21,7 @@ class Tee:
         self._stream, self._log = stream, log
 
     def fileno(self) -> int:
-        """Of the log: what writes to a descriptor (a dump of stacks) belongs there."""
+        """Return the log's: what writes to a descriptor (a dump of stacks) belongs there."""
         return self._log.fileno()
 
     def write(self, text: str) -> int:
@@ -71,11 +71,11 @@ def _same_file(path: Any) -> bool:
 
 
 def say(text: str) -> None:
-    """One line with the time."""
+    """Log one line with the time."""
     print(f"{datetime.now().strftime('%Y-%m-%d %H:%M:%S.%f')[:-3]} {text}", flush=True)
 
 
 def one_line(error: BaseException) -> str:
-    """An error as a line. Errors of our own tell what to do; others tell their type."""
+    """Return an error as a line. Errors of our own tell what to do; others tell their type."""
     text = " ".join(str(error).split())
     return text if isinstance(error, HolmesError) else f"{type(error).__name__}: {text}"[:500]
