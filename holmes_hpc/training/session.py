@@ -263,7 +263,7 @@ def _check_memory(plan: Plan, own: Launch, device: torch.device, store: dist.Sto
     needed = plan.predicted.memory_bytes_per_gpu[stage]
     problem = cuda_check.memory_problem(free, total, needed, f"GPU {device.index} of node {own.node}")
     message = problem and {"what": problem.what, "where": problem.where, "hint": problem.hint}
-    for problem_there in filter(None, rendezvous.exchange(store, "memory", own.rank, own.world_size, message)):
+    for problem_there in filter(None, rendezvous.exchange(store, "memory", own.rank, range(own.world_size), message)):
         raise PlanError(**problem_there)
 
 
@@ -311,7 +311,7 @@ def _exchange(own: Launch, store: dist.Store, node: NodeTransports, on_gpu: bool
     if own.rank == 0:
         store.set("token", secrets.token_hex(8))
     device = "a GPU" if on_gpu else "a CPU"
-    rows = rendezvous.exchange(store, "node", own.rank, own.world_size, {"node": node, "device": device})
+    rows = rendezvous.exchange(store, "node", own.rank, range(own.world_size), {"node": node, "device": device})
     nodes = [msgspec.convert(row["node"], NodeTransports) for row in rows]
     devices = [f"{row['device']} (node {node.node})" for row, node in zip(rows, nodes, strict=True)]
     other = next((rank for rank, row in enumerate(rows) if row["device"] != rows[0]["device"]), None)

@@ -166,26 +166,39 @@ def test_a_plan_of_cpus_never_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -
 
 def test_ranks_on_gpus_and_ranks_on_cpus_do_not_meet() -> None:
     """Each would wait for the other in groups of its own kind."""
-    store, there = dist.HashStore(), SimpleNamespace(rank=1, world_size=2)
-    store.set("node/0", json.dumps({"node": asdict(NodeTransports("n0", "ib-a", {}, {}, False)), "device": "a GPU"}))
+    there = SimpleNamespace(rank=1, world_size=2)
+
+    def with_rank_0() -> dist.Store:
+        store, node = dist.HashStore(), asdict(NodeTransports("n0", "ib-a", {}, {}, False))
+        store.set("node/0", json.dumps({"node": node, "device": "a GPU"}))
+        store.add("node/count", 1)
+        return store
+
     here = NodeTransports("n1", "ib-a", {}, {}, False)
     with pytest.raises(ConfigError, match=r"rank 0 has a GPU \(node n0\), rank 1 a CPU \(node n1\)"):
-        session._exchange(there, store, here, False)
-    assert [n.node for n in session._exchange(there, store, here, True)] == ["n0", "n1"]
+        session._exchange(there, with_rank_0(), here, False)
+    assert [n.node for n in session._exchange(there, with_rank_0(), here, True)] == ["n0", "n1"]
 
 
 def test_every_rank_hears_whose_gpu_has_its_memory_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, store = on_gpus(), dist.HashStore()
-    for rank in range(1, plan.world_size):
-        store.set(f"memory/{rank}", "null")
+    plan = on_gpus()
+
+    def with_the_others(rank_0: str = "null") -> dist.Store:
+        store = dist.HashStore()
+        for rank in range(plan.world_size):
+            store.set(f"memory/{rank}", "null" if rank else rank_0)
+        store.add("memory/count", plan.world_size - 1)
+        return store
+
     here = SimpleNamespace(rank=0, world_size=plan.world_size, node="ib1")
     for free in (79 * GIB, 2 * GIB):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * GIB))
         if free > 70 * GIB:
-            session._check_memory(plan, here, torch.device("cuda", 3), store)
+            session._check_memory(plan, here, torch.device("cuda", 3), with_the_others())
+    store = with_the_others()
     with pytest.raises(PlanError, match=r"GPU 3 of node ib1: 2.0 of 80.0 GiB are free, the plan needs"):
         session._check_memory(plan, here, torch.device("cuda", 3), store)
     here.rank = 1  # whose own memory is free
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * GIB, 80 * GIB))
     with pytest.raises(PlanError, match="GPU 3 of node ib1"):
-        session._check_memory(plan, here, torch.device("cuda", 0), store)
+        session._check_memory(plan, here, torch.device("cuda", 0), with_the_others(store.get("memory/0").decode()))

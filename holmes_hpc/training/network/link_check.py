@@ -13,7 +13,6 @@ import msgspec
 
 from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.fabric.finding import Finding, raise_errors
-from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network.link_diagnosis import (
     CommunicationGroup,
     Endpoint,
@@ -30,13 +29,13 @@ from holmes_hpc.training.network.link_diagnosis import (
     unreachable,
 )
 from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
+from holmes_hpc.training.network.rendezvous import exchange
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _BASE = "holmes/links"
 _DONE = f"{_BASE}/done"
-_GIVEN_UP = "!"  # no node is called so
 
 
 @dataclass(frozen=True)
@@ -49,37 +48,13 @@ class Limits:
     again_s: float = 0.75
 
 
-def gather(store: Store, name: str, node: str, nodes: Sequence[str], value: Any, timeout_s: float) -> dict[str, Any]:
-    """Return every node's `value`, as plain data, on all nodes. NetworkError names the nodes that did not come.
-
-    The last node puts all values into one entry, so that N nodes make N reads, not N².
-    """
-    base = f"{_BASE}/{name}"
-    store.set(f"{base}/{node}", msgspec.json.encode(value).decode())
-    if store.add(f"{base}/count", 1) == len(nodes):
-        values = {n: json.loads(store.get(f"{base}/{n}")) for n in nodes}
-        store.set(f"{base}/all", json.dumps(values))
-    try:
-        store.wait([f"{base}/all"], timedelta(seconds=timeout_s))
-    except (RuntimeError, TimeoutError) as e:
-        absent = [n for n in nodes if not store.check([f"{base}/{n}"])]
-        who = f"nodes {compress(absent)} did not come" if absent else "the store did not answer"
-        raise NetworkError(
-            f"{who} within {timeout_s:g} s", where=f"link check ({name})", hint="look at the logs of their ranks"
-        ) from e
-    found: dict[str, Any] = json.loads(store.get(f"{base}/all"))
-    if _GIVEN_UP in found:
-        raise NetworkError(**found[_GIVEN_UP])
-    return found
-
-
 def give_up(store: Store, error: HolmesError) -> None:
     """Tell the other nodes why this one cannot take part, so that they need not wait for it."""
-    told = {"what": error.what, "where": error.where, "hint": error.hint}
+    text = json.dumps({"what": error.what, "where": error.where, "hint": error.hint})
     with contextlib.suppress(RuntimeError, TimeoutError):
-        for key, value in ((f"{_BASE}/nodes/all", {_GIVEN_UP: told}), (_DONE, told)):
+        for key in (f"{_BASE}/nodes/all", _DONE):
             if not store.check([key]):
-                store.set(key, json.dumps(value))
+                store.set(key, text)
 
 
 def prove_links(
@@ -141,7 +116,7 @@ class _Check:
         self.node = own.node
 
     def run(self) -> list[Finding]:
-        infos = [msgspec.convert(c, NodeInformation) for c in self._gather("nodes", self.own).values()]
+        infos = [msgspec.convert(c, NodeInformation) for c in self._gather("nodes", self.own)]
         odd = audit(infos, self.groups)
         raise_errors(odd)
         by_node = {c.node: c for c in infos}
@@ -152,13 +127,22 @@ class _Check:
         raise_errors(found)
         return found
 
-    def _gather(self, name: str, value: Any) -> dict[str, Any]:
+    def _gather(self, name: str, value: Any) -> list[Any]:
         # a node may spend its whole connection time on dead peers, or repeat a sample, before it comes here
         slack = self.limits.connect_s + 2 * (self.limits.sample_s + self.limits.again_s)
-        return gather(self.store, name, self.node, self.nodes, value, self.limits.meet_s + slack)
+        return exchange(
+            self.store,
+            f"{_BASE}/{name}",
+            self.node,
+            self.nodes,
+            value,
+            where=f"link check ({name})",
+            kind="nodes",
+            timeout_s=self.limits.meet_s + slack,
+        )
 
     def _reports(self, name: str, own: LinkReport) -> list[LinkReport]:
-        return [msgspec.convert(r, LinkReport) for r in self._gather(name, own).values()]
+        return [msgspec.convert(r, LinkReport) for r in self._gather(name, own)]
 
     def _source(self, kind: str) -> tuple[str, str]:
         nic = self.own.nics[kind]

@@ -232,7 +232,7 @@ def check_devices(device: torch.device, rank: int, store: dist.Store, nodes: Seq
     """Raise PlanError on every rank where two have the same GPU: NCCL's own message does not help."""
     if device.type != "cuda":
         return
-    uuids = exchange(store, "device", rank, len(nodes), str(torch.cuda.get_device_properties(device).uuid))
+    uuids = exchange(store, "device", rank, range(len(nodes)), str(torch.cuda.get_device_properties(device).uuid))
     owners: dict[tuple[str, str], int] = {}
     for other, (node, uuid) in enumerate(zip(nodes, uuids, strict=True)):
         first = owners.setdefault((node.node, uuid), other)

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.ownership import is_own
+from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network import admission
 from holmes_hpc.training.network.door import Door, listening
 from holmes_hpc.training.rank.launch import Launch
@@ -200,20 +201,41 @@ def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
         ) from e
 
 
-def exchange(store: dist.Store, name: str, rank: int, world_size: int, value: Any) -> list[Any]:
-    """Return every rank's `value` as plain data, in rank order. All ranks call it. NetworkError names absent ranks."""
-    store.set(f"{name}/{rank}", msgspec.json.encode(value).decode())
-    keys = [f"{name}/{other}" for other in range(world_size)]
+def exchange(
+    store: dist.Store,
+    name: str,
+    own: Any,
+    everyone: Sequence[Any],
+    value: Any,
+    *,
+    where: str = "rendezvous",
+    kind: str = "ranks",
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """Return the `value` of `everyone` (ranks, or nodes, of which this is `own`) as plain data. All call it.
+    NetworkError names who is absent, or is the one that was put in the place of the values.
+
+    The last one puts all values into one entry, so that N ranks make N reads, not N².
+    """
+    store.set(f"{name}/{own}", msgspec.json.encode(value).decode())
+    if store.add(f"{name}/count", 1) == len(everyone):
+        texts = store.multi_get([f"{name}/{other}" for other in everyone])
+        store.set(f"{name}/all", json.dumps([json.loads(text) for text in texts]))
+    limit = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
     try:
-        store.wait(keys)
-    except RuntimeError as e:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        store.wait([f"{name}/all"], *limit)
+    except (RuntimeError, TimeoutError) as e:
+        absent = compress(str(other) for other in everyone if not store.check([f"{name}/{other}"]))
+        who = f"{kind} {absent} did not come" if absent else "the store did not answer"
         raise NetworkError(
-            f"ranks {missing} did not come",
-            where="rendezvous",
+            who + ("" if timeout_s is None else f" within {timeout_s:g} s"),
+            where=where,
             hint="look at their logs; they started late, died, or cannot reach rank 0",
         ) from e
-    return [json.loads(text) for text in store.multi_get(keys)]
+    found = json.loads(store.get(f"{name}/all"))
+    if isinstance(found, dict):
+        raise NetworkError(**found)
+    return list(found)
 
 
 def forget(run_dir: Path, launch: Launch) -> None:

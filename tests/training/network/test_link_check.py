@@ -10,9 +10,10 @@ import pytest
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.training.network import link_sockets as linktest
-from holmes_hpc.training.network.link_check import Limits, await_links, gather, prove_links
+from holmes_hpc.training.network.link_check import Limits, await_links, prove_links
 from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpoint
 from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
+from holmes_hpc.training.network.rendezvous import exchange
 
 # generous where a busy machine makes threads wait, and rates far below what any loopback has
 LIMITS = Limits(meet_s=30, connect_s=3, sample_s=0.05, again_s=0.05)
@@ -39,6 +40,9 @@ class Memory:
             self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
             self.changed.notify_all()
             return int(self.values[key])
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
 
     def check(self, keys: list[str]) -> bool:
         return all(k in self.values for k in keys)
@@ -112,7 +116,7 @@ def test_one_address_on_two_nodes() -> None:
 def test_an_absent_node_is_named_after_our_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "holmes_hpc.training.network.link_check._Check._gather",
-        lambda self, name, value: gather(self.store, name, self.node, self.nodes, value, 1.0),
+        lambda self, name, value: exchange(self.store, name, self.node, self.nodes, value, kind="nodes", timeout_s=1.0),
     )
     results = run(started=[0, 1, 3])
     assert all("nodes n3 did not come within 1 s" in str(r) for r in results)

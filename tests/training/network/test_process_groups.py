@@ -137,6 +137,7 @@ def test_two_ranks_with_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
         store = dist.HashStore()
         for rank, uuid in enumerate(uuids):
             store.set(f"device/{rank}", json.dumps(uuid))
+        store.add("device/count", len(uuids) - 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=uuids[3]))
         check_devices(torch.device("cuda", 0), 3, store, nodes)  # type: ignore[arg-type]
 
