@@ -27,9 +27,8 @@ LONGEST_SAMPLE_S = 5.0
 
 @dataclass(frozen=True)
 class Reply:
-    """What a peer answered: its name, and how far its clock is ahead of ours; or why it did not."""
+    """A peer's answer: how far its clock is ahead of ours, or why it did not answer with its own name."""
 
-    node: str = ""
     skew_s: float = 0.0
     failure: str = ""
 
@@ -169,7 +168,7 @@ def _understand(node: str, text: bytes, asked: float) -> Reply:
         return Reply(failure="something else answers there")
     if name != node:
         return Reply(failure=f"node {name} answers there: an address that two nodes have")
-    return Reply(name, clock - (asked + time.time()) / 2)
+    return Reply(clock - (asked + time.time()) / 2)
 
 
 def sample(source: tuple[str, str], target: Endpoint, token: str, seconds: float) -> float | None:
