@@ -12,7 +12,6 @@ import hashlib
 import os
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from typing import Any
 from holmes_hpc.errors import TestbedError, nearest
 from holmes_hpc.schema import refuse
 from holmes_hpc.testbed import daemons, installed, network, packages, processes, topology, userland
-from holmes_hpc.testbed.commands import SYSTEM_PATH, is_root, system_env
+from holmes_hpc.testbed.commands import SYSTEM_PATH, require_machine, system_env
 from holmes_hpc.testbed.daemons import Bed
 from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.record import FILE, Record, empty, locked, state_dir
@@ -35,15 +34,6 @@ AWAY = ("down", "error", "fail", "inval", "unknown")  # what else Slurm says of 
 
 def _quiet(_: str) -> None:
     pass
-
-
-def _require_machine() -> None:
-    refuse(
-        "testbed",
-        (sys.platform != "linux", f"needs Linux, this is {sys.platform}", "run it on Linux, as root"),
-        (not is_root(), "needs root (network namespaces, Slurm's daemons)", "run it as root"),
-        error=TestbedError,
-    )
 
 
 def _bed(directory: Path, record: Record) -> Bed:
@@ -59,12 +49,13 @@ def _bed(directory: Path, record: Record) -> Bed:
     )
 
 
-def _current() -> tuple[Path, Record, Bed]:
+def _current() -> Bed:
+    """Return the testbed that is up."""
     directory = state_dir()
     record = Record.read(directory)
     if record is None or not record.ready:
         raise TestbedError("is not up", where=f"testbed in {directory}", hint="holmes testbed up")
-    return directory, record, _bed(directory, record)
+    return _bed(directory, record)
 
 
 # --- up ---------------------------------------------------------------------------------------------------------------
@@ -87,11 +78,14 @@ def up(
     :param progress: is told, in a line each, what is being done.
     :raises TestbedError: one line; whatever had been made is undone.
     """
-    if release is not None and release not in userland.RELEASES:
-        raise TestbedError(f"unknown release {release!r}", where="testbed", hint=nearest(release, userland.RELEASES))
-    if sum(given is not None for given in (release, slurm, source)) > 1:
-        raise TestbedError("more than one Slurm", where="testbed", hint="give --release, --slurm or --slurm-source")
-    _require_machine()
+    known, slurms = userland.RELEASES, [given for given in (release, slurm, source) if given is not None]
+    refuse(
+        "testbed",
+        (release not in (None, *known), f"unknown release {release!r}", nearest(str(release), known)),
+        (len(slurms) > 1, "more than one Slurm", "give --release, --slurm or --slurm-source"),
+        error=TestbedError,
+    )
+    require_machine()
     prefix = _prefix(slurm, source, progress) if release is None else ""
     programs = (release or userland.NATIVE, prefix) if release or prefix else None
     text = None if topology_path is None else topology.text_of(topology_path)
@@ -144,7 +138,7 @@ def _build(directory: Path, text: str, release: str, prefix: str, made: bool, pr
         needed = {**packages.DATABASE, **(packages.MUNGE if auth == MUNGE else {})}
     packages.install({**packages.NODES, **needed}, progress)
     progress(f"making {len(shape.nodes)} nodes, their NICs and a database")
-    with network.one_at_a_time():  # the next testbed sees this one's names and subnet
+    with locked(network.SHARED, create=False):  # the next testbed sees this one's names and subnet
         record = replace(_new_record(directory, shape, text, release, made), slurm=prefix, auth=auth)
         record.write(directory)
         bed = _bed(directory, record)
@@ -302,7 +296,7 @@ def status() -> dict[str, Any]:
 
 def nodes() -> list[str]:
     """The names of the nodes of the testbed that is up."""
-    return [node.name for node in _current()[2].wiring.topology.nodes]
+    return [node.name for node in _current().wiring.topology.nodes]
 
 
 def exec_in(
@@ -315,7 +309,7 @@ def exec_in(
     """
     bed = _with_node(node)
     refuse("testbed exec", (not argv, "no command", "write it after --"), error=TestbedError)
-    _require_machine()
+    require_machine()
     try:
         return subprocess.run(
             daemons.within(bed, node, argv),
@@ -343,7 +337,7 @@ def _with_node(node: str) -> Bed:
     """The testbed that is up, which must have this node."""
     if node not in (names := nodes()):
         raise TestbedError(f"no such node {node!r}", where="testbed", hint=nearest(node, names))
-    return _current()[2]
+    return _current()
 
 
 def _env(bed: Bed) -> dict[str, str]:
@@ -360,7 +354,7 @@ def env() -> dict[str, str]:
 
     :raises TestbedError: it is not up.
     """
-    return _env(_current()[2])
+    return _env(_current())
 
 
 # --- down -------------------------------------------------------------------------------------------------------------
@@ -374,7 +368,7 @@ def down(progress: Callable[[str], None] = _quiet) -> bool:
     directory = state_dir()
     if not directory.is_dir():
         return False
-    _require_machine()
+    require_machine()
     try:
         with locked(directory, create=False):
             record = Record.read(directory)

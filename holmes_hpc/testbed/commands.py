@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from holmes_hpc.errors import TestbedError
+from holmes_hpc.schema import refuse
 
 # Daemons and network tools lie in sbin, which an ordinary user's PATH may lack.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -101,4 +103,14 @@ def last_error(
 
 
 def is_root() -> bool:
-    return hasattr(os, "geteuid") and os.geteuid() == 0
+    return os.geteuid() == 0
+
+
+def require_machine() -> None:
+    """Raise TestbedError where this is not Linux, or not root."""
+    refuse(
+        "testbed",
+        (sys.platform != "linux", f"needs Linux, this is {sys.platform}", "run it on Linux, as root"),
+        (not is_root(), "needs root (network namespaces, Slurm's daemons)", "run it as root"),
+        error=TestbedError,
+    )

@@ -157,63 +157,53 @@ def _listens(address: str | tuple[str, int]) -> bool:
     return False
 
 
-def munged(bed: Bed) -> Daemon:
-    places = bed.places
-    # --force: the directory may lie below one that only root enters, such as a test's temporary one.
-    argv = (
-        "munged",
-        "--foreground",
-        "--force",
-        f"--key-file={places.munge_key}",
-        f"--socket={places.munge_socket}",
-        f"--pid-file={places.run}/munged.pid",
-        f"--log-file={places.log}/munged.log",
-        f"--seed-file={places.run}/munged.seed",
-        "--num-threads=4",
-    )
-    return Daemon("munged", argv, lambda: _listens(str(places.munge_socket)))
-
-
-def mariadbd(bed: Bed) -> Daemon:
-    places = bed.places
-    argv = (
-        "mariadbd",
-        "--no-defaults",
-        "--user=root",
-        f"--datadir={places.database}",
-        f"--socket={places.database_socket}",
-        f"--port={bed.ports['database']}",
-        "--bind-address=127.0.0.1",
-        f"--pid-file={places.run}/mariadbd.pid",
-        f"--tmpdir={places.run}",
-        "--skip-name-resolve",
-        f"--init-file={places.etc}/database.sql",
-        "--innodb-buffer-pool-size=64M",
-        "--innodb-log-file-size=16M",
-        "--innodb-flush-log-at-trx-commit=0",
-        "--innodb-lock-wait-timeout=900",
-        "--performance-schema=off",
-    )
-    return Daemon("mariadbd", argv, lambda: _listens(("127.0.0.1", bed.ports["database"])))
-
-
-def slurm_server(bed: Bed, argv: Sequence[str]) -> Daemon:
-    """slurmdbd or slurmctld, `argv[0]`, which listen at the machine's address on the management network."""
-    name = argv[0]
-    covered = _covered(bed, name, name, argv)
-    entered = covered if bed.auth == slurmconf.MUNGE else ["unshare", "--mount", *covered]
-    return Daemon(name, tuple(entered), lambda: _listens((bed.wiring.gateway, bed.ports[name])))
-
-
 def server(bed: Bed, name: str) -> Daemon:
-    """Return the daemon `name` of :attr:`Bed.servers`."""
-    makers: dict[str, Callable[[Bed], Daemon]] = {
-        "munged": munged,
-        "mariadbd": mariadbd,
-        "slurmdbd": partial(slurm_server, argv=("slurmdbd", "-D")),
-        "slurmctld": partial(slurm_server, argv=("slurmctld", "-D", "-f", str(bed.places.slurm_conf))),
+    """Return the daemon `name` of :attr:`Bed.servers`. slurmdbd and slurmctld listen at the machine's address on the
+    management network."""
+    places, ports, gateway = bed.places, bed.ports, bed.wiring.gateway
+    rows: dict[str, tuple[Sequence[str], str | tuple[str, int]]] = {
+        "munged": (
+            (
+                "munged",
+                "--foreground",
+                "--force",  # the directory may lie below one that only root enters, such as a test's temporary one
+                f"--key-file={places.munge_key}",
+                f"--socket={places.munge_socket}",
+                f"--pid-file={places.run}/munged.pid",
+                f"--log-file={places.log}/munged.log",
+                f"--seed-file={places.run}/munged.seed",
+                "--num-threads=4",
+            ),
+            str(places.munge_socket),
+        ),
+        "mariadbd": (
+            (
+                "mariadbd",
+                "--no-defaults",
+                "--user=root",
+                f"--datadir={places.database}",
+                f"--socket={places.database_socket}",
+                f"--port={ports['database']}",
+                "--bind-address=127.0.0.1",
+                f"--pid-file={places.run}/mariadbd.pid",
+                f"--tmpdir={places.run}",
+                "--skip-name-resolve",
+                f"--init-file={places.etc}/database.sql",
+                "--innodb-buffer-pool-size=64M",
+                "--innodb-log-file-size=16M",
+                "--innodb-flush-log-at-trx-commit=0",
+                "--innodb-lock-wait-timeout=900",
+                "--performance-schema=off",
+            ),
+            ("127.0.0.1", ports["database"]),
+        ),
+        "slurmdbd": (("slurmdbd", "-D"), (gateway, ports["slurmdbd"])),
+        "slurmctld": (("slurmctld", "-D", "-f", str(places.slurm_conf)), (gateway, ports["slurmctld"])),
     }
-    return makers[name](bed)
+    argv, address = rows[name]
+    if name.startswith("slurm") and bed.auth == slurmconf.SLURM:
+        argv = ["unshare", "--mount", *_covered(bed, name, name, argv)]
+    return Daemon(name, tuple(argv), partial(_listens, address))
 
 
 def slurmd(bed: Bed, node: str) -> Daemon:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tarfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
@@ -97,11 +97,10 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holmes" / "slurm"
 
 
-def built(source: Path, progress: Callable[[str], None], mark: Mapping[str, str] | None = None) -> Path:
+def built(source: Path, progress: Callable[[str], None]) -> Path:
     """The prefix of `source`, built now or before. Some minutes of all cores, 200 MB.
 
     :param source: Slurm's source, unpacked or as a tarball.
-    :param mark: for the environment of what is started, by which it is found again.
     :raises TestbedError: no source, or it does not build: the last line of its log, and where the rest is.
     """
     source = source.absolute()
@@ -110,11 +109,11 @@ def built(source: Path, progress: Callable[[str], None], mark: Mapping[str, str]
     place = cache() / _digest(source)
     with locked(place, create=True):
         if not (place / DONE).exists():
-            _build(source, place, mark or {}, progress)
+            _build(source, place, progress)
     return place / "slurm"
 
 
-def _build(source: Path, place: Path, mark: Mapping[str, str], progress: Callable[[str], None]) -> None:
+def _build(source: Path, place: Path, progress: Callable[[str], None]) -> None:
     unpacked, work, prefix, log = place / "source", place / "build", place / "slurm", place / "build.log"
     for half_made in (unpacked, work, prefix):
         shutil.rmtree(half_made, ignore_errors=True)
@@ -127,7 +126,7 @@ def _build(source: Path, place: Path, mark: Mapping[str, str], progress: Callabl
             ["make", f"-j{len(os.sched_getaffinity(0))}"],
             ["make", "install"],
         ):
-            _step(argv, work, out=out.fileno(), log=log, where=f"--slurm-source {source}", mark=mark, progress=progress)
+            _step(argv, work, out=out.fileno(), log=log, where=f"--slurm-source {source}", progress=progress)
     shutil.rmtree(work)
     shutil.rmtree(unpacked, ignore_errors=True)
     (place / DONE).touch()
@@ -163,18 +162,10 @@ def _unpacked(source: Path, into: Path) -> Path:
     return tree
 
 
-def _step(
-    argv: Sequence[str],
-    work: Path,
-    out: int,
-    log: Path,
-    where: str,
-    mark: Mapping[str, str],
-    progress: Callable[[str], None],
-) -> None:
+def _step(argv: Sequence[str], work: Path, out: int, log: Path, where: str, progress: Callable[[str], None]) -> None:
     began, name = time.monotonic(), Path(argv[0]).name + "".join(f" {word}" for word in argv[1:] if word == "install")
     with subprocess.Popen(
-        argv, cwd=work, env=system_env(mark), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        argv, cwd=work, env=system_env(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
     ) as process:
         try:
             while process.poll() is None:

@@ -10,8 +10,6 @@ its way to the management bridge. Every NIC is a veth pair from a node to a brid
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import ipaddress
 import json
 import os
@@ -25,7 +23,7 @@ from holmes_hpc.testbed.commands import run, succeeds
 from holmes_hpc.testbed.topology import NodeSpec, Topology
 
 RUN_NETNS = Path("/run/netns")
-NETWORKS = Path("/run")  # locked, never written
+SHARED = Path("/run")  # locked while a testbed looks for free names and a free subnet, never written
 MTU = 1500
 FIRST_HOST = 11  # a node's last octet is this plus its number; .1 is the machine
 # Packets are handed on in bundles of up to 16 kB (segmentation offload), at a fraction of the CPU time of single ones;
@@ -160,17 +158,6 @@ def _networks_in_use() -> Iterator[ipaddress.IPv4Network]:
     for row in json.loads(run(["ip", "-4", "-j", "addr"]) or "[]"):
         for address in row.get("addr_info", []):
             yield ipaddress.IPv4Network(f"{address['local']}/{address['prefixlen']}", strict=False)
-
-
-@contextlib.contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Hold the machine's networks against another testbed that is looking for free names and a free subnet."""
-    handle = os.open(NETWORKS, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def names_in_use() -> list[str]:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.testbed import bed, daemons, network, packages, processes, record
+from holmes_hpc.testbed import bed, commands, daemons, network, packages, processes, record
 from holmes_hpc.testbed.record import FILE, Record, locked, state_dir
 from holmes_hpc.testbed.topology import find
 
@@ -236,7 +236,7 @@ def test_without_apt_the_missing_programs_are_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_only_root_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bed, "is_root", lambda: False)
+    monkeypatch.setattr(commands, "is_root", lambda: False)
     monkeypatch.setenv("HOLMES_TESTBED", str(tmp_path / "bed"))
     with pytest.raises(TestbedError, match="root"):
         bed.up()
@@ -244,7 +244,7 @@ def test_only_root_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_directory_with_other_files_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bed, "is_root", lambda: True)
+    monkeypatch.setattr(commands, "is_root", lambda: True)
     monkeypatch.setattr(bed.packages, "install", lambda *_: pytest.fail("went on"))
     with pytest.MonkeyPatch.context() as patch:
         import tempfile
