@@ -64,15 +64,16 @@ def documents(extent: Extent, json_key: str, read: Callable[[int], None]) -> Ite
     """
     try:
         with open(extent.path, "rb") as raw:
-            is_parquet = raw.read(len(_PARQUET)) == _PARQUET
-        if is_parquet:
-            yield from _parquet(extent, json_key, read)
-            return
-        with open(extent.path, "rb") as raw, _decompressed(raw, extent.path) as f:
-            source = _Counting(raw, f, read)
-            if extent.start:
-                source.seek(extent.start)
-            yield from (_json_lines if _is_json(extent.path) else _text)(extent, json_key, source)
+            head = raw.read(8)
+            raw.seek(0)
+            if head.startswith(_PARQUET):
+                yield from _parquet(extent, json_key, read)
+                return
+            with next((opened(raw) for magic, opened in _DECOMPRESSED.items() if head.startswith(magic)), raw) as f:
+                source = _Counting(raw, f, read)
+                if extent.start:
+                    source.seek(extent.start)
+                yield from (_json_lines if _is_json(extent.path) else _text)(extent, json_key, source)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
         reason = (e.strerror if isinstance(e, OSError) else None) or str(e) or type(e).__name__
         raise DataError(
@@ -85,52 +86,17 @@ def _is_json(path: str) -> bool:
     return (Path(name.stem).suffix if name.suffix in _COMPRESSED_SUFFIXES else name.suffix) in _JSON_SUFFIXES
 
 
-def _decompressed(raw: IO[bytes], path: str) -> IO[bytes]:
-    head = raw.read(8)
-    raw.seek(0)
-    return next((o(raw, path) for magic, o in _DECOMPRESSED.items() if head.startswith(magic)), raw)
+def _zstandard(raw: IO[bytes]) -> io.BufferedReader:
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), PIECE_BYTES)
 
 
-class _Zstandard(io.RawIOBase):
-    """Zstandard frames as a readable file; unlike the library's own reader it notices a truncated one."""
-
-    def __init__(self, raw: IO[bytes], path: str) -> None:
-        try:
-            import zstandard
-        except ImportError as e:
-            raise DataError("zstandard is not installed", where=path, hint="pip install zstandard") from e
-        self._raw, self._new, self._error = raw, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
-        self._frame: Any = None
-        self._input = self._output = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            self._input = self._input or self._raw.read(1 << 17)
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("a compressed frame ends early")
-                return 0
-            self._frame = self._frame or self._new()
-            try:
-                self._output = self._frame.decompress(self._input)
-            except self._error as e:
-                raise EOFError(str(e)) from e
-            self._input = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = None
-        count = min(len(buffer), len(self._output))
-        buffer[:count], self._output = self._output[:count], self._output[count:]
-        return count
-
-
-_DECOMPRESSED: dict[bytes, Callable[[Any, str], Any]] = {  # by a file's first bytes: how it is read
-    b"\x1f\x8b": lambda raw, path: gzip.GzipFile(fileobj=raw),
-    b"BZh": lambda raw, path: bz2.BZ2File(raw),
-    b"\xfd7zXZ\x00": lambda raw, path: lzma.LZMAFile(raw),  # noqa: SIM115 (its caller closes it)
-    b"\x28\xb5\x2f\xfd": lambda raw, path: io.BufferedReader(_Zstandard(raw, path), PIECE_BYTES),
+_DECOMPRESSED: dict[bytes, Callable[[Any], Any]] = {  # by a file's first bytes: how it is read
+    b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+    b"\x28\xb5\x2f\xfd": _zstandard,
 }
 
 
