@@ -22,7 +22,8 @@ from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
 from holmes_hpc.training import session, warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
-from holmes_hpc.training.data.build import build_datasets, described, document_end
+from holmes_hpc.training.data.build import build_datasets, described
+from holmes_hpc.training.data.prefix import document_end
 from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers

@@ -41,15 +41,6 @@ class Synthetic:
         return (drawn[np.arange(len(drawn)) - since] + since) % self.vocab
 
 
-def document_end(data: DataConfig) -> int | None:
-    """The token behind which another document begins, where documents are kept apart; None where they are joined."""
-    if data.documents == "joined":
-        return None
-    from holmes_hpc.training.data import indexed_dataset
-
-    return indexed_dataset.end_of_document(data)
-
-
 def build_datasets(
     data: DataConfig, train: TrainConfig, plan: Plan, run_dir: str | None
 ) -> tuple[Samples, Samples | None]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,14 +58,6 @@ class _NoPickles:
 
 
 vars(gpt_dataset).update(numpy=_NoPickles(), safe_numpy_load=_NoPickles.load)  # later versions have the second name
-
-
-class _Vocabulary:
-    """What GPTDataset asks of a tokenizer when nothing is masked or tokenised."""
-
-    def __init__(self, size: int) -> None:
-        self.vocab_size, self.eod = size, -2
-        self.unique_identifiers = {"class": type(self).__name__, "vocab_size": size}
 
 
 class Source:
@@ -132,7 +125,11 @@ def build(
             blend=(names, None),
             split="1",
             path_to_cache=str(directory),
-            tokenizer=_Vocabulary(plan.model.vocab),
+            tokenizer=SimpleNamespace(  # what is asked of one when nothing is masked or tokenised
+                vocab_size=plan.model.vocab,
+                eod=-2,
+                unique_identifiers={"class": "_Vocabulary", "vocab_size": plan.model.vocab},
+            ),
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,
@@ -168,19 +165,6 @@ def build(
             hint="remove it, or set data.cache to a directory that all nodes see and only you write",
         ) from e
     return datasets[0], datasets[1] if evaluates else None
-
-
-def end_of_document(data: DataConfig) -> int:
-    """The token that ends a document in all of a run's data. Raises DataError where prefixes differ."""
-    names, _ = parse_blend(data.prefix)
-    ends = {name: Prefix.open(name).end_of_document() for name in names}
-    if len(set(ends.values())) > 1:
-        raise DataError(
-            f"documents end with other tokens: {ends}",
-            where="data.prefix",
-            hint="prepare all of them with one tokenizer, or use data.documents=joined",
-        )
-    return ends[names[0]]
 
 
 def _seen(directory: Path, patience_s: float = 30) -> Path:

@@ -39,6 +39,23 @@ def look_at(data: DataConfig, model: ModelSpec, batch: Batch, evaluates: bool) -
         prefix.check_tokens(model.vocab, _LOOKED_AT)
 
 
+def document_end(data: DataConfig) -> int | None:
+    """The token behind which another document begins, where documents are kept apart; None where they are joined.
+    DataError where PREFIX.json does not say it, or another token ends the documents of another prefix."""
+    if data.documents == "joined":
+        return None
+    ends = {name: notes(name).get("eod") for name in parse_blend(data.prefix)[0]}
+    if unknown := [name for name, end in ends.items() if end is None]:
+        raise DataError("no word of which token ends a document", where=f"{unknown[0]}.json", hint=_REMAKE)
+    if len(set(ends.values())) > 1:
+        raise DataError(
+            f"documents end with other tokens: {ends}",
+            where="data.prefix",
+            hint="prepare all of them with one tokenizer, or use data.documents=joined",
+        )
+    return next(iter(ends.values()))
+
+
 def digest(of: Any) -> str:
     """Return 16 hexadecimal digits that change with plain data."""
     return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
@@ -103,13 +120,6 @@ class Prefix:
     @property
     def tokens(self) -> int:
         return self.bin_bytes // self.dtype().itemsize
-
-    def end_of_document(self) -> int:
-        """The token that ends a document, as PREFIX.json says. Raises DataError where that does not."""
-        eod = notes(self.path).get("eod")
-        if eod is None:
-            raise DataError("no word of which token ends a document", where=f"{self.path}.json", hint=_REMAKE)
-        return int(eod)
 
     def check_tokens(self, vocab: int, at_most: float = math.inf) -> None:
         """All tokens (of the first `at_most` bytes) against a vocabulary. Where `holmes data prepare` says that it

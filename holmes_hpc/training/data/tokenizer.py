@@ -52,8 +52,7 @@ class FileTokenizer:
             raise DataError(f"not a tokenizers file: {e}", where=path, hint="give a tokenizer.json") from e
         self.id = "tokenizers " + hashlib.sha256(raw).hexdigest()[:16]
         self.vocab: int = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        ends = [self._inner.token_to_id(name) for name in _END_NAMES]
-        self.eod: int = next((i for i in ends if i is not None), -1)
+        self.eod: int = next((i for i in map(self._inner.token_to_id, _END_NAMES) if i is not None), -1)
         if self.eod < 0:
             raise DataError("no token ends a document", where=path, hint=f"add one of {', '.join(_END_NAMES)}")
 

@@ -11,7 +11,7 @@ import spawn
 
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.errors import ConfigError, DataError
-from holmes_hpc.training.data.build import document_end
+from holmes_hpc.training.data.prefix import document_end
 from holmes_hpc.training.data.prepare import prepare
 
 
