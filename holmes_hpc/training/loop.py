@@ -29,7 +29,7 @@ from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers
 from holmes_hpc.training.model import attention, gpt, optimizer, paced_layers, replicas
 from holmes_hpc.training.network import audit, nic_bytes, slow_links
-from holmes_hpc.training.pipeline import schedules
+from holmes_hpc.training.pipeline import run_ahead
 from holmes_hpc.training.pipeline.point_to_point import Edges
 from holmes_hpc.training.rank.failure import LONG, Watchdog
 from holmes_hpc.training.rank.log import say
@@ -82,12 +82,12 @@ class Trainer:
         chosen = config.checkpoint
         chunks = self._build_model(pipeline_rank, None if chosen else train.seed)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.edges = schedules.communicator(
+        self.edges = run_ahead.communicator(
             plan, here.groups.edge, here.launch.rank, self.groups, self.model_config, here.device
         )
         self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train.trace else None
-        self.forward_backward = schedules.forward_backward(plan, self.trace)
-        if self.trace is not None and not schedules.in_background(plan):
+        self.forward_backward = run_ahead.forward_backward(plan, self.trace)
+        if self.trace is not None and not run_ahead.in_background(plan):
             order = Order(megatrons_own(len(self.models)).name, plan.parallel.pp, plan.micro_batches, len(self.models))
             trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
         everyone = range(plan.world_size)

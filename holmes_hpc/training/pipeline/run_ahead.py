@@ -32,15 +32,19 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules as megatron
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer
 from holmes_hpc.planning.schedule.launches import Post, launches
 from holmes_hpc.planning.schedule.order import Order
+from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.schema import refuse
 from holmes_hpc.training.model.megatron_versions import backward_step
-from holmes_hpc.training.pipeline.point_to_point import Edges
+from holmes_hpc.training.pipeline import point_to_point, routed_edges
+from holmes_hpc.training.pipeline.point_to_point import Edges, NewGroup, is_nccl
 
 
 class TraceEvent(NamedTuple):
@@ -266,17 +270,14 @@ class GradientReduction:
         self._no_sync = [f for f in functions if f is not None]
         self._after = config.grad_sync_func
         self._early = self._after is None or (first_stage and len(models) == 1)
-        self._held: contextlib.ExitStack | None = None
+        self._held = contextlib.ExitStack()
 
     def hold(self) -> None:
-        self._held = contextlib.ExitStack()
         for no_sync in self._no_sync:
             self._held.enter_context(no_sync())
 
     def release(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        self._held.close()
 
     @contextlib.contextmanager
     def around_last(self, chunk: int) -> Iterator[None]:
@@ -289,3 +290,41 @@ class GradientReduction:
             functions = self._after if isinstance(self._after, list) else [self._after] * len(self._models)
             functions[chunk](self._models[chunk].parameters())
         self.hold()
+
+
+# -- which schedule a plan trains with, and what carries tensors between its stages ------------------------------------
+
+
+def forward_backward(plan: Plan, tracer: Tracer | None) -> Callable[..., Any]:
+    """The plan's schedule: Megatron-Core's own for its model chunks and stages, or this project's executor, which tells
+    `tracer` what it does."""
+    if in_background(plan):
+        routed = plan.order if plan.order.routes else None
+        return partial(
+            run_ahead, kind=plan.schedule.kind, in_flight=plan.schedule.in_flight, routed=routed, tracer=tracer
+        )
+    return megatron.get_forward_backward_func()
+
+
+def in_background(plan: Plan) -> bool:
+    """Does this project's executor run it? A pipeline of one stage is run by Megatron-Core's, unless its replicas have
+    unequal shares."""
+    return plan.order.schedule.megatron is None and (plan.parallel.pp > 1 or plan.is_per_stage)
+
+
+def communicator(
+    plan: Plan, new_group: NewGroup, rank: int, groups: ProcessGroupCollection, config: Any, device: torch.device
+) -> Any:
+    """Point-to-point traffic over a group per edge; plain Megatron-LM's (``transport=single``) over the pipeline's
+    where that is NCCL's, which carries both directions at once; None without a pipeline.
+
+    Gloo's group of two ranks is one connection, on which the two directions wait for each other
+    (benchmarks/one_connection.py): over it plain Megatron-LM gets a connection a direction as well, so that it is not
+    slower than it would be on GPUs."""
+    if plan.is_per_stage:
+        return routed_edges.build_routed(plan, new_group, rank=rank, place=groups.pp, config=config, device=device)
+    if plan.parallel.pp == 1:
+        return None
+    if plan.transport_mode == "single" and plan.order.schedule.megatron and is_nccl(groups.pp):
+        return P2PCommunicator(groups.pp, config)
+    return point_to_point.build(plan, new_group, rank=rank, pp_group=groups.pp, config=config, device=device)
