@@ -168,9 +168,8 @@ def export(chosen: Chosen, out_dir: str | os.PathLike[str], shard_bytes: int = S
 def config(spec: ModelSpec, dtype: str, eod: int | None, source: Path | None) -> dict[str, Any]:
     """config.json: the source's own where that says this model."""
     if source is not None and (source / hugging_face.CONFIG).is_file():
-        said = hugging_face.read_model(source)
+        said, own = hugging_face.read_model(source), hugging_face.read_config(source)
         if replace(said, name=spec.name, dropout=spec.dropout, vocab_multiple=spec.vocab_multiple) == spec:
-            own = hugging_face.read_config(source)
             return {**own, "dtype" if "dtype" in own else "torch_dtype": dtype}
     return hugging_face.config_of(spec, dtype, eod)
 

@@ -115,15 +115,14 @@ class Folder:
                 inside = all(isinstance(name, str) and Path(name).name == name for name in names)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
                 raise DataError("not an index of safetensors", where=str(index), hint=_AGAIN) from e
-            if not inside:
-                raise DataError("names files outside its folder", where=str(index), hint=_AGAIN)
-            missing = [name for name in names if not (self.path / name).is_file()]
-            if missing:
-                raise DataError(
-                    f"lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:3])}",
-                    where=str(self.path),
-                    hint=_AGAIN,
-                )
+            missing = [name for name in names if inside and not (self.path / name).is_file()]
+            lacks = f"lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:3])}"
+            refuse(
+                str(index),
+                (not inside, "names files outside its folder", _AGAIN),
+                (missing, lacks, _AGAIN),
+                error=DataError,
+            )
             return [self.path / name for name in names]
         pickles = sorted(p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         is_missing, code = not single.is_file(), "is a pickle, which may run any code when it is read"
@@ -168,18 +167,15 @@ class Folder:
     def fill(self, target: torch.Tensor, weight: Weight, rank: int = 0) -> None:
         """Read what tensor-parallel rank `rank` holds of `weight` into `target`, of any type; rows that pad a
         vocabulary become 0. DataError for what is no number."""
-        for at, rows in weight_names.share(weight, rank, len(target)):
-            piece = self._slice(rows.tensor)
-            chosen: list[slice] = [slice(rows.first, rows.first + rows.count)]
-            if weight.columns is not None:
-                width = target.shape[1]
-                start = rank * width if weight.split == 1 else 0
-                chosen.append(slice(start, start + width))
-            values = piece[tuple(chosen[::-1])].t() if weight.transposed else piece[tuple(chosen)]
-            target[at : at + rows.count].copy_(values)
+        share = list(weight_names.share(weight, rank, len(target)))
+        width = 0 if weight.columns is None else target.shape[1]
+        start = rank * width if weight.split == 1 else 0
+        columns = [] if weight.columns is None else [slice(start, start + width)]
+        for at, rows in share:
+            piece, chosen = self._slice(rows.tensor), (slice(rows.first, rows.first + rows.count), *columns)
+            target[at : at + rows.count].copy_(piece[chosen[::-1]].t() if weight.transposed else piece[chosen])
         if weight.split == 0 and len(weight.parts) == 1:
-            read = sum(rows.count for _, rows in weight_names.share(weight, rank, len(target)))
-            target[read:].zero_()
+            target[sum(rows.count for _, rows in share) :].zero_()
         rows_at_once = max(1, _BLOCK // max(1, target[0].numel()))  # so that it takes no memory to speak of
         if not all(bool(block.isfinite().all()) for block in target.split(rows_at_once)):
             file, name = self._held[weight.parts[0][0].tensor]
@@ -264,11 +260,8 @@ class FolderWeights(Mapping[str, "torch.Tensor"]):
         return len(self._weights)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        import torch
-
         weight = self._weights[name]
-        one = self.folder._slice(weight.parts[0][0].tensor)
-        target = torch.empty(weight.shape, dtype=one[:1].dtype)
+        target: torch.Tensor = self.folder._slice(weight.parts[0][0].tensor)[:1].new_empty(weight.shape)
         self.folder.fill(target, weight)
         return target
 

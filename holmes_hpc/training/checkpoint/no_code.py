@@ -12,7 +12,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +120,14 @@ def enforce() -> None:
 
 def problem(directory: Path) -> str | None:
     """Why the descriptions in a checkpoint cannot be read without running code; None where they can."""
-    try:
-        read_metadata(directory)
-    except (pickle.UnpicklingError, OSError, MemoryError) as e:
-        return f".metadata: {line_of(e)}"
-    if not (directory / "common.pt").exists():  # later versions of Megatron-Core keep it beside the weights
-        return None
-    try:
-        torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
-    except Exception as e:  # damaged bytes end in any error
-        return f"common.pt: {line_of(e)}"
+    readers: dict[str, Callable[[], Any]] = {".metadata": partial(read_metadata, directory)}
+    if (common := directory / "common.pt").exists():  # later versions of Megatron-Core keep it beside the weights
+        readers["common.pt"] = partial(torch.load, common, map_location="cpu", weights_only=True)
+    for name, read in readers.items():
+        try:
+            read()
+        except Exception as e:  # damaged bytes end in any error
+            return f"{name}: {line_of(e)}"
     return None
 
 

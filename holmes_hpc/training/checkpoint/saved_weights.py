@@ -33,10 +33,8 @@ class _Into(DefaultLoadPlanner):
         self.target, self.origin = target, origin
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        piece = self.target
-        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            piece = piece.narrow(dimension, start, length)
-        return piece
+        spans = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self.target[tuple(slice(start, start + length) for start, length in spans)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
 

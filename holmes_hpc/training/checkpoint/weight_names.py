@@ -7,8 +7,9 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from holmes_hpc.config.hugging_face import family_of
 from holmes_hpc.config.model import ModelSpec
@@ -49,8 +50,8 @@ class Weight:
 
 def weights(spec: ModelSpec) -> dict[str, Weight]:
     """All weights of a model by Megatron-Core's names. ConfigError where no family is like it."""
-    table = _gpt2 if family_of(spec) == "gpt2" else _llama
-    return {w.name: w for w in table(spec)}
+    names = _GPT2 if family_of(spec) == "gpt2" else _LLAMA
+    return {w.name: w for w in _weights(spec, names)}
 
 
 def tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -103,84 +104,76 @@ def _by_group(spec: ModelSpec, queries: Rows, keys: Rows, values: Rows) -> tuple
     )
 
 
-def _llama(spec: ModelSpec) -> Iterator[Weight]:
-    """Llama, Mistral, Qwen2 and Qwen3."""
-    h, q, k = spec.hidden, spec.query_width, spec.key_width
-    yield Weight("embedding.word_embeddings.weight", (_all("model.embed_tokens.weight", spec.vocab),), h, 0)
+class _Names(NamedTuple):
+    """How a family calls what Megatron-Core has: the tables around the layers, a layer's norms, and its linear layers,
+    of which several tensors, or several parts of one, may make one."""
+
+    embedding: str
+    layers: str
+    final_norm: str
+    norms: Mapping[str, str]
+    linears: Mapping[str, tuple[str, ...]]
+
+
+_LLAMA = _Names(  # Llama, Mistral, Qwen2 and Qwen3
+    "model.embed_tokens",
+    "model.layers",
+    "model.norm",
+    {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"},
+    {
+        "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "self_attention.linear_proj": ("self_attn.o_proj",),
+        "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.linear_fc2": ("mlp.down_proj",),
+    },
+)
+_GPT2 = _Names(  # its matrices are transposed, and every linear layer and norm has a bias
+    "transformer.wte",
+    "transformer.h",
+    "transformer.ln_f",
+    {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2"},
+    {
+        "self_attention.linear_qkv": ("attn.c_attn", "attn.c_attn", "attn.c_attn"),
+        "self_attention.linear_proj": ("attn.c_proj",),
+        "mlp.linear_fc1": ("mlp.c_fc",),
+        "mlp.linear_fc2": ("mlp.c_proj",),
+    },
+)
+
+
+def _weights(spec: ModelSpec, names: _Names) -> Iterator[Weight]:
+    h, q, k, is_gpt2 = spec.hidden, spec.query_width, spec.key_width, names is _GPT2
+    linears = {  # (first row, rows) of each tensor, columns, and along which of the two tensor parallelism cuts
+        "self_attention.linear_qkv": (((0, q), (h, k), (2 * h, k)) if is_gpt2 else ((0, q), (0, k), (0, k)), h, 0),
+        "self_attention.linear_proj": (((0, h),), q, 1),
+        "mlp.linear_fc1": (((0, spec.ffn),) * len(names.linears["mlp.linear_fc1"]), h, 0),
+        "mlp.linear_fc2": (((0, h),), spec.ffn, 1),
+    }
+    norms = {"decoder.final_layernorm": names.final_norm}
+    yield Weight("embedding.word_embeddings.weight", (_all(f"{names.embedding}.weight", spec.vocab),), h, 0)
+    if is_gpt2:
+        yield Weight("embedding.position_embeddings.weight", (_all("transformer.wpe.weight", spec.max_positions),), h)
     for i in range(spec.layers):
-        ours, theirs = f"decoder.layers.{i}", f"model.layers.{i}"
-        yield Weight(f"{ours}.input_layernorm.weight", (_all(f"{theirs}.input_layernorm.weight", h),))
-        for kind in ("weight", "bias")[: 2 if spec.bias or spec.qkv_bias else 1]:
-            parts = [
-                Rows(f"{theirs}.self_attn.{letter}_proj.{kind}", 0, n) for letter, n in (("q", q), ("k", k), ("v", k))
-            ]
-            yield Weight(
-                f"{ours}.self_attention.linear_qkv.{kind}",
-                (_by_group(spec, *parts),),
-                h if kind == "weight" else None,
-                0,
-            )
-        if spec.qk_norm:
-            for letter in "qk":
-                yield Weight(
-                    f"{ours}.self_attention.{letter}_layernorm.weight",
-                    (_all(f"{theirs}.self_attn.{letter}_norm.weight", spec.head_width),),
-                )
-        yield Weight(f"{ours}.self_attention.linear_proj.weight", (_all(f"{theirs}.self_attn.o_proj.weight", h),), q, 1)
-        yield Weight(f"{ours}.pre_mlp_layernorm.weight", (_all(f"{theirs}.post_attention_layernorm.weight", h),))
-        yield Weight(
-            f"{ours}.mlp.linear_fc1.weight",
-            (_all(f"{theirs}.mlp.gate_proj.weight", spec.ffn), _all(f"{theirs}.mlp.up_proj.weight", spec.ffn)),
-            h,
-            0,
-        )
-        yield Weight(f"{ours}.mlp.linear_fc2.weight", (_all(f"{theirs}.mlp.down_proj.weight", h),), spec.ffn, 1)
-        if spec.bias:
-            yield Weight(f"{ours}.self_attention.linear_proj.bias", (_all(f"{theirs}.self_attn.o_proj.bias", h),))
-            yield Weight(
-                f"{ours}.mlp.linear_fc1.bias",
-                (_all(f"{theirs}.mlp.gate_proj.bias", spec.ffn), _all(f"{theirs}.mlp.up_proj.bias", spec.ffn)),
-                None,
-                0,
-            )
-            yield Weight(f"{ours}.mlp.linear_fc2.bias", (_all(f"{theirs}.mlp.down_proj.bias", h),))
-    yield Weight("decoder.final_layernorm.weight", (_all("model.norm.weight", h),))
-    if not spec.tied:
-        yield Weight("output_layer.weight", (_all("lm_head.weight", spec.vocab),), h, 0)
-
-
-def _gpt2(spec: ModelSpec) -> Iterator[Weight]:
-    h = spec.hidden
-
-    def norm(ours: str, theirs: str) -> Iterator[Weight]:
-        for kind in ("weight", "bias"):
-            yield Weight(f"{ours}.{kind}", (_all(f"transformer.{theirs}.{kind}", h),))
-
-    yield Weight("embedding.word_embeddings.weight", (_all("transformer.wte.weight", spec.vocab),), h, 0)
-    yield Weight("embedding.position_embeddings.weight", (_all("transformer.wpe.weight", spec.max_positions),), h)
-    for i in range(spec.layers):
-        ours, theirs = f"decoder.layers.{i}", f"h.{i}"
-        linear = {
-            "self_attention.linear_qkv": ("attn.c_attn", 3 * h, h, 0),
-            "self_attention.linear_proj": ("attn.c_proj", h, h, 1),
-            "mlp.linear_fc1": ("mlp.c_fc", spec.ffn, h, 0),
-            "mlp.linear_fc2": ("mlp.c_proj", h, spec.ffn, 1),
-        }
-        yield from norm(f"{ours}.input_layernorm", f"{theirs}.ln_1")
-        yield from norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.ln_2")
-        for name, (tensor, out, into, split) in linear.items():
-            for kind in ("weight", "bias"):
-                whole = f"transformer.{theirs}.{tensor}.{kind}"
-                rows = _all(whole, out)
-                if name.endswith("qkv"):
-                    rows = _by_group(spec, *(Rows(whole, part * h, h) for part in range(3)))
+        ours, theirs = f"decoder.layers.{i}", f"{names.layers}.{i}"
+        norms |= {f"{ours}.{norm}": f"{theirs}.{their_norm}" for norm, their_norm in names.norms.items()}
+        for letter in "qk" if spec.qk_norm else "":
+            whole = _all(f"{theirs}.self_attn.{letter}_norm.weight", spec.head_width)
+            yield Weight(f"{ours}.self_attention.{letter}_layernorm.weight", (whole,))
+        for name, (rows, columns, split) in linears.items():
+            is_qkv = name == "self_attention.linear_qkv"
+            for kind in ("weight", "bias") if is_gpt2 or spec.bias or (is_qkv and spec.qkv_bias) else ("weight",):
+                parts = [
+                    Rows(f"{theirs}.{tensor}.{kind}", *r) for tensor, r in zip(names.linears[name], rows, strict=True)
+                ]
                 yield Weight(
                     f"{ours}.{name}.{kind}",
-                    (rows,),
-                    into if kind == "weight" else None,
+                    (_by_group(spec, *parts),) if is_qkv else tuple((part,) for part in parts),
+                    columns if kind == "weight" else None,
                     split if kind == "weight" or split == 0 else None,
-                    transposed=kind == "weight",
+                    transposed=is_gpt2 and kind == "weight",
                 )
-    yield from norm("decoder.final_layernorm", "ln_f")
+    for ours, theirs in norms.items():
+        for kind in ("weight", "bias") if is_gpt2 else ("weight",):
+            yield Weight(f"{ours}.{kind}", (_all(f"{theirs}.{kind}", h),))
     if not spec.tied:
         yield Weight("output_layer.weight", (_all("lm_head.weight", spec.vocab),), h, 0)
