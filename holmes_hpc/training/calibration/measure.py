@@ -8,6 +8,7 @@ directory. After the steps it takes no more than DEADLINE_S, since other shapes 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -101,22 +102,20 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
         if wrapped.ddp_config.overlap_param_gather:
             wrapped.disable_forward_pre_hook()
         model = gpt.inner(wrapped)
+        counts = {"layer": len(model.decoder.layers), "embedding": model.pre_process, "head": model.post_process}
         with wrapped.no_sync():
-            parts = []
-            if len(model.decoder.layers):
+            if counts["layer"]:
                 layered = wrapped
                 times["layer", own] = _layer_s(trainer, model, own)
-                parts.append((len(model.decoder.layers), times["layer", own]))
             if model.pre_process:
-                times["embedding", own] = _passes_s(partial(_embedding, model, tokens, positions), None)
-                parts.append((1, times["embedding", own]))
+                times["embedding", own] = _passes_s(partial(model.embedding, tokens, positions), None)
             if model.post_process:
                 times["head", own] = _passes_s(partial(_head, model, tokens), _hidden(trainer, own))
-                parts.append((1, times["head", own]))
             whole = _passes_s(
                 partial(_whole, wrapped, data, model), None if model.pre_process else _hidden(trainer, own)
             )
-            times[PASS, own] = (whole[0] - sum(n * t[0] for n, t in parts), whole[1] - sum(n * t[1] for n, t in parts))
+            parts_s = [sum(n * times[part, own][way] for part, n in counts.items() if n) for way in (0, 1)]
+            times[PASS, own] = (whole[0] - parts_s[0], whole[1] - parts_s[1])
     for shape in [] if trainer.settings.pace_layer_ms else other_shapes(trainer.plan):
         if not deadline.left():
             say(f"no time was left to measure layers of {shape[0]} sequences of {shape[1]} tokens")
@@ -169,18 +168,12 @@ def _hidden(trainer: Trainer, shape: Shape) -> torch.Tensor:
 
 def _layer_s(trainer: Trainer, model: Any, shape: Shape) -> tuple[float, float]:
     """Of this rank's first layer."""
-    layer, rotary = model.decoder.layers[0], None
-    if trainer.plan.model.rope:
-        rotary = model.rotary_pos_emb(shape[1])
+    layer, rotary = model.decoder.layers[0], model.rotary_pos_emb(shape[1]) if trainer.plan.model.rope else None
 
     def forward(hidden: torch.Tensor | None) -> torch.Tensor:
         return layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)[0]
 
     return _passes_s(forward, _hidden(trainer, shape))
-
-
-def _embedding(model: Any, tokens: torch.Tensor, positions: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
-    return model.embedding(tokens, positions)
 
 
 def _head(model: Any, labels: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -231,7 +224,7 @@ def calibration(
                 name,
                 plan.site.fabric(name).gpu.name,
                 own[0]["device"],
-                parts=tuple(_parts(plan, times)),
+                parts=tuple(_measured(plan, *part, *seconds) for part, seconds in times.items() if part[0] != PASS),
                 links=links.get(name, {}),
                 optimizer_s=optimizer.get(name),
                 pass_s=max(0.0, *passes) if passes else None,
@@ -254,23 +247,19 @@ def _merged(ranks: Sequence[dict[str, Any]]) -> Times:
     }
 
 
-def _parts(plan: Plan, times: Times) -> Iterator[Measured]:
-    m, p = plan.model, plan.parallel
-    for (name, (micro, sequence)), (forward_s, backward_s) in times.items():
-        if name == PASS:
-            continue
-        tokens = micro * sequence
-        yield Measured(
-            name,
-            hidden=m.hidden,
-            tokens=tokens,
-            tp=p.tp,
-            flops=part_flops(m, name, tokens, sequence, p.tp),
-            forward_s=forward_s,
-            backward_s=backward_s,
-            sequence=sequence,
-            sequence_parallel=p.sequence_parallel and p.tp > 1,
-        )
+def _measured(plan: Plan, name: str, shape: Shape, forward_s: float, backward_s: float) -> Measured:
+    m, p, tokens = plan.model, plan.parallel, math.prod(shape)
+    return Measured(
+        name,
+        hidden=m.hidden,
+        tokens=tokens,
+        tp=p.tp,
+        flops=part_flops(m, name, tokens, shape[1], p.tp),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        sequence=shape[1],
+        sequence_parallel=p.sequence_parallel and p.tp > 1,
+    )
 
 
 def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float]:

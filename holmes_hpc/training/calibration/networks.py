@@ -97,7 +97,9 @@ def pairs(plan: Plan, one_host: bool) -> list[Pair]:
     fabric = [place.fabric for place in plan.places]
     if one_host:
         return [Pair("local", LOCAL, (0, 1), tuple(dict.fromkeys(fabric)))] if plan.world_size > 1 else []
-    met, found = _neighbours(plan), dict[tuple[str, frozenset[str]], Pair]()
+    rings = [[fabric[rank] for rank in group.ranks] for group in plan.transports()]
+    met = {frozenset(two) for ring in rings for two in pairwise(ring) if len({*two}) == 2}  # next to each other
+    found: dict[tuple[str, frozenset[str]], Pair] = {}
     for a, b in combinations(range(plan.world_size), 2):
         here = frozenset((fabric[a], fabric[b]))
         names = tuple(dict.fromkeys((fabric[a], fabric[b])))
@@ -110,19 +112,12 @@ def pairs(plan: Plan, one_host: bool) -> list[Pair]:
     return sorted(found.values(), key=lambda p: len(p.fabrics))
 
 
-def _neighbours(plan: Plan) -> set[frozenset[str]]:
-    """Fabrics that are next to each other in a group of the plan."""
-    met = set()
-    for group in plan.transports():
-        ring = [plan.places[r].fabric for r in group.ranks]
-        met |= {frozenset((a, b)) for a, b in pairwise(ring) if a != b}
-    return met
-
-
 def samples(here: Session, control: Any, deadline: Deadline) -> list[tuple[Any, ...]]:
     """This rank's :class:`Sample` rows: of messages from the first rank of each pair, of collectives from every rank of
     a data-parallel group. All ranks call it. Past the deadline, networks between fabrics are left out."""
     plan = here.plan
+    elements = plan.batch.micro_size * plan.batch.sequence_length * plan.model.hidden  # of one stage transfer
+    most_bytes = min(MOST_BYTES, elements * (2 if here.cuda else 4))
     found: list[Sample] = []
     for pair in pairs(plan, here.nodes[0].one_host):
         if len(pair.fabrics) == 2 and pair.link == "ethernet" and not deadline.left():
@@ -132,7 +127,7 @@ def samples(here: Session, control: Any, deadline: Deadline) -> list[tuple[Any, 
         _meet(control)
         if here.launch.rank in pair.ranks:
             speed = rate(plan, pair.transport, pair.ranks)
-            for size in (SMALL_BYTES, max(2 * SMALL_BYTES, min(_activation_bytes(plan, here), int(MOST_S * speed)))):
+            for size in (SMALL_BYTES, max(2 * SMALL_BYTES, min(most_bytes, int(MOST_S * speed)))):
                 seconds = _median_s(_exchange(here, group, pair.ranks, size)) / 2
                 if here.launch.rank == pair.ranks[0]:
                     found.append(
@@ -160,12 +155,6 @@ def _median_s(task: Callable[[], None]) -> float:
         task()
         times.append(moment() - began)
     return statistics.median(times[WARM_UP:])
-
-
-def _activation_bytes(plan: Plan, here: Session) -> int:
-    """Of one stage transfer."""
-    elements = plan.batch.micro_size * plan.batch.sequence_length * plan.model.hidden
-    return min(MOST_BYTES, elements * (2 if here.cuda else 4))
 
 
 def _exchange(here: Session, group: Any, ranks: tuple[int, int], size: int) -> Callable[[], None]:

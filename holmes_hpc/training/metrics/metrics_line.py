@@ -104,11 +104,9 @@ class Gathering:
     def ready(self, wait_s: float) -> bool:
         """Whether they have come, at the latest in so long."""
         end = time.perf_counter() + wait_s
-        while not self._work.is_completed():
-            if time.perf_counter() > end:
-                return False
+        while not (is_here := self._work.is_completed()) and time.perf_counter() <= end:
             time.sleep(wait_s / 10)
-        return True
+        return bool(is_here)
 
     def finish(self) -> list[torch.Tensor] | None:
         """Every rank's row, on rank 0."""

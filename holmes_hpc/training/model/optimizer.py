@@ -38,8 +38,8 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     """The model chunks under Megatron-Core's DDP, buckets of `plan.bucket_bytes`."""
     p = plan.parallel
     # Megatron-Core overlaps several instances by CUDA streams: on a CPU each bucket would hold up the backward pass
-    overlap = train.overlap_grad_reduce and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
-    overlap = overlap and p.takes_turns
+    can_overlap = p.takes_turns and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
+    overlap = train.overlap_grad_reduce and can_overlap
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
