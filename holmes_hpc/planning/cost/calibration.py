@@ -186,7 +186,7 @@ class Calibration(Checked, where="calibration"):
     def refuse_other_models(self, model: ModelSpec) -> None:
         """Raise ConfigError where layers of another shape than `model`'s were measured. Paced ones have no shape."""
         layers = [p for f in self.fabrics for p in f.parts if p.part == "layer"]
-        if self.pace_layer_ms is not None or not layers or any(_fits(p, model) for p in layers):
+        if self.pace_layer_ms is not None or not layers or any(_is_of(p, model) for p in layers):
             return
         widths = ", ".join(str(h) for h in sorted({p.hidden for p in layers}))
         other = f"of width {widths}" if model.hidden not in {p.hidden for p in layers} else "with other FLOPs"
@@ -211,11 +211,10 @@ class Corrections(Checked, where="corrections"):
 NONE = Corrections()
 
 
-def _fits(p: Measured, model: ModelSpec) -> bool:
-    """Whether a measured layer can be one of `model`: its width, and its FLOPs to the percent."""
-    if p.hidden != model.hidden:
-        return False
-    return not p.sequence or abs(p.flops / layer_flops(model, p.tokens, p.sequence) - 1) < 0.01
+def _is_of(p: Measured, model: ModelSpec) -> bool:
+    """Return whether a measured layer can be one of `model`: its width, and its FLOPs to the percent."""
+    alike = not p.sequence or abs(p.flops / layer_flops(model, p.tokens, p.sequence) - 1) < 0.01
+    return p.hidden == model.hidden and alike
 
 
 def interpolated(rows: Sequence[tuple[tuple[float, ...], float]], at: tuple[float, ...]) -> float:

@@ -17,15 +17,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Fabric, Gpu, Site
 from holmes_hpc.planning.cost.calibration import NONE, Calibration, Corrections, Measured, MeasuredFabric, interpolated
-from holmes_hpc.planning.cost.flops import (
-    ffn_matrix,
-    head_flops,
-    head_parameters,
-    layer_flops,
-    layer_parameters,
-    layer_score_flops,
-    part_flops,
-)
+from holmes_hpc.planning.cost.flops import ffn_matrix, layer_flops, layer_parameters, layer_score_flops, part_flops
 from holmes_hpc.planning.cost.hardware import GLOO_LINKS, NCCL_LINKS, Collectives, Link, collectives
 from holmes_hpc.planning.cost.kernels import STACK, Device, Stack
 from holmes_hpc.planning.cost.layer import PARTS, Cpu, Seconds, reduction_s, times
@@ -180,30 +172,15 @@ class Costs:
         again = {"none": 0.0, "selective": selected, "full": forward}[recompute]
         return self._corrected((forward, backward + again), gpu)
 
-    def embedding_s(self, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric) -> Seconds:
-        """Seconds of the embedding's (forward, backward): rows of T x h read and written."""
-        gpu, found = fabric.gpu, self._measured_s("embedding", model, batch, tp, fabric)
-        if found is None and not (gpu.is_cpu or self.pace_layer_ms):
-            found = self._modelled(model, batch, tp, gpu)[1]
-        if found is None:
-            tokens = batch.micro_size * batch.sequence_length
-            moved = self._cpu(gpu).memory_s(2.0 * tokens * model.hidden * self.weight_bytes(gpu))
-            found = moved, 2 * moved
-        return self._corrected(found, gpu)
-
-    def head_s(self, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric) -> Seconds:
-        """Seconds of the (forward, backward) of final norm, output matrix and loss: logits in the weights' type, and
-        once in fp32 for the loss."""
-        gpu, found = fabric.gpu, self._measured_s("head", model, batch, tp, fabric)
-        if found is None and not (gpu.is_cpu or self.pace_layer_ms):
-            found = self._modelled(model, batch, tp, gpu)[2]
-        if found is None:
-            tokens = batch.micro_size * batch.sequence_length
+    def part_s(self, part: str, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric) -> Seconds:
+        """Return the seconds of the (forward, backward) of the embedding or of the head: final norm, output matrix and
+        loss."""
+        gpu, tokens = fabric.gpu, batch.micro_size * batch.sequence_length
+        found = self._measured_s(part, model, batch, tp, fabric)
+        if found is None and (gpu.is_cpu or self.pace_layer_ms):
             cpu = self._cpu(gpu)
-            moved = cpu.memory_s(tokens * model.padded_vocab(tp) / tp * (2.0 * self.weight_bytes(gpu) + 8))
-            forward = cpu.matrix_s(head_flops(model, tokens, tp) / tp) + moved
-            found = forward, 2 * forward + cpu.accumulate_s(head_parameters(model, tp))
-        return self._corrected(found, gpu)
+            found = cpu.embedding_s(model, tokens) if part == "embedding" else cpu.head_s(model, tokens, tp)
+        return self._corrected(found or self._modelled(model, batch, tp, gpu)[PARTS.index(part)], gpu)
 
     def optimizer_s(self, updated: float, fabric: Fabric) -> float:
         """Seconds of Adam for `updated` parameters: gradient, weight and two moments read, the last three written."""

@@ -59,19 +59,14 @@ def parameters(m: ModelSpec) -> int:
     return m.layers * layer_parameters(m) + embedding_parameters(m) + head_parameters(m, own_matrix=not m.tied)
 
 
-def layer_matrix_flops(m: ModelSpec, tokens: int) -> float:
-    """Forward, one layer, the matrices with weights."""
-    return 2.0 * tokens * (attention_matrix(m) + ffn_matrix(m))
-
-
 def layer_score_flops(m: ModelSpec, tokens: int, sequence: int) -> float:
     """Forward, one layer, scores and their product with the values: what selective recomputation does again."""
     return 4.0 * tokens * sequence * m.query_width
 
 
 def layer_flops(m: ModelSpec, tokens: int, sequence: int) -> float:
-    """Forward, one layer."""
-    return layer_matrix_flops(m, tokens) + layer_score_flops(m, tokens, sequence)
+    """Forward, one layer: the matrices with weights, and the scores."""
+    return 2.0 * tokens * (attention_matrix(m) + ffn_matrix(m)) + layer_score_flops(m, tokens, sequence)
 
 
 def head_flops(m: ModelSpec, tokens: int, tp: int = 1) -> float:

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import Gpu
-from holmes_hpc.planning.cost.flops import head_parameters, layer_parameters
+from holmes_hpc.planning.cost.flops import head_flops, head_parameters, layer_parameters
 from holmes_hpc.planning.cost.hardware import CPU_MEMORY_GBPS, FITTED
 from holmes_hpc.planning.cost.kernels import Device, kind
 from holmes_hpc.planning.cost.software import Software
@@ -231,6 +231,17 @@ class Cpu:
     def memory_s(self, moved: float) -> float:
         gbps = CPU_MEMORY_GBPS if self.gpu.is_cpu else kind(self.gpu).memory_gbps  # a GPU's layers may be paced
         return moved / (gbps * 1e9 * FITTED.memory)
+
+    def embedding_s(self, model: ModelSpec, tokens: int) -> Seconds:
+        """Return the seconds of (forward, backward): rows of T x h read and written."""
+        moved = self.memory_s(2.0 * tokens * model.hidden * self.weight_bytes)
+        return moved, 2 * moved
+
+    def head_s(self, model: ModelSpec, tokens: int, tp: int) -> Seconds:
+        """Return the seconds of (forward, backward): logits in the weights' type, and once in fp32 for the loss."""
+        moved = self.memory_s(tokens * model.padded_vocab(tp) / tp * (2.0 * self.weight_bytes + 8))
+        forward = self.matrix_s(head_flops(model, tokens, tp) / tp) + moved
+        return forward, 2 * forward + self.accumulate_s(head_parameters(model, tp))
 
     def rest_s(self, model: ModelSpec, tokens: int, sequence: int, tp: int, sequence_parallel: bool) -> float:
         """Return the seconds of a forward pass, all but matrix products. Per token and hidden unit, in elements: two

@@ -220,13 +220,10 @@ class Layout:
         """As the Plan has it; here, where a group's members run is found out without listing them."""
         return TransportRule.of_job(self.site, self.transport_mode, self.components)
 
-    def edge(self, replica: int, stage: int) -> Transport:
-        """Of the stage transfer from `stage` to the next (the last's: back to the first). Local if it never leaves a
-        node."""
-        return self._edges[replica][stage]
-
     @cached_property
-    def _edges(self) -> tuple[tuple[Transport, ...], ...]:
+    def edges(self) -> tuple[tuple[Transport, ...], ...]:
+        """For each kind of pipeline replica, the transport of the stage transfer from each stage to the next (the
+        last's: back to the first). Local if it never leaves a node."""
         known: dict[tuple[str, str, bool], Transport] = {}
         found = []
         for replica, stages in enumerate(self.replicas):

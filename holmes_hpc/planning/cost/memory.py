@@ -185,12 +185,12 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     again = recomputed(layout, layers) if layout.recompute == "full" else layers
     held = again * kept[:, None] + (layers - again) * whole[:, None]  # of a pass of each chunk
     if (layers == layers[:, :, :1]).all():  # as many in every chunk: it does not matter which chunk's passes are held
-        held = held[:, :, 0] * np.array([layout.order.depth(s) for s in range(p.pp)])
+        held = held[:, :, 0] * np.array([layout.order.depths[s] for s in range(p.pp)])
     else:
         held = np.stack([(held[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)], axis=1)
     beside = np.zeros_like(count) + more
     transfer = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
-    held[:, 0] += transfer[0] * layout.order.depth(0) * (1 if m.dropout else 0)
+    held[:, 0] += transfer[0] * layout.order.depths[0] * (1 if m.dropout else 0)
     logits = tokens * m.padded_vocab(p.tp) / (1 if costs.software.gathered_logits else p.tp)
     held[:, -1] += 3 * transfer[-1]  # the final norm
     copy = element[-1] if element[-1] < 4 else 0  # of the logits, in half precision
@@ -262,8 +262,8 @@ def held_passes(order: Order, stage: int) -> np.ndarray:
     """Passes of each chunk that `stage` holds at its fullest moments, (moments, C): it has done its depth of forward
     passes, and goes on with one backward and one forward pass in turn."""
     if order.chunks == 1:
-        return np.array([[order.depth(stage)]])
-    depth = order.depth(stage)
+        return np.array([[order.depths[stage]]])
+    depth = order.depths[stage]
     chunk = np.array([c for _, c in replace(order, micro_batches=min(order.micro_batches, 4 * order.group)).turns()])
     gone = [
         np.concatenate([np.zeros((1, order.chunks), int), np.cumsum(np.eye(order.chunks, dtype=int)[c], axis=0)])

@@ -135,7 +135,7 @@ def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
         for s, component in enumerate(stages):
             _add_synchronisation(layout, replica, s, component=component, count=float(count[s]), runs=runs, add=add)
             if p.pp > 1 and (s < p.pp - 1 or p.virtual_stages > 1):
-                transport = layout.edge(replica, s)
+                transport = layout.edges[replica][s]
                 transfers = layout.order.micro_batches * (p.virtual_stages if s < p.pp - 1 else p.virtual_stages - 1)
                 add(transport, 2 * transfers * pipelines * p.tp * activation_bytes(layout, transport, component))
         if layout.model.tied and p.pp > 1:
@@ -177,15 +177,15 @@ def _events(layout: Layout, times: Timing, replica: int) -> list[dict[str, Any]]
     made, numbers = graph(layout.order, times.shared[replica]), Numbers(layout.order)
     table = times.replicas[replica].table()
     ends, lasts = made.ends(table)[0], table[0, made.column]
-    rows = []
-    for index in np.flatnonzero(lasts > 0).tolist():
-        event = {
-            **numbers.describe(int(made.node[index])),
-            "start_s": float(ends[index] - lasts[index]),
-            "end_s": float(ends[index]),
+    rows = [
+        {
+            **(what := numbers.describe(int(made.node[i]))),
+            "stage": what["stage"] + replica * layout.parallel.pp,
+            "start_s": float(ends[i] - lasts[i]),
+            "end_s": float(ends[i]),
         }
-        event["stage"] += replica * layout.parallel.pp
-        rows.append(event)
+        for i in np.flatnonzero(lasts > 0).tolist()
+    ]
     return sorted(rows, key=_event_order)
 
 
@@ -235,25 +235,26 @@ def _event_order(event: dict[str, Any]) -> tuple[Any, ...]:
 
 def chrome_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Events as a Chrome/Perfetto trace: one process a stage, computing and traffic as its threads."""
+    threads = {"forward": 0, "backward": 0, "send": 1}
     lines: list[dict[str, Any]] = []
     for stage in sorted({e["stage"] for e in events}):
         lines.append({"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}})
-        for tid, name in ((0, "compute"), (1, "send"), (2, "synchronise")):
-            lines.append({"ph": "M", "pid": stage, "tid": tid, "name": "thread_name", "args": {"name": name}})
-    for e in events:
-        tid = {"forward": 0, "backward": 0, "send": 1}.get(e["kind"], 2)
-        label = e["kind"] if e["micro_batch"] is None else f"{e['kind']} {e['micro_batch']}"
-        lines.append(
-            {
-                "ph": "X",
-                "pid": e["stage"],
-                "tid": tid,
-                "name": label,
-                "ts": e["start_s"] * 1e6,
-                "dur": (e["end_s"] - e["start_s"]) * 1e6,
-                "args": {"chunk": e["chunk"]},
-            }
-        )
+        lines += [
+            {"ph": "M", "pid": stage, "tid": tid, "name": "thread_name", "args": {"name": name}}
+            for tid, name in enumerate(("compute", "send", "synchronise"))
+        ]
+    lines += [
+        {
+            "ph": "X",
+            "pid": e["stage"],
+            "tid": threads.get(e["kind"], 2),
+            "name": e["kind"] if e["micro_batch"] is None else f"{e['kind']} {e['micro_batch']}",
+            "ts": e["start_s"] * 1e6,
+            "dur": (e["end_s"] - e["start_s"]) * 1e6,
+            "args": {"chunk": e["chunk"]},
+        }
+        for e in events
+    ]
     return {"traceEvents": lines, "displayTimeUnit": "ms"}
 
 

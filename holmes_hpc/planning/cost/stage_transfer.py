@@ -60,7 +60,7 @@ def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
     one_way_s = float(both[at]) / 2
     return StageTransferCost(
         (at, at + 1),
-        str(layout.edge(replica, at)),
+        str(layout.edges[replica][at]),
         one_way_s,
         ratio=one_way_s / computing,
         wire_s=float(both[at]) * layout.order.micro_batches * chunks,

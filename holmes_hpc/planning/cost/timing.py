@@ -202,9 +202,9 @@ def _computing(layout: Layout, replica: int) -> Computing:
     again = layer("full")[1] - once[1] if layout.recompute == "full" else np.zeros(p.pp)
     ends = layout.fabric(stages[0]), layout.fabric(stages[-1])
     embedding = layout.common.of(
-        "embedding", ends[0].name, compute=lambda: costs.embedding_s(m, layout.batch, p.tp, ends[0])
+        "embedding", ends[0].name, compute=lambda: costs.part_s("embedding", m, layout.batch, p.tp, ends[0])
     )
-    head = layout.common.of("head", ends[1].name, compute=lambda: costs.head_s(m, layout.batch, p.tp, ends[1]))
+    head = layout.common.of("head", ends[1].name, compute=lambda: costs.part_s("head", m, layout.batch, p.tp, ends[1]))
     return Computing(
         once,
         again,
@@ -307,7 +307,7 @@ def _one_nic(layout: Layout, replica: int, stage: int) -> bool:
     p = layout.parallel
     if p.pp < 3 and p.virtual_stages == 1:
         return False
-    down, up = layout.edge(replica, stage), layout.edge(replica, (stage - 1) % p.pp)
+    down, up = layout.edges[replica][stage], layout.edges[replica][(stage - 1) % p.pp]
     inner = 0 < stage < p.pp - 1 or p.virtual_stages > 1
     return inner and down == up and down.kind != "local"
 

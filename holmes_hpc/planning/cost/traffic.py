@@ -82,7 +82,7 @@ def _traffic(layout: Layout, replica: int) -> Traffic:
             each = layout.common.of("passing", *key, compute=partial(_passing, layout, stages[first], reduction, nodes))
             passing[:, :, first:end] = each[:, :, None]
         if p.pp > 1 and layout.run > 1:
-            beside[first:end] = [layout.edge(replica, (s - 1) % p.pp) == reduction for s in range(first, end)]
+            beside[first:end] = [layout.edges[replica][(s - 1) % p.pp] == reduction for s in range(first, end)]
     return Traffic(down, up, reduce, gather=gather, passing=passing, beside=beside)
 
 
@@ -129,7 +129,7 @@ def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
     below = (*stages[1:], stages[0])
 
     def seconds(stage: int, source: Component, target: Component) -> float:
-        transport = layout.edge(replica, stage)
+        transport = layout.edges[replica][stage]
         return layout.common.of(
             *("transfer", source.fabric, target.fabric, transport.kind),
             compute=partial(transfer_s, layout, transport, source, target),
@@ -272,7 +272,7 @@ def edges(layout: Layout) -> RowDurations:
     """Return what the stage transfers of a layout that is per stage take: `RowDurations` whose passes are not filled
     in. Over each edge a transfer of one replica takes its node's NIC at either end."""
     pp = layout.parallel.pp
-    wires = [layout.views[s].edge(0, s) for s in range(pp - 1)]
+    wires = [layout.views[s].edges[0][s] for s in range(pp - 1)]
     networks = list(dict.fromkeys(wires))
     nodes, first = list[int](), 0
     for component in layout.components:
@@ -286,7 +286,7 @@ def edges(layout: Layout) -> RowDurations:
 
 def _edge_s(layout: Layout, upper: int, forward: bool) -> tuple[float, float]:
     ends = [(layout.views[s], layout.replicas[0][s]) for s in (upper, upper + 1)]
-    transport = ends[0][0].edge(0, upper)
+    transport = ends[0][0].edges[0][upper]
     busy = max(
         activation_bytes(view, transport, here) * view.parallel.tp / view.rate(transport, here, peer=there)
         for (view, here), (_, there) in (ends, ends[::-1])

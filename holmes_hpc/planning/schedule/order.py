@@ -124,17 +124,14 @@ class Order:
     def settled(self) -> int:
         """Micro-batches, whole groups of them, past which a pipeline only repeats itself until it drains: a few times
         its depth."""
-        deepest = max(self.depth(s) for s in range(self.stages)) // self.chunks + 1
+        deepest = max(self.depths) // self.chunks + 1
         return -(-(2 * self.stages + 4 * deepest + 8) // self.group) * self.group
 
-    def depth(self, row: int) -> int:
-        """Return the passes that `row` holds at most. Where all replicas do the same: no more than a stage above lets
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """The passes that each row holds at most. Where all replicas do the same: no more than a stage above lets
         through, and no more than there are; where virtual stages close the ring, the last stage lets the others through
         no more than two groups further."""
-        return self._depths[row]
-
-    @cached_property
-    def _depths(self) -> tuple[int, ...]:
         if self.routes:
             return tuple(min(self.in_flight[self.stage_of(row)], len(own)) for row, own in enumerate(self._own))
         ring = self.in_flight[-1] + 2 * self.group if self.chunks > 1 else self.in_flight[0]
@@ -155,7 +152,7 @@ class Order:
     def computing(self, row: int) -> np.ndarray:
         """Return the turns that `row` computes, one after the other, (2T,): forward ones 0 … T-1, backward ones T …
         2T-1."""
-        return self.schedule.turns(len(self.own(row)) * self.chunks, self.depth(row))
+        return self.schedule.turns(len(self.own(row)) * self.chunks, self.depths[row])
 
     def passes(self, row: int) -> list[Pass]:
         """Return what `row` computes, one after the other."""
@@ -197,7 +194,7 @@ class Order:
         """Return :meth:`window` of the edge below stage `upstream`, where rows are stages."""
         if upstream == self.stages - 1:
             return self.group
-        return self.depth(upstream) - self.depth(upstream + 1) + 1
+        return self.depths[upstream] - self.depths[upstream + 1] + 1
 
     @cached_property
     def _windows(self) -> dict[tuple[int, int], int]:
@@ -209,7 +206,7 @@ class Order:
                 shared.setdefault((up_to + a, down_to + b), []).append(m)
             for (up, down), both in shared.items():
                 windows[up, down] = windows[down, up] = _distance(
-                    [places[up][m] for m in both], [places[down][m] for m in both], self.depth(up), self.depth(down)
+                    [places[up][m] for m in both], [places[down][m] for m in both], self.depths[up], self.depths[down]
                 )
         return windows
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holmes_hpc.planning.schedule.graph import graph
+from holmes_hpc.planning.schedule.graph import PARTS, graph
 from holmes_hpc.planning.schedule.order import Order
 
 
@@ -48,11 +48,8 @@ class Durations:
     def table(self) -> np.ndarray:
         """All of them side by side, as schedule/graph.py counts, and a column of zeros."""
         plans = len(self.forward)
-        parts = (self.forward, self.backward, self.down, self.up, self.last_up, self.ready, self.reduce, self.tail)
-        return np.concatenate([*(p.reshape(plans, -1) for p in parts), np.zeros((plans, 1))], axis=1)
-
-    def take(self, rows: np.ndarray | list[int]) -> Durations:
-        return Durations(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+        parts = (getattr(self, name).reshape(plans, -1) for name in PARTS)
+        return np.concatenate([*parts, np.zeros((plans, 1))], axis=1)
 
 
 WHOLE, ROUGH = 6000, 1000  # passes of all stages that are gone through before the rest is extended

@@ -47,7 +47,9 @@ def best_plan(
     Raises PlanError, one line: what cannot be divided, or how much memory is short and on what it would fit.
     """
     clock, question = clock or Clock(), Question(model, batch, costs.on(site), options, costs)
-    _refuse_obstacle(options, costs)
+    reason = obstacle(options, costs) if options.unequal == "true" else None
+    what, hint = f"stages cannot have TP and DP of their own with {reason}", f"plan.unequal=true or {reason}"
+    PlanError.refuse((reason, what, "plan.unequal", f"leave one of the two out: {hint}"))
     try:
         best, *others = search(*question, clock=clock)
     except PlanError:  # of uniform layouts
@@ -60,15 +62,6 @@ def best_plan(
         plan = _per_stage_plan(question, clock, [best, *others])
     plan = plan or to_plan(best, question.site, others)
     return plan if clock.is_over() else _beside_a_near_batch(plan, best, question, clock)
-
-
-def _refuse_obstacle(options: PlanOptions, costs: Costs) -> None:
-    if options.unequal == "true" and (reason := obstacle(options, costs)):
-        raise PlanError(
-            f"stages cannot have TP and DP of their own with {reason}",
-            where="plan.unequal",
-            hint=f"leave one of the two out: plan.unequal=true or {reason}",
-        )
 
 
 def _may_gain(best: Candidate, question: Question) -> bool:
@@ -137,9 +130,8 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     be unless layers_per_stage says otherwise, Megatron-Core's schedule and no recomputation unless asked for, fabrics
     in the order of `nodes` or of the site. Asked to run ahead, it is as deep and has the buckets that a search would
     choose. What does not fit in memory is predicted all the same, and said."""
-    for name in ("tp", "pp", "dp"):
-        if getattr(options, name) is None:
-            raise PlanError(f"{name} is not given", where="layout", hint=f"give {name}")
+    sizes = ("tp", "pp", "dp")
+    PlanError.refuse(*((not getattr(options, n), f"{n} is not given", "layout", f"give {n}") for n in sizes))
     site, chunks = costs.on(site), options.virtual_stages or 1
     schedule = megatrons_own(chunks).name if options.schedule == "auto" else options.schedule
     fixed = replace(

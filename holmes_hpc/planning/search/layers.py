@@ -6,7 +6,7 @@ Everywhere in the search and the cost model layers are arrays of shape (1, S, C)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import ceil
@@ -57,6 +57,19 @@ def proportional(layout: Layout) -> np.ndarray:
     speed = 1 / busy
     made = [max(chunks, int(layers * s / speed.sum())) for s in speed[:-1]]
     return chunked([*made, layers - sum(made)], chunks)
+
+
+def all_dealt(dealt: Callable[[float], list[int]], layers: int, longest: float) -> list[int]:
+    """Return what `dealt` deals out to each stage under the least limit, of `longest` at most, at which that is all
+    `layers`."""
+    low, high = 0.0, longest
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(dealt(middle)) >= layers else (middle, high)
+    counts = dealt(high)
+    for s in reversed(range(len(counts))):  # where several stages had room for one more at the same limit
+        counts[s] -= min(counts[s] - 1, sum(counts) - layers)
+    return counts
 
 
 class Stages:
@@ -119,14 +132,8 @@ class Stages:
                 gone += late_by + late_each * (made[-1] - 1)
             return made
 
-        low, high = 0.0, float(self.layers * (late.sum() + busy.sum()) + moved.sum())
-        for _ in range(STEPS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if sum(dealt(middle)) >= self.layers else (middle, high)
-        made = dealt(high)
-        for s in reversed(range(self.pp)):  # where several stages had room for one more at the same limit
-            made[s] -= min(made[s] - 1, sum(made) - self.layers)
-        return chunked(made, 1)
+        longest = float(self.layers * (late.sum() + busy.sum()) + moved.sum())
+        return chunked(all_dealt(dealt, self.layers, longest), 1)
 
 
 def _busy(times: tuple[Durations, ...], m: int) -> np.ndarray:
@@ -207,7 +214,7 @@ def deepened(layout: Layout, extra: list[int]) -> Layout:
     base = layout.order.schedule.in_flight(p.pp, total, p.virtual_stages)
     depths = tuple(min(total * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
     order = replace(layout.order, in_flight=depths)
-    return layout.varied(schedule_of(order.kind, tuple(order.depth(s) for s in range(p.pp))))
+    return layout.varied(schedule_of(order.kind, tuple(order.depths[s] for s in range(p.pp))))
 
 
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:

@@ -39,7 +39,7 @@ class OneSize:
         gpus = [o.fabric.gpu for o in usable]
         self.each = np.array([sum(costs.layer_s(model, one, tp, o.fabric, parallel, recompute)) for o in usable])
         self.seconds = [float(s) for s in self.each]  # a number by itself is quicker than an array's
-        self.head = min(sum(costs.head_s(model, one, tp, o.fabric)) for o in usable)
+        self.head = min(sum(costs.part_s("head", model, one, tp, o.fabric)) for o in usable)
         rule = TransportRule(site, "holmes", frozenset(), one_node=False)
         fabrics = [(o.fabric, rule.of({o.fabric.name}, one_node=False)) for o in usable]
         self.networks = {

@@ -25,7 +25,7 @@ from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS
 from holmes_hpc.planning.search.explore import OVER, Clock
-from holmes_hpc.planning.search.layers import STEPS
+from holmes_hpc.planning.search.layers import all_dealt
 from holmes_hpc.planning.search.offers import Offer, Question, offers
 from holmes_hpc.planning.search.placement import component
 from holmes_hpc.planning.search.shapes import Shape, shapes
@@ -262,7 +262,7 @@ def _dealt(layout: Layout) -> np.ndarray:
     the fewer it has. For a limit of the step, stage after stage gets as many as it can compute between the first
     micro-batch's coming and the last gradients' way up."""
     busy, late = _busy(layout)
-    moved, total = [0.0, *_moved_s(layout)], layout.model.layers
+    moved = [0.0, *_moved_s(layout)]
 
     def within(limit: float) -> list[int]:
         counts, gone = list[int](), 0.0
@@ -272,14 +272,8 @@ def _dealt(layout: Layout) -> np.ndarray:
             gone += float(late[counts[-1] - 1, s])
         return counts
 
-    low, high = 0.0, float(busy[-1].sum() + late[-1].sum() + sum(moved))
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if sum(within(middle)) >= total else (middle, high)
-    counts = within(high)
-    for s in reversed(range(len(counts))):  # where several stages had room for one more at the same limit
-        counts[s] -= min(counts[s] - 1, sum(counts) - total)
-    return _split(counts)
+    longest = float(busy[-1].sum() + late[-1].sum() + sum(moved))
+    return _split(all_dealt(within, layout.model.layers, longest))
 
 
 def _improved(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant, int]:

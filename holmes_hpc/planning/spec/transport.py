@@ -84,8 +84,8 @@ class TransportRule:
     @classmethod
     def of_job(cls, site: Site, mode: str, components: Sequence[Component]) -> TransportRule:
         """Return the rule of a job of these components."""
-        nodes = sum(c.nodes for c in components)
-        return cls(site, mode, fabrics=frozenset(c.fabric for c in components), one_node=nodes == 1)
+        one_node = sum(c.nodes for c in components) == 1
+        return cls(site, mode, fabrics=frozenset(c.fabric for c in components), one_node=one_node)
 
     def of(self, fabrics: Collection[str], one_node: bool, host_memory: bool = False) -> Transport:
         """Of a group whose members run in `fabrics`, all on one node or not. `host_memory`: its tensors lie there while

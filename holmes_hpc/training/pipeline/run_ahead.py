@@ -91,7 +91,7 @@ def run_ahead(
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
     _refuse_unsupported(config, edges, in_flight)
     order = routed or Order(kind, stages, num_microbatches, len(models), tuple(in_flight))
-    own, depth = order.own(edges.row), order.depth(edges.row)
+    own, depth = order.own(edges.row), order.depths[edges.row]
     recomputed_from = config.num_microbatches_with_partial_activation_checkpoints
     losses: list[Any] = []
     reduction = GradientReduction(config, models, first_stage=stage == 0)

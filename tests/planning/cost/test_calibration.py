@@ -103,9 +103,9 @@ def test_a_part_that_a_fabric_does_not_hold_is_that_of_another_with_its_gpus() -
             MeasuredFabric("h", H100.name),
         )
     )
-    assert Costs(both).head_s(MODEL, BATCH, 1, one_fabric(A100, "a")) == pytest.approx((0.1, 0.2))
+    assert Costs(both).part_s("head", MODEL, BATCH, 1, one_fabric(A100, "a")) == pytest.approx((0.1, 0.2))
     h100 = one_fabric(H100, "h")
-    assert Costs(both).head_s(MODEL, BATCH, 1, h100) == Costs().head_s(MODEL, BATCH, 1, h100)
+    assert Costs(both).part_s("head", MODEL, BATCH, 1, h100) == Costs().part_s("head", MODEL, BATCH, 1, h100)
 
 
 def test_links_are_those_of_the_fabric() -> None:
@@ -124,7 +124,7 @@ def test_links_are_those_of_the_fabric() -> None:
     assert found == {"a": 0.5, "h": 0.8}
     other = one_fabric(V100, "v")
     assert known.link(inside["a"], other, "all_gather").efficiency == 0.7  # a network's, measured anywhere
-    local = layout.edge(0, 1)
+    local = layout.edges[0][1]
     assert local.kind != "local" or known.link(local, other) == Costs().link(local, other)
 
 

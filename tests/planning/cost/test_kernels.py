@@ -104,7 +104,7 @@ def test_what_is_not_fused_takes_longer() -> None:
     ):
         assert sum(layer(Costs(software=software))) > 1.02 * sum(fused)
     full = Costs(software=Software(gathered_logits=True))
-    assert sum(full.head_s(MODEL, BATCH, 8, ON)) > 1.5 * sum(Costs().head_s(MODEL, BATCH, 8, ON))
+    assert sum(full.part_s("head", MODEL, BATCH, 8, ON)) > 1.5 * sum(Costs().part_s("head", MODEL, BATCH, 8, ON))
 
 
 def test_megatrons_fused_softmax_falls_back_for_odd_shapes() -> None:

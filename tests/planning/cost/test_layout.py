@@ -76,7 +76,7 @@ def test_transports_are_the_plans(mode: str) -> None:
             for s in range(p.pp):
                 found = {}
                 if s + 1 < p.pp:
-                    found["edge"] = layout.edge(number, s), written(plan, here, "edge", s, s + 1)
+                    found["edge"] = layout.edges[number][s], written(plan, here, "edge", s, s + 1)
                 if layout.run > 1:
                     kind = "intra_dp" if p.optimizer_instances > 1 else "dp"
                     found[kind] = layout.reduction(number, s), written(plan, here, kind, s)

@@ -43,7 +43,7 @@ def test_rate_and_delay_are_of_the_pair_alone() -> None:
     plain = down_s(SITE)
     slow = down_s(with_links(FabricLink(("b", "a"), gbps=5.0)))
     late = down_s(with_links(FabricLink(("b", "c"), delay_ms=7)))
-    latency = Costs().link(Layout.of(pipeline(SITE), Costs()).edge(0, 0), SITE.fabrics[0]).latency_s
+    latency = Costs().link(Layout.of(pipeline(SITE), Costs()).edges[0][0], SITE.fabrics[0]).latency_s
     assert slow[0] - latency == pytest.approx(5 * (plain[0] - latency)) and slow[1] == plain[1]
     assert late[0] == plain[0] and late[1] == pytest.approx(plain[1] + 7e-3)
 

@@ -196,7 +196,7 @@ def test_pipelines_inside_a_node_send_nothing_around_their_ring() -> None:
         Costs(),
     )
     layout = Layout.of(made, Costs())
-    assert {layout.edge(replica, s).kind for replica in range(2) for s in range(2)} == {"local"}
+    assert {layout.edges[replica][s].kind for replica in range(2) for s in range(2)} == {"local"}
     edges = [g for g in made.transports() if g.kind == "edge"]
     assert {g.transport.kind for g in edges} == {"local"}
 

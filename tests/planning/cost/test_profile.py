@@ -51,8 +51,8 @@ def test_a_csv_counts_for_the_gpus_that_it_names() -> None:
     a100, h100 = one_fabric(A100), one_fabric(H100)
     assert costs.layer_s(MODEL, BATCH, 1, a100) == pytest.approx((0.019, 0.040))
     assert costs.layer_s(MODEL, BATCH, 1, h100) == pytest.approx((0.008, 0.016))
-    assert costs.head_s(MODEL, BATCH, 1, a100) == pytest.approx((0.005, 0.010))
-    assert costs.head_s(MODEL, BATCH, 1, h100) == Costs().head_s(MODEL, BATCH, 1, h100)
+    assert costs.part_s("head", MODEL, BATCH, 1, a100) == pytest.approx((0.005, 0.010))
+    assert costs.part_s("head", MODEL, BATCH, 1, h100) == Costs().part_s("head", MODEL, BATCH, 1, h100)
     assert costs.optimizer_s(layer_parameters(MODEL), a100) == pytest.approx(0.001)
 
 
@@ -60,7 +60,7 @@ def test_sailors_profile_counts() -> None:
     costs, fabric = Costs(from_sailor(sailors(), MODEL, BATCH)), one_fabric(A100)
     assert costs.layer_s(MODEL, BATCH, 1, fabric) == pytest.approx((0.02, 0.04))
     assert costs.layer_s(MODEL, BATCH, 4, fabric) == pytest.approx((0.007, 0.014))
-    assert costs.head_s(MODEL, BATCH, 1, fabric) == pytest.approx((0.004, 0.006))
+    assert costs.part_s("head", MODEL, BATCH, 1, fabric) == pytest.approx((0.004, 0.006))
     between = costs.layer_s(MODEL, replace(BATCH, micro_size=3), 1, fabric)[0]
     assert 0.02 < between < 0.038
 

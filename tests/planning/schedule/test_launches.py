@@ -72,7 +72,7 @@ def test_what_is_posted_and_held_fits_into_what_memory_was_counted_for(order: Or
                 held -= order.transfer_to(stage, launch) is not None
             edges = [(stage - 1) % order.stages, stage]
             room = sum(order.window_below(edge) * (2 if edge == order.stages - 1 else 1) for edge in edges)
-            assert held <= order.depth(stage) + room + 2 * order.chunks, (stage, launch)
+            assert held <= order.depths[stage] + room + 2 * order.chunks, (stage, launch)
 
 
 @given(st.integers(2, 4), st.integers(2, 3), st.lists(st.integers(1, 12), min_size=4, max_size=4))

@@ -45,7 +45,7 @@ def test_a_stage_computes_everything_once_and_holds_what_is_said(order: Order) -
         done = order.passes(stage)
         assert sorted(done) == every_pass(order)
         assert all(done.index(p._replace(forward=True)) < done.index(p) for p in done if not p.forward)
-        assert max(np.cumsum([1 if p.forward else -1 for p in done])) == order.depth(stage) <= order.in_flight[stage]
+        assert max(np.cumsum([1 if p.forward else -1 for p in done])) == order.depths[stage] <= order.in_flight[stage]
         if order.schedule.megatron:
             assert [item for item in order.program(stage) if isinstance(item, Pass)] == done
 

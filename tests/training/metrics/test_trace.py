@@ -43,7 +43,7 @@ def test_a_trace_says_who_computed_what_when(
             assert [(c["kind"] == "forward", c["micro_batch"], c["chunk"]) for c in computed] == order.passes(rank)
             assert all(a["end_s"] <= b["start_s"] + 1e-6 for a, b in pairwise(computed))  # one after the other
             most = max(c["held"] for c in computed)
-            assert most == order.depth(rank)
+            assert most == order.depths[rank]
             if schedule == "ahead" and rank == 0:  # more than Megatron's own schedule holds
                 assert most > megatrons(2, plan.micro_batches, len(layers[0]))[0]
         kinds = {line["kind"] for line in lines}

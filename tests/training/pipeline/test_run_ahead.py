@@ -208,8 +208,8 @@ def test_no_lock_up_and_no_mismatch_with_random_delays() -> None:
         assert same(exact[stages, chunks, micro_batches], ranks), case
         assert all(rank["group_sizes"] == [2] for rank in ranks)
         order = Order("ahead", stages, micro_batches, chunks, tuple(case.in_flight or ()))
-        assert [held(rank, 0) for rank in ranks] == [order.depth(s) for s in range(stages)], case
-        deeper += order.depth(0) > in_flight(stages, micro_batches, chunks)[0]
+        assert [held(rank, 0) for rank in ranks] == [order.depths[s] for s in range(stages)], case
+        deeper += order.depths[0] > in_flight(stages, micro_batches, chunks)[0]
         transfers += [
             (end - start) / (3 * PACE_S * chunks)
             for rank in ranks
