@@ -121,8 +121,9 @@ def predict(
         )
         console.note(f"written: {trace}")
     if json:
-        placement = {"strategy": plan.strategy, "components": plan.layout}
-        console.as_json({**asdict(predicted), "throughput": rates, **placement})
+        console.as_json(
+            {**asdict(predicted), "throughput": rates, "strategy": plan.strategy, "components": plan.layout}
+        )
     else:
         _show(plan, predicted, costs, rates, steps)
 

@@ -52,8 +52,7 @@ def planned(
         ends = earliest_ends(config)
         show_ends(ends, config.train.steps, stderr=True)
         return ends[0].plan, replace(config, slurm=replace(config.slurm, timeout_min=ends[0].timeout_min))
-    on = None if config.plan_file else asked_site(config)
-    chosen = make_plan(config, on, Clock(say=console.note))
+    chosen = make_plan(config, None if config.plan_file else asked_site(config), Clock(say=console.note))
     if config.plan_file:
         check_site(chosen, asked_site(config))
     return chosen, config

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from holmes_hpc.errors import SiteError, SubmissionError
 
@@ -90,13 +91,6 @@ class Answer:
         return self.code == 0
 
     @property
-    def terminated(self) -> bool:
-        """True if the command was terminated before its output.
-
-        `scontrol requeue` of one's own job ends everything in it, including itself."""
-        return self.code == -signal.SIGTERM
-
-    @property
     def away(self) -> bool:
         return self.code != 0 and any(message in self.err for message in AWAY)
 
@@ -143,23 +137,30 @@ def _defer_interrupt(number: int, _: object) -> None:
     os.write(2, b"\nholmes: waiting for Slurm's answer\n")
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted() -> contextlib.AbstractContextManager[None]:
     """Defer Ctrl-C to the end of the block, so that submitted jobs are also recorded."""
+    return _handle_interrupts(_defer_interrupt)
+
+
+def ignore_interrupts() -> contextlib.AbstractContextManager[None]:
+    """Keep this terminal's Ctrl-C from processes started in the block; they outlive whoever follows them."""
+    return _handle_interrupts(signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _handle_interrupts(handler: Any) -> Iterator[None]:
+    """Handle SIGINT by `handler` in the block, except in another thread or where it does so already."""
     previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or previous in (
-        None,
-        signal.SIG_IGN,
-        _defer_interrupt,
-    ):
+    if threading.current_thread() is not threading.main_thread() or previous in (None, signal.SIG_IGN, handler):
         yield
         return
-    signal.signal(signal.SIGINT, _defer_interrupt)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-        interrupt_here()
+        if handler is _defer_interrupt:
+            interrupt_here()
 
 
 def interrupt_here() -> None:

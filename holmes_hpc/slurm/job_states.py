@@ -173,7 +173,6 @@ def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
     active = [s for s in ACTIVE if s in states]
     state = active[0] if active else next((s for s in ENDED if s in states), states[0])
     codes = [r.exit_code for r in ordered if r.exit_code]
-    nodes = ",".join(r.nodes for r in ordered if r.nodes)
     reason = next(
         (r.reason for r in ordered if r.reason and r.state == state and (active or r.reason not in _STALE)), ""
     )
@@ -181,7 +180,7 @@ def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
     return JobState(
         state,
         reason=reason,
-        nodes=nodes,
+        nodes=",".join(r.nodes for r in ordered if r.nodes),
         exit_code=code,
         components=tuple(states),
         source=source,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shlex
-import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from submitit.local.local import LocalExecutor
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.slurm.commands import uninterrupted
+from holmes_hpc.slurm.commands import ignore_interrupts, uninterrupted
 from holmes_hpc.slurm.scontrol import minutes
 from holmes_hpc.submission import local_ranks
 from holmes_hpc.submission.lifecycle.status import Job, OnThisMachine
@@ -62,19 +59,6 @@ class _LoadedOnce(LocalExecutor):
         return shlex.join([sys.executable, "-u", "-m", local_ranks.__name__, str(self.folder), str(self.ranks)])
 
 
-@contextlib.contextmanager
-def deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes started inside do not hear this terminal's Ctrl-C: it is for who follows them, and they go on."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def run_plan_here(
     plan: Plan,
     run_dir: str | Path,
@@ -99,7 +83,7 @@ def run_plan_here(
     task = LocalRankTask(function, config, secrets.token_hex(8))
     host = socket.gethostname()
     with uninterrupted():
-        with deaf_to_ctrl_c():
+        with ignore_interrupts():
             os.environ.setdefault("SUBMITIT_LOG_LEVEL", "ERROR")  # its processes say nothing that the ranks do not
             job = executor.submit(task)
         pid = int(job.job_id)

@@ -15,8 +15,8 @@ from itertools import accumulate
 from submitit.core import job_environment, logger, utils
 
 from holmes_hpc.errors import SubmissionError
-from holmes_hpc.slurm.commands import patient
 from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.slurm.job_queries import requeue
 from holmes_hpc.submission.executor.batch_script import USER_SIGNAL
 from holmes_hpc.submission.executor.component import ComponentRequest
 
@@ -117,12 +117,8 @@ class SlurmHetJobEnvironment(job_environment.JobEnvironment):
     def _requeue(self, countdown: int) -> None:
         """Requeue the whole job at its leader, at most as often as the executor allowed."""
         restarts, most = int(os.environ.get("SLURM_RESTART_COUNT") or 0), int(os.environ.get(MAX_REQUEUES) or 0)
-        if most and restarts >= most:
-            refusal = f"it was requeued {restarts} times already"
-        else:
-            answer = patient(["scontrol", "requeue", self.job_id], patience_s=60, timeout_s=30)
-            is_queued = answer.ok or answer.terminated or "pending execution" in answer.err
-            refusal = "" if is_queued else f"scontrol requeue: {answer.reason}"
+        is_used_up = most and restarts >= most
+        refusal = f"it was requeued {restarts} times already" if is_used_up else requeue(self.job_id)[0]
         if refusal:
             message = f"Job not requeued because: {refusal}"
             logger.get_logger().warning(message)

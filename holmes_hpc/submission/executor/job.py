@@ -47,8 +47,7 @@ class SlurmHetJob(core.Job[Any]):
 
     def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] | None = None) -> None:
         if tasks is None:
-            ticket = read_ticket(utils.JobPaths(folder, job_id=job_id).folder, job_id)
-            tasks = range(int(ticket.get("tasks") or 1))
+            tasks = range(int(read_ticket(utils.JobPaths(folder, job_id=job_id).folder, job_id).get("tasks") or 1))
         super().__init__(folder=folder, job_id=job_id, tasks=tuple(tasks))
         if not self._tasks[0]:
             self.expected()

@@ -236,23 +236,30 @@ def warnings(
 ) -> list[str]:
     """What does not forbid the job but may keep it waiting for ever, or give it other nodes than meant. `config`: None
     where Slurm did not tell; `limits`: of the user's number of jobs."""
-    found: list[str] = []
-    if len(requests) > 1:
-        found += [what for what, _ in config.against_hetjobs()] if config is not None else []
-        found += [
+    if len(requests) < 2:
+        return []
+    shared = {
+        (i, j): sorted(eligible(requests[i], nodes) & eligible(requests[j], nodes))
+        for i, j in combinations(range(len(requests)), 2)
+        if requests[i].partition != requests[j].partition
+    }
+    return [
+        *(what for what, _ in (config.against_hetjobs() if config is not None else ())),
+        *(
             f"{key} is {most}, and each of the {len(requests)} components counts as a job"
             for key, most in limits.items()
             if most < len(requests)
-        ]
-        for index, request in enumerate(requests):
-            if not request.constraint and not request.nodelist:
-                place = f"partition {request.partition}" if request.partition else "the default partition"
-                found.append(f"component {index} has no constraint: it may get any node of {place}")
-        for i, j in combinations(range(len(requests)), 2):
-            shared = eligible(requests[i], nodes) & eligible(requests[j], nodes)
-            if shared and requests[i].partition != requests[j].partition:
-                found.append(
-                    f"components {i} and {j} can get the same nodes ({', '.join(sorted(shared)[:3])}"
-                    f"{', …' if len(shared) > 3 else ''}): partitions overlap"
-                )
-    return found
+        ),
+        *(
+            f"component {index} has no constraint: it may get any node of "
+            + (f"partition {request.partition}" if request.partition else "the default partition")
+            for index, request in enumerate(requests)
+            if not request.constraint and not request.nodelist
+        ),
+        *(
+            f"components {i} and {j} can get the same nodes ({', '.join(names[:3])}{', …' * (len(names) > 3)}):"
+            " partitions overlap"
+            for (i, j), names in shared.items()
+            if names
+        ),
+    ]

@@ -256,8 +256,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
             if self.parameters.get("preflight", True) and len(request.components) > 1:
                 preflight(request.components, timeout_min=request.timeout_min)
         interrupt_here()
-        static = self._static_folder()
-        path = static / f".submission_file_{uid}.sh"
+        path = self._static_folder() / f".submission_file_{uid}.sh"
         submitted = time.time()
         try:
             with refusals():
@@ -298,9 +297,10 @@ class SlurmHetExecutor(core.PicklingExecutor):
         try:
             for batch in [delayed_submissions] if single else [[delayed] for delayed in delayed_submissions]:
                 with uninterrupted():
-                    is_array = len(batch) > 1
                     jobs += (
-                        self._submit_array(batch, most) if is_array else super()._internal_process_submissions(batch)
+                        self._submit_array(batch, most)
+                        if len(batch) > 1
+                        else super()._internal_process_submissions(batch)
                     )
         except BaseException:
             for job in reversed(jobs):  # a batch is submitted as a whole or not at all
@@ -311,8 +311,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return jobs
 
     def _submit_array(self, delayed_submissions: list[utils.DelayedSubmission], most: int) -> list[core.Job[Any]]:
-        static = self._static_folder()
-        pickles = [static / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
+        pickles = [self._static_folder() / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
         try:
             for delayed, path in zip(delayed_submissions, pickles, strict=True):
                 delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)

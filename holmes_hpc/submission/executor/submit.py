@@ -11,15 +11,10 @@ from pathlib import Path
 from submitit.core.utils import FailedSubmissionError
 
 from holmes_hpc.errors import SubmissionError
-from holmes_hpc.slurm.commands import Answer, interrupt_here, slurm
+from holmes_hpc.slurm.commands import interrupt_here, slurm
 from holmes_hpc.slurm.job_queries import SEPARATOR
 
-_BUSY = (
-    "Slurm temporarily unable to accept job",
-    "Resource temporarily unavailable",
-    "try again later",
-    "maximum number of jobs",
-)
+_BUSY = ("Slurm temporarily unable to accept job", "Resource temporarily unavailable")
 
 
 class Refused(SubmissionError, FailedSubmissionError):
@@ -52,13 +47,15 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
     while True:
         answer = slurm("sbatch", "--parsable", str(path), timeout_s=120)
         if answer.ok:
-            return parse_id(answer)
-        unsure = answer.away and "Connection refused" not in answer.err
-        if unsure:
-            job_id = find_token(token, end)
-            if job_id:
+            match = re.search(r"^(\d+)(;.*)?$", answer.out.strip(), re.MULTILINE)  # ID or ID;CLUSTER
+            if match is None:
+                said = answer.out.strip()[:60]
+                raise Unsure(f"sbatch answered {said!r}", where="sbatch", hint="look with `squeue --me`")
+            return match[1]
+        if answer.away and "Connection refused" not in answer.err:  # it may have taken the job
+            if job_id := find_token(token, end):
                 return job_id
-        elif not answer.away and not any(word in answer.err for word in _BUSY[:2]):
+        elif not answer.away and not any(word in answer.err for word in _BUSY):
             raise Refused(answer.reason, where="sbatch", hint="change what the job asks for")
         if time.monotonic() + pause > end:
             raise Refused(
@@ -69,14 +66,6 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
         interrupt_here()
         time.sleep(pause)
         pause = min(2 * pause, 15)
-
-
-def parse_id(answer: Answer) -> str:
-    """The job id in sbatch's answer (``--parsable``: ``ID`` or ``ID;CLUSTER``)."""
-    match = re.search(r"^(\d+)(;.*)?$", answer.out.strip(), re.MULTILINE)
-    if match is None:
-        raise Unsure(f"sbatch answered {answer.out.strip()[:60]!r}", where="sbatch", hint="look with `squeue --me`")
-    return match.group(1)
 
 
 def find_token(token: str, end: float) -> str | None:

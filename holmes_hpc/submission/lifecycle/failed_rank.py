@@ -96,8 +96,8 @@ def complaints(text: str, parts: Sequence[ComponentRanks] = ()) -> list[Complain
             continue
         if tasks := numbers(match[2].strip("[]")):
             killed = f"{_BY_SIGNAL} 9 (SIGKILL): out of memory ({memory})" if memory else by_signal(signal.SIGKILL)
-            how = killed if match[3] == "Killed" else match[3]
-            found.append(Complaint(match[1], _ranks(match[1], tasks, parts), how))
+            ranks = _ranks(match[1], tasks, parts)
+            found.append(Complaint(match[1], ranks, killed if match[3] == "Killed" else match[3]))
     return found
 
 

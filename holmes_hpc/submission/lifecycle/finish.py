@@ -14,13 +14,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.slurm.commands import patient, slurm
-from holmes_hpc.slurm.job_queries import disable_requeue, ending_state
+from holmes_hpc.slurm.commands import slurm
+from holmes_hpc.slurm.job_queries import disable_requeue, ending_state, requeue
 from holmes_hpc.slurm.job_states import read_cancellation
 from holmes_hpc.submission.executor.environment import ranks_of_job
 from holmes_hpc.submission.lifecycle.failed_rank import complaints
@@ -53,8 +52,7 @@ def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restart
         return status or 1
     text = notices(run)
     state = (read_cancellation(text) or ending_state(job_id)) if status or signalled else None
-    srun = complaints(text, ranks_of_job(os.environ))
-    result: dict[str, Any] = judge(run, status, signalled=signalled, slurm=state, srun=srun)
+    result = judge(run, status, signalled=signalled, slurm=state, srun=complaints(text, ranks_of_job(os.environ)))
     start, is_preempted = f"{job_id}/{restarts}", state is not None and state.state == "PREEMPTED"
     if result["state"] == "failed" and noted(run, start):  # rank 0 has asked for the requeue that ended the others
         result |= {"state": "preempted", "error": "preempted", "failed_rank": None, "failed_node": None}
@@ -62,14 +60,12 @@ def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restart
     if why_not is None:
         with contextlib.suppress(HolmesError, OSError):
             note_progress(run, start, result["state"])
-        answer = patient(["scontrol", "requeue", job_id], patience_s=60, timeout_s=30)
-        is_queued = "pending execution" in answer.err
-        if answer.ok or answer.terminated or is_queued:
+        why_not, by_itself = requeue(job_id)
+        if why_not is None:
             restart = f"requeued job {job_id} (restart {restarts + 1})"
-            how = f"Slurm requeued job {job_id} itself" if is_queued else restart
+            how = f"Slurm requeued job {job_id} itself" if by_itself else restart
             say(f"{result['state']}: {result['error']}; {how}")
             return int(result["exit_code"])
-        why_not = f"scontrol requeue: {answer.reason}"
     run.write_result(result, writer="batch")
     if state is not None and state.state == "NODE_FAIL":  # Slurm has queued it again by itself
         slurm("scancel", job_id, timeout_s=30)

@@ -151,9 +151,12 @@ def _error(run: RunDirectory, state: RunState, status: int | None) -> str | None
     """Return why a run ended of which no rank says why. Nobody writes where the directory is this machine's alone."""
     if state == "failed" and not any(run.logs.glob("rank-*.txt")) and not (run.logs / "batch.txt").exists():
         return f"no node wrote anything into {run.path}: is it on a file system that all nodes share?"
-    ended = "the job ended before its batch script could say why"
-    failed = ended if status is None else f"the step ended with exit code {status}"
-    return {"completed": None, "failed": failed, "timeout": "its time was over"}.get(state, state)
+    unseen = "the job ended before its batch script could say why"
+    return {
+        "completed": None,
+        "failed": unseen if status is None else f"the step ended with exit code {status}",
+        "timeout": "its time was over",
+    }.get(state, state)
 
 
 def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:

@@ -62,8 +62,9 @@ class OnThisMachine:
             process = psutil.Process(self._pid)
             # else the number is another process's now; the age says nothing where the clock was set back
             is_of_that_time = abs(process.create_time() - self._started) < 60
-            is_ours = is_of_that_time or str(self._folder) in process.cmdline()
-            return is_ours and process.status() != psutil.STATUS_ZOMBIE
+            return (
+                is_of_that_time or str(self._folder) in process.cmdline()
+            ) and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, ValueError, OverflowError):
             return False
 

@@ -62,10 +62,9 @@ def note_outcome(returned: Any) -> None:
         return
     value = getattr(returned, "_return_value", None)
     good = getattr(getattr(returned, "status", None), "name", "COMPLETED") == "COMPLETED"
-    noted: dict[str, Any] = {"state": "completed" if good else "failed"}
-    if not good:
-        noted["error"] = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else str(value)
-    else:
+    error = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else str(value)
+    noted: dict[str, Any] = {"state": "completed"} if good else {"state": "failed", "error": error}
+    if good:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # no plain data, nor a scalar of numpy or torch
             noted["value"] = json.loads(to_json(getattr(value, "item", lambda: value)()))
     with contextlib.suppress(RunFailed):  # a full disk: the pickle may fit all the same

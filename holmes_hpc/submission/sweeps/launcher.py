@@ -29,11 +29,11 @@ from holmes_hpc.records.files import locked
 from holmes_hpc.records.ownership import careful_umask, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import refuse
-from holmes_hpc.slurm.commands import uninterrupted
+from holmes_hpc.slurm.commands import ignore_interrupts, uninterrupted
 from holmes_hpc.slurm.job_states import UNKNOWN
 from holmes_hpc.submission.executor.line import Line
 from holmes_hpc.submission.lifecycle.status import Job, OnSlurm
-from holmes_hpc.submission.local import deaf_to_ctrl_c, run_plan_here
+from holmes_hpc.submission.local import run_plan_here
 from holmes_hpc.submission.plan_job import Planned, submit_plan
 from holmes_hpc.submission.sweeps.jobs import cancel_sweep, note_outcome, states, unread
 from holmes_hpc.submission.sweeps.launcher_settings import executor_of, settings_of_plan
@@ -138,9 +138,10 @@ class HolmesLauncher(BaseSubmititLauncher):
     ) -> None:
         """Submit what is to be submitted; all jobs are added to `launched`."""
         unreadable = [(job.num, why) for job in manifest.jobs if (why := unread(manifest, job)) is not None]
-        own = "use a hydra.sweep.dir of your own"
         refuse(
-            str(manifest.path), *((True, f"job {num}: {why}", own) for num, why in unreadable), error=SubmissionError
+            str(manifest.path),
+            *((True, f"job {num}: {why}", "use a hydra.sweep.dir of your own") for num, why in unreadable),
+            error=SubmissionError,
         )
         found = states(manifest, [job for job in manifest.jobs if job.submitted < BEGAN])
         unknown = {job: state for job, state in found.items() if state.state == UNKNOWN}  # they may still run
@@ -340,7 +341,7 @@ class LocalLauncher(HolmesLauncher):
     """Processes of this machine."""
 
     _EXECUTOR, WHERE = "local", "local"
-    _shield = staticmethod(deaf_to_ctrl_c)
+    _shield = staticmethod(ignore_interrupts)
 
     def _make_room(self, before: list[Launched], progress: Progress, *, planned: bool) -> None:
         most = int(self.params.get("array_parallelism") or 0) or (1 if planned else 0)

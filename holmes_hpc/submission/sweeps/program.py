@@ -74,8 +74,8 @@ def _program(path: str, package: str) -> Program:
     files: dict[str, str] = {}
     waiting = [(path, package)]
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in _OURS:
-            waiting += [(found, module.__package__ or "") for found in (_own_source(module),) if found]
+        if name.partition(".")[0] not in _OURS and (source := _own_source(module)):
+            waiting.append((source, module.__package__ or ""))
     while waiting:
         path, package = waiting.pop(0)
         if path in files:

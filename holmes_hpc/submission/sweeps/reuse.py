@@ -134,14 +134,12 @@ def earlier_jobs(
         state, done = states.get(job, JobState()), finished(manifest, job)
         if not done and not goes_on(state):
             continue
-        found[key] = Earlier(job, state, done, _other(manifest, job, program))
+        if program is None:
+            other = "by a program without a source file"
+        else:
+            other = "" if job.program == program.digest else changes(manifest.programs.get(job.program), program)
+        found[key] = Earlier(job, state, done, other)
     return found
-
-
-def _other(manifest: Manifest, job: SweepJob, program: Program | None) -> str:
-    if program is None:
-        return "by a program without a source file"
-    return "" if job.program == program.digest else changes(manifest.programs.get(job.program), program)
 
 
 def take_over(found: Mapping[tuple[str, ...], Earlier], reuse: bool | str) -> dict[tuple[str, ...], Earlier]:
