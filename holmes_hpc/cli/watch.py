@@ -138,8 +138,10 @@ def cancel(run: Run, json: Json = False) -> None:
         made = "no checkpoint" if record.metrics_bytes() else "made no step and no checkpoint"
         last = f"its last checkpoint is of step {kept[0].step}" if kept else f"it has {made}"
         if not here:
-            enough = f"if Slurm's KillWait{_kill_wait()} is long enough for both"
-            last = f"so far {last}; its ranks finish a step or two and save, {enough}"
+            last = (
+                f"so far {last}; its ranks finish a step or two and save,"
+                f" if Slurm's KillWait{_kill_wait()} is long enough for both"
+            )
         console.note(last)
 
 

@@ -90,8 +90,12 @@ def _inside(value: str) -> str:
 def _template(
     name: str, what: str, parts: tuple[ComponentRequest, ...], *, restarts: int = 0, container: str | None = None
 ) -> str:
-    text = _script(parts, restarts=restarts, container=container)
-    return _finished(text, USAGE.format(name=name, what=what), "${PLAN:-plan.yaml}", "${PYTHON:-python3}")
+    return _finished(
+        _script(parts, restarts=restarts, container=container),
+        USAGE.format(name=name, what=what),
+        "${PLAN:-plan.yaml}",
+        "${PYTHON:-python3}",
+    )
 
 
 def _script(

@@ -226,8 +226,11 @@ def component(
         return values
     where = f"component {index}"
     if not isinstance(values, Mapping):
-        hint = "write {partition: …, nodes: …, tasks_per_node: …}"
-        raise SubmissionError(f"{values!r} is no mapping of options", where=where, hint=hint)
+        raise SubmissionError(
+            f"{values!r} is no mapping of options",
+            where=where,
+            hint="write {partition: …, nodes: …, tasks_per_node: …}",
+        )
     for key in values:
         if ALIASES.get(key, key) not in (*COMPONENT_KEYS, "mem_gb"):
             raise SubmissionError(f"unknown key {key!r}", where=where, hint=nearest(str(key), COMPONENT_KEYS))

@@ -64,8 +64,7 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
     for index, request in enumerate(requests):
         found, where = try_component(request, timeout_min=timeout_min), f"component {index} ({in_words(request)})"
         if not found.ok:
-            hint = feasible_instead(request, timeout_min=timeout_min)
-            raise SubmissionError(found.reason, where=where, hint=hint)
+            raise SubmissionError(found.reason, where=where, hint=feasible_instead(request, timeout_min=timeout_min))
         if beyond := beyond_limit(request, timeout_min, _partitions()):
             raise SubmissionError(beyond, where=where, hint="shorten it, or name a QOS that allows more")
     if len(requests) > 1:
@@ -74,8 +73,9 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
         if config is not None and config.limits_enforced:
             qos = _fact("qos", read_qos) or Qos({})
             if why := beyond_qos(requests, _partitions(), qos):
-                hint = "it would wait for ever: use another QOS, or fewer components"
-                raise SubmissionError(why, where="job", hint=hint)
+                raise SubmissionError(
+                    why, where="job", hint="it would wait for ever: use another QOS, or fewer components"
+                )
 
 
 def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:

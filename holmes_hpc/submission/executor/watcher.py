@@ -255,8 +255,7 @@ class StateWatcher(core.InfoWatcher):
 
     def _age(self, job_id: str) -> float:
         """Seconds since the job's submission; where that is not known, since this process heard of it."""
-        since = self._expected.get(job_id, Expected()).submitted or self._registered_at.get(job_id, 0)
-        return time.time() - since
+        return time.time() - (self._expected.get(job_id, Expected()).submitted or self._registered_at.get(job_id, 0))
 
     @staticmethod
     def _query(command: list[str]) -> Answer:

@@ -63,8 +63,10 @@ def finish(run: RunDirectory, status: int, signalled: bool, job_id: str, restart
         why_not, by_itself = requeue(job_id)
         if why_not is None:
             restart = f"requeued job {job_id} (restart {restarts + 1})"
-            how = f"Slurm requeued job {job_id} itself" if by_itself else restart
-            say(f"{result['state']}: {result['error']}; {how}")
+            say(
+                f"{result['state']}: {result['error']}; "
+                + (f"Slurm requeued job {job_id} itself" if by_itself else restart)
+            )
             return int(result["exit_code"])
     run.write_result(result, writer="batch")
     if state is not None and state.state == "NODE_FAIL":  # Slurm has queued it again by itself
