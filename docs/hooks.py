@@ -1,4 +1,4 @@
-"""What mkdocs writes itself: the command reference from `--help`, and the list of links that lead out of the site."""
+"""Write the command reference from `--help`, and list the links that leave the site."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COMMANDS = "<!-- written from --help when the site is built -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put every verb's help where the page asks for it."""
+    """Put the help of every command where the page asks for it."""
     return markdown.replace(COMMANDS, _commands()) if COMMANDS in markdown else markdown
 
 
@@ -33,7 +33,7 @@ def _commands() -> str:
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """external-links.txt: what cannot be checked without a network, for whoever has one."""
+    """Write external-links.txt, to be checked where there is a network."""
     site = Path(config["site_dir"])
-    found = {link for page in site.rglob("*.html") for link in re.findall(r'href="(https?://[^"#]+)', page.read_text())}
-    (site / "external-links.txt").write_text("\n".join(sorted(found)) + "\n")
+    links = {link for page in site.rglob("*.html") for link in re.findall(r'href="(https?://[^"#]+)', page.read_text())}
+    (site / "external-links.txt").write_text("\n".join(sorted(links)) + "\n")
