@@ -1,1 +1,1 @@
-"""What the site has: NICs, nodes and fabrics, from Slurm's features or probed."""
+"""The site's hardware: NICs, nodes and fabrics, from Slurm's features or probed."""

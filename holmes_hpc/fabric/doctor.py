@@ -1,4 +1,4 @@
-"""Everything about a site that would make a run fail or crawl, each with its hint. Checks are pure; `examine` asks."""
+"""Checks that find site faults which make a run fail or slow, each with its hint. Only `examine` runs commands."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SAFE_HETJOBS = (24, 11)
 
 
 def check_config(config: Config) -> list[Finding]:
-    """The scheduler's settings."""
-    wrong = [(True, "error", what, hint) for what, hint in config.against_hetjobs()]
-    wrong += [
+    """Check the scheduler's settings."""
+    cases = [(True, "error", problem, hint) for problem, hint in config.against_hetjobs()]
+    cases += [
         (
             config.version is not None and config.version < SAFE_HETJOBS,
             "warning",
@@ -39,58 +39,58 @@ def check_config(config: Config) -> list[Finding]:
         (
             config.get("AccountingStorageType") in ("", "(null)", "accounting_storage/none"),
             "warning",
-            "no slurmdbd: sacct knows no job's end, so submitit alone believes that jobs run for ever",
-            "set AccountingStorageType=accounting_storage/slurmdbd; `holmes status` reads result.json meanwhile",
+            "no slurmdbd: sacct does not report that jobs end, so plain submitit treats them as running for ever",
+            "set AccountingStorageType=accounting_storage/slurmdbd; until then `holmes status` reads result.json",
         ),
         (
             config.get("JobRequeue") == "0",
             "warning",
-            "JobRequeue is 0: a run is not started again after a node failure",
+            "JobRequeue is 0: Slurm does not restart a run after a node failure",
             "set JobRequeue=1, or use `holmes resume`",
         ),
         (
             config.get("KillOnBadExit") != "1",
             "info",
             "KillOnBadExit is 0: with a plain srun a dead rank leaves the others running",
-            "use srun --kill-on-bad-exit=1 in scripts of your own (holmes submit does), or set KillOnBadExit=1",
+            "use srun --kill-on-bad-exit=1 in your own scripts (holmes submit does), or set KillOnBadExit=1",
         ),
         (
             any("helpers" in p for p in config.options("NodeFeaturesPlugins")),
             "info",
             "node_features/helpers refuses counts and brackets in constraints",
-            "use the constraints of `holmes nodes`, which have none, in scripts of your own",
+            "use the constraints of `holmes nodes` in your own scripts; they have none",
         ),
     ]
-    return [Finding(level, "slurm.conf", what, hint) for applies, level, what, hint in wrong if applies]
+    return [Finding(level, "slurm.conf", problem, hint) for applies, level, problem, hint in cases if applies]
 
 
 def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Finding]:
-    """Features that nothing explains, contradict each other, or leave something to suppose."""
-    found = [
-        Finding("warning", f"node {node}", f"not used: {why}", "see `holmes nodes`", node)
-        for node, why in grouping.left_out.items()
-        if "down, drained" not in why
+    """Report features that are unknown or contradictory, or that leave something to be assumed."""
+    findings = [
+        Finding("warning", f"node {node}", f"not used: {reason}", "see `holmes nodes`", node)
+        for node, reason in grouping.left_out.items()
+        if "down, drained" not in reason
     ]
-    down = grouped((n.reason.partition(" [")[0] or "no reason given", n.name) for n in nodes if not n.usable)
-    found += [
+    down_nodes = grouped((n.reason.partition(" [")[0] or "no reason given", n.name) for n in nodes if not n.usable)
+    findings += [
         Finding(
             "warning",
             f"nodes {compress(members)}",
             f"down or drained: {reason}",
             f"scontrol update NodeName={compress(members)} State=RESUME when repaired",
         )
-        for reason, members in down
+        for reason, members in down_nodes
     ]
-    found += [
+    findings += [
         Finding(
             "info",
             f"nodes {compress(members)}",
-            f"nothing explains the feature {feature}",
-            "explain it, or list it under ignored, in the site's own file (HOLMES_FEATURES)",
+            f"unknown feature {feature}",
+            "add a rule for it to the site's own file (HOLMES_FEATURES), or list it there under ignored",
         )
         for feature, members in grouped((feature, n.name) for n in nodes for feature in n.reading.unknown)
     ]
-    found += [
+    findings += [
         Finding("warning", f"node {n.name}", problem, f"holmes label {n.name}", n.name)
         for n in nodes
         for problem in n.reading.problems
@@ -98,31 +98,31 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
     ]
     for text in grouping.assumptions:
         if "no fabric label" in text:
-            where, _, what = text.partition(": ")
-            found.append(
+            node_list, _, assumption = text.partition(": ")
+            findings.append(
                 Finding(
                     "warning",
-                    f"nodes {where}",
-                    what,
+                    f"nodes {node_list}",
+                    assumption,
                     "label them: holmes label --fabric NAME, one name "
                     "for each set of nodes that reach each other by RDMA",
                 )
             )
         elif "left out" not in text and "CPU rank" not in text:
-            where, _, what = text.partition(": ")
-            found.append(Finding("info", f"nodes {where}", what, "label them with `holmes label`"))
-    return found
+            node_list, _, assumption = text.partition(": ")
+            findings.append(Finding("info", f"nodes {node_list}", assumption, "label them with `holmes label`"))
+    return findings
 
 
 def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> list[Finding]:
-    """Where a component without a partition of its own would land."""
-    found: list[Finding] = []
+    """Report where a component without a partition runs, and closed partitions."""
+    findings: list[Finding] = []
     fabric_of = {node: f.name for f in grouping.fabrics for node in f.node_names}
     default = next((p for p in partitions if p.default), None)
     if default is not None:
         fabrics = sorted({fabric_of[n] for n in default.nodes if n in fabric_of})
         if len(fabrics) > 1:
-            found.append(
+            findings.append(
                 Finding(
                     "warning",
                     f"partition {default.name}",
@@ -134,16 +134,16 @@ def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> lis
             )
         outside = [f.name for f in grouping.fabrics if f.partition != default.name]
         if outside and len(fabrics) == 1:
-            what = f"a component that states no partition lands here, not on {', '.join(outside)}"
-            found.append(
+            problem = f"a component without a partition runs here, not on {', '.join(outside)}"
+            findings.append(
                 Finding(
                     "info",
                     f"partition {default.name}",
-                    what,
+                    problem,
                     "state -p and -C for every component (holmes submit does)",
                 )
             )
-    return found + [
+    return findings + [
         Finding(
             "info", f"partition {p.name}", "closed, so not used", f"scontrol update PartitionName={p.name} State=UP"
         )
@@ -153,29 +153,31 @@ def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> lis
 
 
 def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]:
-    """What the nodes say themselves: features that lie, Ethernet addresses, clocks, NCCL's own order of interfaces."""
-    found: list[Finding] = []
+    """Check the nodes' own facts: wrong features, Ethernet addresses, clocks, NCCL's order of interfaces."""
+    findings: list[Finding] = []
     networks = Counter(f.network for f in facts if f.network)
-    usual = networks.most_common(1)[0][0] if networks else ""
+    common_network = networks.most_common(1)[0][0] if networks else ""
     for f in facts:
         where = f"node {f.node}"
-        found += f.findings
+        findings += f.findings
         if f.trouble:
-            what, _, hint = f.trouble.partition("; ")
-            found.append(Finding("error", where, f"no Ethernet address that others can reach: {what}", hint, f.node))
-        elif f.network != usual:
-            found.append(
+            problem, _, hint = f.trouble.partition("; ")
+            findings.append(
+                Finding("error", where, f"no Ethernet address that others can reach: {problem}", hint, f.node)
+            )
+        elif f.network != common_network:
+            findings.append(
                 Finding(
                     "warning",
                     where,
-                    f"its Ethernet address {f.address} ({f.ethernet}) is not in the others' network {usual}",
-                    "see that a route leads there, and that it is the right interface",
+                    f"its Ethernet address {f.address} ({f.ethernet}) is not in the others' network {common_network}",
+                    "check that a route leads there, and that it is the right interface",
                     f.node,
                     f.ethernet,
                 )
             )
         if abs(f.skew_s) > MOST_SKEW_S:
-            found.append(
+            findings.append(
                 Finding(
                     "warning",
                     where,
@@ -184,38 +186,38 @@ def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]
                     f.node,
                 )
             )
-        found += [
-            Finding("warning", where, note, "see its cable and driver", f.node)
+        findings += [
+            Finding("warning", where, note, "check its cable and driver", f.node)
             for note in f.notes
             if " is DOWN" in note or "runs at" in note
         ]
-    if blind := [f.node for f in facts if f.missing]:
+    if nodes_without_folder := [f.node for f in facts if f.missing]:
         where = next(str(Path(f.missing).parent) for f in facts if f.missing)
-        found.append(
+        findings.append(
             Finding(
                 "error",
-                f"nodes {compress(blind)}",
-                f"do not see this machine's {where}, where runs are kept",
+                f"nodes {compress(nodes_without_folder)}",
+                f"do not see this machine's {where}, the folder of the runs",
                 "keep runs on a file system that all nodes share: HOLMES_RUNS=DIR, or run_dir=DIR",
             )
         )
     ipoib = [f.node for f in facts if f.ipoib]
     if ipoib and not env.get("NCCL_SOCKET_IFNAME"):
         names = sorted({name for f in facts for name in f.ipoib})
-        what = f"NCCL by itself tries {', '.join(names)} first (IPoIB), which other fabrics cannot reach"
-        found.append(
+        problem = f"NCCL's default is {', '.join(names)} (IPoIB), which other fabrics cannot reach"
+        findings.append(
             Finding(
-                "info", f"nodes {compress(ipoib)}", what, "set NCCL_SOCKET_IFNAME in jobs of your own (training does)"
+                "info", f"nodes {compress(ipoib)}", problem, "set NCCL_SOCKET_IFNAME in your own jobs (training does)"
             )
         )
-    return found
+    return findings
 
 
 _SRUN = re.compile(r"^[ \t]*(?:exec\s+)?srun\b(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
 
 
 def read_script(path: Path) -> list[Finding]:
-    """What :func:`check_script` says of a file. Raises SiteError where it cannot be read."""
+    """Check a batch script file with :func:`check_script`. SiteError if it cannot be read."""
     try:
         return check_script(path.read_text(encoding="utf-8", errors="replace"), str(path))
     except OSError as e:
@@ -223,43 +225,45 @@ def read_script(path: Path) -> list[Finding]:
 
 
 def check_script(text: str, name: str = "script") -> list[Finding]:
-    """A batch script of one's own: the traps of heterogeneous jobs."""
-    hetjob = bool(re.search(r"^#SBATCH\s+hetjob\b", text, re.MULTILINE))
-    wrong: list[tuple[bool, str, str]] = []
+    """Check a user's batch script for the usual mistakes with heterogeneous jobs."""
+    is_hetjob = bool(re.search(r"^#SBATCH\s+hetjob\b", text, re.MULTILINE))
+    cases: list[tuple[bool, str, str]] = []
     for step in _SRUN.findall(text):
         line = " ".join(step.replace("\\\n", " ").split())[:60]
-        wrong += [
+        cases += [
             (
                 not re.search(r"\s(?:-K(?:1|\b)|--kill-on-bad-exit(?!=0))", step),
                 f"`{line}` has no --kill-on-bad-exit: a dead rank leaves the others running",
                 "add --kill-on-bad-exit=1",
             ),
             (
-                hetjob and "--het-group" not in step,
+                is_hetjob and "--het-group" not in step,
                 f"`{line}` has no --het-group: it runs in the first component only",
                 "add --het-group=0,1,… with all components",
             ),
             (
-                hetjob and bool(re.search(r"(?:-o|--output|-e|--error)[= ]\S*%[jJA]", step)),
+                is_hetjob and bool(re.search(r"(?:-o|--output|-e|--error)[= ]\S*%[jJA]", step)),
                 f"`{line}` writes to a path with %j, which differs between components",
                 "use a path without %j, %J and %A",
             ),
         ]
-    wrong += [
+    cases += [
         (
-            hetjob and not re.search(r"^#SBATCH\b.*\s(-p|--partition)", part, re.MULTILINE),
-            "a component has no partition: it lands in the default one",
+            is_hetjob and not re.search(r"^#SBATCH\b.*\s(-p|--partition)", part, re.MULTILINE),
+            "a component has no partition: it runs in the default one",
             "give every component -p and -C",
         )
         for part in re.split(r"^#SBATCH\s+hetjob\b.*$", text, flags=re.MULTILINE)
     ]
-    singleton = hetjob and bool(re.search(r"--dependency[= ]\S*singleton", text))
-    wrong.append((singleton, "singleton makes a heterogeneous job wait for itself", "use --dependency=afterany:LEADER"))
-    return [Finding("error", name, what, hint) for applies, what, hint in wrong if applies]
+    is_singleton = is_hetjob and bool(re.search(r"--dependency[= ]\S*singleton", text))
+    cases.append(
+        (is_singleton, "singleton makes a heterogeneous job wait for itself", "use --dependency=afterany:LEADER")
+    )
+    return [Finding("error", name, problem, hint) for applies, problem, hint in cases if applies]
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
-    """Without repetitions, errors first."""
+    """Return the findings without duplicates, errors first."""
     return sorted(dict.fromkeys(findings), key=lambda f: LEVELS.index(f.level))
 
 
@@ -271,37 +275,37 @@ def diagnose(
     env: Mapping[str, str] | None = None,
     settings: NodeSettings | None = None,
 ) -> list[Finding]:
-    """All findings about given data; pure but for the vocabulary's file."""
+    """Return all findings about the given data. Pure, except that it reads the vocabulary's file."""
     settings, env = settings or NodeSettings(), {} if env is None else env
     grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
-    found = check_config(config) + check_features(nodes, grouping) + check_partitions(partitions, grouping)
+    findings = check_config(config) + check_features(nodes, grouping) + check_partitions(partitions, grouping)
     if not grouping.fabrics:
-        found.append(Finding("error", f"cluster {config.cluster}", "no node can be used", "see the lines above"))
-    found += check_software(
+        findings.append(Finding("error", f"cluster {config.cluster}", "no node can be used", "see the other findings"))
+    findings += check_software(
         {f.node: f.software for f in facts if f.software}, software(), [n.name for n in nodes if n.gpus]
     )
-    return ordered(found + check_facts(facts, env) + refusals(env, {}, "", files=[]))
+    return ordered(findings + check_facts(facts, env) + refusals(env, {}, "", files=[]))
 
 
 @contextmanager
 def _marker() -> Iterator[Path | None]:
-    """A file where runs are kept, to see whether the nodes see it; None where nothing can be written."""
-    at = next(p for p in (runs_root().absolute(), *runs_root().absolute().parents) if p.is_dir())
+    """Create a temporary file in the runs' folder, to test whether nodes see it; None if the folder is not writable."""
+    folder = next(p for p in (runs_root().absolute(), *runs_root().absolute().parents) if p.is_dir())
     try:
-        with tempfile.NamedTemporaryFile(dir=at, prefix=".holmes-shared-") as file:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".holmes-shared-") as file:
             yield Path(file.name)
     except PermissionError:
         yield None
 
 
 def examine(settings: NodeSettings | None = None, asking: bool = True, setup: Sequence[str] = ()) -> list[Finding]:
-    """Ask Slurm and, with `asking`, its idle nodes (one short job per partition); errors first. The environment that
-    jobs inherit is this process's own, after the lines of shell that a job begins with (`setup`)."""
+    """Ask Slurm and, if `asking`, its idle nodes (one short job per partition). Return all findings, errors first.
+    The nodes' environment is this process's own, after the shell lines `setup` that a job begins with."""
     vocabulary = settings.vocabulary if settings else None
     nodes, partitions, config = read_nodes(vocabulary), read_partitions(), read_config()
     facts: list[Facts] = []
-    silent: list[Finding] = []
+    unanswered: list[Finding] = []
     if asking:
         with _marker() as marker:
-            facts, silent = ask_nodes(nodes, vocabulary, marker, setup)
-    return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings) + silent)
+            facts, unanswered = ask_nodes(nodes, vocabulary, marker, setup)
+    return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings) + unanswered)

@@ -1,4 +1,4 @@
-"""What a node's Slurm features say about its NICs: a vocabulary of regular expressions, and a node's reading of it."""
+"""Reader of a node's Slurm features: a vocabulary of regular expressions, and the facts they give about its NICs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT = tuple(Path(__file__).with_name(name) for name in ("features.yaml", "gp
 
 @dataclass(frozen=True)
 class Meaning:
-    """What one feature says. Rates in Gb/s; `text` is for people."""
+    """The meaning of one feature. Rates are in Gb/s; `text` is for display."""
 
     feature: str
     nic: NicType | None = None
@@ -61,7 +61,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Rule:
-    """A regular expression for a whole feature, and what is always true of a feature that matches it."""
+    """A regular expression for a whole feature, and the facts that every matching feature implies."""
 
     pattern: re.Pattern[str]
     fixed: dict[str, Any]
@@ -71,7 +71,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rules in the order in which they are tried; the first that matches a feature explains it."""
+    """The rules, in the order of trial: the first rule that matches a feature gives its meaning."""
 
     rules: tuple[Rule, ...]
     rates: dict[str, float]
@@ -80,41 +80,41 @@ class Vocabulary:
     networks: dict[str, str] = field(default_factory=dict)
 
     def meaning(self, feature: str) -> Meaning | None:
-        """None for a feature that nothing explains."""
+        """Return the meaning of a feature; None if it is unknown."""
         for rule in self.rules:
             match = rule.pattern.fullmatch(feature)
             if match:
-                said = {**rule.fixed, **{k: v for k, v in match.groupdict().items() if v is not None}}
-                return self._meaning(feature, rule, said)
+                facts = {**rule.fixed, **{k: v for k, v in match.groupdict().items() if v is not None}}
+                return self._meaning(feature, rule, facts)
         if any(pattern.fullmatch(feature) for pattern in self.ignored):
             return Meaning(feature)
         gpu = self.gpu(feature)
         return Meaning(feature, gpu=gpu.name) if gpu else None
 
-    def _meaning(self, feature: str, rule: Rule, said: dict[str, Any]) -> Meaning | None:
+    def _meaning(self, feature: str, rule: Rule, facts: dict[str, Any]) -> Meaning | None:
         rates = {}
         for key in ("rate", "port", "ethernet", "ranks"):
-            if key in said:
-                word = str(said[key]).lower()
+            if key in facts:
+                spelling = str(facts[key]).lower()
                 try:
-                    rates[key] = float(self.rates.get(word, word))
+                    rates[key] = float(self.rates.get(spelling, spelling))
                 except ValueError:
                     return None
                 if not 0 < rates[key] < float("inf"):
                     return None
         try:
-            nic = NicType(str(said["nic"]).lower()) if "nic" in said else None
+            nic = NicType(str(facts["nic"]).lower()) if "nic" in facts else None
         except ValueError:
             return None
-        names = NicNames(said.get("interface"), _words(said.get("hca")), _words(said.get("storage")))
+        names = NicNames(facts.get("interface"), _as_tuple(facts.get("hca")), _as_tuple(facts.get("storage")))
         return Meaning(
             feature,
             nic=nic,
             rate=rates.get("rate"),
             port=rates.get("port"),
             ethernet=rates.get("ethernet"),
-            fabric=said.get("fabric"),
-            gpu=said.get("gpu"),
+            fabric=facts.get("fabric"),
+            gpu=facts.get("gpu"),
             unsupported=rule.unsupported,
             own=rule.own,
             names=names,
@@ -122,15 +122,15 @@ class Vocabulary:
         )
 
     def gpu(self, name: str) -> Gpu | None:
-        """The GPU that a GRES type or a feature names."""
+        """Return the GPU that a GRES type or a feature names; None if it is unknown."""
         return next((gpu for pattern, gpu in self.gpus if pattern.fullmatch(name)), None)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One node's features, understood. `nic` is None where two types are named (`problems` says so).
+    """The meaning of one node's features. `nic` is None if they name two types; `problems` then says so.
 
-    `said`: assumptions that this reading rests on; `unknown`: features that nothing explains.
+    `assumptions`: texts of the assumptions made; `unknown`: features that no rule matches.
     """
 
     nic: NicType | None
@@ -140,33 +140,33 @@ class Reading:
     gpu: str | None = None
     meanings: tuple[Meaning, ...] = ()
     unknown: tuple[str, ...] = ()
-    said: tuple[str, ...] = field(default=())
+    assumptions: tuple[str, ...] = field(default=())
     problems: tuple[str, ...] = field(default=())
     names: NicNames = field(default_factory=NicNames)
 
 
 def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
-    """Understand one node's features. Nothing is guessed without a line in `said` or `problems`."""
-    found = {feature: vocabulary.meaning(feature) for feature in dict.fromkeys(features)}
-    meanings = [m for m in found.values() if m is not None]
-    unknown = tuple(f for f, m in found.items() if m is None)
-    said: list[str] = []
+    """Interpret one node's features. Each guess adds a line to `assumptions` or `problems`."""
+    by_feature = {feature: vocabulary.meaning(feature) for feature in dict.fromkeys(features)}
+    meanings = [m for m in by_feature.values() if m is not None]
+    unknown = tuple(f for f, m in by_feature.items() if m is None)
+    assumptions: list[str] = []
     problems: list[str] = []
-    nic = _nic(meanings, said, problems)
+    nic = _nic_type(meanings, assumptions, problems)
     fabrics = sorted({m.fabric for m in meanings if m.fabric})
     if len(fabrics) > 1:
         problems.append(f"features name {len(fabrics)} fabrics: {', '.join(fabrics)}")
-    rate = _one(meanings, "rate", "nic_<rate>g", problems)
-    ethernet = _one(meanings, "ethernet", "Ethernet rate", problems)
+    rate = _single_value(meanings, "rate", "nic_<rate>g", problems)
+    ethernet = _single_value(meanings, "ethernet", "Ethernet rate", problems)
     if nic is NicType.ETHERNET:
         ethernet, rate = ethernet or rate, None
     elif nic is not None and rate is None:
-        rate = _one([m for m in meanings if m.nic in (nic, None)], "port", "rate", problems)
+        rate = _single_value([m for m in meanings if m.nic in (nic, None)], "port", "rate", problems)
         if rate is not None:
-            said.append(f"{rate:g} Gb/s of one port is taken for the node's whole RDMA rate; label nic_<rate>g")
+            assumptions.append(f"{rate:g} Gb/s of one port is used as the node's whole RDMA rate; label nic_<rate>g")
         elif nic is NicType.ROCE and ethernet is not None and not any(m.own and m.ethernet for m in meanings):
             rate = ethernet
-            said.append(f"the Ethernet rate {rate:g} Gb/s is taken for RoCE's too; label nic_<rate>g and eth_<rate>g")
+            assumptions.append(f"the Ethernet rate {rate:g} Gb/s also serves RoCE; label nic_<rate>g and eth_<rate>g")
     gpu = next((m.gpu for m in meanings if m.gpu), None)
     names = _names(meanings, problems)
     return Reading(
@@ -177,14 +177,14 @@ def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
         gpu=gpu,
         meanings=tuple(meanings),
         unknown=unknown,
-        said=tuple(said),
+        assumptions=tuple(assumptions),
         problems=tuple(problems),
         names=names,
     )
 
 
 def _names(meanings: list[Meaning], problems: list[str]) -> NicNames:
-    """The NICs that features name: of sockets one, of HCAs and storage all; labels of ours before the site's others."""
+    """Return the NICs that features name: one for sockets, all HCAs and storage devices. Own labels win."""
     interfaces = list(
         dict.fromkeys(m.names.ethernet for m in sorted(meanings, key=lambda m: not m.own) if m.names.ethernet)
     )
@@ -199,45 +199,45 @@ def _names(meanings: list[Meaning], problems: list[str]) -> NicNames:
     )
 
 
-def _words(value: Any) -> tuple[str, ...]:
-    """One word, or a list of them."""
+def _as_tuple(value: Any) -> tuple[str, ...]:
+    """Return the texts of a single value or of a list."""
     return tuple(map(str, value)) if isinstance(value, list) else (str(value),) if value is not None else ()
 
 
-def _nic(meanings: list[Meaning], said: list[str], problems: list[str]) -> NicType | None:
-    own = {m.nic for m in meanings if m.nic and m.own}
-    every = {m.nic for m in meanings if m.nic}
-    rdma = {n for n in every if n.rdma}
-    types = own or rdma or every  # a node with InfiniBand has Ethernet too
+def _nic_type(meanings: list[Meaning], assumptions: list[str], problems: list[str]) -> NicType | None:
+    label_types = {m.nic for m in meanings if m.nic and m.own}
+    all_types = {m.nic for m in meanings if m.nic}
+    rdma_types = {n for n in all_types if n.rdma}
+    types = label_types or rdma_types or all_types  # a node with InfiniBand also has Ethernet
     if len(types) > 1:
-        named = ", ".join(f"{m.feature} ({m.nic})" for m in meanings if m.nic in types)
-        problems.append(f"features name {len(types)} NIC types: {named}")
+        conflict = ", ".join(f"{m.feature} ({m.nic})" for m in meanings if m.nic in types)
+        problems.append(f"features name {len(types)} NIC types: {conflict}")
         return None
-    if len(own) == 1 and rdma - own:
-        other = ", ".join(m.feature for m in meanings if m.nic in rdma - own)
-        said.append(f"the label nic_{next(iter(own))} wins over {other}")
+    if len(label_types) == 1 and rdma_types - label_types:
+        overruled = ", ".join(m.feature for m in meanings if m.nic in rdma_types - label_types)
+        assumptions.append(f"the label nic_{next(iter(label_types))} wins over {overruled}")
     if types:
         return next(iter(types))
     unsupported = [m for m in meanings if m.unsupported]
     if unsupported:
-        said.append(f"{unsupported[0].feature}: {unsupported[0].unsupported}")
+        assumptions.append(f"{unsupported[0].feature}: {unsupported[0].unsupported}")
     else:
-        said.append("no feature names a NIC: taken for Ethernet only")
+        assumptions.append("no feature names a NIC: Ethernet only is assumed")
     return NicType.ETHERNET
 
 
-def _one(meanings: list[Meaning], key: str, name: str, problems: list[str]) -> float | None:
+def _single_value(meanings: list[Meaning], key: str, name: str, problems: list[str]) -> float | None:
     values = sorted({getattr(m, key) for m in meanings if getattr(m, key) is not None})
-    own = sorted({getattr(m, key) for m in meanings if m.own and getattr(m, key) is not None})
-    values = own or values
+    label_values = sorted({getattr(m, key) for m in meanings if m.own and getattr(m, key) is not None})
+    values = label_values or values
     if len(values) > 1:
-        given = ", ".join(f"{v:g}" for v in values)
-        problems.append(f"features give several values of {name}: {given}; the least is used")
+        value_list = ", ".join(f"{v:g}" for v in values)
+        problems.append(f"features give several values of {name}: {value_list}; the lowest is used")
     return values[0] if values else None
 
 
 def read_vocabulary(path: str | os.PathLike[str] | None = None) -> Vocabulary:
-    """The default vocabulary, with the site's own file before it: `path`, or the file that HOLMES_FEATURES names."""
+    """Return the default vocabulary, preceded by the site's own file: `path`, or else the file in HOLMES_FEATURES."""
     path = path or os.environ.get("HOLMES_FEATURES") or None
     return _vocabulary(os.path.abspath(path) if path else None)
 
@@ -258,7 +258,7 @@ def _vocabulary(path: str | None) -> Vocabulary:
 
 
 def _load(path: Path) -> tuple[str, dict[str, Any]]:
-    hint = "see holmes_hpc/fabric/features.yaml for what it may hold"
+    hint = "see holmes_hpc/fabric/features.yaml for the allowed content"
     try:
         data = from_yaml(path.read_text(encoding="utf-8"))
     except OSError as e:
@@ -272,11 +272,11 @@ def _load(path: Path) -> tuple[str, dict[str, Any]]:
     return path.name, data
 
 
-def _refuse_unknown(what: str, words: Iterable[Any], known: Sequence[str], where: str) -> None:
-    """Raise SiteError for the first of `words` that is not `known`; `what` is a format of it."""
-    for word in words:
-        if word not in known:
-            raise SiteError(f"unknown {what.format(word)}", where=where, hint=nearest(str(word), known))
+def _refuse_unknown(template: str, names: Iterable[Any], allowed_names: Sequence[str], where: str) -> None:
+    """Raise SiteError for the first name that is not allowed; `template` formats it."""
+    for name in names:
+        if name not in allowed_names:
+            raise SiteError(f"unknown {template.format(name)}", where=where, hint=nearest(str(name), allowed_names))
 
 
 def _list(value: Any, where: str) -> list[Any]:
@@ -287,7 +287,7 @@ def _list(value: Any, where: str) -> list[Any]:
 
 def _mapping(value: Any, where: str) -> dict[Any, Any]:
     if value is not None and not (isinstance(value, dict) and all(_is_rate(v) for v in value.values())):
-        raise SiteError(f"{value!r} is not words with rates", where=where, hint="write {hdr: 200}")
+        raise SiteError(f"{value!r} is not a map of names to rates", where=where, hint="write {hdr: 200}")
     return value or {}
 
 
@@ -297,7 +297,7 @@ def _networks(value: Any, where: str) -> dict[str, str]:
         return {}
     if not isinstance(value, dict) or not all(k in types and isinstance(v, str) and v for k, v in value.items()):
         raise SiteError(
-            f"{value!r} is not NIC types with names of networks",
+            f"{value!r} is not a map of NIC types to network names",
             where=f"{where}: networks",
             hint=f"write {{ib: IBext_v11}}; NIC types are {', '.join(types)}",
         )
@@ -318,17 +318,17 @@ def _compile(text: Any, where: str) -> re.Pattern[str]:
 def _rules(entries: Any, where: str) -> list[Rule]:
     rules = []
     for entry in _list(entries, where):
-        here = f"{where}: features"
+        section = f"{where}: features"
         if not isinstance(entry, dict) or "match" not in entry:
-            raise SiteError(f"{entry!r} has no match", where=here, hint="write {match: 'REGEX', nic: ib}")
-        _refuse_unknown("key {!r}", entry, _RULE_KEYS, here)
-        pattern = _compile(entry["match"], here)
-        _refuse_unknown("group {!r}", pattern.groupindex, _GROUPS, f"{here}: {entry['match']}")
-        _refuse_unknown("NIC type {!r}", [entry["nic"]] if "nic" in entry else [], [n.value for n in NicType], here)
+            raise SiteError(f"{entry!r} has no match", where=section, hint="write {match: 'REGEX', nic: ib}")
+        _refuse_unknown("key {!r}", entry, _RULE_KEYS, section)
+        pattern = _compile(entry["match"], section)
+        _refuse_unknown("group {!r}", pattern.groupindex, _GROUPS, f"{section}: {entry['match']}")
+        _refuse_unknown("NIC type {!r}", [entry["nic"]] if "nic" in entry else [], [n.value for n in NicType], section)
         try:
-            NicNames(entry.get("interface"), _words(entry.get("hca")), _words(entry.get("storage")))
+            NicNames(entry.get("interface"), _as_tuple(entry.get("hca")), _as_tuple(entry.get("storage")))
         except SiteError as e:
-            raise SiteError(e.what, where=f"{here}: {entry['match']}", hint=e.hint) from None
+            raise SiteError(e.what, where=f"{section}: {entry['match']}", hint=e.hint) from None
         rules.append(
             Rule(
                 pattern,

@@ -1,4 +1,4 @@
-"""One thing that was found wrong (or worth knowing): what every check of this room returns, and a door prints."""
+"""A fault or fact found by a check: the common result of all checks in this package, for the entry points to print."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ MOST_SKEW_S = 60.0  # between two nodes' clocks; munge refuses credentials at 30
 
 @dataclass(frozen=True)
 class Finding:
-    """`level`: ``error`` (a run fails or crawls), ``warning`` (it may), ``info``. `node`, `nic`: where it is about one.
-
-    ``str(finding)`` is one line: ``level: where: what; hint``.
-    """
+    """One result of a check. `level`: ``error`` (a run fails or is slow), ``warning`` (it may), ``info``.
+    `node`, `nic`: set if it concerns one node or NIC. ``str(finding)`` is one line: ``level: where: what; hint``."""
 
     level: str
     where: str
@@ -42,8 +40,10 @@ def errors(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def raise_errors(findings: Iterable[Finding]) -> None:
-    """Raise the first error as a NetworkError that also says how many more there are."""
-    bad = errors(findings)
-    if bad:
-        more = f" (and {len(bad) - 1} more like it)" if len(bad) > 1 else ""
-        raise NetworkError(bad[0].what + more, where=bad[0].where, hint=bad[0].hint)
+    """Raise the first error as a NetworkError that also counts the others."""
+    found_errors = errors(findings)
+    if found_errors:
+        first, more_count = found_errors[0], len(found_errors) - 1
+        raise NetworkError(
+            first.what + (f" (and {more_count} more like it)" if more_count else ""), where=first.where, hint=first.hint
+        )

@@ -219,7 +219,7 @@ def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, work: 
             "label the nodes with `holmes label`",
         )
         return None
-    for line, members in grouped((line, n) for n in usable for line in (*n.reading.said, *n.reading.problems)):
+    for line, members in grouped((line, n) for n in usable for line in (*n.reading.assumptions, *n.reading.problems)):
         work.say(members, line)
     names, node_nics = _nic_names(g.nic, usable)
     network = vocabulary.networks.get(str(g.nic))

@@ -1,10 +1,10 @@
-"""The features a node deserves, whether Slurm's agree, and how they get there."""
+"""The expected features of a node, their comparison with Slurm's, and the commands that set them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from holmes_hpc.errors import SiteError
@@ -21,25 +21,25 @@ NOT_PERMANENT = (
     "scontrol's changes last until slurmctld restarts or reads slurm.conf again: put the NodeName lines "
     "into slurm.conf as well"
 )
-_FEATURE = re.compile(r"[A-Za-z0-9_.:+-]+\Z")  # what neither slurm.conf nor a constraint gives a meaning of its own
-_OWN = (
+_FEATURE = re.compile(r"[A-Za-z0-9_.:+-]+\Z")  # no characters with a meaning in slurm.conf or in a constraint
+_LABELS = (
     re.compile(r"nic_(ib|roce|ethernet)\Z"),
     re.compile(r"nic_[\d.]+g\Z"),
     re.compile(r"eth_[\d.]+g\Z"),
     re.compile(r"fabric_.+\Z"),
 )
-_What = TypeVar("_What", bound=Hashable)
+_Value = TypeVar("_Value", bound=Hashable)
 _SAME_RATE = 0.02  # the kernel rounds FDR's 54.5 to 56
 
 
 def spell_rate(gbps: float) -> str:
-    """200.0 is ``200g``, 0.05 is ``0.05g``."""
+    """Format a rate: 200.0 is ``200g``, 0.05 is ``0.05g``."""
     return f"{gbps:.6f}".rstrip("0").rstrip(".") + "g"
 
 
 def features_of(nics: NodeNics) -> tuple[str, ...]:
-    """What `holmes label` writes for a node with these NICs. Rates the kernel does not know are left out; the fabric's
-    name too, for no node can know it."""
+    """Return the features that `holmes label` writes for a node with these NICs.
+    They omit rates that the kernel does not know, and the fabric's name, which no node can know."""
     nic = nics.type
     ethernet = ethernet_gbps(nics)
     rate = nics.rdma_gbps(nic) if nic.rdma else ethernet
@@ -52,129 +52,129 @@ def features_of(nics: NodeNics) -> tuple[str, ...]:
 
 
 def ethernet_gbps(nics: NodeNics) -> float | None:
-    """The rate of the interface that Ethernet traffic would use."""
-    found = candidates(nics, NicType.ETHERNET)
-    return found[0].gbps if found else None
+    """Return the rate of the interface for Ethernet traffic; None if unknown."""
+    interfaces = candidates(nics, NicType.ETHERNET)
+    return interfaces[0].gbps if interfaces else None
 
 
 def differences(
     nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary, node: str = "this node"
 ) -> list[Finding]:
-    """Where Slurm's `features` of a node differ from its NICs; ``info`` where the kernel cannot tell."""
+    """Compare Slurm's `features` of a node with its NICs. ``info`` means that the kernel cannot tell."""
     reading = read_features(features, vocabulary)
     where, hint = f"node {node}", f"holmes label {node}"
-    found = [Finding("error", where, problem, hint, node) for problem in reading.problems]
+    findings = [Finding("error", where, problem, hint, node) for problem in reading.problems]
     nic = nics.type
-    if reading.nic is None or (reading.nic.rdma and not reading.nic.verbs):  # a plugin's, of which sysfs says little
-        return found
+    if reading.nic is None or (reading.nic.rdma and not reading.nic.verbs):  # sysfs hardly shows a plugin's NIC
+        return findings
     if reading.nic is not nic:
-        seen = [f"{p.name} {p.kind} {p.state}" for p in nics.ports] or [n.name for n in nics.interfaces]
-        ports = ", ".join(seen) or "no NIC"
-        found.append(
+        nic_names = [f"{p.name} {p.kind} {p.state}" for p in nics.ports] or [n.name for n in nics.interfaces]
+        nic_list = ", ".join(nic_names) or "no NIC"
+        findings.append(
             Finding(
                 "error",
                 where,
-                f"Slurm's features say {reading.nic}, the kernel says {nic} ({ports})",
+                f"Slurm's features say {reading.nic}, the kernel says {nic} ({nic_list})",
                 f"{hint}, or bring the NIC back",
                 node,
             )
         )
-        return found
+        return findings
     if not any(m.nic for m in reading.meanings) and nic.rdma:
-        found.append(Finding("error", where, f"no feature names its {nic} NIC", hint, node))
+        findings.append(Finding("error", where, f"no feature names its {nic} NIC", hint, node))
     if nic.rdma:
-        found += _compare(
+        findings += _compare(
             nic, reading.rdma_gbps, nics.rdma_gbps(nic), label=f"nic_{nic}", where=where, hint=hint, node=node
         )
         port = next((m.port for m in reading.meanings if m.port), None)
         if port is not None and any(p.gbps == port for p in nics.usable_ports(nic)):
-            found = [Finding("warning", f.where, f.what, f.hint, f.node) if "rate" in f.what else f for f in found]
-    found += _compare(
+            findings = [replace(f, level="warning") if "rate" in f.what else f for f in findings]
+    findings += _compare(
         NicType.ETHERNET, reading.ethernet_gbps, ethernet_gbps(nics), label="eth", where=where, hint=hint, node=node
     )
-    return found
+    return findings
 
 
 def _compare(
-    nic: NicType, said: float | None, measured: float | None, label: str, where: str, hint: str, node: str
+    nic: NicType, labelled: float | None, measured: float | None, label: str, where: str, hint: str, node: str
 ) -> list[Finding]:
     if measured is None:
         return [Finding("info", where, f"the kernel does not know the {nic} rate: not compared", "none needed", node)]
-    if said is None:
-        what = f"no feature gives the {nic} rate, the kernel says {measured:g} Gb/s"
-        return [Finding("error", where, what, hint, node)]
-    if abs(said - measured) > _SAME_RATE * max(said, measured):
-        what = f"Slurm's features give {said:g} Gb/s as the {nic} rate, the kernel {measured:g} Gb/s"
-        return [Finding("error", where, what, hint, node)]
+    if labelled is None:
+        problem = f"no feature gives the {nic} rate, the kernel says {measured:g} Gb/s"
+        return [Finding("error", where, problem, hint, node)]
+    if abs(labelled - measured) > _SAME_RATE * max(labelled, measured):
+        problem = f"Slurm's features give {labelled:g} Gb/s as the {nic} rate, the kernel {measured:g} Gb/s"
+        return [Finding("error", where, problem, hint, node)]
     return []
 
 
 @dataclass(frozen=True)
 class Change:
-    """A node's available features now, and as they should be; and the same of the active ones, of which a site that
-    switches features (node_features plugins) has fewer. Nobody else's feature is switched on."""
+    """The present and the target features of a node, for its available and its active features.
+    A site that switches features (node_features plugins) has fewer active ones. Other features are never activated."""
 
     node: str
     present: tuple[str, ...]
-    wanted: tuple[str, ...]
+    target: tuple[str, ...]
     active: tuple[str, ...]
-    active_wanted: tuple[str, ...]
+    active_target: tuple[str, ...]
 
     @property
     def added(self) -> tuple[str, ...]:
-        """New, or only now active."""
-        return tuple(f for f in self.wanted if f not in self.present or f in set(self.active_wanted) - set(self.active))
+        """The features that are new, or newly active."""
+        return tuple(f for f in self.target if f not in self.present or f in set(self.active_target) - set(self.active))
 
     @property
     def removed(self) -> tuple[str, ...]:
-        return tuple(f for f in self.present if f not in self.wanted)
+        return tuple(f for f in self.present if f not in self.target)
 
     @property
     def needed(self) -> bool:
-        return (self.present, self.active) != (self.wanted, self.active_wanted)
+        return (self.present, self.active) != (self.target, self.active_target)
 
 
-def merge(present: Sequence[str], deserved: Sequence[str]) -> tuple[str, ...]:
-    """`present` with `deserved` added. Nobody else's feature is touched; only a label of ours gives way to a new one of
-    its kind (``nic_ib`` to ``nic_roce``), for a node has one of each."""
-    for feature in deserved:
+def merge(present: Sequence[str], labels: Sequence[str]) -> tuple[str, ...]:
+    """Add `labels` to `present`. A new label replaces an old one of its kind (``nic_ib`` by ``nic_roce``).
+    All other features stay."""
+    for feature in labels:
         if not _FEATURE.match(feature):
             raise SiteError(f"{feature!r} cannot be a feature", where="label", hint="use letters, digits and _ . : + -")
-    renewed = [pattern for pattern in _OWN if any(pattern.match(f) for f in deserved)]
-    kept = [f for f in present if f in deserved or not any(pattern.match(f) for pattern in renewed)]
-    return tuple(dict.fromkeys([*kept, *deserved]))
+    replaced_kinds = [pattern for pattern in _LABELS if any(pattern.match(f) for f in labels)]
+    remaining = [f for f in present if f in labels or not any(pattern.match(f) for pattern in replaced_kinds)]
+    return tuple(dict.fromkeys([*remaining, *labels]))
 
 
 def changes(
     nodes: Iterable[Node], deserved: Mapping[str, Sequence[str]], fabrics: Mapping[str, str] | None = None
 ) -> list[Change]:
-    """A Change for every node that `deserved` (node -> features) names; `fabrics`: node -> the name of its fabric."""
+    """Return a Change for each node in `deserved` (node -> features) and in `fabrics` (node -> its fabric's name)."""
     fabrics = fabrics or {}
-    known = {n.name: n for n in nodes}
+    by_name = {n.name: n for n in nodes}
     for name in [*deserved, *fabrics]:
-        if name not in known:
-            raise SiteError(f"no node {name!r}", where="label", hint=f"Slurm has {compress(known)}")
-    result = []
+        if name not in by_name:
+            raise SiteError(f"no node {name!r}", where="label", hint=f"Slurm has {compress(by_name)}")
+    node_changes = []
     for name in dict.fromkeys([*deserved, *fabrics]):
         labels = [*deserved.get(name, ()), *([f"fabric_{fabrics[name]}"] if name in fabrics else [])]
-        available, active = known[name].available, known[name].features
-        result.append(Change(name, available, merge(available, labels), active, merge(active, labels)))
-    return result
+        available, active = by_name[name].available, by_name[name].features
+        node_changes.append(Change(name, available, merge(available, labels), active, merge(active, labels)))
+    return node_changes
 
 
-def _alike(pairs: Iterable[tuple[str, _What]]) -> list[tuple[str, _What]]:
-    return [(compress(nodes), what) for what, nodes in grouped((what, node) for node, what in pairs)]
+def _by_value(pairs: Iterable[tuple[str, _Value]]) -> list[tuple[str, _Value]]:
+    return [(compress(nodes), value) for value, nodes in grouped((value, node) for node, value in pairs)]
 
 
-def slurm_conf_lines(wanted: Iterable[Change]) -> list[str]:
-    """`Feature=` for the nodes' own NodeName lines (slurm.conf takes one line per node: extend it, add none)."""
-    alike = _alike((c.node, c.wanted) for c in wanted)
-    return [f"NodeName={nodes} Feature={','.join(features)}" for nodes, features in alike]
+def slurm_conf_lines(node_changes: Iterable[Change]) -> list[str]:
+    """Return `Feature=` for the nodes' own NodeName lines (slurm.conf takes one line per node: extend it, add none)."""
+    by_features = _by_value((c.node, c.target) for c in node_changes)
+    return [f"NodeName={nodes} Feature={','.join(features)}" for nodes, features in by_features]
 
 
-def update_commands(wanted: Iterable[Change]) -> list[list[str]]:
-    """`scontrol update` for the nodes that change. It replaces all features of a node, so all are given."""
-    pairs = ((c.node, (c.wanted, c.active_wanted)) for c in wanted if c.needed)
+def update_commands(node_changes: Iterable[Change]) -> list[list[str]]:
+    """Return the `scontrol update` commands for changed nodes. Each lists all features, because it replaces them."""
+    pairs = ((c.node, (c.target, c.active_target)) for c in node_changes if c.needed)
     return [
         [
             "scontrol",
@@ -183,32 +183,32 @@ def update_commands(wanted: Iterable[Change]) -> list[list[str]]:
             f"AvailableFeatures={','.join(available)}",
             f"ActiveFeatures={','.join(active)}",
         ]
-        for nodes, (available, active) in _alike(pairs)
+        for nodes, (available, active) in _by_value(pairs)
     ]
 
 
-def difference_lines(wanted: Iterable[Change]) -> list[str]:
-    """``ib[1-4]: + nic_ib  - nic_roce`` for the nodes that change."""
-    pairs = ((c.node, (*(f"+ {f}" for f in c.added), *(f"- {f}" for f in c.removed))) for c in wanted)
-    return [f"{nodes}: {'  '.join(signs)}" for nodes, signs in _alike(pairs) if signs]
+def difference_lines(node_changes: Iterable[Change]) -> list[str]:
+    """Return ``ib[1-4]: + nic_ib  - nic_roce`` for each group of changed nodes."""
+    pairs = ((c.node, (*(f"+ {f}" for f in c.added), *(f"- {f}" for f in c.removed))) for c in node_changes)
+    return [f"{nodes}: {'  '.join(signs)}" for nodes, signs in _by_value(pairs) if signs]
 
 
-def apply(wanted: Iterable[Change]) -> list[list[str]]:
-    """Run the commands, which Slurm allows to its operators only. Returns what was run; see NOT_PERMANENT."""
-    commands = update_commands(wanted)
-    for words in commands:
-        output(*words)
+def apply(node_changes: Iterable[Change]) -> list[list[str]]:
+    """Run the update commands, which only Slurm operators may. Return them; see NOT_PERMANENT."""
+    commands = update_commands(node_changes)
+    for command in commands:
+        output(*command)
     return commands
 
 
 def helper_script() -> str:
-    """A node_features/helpers script: without an argument it prints the features this node deserves (a line each), read
-    from sysfs by a POSIX shell alone. A node's fabric is the content of /etc/holmes/fabric, where there is one."""
+    """Return a node_features/helpers script. Without an argument it prints this node's expected features, a line each.
+    It needs only a POSIX shell and sysfs. The node's fabric is the content of /etc/holmes/fabric, if that exists."""
     return _HELPER
 
 
 _HELPER = r"""#!/bin/sh
-# node_features/helpers: prints the NIC features of this node, one a line. It cannot change them.
+# node_features/helpers: prints the NIC features of this node, one per line. It cannot change them.
 # slurm.conf needs NodeFeaturesPlugins=node_features/helpers, and helpers.conf a line with all features that any node
 # prints: Feature=nic_ib,nic_200g,eth_25g Helper=/etc/slurm/this-script. Constraints then take no counts and brackets.
 [ $# -gt 0 ] && exit 0
@@ -222,7 +222,7 @@ ib="0 0" roce="0 0"
 for port in "$SYS"/class/infiniband/*/ports/[0-9]*; do
     [ -d "$port" ] || continue
     device=${port%/ports/*}
-    [ -d "$device/device/physfn/infiniband" ] && continue                # a virtual function beside its physical one
+    [ -d "$device/device/physfn/infiniband" ] && continue                # a virtual function of a physical one here
     case "$(read_ "$port/state")" in *ACTIVE*) ;; *) continue ;; esac
     case "$(read_ "$device/node_type")" in 1:*) ;; *) continue ;; esac   # iWARP and others are not used
     case "${device##*/}" in hfi1*|opa*) continue ;; esac                 # Omni-Path
@@ -255,7 +255,7 @@ if [ $((ib_ports + roce_ports)) -gt 0 ]; then
 else
     nic=ethernet rate=0
 fi
-# the fastest interface that is up, be it plain Ethernet or RoCE; a VLAN or a bridge is as fast as what lies below it
+# the fastest interface that is up, plain Ethernet or RoCE; a VLAN or a bridge has the speed of its lower interfaces
 speed=0
 for net in "$SYS"/class/net/*; do
     name=${net##*/}

@@ -1,4 +1,4 @@
-"""What `holmes nodes` and `holmes probe` show, as tables and as one JSON document."""
+"""The output of `holmes nodes` and `holmes probe`, as tables and as one JSON document."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Table = tuple[str, list[str], list[list[Any]], str]  # title, columns, rows, cap
 
 @dataclass(frozen=True)
 class Listing:
-    """All that Slurm shows, and what was made of it."""
+    """Slurm's nodes and partitions, and the fabrics formed from them."""
 
     cluster: str
     nodes: tuple[SiteNode, ...]
@@ -32,16 +32,16 @@ class Listing:
         return next((f.name for f in self.grouping.fabrics if node in f.node_names), "")
 
     def remarks(self, node: SiteNode) -> list[str]:
-        """What must be said about a node: why it is left out, its features that nothing explains, what was supposed."""
-        said = [self.grouping.left_out[node.name]] if node.name in self.grouping.left_out else []
+        """Return the remarks on a node: why it is left out, its unknown features, and the assumptions."""
+        texts = [self.grouping.left_out[node.name]] if node.name in self.grouping.left_out else []
         if node.reading.unknown:
-            said.append(f"not understood: {', '.join(node.reading.unknown)}")
-        said += [p for p in (*node.reading.problems, *node.reading.said) if not any(p in s for s in said)]
-        said += [f"available but not active: {', '.join(idle)}"] if (idle := _idle(node)) else []
-        return said + ([f"reason: {node.reason}"] if node.reason and not node.usable else [])
+            texts.append(f"not understood: {', '.join(node.reading.unknown)}")
+        texts += [p for p in (*node.reading.problems, *node.reading.assumptions) if not any(p in s for s in texts)]
+        texts += [f"available but not active: {', '.join(inactive)}"] if (inactive := _inactive(node)) else []
+        return texts + ([f"reason: {node.reason}"] if node.reason and not node.usable else [])
 
     def tables(self) -> list[Table]:
-        """Fabrics, partitions, nodes (those that Slurm and this room describe alike share a row)."""
+        """Return tables of fabrics, partitions and nodes. Nodes with equal descriptions share a row."""
         fabrics = [
             [
                 f.name,
@@ -55,7 +55,7 @@ class Listing:
             ]
             for f in self.grouping.fabrics
         ]
-        caption = "\n".join(f"supposed: {a}" for a in self.grouping.assumptions)
+        caption = "\n".join(f"assumed: {a}" for a in self.grouping.assumptions)
         partitions = [
             [
                 p.name + ("*" if p.default else ""),
@@ -98,7 +98,7 @@ class Listing:
         return [[compress(names), *row] for row, names in grouped(rows)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for `--json`."""
+        """Return plain data for `--json`."""
         fabrics = [{**asdict(f), "nic": str(f.nic)} for f in self.grouping.fabrics]
         nodes = [
             {
@@ -139,27 +139,27 @@ def _gpus(node: SiteNode) -> str:
     return ", ".join(f"{g.count} {g.type}".strip() for g in node.gres if g.name == "gpu")
 
 
-def _idle(node: SiteNode) -> list[str]:
+def _inactive(node: SiteNode) -> list[str]:
     return [f for f in node.available if f not in node.features]
 
 
 def listing_of(
     cluster: str, nodes: Sequence[SiteNode], partitions: Sequence[Partition], settings: NodeSettings | None = None
 ) -> Listing:
-    """A listing of given nodes and partitions; pure but for the vocabulary's file."""
+    """Return the listing of given nodes and partitions. Pure, except that it reads the vocabulary's file."""
     settings = settings or NodeSettings()
     grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
     return Listing(cluster, tuple(nodes), tuple(partitions), grouping)
 
 
 def listing(settings: NodeSettings | None = None) -> Listing:
-    """Ask Slurm."""
+    """Ask Slurm for its nodes and partitions. Return their listing."""
     vocabulary = settings.vocabulary if settings else None
     return listing_of(read_config().cluster, read_nodes(vocabulary), read_partitions(), settings)
 
 
 def probe_tables(nics: NodeNics) -> list[Table]:
-    """What `holmes probe` shows: interfaces, RDMA ports, and the features this node deserves."""
+    """Return the tables of `holmes probe`: interfaces, RDMA ports, and the node's expected features."""
     states = {n.name: "up" if n.up else "down" if n.carrier else "no carrier" for n in nics.interfaces}
     interfaces = [
         [
@@ -194,24 +194,30 @@ def probe_tables(nics: NodeNics) -> list[Table]:
     ]
     caption = "\n".join([*([speeds] if speeds else []), *(f"note: {note}" for note in nics.notes)])
     vocabulary = read_vocabulary()
-    said = {f: meaning.text for f in features_of(nics) if (meaning := vocabulary.meaning(f)) is not None}
-    deserved = [*said.items(), ("fabric_<name>", "the same on all nodes that reach each other by RDMA: the site knows")]
+    meanings = {f: meaning.text for f in features_of(nics) if (meaning := vocabulary.meaning(f)) is not None}
+    feature_rows = [
+        *meanings.items(),
+        ("fabric_<name>", "the same on all nodes that reach each other by RDMA; the site chooses it"),
+    ]
     columns = ["interface", "type", "state", "Gb/s", "address", "RDMA ports", "member of", "for"]
     tables: list[Table] = [("Network interfaces", columns, interfaces, "" if ports else caption)]
     if ports:
         columns = ["port", "kind", "state", "Gb/s", "interface", "RoCE v2 GID", "nearest GPUs", "PCI"]
         tables.append(("RDMA ports", columns, ports, caption))
-    return [*tables, ("Features this node deserves", ["feature", "says"], [list(row) for row in deserved], "")]
+    return [
+        *tables,
+        ("Expected features of this node", ["feature", "meaning"], [list(row) for row in feature_rows], ""),
+    ]
 
 
 def probe_dict(nics: NodeNics) -> dict[str, Any]:
-    """The same as plain data for `--json`."""
+    """Return the same as plain data for `--json`."""
     data = json.loads(json.dumps(asdict(nics)))
     return {"type": str(nics.type), "features": list(features_of(nics)), **data}
 
 
 def findings_table(title: str, findings: Sequence[Finding]) -> Table:
-    """Findings of `holmes doctor` or `probe --check`, one a row; empty rows mean that all is well."""
+    """Return the findings of `holmes doctor` or `probe --check`, one per row; no rows means no faults."""
     return (
         title,
         ["level", "where", "what", "hint"],

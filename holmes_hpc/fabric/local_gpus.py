@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as its driver names them: without a GPU library, for planning on the machine itself."""
+"""The GPUs of this machine, named by their driver without a GPU library, for planning on the machine itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE of nvml.h
 
 
 def local_gpus(folder: Path = NVIDIA) -> list[Gpu]:
-    """A Gpu each; none where there is no driver. ConfigError where one is of a kind without known figures."""
-    found = []
-    for name in _in_proc(folder) or _of_nvml():
+    """Return one Gpu each; none without a driver. ConfigError for a GPU without known figures."""
+    gpus = []
+    for name in _names_in_proc(folder) or _names_from_nvml():
         gpu = read_vocabulary().gpu(name.lower().replace(" ", "_"))
         if gpu is None:
             raise ConfigError(
@@ -25,17 +25,17 @@ def local_gpus(folder: Path = NVIDIA) -> list[Gpu]:
                 where="this machine",
                 hint="describe it in a site file (`gpu:`), or use train.device=cpu",
             )
-        found.append(gpu)
-    return found
+        gpus.append(gpu)
+    return gpus
 
 
-def _in_proc(folder: Path) -> list[str]:
+def _names_in_proc(folder: Path) -> list[str]:
     texts = [file.read_text(errors="replace") for file in sorted(folder.glob("*/information"))]
     return [model[1] for text in texts if (model := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE))]
 
 
-def _of_nvml() -> list[str]:
-    """What NVML calls them, in containers that do not see the driver's folder; nothing where it is not there."""
+def _names_from_nvml() -> list[str]:
+    """Return NVML's names, for containers without the driver's folder; none if NVML is missing."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2():

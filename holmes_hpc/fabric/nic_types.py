@@ -1,4 +1,4 @@
-"""The NIC types, and what NCCL calls the network that each of them is used through."""
+"""The NIC types, and NCCL's names of their networks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from enum import Enum
 
 
 class NicType(str, Enum):
-    """What carries a node's fast traffic. The last three need a plugin of NCCL, so a site says itself that it has them
-    (its site file, or its own file of features); without that word their nodes count as Ethernet."""
+    """The NIC type of a node's fast traffic.
+    The last three need an NCCL plugin, so the site must declare them (in its site file, or its own file of features).
+    Otherwise their nodes count as Ethernet."""
 
     IB = "ib"
     ROCE = "roce"
@@ -25,20 +26,20 @@ class NicType(str, Enum):
 
     @property
     def verbs(self) -> bool:
-        """Whether NCCL's own IB transport serves it: by RDMA ports that sysfs shows, counts, and NCCL_IB_HCA names."""
+        """True if NCCL's own IB transport serves it, by RDMA ports that sysfs shows and NCCL_IB_HCA names."""
         return self in (NicType.IB, NicType.ROCE)
 
 
-# What a communicator asks for by name (`ncclConfig_t.netName`, NCCL 2.17.1 and later; capitals do not count). NCCL's
-# own networks come first; the others are what their plugins call themselves, which changes with their versions. A site
-# that has another one says so: `nccl_net` of a fabric in its site file, or `networks` in its own file of features.
-# HPC-X's plugin for IB and RoCE calls itself IBext_v11 and the like, its UCX one UCX.
+# The network name that a communicator requests (`ncclConfig_t.netName`, NCCL 2.17.1 and later; case-insensitive).
+# NCCL's own networks come first. The others are names of plugins, which change with their versions. A site sets another
+# name by `nccl_net` of a fabric in its site file, or by `networks` in its own file of features. HPC-X's plugin for IB
+# and RoCE is called IBext_v11 or similar, its UCX plugin UCX.
 NCCL_NETWORKS = {
     NicType.IB: "IB",
     NicType.ROCE: "IB",
     NicType.ETHERNET: "Socket",
     NicType.EFA: "Libfabric",  # aws-ofi-nccl; "AWS Libfabric" in its older versions
-    NicType.SLINGSHOT: "AWS Libfabric",  # the same plugin over cxi, as HPE's sites have it
+    NicType.SLINGSHOT: "AWS Libfabric",  # the same plugin over cxi, on HPE systems
     NicType.OMNIPATH: "PSM2",  # psm2-nccl
 }
-OWN_NETWORKS = ("IB", "Socket")  # those that NCCL has without a plugin
+OWN_NETWORKS = ("IB", "Socket")  # in NCCL without a plugin

@@ -1,4 +1,4 @@
-"""A node's NICs as data, and which of them carries which traffic."""
+"""A node's NICs as data, and the choice of NICs for each kind of traffic."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _MANAGEMENT = re.compile(r"(mgmt|bmc|ipmi|idrac|usb)[\w.@-]*\Z")
 
 
 def role_of(name: str) -> str:
-    """What an interface is for, by its name: ``data``, ``management``, ``virtual`` (containers, tunnels, loopback)."""
+    """Return an interface's role by its name: ``data``, ``management`` or ``virtual`` (container, tunnel, loopback)."""
     if _VIRTUAL.match(name):
         return "virtual"
     return "management" if _MANAGEMENT.match(name) else "data"
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:
-    """A sort key in which eth2 comes before eth10."""
+    """Return a sort key that puts eth2 before eth10."""
     return [(0, int(p)) if p.isdecimal() else (1, p) for p in re.split(r"(\d+)", name) if p]
 
 
 @dataclass(frozen=True)
 class Nic:
-    """A kernel network interface. `address`: its IPv4 address; `gbps`: None where the kernel does not know it.
+    """A kernel network interface. `address`: its IPv4 address; `gbps`: None if the kernel does not know it.
 
-    `type`: what traffic on it counts as: IB for IPoIB, RoCE where a RoCE port belongs to it, else Ethernet.
-    `rdma`: the RDMA ports behind it, as ``mlx5_0:1``. `member_of`: the bond or bridge that owns it. `carrier`: False
-    where it is switched on and the other end of its cable is not.
+    `type`: the type of traffic on it: IB for IPoIB, RoCE if a RoCE port belongs to it, else Ethernet. `rdma`: the RDMA
+    ports behind it, as ``mlx5_0:1``. `member_of`: its bond or bridge. `carrier`: False if the interface is on and the
+    other end of its cable is off.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Nic:
 
     @property
     def network(self) -> ipaddress.IPv4Network | None:
-        """Its IPv4 subnet, None without an address."""
+        """The IPv4 subnet; None without an address."""
         if self.address is None:
             return None
         return ipaddress.IPv4Network(f"{self.address}/{32 if self.prefix is None else self.prefix}", strict=False)
@@ -66,12 +66,13 @@ class Nic:
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """A port of an RDMA device. `kind`: ``ib``, ``roce`` or ``iwarp``, or what else the kernel calls it (``omnipath``,
-    ``efa``, ``usnic``), which NCCL's IB transport does not use.
+    """A port of an RDMA device.
 
-    `gid_index`/`gid`: RoCE v2's IPv4-mapped GID on the owning interface (shown, never set: NCCL finds it itself); of an
-    InfiniBand port its first GID, whose upper half names its subnet. `gpus`: indices, in PCI order, of the GPUs nearest
-    to it; `pci`: its PCI path, root first; `physical`: of a virtual function, the PCI address of its physical one.
+    `kind`: ``ib``, ``roce``, or another of the kernel's kinds (``iwarp``, ``omnipath``, ``efa``, ``usnic``), which
+    NCCL's IB transport does not use. `gid_index`/`gid`: the IPv4-mapped RoCE v2 GID on the owning interface (shown,
+    never set: NCCL finds it itself); for an InfiniBand port its first GID, whose upper half is its subnet. `gpus`:
+    indices, in PCI order, of the nearest GPUs. `pci`: the PCI path, root first. `physical`: for a virtual function, the
+    PCI address of its physical function.
     """
 
     device: str
@@ -89,18 +90,17 @@ class RdmaPort:
 
     @property
     def name(self) -> str:
-        """As NCCL_IB_HCA writes it."""
+        """The name in NCCL_IB_HCA."""
         return f"{self.device}:{self.port}"
 
 
 @dataclass(frozen=True)
 class NodeNics:
-    """All NICs of one node. `gpus`: PCI addresses of its GPUs; `notes`: what could not be read, one line each.
+    """All NICs of one node. `gpus`: PCI addresses of its GPUs; `notes`: unreadable facts, one line each.
 
-    `addressed`: False where addresses are not known at all (a copied tree), so that none of them means nothing.
-    `verbs`: whether RDMA devices can be opened (``/dev/infiniband/uverbs*``), also where sysfs shows none, as in some
-    containers. `sockets`, `hcas`: the interfaces and ports (``mlx5_0:1``) to which site and environment limit sockets
-    and RDMA (nccl.narrowed); None: not limited.
+    `addressed`: False if no addresses are known (a copied tree); then a missing address has no meaning. `verbs`: RDMA
+    devices can be opened (``/dev/infiniband/uverbs*``), even if sysfs shows none, as in some containers. `sockets`,
+    `hcas`: the interfaces and ports (``mlx5_0:1``) allowed for sockets and RDMA (nccl.restrict_nics); None: no limit.
     """
 
     interfaces: tuple[Nic, ...]
@@ -114,45 +114,46 @@ class NodeNics:
 
     @property
     def type(self) -> NicType:
-        """The type that this node's fast traffic should use: the one whose usable ports are fastest together
-        (InfiniBand when equal), so that one storage card in Ethernet mode does not make an IB node a RoCE node."""
-        # ports of unknown rate still count for more than none
+        """The NIC type for fast traffic: the one with the highest total rate of usable ports, InfiniBand if equal.
+        So a storage card in Ethernet mode does not turn an IB node into a RoCE node."""
+        # a port of unknown rate counts more than no port
         rates = {t: self.rdma_gbps(t) or 0.001 * len(self.compute_ports(t)) for t in (NicType.IB, NicType.ROCE)}
         if any(rates.values()):
             return NicType.IB if rates[NicType.IB] >= rates[NicType.ROCE] else NicType.ROCE
-        if not self.ports:  # a testbed: interfaces named after the NIC they stand for
+        if not self.ports:  # a testbed: interfaces are named after the NIC type they emulate
             for nic in self.interfaces:
                 if nic.type.rdma and nic.up:
                     return nic.type
         return NicType.ETHERNET
 
     def usable_ports(self, nic: NicType) -> tuple[RdmaPort, ...]:
-        """The active RDMA ports of that type; a RoCE port needs an owning interface."""
+        """Return the active RDMA ports of a type; a RoCE port needs an owning interface."""
         return tuple(
             p for p in self.ports if p.kind == nic.value and p.active and (nic is NicType.IB or p.interface is not None)
         )
 
     def compute_ports(self, nic: NicType) -> tuple[RdmaPort, ...]:
-        """The usable ports of the highest rate: the rails of a node. A slower port of the same type beside them is a
-        storage card or a bad cable; with it in a communicator NCCL would run at its pace. A virtual function beside its
-        physical one shares its wire. Where `hcas` names ports, those."""
+        """Return the usable ports of the highest rate: the rails of a node. If `hcas` is set, return those.
+
+        A slower port of the same type is a storage card or has a bad cable; NCCL would run at its rate. A virtual
+        function shares the wire of its physical one, so it does not count beside it.
+        """
         usable = self.usable_ports(nic)
         if self.hcas is not None:
             return tuple(p for p in usable if p.name in self.hcas)
-        here = {p.pci[-1] for p in usable if p.pci}
-        usable = tuple(p for p in usable if p.physical not in here)
+        addresses = {p.pci[-1] for p in usable if p.pci}
+        usable = tuple(p for p in usable if p.physical not in addresses)
         best = max((self.port_gbps(p) for p in usable), default=0.0)
         return tuple(p for p in usable if self.port_gbps(p) == best)
 
     def port_gbps(self, port: RdmaPort) -> float:
-        """A port's rate, 0 where unknown. A bond's RDMA device shows the rate of one of its ports, so a bond counts
-        with its interface's speed."""
+        """Return a port's rate, 0 if unknown. A bond counts with its interface's speed; its device shows one port's."""
         owner = self.interface(port.interface) if port.interface else None
         bond = owner.gbps if owner is not None and owner.driver == "bond" else None
         return max(port.gbps or 0.0, bond or 0.0)
 
     def rdma_gbps(self, nic: NicType) -> float | None:
-        """What this node can send over its compute ports of that type; None where the kernel does not know it."""
+        """Return the rate that this node can send over its compute ports of a type; None if it is unknown."""
         return sum(self.port_gbps(p) for p in self.compute_ports(nic)) or None
 
     def interface(self, name: str) -> Nic | None:
@@ -160,11 +161,10 @@ class NodeNics:
 
 
 def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
-    """The interfaces that could carry `nic` traffic, best first: up, with an address, fast, then by name.
+    """Return the interfaces that could carry `nic` traffic, best first: up, with an address, fast, then by name.
 
-    For Ethernet the fastest comes first, be it a plain or a RoCE NIC (plain ones where their rates are equal or not
-    known), then management ports; loopback, bridges of containers, IPoIB and members of a bond never, unless `sockets`
-    names them.
+    For Ethernet the fastest comes first, plain or RoCE (plain if rates are equal or unknown), then management ports.
+    Loopback, container bridges, IPoIB and members of a bond are never included, unless `sockets` names them.
     """
     if nics.sockets is not None and not nic.rdma:
         chosen = [n for n in nics.interfaces if n.name in nics.sockets]
@@ -186,13 +186,13 @@ def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
 
 
 def data_interface(nics: NodeNics, nic: NicType, node: str = "") -> Nic:
-    """The kernel interface that `nic` traffic of this node uses, up and with an IPv4 address.
+    """Return the kernel interface for `nic` traffic of this node, which is up and has an IPv4 address.
 
-    `node` is only for messages. Raises SiteError, which names the interface and the hint.
+    SiteError names the interface and a hint; `node` is for its text only.
     """
     where = f"node {node}" if node else "this node"
-    found = candidates(nics, nic)
-    if not found:
+    interfaces = candidates(nics, nic)
+    if not interfaces:
         ports = ", ".join(p.name for p in nics.usable_ports(nic))
         if ports:
             raise SiteError(
@@ -205,10 +205,10 @@ def data_interface(nics: NodeNics, nic: NicType, node: str = "") -> Nic:
             where=where,
             hint="correct the node's features (holmes label), or bring the interface back under its name",
         )
-    best = found[0]
+    best = interfaces[0]
     if not best.up and not best.carrier:
         raise SiteError(
-            f"{nic} interface {best.name} has no carrier", where=where, hint="see its cable and switch port"
+            f"{nic} interface {best.name} has no carrier", where=where, hint="check its cable and switch port"
         )
     if not best.up:
         raise SiteError(f"{nic} interface {best.name} is down", where=where, hint=f"ip link set {best.name} up")

@@ -1,4 +1,4 @@
-"""Slurm's nodes with their features understood."""
+"""Slurm's nodes with the meaning of their features."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class SiteNode(Node):
-    """A node as Slurm shows it, and what its active features say about its NICs."""
+    """A node of Slurm, with the NIC facts that its active features give."""
 
     reading: Reading = field(kw_only=True)
 
 
-def understood(node: Node, vocabulary: str | None = None) -> SiteNode:
-    """`node` with its features read. `vocabulary`: the site's own file of features."""
+def with_reading(node: Node, vocabulary: str | None = None) -> SiteNode:
+    """Return `node` with its features interpreted. `vocabulary`: the site's own file of features."""
     values = {f.name: getattr(node, f.name) for f in fields(Node)}
     return SiteNode(**values, reading=read_features(node.features, read_vocabulary(vocabulary)))
 
 
 def read_nodes(vocabulary: str | None = None) -> list[SiteNode]:
-    """All nodes of this Slurm, usable or not, in its order."""
-    return [understood(node, vocabulary) for node in scontrol.read_nodes()]
+    """Return all nodes of this Slurm, usable or not, in its order."""
+    return [with_reading(node, vocabulary) for node in scontrol.read_nodes()]
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> list[tuple[K, list[V]]]:

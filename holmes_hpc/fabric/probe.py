@@ -1,4 +1,4 @@
-"""What the kernel says about this node's NICs, read from sysfs without root."""
+"""Probe of this node's NICs, read from the kernel's sysfs without root."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Nic", "NodeNics", "RdmaPort", "addresses", "candidates", "data_inter
 Reader = Callable[[Path], str]
 _IPOIB = "32"  # ARPHRD_INFINIBAND in /sys/class/net/<if>/type
 _PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]\Z")
-_STANDS_FOR = re.compile(r"(ib|roce)\d+\Z")
+_EMULATED = re.compile(r"(ib|roce)\d+\Z")
 _GPU_VENDORS = ("0x10de", "0x1002")  # NVIDIA, AMD
 _GPU_CLASSES = ("0x0302", "0x0300", "0x0380", "0x1200")  # 3D, VGA, display, processing accelerator
 
@@ -30,14 +30,14 @@ def read_text(path: Path) -> str:
 
 
 def addresses() -> dict[str, tuple[str, int]]:
-    """This process's interfaces with an IPv4 address -> (address, prefix length); the first where there are several."""
-    found: dict[str, tuple[str, int]] = {}
+    """Return this process's interfaces with an IPv4 address -> (address, prefix length); the first address of each."""
+    by_interface: dict[str, tuple[str, int]] = {}
     for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family == socket.AF_INET and name not in found:
-                prefix = ipaddress.IPv4Network(f"0.0.0.0/{entry.netmask}").prefixlen if entry.netmask else 32
-                found[name] = (entry.address, prefix)
-    return found
+        for address in entries:
+            if address.family == socket.AF_INET and name not in by_interface:
+                prefix = ipaddress.IPv4Network(f"0.0.0.0/{address.netmask}").prefixlen if address.netmask else 32
+                by_interface[name] = (address.address, prefix)
+    return by_interface
 
 
 def probe(
@@ -46,11 +46,11 @@ def probe(
     read: Reader = read_text,
     dev: Path | None = None,
 ) -> NodeNics:
-    """This node's NICs, or those of a copied tree (`cp -a /sys/class/net /sys/class/infiniband …` with their links).
+    """Return this node's NICs, or those of a copy (`cp -a /sys/class/net /sys/class/infiniband …` with their links).
 
-    `ipv4`: interface -> (address, prefix); by default this machine's own for ``/sys``, and none for a copy, where only
-    RoCE's GIDs tell addresses. `read`: reads one file (tests make it fail as kernels do). `dev`: where device files
-    are, by default ``/dev`` for ``/sys``.
+    `ipv4`: interface -> (address, prefix); by default this machine's for ``/sys``, and none for a copy, which has only
+    RoCE's GIDs. `read`: reads one file (tests make it fail as kernels do). `dev`: the folder of device files, by
+    default ``/dev`` for ``/sys``.
     """
     notes: list[str] = []
     tree = _Tree(sysfs, read)
@@ -77,21 +77,20 @@ def probe(
                     f"{p.name} runs at {nics.port_gbps(p):g} Gb/s, others at {nics.port_gbps(rails[0]):g}: not used"
                 )
     usable = [n for n in candidates(nics, NicType.ETHERNET) if n.up and (n.address or not nics.addressed)]
-    other = next((n for n in usable if n.type is NicType.ETHERNET and n.role == "data"), None)
-    if other is not None and usable[0].type is NicType.ROCE:
+    plain_nic = next((n for n in usable if n.type is NicType.ETHERNET and n.role == "data"), None)
+    if plain_nic is not None and usable[0].type is NicType.ROCE:
         notes.append(
-            f"{usable[0].name} carries TCP too, for {other.name} is slower: if the other fabrics reach this "
-            f"node by {other.name} alone, say ethernet: {other.name} (docs/nics.md)"
+            f"{usable[0].name} also carries TCP, because {plain_nic.name} is slower: if other fabrics reach this "
+            f"node only by {plain_nic.name}, set ethernet: {plain_nic.name} (docs/nics.md)"
         )
     if verbs and not ports:
         notes.append(
-            "there is no /sys/class/infiniband here, but there are devices in /dev/infiniband (a container): "
-            "NCCL looks for its ports itself"
+            "no /sys/class/infiniband here, but devices in /dev/infiniband (a container): NCCL finds its ports itself"
         )
     if not ports:
         notes += [
-            f"{n.name} counts as {n.type} by its name alone, there is no RDMA device: right on a testbed, else "
-            "load the driver"
+            f"{n.name} counts as {n.type} by its name only, without an RDMA device: expected on a testbed, "
+            "otherwise load the driver"
             for n in interfaces
             if n.type.rdma
         ]
@@ -99,7 +98,7 @@ def probe(
 
 
 class _Tree:
-    """Reads of a sysfs tree; whatever cannot be read is None."""
+    """A reader of a sysfs tree; unreadable entries are None."""
 
     def __init__(self, root: Path, read: Reader) -> None:
         self.root, self._read = root, read
@@ -107,7 +106,7 @@ class _Tree:
     def text(self, path: str) -> str | None:
         try:
             return self._read(self.root / path).strip()
-        except OSError:  # EINVAL is common here: speed of a down link, the type of an empty GID
+        except OSError:  # EINVAL is common: the speed of a down link, the type of an empty GID
             return None
 
     def names(self, path: str) -> list[str]:
@@ -120,14 +119,14 @@ class _Tree:
         return (self.root / path).is_dir()
 
     def target(self, path: str) -> str | None:
-        """The last name of a link's target; None where there is no such link."""
+        """Return the last name of a link's target; None if there is no such link."""
         try:
             return os.path.basename(os.readlink(self.root / path))
         except OSError:
             return None
 
     def pci_path(self, path: str) -> tuple[str, ...]:
-        """PCI addresses from the root port down to the device behind `path`, empty for a virtual one."""
+        """Return the PCI addresses from the root port down to the device behind `path`; empty for a virtual device."""
         try:
             parts = (self.root / path).resolve(strict=True).parts
         except (OSError, RuntimeError):
@@ -138,14 +137,14 @@ class _Tree:
         return "virtual" in (self.root / path).resolve().parts
 
     def gpus(self) -> list[tuple[str, ...]]:
-        """PCI paths of the GPUs, in PCI order (CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
-        found = []
+        """Return the PCI paths of the GPUs, in PCI order (CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
+        paths = []
         for address in self.names("bus/pci/devices"):
             base = f"bus/pci/devices/{address}"
             code = self.text(f"{base}/class") or ""
             if code.startswith(_GPU_CLASSES) and self.text(f"{base}/vendor") in _GPU_VENDORS:
-                found.append(self.pci_path(base) or (address,))
-        return found
+                paths.append(self.pci_path(base) or (address,))
+        return paths
 
 
 def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[str]) -> list[RdmaPort]:
@@ -154,13 +153,13 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
     pci = tree.pci_path(f"{base}/device")
     physical = tree.target(f"{base}/device/physfn")
     nearest = _nearest(pci, gpus)
-    found = []
+    ports = []
     for port in tree.names(f"{base}/ports"):
         where = f"{base}/ports/{port}"
         if not port.isdecimal():
             continue
-        layer = tree.text(f"{where}/link_layer") or ""
-        kind = _kind(device, node_type, layer)
+        link_layer = tree.text(f"{where}/link_layer") or ""
+        kind = _kind(device, node_type, link_layer)
         state = (tree.text(f"{where}/state") or "unknown").partition(":")[2].strip() or "unknown"
         rate = re.match(r"([\d.]+)\s*Gb/sec", tree.text(f"{where}/rate") or "")
         index, gid, owner = _gid(tree, where) if kind == "roce" else (None, None, None)
@@ -170,12 +169,14 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
         if kind == "roce" and active and gid is None:
             notes.append(f"{device}:{port} has no readable RoCE v2 GID with an IPv4 address")
         if kind not in ("ib", "roce"):
-            notes.append(f"{device}:{port} is {kind}: not used for RDMA, since NCCL's IB transport does not speak it")
+            notes.append(
+                f"{device}:{port} is {kind}: not used for RDMA, because NCCL's IB transport does not support it"
+            )
         if not active:
             notes.append(f"{device}:{port} is {state}")
         if owner is None:
             owner = _owner_by_device(tree, device, pci)
-        found.append(
+        ports.append(
             RdmaPort(
                 device,
                 int(port),
@@ -183,7 +184,7 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
                 active=active,
                 state=state,
                 gbps=float(rate[1]) if rate else None,
-                interface=_top(tree, owner),
+                interface=_bond_or_self(tree, owner),
                 gid_index=index,
                 gid=gid,
                 gpus=nearest,
@@ -191,11 +192,11 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
                 physical=physical,
             )
         )
-    return found
+    return ports
 
 
 def _kind(device: str, node_type: str, layer: str) -> str:
-    # node_type 1 is a channel adapter (IB or RoCE), 4 an RNIC (iWARP, whose link layer says Ethernet too)
+    # node_type 1 is a channel adapter (IB or RoCE), 4 an RNIC (iWARP, whose link layer is also Ethernet)
     if node_type == "4":
         return "iwarp"
     if node_type in ("5", "6"):
@@ -208,7 +209,7 @@ def _kind(device: str, node_type: str, layer: str) -> str:
 
 
 def _gid(tree: _Tree, port: str) -> tuple[int | None, str | None, str | None]:
-    """Index, GID and interface of the first RoCE v2 GID that maps an IPv4 address."""
+    """Return index, GID and interface of the first RoCE v2 GID that maps an IPv4 address."""
     for index in tree.names(f"{port}/gids"):
         if not index.isdecimal() or tree.text(f"{port}/gid_attrs/types/{index}") != "RoCE v2":
             continue  # an empty slot, RoCE v1, or EINVAL in a container
@@ -219,7 +220,7 @@ def _gid(tree: _Tree, port: str) -> tuple[int | None, str | None, str | None]:
 
 
 def _subnet_gid(text: str | None) -> str | None:
-    """An InfiniBand port's first GID; None where it has none yet (no subnet manager), or it cannot be read."""
+    """Return an InfiniBand port's first GID; None if it has none yet (no subnet manager) or it is unreadable."""
     try:
         return text if text and int(ipaddress.IPv6Address(text)) else None
     except ValueError:
@@ -227,7 +228,7 @@ def _subnet_gid(text: str | None) -> str | None:
 
 
 def gid_address(gid: str) -> str | None:
-    """The IPv4 address that an IPv4-mapped GID (0000:…:ffff:0a00:0001) stands for."""
+    """Return the IPv4 address of an IPv4-mapped GID (0000:…:ffff:0a00:0001); None for another GID."""
     try:
         mapped = ipaddress.IPv6Address(gid).ipv4_mapped
     except ValueError:
@@ -236,7 +237,7 @@ def gid_address(gid: str) -> str | None:
 
 
 def _owner_by_device(tree: _Tree, device: str, pci: tuple[str, ...]) -> str | None:
-    """The network interface on the same PCI function, where no GID tells it."""
+    """Return the network interface on the same PCI function, for a port without a GID that names it."""
     names = tree.names(f"class/infiniband/{device}/device/net")
     if names:
         return names[0]
@@ -247,47 +248,47 @@ def _owner_by_device(tree: _Tree, device: str, pci: tuple[str, ...]) -> str | No
     return None
 
 
-def _top(tree: _Tree, name: str | None) -> str | None:
-    """The bond that owns an interface, or the interface itself."""
+def _bond_or_self(tree: _Tree, name: str | None) -> str | None:
+    """Return the bond that owns an interface, or the interface itself."""
     master = tree.target(f"class/net/{name}/master") if name else None
     return master or name
 
 
 def _nearest(pci: tuple[str, ...], gpus: list[tuple[str, ...]]) -> tuple[int, ...]:
-    """GPUs that share the longest PCI path with the NIC; none where nothing but the machine is shared by all."""
+    """Return the GPUs that share the longest PCI path with the NIC; none if no path is shared."""
 
-    def shared(gpu: tuple[str, ...]) -> int:
+    def shared_depth(gpu: tuple[str, ...]) -> int:
         return next((i for i, (a, b) in enumerate(zip(pci, gpu)) if a != b), min(len(pci), len(gpu)))  # noqa: B905
 
-    depths = [shared(g) for g in gpus]
-    best = max(depths, default=0)
-    return tuple(i for i, d in enumerate(depths) if d == best and best > 0)
+    depths = [shared_depth(g) for g in gpus]
+    max_depth = max(depths, default=0)
+    return tuple(i for i, d in enumerate(depths) if d == max_depth and max_depth > 0)
 
 
 def _interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping[str, tuple[str, int]]) -> Nic:
     base = f"class/net/{name}"
-    own = [p for p in ports if p.interface == name]
-    stands_for = _STANDS_FOR.match(name) if not ports else None
+    own_ports = [p for p in ports if p.interface == name]
+    emulated = _EMULATED.match(name) if not ports else None
     if tree.text(f"{base}/type") == _IPOIB:
         nic = NicType.IB
-    elif any(p.kind == "roce" for p in own):
+    elif any(p.kind == "roce" for p in own_ports):
         nic = NicType.ROCE
     else:
-        nic = NicType(stands_for[1]) if stands_for else NicType.ETHERNET
+        nic = NicType(emulated[1]) if emulated else NicType.ETHERNET
     address, prefix = ipv4.get(name, (None, None))
     if address is None:
-        mapped = [gid_address(p.gid) for p in own if p.gid]
+        mapped = [gid_address(p.gid) for p in own_ports if p.gid]
         address = mapped[0] if mapped else None
-    bonded = tree.is_dir(f"{base}/bonding")
-    driver = tree.target(f"{base}/device/driver") or ("bond" if bonded else "")
+    is_bond = tree.is_dir(f"{base}/bonding")
+    driver = tree.target(f"{base}/device/driver") or ("bond" if is_bond else "")
     return Nic(
         name,
         type=nic,
         up=_up(tree, base),
         address=address,
         prefix=prefix,
-        gbps=_speed(tree, base, bonded, own),
-        rdma=tuple(p.name for p in own),
+        gbps=_speed(tree, base, is_bond, own_ports),
+        rdma=tuple(p.name for p in own_ports),
         member_of=tree.target(f"{base}/master"),
         driver=driver,
         carrier=_carrier(tree, base),
@@ -303,17 +304,19 @@ def _up(tree: _Tree, base: str) -> bool:
 
 
 def _carrier(tree: _Tree, base: str) -> bool:
-    """False only where the kernel says so: `carrier` cannot be read while an interface is switched off (EINVAL)."""
+    """Return False only if the kernel reports no carrier; `carrier` is unreadable while the interface is off."""
     return tree.text(f"{base}/carrier") != "0" and tree.text(f"{base}/operstate") != "lowerlayerdown"
 
 
-def _speed(tree: _Tree, base: str, bonded: bool, own: list[RdmaPort]) -> float | None:
-    if own and own[0].gbps and not bonded:
-        return sum(p.gbps or 0 for p in own)
-    if not bonded and tree.is_virtual(base):
-        # veth and tun report 10 Gb/s whatever carries them; a VLAN or a bridge is as fast as what lies below it
-        below = [name[len("lower_") :] for name in tree.names(base) if name.startswith("lower_")]
-        rates = [_speed(tree, f"class/net/{name}", tree.is_dir(f"class/net/{name}/bonding"), []) for name in below]
+def _speed(tree: _Tree, base: str, is_bond: bool, ports: list[RdmaPort]) -> float | None:
+    if ports and ports[0].gbps and not is_bond:
+        return sum(p.gbps or 0 for p in ports)
+    if not is_bond and tree.is_virtual(base):
+        # veth and tun always report 10 Gb/s; a VLAN or a bridge has the speed of its lower interfaces
+        lower_interfaces = [name[len("lower_") :] for name in tree.names(base) if name.startswith("lower_")]
+        rates = [
+            _speed(tree, f"class/net/{name}", tree.is_dir(f"class/net/{name}/bonding"), []) for name in lower_interfaces
+        ]
         return max((rate for rate in rates if rate is not None), default=None)
     try:
         megabits = int(tree.text(f"{base}/speed") or "-1")

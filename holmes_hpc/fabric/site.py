@@ -1,4 +1,4 @@
-"""What a site has: GPUs, fabrics; the nouns that planning and training share. Data only."""
+"""The parts of a site (GPUs, fabrics, links), as data for planning and training."""
 
 from __future__ import annotations
 
@@ -14,69 +14,69 @@ from holmes_hpc.fabric.nic_types import NCCL_NETWORKS, NicType
 from holmes_hpc.schema import check, key, make
 from holmes_hpc.slurm.hostlist import expand
 
-# How a training program computes attention: FlashAttention-2 or later, its first version, torch's own fused one,
-# Megatron-LM's fused softmax between two batched products, each operation by itself.
+# Implementations of attention: FlashAttention-2 or later, its first version, torch's own fused one, Megatron-LM's fused
+# softmax between two batched products, separate operations.
 ATTENTION = ("flash", "flash1", "sdpa", "softmax", "unfused")
-FUSED_ATTENTION = ATTENTION[:3]  # scores never leave the chip
+FUSED_ATTENTION = ATTENTION[:3]  # scores stay on the chip
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator, and what the software there makes of it, where that is known."""
+    """One accelerator, and the kernels of its software, if known."""
 
-    name: Annotated[str, key("of the kind, as in `holmes nodes`")]
+    name: Annotated[str, key("name of the GPU kind, as in `holmes nodes`")]
     peak_tflops: Annotated[float, key("dense bf16 or fp16", unit="TFLOP/s", gt=0)]
-    memory_gib: Annotated[float, key("its memory", unit="GiB", gt=0)]
-    intra_node_gbps: Annotated[float, key("one GPU to its peers in the node", unit="Gb/s", gt=0)]
-    attention: Annotated[str | None, key("how scores are computed there; null: not known", one_of=ATTENTION)] = None
-    fused_norm: Annotated[bool | None, key("a norm is one kernel there; null: not known")] = None
+    memory_gib: Annotated[float, key("memory of one GPU", unit="GiB", gt=0)]
+    intra_node_gbps: Annotated[float, key("send rate of one GPU to its peers in the node", unit="Gb/s", gt=0)]
+    attention: Annotated[str | None, key("implementation of attention; null: not known", one_of=ATTENTION)] = None
+    fused_norm: Annotated[bool | None, key("a norm is one kernel; null: not known")] = None
 
     def __post_init__(self) -> None:
         check(self, f"gpu {self.name}", SiteError)
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a core that stands in for an accelerator."""
+        """True if it is a CPU core that stands in for an accelerator."""
         return self.name == "cpu"
 
 
-# A CPU rank stands in for an accelerator where nodes have no GPU (the testbed, a laptop).
+# A CPU rank stands in for an accelerator if nodes have no GPU (the testbed, a laptop).
 CPU = Gpu(name="cpu", peak_tflops=0.05, memory_gib=4, intra_node_gbps=40)
 
 
 @dataclass(frozen=True)
 class NicNames:
-    """Which NICs of a node the site names for the job; what it leaves out is chosen by what the kernel says."""
+    """The NICs that the site names for the job. NICs that are not named are chosen from the kernel's facts."""
 
-    ethernet: Annotated[str | None, key("the interface of its sockets: bond0")] = None
-    hca: Annotated[tuple[str, ...], key("its RDMA devices or ports: [mlx5_0, 'mlx5_1:1']")] = ()
+    ethernet: Annotated[str | None, key("interface of the sockets: bond0")] = None
+    hca: Annotated[tuple[str, ...], key("RDMA devices or ports: [mlx5_0, 'mlx5_1:1']")] = ()
     storage: Annotated[
         tuple[str, ...],
         key(
-            "RDMA devices that are not for the job: by name, IPv4 subnet or GID "
+            "RDMA devices that the job must not use: by name, IPv4 subnet or GID "
             "prefix: [mlx5_8, 10.9.0.0/16, 'fec0:0:0:1::/64']"
         ),
     ] = ()
 
     def __post_init__(self) -> None:
         check(self, "NICs", SiteError)
-        for word in self.storage:
+        for entry in self.storage:
             try:
-                ipaddress.ip_network(word if "/" in word else "::/0", strict=False)
+                ipaddress.ip_network(entry if "/" in entry else "::/0", strict=False)
             except ValueError as e:
                 raise SiteError(
-                    f"storage: {word!r} is no network: {e}",
+                    f"storage: {entry!r} is not a network: {e}",
                     where="NICs",
                     hint="write 10.9.0.0/16, 'fec0:0:0:1::/64', or a device's name",
                 ) from None
 
-    def over(self, other: NicNames) -> NicNames:
-        """These names, and the other's where these say nothing."""
-        return NicNames(self.ethernet or other.ethernet, self.hca or other.hca, self.storage or other.storage)
+    def over(self, fallback: NicNames) -> NicNames:
+        """Return these names, completed by those of `fallback`."""
+        return NicNames(self.ethernet or fallback.ethernet, self.hca or fallback.hca, self.storage or fallback.storage)
 
 
-# Keys of a fabric that say how its nodes are used, not what they are: a site's digest goes without them.
-_OF_USE = (
+# Keys about the use of a fabric's nodes, not their hardware: a site's digest omits them.
+_USAGE_KEYS = (
     "node_names",
     "nodes",
     "ethernet",
@@ -94,30 +94,30 @@ _OF_USE = (
 class Fabric:
     """Nodes that reach each other by RDMA, or a group of Ethernet-only nodes.
 
-    Rates are what one node can send, in Gb/s (1e9 bit/s); `rdma_gbps` is None where `nic` is ethernet.
+    Rates are what one node can send, in Gb/s (1e9 bit/s); `rdma_gbps` is None if `nic` is ethernet.
     """
 
-    name: Annotated[str, key("of the fabric")]
-    nic: Annotated[NicType, key("what carries its fast traffic", one_of=tuple(NicType))]
-    partition: Annotated[str, key("Slurm's partition that has its nodes")]
-    nodes: Annotated[int, key("nodes that can be used", ge=1)]
-    gpus_per_node: Annotated[int, key("GPUs of a node", ge=1)]
-    ethernet_gbps: Annotated[float, key("what a node sends over Ethernet", unit="Gb/s", gt=0)]
-    gpu: Annotated[Gpu, key("the kind of its GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}")]
-    rdma_gbps: Annotated[float | None, key("what a node sends over all its RDMA NICs", unit="Gb/s", gt=0)] = None
+    name: Annotated[str, key("name of the fabric")]
+    nic: Annotated[NicType, key("NIC type of its fast traffic", one_of=tuple(NicType))]
+    partition: Annotated[str, key("Slurm partition of its nodes")]
+    nodes: Annotated[int, key("usable nodes", ge=1)]
+    gpus_per_node: Annotated[int, key("GPUs per node", ge=1)]
+    ethernet_gbps: Annotated[float, key("Ethernet send rate of a node", unit="Gb/s", gt=0)]
+    gpu: Annotated[Gpu, key("kind of its GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}")]
+    rdma_gbps: Annotated[float | None, key("send rate of a node over all its RDMA NICs", unit="Gb/s", gt=0)] = None
     constraint: Annotated[str, key("Slurm features that select its nodes")] = ""
-    node_names: Annotated[tuple[str, ...], key("of all its nodes, or none")] = ()
-    gres: Annotated[bool, key("false: no GPU in Slurm's GRES, so a rank is a CPU process")] = True
-    ethernet: Annotated[str | None, key("the interface of its nodes' sockets; null: the fastest")] = None
-    hca: Annotated[tuple[str, ...], key("its nodes' RDMA devices or ports; none named: the fastest of its type")] = ()
-    storage: Annotated[tuple[str, ...], key("RDMA devices left out: by name, IPv4 subnet or GID prefix")] = ()
-    node_nics: Annotated[Mapping[str, NicNames] | None, key("single nodes' own: {'ib[3-4]': {ethernet: eno2}}")] = (
+    node_names: Annotated[tuple[str, ...], key("names of all its nodes, or none")] = ()
+    gres: Annotated[bool, key("false: no GPU in Slurm's GRES, so ranks are CPU processes")] = True
+    ethernet: Annotated[str | None, key("interface of its nodes' sockets; null: the fastest")] = None
+    hca: Annotated[tuple[str, ...], key("RDMA devices or ports of its nodes; none named: the fastest of its type")] = ()
+    storage: Annotated[tuple[str, ...], key("RDMA devices to leave out: by name, IPv4 subnet or GID prefix")] = ()
+    node_nics: Annotated[Mapping[str, NicNames] | None, key("NICs of single nodes: {'ib[3-4]': {ethernet: eno2}}")] = (
         field(default=None, hash=False)
     )
-    nccl_net: Annotated[str | None, key("NCCL's name of the network of its RDMA; null: its NIC type's")] = None
-    node_cpus: Annotated[int | None, key("CPUs of a node that jobs get", ge=1)] = None
-    node_memory_gib: Annotated[float | None, key("memory of a node that jobs get", unit="GiB", gt=0)] = None
-    node_gpus: Annotated[int | None, key("GPUs of its largest node, where gpus_per_node are fewer", ge=1)] = None
+    nccl_net: Annotated[str | None, key("NCCL's name of its RDMA network; null: that of the NIC type")] = None
+    node_cpus: Annotated[int | None, key("CPUs per node available to jobs", ge=1)] = None
+    node_memory_gib: Annotated[float | None, key("memory per node available to jobs", unit="GiB", gt=0)] = None
+    node_gpus: Annotated[int | None, key("GPUs of its largest node, if gpus_per_node is lower", ge=1)] = None
 
     def __post_init__(self) -> None:
         where = f"fabric {self.name}"
@@ -128,7 +128,7 @@ class Fabric:
             raise SiteError(f"name {self.name!r} is not letters, digits, '-', '_' or '.'", where=where, hint="rename")
         if self.nic.rdma and self.rdma_gbps is None:
             raise SiteError(
-                "rdma_gbps is missing", where=where, hint="give what one node can send over all its RDMA NICs, in Gb/s"
+                "rdma_gbps is missing", where=where, hint="give the rate of one node over all its RDMA NICs, in Gb/s"
             )
         if not self.nic.rdma and self.rdma_gbps is not None:
             raise SiteError("an Ethernet-only fabric has rdma_gbps", where=where, hint="remove rdma_gbps or set nic")
@@ -139,14 +139,14 @@ class Fabric:
                 raise SiteError("an Ethernet-only fabric has hca", where=where, hint="remove hca or set nic")
 
     def nic_names(self, node: str) -> NicNames:
-        """What the site says of the NICs of `node`: its own words over the fabric's."""
+        """Return the NICs that the site names for `node`; its own override the fabric's."""
         common = NicNames(self.ethernet, self.hca, self.storage)
-        own = next((names for hosts, names in (self.node_nics or {}).items() if node in expand(hosts)), None)
-        return common if own is None else own.over(common)
+        node_names = next((names for hosts, names in (self.node_nics or {}).items() if node in expand(hosts)), None)
+        return common if node_names is None else node_names.over(common)
 
     @property
     def nccl_network(self) -> str:
-        """What NCCL calls the network of its RDMA (of its Ethernet, where it has none)."""
+        """NCCL's name of its RDMA network (of its Ethernet, if it has no RDMA)."""
         return self.nccl_net or NCCL_NETWORKS[self.nic]
 
     @property
@@ -155,19 +155,19 @@ class Fabric:
 
     @property
     def data_gbps(self) -> float:
-        """The rate of the NIC that traffic inside this fabric uses."""
+        """The rate of the NIC for traffic inside this fabric."""
         return self.rdma_gbps if self.rdma_gbps is not None else self.ethernet_gbps
 
 
 @dataclass(frozen=True)
 class FabricLink:
-    """What two fabrics have between them, where that is not just the Ethernet of their nodes."""
+    """The network between two fabrics, if it differs from the Ethernet of their nodes."""
 
     between: Annotated[tuple[str, ...], key("the two fabrics: [FABRIC, FABRIC]")]
     gbps: Annotated[
-        float | None, key("what a node of one sends to the other; null: its Ethernet", unit="Gb/s", gt=0)
+        float | None, key("rate of a node of one fabric to the other; null: that of its Ethernet", unit="Gb/s", gt=0)
     ] = None
-    delay_ms: Annotated[float, key("one way, beyond what their own networks take", unit="ms", ge=0)] = 0.0
+    delay_ms: Annotated[float, key("one-way delay beyond that of their own networks", unit="ms", ge=0)] = 0.0
 
     def __post_init__(self) -> None:
         where = f"link {' - '.join(map(str, self.between))}" if isinstance(self.between, list | tuple) else "link"
@@ -175,17 +175,19 @@ class FabricLink:
         if len(set(self.between)) != 2 or len(self.between) != 2:
             raise SiteError(f"between is {list(self.between)}", where=where, hint="name two fabrics")
         if self.gbps is None and not self.delay_ms:
-            raise SiteError("it says nothing", where=where, hint="give gbps (Gb/s of a node), delay_ms, or both")
+            raise SiteError(
+                "no gbps and no delay_ms", where=where, hint="give gbps (Gb/s of a node), delay_ms, or both"
+            )
 
 
 @dataclass(frozen=True)
 class Site:
     """All fabrics of one Slurm, or of a site file."""
 
-    name: Annotated[str, key("of the site")]
+    name: Annotated[str, key("name of the site")]
     fabrics: Annotated[tuple[Fabric, ...], key("its fabrics")]
-    assumptions: Annotated[tuple[str, ...], key("what was not stated and therefore supposed")] = ()
-    links: Annotated[tuple[FabricLink, ...], key("what two fabrics have between them: {between, gbps, delay_ms}")] = ()
+    assumptions: Annotated[tuple[str, ...], key("assumptions in place of missing facts")] = ()
+    links: Annotated[tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, delay_ms}")] = ()
 
     def __post_init__(self) -> None:
         check(self, f"site {self.name}", SiteError)
@@ -216,9 +218,9 @@ class Site:
             f"no fabric {name!r}", where=f"site {self.name}", hint=f"it has {', '.join(f.name for f in self.fabrics)}"
         )
 
-    def link(self, one: str, other: str) -> FabricLink | None:
-        """What is said of the network between two fabrics."""
-        return next((link for link in self.links if frozenset(link.between) == {one, other}), None)
+    def link(self, sender: str, receiver: str) -> FabricLink | None:
+        """Return the declared network between two fabrics, if any."""
+        return next((link for link in self.links if frozenset(link.between) == {sender, receiver}), None)
 
     def rate_gbps(self, transport: str, sender: Fabric, receiver: Fabric | None = None) -> float:
         """Return the nominal rate from one node of `sender` (locally: one GPU) to a node of `receiver`.
@@ -231,7 +233,7 @@ class Site:
         return {"local": sender.gpu.intra_node_gbps, "tcp": sender.ethernet_gbps, "rdma": sender.data_gbps}[transport]
 
     def delay_s(self, transport: str, sender: Fabric, receiver: Fabric | None = None) -> float:
-        """Return the one-way delay beyond the latency of the fabrics' own networks, as :meth:`rate_gbps` has them."""
+        """Return the one-way delay beyond the latency of the fabrics' networks; arguments as in :meth:`rate_gbps`."""
         link = self._link_used(transport, sender, receiver)
         return link.delay_ms / 1e3 if link is not None else 0.0
 
@@ -241,7 +243,7 @@ class Site:
         return self.link(sender.name, receiver.name)
 
     def nccl_network(self, nic: NicType | None, fabric: str | None = None) -> str | None:
-        """Return what NCCL calls the network of a transport over `nic` (in `fabric`, if RDMA); None inside a node."""
+        """Return NCCL's name of the network of a transport over `nic` (in `fabric`, if RDMA); None inside a node."""
         if fabric is not None:
             return self.fabric(fabric).nccl_network
         return NCCL_NETWORKS[nic] if nic is not None else None
@@ -252,22 +254,23 @@ class Site:
         return min(self.rate_gbps(transport, *hop) for hop in zip(fabrics, [*fabrics[1:], fabrics[0]], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, accepted back by :meth:`from_dict`."""
+        """Return plain data for :meth:`from_dict`."""
         data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        for fabric in data["fabrics"]:  # what nobody said is left out, as files had it before there were such keys
+        for fabric in data["fabrics"]:  # unset keys are left out, as in older files
             fabric["gpu"] = {k: v for k, v in fabric["gpu"].items() if v is not None}
-        data["fabrics"] = [{k: v for k, v in fabric.items() if v or k not in _OF_USE[2:]} for fabric in data["fabrics"]]
+        data["fabrics"] = [
+            {k: v for k, v in fabric.items() if v or k not in _USAGE_KEYS[2:]} for fabric in data["fabrics"]
+        ]
         return data if self.links else {k: v for k, v in data.items() if k != "links"}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Site:
-        """The inverse of :meth:`to_dict` (a site file, which has defaults, is read by fabric.site_file)."""
+        """Read the data of :meth:`to_dict` (fabric.site_file reads site files, which have defaults)."""
         return make(cls, data, "site", SiteError)
 
     def digest(self) -> str:
-        """Twelve hex digits that change when hardware, partitions or constraints change, not with states: so neither
-        with the nodes that happen to be up, nor with assumptions."""
-        whole = self.to_dict()
-        data = [{k: v for k, v in f.items() if k not in _OF_USE} for f in whole["fabrics"]]
-        links = [whole["links"]] if self.links else []
+        """Return twelve hex digits that depend on hardware, partitions and constraints, not on states."""
+        site = self.to_dict()
+        data = [{k: v for k, v in f.items() if k not in _USAGE_KEYS} for f in site["fabrics"]]
+        links = [site["links"]] if self.links else []
         return hashlib.sha256(json.dumps([self.name, data, *links], sort_keys=True).encode()).hexdigest()[:12]

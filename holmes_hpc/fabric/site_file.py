@@ -1,4 +1,4 @@
-"""A site file: planning without a Slurm, or for hardware not bought yet (docs/site-file.md)."""
+"""Site files: planning without a Slurm, or for hardware not bought yet (docs/howto.md)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import check, key, keys, make
 
 ETHERNET_GBYTES = (1.25, 3.125, 6.25, 12.5)  # of 10, 25, 50 and 100 Gb/s
-MUCH = 1.5  # times as much as a data sheet says, or less than one of so many parts
-IB_GBYTES = (12.5, 25.0)  # of EDR and HDR, in GB/s; 50 is also two ports of an older kind, in Gb/s
-# The most that a rate or a size of a machine can be: what is above was given in another unit.
+TOLERANCE = 1.5  # allowed factor to a data sheet's figure, up or down
+IB_GBYTES = (12.5, 25.0)  # of EDR and HDR, in GB/s; 50 is left out: it is also two older ports in Gb/s
+# The highest plausible rates and sizes: a value above was given in another unit.
 MOST = {
     "ethernet_gbps": 6400,
     "rdma_gbps": 25600,
@@ -27,31 +27,31 @@ MOST = {
     "gbps": 6400,
     "delay_ms": 1e4,
 }
-FIGURES = ("peak_tflops", "memory_gib", "intra_node_gbps")  # of a GPU kind's data sheet
-NO_FLASH = ("p100", "v100-16gb", "v100-32gb", "t4")  # FlashAttention-2 wants an Ampere or a later one
+FIGURES = ("peak_tflops", "memory_gib", "intra_node_gbps")  # from a GPU kind's data sheet
+NO_FLASH = ("p100", "v100-16gb", "v100-32gb", "t4")  # FlashAttention-2 needs Ampere or later
 _HINT = "see docs/site-file.md"
 
 
 @dataclass(frozen=True)
 class SiteFile:
-    """A file's own keys; `gpu` and `ethernet_gbps` are those of all fabrics that do not say their own."""
+    """The keys of a site file; `gpu` and `ethernet_gbps` are the defaults of its fabrics."""
 
-    name: Annotated[str, key("of the site")]
+    name: Annotated[str, key("name of the site")]
     fabrics: Annotated[tuple[Any, ...], key("list at least one")]
-    ethernet_gbps: Annotated[float | None, key("what a node sends over Ethernet", unit="Gb/s", gt=0)] = None
+    ethernet_gbps: Annotated[float | None, key("Ethernet send rate of a node", unit="Gb/s", gt=0)] = None
     gpu: Annotated[
         Gpu | None,
-        key("the kind of GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}, if known attention and fused_norm"),
+        key("kind of GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}, if known attention and fused_norm"),
     ] = None
 
-    links: Annotated[tuple[FabricLink, ...], key("what two fabrics have between them: {between, gbps, delay_ms}")] = ()
+    links: Annotated[tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, delay_ms}")] = ()
 
     def __post_init__(self) -> None:
         check(self, f"site {self.name}", SiteError)
 
 
 def read_site_file(path: str | os.PathLike[str]) -> Site:
-    """The Site that a YAML file describes. Raises SiteError: one line with the file, the place in it, and the hint."""
+    """Return the Site that a YAML file describes. SiteError has the file, the place in it, and the hint."""
     data = read_yaml(path, SiteError, _HINT)
     try:
         return parse_site(data)
@@ -61,60 +61,62 @@ def read_site_file(path: str | os.PathLike[str]) -> Site:
 
 
 def parse_site(data: Mapping[str, Any]) -> Site:
-    """The Site in the parsed YAML `data`."""
-    file = make(SiteFile, _with_figures(data), "site", SiteError)
-    common = {k: v for k, v in (("ethernet_gbps", file.ethernet_gbps), ("gpu", file.gpu)) if v is not None}
+    """Return the Site in the parsed YAML `data`."""
+    site_file = make(SiteFile, _with_figures(data), "site", SiteError)
+    defaults = {k: v for k, v in (("ethernet_gbps", site_file.ethernet_gbps), ("gpu", site_file.gpu)) if v is not None}
     fabrics = []
-    for number, entry in enumerate(file.fabrics, 1):
-        named = isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
-        where = f"fabric {entry['name']}" if named else f"fabric {number}"
+    for position, entry in enumerate(site_file.fabrics, 1):
+        has_name = isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
+        where = f"fabric {entry['name']}" if has_name else f"fabric {position}"
         if isinstance(entry, Mapping):
-            _refuse_other_words(entry.get("nic"), where)
-            entry = {**common, **_with_figures(entry)}
+            _refuse_synonym(entry.get("nic"), where)
+            entry = {**defaults, **_with_figures(entry)}
         fabrics.append(make(Fabric, entry, where, SiteError))
     for fabric in fabrics:
-        _refuse_absurd(fabric, f"fabric {fabric.name}")
-        _refuse_absurd(fabric.gpu, f"gpu {fabric.gpu.name}")
-    for link in file.links:
-        _refuse_absurd(link, f"link {' - '.join(link.between)}")
+        _refuse_implausible(fabric, f"fabric {fabric.name}")
+        _refuse_implausible(fabric.gpu, f"gpu {fabric.gpu.name}")
+    for link in site_file.links:
+        _refuse_implausible(link, f"link {' - '.join(link.between)}")
     for gpu in dict.fromkeys(f.gpu for f in fabrics):
-        known = read_vocabulary().gpu(gpu.name)
-        if gpu.attention == "flash" and known is not None and known.name in NO_FLASH:
+        known_kind = read_vocabulary().gpu(gpu.name)
+        if gpu.attention == "flash" and known_kind is not None and known_kind.name in NO_FLASH:
             raise SiteError(
-                f"attention is flash, which {known.name} has not", where=f"gpu {gpu.name}", hint="use sdpa or unfused"
+                f"attention is flash, which {known_kind.name} does not have",
+                where=f"gpu {gpu.name}",
+                hint="use sdpa or unfused",
             )
-    return Site(file.name, tuple(fabrics), tuple(_remarks(fabrics)), file.links)
+    return Site(site_file.name, tuple(fabrics), tuple(_warnings(fabrics)), site_file.links)
 
 
 def _with_figures(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's or a fabric's own keys; figures that its GPU leaves out are those of the kind's data sheet."""
+    """Return a file's or a fabric's keys, with missing GPU figures from the kind's data sheet."""
     gpu = entry.get("gpu")
     if not isinstance(gpu, Mapping) or not isinstance(gpu.get("name"), str):
         return dict(entry)
-    known = read_vocabulary().gpu(gpu["name"])
-    if known is None and (missing := [name for name in FIGURES if name not in gpu]):
+    known_kind = read_vocabulary().gpu(gpu["name"])
+    if known_kind is None and (missing := [name for name in FIGURES if name not in gpu]):
         kinds = ", ".join(kind.name for _, kind in read_vocabulary().gpus)
         raise SiteError(
-            f"gpu {gpu['name']!r} is no known kind and has no {', '.join(missing)}",
+            f"gpu {gpu['name']!r} is not a known kind and has no {', '.join(missing)}",
             where="gpu",
             hint=f"give all figures, or one of {kinds}",
         )
-    figures = {name: getattr(known, name) for name in FIGURES} if known is not None else {}
+    figures = {name: getattr(known_kind, name) for name in FIGURES} if known_kind is not None else {}
     return {**entry, "gpu": {**figures, **gpu}}
 
 
-def _refuse_other_words(nic: Any, where: str) -> None:
-    """Raise SiteError for another word for a NIC type, such as a node's feature would be understood as."""
+def _refuse_synonym(nic: Any, where: str) -> None:
+    """Raise SiteError for a synonym of a NIC type, such as a node feature's name."""
     if isinstance(nic, str) and nic not in tuple(NicType):
         meaning = read_vocabulary().meaning(nic)
         if meaning is not None and meaning.nic is not None:
             raise SiteError(f"nic is {nic!r}", where=where, hint=f"did you mean {str(meaning.nic)!r}?")
 
 
-def _refuse_absurd(what: Fabric | Gpu | FabricLink, where: str) -> None:
+def _refuse_implausible(part: Fabric | Gpu | FabricLink, where: str) -> None:
     """Raise SiteError for a rate or a size that no machine has."""
-    for name, declared in keys(type(what)).items():
-        value = getattr(what, name)
+    for name, declared in keys(type(part)).items():
+        value = getattr(part, name)
         if name in MOST and value is not None and value > MOST[name]:
             unit = declared.spec.unit
             raise SiteError(
@@ -124,15 +126,15 @@ def _refuse_absurd(what: Fabric | Gpu | FabricLink, where: str) -> None:
             )
 
 
-def _remarks(fabrics: Sequence[Fabric]) -> Iterator[str]:
-    """The kind that another name is taken for, figures that its data sheet does not have, and rates that look like GB/s
-    where Gb/s are meant: what no Ethernet and no InfiniBand has in Gb/s."""
+def _warnings(fabrics: Sequence[Fabric]) -> Iterator[str]:
+    """Warn about GPU names treated as a known kind, figures unlike their data sheet, and rates that look like GB/s.
+    Such a rate is one that no Ethernet or InfiniBand has in Gb/s."""
     for gpu in dict.fromkeys(f.gpu for f in fabrics):
-        known = read_vocabulary().gpu(gpu.name)
-        if known is not None:
-            if known.name != gpu.name.lower():
-                yield f"gpu {gpu.name} is taken for the known kind {known.name}, with its tables"
-            yield from _unlike(gpu, known)
+        known_kind = read_vocabulary().gpu(gpu.name)
+        if known_kind is not None:
+            if known_kind.name != gpu.name.lower():
+                yield f"gpu {gpu.name} is treated as the known kind {known_kind.name}, with its tables"
+            yield from _data_sheet_warnings(gpu, known_kind)
     for fabric in fabrics:
         if fabric.nic is NicType.IB and fabric.rdma_gbps in IB_GBYTES:
             yield (
@@ -146,24 +148,23 @@ def _remarks(fabrics: Sequence[Fabric]) -> Iterator[str]:
             )
 
 
-def _unlike(gpu: Gpu, known: Gpu) -> Iterator[str]:
-    """What of `gpu` is far from the data sheet of its kind, `known`. NVLink's are often said in GB/s, for one direction
-    or both together; peaks with sparsity twice the dense one."""
-    link = gpu.intra_node_gbps / known.intra_node_gbps
-    if any(abs(link * parts - 1) < 0.02 for parts in (8, 4)):
+def _data_sheet_warnings(gpu: Gpu, kind: Gpu) -> Iterator[str]:
+    """Warn about figures of `gpu` that are far from the data sheet of its kind, `known`.
+    NVLink rates are often quoted in GB/s, for one direction or for both; peaks with sparsity are twice the dense ones.
+    """
+    link_ratio = gpu.intra_node_gbps / kind.intra_node_gbps
+    if any(abs(link_ratio * divisor - 1) < 0.02 for divisor in (8, 4)):
         yield (
             f"intra_node_gbps of {gpu.name} is {gpu.intra_node_gbps:g}; if that is in GB/s, give Gb/s:"
-            f" {known.intra_node_gbps:g}"
+            f" {kind.intra_node_gbps:g}"
         )
-    elif link > MUCH:
-        yield _says(gpu, "intra_node_gbps", known)
-    if not 1 / MUCH < gpu.peak_tflops / known.peak_tflops < MUCH:
-        yield _says(gpu, "peak_tflops", known) + (" dense" if gpu.peak_tflops > known.peak_tflops else "")
-    if gpu.memory_gib > MUCH * known.memory_gib:
-        yield _says(gpu, "memory_gib", known)
+    elif link_ratio > TOLERANCE:
+        yield _data_sheet_text(gpu, "intra_node_gbps", kind)
+    if not 1 / TOLERANCE < gpu.peak_tflops / kind.peak_tflops < TOLERANCE:
+        yield _data_sheet_text(gpu, "peak_tflops", kind) + (" dense" if gpu.peak_tflops > kind.peak_tflops else "")
+    if gpu.memory_gib > TOLERANCE * kind.memory_gib:
+        yield _data_sheet_text(gpu, "memory_gib", kind)
 
 
-def _says(gpu: Gpu, name: str, known: Gpu) -> str:
-    return (
-        f"{name} of {gpu.name} is {getattr(gpu, name):g}; the data sheet of {known.name} says {getattr(known, name):g}"
-    )
+def _data_sheet_text(gpu: Gpu, name: str, kind: Gpu) -> str:
+    return f"{name} of {gpu.name} is {getattr(gpu, name):g}; the data sheet of {kind.name} says {getattr(kind, name):g}"

@@ -1,4 +1,4 @@
-"""The Site that Slurm shows: its nodes, made into fabrics."""
+"""The Site that Slurm shows: its nodes, grouped into fabrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holmes_hpc.slurm.scontrol import read_config, read_partitions
 
 
 def read_site(settings: NodeSettings | None = None) -> Site:
-    """The Site that Slurm shows now. Raises SiteError without Slurm, or where no node can be used."""
+    """Return the Site that Slurm shows now. SiteError without Slurm, or if no node can be used."""
     vocabulary = settings.vocabulary if settings else None
-    found = group(read_nodes(vocabulary), read_partitions(), read_vocabulary(vocabulary), settings)
-    return found.site(read_config().cluster)
+    grouping = group(read_nodes(vocabulary), read_partitions(), read_vocabulary(vocabulary), settings)
+    return grouping.site(read_config().cluster)

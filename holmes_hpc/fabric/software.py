@@ -1,4 +1,4 @@
-"""The software that training needs, as a node's Python has it: versions, read without importing any of it."""
+"""The versions of the software that training needs, read from a node's Python without importing it."""
 
 from __future__ import annotations
 
@@ -21,60 +21,61 @@ CUDA = "torch's CUDA"
 
 
 def software() -> dict[str, str]:
-    """Name -> version of Python, this project, the packages that training uses and are installed here, and the CUDA
-    that torch was built for (such builds of torch bring NCCL)."""
-    found = {"python": platform.python_version(), "holmes-hpc": __version__}
+    """Return name -> version of Python, this project and the installed packages that training uses.
+    The CUDA version of torch's build is included (such builds bring NCCL)."""
+    versions = {"python": platform.python_version(), "holmes-hpc": __version__}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:
-        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-        if built := re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)", text, re.MULTILINE):
-            found[CUDA] = built[1]
-    return found
+        version_file = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+        if cuda := re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)", version_file, re.MULTILINE):
+            versions[CUDA] = cuda[1]
+    return versions
 
 
 def check_software(
-    nodes: Mapping[str, Mapping[str, str]], here: Mapping[str, str], gpu_nodes: Sequence[str] = ()
+    nodes: Mapping[str, Mapping[str, str]], local: Mapping[str, str], gpu_nodes: Sequence[str] = ()
 ) -> list[Finding]:
-    """What of the `nodes`' software (node -> :func:`software` there) keeps them from training together, or differs from
-    what this machine has (`here`; what it lacks it need not have). `gpu_nodes`: those whose torch must know CUDA."""
-    found: list[Finding] = []
+    """Report software that prevents joint training of the `nodes`, or that differs from this machine's.
+    `nodes`: node -> its :func:`software`; `local`: this machine's, which may lack packages. `gpu_nodes`: those whose
+    torch must know CUDA."""
+    findings: list[Finding] = []
     for package in NEEDED:
-        if lacking := [n for n, has in nodes.items() if package not in has]:
-            found.append(
+        if nodes_without := [n for n, versions in nodes.items() if package not in versions]:
+            findings.append(
                 Finding(
                     "error",
-                    f"nodes {compress(lacking)}",
+                    f"nodes {compress(nodes_without)}",
                     f"their Python has no {package}",
                     "pip install 'holmes-hpc[train]' into the environment that they share with this "
-                    "machine, or have slurm.setup load the site's own (docs/install.md)",
+                    "machine, or let slurm.setup load the site's own (docs/install.md)",
                 )
             )
-    if plain := [n for n in gpu_nodes if "torch" in nodes.get(n, {}) and CUDA not in nodes[n]]:
-        found.append(
+    if without_cuda := [n for n in gpu_nodes if "torch" in nodes.get(n, {}) and CUDA not in nodes[n]]:
+        findings.append(
             Finding(
                 "error",
-                f"nodes {compress(plain)}",
-                "have GPUs, and a torch that is built without CUDA",
+                f"nodes {compress(without_cuda)}",
+                "have GPUs, but a torch built without CUDA",
                 "install a CUDA build of torch (docs/install.md)",
             )
         )
-    for name in dict.fromkeys(name for has in nodes.values() for name in has):
-        usual = here.get(name) or Counter(has[name] for has in nodes.values() if name in has).most_common(1)[0][0]
-        where = "this machine has" if name in here else "others have"
-        absent = usual if name in NEEDED else "none"
-        other = grouped((has.get(name, "none"), n) for n, has in nodes.items() if has.get(name, absent) != usual)
-        found += [
+    for name in dict.fromkeys(name for versions in nodes.values() for name in versions):
+        expected = local.get(name) or Counter(v[name] for v in nodes.values() if name in v).most_common(1)[0][0]
+        where = "this machine has" if name in local else "others have"
+        default = expected if name in NEEDED else "none"
+        deviating = grouped((v.get(name, "none"), n) for n, v in nodes.items() if v.get(name, default) != expected)
+        findings += [
             Finding(
                 "warning",
                 f"nodes {compress(members)}",
-                f"{name} {value}, where {where} {usual}",
-                "use one environment, on a file system that all of them see (docs/install.md)",
+                f"{name} {value}, where {where} {expected}",
+                "use one environment, on a file system that all nodes share (docs/install.md)",
             )
-            for value, members in other
+            for value, members in deviating
         ]
-    return found
+    return findings

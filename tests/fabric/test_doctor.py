@@ -11,7 +11,7 @@ from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.doctor import check_script, diagnose
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.nic_types import NicType
-from holmes_hpc.fabric.node_facts import MARK, Facts, _understand, ask_nodes, check_here, facts_of, limit, propose
+from holmes_hpc.fabric.node_facts import MARK, Facts, _parse_answer, ask_nodes, check_here, facts_of, limit, propose
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.scontrol import Config
@@ -67,7 +67,7 @@ def test_each_setting_is_one_line_with_a_cure(config: dict[str, str], says: str)
     ("features", "says"),
     [
         ("ib,roce", "warning: node a2: not used: features name 2 NIC types"),
-        (IB + ",frobnicator", "info: nodes a2: nothing explains the feature frobnicator"),
+        (IB + ",frobnicator", "info: nodes a2: unknown feature frobnicator"),
         (IB + ",nic_100g", "several values of nic_<rate>g"),
     ],
 )
@@ -104,7 +104,7 @@ def test_a_default_partition_over_two_fabrics() -> None:
             "warning: node a2: its Ethernet address 10.9.0.2 (eth0) is",
         ),
         ({"skew_s": 120.0}, "warning: node a2: its clock is +120 s off"),
-        ({"ipoib": ("ib0",)}, "info: nodes a2: NCCL by itself tries ib0 first"),
+        ({"ipoib": ("ib0",)}, "info: nodes a2: NCCL's default is ib0 (IPoIB)"),
         ({"notes": ("mlx5_1:1 is DOWN",)}, "warning: node a2: mlx5_1:1 is DOWN"),
         (
             {
@@ -188,7 +188,7 @@ def test_propose_merges_what_the_nodes_say(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("holmes_hpc.fabric.node_facts.read_nodes", lambda: nodes)
     monkeypatch.setattr("holmes_hpc.fabric.node_facts.ask_nodes", lambda nodes, _: ([facts(n.name) for n in nodes], []))
     wanted, _ = propose(["a[1-2]"], "x")
-    assert {c.node: c.wanted for c in wanted} == {"a1": ("big", "nic_ib", "fabric_x"), "a2": ("nic_ib", "fabric_x")}
+    assert {c.node: c.target for c in wanted} == {"a1": ("big", "nic_ib", "fabric_x"), "a2": ("nic_ib", "fabric_x")}
     with pytest.raises(SiteError, match="no node 'a3'"):
         propose(["a3"])
     with pytest.raises(SiteError, match="name the nodes of that fabric"):
@@ -233,7 +233,7 @@ def test_gather_asks_idle_nodes_and_names_the_others(srun) -> None:
         ("info", "nodes a5"),
     ]
     assert "--nodelist=a[1-2]" in asked() and "--partition=ib" in asked()
-    assert _understand("holmes-facts {}") is None
+    assert _parse_answer("holmes-facts {}") is None
 
 
 @pytest.mark.integration

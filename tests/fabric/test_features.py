@@ -117,11 +117,11 @@ networks: {ib: IBext_v11}
     [
         (
             "networks: {infiniband: IBext}",
-            "{'infiniband': 'IBext'} is not NIC types with names of networks; write {ib: ",
+            "{'infiniband': 'IBext'} is not a map of NIC types to network names; write {ib: ",
         ),
-        ("networks: [ib]", "['ib'] is not NIC types"),
-        ("networks: {ib: 7}", "{'ib': 7} is not NIC types"),
-        ("features: [{match: x, storage: 10.0.0.0/77}]", "storage: '10.0.0.0/77' is no network"),
+        ("networks: [ib]", "['ib'] is not a map of NIC types"),
+        ("networks: {ib: 7}", "{'ib': 7} is not a map of NIC types"),
+        ("features: [{match: x, storage: 10.0.0.0/77}]", "storage: '10.0.0.0/77' is not a network"),
     ],
 )
 def test_what_cannot_be_named(tmp_path: Path, text: str, says: str) -> None:
@@ -140,13 +140,13 @@ def test_two_nic_types_are_a_problem_not_a_choice(vocabulary) -> None:
 
 def test_own_label_wins_aloud(vocabulary) -> None:
     reading = read_features(["nic_ib", "roce"], vocabulary)
-    assert reading.nic is IB and any("wins over roce" in s for s in reading.said)
+    assert reading.nic is IB and any("wins over roce" in s for s in reading.assumptions)
 
 
 def test_nothing_named_is_said(vocabulary) -> None:
-    assert "no feature names a NIC" in read_features([], vocabulary).said[0]
-    assert "Omni-Path" in read_features(["omnipath"], vocabulary).said[0]
-    assert "one port" in read_features(["ib_hdr"], vocabulary).said[0]
+    assert "no feature names a NIC" in read_features([], vocabulary).assumptions[0]
+    assert "Omni-Path" in read_features(["omnipath"], vocabulary).assumptions[0]
+    assert "one port" in read_features(["ib_hdr"], vocabulary).assumptions[0]
 
 
 def test_two_fabrics_and_two_rates_are_problems(vocabulary) -> None:
@@ -182,7 +182,7 @@ def test_the_sites_own_file_comes_first(vocabulary, tmp_path: Path) -> None:
         ("features: [{match: '(?P<speed>x)'}]", "unknown group 'speed'"),
         ("features: [{nic: ib}]", "no match"),
         ("features: {a: b}", "not a list"),
-        ("rates: {a: fast}", "not words with rates"),
+        ("rates: {a: fast}", "not a map of names to rates"),
         ("gpus: [{match: x, name: y}]", "is not a GPU"),
         ("a: [", "not YAML"),
         ("- 3", "not a vocabulary"),
@@ -209,7 +209,8 @@ def test_what_the_snippets_show_is_understood(vocabulary) -> None:
     assert len(lines) == 3
     for line in lines:
         reading = read_features(line.split("Feature=")[1].split(","), vocabulary)
-        assert reading.fabric and reading.ethernet_gbps and not (reading.unknown or reading.problems or reading.said)
+        assert reading.fabric and reading.ethernet_gbps
+        assert not (reading.unknown or reading.problems or reading.assumptions)
     own = read_vocabulary(slurm / "features.site.yaml")
     assert read_features(["island3", "fast-ib-800", "owner_physics"], own).fabric == "3"
     assert read_features(["fast-roce-100"], own).rdma_gbps == 100 and own.gpu("warp9") is not None

@@ -30,7 +30,7 @@ def example():
 def test_every_node_is_in_the_table_with_what_must_be_said() -> None:
     (_, columns, fabrics, caption), _, (_, node_columns, rows, _) = example().tables()
     assert [f[0] for f in fabrics] == ["a", "b", "ethernet-ib"] and len(columns) == len(fabrics[0])
-    assert "supposed: o1: omnipath: Omni-Path" in caption
+    assert "assumed: o1: omnipath: Omni-Path" in caption
     by_name = {row[0]: dict(zip(node_columns, row, strict=True)) for row in rows}
     assert set(by_name) == {"ib[1-2]", "x1", "r1", "d1", "o1"}
     assert by_name["ib[1-2]"]["fabric"] == "a" and by_name["ib[1-2]"]["remarks"] == ""

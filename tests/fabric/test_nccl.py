@@ -10,12 +10,12 @@ from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.nccl import (
     conf_files,
     environment,
-    kept,
     matches,
-    narrowed,
     read_conf,
     refusals,
+    restrict_nics,
     socket_settings,
+    split_defaults,
 )
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import Nic, NodeNics
@@ -92,7 +92,7 @@ SPELLINGS = [
 @pytest.mark.parametrize("value", SPELLINGS)
 def test_every_correct_spelling_of_the_ports_is_accepted(tmp_path: Path, value: str) -> None:
     env = {"NCCL_IB_HCA": value}
-    made = environment(narrowed(nics(tmp_path, "hdr_4_hcas"), NicNames(), env), IB)
+    made = environment(restrict_nics(nics(tmp_path, "hdr_4_hcas"), NicNames(), env), IB)
     assert made["NCCL_IB_HCA"] == SPELLINGS[0] and refusals(env, made, files=[]) == []
 
 
@@ -102,7 +102,7 @@ def test_every_correct_spelling_of_the_interface_is_accepted(tmp_path: Path, val
     trees.a_fast_bond_beside_a_slow_port(tree)
     found = probe(tree.root, {"eno1": ("10.0.0.3", 24), "bond0": ("10.1.0.3", 24)}, tree.read)
     env = {"NCCL_SOCKET_IFNAME": value}
-    made = environment(narrowed(found, NicNames(), env), ROCE)
+    made = environment(restrict_nics(found, NicNames(), env), ROCE)
     assert made["NCCL_SOCKET_IFNAME"] == "=bond0" and refusals(env, made, files=[]) == []
 
 
@@ -111,7 +111,7 @@ def test_a_variable_chooses_among_what_could_be_used(tmp_path: Path) -> None:
     env = {"NCCL_IB_HCA": "mlx5_0,mlx5_2", "NCCL_SOCKET_IFNAME": "eth"}
     tree = Tree(tmp_path)
     trees.rails_and_a_frontend(tree)
-    found = narrowed(probe(tree.root, {"eth0": ("10.1.0.3", 24)}, tree.read), NicNames(), env)
+    found = restrict_nics(probe(tree.root, {"eth0": ("10.1.0.3", 24)}, tree.read), NicNames(), env)
     made = environment(found, ROCE)
     assert made == {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_HCA": "=mlx5_0:1,mlx5_2:1"}
     assert refusals(env, made, files=[]) == [] and found.rdma_gbps(ROCE) == 800
@@ -126,19 +126,19 @@ def test_a_variable_does_not_choose_a_management_port_or_loopback() -> None:
         )
     )
     for env in ({"GLOO_SOCKET_IFNAME": "mgmt0"}, {"NCCL_SOCKET_IFNAME": "mgmt"}, {"NCCL_SOCKET_IFNAME": "lo"}):
-        made = environment(narrowed(node, NicNames(), env), IB)
+        made = environment(restrict_nics(node, NicNames(), env), IB)
         assert made["GLOO_SOCKET_IFNAME"] == "eth0" and "rules out eth0" in refusals(env, made, files=[])[0].what
-    assert environment(narrowed(node, NicNames("mgmt0"), {}), IB)["GLOO_SOCKET_IFNAME"] == "mgmt0"  # the site's word
+    assert environment(restrict_nics(node, NicNames("mgmt0"), {}), IB)["GLOO_SOCKET_IFNAME"] == "mgmt0"
 
 
 def test_what_the_site_names_is_used_and_a_variable_against_it_refused(tmp_path: Path) -> None:
     found = nics(tmp_path, "eight_hcas_and_two_for_storage")
-    named = environment(narrowed(found, NicNames("eth0", ("mlx5_3", "mlx5_4:1")), {}), IB)
+    named = environment(restrict_nics(found, NicNames("eth0", ("mlx5_3", "mlx5_4:1")), {}), IB)
     assert named["NCCL_IB_HCA"] == "=mlx5_3:1,mlx5_4:1"
     (line,) = refusals({"NCCL_IB_HCA": "=mlx5_3"}, named, "n1", files=[])
     assert str(line) == (
         "error: node n1: NCCL_IB_HCA==mlx5_3 rules out mlx5_4:1, which the plan uses on this node "
-        "(=mlx5_3:1,mlx5_4:1); unset NCCL_IB_HCA, or name what is meant as the fabric's hca "
+        "(=mlx5_3:1,mlx5_4:1); unset NCCL_IB_HCA, or name the intended NIC as the fabric's hca "
         "(docs/nics.md)"
     )
 
@@ -151,12 +151,12 @@ def test_storage_is_left_out_by_name_subnet_or_gid_prefix(tmp_path: Path, storag
     trees.eight_hcas_and_two_for_storage(tree)
     found = probe(tree.root, {"eth0": ("10.0.0.2", 24), "ib9": ("10.9.0.2", 24)}, tree.read)
     assert len(found.compute_ports(IB)) == 10  # nothing in sysfs tells them apart
-    left = narrowed(found, NicNames(storage=storage), {})
+    left = restrict_nics(found, NicNames(storage=storage), {})
     assert [p.device for p in left.compute_ports(IB)] == [f"mlx5_{i}" for i in range(8)] and left.rdma_gbps(IB) == 3200
 
 
 def test_a_gid_prefix_of_roce_is_that_of_its_address(tmp_path: Path) -> None:
-    left = narrowed(nics(tmp_path, "rails_and_a_frontend"), NicNames(storage=("10.7.2.0/24",)), {})
+    left = restrict_nics(nics(tmp_path, "rails_and_a_frontend"), NicNames(storage=("10.7.2.0/24",)), {})
     assert [p.device for p in left.compute_ports(ROCE)] == ["mlx5_0", "mlx5_1", "mlx5_3"]
 
 
@@ -170,26 +170,26 @@ def test_a_gid_prefix_of_roce_is_that_of_its_address(tmp_path: Path) -> None:
 )
 def test_a_name_that_is_not_there_is_one_line(tmp_path: Path, names: NicNames, says: str) -> None:
     with pytest.raises(SiteError, match=says.replace("(", r"\(")):
-        narrowed(nics(tmp_path, "one_port_down"), names, {}, "n1")
+        restrict_nics(nics(tmp_path, "one_port_down"), names, {}, "n1")
 
 
 def test_a_named_port_that_is_down_and_a_named_interface_without_an_address(tmp_path: Path) -> None:
     found = nics(tmp_path, "one_port_down")
     with pytest.raises(SiteError, match="no active ib port among mlx5_1:1 ib DOWN; bring the port up"):
-        environment(narrowed(found, NicNames(hca=("mlx5_1",)), {}), IB)
+        environment(restrict_nics(found, NicNames(hca=("mlx5_1",)), {}), IB)
     bare = NodeNics((*TESTBED.interfaces, Nic("bond0", ROCE)))
     with pytest.raises(SiteError, match="interface bond0 has no IPv4 address; ip addr add"):
-        environment(narrowed(bare, NicNames("bond0"), {}), ETHERNET)
+        environment(restrict_nics(bare, NicNames("bond0"), {}), ETHERNET)
 
 
 def test_a_named_interface_may_be_of_any_kind(tmp_path: Path) -> None:
     """IPoIB with a gateway between two InfiniBand clusters."""
-    made = environment(narrowed(TESTBED, NicNames("ib0"), {}), IB)
+    made = environment(restrict_nics(TESTBED, NicNames("ib0"), {}), IB)
     assert made["NCCL_SOCKET_IFNAME"] == "=ib0"
 
 
 def test_a_container_is_given_the_ports_that_the_site_names(tmp_path: Path) -> None:
-    made = environment(narrowed(nics(tmp_path, "a_container"), NicNames(hca=("mlx5_0", "mlx5_1")), {}), IB)
+    made = environment(restrict_nics(nics(tmp_path, "a_container"), NicNames(hca=("mlx5_0", "mlx5_1")), {}), IB)
     assert made["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1"
 
 
@@ -225,14 +225,14 @@ def test_connections_stay_within_nccls_limits_and_carry_the_share(gbps: float, s
 def test_a_sites_own_number_of_connections_stays_and_is_said(tmp_path: Path) -> None:
     (tmp_path / "nccl.conf").write_text("NCCL_NSOCKS_PERTHREAD=8\n")
     wanted = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
-    assert kept(wanted, {}, []) == (wanted, [])
-    assert kept(wanted, {"NCCL_SOCKET_NTHREADS": "4"}, [tmp_path / "nccl.conf"]) == (
+    assert split_defaults(wanted, {}, []) == (wanted, [])
+    assert split_defaults(wanted, {"NCCL_SOCKET_NTHREADS": "4"}, [tmp_path / "nccl.conf"]) == (
         {},
-        ["NCCL_NSOCKS_PERTHREAD=8 is the site's own and stays; the plan's rate would take 4"],
+        ["NCCL_NSOCKS_PERTHREAD=8 is the site's own and stays; for the plan's rate it would be 4"],
     )
-    assert kept(wanted, {"NCCL_SOCKET_NTHREADS": "2"}, []) == (
+    assert split_defaults(wanted, {"NCCL_SOCKET_NTHREADS": "2"}, []) == (
         {"NCCL_NSOCKS_PERTHREAD": "4"},
-        ["NCCL_SOCKET_NTHREADS=2 is the site's own and stays; the plan's rate would take 4"],
+        ["NCCL_SOCKET_NTHREADS=2 is the site's own and stays; for the plan's rate it would be 4"],
     )
 
 
@@ -277,7 +277,7 @@ def test_a_refusal_names_the_nic_that_was_meant() -> None:
     found = refusals({"NCCL_NET": "Socket"}, {}, "ib1", files=[], nic="ib0")
     assert str(found[0]) == (
         "error: node ib1: NCCL_NET=Socket overrides the network of every communicator "
-        "(meant: NIC ib0); unset it (NCCL_NET)"
+        "(expected: NIC ib0); unset it (NCCL_NET)"
     )
     assert found[0].nic == "ib0"
 

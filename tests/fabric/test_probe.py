@@ -191,7 +191,7 @@ def test_sockets_take_the_fastest_interface_whatever_its_kind(
     nics = probed(tmp_path, name, **ipv4)
     assert data_interface(nics, ETHERNET).name == interface
     if interface in ("bond0", "rail0"):
-        assert any(f"{interface} carries TCP too, for e" in note for note in nics.notes)
+        assert any(f"{interface} also carries TCP, because e" in note for note in nics.notes)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_container_may_have_devices_that_its_sysfs_lacks(tmp_path: Path) -> No
 def test_a_pulled_cable_is_told_from_a_switched_off_nic(tmp_path: Path) -> None:
     tree = Tree(tmp_path)
     tree.net("ib0", operstate="lowerlayerdown")
-    with pytest.raises(SiteError, match="ib0 has no carrier; see its cable"):
+    with pytest.raises(SiteError, match="ib0 has no carrier; check its cable"):
         data_interface(probe(tree.root, {"ib0": ("10.0.0.1", 24)}, tree.read), IB)
     tree.refuse("class/net/ib0/carrier")
     tree.write((tree.root / "class/net/ib0").resolve(), operstate="down")

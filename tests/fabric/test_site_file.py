@@ -86,13 +86,13 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
         ("nodes: 4, gpus_per_node: 8}", "nodes: 0, gpus_per_node: 8}", "nodes is 0"),
         ("nic: ethernet,", "nic: ethernet, hca: [mlx5_0],", "Ethernet-only fabric has hca"),
         ("nic: ib,", "nic: ib, hca: mlx5_0,", "hca is 'mlx5_0'; use a list of texts"),
-        ("nic: ib,", "nic: ib, storage: [10.9.0.0/99],", "storage: '10.9.0.0/99' is no network"),
+        ("nic: ib,", "nic: ib, storage: [10.9.0.0/99],", "storage: '10.9.0.0/99' is not a network"),
         ("nic: ib,", "nic: ib, node_nics: {ib1: {ethernt: x}},", "did you mean 'ethernet'"),
         ("nodes: 4, gpus_per_node: 8}", "nodes: 4.5, gpus_per_node: 8}", "nodes is 4.5"),
         ("gpus_per_node: 8}", "gpu_per_node: 8}", "did you mean 'gpus_per_node'"),
         ("partition: gpu-ib,", "", "partition is missing"),
         ("peak_tflops: 312", "peak_tflops: lots", "peak_tflops is 'lots'"),
-        ("name: a100-80gb, peak_tflops: 312", "name: own-kind", "no known kind and has no peak_tflops"),
+        ("name: a100-80gb, peak_tflops: 312", "name: own-kind", "is not a known kind and has no peak_tflops"),
         ("name: roce-a", "name: ib-a", "two fabrics are named 'ib-a'"),
         ("name: ib-a", "name: 'ib a; rm'", "is not letters"),
         ("fabrics:", "fabrics: {}\nx:", "unknown key 'x'"),
@@ -100,7 +100,7 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
         ("fabrics:", "links: [{between: [ib-a, roce-b], gbps: 10}]\nfabrics:", "a link names fabric 'roce-b'"),
         ("fabrics:", "links: [{between: [ib-a, ib-a], gbps: 10}]\nfabrics:", "between is ['ib-a', 'ib-a']"),
         ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: -1}]\nfabrics:", "gbps is -1; use a number above 0"),
-        ("fabrics:", "links: [{between: [ib-a, roce-a]}]\nfabrics:", "it says nothing; give gbps"),
+        ("fabrics:", "links: [{between: [ib-a, roce-a]}]\nfabrics:", "no gbps and no delay_ms; give gbps"),
         ("fabrics:", "links: [{between: [ib-a, roce-a], delay: 5}]\nfabrics:", "unknown key 'delay'"),
         (
             "fabrics:",
@@ -119,7 +119,7 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
         ),
         ("memory_gib: 80", "memory_gib: 80, attention: quick", "attention is 'quick'; use flash"),
         ("memory_gib: 80", "memory_gib: 80, fused_norm: 3", "fused_norm is 3; use true or false, or null"),
-        ("name: a100-80gb", "attention: flash, name: v100-32gb", "attention is flash, which v100-32gb has not"),
+        ("name: a100-80gb", "attention: flash, name: v100-32gb", "attention is flash, which v100-32gb does not have"),
         ("fabrics:", "links: [{between: 3, gbps: 1}]\nfabrics:", "between is 3"),
     ],
 )
@@ -173,7 +173,7 @@ def test_gigabytes_in_place_of_gigabits_are_said(tmp_path: Path, old: str, new: 
 )
 def test_the_kind_that_a_name_is_taken_for_is_said(tmp_path: Path, name: str, kind: str) -> None:
     said = read(tmp_path, GOOD.replace("a100-80gb, peak_tflops: 312, memory_gib: 80", name)).assumptions
-    assert f"gpu {name} is taken for the known kind {kind}, with its tables" in said
+    assert f"gpu {name} is treated as the known kind {kind}, with its tables" in said
 
 
 def test_a_known_gpu_is_told_by_its_name(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_alike_is_no_line_and_a_login_node_needs_no_torch() -> None:
     ("odd", "says"),
     [
         (without("torch"), "error: nodes a3: their Python has no torch; pip install 'holmes-hpc[train]'"),
-        (without(CUDA), "error: nodes a3: have GPUs, and a torch that is built without CUDA"),
+        (without(CUDA), "error: nodes a3: have GPUs, but a torch built without CUDA"),
         ({**GOOD, "torch": "2.6.0"}, "warning: nodes a3: torch 2.6.0, where others have 2.13.0"),
         ({**GOOD, "python": "3.12.1"}, "warning: nodes a3: python 3.12.1, where this machine has 3.11.7"),
         (

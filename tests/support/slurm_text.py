@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holmes_hpc.fabric.nodes import SiteNode, understood
+from holmes_hpc.fabric.nodes import SiteNode, with_reading
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.slurm.scontrol import Partition, parse_node, parse_partition
 
@@ -33,7 +33,7 @@ def node_line(
 
 
 def node(name: str, features: str = "", partitions: str = "ib", **fields: str) -> SiteNode:
-    return understood(parse_node(node_line(name, features, partitions, **fields)))
+    return with_reading(parse_node(node_line(name, features, partitions, **fields)))
 
 
 def partition_line(

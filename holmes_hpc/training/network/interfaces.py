@@ -81,7 +81,7 @@ def site_nics(plan: Plan, rank: int, nics: NodeNics, node: str, environ: Mapping
     it does not have."""
     fabric = plan.site.fabric(plan.places[rank].fabric)
     try:
-        return nccl.narrowed(nics, fabric.nic_names(node), environ, node)
+        return nccl.restrict_nics(nics, fabric.nic_names(node), environ, node)
     except SiteError as e:
         raise NetworkError(e.what, where=f"{e.where} (fabric {fabric.name})", hint=e.hint) from e
 
@@ -193,7 +193,7 @@ def remarks(
     """Return lines for the log: what was found and settled on this node, and which of the site's settings stay."""
     return [
         *decision.notes,
-        *(f"node {decision.node}: {line}" for line in nccl.kept(decision.defaults, environ, files)[1]),
+        *(f"node {decision.node}: {line}" for line in nccl.split_defaults(decision.defaults, environ, files)[1]),
     ]
 
 

@@ -81,7 +81,7 @@ class Groups:
         interface = "" if self.cuda else self.node.interface(transport)
         if self.cuda:
             os.environ.update(self.node.environment)
-            os.environ.update(nccl.kept(self.node.defaults, os.environ)[0])
+            os.environ.update(nccl.split_defaults(self.node.defaults, os.environ)[0])
             # what ends a process when a driver's call hangs: after the watchdog as well
             os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(round(self._nccl_timeout_s)))
             os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # its flight recorder, off in older versions

@@ -333,7 +333,7 @@ def test_sockets_get_connections_for_the_plans_rate(changes: dict[str, Any], set
     assert transports.node_transports(plan, 0, here, "n", one_host=False, cuda=False).defaults == {}
     if settings:
         said = transports.remarks(made, {"NCCL_SOCKET_NTHREADS": "2"}, [])[-1]
-        assert said == "node n: NCCL_SOCKET_NTHREADS=2 is the site's own and stays; the plan's rate would take 4"
+        assert said == "node n: NCCL_SOCKET_NTHREADS=2 is the site's own and stays; for the plan's rate it would be 4"
 
 
 def test_a_link_that_is_said_gives_the_rate_between_its_fabrics() -> None:
