@@ -1,7 +1,7 @@
 """Composition of a configuration from overrides in Hydra's grammar, on top of the defaults or of a recorded one.
 
-Declared options are read without Hydra, whose file search takes most of the time. Hydra reads files in a user's own
-search path.
+Declared options are read without Hydra, because its file search takes most of the time. Hydra reads files in a user's
+own search path.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def with_flags(flags: Mapping[str, Any], overrides: Sequence[str] | None) -> lis
 
 
 def is_fixed_by_plan(override: str) -> bool:
-    """Return whether an override sets what a plan fixes: the model, the batch or the layout."""
+    """Return whether a plan fixes the key of an override: of the model, the batch or the layout."""
     return _FIXED_BY_PLAN.match(override) is not None
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for an override of what the plan fixes."""
+    """Raise ConfigError for an override of a key that the plan fixes."""
     for override in filter(is_fixed_by_plan, overrides):
         raise ConfigError(
             f"{override!r} is fixed by the plan",
@@ -124,7 +124,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def explained(error: Exception) -> ConfigError:
-    """Convert a Hydra error into one line that says what to do."""
+    """Convert a Hydra error into one line with a hint."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first, where = lines[0] if lines else str(error), "overrides"
     if unknown := re.search(r"Could not override '([^']+)'", str(error)):
@@ -204,7 +204,7 @@ def _compose_by_hydra(overrides: Sequence[str]) -> DictConfig:
 
 
 def _to_plain(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return plain data without Hydra's own part. Raise ConfigError for a missing value."""
+    """Return plain data without Hydra's section. Raise ConfigError for a missing value."""
     if any(OmegaConf.is_missing(config.batch, name) for name in keys(Batch)):
         raise _no_batch(str(config.model.name), overrides)
     without_hydra = OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])

@@ -29,7 +29,7 @@ class LauncherConfig:
 
 @dataclass(frozen=True)
 class Configuration:
-    """All settings of a run, checked when the object is made; code that uses it needs no checks."""
+    """All settings of a run. They are checked at construction and need no later check."""
 
     model: ModelSpec
     batch: Batch

@@ -24,7 +24,7 @@ _HINT = "give a folder of one of the families in docs/models.md"
 @dataclass(frozen=True)
 class Family:
     """A `model_type`: its class in `transformers`, and the reader of its config.json.
-    `set_by_type`: model keys that follow from the type alone, not from config.json."""
+    `set_by_type`: model keys that the type sets and config.json lacks."""
 
     architecture: str
     read: Callable[[_Config, Mapping[str, Any]], ModelSpec]
@@ -62,7 +62,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:
         raise DataError(f"not JSON: {e}", where=str(path), hint="fetch the folder again") from e
     if not isinstance(config, dict):
-        raise DataError("holds no keys", where=str(path), hint="fetch the folder again")
+        raise DataError("not a JSON object", where=str(path), hint="fetch the folder again")
     return config
 
 
@@ -142,7 +142,7 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
 
 
 def family_of(spec: ModelSpec) -> str:
-    """Return the `model_type` whose computation equals this model's. ConfigError if there is none."""
+    """Return the `model_type` that computes the same as this model. ConfigError if there is none."""
     if not (spec.rope or spec.swiglu or spec.rmsnorm) and (
         spec.kv_heads == spec.heads and spec.query_width == spec.hidden and not spec.qk_norm
     ):

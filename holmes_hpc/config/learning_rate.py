@@ -27,8 +27,8 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def describe_lr_change(old: TrainConfig, new: TrainConfig, step: int) -> str | None:
-    """Describe in one line how another number of steps changes the learning rate from `step` on.
-    The line also says how to keep its old end. None if nothing changes, or if `lr_decay_steps` fixes the end."""
+    """Describe in one line how another number of steps changes the learning rate from `step` on, and how to avoid it.
+    None if nothing changes, or if `lr_decay_steps` fixes the end of the decay."""
     if new.lr_decay_steps is not None or new.min_lr == new.lr:
         return None
     end = old.lr_decay_steps or old.steps

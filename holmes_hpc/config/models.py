@@ -111,8 +111,8 @@ _PUBLISHED: dict[str, Batch] = {
     "paper_39b": Batch(1536, 4, 2048),
 }
 
-# The default batch of each named model: its publication's global batch and sequence length. Micro-batches are the
-# paper's for its own models; other publications do not give them, so one sequence.
+# The default batch of each named model: its publication's global batch and sequence length. Micro-batches come from the
+# paper for its models; other publications do not give them, so they are one sequence.
 _DEFAULTS: dict[str, Batch] = {
     "gpt_tiny": _PUBLISHED["tiny"],
     "gpt_small": Batch(512, 8, 1024),  # GPT-2

@@ -1,4 +1,4 @@
-"""The configuration group `plan`: the user's fixed choices, and the planner's freedom."""
+"""The configuration group `plan`: the user's fixed choices, and the limits of the planner's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connectio
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The configuration group `plan`. The planner chooses where a value is None or ``auto``."""
+    """The configuration group `plan`. The planner chooses the values that are None or ``auto``."""
 
     strategy: Annotated[
         str,

@@ -49,7 +49,7 @@ class ComponentSettings:
 @dataclass(frozen=True)
 class FabricSettings(ComponentSettings):
     """The settings of one fabric, e.g. for partitions with another CPU architecture or module tree.
-    They also say how its ranks are started."""
+    Besides a component's settings, these are for starting its ranks."""
 
     container: Annotated[str | None, key("as slurm.container, for this fabric's ranks; empty: none")] = None
     mounts: Annotated[tuple[str, ...], key("the container's bind mounts: [NODE_PATH:CONTAINER_PATH]")] = ()

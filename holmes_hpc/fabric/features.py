@@ -128,7 +128,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Reading:
-    """The meaning of one node's features. `nic` is None if they name two types; `problems` then says so.
+    """The meaning of one node's features. If they name two NIC types, `nic` is None and `problems` has a line.
 
     `assumptions`: texts of the assumptions made; `unknown`: features that no rule matches.
     """

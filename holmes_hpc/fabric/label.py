@@ -60,7 +60,7 @@ def ethernet_gbps(nics: NodeNics) -> float | None:
 def differences(
     nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary, node: str = "this node"
 ) -> list[Finding]:
-    """Compare Slurm's `features` of a node with its NICs. ``info`` means that the kernel cannot tell."""
+    """Compare Slurm's `features` of a node with its NICs. ``info``: the kernel lacks the fact to compare with."""
     reading = read_features(features, vocabulary)
     where, hint = f"node {node}", f"holmes label {node}"
     findings = [Finding("error", where, problem, hint, node) for problem in reading.problems]
@@ -167,7 +167,7 @@ def _by_value(pairs: Iterable[tuple[str, _Value]]) -> list[tuple[str, _Value]]:
 
 
 def slurm_conf_lines(node_changes: Iterable[Change]) -> list[str]:
-    """Return `Feature=` for the nodes' own NodeName lines (slurm.conf takes one line per node: extend it, add none)."""
+    """Return `Feature=` for NodeName lines of slurm.conf, which has one per node: extend it, add none."""
     by_features = _by_value((c.node, c.target) for c in node_changes)
     return [f"NodeName={nodes} Feature={','.join(features)}" for nodes, features in by_features]
 

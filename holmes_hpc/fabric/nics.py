@@ -136,7 +136,7 @@ class NodeNics:
         """Return the usable ports of the highest rate: the rails of a node. If `hcas` is set, return those.
 
         A slower port of the same type is a storage card or has a bad cable; NCCL would run at its rate. A virtual
-        function shares the wire of its physical one, so it does not count beside it.
+        function is left out if its physical function is present, because they share a wire.
         """
         usable = self.usable_ports(nic)
         if self.hcas is not None:

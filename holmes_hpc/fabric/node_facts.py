@@ -1,4 +1,4 @@
-"""Facts about each node from its own kernel, collected through srun.
+"""Facts about each node from its kernel, collected through srun.
 
 ``python -m holmes_hpc.fabric.node_facts`` prints those of one node.
 """
@@ -36,7 +36,7 @@ WAIT_S = 10  # for idle nodes; busy ones are reported, not waited for
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about one node, by its own kernel.
+    """The facts about one node, from its kernel.
 
     `ethernet`, `address`, `network`: of its Ethernet interface; `trouble`: why it has none. `ipoib`: interfaces that
     NCCL would prefer. `findings`: differences from Slurm's features, and settings that override NCCL's choices.
@@ -153,7 +153,7 @@ def limit(nodes: int) -> int:
 def propose(
     names: Sequence[str] | None = None, fabric: str | None = None, vocabulary: str | None = None
 ) -> tuple[list[Change], list[Finding]]:
-    """Propose the changes of `holmes label`: the nodes' own answers, merged with their present features.
+    """Propose the changes of `holmes label`: the nodes' answers, merged with their present features.
 
     `names`: host lists; without them, all idle nodes. `fabric`: add fabric_<name> (needs `names`, because nodes cannot
     tell two fabrics apart).

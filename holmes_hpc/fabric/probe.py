@@ -71,7 +71,7 @@ def probe(
         rails = nics.compute_ports(nic)
         for p in nics.usable_ports(nic):
             if p not in rails and nics.port_gbps(p) == nics.port_gbps(rails[0]):
-                notes.append(f"{p.name} is a virtual function of {p.physical}, which is here too: not used")
+                notes.append(f"{p.name} is a virtual function of {p.physical}, which is also present: not used")
             elif p not in rails:
                 notes.append(
                     f"{p.name} runs at {nics.port_gbps(p):g} Gb/s, others at {nics.port_gbps(rails[0]):g}: not used"

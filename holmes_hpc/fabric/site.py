@@ -94,7 +94,7 @@ _USAGE_KEYS = (
 class Fabric:
     """Nodes that reach each other by RDMA, or a group of Ethernet-only nodes.
 
-    Rates are what one node can send, in Gb/s (1e9 bit/s); `rdma_gbps` is None if `nic` is ethernet.
+    Rates are those of one node, in Gb/s (1e9 bit/s); `rdma_gbps` is None if `nic` is ethernet.
     """
 
     name: Annotated[str, key("name of the fabric")]
@@ -139,7 +139,7 @@ class Fabric:
                 raise SiteError("an Ethernet-only fabric has hca", where=where, hint="remove hca or set nic")
 
     def nic_names(self, node: str) -> NicNames:
-        """Return the NICs that the site names for `node`; its own override the fabric's."""
+        """Return the NICs that the site names for `node`; entries for the node override those of the fabric."""
         common = NicNames(self.ethernet, self.hca, self.storage)
         node_names = next((names for hosts, names in (self.node_nics or {}).items() if node in expand(hosts)), None)
         return common if node_names is None else node_names.over(common)

@@ -41,8 +41,8 @@ def check_software(
     nodes: Mapping[str, Mapping[str, str]], local: Mapping[str, str], gpu_nodes: Sequence[str] = ()
 ) -> list[Finding]:
     """Report software that prevents joint training of the `nodes`, or that differs from this machine's.
-    `nodes`: node -> its :func:`software`; `local`: this machine's, which may lack packages. `gpu_nodes`: those whose
-    torch must know CUDA."""
+    `nodes`: node -> its :func:`software`; `local`: this machine's, which may lack packages. `gpu_nodes`: nodes that
+    need a torch with CUDA."""
     findings: list[Finding] = []
     for package in NEEDED:
         if nodes_without := [n for n, versions in nodes.items() if package not in versions]:

@@ -89,7 +89,7 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
                     raise file_error(path, e) from e
                 if time.monotonic() > deadline:
                     raise RecordError(
-                        f"another writer has held it for {wait_s:.0f} s",
+                        f"another writer has held the lock for {wait_s:.0f} s",
                         where=str(path),
                         hint="find the process that hangs, or try again",
                     ) from e

@@ -58,10 +58,11 @@ class _Replaced(Exception):
 
 
 @contextlib.contextmanager
-def hold_lock(path: Path, owner: LockOwner, is_over: Callable[[LockOwner], bool] = lambda _: False) -> Iterator[None]:
-    """Hold the lock file `path` as `owner`. RecordError naming the other owner if it is held, unless `is_over(other)`.
-    `is_over` tells whether that owner's job has ended. On a file system without locks, nothing is held or refused."""
-    handle = take_lock(path, owner, is_over)
+def hold_lock(path: Path, owner: LockOwner, has_ended: Callable[[LockOwner], bool] = lambda _: False) -> Iterator[None]:
+    """Hold the lock file `path` as `owner`. RecordError with the other owner if another process holds it.
+    `has_ended` returns whether the other owner's job has ended; its lock is then replaced. On a file system without
+    locks, nothing is held or refused."""
+    handle = take_lock(path, owner, has_ended)
     try:
         yield
     finally:
@@ -79,7 +80,7 @@ def has_owner(path: Path) -> bool:
 
 
 def take_lock(
-    path: Path, owner: LockOwner, is_over: Callable[[LockOwner], bool] = lambda _: False, patience_s: float = 0
+    path: Path, owner: LockOwner, has_ended: Callable[[LockOwner], bool] = lambda _: False, patience_s: float = 0
 ) -> int:
     """Take the lock as :func:`hold_lock`, until this process ends. Return the open file.
     `patience_s`: seconds to wait for an owner that may be ending."""
@@ -96,9 +97,9 @@ def take_lock(
             time.sleep(0.1)
             continue
         other_owner = _read_owner(path)
-        if other_owner is None or not is_over(other_owner):
+        if other_owner is None or not has_ended(other_owner):
             raise RecordError(
-                f"it is taken by {other_owner or 'another process'}",
+                f"it is in use by {other_owner or 'another process'}",
                 where=str(path.parent),
                 hint="wait for its end, `holmes cancel` the run, or end that process",
             )

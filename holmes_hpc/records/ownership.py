@@ -1,7 +1,7 @@
-"""File ownership checks: who else may write in a run directory, and so decide what is run from it (submitit's pickles).
+"""File ownership checks: whether other users can write in a run directory, and so change the code that is run from it.
 
-The checks read owners, modes and sticky bits of a path and of all folders above it, as sshd does for a home directory.
-They do not read access control lists or a file server's own rules.
+Submitit's pickles are such code. The checks read owners, modes and sticky bits of a path and of all folders above it,
+as sshd does for a home directory. They do not read access control lists or a file server's own rules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_own(path: str | os.PathLike[str], mode: int = 0o777) -> bool:
 def other_writers(path: str | os.PathLike[str]) -> str | None:
     """Describe who else may replace the file at `path`; None if only this user and root may.
     Groups count as trusted if the site's profile sets HOLMES_TRUST_GROUP=1."""
-    trusts_groups = os.environ.get("HOLMES_TRUST_GROUP") == "1"  # not from a file, which such a group could write
+    trusts_groups = os.environ.get("HOLMES_TRUST_GROUP") == "1"  # no setting in a file: the group could write it
     for depth, part in enumerate(_path_parts(Path(os.getcwd(), path))):
         try:
             status = os.lstat(part)
@@ -44,7 +44,7 @@ def other_writers(path: str | os.PathLike[str]) -> str | None:
         if status.st_uid not in (0, os.getuid()):
             return f"{part} belongs to {_user(status.st_uid)}"
         if stat.S_ISLNK(status.st_mode) or (depth and status.st_mode & stat.S_ISVTX):
-            continue  # a link's own mode has no effect; in a sticky folder users replace only their own files
+            continue  # a link's mode has no effect; in a sticky folder, users can replace only their own files
         if status.st_mode & stat.S_IWOTH:
             return f"{part} can be written by everybody"
         if status.st_mode & stat.S_IWGRP and not trusts_groups and not _is_private_group(status.st_gid):
@@ -62,9 +62,7 @@ def refuse_other_writers(path: str | os.PathLike[str]) -> None:
             if writers.endswith("everybody")
             else "chmod g-w it, or if all of that group may act for you: export HOLMES_TRUST_GROUP=1"
         )
-        raise RecordError(
-            f"{writers}, so its owner is not the only one who decides what would run", where=str(path), hint=hint
-        )
+        raise RecordError(f"{writers}, so other users could change the code that runs", where=str(path), hint=hint)
 
 
 def _path_parts(path: Path) -> list[Path]:

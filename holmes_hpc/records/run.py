@@ -29,7 +29,7 @@ WRITERS = (
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    def ignore_aliases(self, data: Any) -> bool:  # people read this file, too
+    def ignore_aliases(self, data: Any) -> bool:  # aliases are hard to read for people
         return True
 
 
@@ -97,7 +97,7 @@ class RunDirectory:
             for directory in (run.path, run.logs, run.trace, run.checkpoints, run.exits):
                 if directory.is_symlink() and not directory.exists():
                     raise RecordError(
-                        f"it is a link to {os.readlink(directory)}, which is not there",
+                        f"it is a link to {os.readlink(directory)}, which does not exist",
                         where=str(directory),
                         hint="remove it, or mount that file system",
                     )

@@ -92,8 +92,8 @@ def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
 
 
 def missing_fields(record: Mapping[str, Any]) -> list[str]:
-    """Return the fields of run.yaml that `record` (of :func:`parse_run`) lacks because an older release wrote it.
-    The run has made a step. The version, the name and empty overrides are not reported."""
+    """Return the fields that this release writes and `record` (of :func:`parse_run`) lacks, for a run with a step.
+    The version, the name and empty overrides are not reported."""
     nonempty, optional = ("created", "config", "attempts"), ("cpus",)
     return [
         name

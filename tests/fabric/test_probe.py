@@ -209,7 +209,7 @@ def test_the_ports_of_the_job(tmp_path: Path, name: str, nic: NicType, ports: li
     nics = probed(tmp_path, name)
     assert [p.name for p in nics.compute_ports(nic)] == ports
     if name == "virtual_functions":
-        assert "mlx5_1:1 is a virtual function of 0000:11:00.0, which is here too: not used" in nics.notes
+        assert "mlx5_1:1 is a virtual function of 0000:11:00.0, which is also present: not used" in nics.notes
 
 
 def test_a_container_may_have_devices_that_its_sysfs_lacks(tmp_path: Path) -> None:

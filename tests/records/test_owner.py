@@ -20,7 +20,7 @@ def test_the_second_is_told_who_is_the_first(tmp_path: Path) -> None:
         hold_lock(tmp_path / "lock", LockOwner.current("`holmes resume`", "41")),
         pytest.raises(
             RecordError,
-            match=rf"{tmp_path}: it is taken by `holmes resume` of \S+ on \S+ \(process \d+, job 41, "
+            match=rf"{tmp_path}: it is in use by `holmes resume` of \S+ on \S+ \(process \d+, job 41, "
             r"for 0 s\); wait for its end",
         ),
     ):
@@ -41,7 +41,7 @@ def test_a_lock_that_a_file_server_keeps_for_a_dead_node(tmp_path: Path) -> None
         handle = take_lock(tmp_path / "lock", LockOwner.current("an attempt", "42"), over)
     assert asked[0].what == "an attempt"
     assert '"job": "42"' in (tmp_path / "lock").read_text()  # the first one, at its end, leaves it alone
-    with pytest.raises(RecordError, match=r"taken by an attempt .* job 42"):
+    with pytest.raises(RecordError, match=r"in use by an attempt .* job 42"):
         take_lock(tmp_path / "lock", LockOwner.current("an attempt", "43"), over)
     os.close(handle)
 

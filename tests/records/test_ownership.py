@@ -43,7 +43,7 @@ def test_a_folder_above_it(mode: int, says: str | None, folder: Path) -> None:
     said = ownership.other_writers(folder)
     assert said is None if says is None else said is not None and said == f"{folder.parent} {says}"
     if says:
-        with pytest.raises(RecordError, match="not the only one who decides what would run; chmod go-w it"):
+        with pytest.raises(RecordError, match="other users could change the code that runs; chmod go-w it"):
             ownership.refuse_other_writers(folder)
 
 

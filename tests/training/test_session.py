@@ -89,7 +89,7 @@ def test_rank_0_takes_no_directory_in_which_another_attempt_lives(
             if ended:  # of a node that died: the file server has not noticed yet
                 os.close(session._own(this, run, rank_exit))
             else:
-                with pytest.raises(RecordError, match=r"it is taken by an attempt of u on ib7 .*job 41"):
+                with pytest.raises(RecordError, match=r"it is in use by an attempt of u on ib7 .*job 41"):
                     session._own(this, run, rank_exit)
     assert rank_exit.attempt == session.NO_ATTEMPT and run.read_run()["attempts"] == []
     run.write_exit(0, "failed", "taken", attempt=session.NO_ATTEMPT)

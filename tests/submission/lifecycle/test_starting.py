@@ -131,7 +131,7 @@ def at_once(*deeds: Callable[[], None]) -> list[Exception]:
 def test_two_submits_into_one_directory_make_one_job(jobs: Jobs, tmp_path: Path) -> None:
     refused = at_once(*[lambda: submitted(tmp_path / "run")] * 2)
     assert len(jobs.states) == 1 and len(refused) == 1
-    assert "taken by `holmes submit` of" in str(refused[0]) or "already holds a run" in str(refused[0])
+    assert "in use by `holmes submit` of" in str(refused[0]) or "already holds a run" in str(refused[0])
     assert not is_starting(tmp_path / "run")
 
 
@@ -140,7 +140,7 @@ def test_two_resumes_make_one_job(jobs: Jobs, tmp_path: Path) -> None:
     cancelled(tmp_path / "run")
     refused = at_once(*[lambda: resumed(tmp_path / "run")] * 2)
     assert len(jobs.states) == 2 and jobs.alive == ["2"] and len(refused) == 1
-    assert "taken by `holmes resume` of" in str(refused[0]) or "it is running" in str(refused[0])
+    assert "in use by `holmes resume` of" in str(refused[0]) or "it is running" in str(refused[0])
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -201,7 +201,7 @@ def test_two_launches_at_once_into_one_directory_are_refused(tmp_path: Path, mon
     (tmp_path / "sweep").mkdir()
     with locked(tmp_path / "sweep" / ".sweep.lock"):
         done = sweep(tmp_path, "1")
-    assert done.returncode != 0 and "another writer has held it" in done.stderr
+    assert done.returncode != 0 and "another writer has held the lock" in done.stderr
     assert not (tmp_path / "sweep" / "sweep.json").exists()
 
 

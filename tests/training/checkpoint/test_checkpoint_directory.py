@@ -93,7 +93,7 @@ def test_a_place_that_is_not_there_or_another_runs_is_one_line(tmp_path: Path) -
     folder.symlink_to(tmp_path / "unmounted")
     with pytest.raises(RunFailed, match=r"checkpoints: it is a link to \S+/unmounted, which is not there; mount"):
         checkpoint_directory.place(folder, None)
-    with pytest.raises(RecordError, match="is not there; remove it, or mount"):
+    with pytest.raises(RecordError, match="does not exist; remove it, or mount"):
         RunDirectory.create(folder.parent)
     folder.unlink()
     (tmp_path / "disk/a").mkdir(parents=True)
