@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_vocabulary
-from holmes_hpc.fabric.finding import LEVELS, MOST_SKEW_S, Finding
+from holmes_hpc.fabric.finding import LEVELS, MAX_SKEW_S, Finding
 from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
 from holmes_hpc.fabric.nccl import refusals
 from holmes_hpc.fabric.node_facts import Facts, ask_nodes
@@ -176,7 +176,7 @@ def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]
                     f.ethernet,
                 )
             )
-        if abs(f.skew_s) > MOST_SKEW_S:
+        if abs(f.skew_s) > MAX_SKEW_S:
             findings.append(
                 Finding(
                     "warning",

@@ -45,8 +45,8 @@ class Meaning:
         names = self.names
         parts = (
             (self.nic, f"{self.nic}"),
-            (self.rate, f"{self.rate or 0:g} Gb/s a node"),
-            (self.port, f"{self.port or 0:g} Gb/s a port"),
+            (self.rate, f"{self.rate or 0:g} Gb/s per node"),
+            (self.port, f"{self.port or 0:g} Gb/s per port"),
             (self.ethernet, f"Ethernet {self.ethernet or 0:g} Gb/s"),
             (self.fabric, f"fabric {self.fabric}"),
             (self.gpu, f"GPU {self.gpu}"),

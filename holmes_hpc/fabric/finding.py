@@ -9,7 +9,7 @@ from typing import Any
 from holmes_hpc.errors import NetworkError
 
 LEVELS = ("error", "warning", "info")
-MOST_SKEW_S = 60.0  # between two nodes' clocks; munge refuses credentials at 300 s
+MAX_SKEW_S = 60.0  # between two nodes' clocks; munge refuses credentials at 300 s
 
 
 @dataclass(frozen=True)

@@ -146,17 +146,17 @@ def merge(present: Sequence[str], labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def changes(
-    nodes: Iterable[Node], deserved: Mapping[str, Sequence[str]], fabrics: Mapping[str, str] | None = None
+    nodes: Iterable[Node], expected: Mapping[str, Sequence[str]], fabrics: Mapping[str, str] | None = None
 ) -> list[Change]:
-    """Return a Change for each node in `deserved` (node -> features) and in `fabrics` (node -> its fabric's name)."""
+    """Return a Change for each node in `expected` (node -> features) and in `fabrics` (node -> its fabric's name)."""
     fabrics = fabrics or {}
     by_name = {n.name: n for n in nodes}
-    for name in [*deserved, *fabrics]:
+    for name in [*expected, *fabrics]:
         if name not in by_name:
             raise SiteError(f"no node {name!r}", where="label", hint=f"Slurm has {compress(by_name)}")
     node_changes = []
-    for name in dict.fromkeys([*deserved, *fabrics]):
-        labels = [*deserved.get(name, ()), *([f"fabric_{fabrics[name]}"] if name in fabrics else [])]
+    for name in dict.fromkeys([*expected, *fabrics]):
+        labels = [*expected.get(name, ()), *([f"fabric_{fabrics[name]}"] if name in fabrics else [])]
         available, active = by_name[name].available, by_name[name].features
         node_changes.append(Change(name, available, merge(available, labels), active, merge(active, labels)))
     return node_changes

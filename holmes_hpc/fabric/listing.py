@@ -66,7 +66,7 @@ class Listing:
             ]
             for p in self.partitions
         ]
-        columns = ["fabric", "NIC", "partition", "nodes", "GPUs a node", "RDMA Gb/s", "Ethernet Gb/s", "constraint"]
+        columns = ["fabric", "NIC", "partition", "nodes", "GPUs per node", "RDMA Gb/s", "Ethernet Gb/s", "constraint"]
         return [
             (f"Fabrics of {self.cluster}", columns, fabrics, caption),
             ("Partitions", ["partition", "state", "time limit", "nodes", "names"], partitions, "*: the default"),
@@ -199,7 +199,7 @@ def probe_tables(nics: NodeNics) -> list[Table]:
         *meanings.items(),
         ("fabric_<name>", "the same on all nodes that reach each other by RDMA; the site chooses it"),
     ]
-    columns = ["interface", "type", "state", "Gb/s", "address", "RDMA ports", "member of", "for"]
+    columns = ["interface", "type", "state", "Gb/s", "address", "RDMA ports", "member of", "role"]
     tables: list[Table] = [("Network interfaces", columns, interfaces, "" if ports else caption)]
     if ports:
         columns = ["port", "kind", "state", "Gb/s", "interface", "RoCE v2 GID", "nearest GPUs", "PCI"]

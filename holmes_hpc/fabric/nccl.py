@@ -37,17 +37,17 @@ def matches(value: str, name: str, port: int | None = None) -> bool:
     the rest. A following ``=`` asks for equal names; otherwise a name need only start with the text. Commas separate
     texts, and ``:1`` after one selects that port. An empty list matches everything.
     """
-    excludes, names_part = value.startswith("^"), value.removeprefix("^")
-    is_exact, names_part = names_part.startswith("="), names_part.removeprefix("=")
+    excludes, pattern_list = value.startswith("^"), value.removeprefix("^")
+    is_exact, pattern_list = pattern_list.startswith("="), pattern_list.removeprefix("=")
 
-    def has_match(entry: str) -> bool:
+    def is_match(entry: str) -> bool:
         pattern, colon, number = entry.partition(":")
         digits = re.match(r"\d*", number)
         is_same_name = name == pattern if is_exact else name.startswith(pattern)
         return is_same_name and (port is None or not colon or int((digits and digits[0]) or 0) == port)
 
-    patterns = [entry for entry in names_part.split(",") if entry.partition(":")[0]]
-    return (not patterns or any(map(has_match, patterns))) is not excludes
+    patterns = [entry for entry in pattern_list.split(",") if entry.partition(":")[0]]
+    return (not patterns or any(map(is_match, patterns))) is not excludes
 
 
 def restrict_nics(nics: NodeNics, names: NicNames, env: Mapping[str, str], node: str = "") -> NodeNics:
@@ -229,7 +229,7 @@ def refusals(
 
 # NCCL's limits (src/transport/net_socket.cc). For one process on a 100 Gb/s network its documentation advises 4 threads
 # of 4 connections: 6.25 Gb/s per connection, 25 per thread.
-MOST_CONNECTIONS, MOST_THREADS = 64, 16
+MAX_CONNECTIONS, MAX_THREADS = 64, 16
 CONNECTION_GBPS, THREAD_GBPS = 6.25, 25.0
 
 
@@ -241,11 +241,11 @@ def socket_settings(gbps: float, senders: int) -> dict[str, str]:
     from NCCL's documentation of the two variables and were not measured.
     """
     share = gbps / max(1, senders)
-    connections = min(MOST_CONNECTIONS, math.ceil(share / CONNECTION_GBPS))
+    connections = min(MAX_CONNECTIONS, math.ceil(share / CONNECTION_GBPS))
     if connections <= 1:
         return {}
-    threads = min(MOST_THREADS, math.ceil(share / THREAD_GBPS))
-    per_thread = min(MOST_CONNECTIONS // threads, math.ceil(connections / threads))
+    threads = min(MAX_THREADS, math.ceil(share / THREAD_GBPS))
+    per_thread = min(MAX_CONNECTIONS // threads, math.ceil(connections / threads))
     return {"NCCL_SOCKET_NTHREADS": str(threads), "NCCL_NSOCKS_PERTHREAD": str(per_thread)}
 
 

@@ -15,10 +15,10 @@ from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import check, key, keys, make
 
 ETHERNET_GBYTES = (1.25, 3.125, 6.25, 12.5)  # of 10, 25, 50 and 100 Gb/s
-TOLERANCE = 1.5  # allowed factor to a data sheet's figure, up or down
+TOLERANCE = 1.5  # largest plausible ratio to a data sheet's figure
 IB_GBYTES = (12.5, 25.0)  # of EDR and HDR, in GB/s; 50 is left out: it is also two older ports in Gb/s
 # The highest plausible rates and sizes: a value above was given in another unit.
-MOST = {
+MAX_VALUES = {
     "ethernet_gbps": 6400,
     "rdma_gbps": 25600,
     "intra_node_gbps": 1e5,
@@ -117,12 +117,12 @@ def _refuse_implausible(part: Fabric | Gpu | FabricLink, where: str) -> None:
     """Raise SiteError for a rate or a size that no machine has."""
     for name, declared in keys(type(part)).items():
         value = getattr(part, name)
-        if name in MOST and value is not None and value > MOST[name]:
+        if name in MAX_VALUES and value is not None and value > MAX_VALUES[name]:
             unit = declared.spec.unit
             raise SiteError(
                 f"{name} is {value:g} {unit}, more than any machine has",
                 where=where,
-                hint=f"give it in {unit}, at most {MOST[name]:g}",
+                hint=f"give it in {unit}, at most {MAX_VALUES[name]:g}",
             )
 
 
@@ -149,7 +149,7 @@ def _warnings(fabrics: Sequence[Fabric]) -> Iterator[str]:
 
 
 def _data_sheet_warnings(gpu: Gpu, kind: Gpu) -> Iterator[str]:
-    """Warn about figures of `gpu` that are far from the data sheet of its kind, `known`.
+    """Warn about figures of `gpu` that are far from the data sheet of its `kind`.
     NVLink rates are often quoted in GB/s, for one direction or for both; peaks with sparsity are twice the dense ones.
     """
     link_ratio = gpu.intra_node_gbps / kind.intra_node_gbps

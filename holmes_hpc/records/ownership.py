@@ -14,7 +14,7 @@ from pathlib import Path
 
 from holmes_hpc.errors import RecordError
 
-_MOST_LINKS = 40  # Linux's own limit
+_MAX_LINKS = 40  # Linux's own limit
 
 
 def careful_umask() -> None:
@@ -81,7 +81,7 @@ def _path_parts(path: Path) -> list[Path]:
             folder /= name  # not a link, or missing
             continue
         link_count += 1
-        if link_count > _MOST_LINKS:
+        if link_count > _MAX_LINKS:
             break
         if os.path.isabs(target):
             folder = Path("/")

@@ -22,10 +22,7 @@ from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
 from holmes_hpc.records.untrusted import from_json, read_file, read_object
 
-WRITERS = (
-    "follower",
-    "batch",
-)  # of result.json, least authority first: the batch script sees the exit codes themselves
+WRITERS = ("follower", "batch")  # of result.json, least authority first: the batch script sees the exit codes
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
@@ -83,8 +80,8 @@ class RunDirectory:
     ) -> RunDirectory:
         """Create a run directory. `plan_text`: plan.yaml's text; `ids`: more keys of run.yaml (plan_id, slurm, …).
 
-        run.yaml is written last, so a directory that has one is complete. RecordError if the directory already holds a
-        run.
+        run.yaml is written last, so a directory that has one is complete. RecordError if the directory has a run
+        already.
         """
         run = cls(path)
         if run.exists():
@@ -193,9 +190,11 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return one entry per step, in order.
+
         If a step was run twice, the later attempt's entry counts. Entries of an earlier attempt beyond the first step
         of a later one are dropped. A second line of the same attempt adds to the first (a validation loss). Broken
-        lines are skipped."""
+        lines are skipped.
+        """
         steps: dict[int, dict[str, Any]] = {}
         for raw in self.metrics_bytes().split(b"\n"):
             try:
@@ -229,7 +228,7 @@ class RunDirectory:
     # -- exits and results ------------------------------------------------------------------------------------------
 
     def write_exit(
-        self, rank: int, state: str, error: str | None = None, host: str | None = None, **fields: Any
+        self, rank: int, state: str, error: str | None = None, host: str | None = None, **extra: Any
     ) -> None:
         """Record how rank `rank` ended; `error` is one line. Ranks write this file, never result.json."""
         self.exits.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -240,7 +239,7 @@ class RunDirectory:
             "host": host or os.uname().nodename,
             "attempt": self.attempt,
             "time": time.time(),
-            **fields,
+            **extra,
         }
         write_whole(self.exits / f"rank-{rank}.json", to_json(data) + "\n")
 

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 import yaml
 
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if PyYAML was built with it
-MOST_LEVELS = 100  # of nesting; holmes writes about ten
-MOST_REPEATED = 100_000  # values that aliases may add when they are expanded
-MOST_DIGITS = 300
+MAX_LEVELS = 100  # of nesting; holmes writes about ten
+MAX_ALIAS_VALUES = 100_000  # values that aliases may add when they are expanded
+MAX_DIGITS = 300
 _NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]*")  # Python refuses to print numbers over 4300 digits
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
@@ -57,13 +57,13 @@ def _check_size(text: str) -> None:
             values += 1
             if event.anchor:
                 sizes[event.anchor] = 1
-            if len(event.value) > MOST_DIGITS and event.implicit[0] and _NUMBER.fullmatch(event.value):
+            if len(event.value) > MAX_DIGITS and event.implicit[0] and _NUMBER.fullmatch(event.value):
                 raise yaml.YAMLError(f"a number of {len(event.value)} digits, {_position(event)}")
         elif isinstance(event, yaml.CollectionStartEvent):
             open_collections.append((event.anchor, values))
             values += 1
-            if len(open_collections) > MOST_LEVELS:
-                raise yaml.YAMLError(f"nested more than {MOST_LEVELS} levels deep, {_position(event)}")
+            if len(open_collections) > MAX_LEVELS:
+                raise yaml.YAMLError(f"nested more than {MAX_LEVELS} levels deep, {_position(event)}")
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, first_value = open_collections.pop()
             if anchor:
@@ -73,8 +73,8 @@ def _check_size(text: str) -> None:
                 raise yaml.YAMLError(f"alias {event.anchor!r} has no anchor before it, {_position(event)}")
             values += sizes[event.anchor]
             alias_values += sizes[event.anchor]
-            if alias_values > MOST_REPEATED:
-                raise yaml.YAMLError(f"its aliases repeat more than {MOST_REPEATED} values, {_position(event)}")
+            if alias_values > MAX_ALIAS_VALUES:
+                raise yaml.YAMLError(f"its aliases repeat more than {MAX_ALIAS_VALUES} values, {_position(event)}")
 
 
 def _position(event: Any) -> str:
@@ -85,7 +85,7 @@ def from_json(text: str | bytes) -> Any:
     """Parse a JSON text into plain data. ValueError for anything unreadable."""
     data = text.encode("utf-8", errors="surrogatepass") if isinstance(text, str) else text
     if too_deep(data):
-        raise ValueError(f"nested more than {MOST_LEVELS} levels deep")
+        raise ValueError(f"nested more than {MAX_LEVELS} levels deep")
     try:
         return json.loads(text)
     except RecursionError as e:
@@ -102,12 +102,12 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def too_deep(text: bytes) -> bool:
-    """Return whether a JSON text is nested more than MOST_LEVELS deep."""
-    if text.count(b"[") + text.count(b"{") <= MOST_LEVELS:
+    """Return whether a JSON text is nested more than MAX_LEVELS deep."""
+    if text.count(b"[") + text.count(b"{") <= MAX_LEVELS:
         return False
     level = 0
     for bracket in re.finditer(rb"[\[\]{}]", _STRING.sub(b"", text)):
         level += 1 if bracket[0] in b"[{" else -1
-        if level > MOST_LEVELS:
+        if level > MAX_LEVELS:
             return True
     return False

@@ -79,7 +79,7 @@ def test_probe_tables_and_json(tmp_path) -> None:
     interfaces, ports, features = probe_tables(nics)
     assert all(len(row) == len(t[1]) for t in (interfaces, ports, features) for row in t[2])
     assert [row[0] for row in ports[2]] == ["mlx5_0:1", "mlx5_1:1", "mlx5_2:1", "mlx5_3:1"]
-    assert "mlx5_2:1 runs at 100" in ports[3] and ["nic_600g", "600 Gb/s a node"] in features[2]
+    assert "mlx5_2:1 runs at 100" in ports[3] and ["nic_600g", "600 Gb/s per node"] in features[2]
     data = json.loads(json.dumps(probe_dict(nics)))
     assert data["type"] == "ib" and data["features"] == ["nic_ib", "nic_600g", "eth_25g"]
     assert data["interfaces"][0]["address"] == "10.0.0.2" and data["ports"][0]["kind"] == "ib"

@@ -15,7 +15,7 @@ from holmes_hpc.records.files import read_yaml
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.logs import GrowingFile, follow_logs, tail
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.untrusted import MOST_LEVELS, from_json, from_yaml
+from holmes_hpc.records.untrusted import MAX_LEVELS, from_json, from_yaml
 
 DEEP = 100_000  # levels, at which libyaml and pyarrow end the process
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -55,7 +55,7 @@ def test_yaml_with_aliases_and_some_levels() -> None:
         "a": {"b": [1, 2]},
         "c": {"b": [1, 2], "d": {"b": [1, 2]}},
     }
-    assert from_yaml("[" * MOST_LEVELS + "]" * MOST_LEVELS)
+    assert from_yaml("[" * MAX_LEVELS + "]" * MAX_LEVELS)
     assert from_yaml("") is None
 
 

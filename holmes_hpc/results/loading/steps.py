@@ -19,7 +19,7 @@ from holmes_hpc.records.files import to_json
 from holmes_hpc.records.metrics import DIRECTIONS, FIELDS, PARTS
 from holmes_hpc.records.rates import warmup_steps
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.untrusted import MOST_LEVELS, from_json, too_deep
+from holmes_hpc.records.untrusted import MAX_LEVELS, from_json, too_deep
 from holmes_hpc.results.columns import STEP_COLUMNS, arrow_type
 from holmes_hpc.results.plans import mapping, number
 
@@ -104,7 +104,7 @@ def read_steps(run: RunDirectory, first_attempt: int = 1) -> Steps:
     data = run.metrics_bytes()
     data = data[: data.rfind(b"\n") + 1]
     try:
-        if any(len(line) > MOST_LEVELS and too_deep(line) for line in data.split(b"\n")):
+        if any(len(line) > MAX_LEVELS and too_deep(line) for line in data.split(b"\n")):
             raise _OutOfOrder  # deep nesting crashes pyarrow
         return _steps(data, first_attempt)
     except (pa.ArrowException, _OutOfOrder):  # the slower reader selects the valid lines

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holmes_hpc.fabric.finding import MOST_SKEW_S, Finding
+from holmes_hpc.fabric.finding import MAX_SKEW_S, Finding
 from holmes_hpc.slurm.hostlist import compress
 
 WARN_BELOW, STOP_BELOW = 0.5, 0.1  # of the declared rate
@@ -389,5 +389,5 @@ def skewed(reports: Iterable[LinkReport]) -> list[Finding]:
             node,
         )
         for node, seconds in skew_s.items()
-        if abs(seconds) > MOST_SKEW_S
+        if abs(seconds) > MAX_SKEW_S
     ]
