@@ -40,13 +40,13 @@ def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | Non
     cells = completed(cells)
     groups = cells.groupby(SAME_WORK, dropna=False, observed=True, sort=False)
     group = max((g for _, g in groups), key=lambda g: (len(g), g["samples_per_s"].max()))
-    name, best = entries(group)[0]
-    others = [index for index in group.index if index != name]
-    if not others:
+    index_of_best, best = entries(group)[0]
+    slower = [index for index in group.index if index != index_of_best]
+    if not slower:
         return best, None
-    has_pairs = has_value(best["baseline"]) and best["baseline"] in others
-    base = dict(entries(cells))[int(best["baseline"]) if has_pairs else others[-1]]
-    if not has_pairs:  # its recorded pairs are with another cell
+    has_baseline = has_value(best["baseline"]) and best["baseline"] in slower
+    base = dict(entries(cells))[int(best["baseline"]) if has_baseline else slower[-1]]
+    if not has_baseline:  # its recorded pairs are with another cell
         best |= {
             "speedup": best["samples_per_s"] / base["samples_per_s"],
             "pairs": 0,

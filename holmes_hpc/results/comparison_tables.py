@@ -86,15 +86,15 @@ def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
     ]
     columns, rows, constants = _without_constants(columns, rows)
     share_notes = {
-        "of_linear": "; of linear: per node, of that on the fewest nodes",
-        "of_mean": "; of mean: of the fastest IB and RoCE settings on as many nodes",
+        "of_linear": "; of linear: throughput per node over that on the fewest nodes",
+        "of_mean": "; of mean: throughput over the mean of the fastest IB and RoCE settings on as many nodes",
     }
     return Table(
         f"Settings by {by}",
         columns,
         rows,
-        f"{constants}after warm-up; samples/s: harmonic means, of repeats the median; steps: medians; "
-        f"{_pace_notes(cells)}; predicted: predicted over measured step time, less 1"
+        f"{constants}after warm-up; samples/s: harmonic means (repeats: median); steps: medians; "
+        f"{_pace_notes(cells)}; predicted: error of the predicted step time"
         f"{''.join(share_notes[column] for column in shares.values())}{_not_shown(cells)}",
     )
 

@@ -92,16 +92,18 @@ def _bars(
     extents = [float(np.nansum(parts)) for parts in rows] + [high for _, high in bounds if has_value(high)]
     longest = max(extents, default=1.0) or 1.0
     for position, (text, parts, end) in enumerate(zip(labels, rows, ends, strict=True)):
-        left = 0.0
+        offset = 0.0
         for part_index, value in enumerate(parts):
             if has_value(float(value)):
-                axes.barh(position, value, 0.5, left=left, **_bar_style(part_index))
-                left += float(value)
-        extent = left
+                axes.barh(position, value, 0.5, left=offset, **_bar_style(part_index))
+                offset += float(value)
+        extent = offset
         if bounds and all(map(has_value, bounds[position])):
             low, high = bounds[position]
-            axes.errorbar(left, position, xerr=[[max(0, left - low)], [max(0, high - left)]], color="black", capsize=3)
-            extent = max(left, high)
+            axes.errorbar(
+                offset, position, xerr=[[max(0, offset - low)], [max(0, high - offset)]], color="black", capsize=3
+            )
+            extent = max(offset, high)
         axes.text(0, position - 0.32, _plain(text), va="bottom", ha="left", fontsize=10, in_layout=False)
         axes.text(extent + 0.02 * longest, position, end, va="center", in_layout=False)
     axes.set(xlim=(0, 1.25 * longest), ylim=(len(rows) - 0.5, -0.8), yticks=[])
