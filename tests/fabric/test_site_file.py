@@ -1,11 +1,14 @@
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric.site import NicNames
-from holmes_hpc.fabric.site_file import read_site_file
+from holmes_hpc.fabric.features import read_vocabulary
+from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, NicNames
+from holmes_hpc.fabric.site_file import SiteFile, read_site_file
+from holmes_hpc.planning.cost.hardware import GLOO_LINKS, NCCL_LINKS
 
 GOOD = """
 name: two-clusters
@@ -29,6 +32,19 @@ def test_the_documented_file(tmp_path: Path) -> None:
     assert [f.ethernet_gbps for f in site.fabrics] == [25, 10, 25]
     assert site.fabric("ib-a").gpus == 32 and site.fabric("eth-a").rdma_gbps is None
     assert type(site).from_dict(site.to_dict()) == site
+
+
+def test_the_page_has_every_key_gpu_kind_and_factor() -> None:
+    page = (Path(__file__).parents[2] / "docs/site-file.md").read_text()
+    for cls in (SiteFile, Fabric, Gpu, FabricLink):
+        for field in fields(cls):
+            assert f"| `{field.name}` |" in page, (cls, field.name)
+    for _, gpu in read_vocabulary().gpus:
+        assert f"`{gpu.name}`" in page, gpu.name
+    names = {"local": "inside a node", "ib": "InfiniBand", "roce": "RoCE, EFA, Slingshot, Omni-Path"}
+    for kind, name in {**names, "ethernet": "TCP over Ethernet"}.items():
+        row = f"| {name} | {NCCL_LINKS[kind].efficiency:g} | {GLOO_LINKS[kind].efficiency:g} |"
+        assert row in page.replace("**", ""), row
 
 
 NAMED = GOOD.replace(
