@@ -44,9 +44,7 @@ class Configuration:
     partitions: Annotated[
         str | tuple[str, ...] | None, key("use only these partitions: [gpu, gpu-old]; null: those that fit best")
     ] = None
-    calibration: Annotated[
-        str | None, key("calibration file of `holmes calibrate`, or a layer profile (docs/planner.md)")
-    ] = None
+    calibration: Annotated[str | None, key("file of `holmes calibrate`, or a layer profile (docs/planner.md)")] = None
     plan_file: Annotated[str | None, key("run this plan instead of planning")] = None
     checkpoint: Annotated[
         str | None,
@@ -71,11 +69,7 @@ class Configuration:
                 "Megatron-Core's Muon cannot be sharded over data-parallel ranks",
                 "add plan.distributed_optimizer=false",
             ),
-            (
-                is_muon and self.train.dtype == "fp16",
-                "Megatron-Core's Muon does not support fp16",
-                "use train.dtype=bf16",
-            ),
+            (is_muon and self.train.dtype == "fp16", "Megatron-Core's Muon lacks fp16", "use train.dtype=bf16"),
         )
 
     @property
@@ -144,11 +138,9 @@ def recorded(data: Mapping[str, Any]) -> tuple[Configuration, list[str]]:
             continue
         value = data[name]
         if name in GROUPS and isinstance(value, Mapping):
-            group_keys = keys(GROUPS[name])
-            missing_keys += [
-                f"{name}.{k}" for k, d in group_keys.items() if k not in value and d.default is not REQUIRED
-            ]
-            value = {k: v for k, v in value.items() if k in group_keys}
+            group = keys(GROUPS[name])
+            missing_keys += [f"{name}.{k}" for k, d in group.items() if k not in value and d.default is not REQUIRED]
+            value = {k: v for k, v in value.items() if k in group}
         values[name] = value
     return from_dict(values), missing_keys
 

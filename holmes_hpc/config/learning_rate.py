@@ -27,7 +27,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def describe_lr_change(old: TrainConfig, new: TrainConfig, step: int) -> str | None:
-    """Describe in one line how another number of steps changes the learning rate from `step` on, and how to avoid it.
+    """Describe how another number of steps changes the learning rate from `step` on, and how to avoid it, in one line.
     None if nothing changes, or if `lr_decay_steps` fixes the end of the decay."""
     if new.lr_decay_steps is not None or new.min_lr == new.lr:
         return None

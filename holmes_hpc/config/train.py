@@ -49,9 +49,7 @@ class TrainConfig:
     lr: Annotated[float, key("peak learning rate", ge=0)] = 1.0e-3
     min_lr: Annotated[float, key("learning rate after the decay, at most lr", ge=0)] = 1.0e-4
     warmup_steps: Annotated[int, key("steps over which the learning rate rises to lr", ge=0)] = 0
-    lr_decay_steps: Annotated[int | None, key("step at which the learning rate reaches min_lr; null: steps", ge=1)] = (
-        None
-    )
+    lr_decay_steps: Annotated[int | None, key("step at which lr reaches min_lr; null: steps", ge=1)] = None
     lr_schedule: Annotated[
         str,
         key(
@@ -87,9 +85,7 @@ class TrainConfig:
         ),
     ] = None
     checkpoint_async: Annotated[bool, key("write checkpoints during the next steps")] = True
-    trace: Annotated[
-        bool, key("write trace/rank-*.jsonl: the times at which each micro-batch was computed and sent")
-    ] = False
+    trace: Annotated[bool, key("write trace/rank-*.jsonl: compute and send times of each micro-batch")] = False
     tensorboard: Annotated[bool, key("also write metrics for TensorBoard")] = False
     wandb: Annotated[str | None, key("also send metrics to this Weights & Biases project")] = None
     mlflow: Annotated[str | None, key("also send metrics to this MLflow tracking address")] = None
@@ -103,12 +99,7 @@ class TrainConfig:
         ),
     ] = 0
     watchdog_s: Annotated[
-        float,
-        key(
-            "time after which a step counts as a hang; ten times as long for set-up and saving a checkpoint",
-            unit="s",
-            gt=0,
-        ),
+        float, key("step time that counts as a hang; ten times that for set-up and checkpoints", unit="s", gt=0)
     ] = 600
     net_timeout_s: Annotated[
         float,
@@ -118,8 +109,8 @@ class TrainConfig:
     pace_layer_ms: Annotated[
         float | None,
         key(
-            "emulated compute: each transformer layer's forward pass waits this long, its backward "
-            "pass twice as long; named in every record; null: off",
+            "emulated compute: each transformer layer's forward pass takes this long by waiting, its "
+            "backward pass twice as long; noted in every record; null: off",
             unit="ms",
             gt=0,
         ),
