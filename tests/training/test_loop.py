@@ -41,3 +41,17 @@ def test_a_step_whose_figures_have_come_has_its_line_before_the_next(come: bool,
     trainer._finish_record.side_effect = lambda: done.append("line")
     loop.Trainer.run(trainer, Signals())
     assert " ".join(done) == lines
+
+
+def test_steps_that_connect_or_follow_a_pause_are_not_compared_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "metrics_line", MagicMock())
+    trainer = MagicMock(step=1)
+    trainer.here.launch.rank, trainer.checkpoints.unsettled = 0, False
+    for final, figures, alone in (
+        ({}, {}, False),
+        ({"loss": 1}, {}, True),
+        ({"loss": 1}, {"pause_before_s": 1}, False),
+    ):
+        trainer.final = final
+        loop.Trainer._record(trainer, [], figures, 1.0, {})
+        assert trainer._alone is alone
