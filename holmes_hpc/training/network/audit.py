@@ -71,8 +71,8 @@ def audit_bytes(
         lacking = {kind: -extra for kind, extra in excess.items() if -extra > tolerated[kind]}
         if surplus.get("other", 0.0) < 0.5 * min(lacking.values(), default=math.inf):
             surplus.pop("other", None)
+        nics = {kind: names.get(node, {}).get(kind, kind) for kind in excess}
         for kind, extra in surplus.items():
-            nic = names.get(node, {}).get(kind, kind)
             ours = _ours(kind, kinds, own.get(node, {}))
             is_anothers = ours > 0 and kinds[kind] - ours > extra / 2  # as the kernel tells
             group = None if is_anothers else _culprit(node, extra, lacking, loads)
@@ -97,15 +97,22 @@ def audit_bytes(
                     "slurm.exclusive=true, keeps others away"
                 )
             what = (
-                f"{kind} NIC {nic} sent {kinds[kind] / 1e6:.1f} MB per step, the plan expects "
+                f"{kind} NIC {nics[kind]} sent {kinds[kind] / 1e6:.1f} MB per step, the plan expects "
                 f"{plan.get(kind, 0.0) / 1e6:.1f} MB{cause}"
             )
-            found.append(Finding("warning" if group is None else "error", f"node {node}", what, hint, node, nic))
-        for kind, missing in lacking.items() if not surplus else ():
-            nic = names.get(node, {}).get(kind, kind)
-            what = f"{kind} NIC {nic} sent {missing / 1e6:.1f} MB per step less than the plan expects"
-            hint = "see `holmes report`; the counters of this NIC may not count all its traffic"
-            found.append(Finding("warning", f"node {node}", what, hint, node, nic))
+            found.append(Finding("warning" if group is None else "error", f"node {node}", what, hint, node, nics[kind]))
+        found += [
+            Finding(
+                "warning",
+                f"node {node}",
+                f"{kind} NIC {nics[kind]} sent {missing / 1e6:.1f} MB per step less than the plan expects",
+                "see `holmes report`; the counters of this NIC may not count all its traffic",
+                node,
+                nics[kind],
+            )
+            for kind, missing in lacking.items()
+            if not surplus
+        ]
     return found
 
 

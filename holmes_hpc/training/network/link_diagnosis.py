@@ -117,18 +117,15 @@ def rounds(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup
         for sender, receiver in zip(nodes, [*nodes[1:], nodes[0]], strict=True)
         if sender != receiver
     )
-    found: list[list[NodeLink]] = []
-    busy: list[set[tuple[str, str]]] = []  # of each round: who sends and who receives
+    found: dict[int, list[NodeLink]] = {}
+    busy: dict[int, set[tuple[str, str]]] = {}  # of each round: who sends and who receives
     for link in links:
         ends = {("sends", link.sender), ("receives", link.receiver)}
-        free = (i for i, used in enumerate(busy) if found[i][0].kind == link.kind and used.isdisjoint(ends))
+        free = (i for i in found if found[i][0].kind == link.kind and busy[i].isdisjoint(ends))
         number = next(free, len(found))
-        if number == len(found):
-            found.append([])
-            busy.append(set())
-        found[number].append(link)
-        busy[number] |= ends
-    return found
+        found.setdefault(number, []).append(link)
+        busy.setdefault(number, set()).update(ends)
+    return list(found.values())
 
 
 def declared(infos: Mapping[str, NodeInformation], link: NodeLink) -> float:

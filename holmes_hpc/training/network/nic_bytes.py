@@ -11,6 +11,7 @@ import socket
 import stat
 import struct
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -185,14 +186,13 @@ class NicLog:
 
 def sum_by_kind(plan: Plan, rows: Any) -> dict[str, dict[str, int]]:
     """Return every rank's :meth:`Traffic.take` as sums over nodes: fabric name or ``ethernet`` -> {tx, rx}."""
-    total: dict[str, dict[str, int]] = {}
+    total: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"tx": 0, "rx": 0})
     for rank, (tx, rx, rdma_tx, rdma_rx, *_) in enumerate(rows):
         for kind, sent, received in (("ethernet", tx, rx), (plan.places[rank].fabric, rdma_tx, rdma_rx)):
             if sent or received:
-                entry = total.setdefault(kind, {"tx": 0, "rx": 0})
-                entry["tx"] += int(sent)
-                entry["rx"] += int(received)
-    return total
+                total[kind]["tx"] += int(sent)
+                total[kind]["rx"] += int(received)
+    return dict(total)
 
 
 def sample_pairs(plan: Plan) -> dict[str, tuple[int, int]]:
