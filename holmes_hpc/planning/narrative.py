@@ -123,7 +123,7 @@ def _drawing(plan: Plan) -> list[str]:
 def _stage(plan: Plan, stage: int, per_node: int) -> str:
     layers, held, p = plan.stages[stage].layers, plan.schedule.in_flight[stage], plan.parallel
     nodes = p.stages[stage].ranks // per_node
-    sizes = f"{nodes} nodes, TP {p.tp_of(stage)} x DP {p.dp_of(stage)}, " if plan.is_per_stage else ""
+    sizes = f"{nodes} nodes, TP {p.tp_of(stage)} x DP {p.stages[stage].dp}, " if plan.is_per_stage else ""
     return f"{sizes}{layers} layer{'s' * (layers != 1)}, {held} micro-batch{'es' * (held != 1)} in flight"
 
 

@@ -55,11 +55,10 @@ class Learned:
 
 def learn(runs: Sequence[Observed]) -> Learned:
     """The corrections that `runs`, one at least, ask for."""
+    used = {g.transport for r in runs for g in r.plan.transports()}
+    gpus = {r.plan.site.fabric(c.fabric).gpu for r in runs if not r.costs.pace_layer_ms for c in r.plan.components}
     names = sorted(
-        {
-            *(("compute", gpu) for r in runs for gpu in _gpus(r)),
-            *(("rates", network) for r in runs for network in _networks(r)),
-        }
+        {*(("compute", gpu.name) for gpu in gpus), *(("rates", str(t.nic)) for t in used if t.nic is not None)}
     )
     at = np.zeros(len(names))
     start = _residuals(runs, names, at)
@@ -102,17 +101,6 @@ def _corrections(names: Sequence[tuple[str, str]], at: np.ndarray) -> Correction
         if value:
             found[what][name] = math.exp(value)
     return Corrections(found["compute"], found["rates"])
-
-
-def _gpus(run: Observed) -> set[str]:
-    if run.costs.pace_layer_ms is not None:
-        return set()
-    return {run.plan.site.fabric(c.fabric).gpu.name for c in run.plan.components}
-
-
-def _networks(run: Observed) -> set[str]:
-    kinds = {g.transport.nic for g in run.plan.transports() if g.transport.kind != "local"}
-    return {str(k) for k in kinds if k is not None}
 
 
 def _residuals(runs: Sequence[Observed], names: Sequence[tuple[str, str]], at: np.ndarray) -> np.ndarray:

@@ -305,8 +305,6 @@ def _arriving(layout: Layout, traffic: Traffic, ready: np.ndarray, forward: np.n
 def _one_nic(layout: Layout, replica: int, stage: int) -> bool:
     """Do the transfers of `stage` up and down leave by the same NIC?"""
     p = layout.parallel
-    if p.pp < 3 and p.virtual_stages == 1:
-        return False
     down, up = layout.edges[replica][stage], layout.edges[replica][(stage - 1) % p.pp]
     inner = 0 < stage < p.pp - 1 or p.virtual_stages > 1
     return inner and down == up and down.kind != "local"

@@ -28,14 +28,10 @@ def chunked(counts: Sequence[int] | np.ndarray, chunks: int) -> np.ndarray:
     """Layers from their `counts` per stage: each stage's cut into chunks that differ by one at most, the larger ones
     last but in the last stage, whose last chunk has the head."""
     counts = np.asarray(counts)
-    base, over = counts // chunks, counts % chunks
-    made = np.repeat(base[:, None], chunks, axis=1)
-    for s in range(len(counts)):
-        if s == len(counts) - 1:
-            made[s, : over[s]] += 1
-        else:
-            made[s, chunks - over[s] :] += 1
-    return made[None]
+    base, over = counts[:, None] // chunks, counts[:, None] % chunks
+    is_larger = np.arange(chunks) >= chunks - over
+    is_larger[-1] = np.arange(chunks) < over[-1]
+    return np.asarray(base + is_larger)[None]
 
 
 def uniform(layout: Layout) -> np.ndarray:
@@ -190,15 +186,14 @@ def _moves(layout: Layout, layers: np.ndarray, most: np.ndarray) -> np.ndarray:
     if len(counts) > WIDE:
         busy = _busy(timing(layout, layers).replicas, layout.order.micro_batches)[0]
         sources = sorted(np.argsort(-busy, kind="stable")[:2].tolist())
-    moves = [np.empty((0, len(counts), chunks), layers.dtype)]
-    for source in sources:
-        for target in range(len(counts)):
-            if source != target and counts[source] > chunks and counts[target] < most[target]:
-                moved = counts.copy()
-                moved[source] -= 1
-                moved[target] += 1
-                moves.append(chunked(moved, chunks))
-    return np.concatenate(moves)
+    one = np.eye(len(counts), dtype=layers.dtype)
+    moves = [
+        chunked(counts - one[source] + one[target], chunks)
+        for source in sources
+        for target in range(len(counts))
+        if source != target and counts[source] > chunks and counts[target] < most[target]
+    ]
+    return np.concatenate([np.empty((0, len(counts), chunks), layers.dtype), *moves])
 
 
 def may_be_early(layout: Layout) -> bool:

@@ -170,9 +170,6 @@ class Parallel:
     def tp_of(self, stage: int) -> int:
         return self.stages[stage].tp
 
-    def dp_of(self, stage: int) -> int:
-        return self.stages[stage].dp
-
     @cached_property
     def tps(self) -> tuple[int, ...]:
         """Every number of TP ranks that a stage has."""

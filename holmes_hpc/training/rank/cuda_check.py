@@ -246,7 +246,7 @@ def streams(plan: Plan, rank: int) -> int:
         1
         + ring * sum(2 * (plan.edge_connections if e.transport.kind == "tcp" else 1) for e in edges)
         + (p.tp_of(stage) > 1)
-        + (p.dp_of(stage) > 1)
+        + (p.stages[stage].dp > 1)
         + (2 if p.optimizer_instances > 1 else 0)
         + 3
     )

@@ -73,7 +73,7 @@ def work_of_stages(plan: Plan, paced: Mapping[str, float] | None) -> tuple[list[
     """For :class:`Stragglers`: every stage's work in layers (the last one's head as many as its FLOPs are worth; a pace
     is kept by layers alone, times its fabric's of `paced`), and its GPU. `paced`: None without one.
     Nothing where every stage has ranks to compare among themselves."""
-    replicas = max(plan.parallel.dp_of(s) for s in range(plan.parallel.pp))
+    replicas = max(stage.dp for stage in plan.parallel.stages)
     if replicas > 1 or min(stage.layers for stage in plan.stages) < 1:
         return [], []
     length, fabrics = plan.batch.sequence_length, {f.name: f for f in plan.site.fabrics}
