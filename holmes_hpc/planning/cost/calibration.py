@@ -69,9 +69,8 @@ class MeasuredFabric:
 
     def __post_init__(self) -> None:
         check(self, "calibration")
-        for name in self.links:
-            if name not in LINKS:
-                raise ConfigError(f"unknown link {name!r}", where="calibration.links", hint=nearest(str(name), LINKS))
+        unknown = [str(name) for name in self.links if name not in LINKS]
+        refuse("calibration.links", *((True, f"unknown link {name!r}", nearest(name, LINKS)) for name in unknown))
 
     def on(self, gpu: Gpu) -> bool:
         """Whether its GPUs are of this kind: as the site names it, or as the vocabulary reads the device's name."""

@@ -21,7 +21,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric
 from holmes_hpc.planning.cost.flops import layer_parameters, part_flops
-from holmes_hpc.schema import REQUIRED, Checked, key, keys
+from holmes_hpc.schema import REQUIRED, Checked, key, keys, refuse
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,19 @@ def from_sailor(data: Mapping[Any, Any], model: ModelSpec, batch: Batch) -> Cali
                     hint="give {MICRO: {TP: {INDEX: [forward, backward, update]}}} in seconds",
                 ) from None
             last = len(times) - 1
-            if last < 2 or set(times) != set(range(last + 1)) or any(len(t) != 3 for t in times.values()):
-                raise ConfigError("not Sailor's profile", where=where, hint="give three times for each index from 0")
-            if last - 1 != model.layers:
-                raise ConfigError(
+            refuse(
+                where,
+                (
+                    last < 2 or set(times) != set(range(last + 1)) or any(len(t) != 3 for t in times.values()),
+                    "not Sailor's profile",
+                    "give three times for each index from 0",
+                ),
+                (
+                    last - 1 != model.layers,
                     f"it is of a model of {last - 1} layers, {model.name} has {model.layers}",
-                    where=where,
-                    hint="give this model's profile, or `holmes calibrate`",
-                )
+                    "give this model's profile, or `holmes calibrate`",
+                ),
+            )
             inner = [median(times[i][way] for i in range(1, last)) for way in range(3)]
             rows += [
                 Row(part, int(tp), int(micro), *each)
@@ -84,12 +89,14 @@ def from_sailor(data: Mapping[Any, Any], model: ModelSpec, batch: Batch) -> Cali
 def _csv_rows(text: str) -> Iterator[Row]:
     declared = keys(Row)
     reader = csv.DictReader(StringIO(text))
-    for name in reader.fieldnames or ():
-        if name not in declared:
-            raise ConfigError(f"unknown column {name!r}", where="profile", hint=nearest(str(name), declared))
-    for name, declares in declared.items():
-        if declares.default is REQUIRED and name not in (reader.fieldnames or ()):
-            raise ConfigError(f"no column {name}", where="profile", hint=f"give {', '.join(declared)}")
+    columns = reader.fieldnames or ()
+    unknown = [name for name in columns if name not in declared]
+    missing = [name for name, k in declared.items() if k.default is REQUIRED and name not in columns]
+    refuse(
+        "profile",
+        *((True, f"unknown column {name!r}", nearest(str(name), declared)) for name in unknown),
+        *((True, f"no column {name}", f"give {', '.join(declared)}") for name in missing),
+    )
     for row in reader:
         where = f"profile: line {reader.line_num}"
         if None in row or None in row.values():
@@ -112,15 +119,16 @@ def _value(name: str, text: str) -> Any:
 
 
 def _calibration(rows: list[Row], model: ModelSpec, batch: Batch) -> Calibration:
-    if not rows:
-        raise ConfigError("no rows", where="profile", hint="give a row for each part and shape")
-    for row in rows:
-        if row.hidden not in (0, model.hidden):
-            raise ConfigError(
-                f"it is of a model of width {row.hidden}, {model.name} is {model.hidden} wide",
-                where="profile",
-                hint="give this model's profile, or `holmes calibrate`",
-            )
+    widths = {row.hidden for row in rows} - {0, model.hidden}
+    refuse(
+        "profile",
+        (not rows, "no rows", "give a row for each part and shape"),
+        (
+            widths,
+            f"it is of a model of width {', '.join(map(str, sorted(widths)))}, {model.name} is {model.hidden} wide",
+            "give this model's profile, or `holmes calibrate`",
+        ),
+    )
     return Calibration(
         tuple(
             _of_one_kind([r for r in rows if r.gpu == gpu], gpu, model, batch)

@@ -108,8 +108,5 @@ def explored(evaluator: Evaluator, space: Space, placements: list[Placement], cl
 
 def _firsts(placements: list[Placement], fabrics: int) -> tuple[int, ...]:
     """Where among `placements` the first is on each fabric alone, each pair, and all: they are always simulated."""
-    first: dict[frozenset[str], int] = {}
-    for at, placement in enumerate(placements):
-        if required(len(placement.fabrics), fabrics):
-            first.setdefault(placement.fabrics, at)
-    return tuple(sorted(first.values()))
+    places = {p.fabrics: at for at, p in reversed([*enumerate(placements)]) if required(len(p.fabrics), fabrics)}
+    return tuple(sorted(places.values()))
