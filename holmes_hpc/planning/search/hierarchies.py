@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from math import gcd, isinf
+from math import gcd, isinf, lcm
 from typing import Any
 
 import numpy as np
@@ -94,21 +94,18 @@ def _splits(
             yield tuple(most), gcd(*most)
         return
     for chosen, names in size.choices:
-        if len(chosen) == 1 and chosen[0] not in alone:
-            continue
-        if sum(most[f] for f in chosen) < dp or left_out(chosen, names):
+        is_alone = len(chosen) == 1
+        if (is_alone and chosen[0] not in alone) or sum(most[f] for f in chosen) < dp or left_out(chosen, names):
             continue
         by_room = sorted(chosen, key=lambda f: (-most[f], f))
-        for run in reversed(divisors(dp)) if len(chosen) > 1 else (dp,):
-            made = [0] * len(most)
-            for f in chosen:  # each fabric has a part
-                made[f] = run * units[f] // gcd(run, units[f])
+        for run in (dp,) if is_alone else reversed(divisors(dp)):
+            steps = {f: lcm(run, units[f]) for f in chosen}
+            made = [steps.get(f, 0) for f in range(len(most))]  # each fabric has a part
             left = dp - sum(made)
             if left < 0 or any(made[f] > most[f] for f in chosen):
                 continue
             for f in by_room:
-                step = run * units[f] // gcd(run, units[f])
-                more = min(left, most[f] - made[f]) // step * step
+                more = min(left, most[f] - made[f]) // steps[f] * steps[f]
                 made[f] += more
                 left -= more
             if left == 0:

@@ -173,23 +173,18 @@ def _searched(evaluator: Evaluator, batch: Batch, site: Site, o: PlanOptions) ->
 def _shortest(evaluator: Evaluator, placements: list[Placement]) -> tuple[Short | None, PlanError | None]:
     """(what any placement is short of least; why another could not be tried)."""
     o = evaluator.options
-    best: Short | None = None
-    said: PlanError | None = None
+    found, said = list[Short](), None
     for placement in sorted(placements, key=lambda p: (-p.tp * p.pp, p.key()))[:TRIED]:
         kind = in_question(o.schedule, o.virtual_stages or 1, background=False)[-1]
         try:
             layout = evaluator.layout(placement, _recompute(o), kind, o.virtual_stages or 1)
             given, chunks = o.layers_per_stage, layout.parallel.virtual_stages
             layers = split.chunked(given, chunks) if given else split.uniform(layout)
-            if layers.shape[1] != placement.pp:
-                continue
-            short = Short(shortage(layout, layers, o.max_memory_gib), placement)
+            if layers.shape[1] == placement.pp:
+                found.append(Short(shortage(layout, layers, o.max_memory_gib), placement))
         except PlanError as e:
             said = e
-            continue
-        if best is None or short.memory.bytes < best.memory.bytes:
-            best = short
-    return best, said
+    return min(found, key=lambda short: short.memory.bytes, default=None), said
 
 
 def _recompute(o: PlanOptions) -> str:

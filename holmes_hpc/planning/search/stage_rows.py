@@ -66,8 +66,6 @@ class StageTable:
                 now[:, nodes:] = np.maximum(now[:, nodes:], before[:, : n + 1 - nodes] + self.own[:, nodes - 1, None])
             self.filled.append(now)
         self.reach = np.stack([table[:, n] for table in self.filled])
-        if not offer.fixed:
-            self.reach[0] = 0.0
 
     def stages(self, count: int, tau: int) -> list[tuple[int, int]]:
         """(nodes, TP) of each of `count` stages that reach most in that tau, the narrowest first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -206,8 +206,7 @@ class Plan:
     @property
     def layout(self) -> list[dict[str, Any]]:
         """The components of the job, as a run's record has them."""
-        names = ("partition", "constraint", "fabric", "nodes", "gpus_per_node")
-        return [{name: getattr(c, name) for name in names} for c in self.components]
+        return [{k: v for k, v in asdict(c).items() if k != "stages"} for c in self.components]
 
     @property
     def spread(self) -> str:
