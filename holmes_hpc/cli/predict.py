@@ -91,9 +91,10 @@ def predict(
     """
 
     check_output(trace)
-    is_override = plan_path is not None and not is_file_argument(plan_path)
-    words = with_flags(flags, [*([plan_path] if is_override and plan_path else []), *(overrides or [])])
-    plan_path = None if is_override else plan_path
+    words = overrides or []
+    if plan_path is not None and not is_file_argument(plan_path):
+        words, plan_path = [plan_path, *words], None
+    words = with_flags(flags, words)
     software = _Software(
         attention=attention,
         fused_norm=fused_norm,

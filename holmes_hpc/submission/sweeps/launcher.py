@@ -28,7 +28,6 @@ from holmes_hpc.errors import ConfigError, HolmesError, RunFailed, SubmissionErr
 from holmes_hpc.records.files import locked
 from holmes_hpc.records.ownership import careful_umask, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.commands import ignore_interrupts, uninterrupted
 from holmes_hpc.slurm.job_states import UNKNOWN
 from holmes_hpc.submission.executor.line import Line
@@ -137,31 +136,23 @@ class HolmesLauncher(BaseSubmititLauncher):
         progress: Progress,
     ) -> None:
         """Submit what is to be submitted; all jobs are added to `launched`."""
-        unreadable = [(job.num, why) for job in manifest.jobs if (why := unread(manifest, job)) is not None]
-        refuse(
-            str(manifest.path),
-            *((True, f"job {num}: {why}", "use a hydra.sweep.dir of your own") for num, why in unreadable),
-            error=SubmissionError,
-        )
-        found = states(manifest, [job for job in manifest.jobs if job.submitted < BEGAN])
-        unknown = {job: state for job, state in found.items() if state.state == UNKNOWN}  # they may still run
-        refuse(
-            str(manifest.path),
-            *(
-                (
-                    job.where == "local",
-                    f"job {job.num} {state.reason}",
-                    "launch again there, or use another hydra.sweep.dir",
+        for job in manifest.jobs:
+            if (why := unread(manifest, job)) is not None:
+                raise SubmissionError(
+                    f"job {job.num}: {why}", where=str(manifest.path), hint="use a hydra.sweep.dir of your own"
                 )
-                for job, state in unknown.items()
-            ),
-            (
-                any(job.where == "slurm" and not state.forgotten for job, state in unknown.items()),
-                "Slurm does not answer, and jobs of an earlier launch may still run",
-                "wait for it (`scontrol ping`), then launch again",
-            ),
-            error=SubmissionError,
-        )
+        found = states(manifest, [job for job in manifest.jobs if job.submitted < BEGAN])
+        for job, state in found.items():
+            if state.state == UNKNOWN and not state.forgotten:  # it may still run
+                what, hint = (
+                    (f"job {job.num} {state.reason}", "launch again there, or use another hydra.sweep.dir")
+                    if job.where == "local"
+                    else (
+                        "Slurm does not answer, and jobs of an earlier launch may still run",
+                        "wait for it (`scontrol ping`), then launch again",
+                    )
+                )
+                raise SubmissionError(what, where=str(manifest.path), hint=hint)
         programs = {each.program.digest: each.program for each in wanted if each.program is not None}
         if programs and reuse and manifest.jobs:
             log.info(f"jobs of earlier launches are compared by configuration, {next(iter(programs.values()))}")
