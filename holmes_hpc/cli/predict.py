@@ -89,7 +89,6 @@ def predict(
 
     Example: holmes predict --site site.yaml --model gpt_3_6b --tp 1 --pp 2 --dp 32 --micro-batch 4 --global-batch 768
     """
-
     check_output(trace)
     words = overrides or []
     if plan_path is not None and not is_file_argument(plan_path):
@@ -117,9 +116,8 @@ def predict(
     plan = replace(plan, predicted=predicted)
     rates = throughput(plan, steps)
     if trace is not None:
-        Path(trace).write_text(
-            json_text.dumps(simulation.chrome_trace(simulation.timeline(plan, costs))), encoding="utf-8"
-        )
+        text = json_text.dumps(simulation.chrome_trace(simulation.timeline(plan, costs)))
+        Path(trace).write_text(text, encoding="utf-8")
         console.note(f"written: {trace}")
     if json:
         console.as_json(
