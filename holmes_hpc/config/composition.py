@@ -163,8 +163,8 @@ def _changes(key: str, changed_key: str) -> bool:
 
 
 def _compose_declared(overrides: Sequence[Any]) -> DictConfig | None:
-    """Compose `overrides` from the declared options. None if only Hydra can compose them.
-    That is so for an undeclared option or group (``+sweep=ablation``), a deletion, a sweep, or an error."""
+    """Compose `overrides` from the declared options. None if Hydra must compose them.
+    It must for an undeclared option or group (``+sweep=ablation``), a deletion, a sweep, or an error."""
     groups = [o for o in overrides if o.key_or_group in GROUPS]
     names = {group: name for group, name in DEFAULTS.items() if group in GROUPS}
     names |= {o.key_or_group: str(o.value()) for o in groups}

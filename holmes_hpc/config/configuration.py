@@ -103,7 +103,7 @@ class Configuration:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for run.yaml; :func:`from_dict` reads it back."""
-        return _plain(asdict(self))
+        return _to_lists(asdict(self))
 
 
 GROUPS: dict[str, type[Any]] = {
@@ -145,8 +145,8 @@ def recorded(data: Mapping[str, Any]) -> tuple[Configuration, list[str]]:
     return from_dict(values), missing_keys
 
 
-def _plain(value: Any) -> Any:
+def _to_lists(value: Any) -> Any:
     """Convert tuples to lists at all levels, for YAML."""
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: _to_lists(v) for k, v in value.items()}
+    return [_to_lists(v) for v in value] if isinstance(value, list | tuple) else value

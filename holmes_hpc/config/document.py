@@ -47,14 +47,14 @@ hydra:
 
 def conf_files() -> dict[str, str]:
     """Return all files under conf/: path there -> text."""
-    files = {"config.yaml": _top()}
+    files = {"config.yaml": _main_file()}
     for name, model in MODELS.items():
-        files[f"model/{name}.yaml"] = _values(asdict(model))
+        files[f"model/{name}.yaml"] = _values_file(asdict(model))
     for name, batch in BATCHES.items():
-        files[f"batch/{name}.yaml"] = _values(asdict(batch))
+        files[f"batch/{name}.yaml"] = _values_file(asdict(batch))
     for group, options in OPTIONS.items():
         for name, changes in options.items():
-            lines = [line for k in keys(GROUPS[group]).values() for line in _line(k, changes.get(k.name, k.default))]
+            lines = [line for k in keys(GROUPS[group]).values() for line in _lines(k, changes.get(k.name, k.default))]
             files[f"{group}/{name}.yaml"] = "\n".join([HEAD, *lines, ""])
     return files
 
@@ -96,7 +96,7 @@ def _values_and_default(declared: Key) -> str:
         values = re.sub(pattern, short, values)
     if declared.default is REQUIRED:
         return values
-    return f"{values.removesuffix(' or null') if declared.default is None else values}; `{_scalar(declared.default)}`"
+    return f"{values.removesuffix(' or null') if declared.default is None else values}; `{_format(declared.default)}`"
 
 
 def help_text(*groups: str, without: Collection[str] = (), width: int = 78) -> str:
@@ -110,7 +110,7 @@ def help_text(*groups: str, without: Collection[str] = (), width: int = 78) -> s
     return "\b\n" + "\n".join(lines)  # click does not rewrap lines after \b
 
 
-def _top() -> str:
+def _main_file() -> str:
     lines = [
         HEAD,
         "# Every key can be given on the command line: model=gpt_3_6b train.steps=100 'plan.nodes={ib-a: 2}'",
@@ -123,24 +123,24 @@ def _top() -> str:
         *(f"  {name}: ???" for name in keys(Batch)),
         "",
     ]
-    lines += [line for k in keys(Configuration).values() if k.name not in GROUPS for line in _line(k, k.default)]
+    lines += [line for k in keys(Configuration).values() if k.name not in GROUPS for line in _lines(k, k.default)]
     return "\n".join(lines) + "\n" + _HYDRA
 
 
-def _line(declared: Key, value: Any) -> list[str]:
+def _lines(declared: Key, value: Any) -> list[str]:
     """Return a key with its value, and its help beside or above."""
-    pair, comment = f"{declared.name}: {_scalar(value)}", declared.spec.help
+    pair, comment = f"{declared.name}: {_format(value)}", declared.spec.help
     joined_line = f"{pair:<27} # {comment}"
     if len(joined_line) <= WIDTH:
         return [joined_line]
     return [*(f"# {line}" for line in textwrap.wrap(comment, WIDTH - 2)), pair]
 
 
-def _values(values: Mapping[str, Any]) -> str:
+def _values_file(values: Mapping[str, Any]) -> str:
     return HEAD + "\n" + str(yaml.safe_dump(dict(values), sort_keys=False))
 
 
-def _scalar(value: Any) -> str:
+def _format(value: Any) -> str:
     if value == "???":
         return "???"
     plain = [*value] if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value

@@ -133,7 +133,7 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
         "max_position_embeddings": spec.max_positions,
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope_base,
-        "rope_scaling": _scaling_of(spec.rope_scaling),
+        "rope_scaling": _write_scaling(spec.rope_scaling),
         "attention_dropout": spec.dropout,
         **({"attention_bias": spec.bias, "mlp_bias": spec.bias} if model_type == "llama" else {}),
         **({"attention_bias": False} if model_type == "qwen3" else {}),
@@ -171,7 +171,7 @@ def family_of(spec: ModelSpec) -> str:
     )
 
 
-def _scaling_of(scaling: RopeScaling | None) -> dict[str, Any] | None:
+def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     llama3_keys = (
@@ -212,7 +212,7 @@ class _Config:
         raise DataError(message, where=self.where, hint=hint)
 
 
-def _llama(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
+def _read_llama(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
     """Read Llama 2 and 3, Mistral, Qwen2, Qwen2.5 or Qwen3: rotary positions, SwiGLU, RMSNorm, grouped queries."""
     rope = read("rope_parameters", None) or read("rope_scaling", None) or {}
     if not isinstance(rope, Mapping):
@@ -242,7 +242,7 @@ def _llama(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
         norm_eps=read("rms_norm_eps", 1e-6),
         rope_base=rope.get("rope_theta") or read("rope_theta", 10000.0),
         head_dim=read("head_dim", type_keys.get("head_dim")),
-        rope_scaling=_scaling(read, rope),
+        rope_scaling=_read_scaling(read, rope),
         **model_keys,
     )
 
@@ -257,7 +257,7 @@ def _refuse_window(read: _Config, type_keys: Mapping[str, Any]) -> None:
         )
 
 
-def _scaling(read: _Config, rope: Mapping[str, Any]) -> RopeScaling | None:
+def _read_scaling(read: _Config, rope: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -271,7 +271,7 @@ def _scaling(read: _Config, rope: Mapping[str, Any]) -> RopeScaling | None:
     )
 
 
-def _gpt2(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
+def _read_gpt2(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
     activation = read.require("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
     for name, supported in (
         ("scale_attn_weights", True),
@@ -300,9 +300,9 @@ def _gpt2(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _llama, {"may_have_bias": True, "window_by_itself": False}),
-    "mistral": Family("MistralForCausalLM", _llama, {"window_by_itself": True}),
-    "qwen2": Family("Qwen2ForCausalLM", _llama, {"qkv_bias": True, "window_by_itself": False}),
-    "qwen3": Family("Qwen3ForCausalLM", _llama, {"qk_norm": True, "head_dim": 128, "window_by_itself": False}),
-    "gpt2": Family("GPT2LMHeadModel", _gpt2, {}),
+    "llama": Family("LlamaForCausalLM", _read_llama, {"may_have_bias": True, "window_by_itself": False}),
+    "mistral": Family("MistralForCausalLM", _read_llama, {"window_by_itself": True}),
+    "qwen2": Family("Qwen2ForCausalLM", _read_llama, {"qkv_bias": True, "window_by_itself": False}),
+    "qwen3": Family("Qwen3ForCausalLM", _read_llama, {"qk_norm": True, "head_dim": 128, "window_by_itself": False}),
+    "gpt2": Family("GPT2LMHeadModel", _read_gpt2, {}),
 }

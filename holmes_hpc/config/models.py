@@ -8,10 +8,10 @@ from holmes_hpc.config.model import Batch, ModelSpec, RopeScaling
 from holmes_hpc.errors import ConfigError, nearest
 
 
-def _gated(
+def _llama(
     name: str, layers: int, hidden: int, heads: int, vocab: int, *, ffn: int = 0, kv_heads: int = 0, **other_keys: Any
 ) -> ModelSpec:
-    """Return a model with rotary positions, a gated feed-forward part and RMSNorm.
+    """Return a model like Llama, with rotary positions, a gated feed-forward part and RMSNorm.
 
     Sources: Llama (arXiv 2307.09288 and 2407.21783), Mistral without a sliding window (arXiv 2310.06825), Qwen2.5
     (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), and Yang et al. (arXiv 2312.03549). Megatron-LM gives the last ones
@@ -54,23 +54,23 @@ MODELS: dict[str, ModelSpec] = {
     m.name: m
     for m in (
         # Bytes and an end-of-document token; a step takes a CPU seconds at most.
-        _gated("gpt_tiny", 8, 256, 8, 257, ffn=640, max_positions=256),
+        _llama("gpt_tiny", 8, 256, 8, 257, ffn=640, max_positions=256),
         gpt("gpt_small", 12, 768, 12, 50257, positions=1024, tied=True),
-        _gated("gpt_3_6b", 30, 3072, 32, 50304),
-        _gated("gpt_7_5b", 36, 4096, 32, 50304),
-        _gated("gpt_39b", 48, 8192, 64, 51200),
+        _llama("gpt_3_6b", 30, 3072, 32, 50304),
+        _llama("gpt_7_5b", 36, 4096, 32, 50304),
+        _llama("gpt_39b", 48, 8192, 64, 51200),
         gpt("gpt3_175b", 96, 12288, 96, 51200, positions=2048, tied=False),
-        _gated("llama2_7b", 32, 4096, 32, ffn=11008, **_LLAMA2),
-        _gated("llama2_70b", 80, 8192, 64, ffn=28672, kv_heads=8, **_LLAMA2),
-        _gated("llama3_8b", 32, 4096, 32, ffn=14336, **_LLAMA3),
-        _gated("llama3_70b", 80, 8192, 64, ffn=28672, **_LLAMA3),
-        _gated("llama3_1_8b", 32, 4096, 32, ffn=14336, **_LLAMA3_1),
-        _gated("llama3_1_70b", 80, 8192, 64, ffn=28672, **_LLAMA3_1),
-        _gated("llama3_1_405b", 126, 16384, 128, ffn=53248, **_LLAMA3_1),
-        _gated("llama3_2_1b", 16, 2048, 32, ffn=8192, **_LLAMA3_2),
-        _gated("llama3_2_3b", 28, 3072, 24, ffn=8192, **_LLAMA3_2),
-        _gated("mistral_7b", 32, 4096, 32, 32768, ffn=14336, kv_heads=8, max_positions=32768, rope_base=1000000.0),
-        _gated(
+        _llama("llama2_7b", 32, 4096, 32, ffn=11008, **_LLAMA2),
+        _llama("llama2_70b", 80, 8192, 64, ffn=28672, kv_heads=8, **_LLAMA2),
+        _llama("llama3_8b", 32, 4096, 32, ffn=14336, **_LLAMA3),
+        _llama("llama3_70b", 80, 8192, 64, ffn=28672, **_LLAMA3),
+        _llama("llama3_1_8b", 32, 4096, 32, ffn=14336, **_LLAMA3_1),
+        _llama("llama3_1_70b", 80, 8192, 64, ffn=28672, **_LLAMA3_1),
+        _llama("llama3_1_405b", 126, 16384, 128, ffn=53248, **_LLAMA3_1),
+        _llama("llama3_2_1b", 16, 2048, 32, ffn=8192, **_LLAMA3_2),
+        _llama("llama3_2_3b", 28, 3072, 24, ffn=8192, **_LLAMA3_2),
+        _llama("mistral_7b", 32, 4096, 32, 32768, ffn=14336, kv_heads=8, max_positions=32768, rope_base=1000000.0),
+        _llama(
             "qwen2_5_0_5b",
             24,
             896,
@@ -79,16 +79,16 @@ MODELS: dict[str, ModelSpec] = {
             kv_heads=2,
             **{**_QWEN2_5, "vocab": 151936, "max_positions": 32768, "tied": True},
         ),
-        _gated("qwen2_5_7b", 28, 3584, 28, ffn=18944, kv_heads=4, **_QWEN2_5),
-        _gated("qwen2_5_14b", 48, 5120, 40, ffn=13824, kv_heads=8, **{**_QWEN2_5, "norm_eps": 1e-5}),
-        _gated("qwen2_5_32b", 64, 5120, 40, ffn=27648, kv_heads=8, **{**_QWEN2_5, "norm_eps": 1e-5}),
-        _gated("qwen2_5_72b", 80, 8192, 64, ffn=29568, kv_heads=8, **{**_QWEN2_5, "norm_eps": 1e-5}),
-        _gated("qwen3_0_6b", 28, 1024, 16, ffn=3072, tied=True, **_QWEN3),
-        _gated("qwen3_1_7b", 28, 2048, 16, ffn=6144, tied=True, **_QWEN3),
-        _gated("qwen3_4b", 36, 2560, 32, ffn=9728, tied=True, **_QWEN3),
-        _gated("qwen3_8b", 36, 4096, 32, ffn=12288, **_QWEN3),
-        _gated("qwen3_14b", 40, 5120, 40, ffn=17408, **_QWEN3),
-        _gated("qwen3_32b", 64, 5120, 64, ffn=25600, **_QWEN3),
+        _llama("qwen2_5_7b", 28, 3584, 28, ffn=18944, kv_heads=4, **_QWEN2_5),
+        _llama("qwen2_5_14b", 48, 5120, 40, ffn=13824, kv_heads=8, **{**_QWEN2_5, "norm_eps": 1e-5}),
+        _llama("qwen2_5_32b", 64, 5120, 40, ffn=27648, kv_heads=8, **{**_QWEN2_5, "norm_eps": 1e-5}),
+        _llama("qwen2_5_72b", 80, 8192, 64, ffn=29568, kv_heads=8, **{**_QWEN2_5, "norm_eps": 1e-5}),
+        _llama("qwen3_0_6b", 28, 1024, 16, ffn=3072, tied=True, **_QWEN3),
+        _llama("qwen3_1_7b", 28, 2048, 16, ffn=6144, tied=True, **_QWEN3),
+        _llama("qwen3_4b", 36, 2560, 32, ffn=9728, tied=True, **_QWEN3),
+        _llama("qwen3_8b", 36, 4096, 32, ffn=12288, **_QWEN3),
+        _llama("qwen3_14b", 40, 5120, 40, ffn=17408, **_QWEN3),
+        _llama("qwen3_32b", 64, 5120, 64, ffn=25600, **_QWEN3),
     )
 }
 

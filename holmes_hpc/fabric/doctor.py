@@ -288,7 +288,7 @@ def diagnose(
 
 
 @contextmanager
-def _marker() -> Iterator[Path | None]:
+def _marker_file() -> Iterator[Path | None]:
     """Create a temporary file in the runs' folder, to test whether nodes see it; None if the folder is not writable."""
     folder = next(p for p in (runs_root().absolute(), *runs_root().absolute().parents) if p.is_dir())
     try:
@@ -306,6 +306,6 @@ def examine(settings: NodeSettings | None = None, asking: bool = True, setup: Se
     facts: list[Facts] = []
     unanswered: list[Finding] = []
     if asking:
-        with _marker() as marker:
+        with _marker_file() as marker:
             facts, unanswered = ask_nodes(nodes, vocabulary, marker, setup)
     return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings) + unanswered)

@@ -168,7 +168,7 @@ def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
             rate = ethernet
             assumptions.append(f"the Ethernet rate {rate:g} Gb/s also serves RoCE; label nic_<rate>g and eth_<rate>g")
     gpu = next((m.gpu for m in meanings if m.gpu), None)
-    names = _names(meanings, problems)
+    names = _merge_names(meanings, problems)
     return Reading(
         nic,
         rdma_gbps=rate,
@@ -183,7 +183,7 @@ def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
     )
 
 
-def _names(meanings: list[Meaning], problems: list[str]) -> NicNames:
+def _merge_names(meanings: list[Meaning], problems: list[str]) -> NicNames:
     """Return the NICs that features name: one for sockets, all HCAs and storage devices. Own labels win."""
     interfaces = list(
         dict.fromkeys(m.names.ethernet for m in sorted(meanings, key=lambda m: not m.own) if m.names.ethernet)
@@ -239,25 +239,27 @@ def _single_value(meanings: list[Meaning], key: str, name: str, problems: list[s
 def read_vocabulary(path: str | os.PathLike[str] | None = None) -> Vocabulary:
     """Return the default vocabulary, preceded by the site's own file: `path`, or else the file in HOLMES_FEATURES."""
     path = path or os.environ.get("HOLMES_FEATURES") or None
-    return _vocabulary(os.path.abspath(path) if path else None)
+    return _load_vocabulary(os.path.abspath(path) if path else None)
 
 
 @cache
-def _vocabulary(path: str | None) -> Vocabulary:
-    documents = ([_load(Path(path))] if path else []) + [_load(default) for default in DEFAULT]
-    rules = [rule for where, d in documents for rule in _rules(d.get("features"), where)]
+def _load_vocabulary(path: str | None) -> Vocabulary:
+    documents = ([_load_file(Path(path))] if path else []) + [_load_file(default) for default in DEFAULT]
+    rules = [rule for where, d in documents for rule in _parse_rules(d.get("features"), where)]
     rates = {
         str(k).lower(): v
         for where, d in reversed(documents)
-        for k, v in _mapping(d.get("rates"), f"{where}: rates").items()
+        for k, v in _check_rates(d.get("rates"), f"{where}: rates").items()
     }
-    ignored = [_compile(text, f"{where}: ignored") for where, d in documents for text in _list(d.get("ignored"), where)]
-    gpus = [_gpu(entry, where) for where, d in documents for entry in _list(d.get("gpus"), where)]
-    networks = {k: v for where, d in documents for k, v in _networks(d.get("networks"), where).items()}
+    ignored = [
+        _compile(text, f"{where}: ignored") for where, d in documents for text in _as_list(d.get("ignored"), where)
+    ]
+    gpus = [_parse_gpu(entry, where) for where, d in documents for entry in _as_list(d.get("gpus"), where)]
+    networks = {k: v for where, d in documents for k, v in _parse_networks(d.get("networks"), where).items()}
     return Vocabulary(tuple(rules), rates, tuple(ignored), tuple(gpus), networks)
 
 
-def _load(path: Path) -> tuple[str, dict[str, Any]]:
+def _load_file(path: Path) -> tuple[str, dict[str, Any]]:
     hint = "see holmes_hpc/fabric/features.yaml for the allowed content"
     try:
         data = from_yaml(path.read_text(encoding="utf-8"))
@@ -279,19 +281,19 @@ def _refuse_unknown(template: str, names: Iterable[Any], allowed_names: Sequence
             raise SiteError(f"unknown {template.format(name)}", where=where, hint=nearest(str(name), allowed_names))
 
 
-def _list(value: Any, where: str) -> list[Any]:
+def _as_list(value: Any, where: str) -> list[Any]:
     if value is not None and not isinstance(value, list):
         raise SiteError(f"{value!r} is not a list", where=where, hint="write each entry on a line after '-'")
     return value or []
 
 
-def _mapping(value: Any, where: str) -> dict[Any, Any]:
+def _check_rates(value: Any, where: str) -> dict[Any, Any]:
     if value is not None and not (isinstance(value, dict) and all(_is_rate(v) for v in value.values())):
         raise SiteError(f"{value!r} is not a map of names to rates", where=where, hint="write {hdr: 200}")
     return value or {}
 
 
-def _networks(value: Any, where: str) -> dict[str, str]:
+def _parse_networks(value: Any, where: str) -> dict[str, str]:
     types = [n.value for n in NicType]
     if value is None:
         return {}
@@ -315,9 +317,9 @@ def _compile(text: Any, where: str) -> re.Pattern[str]:
         raise SiteError(f"{text!r} is not a regular expression: {e}", where=where, hint="correct it") from e
 
 
-def _rules(entries: Any, where: str) -> list[Rule]:
+def _parse_rules(entries: Any, where: str) -> list[Rule]:
     rules = []
-    for entry in _list(entries, where):
+    for entry in _as_list(entries, where):
         section = f"{where}: features"
         if not isinstance(entry, dict) or "match" not in entry:
             raise SiteError(f"{entry!r} has no match", where=section, hint="write {match: 'REGEX', nic: ib}")
@@ -340,7 +342,7 @@ def _rules(entries: Any, where: str) -> list[Rule]:
     return rules
 
 
-def _gpu(entry: Any, where: str) -> tuple[re.Pattern[str], Gpu]:
+def _parse_gpu(entry: Any, where: str) -> tuple[re.Pattern[str], Gpu]:
     if not isinstance(entry, dict) or set(entry) != set(_GPU_KEYS):
         raise SiteError(f"{entry!r} is not a GPU", where=f"{where}: gpus", hint=f"give {', '.join(_GPU_KEYS)}")
     return _compile(entry["match"], where), Gpu(**{k: entry[k] for k in _GPU_KEYS[1:]})

@@ -37,7 +37,7 @@ class Listing:
         if node.reading.unknown:
             texts.append(f"not understood: {', '.join(node.reading.unknown)}")
         texts += [p for p in (*node.reading.problems, *node.reading.assumptions) if not any(p in s for s in texts)]
-        texts += [f"available but not active: {', '.join(inactive)}"] if (inactive := _inactive(node)) else []
+        texts += [f"available but not active: {', '.join(inactive)}"] if (inactive := _inactive_features(node)) else []
         return texts + ([f"reason: {node.reason}"] if node.reason and not node.usable else [])
 
     def tables(self) -> list[Table]:
@@ -84,7 +84,7 @@ class Listing:
                 (
                     "+".join(n.states).lower(),
                     str(n.reading.nic or "?"),
-                    _gpus(n),
+                    _format_gpus(n),
                     n.cpus,
                     round(n.memory_mib / 1024),
                     self.fabric_of(n.name),
@@ -135,11 +135,11 @@ class Listing:
         }
 
 
-def _gpus(node: SiteNode) -> str:
+def _format_gpus(node: SiteNode) -> str:
     return ", ".join(f"{g.count} {g.type}".strip() for g in node.gres if g.name == "gpu")
 
 
-def _inactive(node: SiteNode) -> list[str]:
+def _inactive_features(node: SiteNode) -> list[str]:
     return [f for f in node.available if f not in node.features]
 
 
@@ -166,7 +166,7 @@ def probe_tables(nics: NodeNics) -> list[Table]:
             n.name,
             n.type,
             states[n.name],
-            _gbps(n.gbps),
+            _format_gbps(n.gbps),
             n.address and f"{n.address}/{n.prefix}",
             ",".join(n.rdma),
             n.member_of,
@@ -184,7 +184,7 @@ def probe_tables(nics: NodeNics) -> list[Table]:
             p.name,
             p.kind,
             p.state,
-            _gbps(p.gbps),
+            _format_gbps(p.gbps),
             p.interface,
             "" if p.gid_index is None else f"{p.gid_index}: {p.gid}",
             ",".join(map(str, p.gpus)),
@@ -226,5 +226,5 @@ def findings_table(title: str, findings: Sequence[Finding]) -> Table:
     )
 
 
-def _gbps(rate: float | None) -> str:
+def _format_gbps(rate: float | None) -> str:
     return "unknown" if rate is None else f"{rate:g}"

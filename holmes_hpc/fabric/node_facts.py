@@ -134,7 +134,7 @@ def ask_nodes(
         if not idle:
             continue
         limit_s = limit(len(idle))
-        answers, trouble = partial_output(*_srun(partition, idle, vocabulary, shared, setup), timeout_s=limit_s)
+        answers, trouble = partial_output(*_srun_command(partition, idle, vocabulary, shared, setup), timeout_s=limit_s)
         partition_facts = [f for f in map(_parse_answer, answers.splitlines()) if f is not None]
         facts += partition_facts
         missing_nodes = [n for n in idle if n.name not in {f.node for f in partition_facts}]
@@ -176,7 +176,7 @@ def _unanswered(level: str, nodes: Sequence[Node], reason: str) -> Finding:
     return Finding(level, f"nodes {names}", reason, "ask them with `holmes probe --check` on the node itself")
 
 
-def _srun(
+def _srun_command(
     partition: str, nodes: Sequence[Node], vocabulary: str | None, shared: Path | None, setup: Sequence[str]
 ) -> list[str]:
     options = [

@@ -60,9 +60,9 @@ def probe(
         dev = Path("/dev")
     verbs = dev is not None and any(dev.glob("infiniband/uverbs*"))
     gpus = tree.gpus()
-    ports = [port for device in tree.names("class/infiniband") for port in _ports(tree, device, gpus, notes)]
+    ports = [port for device in tree.names("class/infiniband") for port in _read_ports(tree, device, gpus, notes)]
     interfaces = [
-        _interface(tree, name, ports, ipv4) for name in tree.names("class/net") if tree.is_dir(f"class/net/{name}")
+        _read_interface(tree, name, ports, ipv4) for name in tree.names("class/net") if tree.is_dir(f"class/net/{name}")
     ]
     interfaces.sort(key=lambda n: natural(n.name))
     ports.sort(key=lambda p: (natural(p.device), p.port))
@@ -147,24 +147,24 @@ class _Tree:
         return paths
 
 
-def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[str]) -> list[RdmaPort]:
+def _read_ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[str]) -> list[RdmaPort]:
     base = f"class/infiniband/{device}"
     node_type = (tree.text(f"{base}/node_type") or "").partition(":")[0].strip()
     pci = tree.pci_path(f"{base}/device")
     physical = tree.target(f"{base}/device/physfn")
-    nearest = _nearest(pci, gpus)
+    nearest = _nearest_gpus(pci, gpus)
     ports = []
     for port in tree.names(f"{base}/ports"):
         where = f"{base}/ports/{port}"
         if not port.isdecimal():
             continue
         link_layer = tree.text(f"{where}/link_layer") or ""
-        kind = _kind(device, node_type, link_layer)
+        kind = _port_kind(device, node_type, link_layer)
         state = (tree.text(f"{where}/state") or "unknown").partition(":")[2].strip() or "unknown"
         rate = re.match(r"([\d.]+)\s*Gb/sec", tree.text(f"{where}/rate") or "")
-        index, gid, owner = _gid(tree, where) if kind == "roce" else (None, None, None)
+        index, gid, owner = _find_gid(tree, where) if kind == "roce" else (None, None, None)
         if kind == "ib":
-            gid = _subnet_gid(tree.text(f"{where}/gids/0"))
+            gid = _parse_subnet_gid(tree.text(f"{where}/gids/0"))
         active = state == "ACTIVE"
         if kind == "roce" and active and gid is None:
             notes.append(f"{device}:{port} has no readable RoCE v2 GID with an IPv4 address")
@@ -175,7 +175,7 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
         if not active:
             notes.append(f"{device}:{port} is {state}")
         if owner is None:
-            owner = _owner_by_device(tree, device, pci)
+            owner = _find_owner(tree, device, pci)
         ports.append(
             RdmaPort(
                 device,
@@ -184,7 +184,7 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
                 active=active,
                 state=state,
                 gbps=float(rate[1]) if rate else None,
-                interface=_bond_or_self(tree, owner),
+                interface=_find_bond(tree, owner),
                 gid_index=index,
                 gid=gid,
                 gpus=nearest,
@@ -195,7 +195,7 @@ def _ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[st
     return ports
 
 
-def _kind(device: str, node_type: str, layer: str) -> str:
+def _port_kind(device: str, node_type: str, layer: str) -> str:
     # node_type 1 is a channel adapter (IB or RoCE), 4 an RNIC (iWARP, whose link layer is also Ethernet)
     if node_type == "4":
         return "iwarp"
@@ -208,7 +208,7 @@ def _kind(device: str, node_type: str, layer: str) -> str:
     return {"InfiniBand": "ib", "Ethernet": "roce"}.get(layer, f"of link layer {layer or 'unknown'}")
 
 
-def _gid(tree: _Tree, port: str) -> tuple[int | None, str | None, str | None]:
+def _find_gid(tree: _Tree, port: str) -> tuple[int | None, str | None, str | None]:
     """Return index, GID and interface of the first RoCE v2 GID that maps an IPv4 address."""
     for index in tree.names(f"{port}/gids"):
         if not index.isdecimal() or tree.text(f"{port}/gid_attrs/types/{index}") != "RoCE v2":
@@ -219,7 +219,7 @@ def _gid(tree: _Tree, port: str) -> tuple[int | None, str | None, str | None]:
     return None, None, None
 
 
-def _subnet_gid(text: str | None) -> str | None:
+def _parse_subnet_gid(text: str | None) -> str | None:
     """Return an InfiniBand port's first GID; None if it has none yet (no subnet manager) or it is unreadable."""
     try:
         return text if text and int(ipaddress.IPv6Address(text)) else None
@@ -236,7 +236,7 @@ def gid_address(gid: str) -> str | None:
     return str(mapped) if mapped is not None else None
 
 
-def _owner_by_device(tree: _Tree, device: str, pci: tuple[str, ...]) -> str | None:
+def _find_owner(tree: _Tree, device: str, pci: tuple[str, ...]) -> str | None:
     """Return the network interface on the same PCI function, for a port without a GID that names it."""
     names = tree.names(f"class/infiniband/{device}/device/net")
     if names:
@@ -248,13 +248,13 @@ def _owner_by_device(tree: _Tree, device: str, pci: tuple[str, ...]) -> str | No
     return None
 
 
-def _bond_or_self(tree: _Tree, name: str | None) -> str | None:
+def _find_bond(tree: _Tree, name: str | None) -> str | None:
     """Return the bond that owns an interface, or the interface itself."""
     master = tree.target(f"class/net/{name}/master") if name else None
     return master or name
 
 
-def _nearest(pci: tuple[str, ...], gpus: list[tuple[str, ...]]) -> tuple[int, ...]:
+def _nearest_gpus(pci: tuple[str, ...], gpus: list[tuple[str, ...]]) -> tuple[int, ...]:
     """Return the GPUs that share the longest PCI path with the NIC; none if no path is shared."""
 
     def shared_depth(gpu: tuple[str, ...]) -> int:
@@ -265,7 +265,7 @@ def _nearest(pci: tuple[str, ...], gpus: list[tuple[str, ...]]) -> tuple[int, ..
     return tuple(i for i, d in enumerate(depths) if d == max_depth and max_depth > 0)
 
 
-def _interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping[str, tuple[str, int]]) -> Nic:
+def _read_interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping[str, tuple[str, int]]) -> Nic:
     base = f"class/net/{name}"
     own_ports = [p for p in ports if p.interface == name]
     emulated = _EMULATED.match(name) if not ports else None
@@ -284,18 +284,18 @@ def _interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping[str,
     return Nic(
         name,
         type=nic,
-        up=_up(tree, base),
+        up=_is_up(tree, base),
         address=address,
         prefix=prefix,
-        gbps=_speed(tree, base, is_bond, own_ports),
+        gbps=_read_speed(tree, base, is_bond, own_ports),
         rdma=tuple(p.name for p in own_ports),
         member_of=tree.target(f"{base}/master"),
         driver=driver,
-        carrier=_carrier(tree, base),
+        carrier=_has_carrier(tree, base),
     )
 
 
-def _up(tree: _Tree, base: str) -> bool:
+def _is_up(tree: _Tree, base: str) -> bool:
     state = tree.text(f"{base}/operstate") or "unknown"
     if state == "unknown":  # drivers without carrier detection
         flags = tree.text(f"{base}/flags") or "0x1"
@@ -303,19 +303,20 @@ def _up(tree: _Tree, base: str) -> bool:
     return state in ("up", "dormant")
 
 
-def _carrier(tree: _Tree, base: str) -> bool:
-    """Return False only if the kernel reports no carrier; `carrier` is unreadable while the interface is off."""
+def _has_carrier(tree: _Tree, base: str) -> bool:
+    """Return False only if the kernel reports no carrier; it is unreadable while the interface is off."""
     return tree.text(f"{base}/carrier") != "0" and tree.text(f"{base}/operstate") != "lowerlayerdown"
 
 
-def _speed(tree: _Tree, base: str, is_bond: bool, ports: list[RdmaPort]) -> float | None:
+def _read_speed(tree: _Tree, base: str, is_bond: bool, ports: list[RdmaPort]) -> float | None:
     if ports and ports[0].gbps and not is_bond:
         return sum(p.gbps or 0 for p in ports)
     if not is_bond and tree.is_virtual(base):
         # veth and tun always report 10 Gb/s; a VLAN or a bridge has the speed of its lower interfaces
         lower_interfaces = [name[len("lower_") :] for name in tree.names(base) if name.startswith("lower_")]
         rates = [
-            _speed(tree, f"class/net/{name}", tree.is_dir(f"class/net/{name}/bonding"), []) for name in lower_interfaces
+            _read_speed(tree, f"class/net/{name}", tree.is_dir(f"class/net/{name}/bonding"), [])
+            for name in lower_interfaces
         ]
         return max((rate for rate in rates if rate is not None), default=None)
     try:

@@ -251,7 +251,7 @@ class Site:
     def slowest_gbps(self, transport: str, ring: Sequence[str]) -> float:
         """Return the lowest :meth:`rate_gbps` on a ring of nodes: `ring` names the fabric of each, in order."""
         fabrics = [self.fabric(name) for name in ring]
-        return min(self.rate_gbps(transport, *hop) for hop in zip(fabrics, [*fabrics[1:], fabrics[0]], strict=True))
+        return min(self.rate_gbps(transport, *pair) for pair in zip(fabrics, [*fabrics[1:], fabrics[0]], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for :meth:`from_dict`."""

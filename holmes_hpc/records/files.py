@@ -129,16 +129,16 @@ def to_json(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     except ValueError:
-        return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        return json.dumps(_replace_nonfinite(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: _replace_nonfinite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [_replace_nonfinite(v) for v in value]
     return value
 
 

@@ -30,14 +30,14 @@ def run_directories(root: str | os.PathLike[str]) -> Iterator[RunDirectory]:
 
 
 def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
-    """Return the run called `name` (see :func:`_find`). Warn if other users may have written its records."""
-    run = _find(name, root)
+    """Return the run called `name` (see :func:`_find_by_name`). Warn if other users may have written its records."""
+    run = _find_by_name(name, root)
     if (writers := other_writers(run.path)) is not None:
         console.note(f"warning: {run.path}: {writers}; others may have changed its records")
     return run
 
 
-def _find(name: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> RunDirectory:
+def _find_by_name(name: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> RunDirectory:
     """Return the run called `name`: a run directory, its name, or the Slurm job id of its leader.
 
     If several runs have the job id (a reinstalled Slurm counts from 1 again), return the latest. RecordError if no run

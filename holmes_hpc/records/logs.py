@@ -75,7 +75,7 @@ def follow_logs(
     files: dict[int, GrowingFile] = {}
     while True:
         has_ended = done()  # before reading, so that no line written until then is missed
-        for rank, path in _logs(run, ranks):
+        for rank, path in _log_paths(run, ranks):
             for line in files.setdefault(rank, GrowingFile(path)).lines():
                 yield rank, line
         if has_ended:
@@ -86,7 +86,7 @@ def follow_logs(
         time.sleep(poll_s)
 
 
-def _logs(run: RunDirectory, ranks: Sequence[int] | None) -> list[tuple[int, Path]]:
+def _log_paths(run: RunDirectory, ranks: Sequence[int] | None) -> list[tuple[int, Path]]:
     if ranks is not None:
         return [(rank, run.log_path(rank)) for rank in ranks]
     numbers = [(p.stem.removeprefix("rank-"), p) for p in run.logs.glob("rank-*.txt")]

@@ -66,18 +66,18 @@ _ROUNDED = frozenset(name for name, field in FIELDS.items() if field.unit in ("s
 def rounded(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return `line` as recorded: times and rates with DIGITS digits, `time` in milliseconds, other values exact.
     Measured figures are rounded only here; tables show fewer digits of the same numbers."""
-    return {name: _rounded(name, value) for name, value in line.items()}
+    return {name: _round_field(name, value) for name, value in line.items()}
 
 
-def _rounded(name: str, value: Any) -> Any:
+def _round_field(name: str, value: Any) -> Any:
     if name == "time" and isinstance(value, float):
         return round(value, 3)
-    return _digits(value) if name in _ROUNDED else value
+    return _round_digits(value) if name in _ROUNDED else value
 
 
-def _digits(value: Any) -> Any:
+def _round_digits(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):
-        return {name: _digits(part) for name, part in value.items()}
-    return [_digits(part) for part in value] if isinstance(value, (list, tuple)) else value
+        return {name: _round_digits(part) for name, part in value.items()}
+    return [_round_digits(part) for part in value] if isinstance(value, (list, tuple)) else value

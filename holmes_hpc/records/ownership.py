@@ -42,13 +42,13 @@ def other_writers(path: str | os.PathLike[str]) -> str | None:
         except OSError:
             continue  # missing or unreadable
         if status.st_uid not in (0, os.getuid()):
-            return f"{part} belongs to {_user(status.st_uid)}"
+            return f"{part} belongs to {_user_text(status.st_uid)}"
         if stat.S_ISLNK(status.st_mode) or (depth and status.st_mode & stat.S_ISVTX):
             continue  # a link's mode has no effect; in a sticky folder, users can replace only their own files
         if status.st_mode & stat.S_IWOTH:
             return f"{part} can be written by everybody"
         if status.st_mode & stat.S_IWGRP and not trusts_groups and not _is_private_group(status.st_gid):
-            return f"{part} can be written by group {_group(status.st_gid)}"
+            return f"{part} can be written by group {_group_name(status.st_gid)}"
     return None
 
 
@@ -100,14 +100,14 @@ def _is_private_group(group: int) -> bool:
     return user.pw_gid == group and entry.gr_name == user.pw_name and set(entry.gr_mem) <= {user.pw_name}
 
 
-def _user(uid: int) -> str:
+def _user_text(uid: int) -> str:
     try:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:
         return f"user {uid}"
 
 
-def _group(gid: int) -> str:
+def _group_name(gid: int) -> str:
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:
