@@ -83,7 +83,7 @@ def test_fp8_that_cannot_be_had_ends_the_run_before_the_ranks_meet(
 def test_attention_is_asked_for_first_and_weights_are_compared_last(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("Breakdown", "parallel_state", "optimizer", "ProcessGroupCollection", "schedules", "nic_bytes"):
+    for name in ("Breakdown", "parallel_state", "optimizer", "ProcessGroupCollection", "run_ahead", "nic_bytes"):
         monkeypatch.setattr(loop, name, MagicMock())
     noted(calls, monkeypatch, loop, model_parallel_cuda_manual_seed=None, build_datasets=(None, None), document_end=3)
     noted(calls, monkeypatch, loop, Checkpoints=MagicMock(load=lambda _: 0), ControlAllReduce=None)

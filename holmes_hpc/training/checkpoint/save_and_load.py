@@ -201,7 +201,7 @@ class Checkpoints:
         DataError for a checkpoint of another model, and when none of those there are is whole.
         """
         folder = folder_of(chosen)
-        found = self._everywhere(partial(self._found, Path(chosen) if chosen and folder is None else None))[0]
+        found = self._found(Path(chosen) if chosen and folder is None else None)
         problem = ""
         for path in found:
             checkpoint = checkpoint_directory.seen(path)
@@ -244,8 +244,11 @@ class Checkpoints:
             say(f"starts from the weights in {path}, read in {time.perf_counter() - began:.1f} s")
 
     def _found(self, chosen: Path | None) -> list[Path]:
-        """Clean up; return what to load, the latest first. Rank 0 looks for all, for on a file system that shows
-        changes late each rank might see something else."""
+        """Return what to load, the latest first: what rank 0 sees once it has cleaned up. It looks for all, for on a
+        file system that shows changes late each rank might see something else."""
+        return self._everywhere(partial(self._look, chosen))[0]
+
+    def _look(self, chosen: Path | None) -> list[Path]:
         if self._rank > 0:
             return []
         checkpoint_directory.sweep(self.folder)

@@ -149,13 +149,15 @@ def _weights(spec: ModelSpec, names: _Names) -> Iterator[Weight]:
         "mlp.linear_fc1": (((0, spec.ffn),) * len(names.linears["mlp.linear_fc1"]), h, 0),
         "mlp.linear_fc2": (((0, h),), spec.ffn, 1),
     }
-    norms = {"decoder.final_layernorm": names.final_norm}
+    kinds = ("weight", "bias") if is_gpt2 else ("weight",)  # of a norm
     yield Weight("embedding.word_embeddings.weight", (_all(f"{names.embedding}.weight", spec.vocab),), h, 0)
     if is_gpt2:
         yield Weight("embedding.position_embeddings.weight", (_all("transformer.wpe.weight", spec.max_positions),), h)
     for i in range(spec.layers):
         ours, theirs = f"decoder.layers.{i}", f"{names.layers}.{i}"
-        norms |= {f"{ours}.{norm}": f"{theirs}.{their_norm}" for norm, their_norm in names.norms.items()}
+        for norm, their_norm in names.norms.items():
+            for kind in kinds:
+                yield Weight(f"{ours}.{norm}.{kind}", (_all(f"{theirs}.{their_norm}.{kind}", h),))
         for letter in "qk" if spec.qk_norm else "":
             whole = _all(f"{theirs}.self_attn.{letter}_norm.weight", spec.head_width)
             yield Weight(f"{ours}.self_attention.{letter}_layernorm.weight", (whole,))
@@ -172,8 +174,7 @@ def _weights(spec: ModelSpec, names: _Names) -> Iterator[Weight]:
                     split if kind == "weight" or split == 0 else None,
                     transposed=is_gpt2 and kind == "weight",
                 )
-    for ours, theirs in norms.items():
-        for kind in ("weight", "bias") if is_gpt2 else ("weight",):
-            yield Weight(f"{ours}.{kind}", (_all(f"{theirs}.{kind}", h),))
+    for kind in kinds:
+        yield Weight(f"decoder.final_layernorm.{kind}", (_all(f"{names.final_norm}.{kind}", h),))
     if not spec.tied:
         yield Weight("output_layer.weight", (_all("lm_head.weight", spec.vocab),), h, 0)

@@ -253,16 +253,18 @@ def test_all_ranks_take_what_rank_0_sees(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / ".saving-step-00000012-1").mkdir()
     sent: list[Any] = []
 
-    def broadcast(said: list[Any], src: int, group: object) -> None:
-        sent[:] = sent or said
-        said[:] = sent
+    def gather(results: list[Any], own: Any, group: object) -> None:
+        sent.append(own)
+        results[:] = [sent[0], own]
 
     def of_rank(number: int) -> checkpoint.Checkpoints:
         made = checkpoint.Checkpoints.__new__(checkpoint.Checkpoints)
         made.folder, made._rank, made._group = tmp_path, number, None
         return made
 
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", broadcast)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr(checkpoint.Checkpoints, "_anywhere", lambda _, here: here)
     seen = of_rank(0)._found(None)
     assert [p.name for p in seen] == ["step-00000008", "step-00000004"] and len(list(tmp_path.iterdir())) == 2
     complete(tmp_path, 16)
