@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import permutations, product
 from math import factorial, inf
 
@@ -19,7 +19,6 @@ import numpy as np
 
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.planning.cost.memory import most_layers
-from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.search.offers import Offer, Question, allowed, micro_sizes, offers, tensor_sizes
 from holmes_hpc.planning.search.one_size import OneSize
 from holmes_hpc.planning.search.stage_rows import Stages, StageTable, changed, orders
@@ -82,7 +81,6 @@ class _OneKind:
         self.chosen, self.limit = chosen, limit
         self.batch, self.recompute = replace(question.batch, micro_size=micro), recompute
         self.micro_batches = self.batch.micro_batches(1)
-        self._memo = Memo()
         own = question._replace(options=replace(self.options, recompute=recompute))
         self.sizes = {
             tp: OneSize(own, micro, tp, usable)
@@ -217,7 +215,7 @@ class _OneKind:
         way = (share / share.sum(axis=1, keepdims=True)) @ np.array([t.each for t in tables]) * self.model.layers
         wire = np.zeros(len(counts))  # at least, of a fabric's stages that are as wide as can be beside each other
         for f, table in enumerate(tables if len(tables) > 1 else ()):
-            least = min(self._moved(f, g, table.tps[0]) for g in range(len(tables)) if g != f)
+            least = min(self._moved[f, g, table.tps[0]] for g in range(len(tables)) if g != f)
             crossed = (counts[:, f] > 0) & (counts[:, f] < stages)
             wire = np.maximum(wire, np.where(crossed, least * counts[:, f] / table.offer.nodes, 0.0))
         seconds = np.maximum(tables[0].taus[first], wire) + way * (1 - 1 / stages)
@@ -274,7 +272,7 @@ class _OneKind:
                 return inf
             if at:
                 above, wide, other = stages[at - 1]
-                down, up = self._moved(above, f, other), self._moved(f, above, tp)
+                down, up = self._moved[above, f, other], self._moved[f, above, tp]
                 per_wave = (self.chosen[g].per_node / t / m for g, t in ((above, other), (f, tp)))
                 moved = sum(s * w for s, w in zip((down, up), per_wave, strict=True))
                 sent[at - 1][f != above] += down / wide
@@ -309,9 +307,11 @@ class _OneKind:
         busiest = max(map(max, sent))
         return max(high, CROWDED * busiest, busiest + dealt(high)[1])
 
-    def _moved(self, source: int, target: int, tp: int) -> float:
-        """Return the seconds for which one node of fabric `source` would send a step's activations to `target`."""
-        return self._memo.of(source, target, tp, compute=partial(self._moved_s, source, target, tp))
+    @cached_property
+    def _moved(self) -> dict[tuple[int, int, int], float]:
+        """The seconds for which one node of a fabric would send a step's activations to another, by (the one, the
+        other, TP)."""
+        return {(f, g, tp): self._moved_s(f, g, tp) for f, tp in self._kinds for g in range(len(self.chosen))}
 
     def _moved_s(self, source: int, target: int, tp: int) -> float:
         size = self.sizes[tp]
