@@ -13,7 +13,8 @@ class Memo(dict[tuple[object, ...], Any]):
 
     def of(self, *key: object, compute: Callable[[], T]) -> T:
         """Return what `compute` gives, which is computed once for each `key`."""
-        if key not in self:
-            self[key] = compute()
-        value: T = self[key]
+        try:
+            value: T = self[key]
+        except KeyError:
+            value = self[key] = compute()
         return value

@@ -19,7 +19,7 @@ DEEPEST = 64  # stages at most
 
 def hierarchies(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
     """Those of `size` with the largest optimizer instances that are equal, as far as `limit` allows them."""
-    wanted = size.options.stages
+    wanted, slowness = size.options.stages, 1 / size.between
     depths = np.array([wanted] if wanted else range(1, min(size.layers, DEEPEST) + 1))
     depths = depths[(depths <= size.layers) & (depths * size.tp * dp <= size.ranks.sum())]
     per_stage = -(-size.layers // depths)
@@ -32,7 +32,7 @@ def hierarchies(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
         units = [per // gcd(per, pp * size.tp) for per in size.per_node.tolist()]
         most = [ranks // (pp * size.tp) // u * u for ranks, u in zip(size.ranks.tolist(), units, strict=True)]
         for counts, run in _splits(size, dp, most, units, _alone(size, pp), partial(_too_slow, size, dp, pp, limit)):
-            used = size.in_order([f for f, n in enumerate(counts) if n], 1 / size.between, ring=True)
+            used = size.in_order([f for f, n in enumerate(counts) if n], slowness, ring=True)
             estimate = _estimate(size, dp, pp, used, run)
             if limit.allows(float(estimate.least()), frozenset(size.offers[f].fabric.name for f in used)):
                 held = {f: (counts[f] * pp * size.tp, pp) for f in used}

@@ -85,7 +85,8 @@ class OneSize:
             for f, (ranks, stages) in held.items()
             for o in [self.offers[f]]
         ]
-        blocks.sort(key=lambda b: order.index(b.fabric.name) if b.fabric.name in order else len(order))
+        if order:
+            blocks.sort(key=lambda b: order.index(b.fabric.name) if b.fabric.name in order else len(order))
         return Placement(strategy, self.micro, self.tp, dp, tuple(blocks), estimate, instances)
 
     def least_s(self, dp: int) -> float:
