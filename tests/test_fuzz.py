@@ -20,7 +20,7 @@ import trees
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mutations import ODD, changed, changed_text
+from mutations import UNUSUAL, changed, changed_text
 
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.fabric.probe import probe
@@ -285,7 +285,7 @@ def test_an_exit_code_that_is_none() -> None:
             "port": {"rate": "200 Gb/sec (4X HDR)", "state": "4: ACTIVE", "link_layer": "InfiniBand"},
         }
     ),
-    ODD,
+    UNUSUAL,
 )
 @settings(max_examples=15)
 def test_sysfs(files: Any, address: Any) -> None:
