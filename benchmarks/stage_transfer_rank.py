@@ -28,7 +28,8 @@ from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session
-from holmes_hpc.training.data.build import batches, build_datasets
+from holmes_hpc.training.data.build import build_datasets
+from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model import gpt, optimizer, paced_layers
 from holmes_hpc.training.model.gpt import forward_step

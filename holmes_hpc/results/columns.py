@@ -202,15 +202,3 @@ def has_value(value: Any) -> bool:
         and value is not pd.NaT
         and not (isinstance(value, float) and not math.isfinite(value))
     )
-
-
-def nested(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {"train.lr": 1} as {"train": {"lr": 1}}."""
-    tree: dict[str, Any] = {}
-    for name, value in entries.items():
-        *groups, key = name.split(".")
-        branch = tree
-        for group in groups:
-            branch = branch.setdefault(group, {})
-        branch[key] = value
-    return tree

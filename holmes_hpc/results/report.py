@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import answers, compare, headline, tables
-from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family, has_value, nested, stage_breakdown
+from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family, has_value, stage_breakdown
 from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
 from holmes_hpc.results.plans import read_plan
@@ -77,7 +77,7 @@ class Report:
                 setup_tx_bytes=family(self.run, "setup_tx_bytes"),
             )
         else:
-            data["cells"] = _records(self.comparison.cells.reset_index())
+            data["cells"] = _records(self.comparison.cells.reset_index(), ("model_spec", *compare.MEDIAN_RUN_FAMILIES))
         return data
 
     def missing(self) -> str | None:
@@ -203,8 +203,8 @@ def _run_summary(run: dict[str, Any]) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return rows as JSON values, the columns of a family under one key."""
+def _records(frame: pd.DataFrame, families: Iterable[str] = FAMILIES) -> list[dict[str, Any]]:
+    """Return rows as JSON values, the columns of each of `families` under one key."""
     prefixes = tuple(column_family.prefix for column_family in FAMILIES.values())
     rows = []
     for _, row in compare.entries(frame):
@@ -216,7 +216,22 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
                 record[key] = value.isoformat()
             else:
                 record[key] = value.item() if hasattr(value, "item") else value
-        record |= {name: family(row, name) for name in FAMILIES}
-        record |= {"config": nested(record["config"]), "stage_breakdown": stage_breakdown(row)}
+        record |= {name: family(row, name) for name in families} | {"stage_breakdown": stage_breakdown(row)}
+        if "config" in families:
+            record["config"] = _config(row)
         rows.append({k: v if has_value(v) else None for k, v in record.items()})
     return rows
+
+
+def _config(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's configuration as groups of keys. A key without a value is null."""
+    config: dict[str, Any] = {}
+    for name, value in family(row, "config").items():
+        group, _, key = name.partition(".")
+        config |= {group: {**config.get(group, {}), key: value} if key else value}
+    for name in (key.removeprefix("config.") for key in row if key.startswith("config.")):
+        group, _, key = name.partition(".")
+        keys = config.setdefault(group, {} if key else None)
+        if key and isinstance(keys, dict):
+            keys.setdefault(key, None)
+    return config

@@ -332,6 +332,20 @@ def test_shares_of_the_homogeneous_mean_and_of_linear_scaling(tmp_path: Path) ->
     assert [c["of_mean"] for c in data["cells"] if c["placement"] == "ib-a:2 roce-a:2"] == [pytest.approx(5 / 6)]
 
 
+def test_json_has_maps_of_each_run_and_nulls_of_its_configuration(tmp_path: Path) -> None:
+    for i, train in enumerate(({"steps": 5, "wandb": None}, {"steps": 5, "lr": 0.1})):
+        make_run(
+            tmp_path / str(i), {"ib-a": 2 + 2 * i}, labels={"system": str(i)}, config={"train": train, "name": None}
+        )
+    data = load_report([tmp_path]).to_dict()
+    runs = {run["run"]: run for run in data["runs"]}
+    assert runs["0"]["config"]["train"] == {"steps": 5, "wandb": None, "lr": None}
+    assert runs["1"]["config"]["train"]["lr"] == 0.1 and runs["1"]["config"]["name"] is None
+    assert runs["1"]["labels"] == {"system": "1"} and runs["1"]["tx_bytes_per_step"]["ib-a"] > 0
+    assert not {"config", "labels", "rx_bytes_per_step"} & data["cells"][0].keys()
+    assert data["cells"][0]["tx_bytes_per_step"]["ib-a"] > 0 and len(data["cells"][0]["stage_breakdown"]) > 0
+
+
 def test_shares_that_cannot_be_told_have_no_column(tmp_path: Path) -> None:
     for i in range(2):
         make_run(tmp_path / str(i), {"ib-a": 2 + 2 * i}, pace_layer_ms=10.0 * (1 + i))
