@@ -27,7 +27,8 @@ def blocks(page: Path, language: str) -> list[tuple[str, str]]:
 
 def run_block(text: str, directory: Path) -> str:
     """Run a page's lines unchanged and return their output."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "COLUMNS": "100"}  # pytest-xdist sets the width of its own terminal
     environment.pop("HOLMES_RUNS", None)
     result = subprocess.run(
         ["bash", "-c", f"set -eux\n{text}"],
