@@ -92,7 +92,7 @@ def test_report_has_a_row_for_every_nic_kind_and_for_control_traffic(three):
     done = holmes("report", str(three.path))
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 100
-    for word in ("ib-a", "roce-a", "ethernet", "rendezvous and control", "paced"):
+    for word in ("ib-a", "roce-a", "ethernet", "rendezvous and control", "emulated compute"):
         assert word in done.stdout, word
     found = json.loads(holmes("report", str(three.path), "--json").stdout)
     assert found
