@@ -281,7 +281,8 @@ def edges(layout: Layout) -> RowDurations:
             nodes += [first + r * sizes.tp // component.gpus_per_node for r in range(sizes.dp)]
             first += sizes.ranks // component.gpus_per_node
     down, up = ([_edge_s(layout, s, forward) for s in range(pp - 1)] for forward in (True, False))
-    return RowDurations((), (), (), (), down, up, nodes, [networks.index(wire) for wire in wires])
+    indices = [networks.index(wire) for wire in wires]
+    return RowDurations((), (), (), (), down=down, up=up, node=nodes, wire=indices)
 
 
 def _edge_s(layout: Layout, upper: int, forward: bool) -> tuple[float, float]:

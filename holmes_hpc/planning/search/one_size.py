@@ -87,7 +87,9 @@ class OneSize:
         ]
         if order:
             blocks.sort(key=lambda b: order.index(b.fabric.name) if b.fabric.name in order else len(order))
-        return Placement(strategy, self.micro, self.tp, dp, tuple(blocks), estimate, instances)
+        return Placement(
+            strategy, self.micro, self.tp, dp, blocks=tuple(blocks), estimate=estimate, instances=instances
+        )
 
     def least_s(self, dp: int) -> float:
         """Less than any step with so many data-parallel ranks."""
