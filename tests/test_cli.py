@@ -175,6 +175,11 @@ def test_data_are_looked_at_before_anything_is_planned(holmes, tmp_path):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_plan_does_not_load_what_submits():
+    code = "import sys; import holmes_hpc.cli.planning; sys.exit('submitit' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_data_are_not_tokenized_without_what_joins_them(holmes, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("all work and no play")
     monkeypatch.setattr("holmes_hpc.extras.find_spec", lambda name: None if name == "torch" else name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,6 @@ from holmes_hpc.cli.app import (
     takes,
     with_keys,
 )
-from holmes_hpc.cli.start import check_choice, earliest_ends, show_ends, start
 from holmes_hpc.config.composition import load, with_flags
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import ConfigError
@@ -34,8 +33,9 @@ from holmes_hpc.planning.narrative import explain, throughput
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import read_yaml, write_whole
-from holmes_hpc.submission.earliest import PlannedStart
-from holmes_hpc.submission.lifecycle import follow
+
+if TYPE_CHECKING:
+    from holmes_hpc.submission.earliest import PlannedStart
 
 # A short run, unless overrides say otherwise.
 CALIBRATION = (
@@ -72,7 +72,9 @@ def plan(
     words = with_flags(flags, overrides)
     config = load(words)
     if earliest:
-        check_choice(config)
+        from holmes_hpc.cli import start  # what talks to Slurm takes long to import, and a plan seldom needs it
+
+        start.check_choice(config)
     batch = Plan.read(config.plan_file).batch if config.plan_file and tokens is not None else config.batch
     asked = asked_steps(config, words, flags, tokens, batch)
     if asked is not None:
@@ -84,7 +86,7 @@ def plan(
     corrections = _learned(config, learn) if learn is not None else NONE
     known = None if config.plan_file else replace(request.costs(config), corrections=corrections)
     clock = Clock(seconds, console.note)
-    ends = earliest_ends(config, clock, known) if earliest else []
+    ends = start.earliest_ends(config, clock, known) if earliest else []
     site = None if ends or config.plan_file else asked_site(config)
     chosen = ends[0].plan if ends else request.make_plan(config, site, clock, known)
     if output:
@@ -98,7 +100,7 @@ def plan(
     if default_model:
         console.text(_NO_MODEL.format(default_model))
     if ends:
-        show_ends(ends, config.train.steps)
+        start.show_ends(ends, config.train.steps)
         console.text()
     for line in explain(chosen, costs, asked, console.width()):
         console.text(line)
@@ -133,6 +135,9 @@ def calibrate(
 
     Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
     """
+    from holmes_hpc.cli.start import start
+    from holmes_hpc.submission.lifecycle import follow
+
     check_output(output)
     words = with_flags(flags, overrides)
     config = request.for_calibration(load([*CALIBRATION, *words])).with_data()
