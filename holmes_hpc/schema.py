@@ -109,9 +109,7 @@ class Checked:
 
 def refuse(where: str, *cases: tuple[Any, str, str], error: type[HolmesError] = ConfigError) -> None:
     """Raise `error` for the first of `cases` (is wrong, message, hint) that is wrong."""
-    for is_wrong, message, hint in cases:
-        if is_wrong:
-            raise error(message, where=where, hint=hint)
+    error.refuse(*((is_wrong, message, where, hint) for is_wrong, message, hint in cases))
 
 
 def _unknown(name: str, value: Any, declared: Mapping[str, Key], where: str, error: type[HolmesError]) -> HolmesError:
