@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,7 +44,24 @@ class Exchange:
         return bool(self.sends or self.receives or self.waits)
 
 
-Pipeline = Any  # an Order, in whose module (order.py) these kinds are known
+class Pipeline(Protocol):
+    """What a schedule needs to know of an :class:`Order`, which says what each is."""
+
+    @property
+    def stages(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def overlap(self) -> bool: ...
+    @property
+    def paired(self) -> bool: ...
+    @property
+    def group(self) -> int: ...
+    def turns(self) -> list[tuple[int, int]]: ...
+    def sent(self, stage: int, made: Pass) -> tuple[StageTransfer, ...]: ...
+    def received(self, stage: int, needed: Pass) -> tuple[StageTransfer, ...]: ...
 
 
 def alternating(turns: int, depth: int) -> np.ndarray:
