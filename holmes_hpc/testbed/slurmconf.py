@@ -149,10 +149,6 @@ def slurmdbd_conf(places: Places, wiring: Wiring, ports: dict[str, int], passwor
     )
 
 
-def cgroup_conf(plugin: str) -> str:
-    return f"CgroupPlugin={plugin}\n"
-
-
 def database_sql(password: str) -> str:
     """What MariaDB runs at each start: Slurm's user and its rights."""
     return (
