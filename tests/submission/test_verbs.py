@@ -132,7 +132,7 @@ def test_the_plan_that_ends_first_in_todays_queue(holmes: Holmes, tmp_path: Path
     code, out, err = holmes("plan", *model, "--earliest", "--steps", "100000", "-o", str(tmp_path / "plan.yaml"))
     assert code == 0, err
     assert {"nodes", "layout", "start", "duration", "end"} <= set(out.splitlines()[1].split()), out
-    assert "roce-a:" in out and max(map(len, out.splitlines())) <= 100
+    assert "roce-a: 4" in out.splitlines()[2] and max(map(len, out.splitlines())) <= 100, out
     assert "slurm.timeout_min=" in err
 
 
