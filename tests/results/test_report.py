@@ -341,9 +341,12 @@ def test_json_has_maps_of_each_run_and_nulls_of_its_configuration(tmp_path: Path
     runs = {run["run"]: run for run in data["runs"]}
     assert runs["0"]["config"]["train"] == {"steps": 5, "wandb": None, "lr": None}
     assert runs["1"]["config"]["train"]["lr"] == 0.1 and runs["1"]["config"]["name"] is None
-    assert runs["1"]["labels"] == {"system": "1"} and runs["1"]["tx_bytes_per_step"]["ib-a"] > 0
+    assert runs["1"]["labels"] == {"system": "1"} and runs["1"]["tx_bytes_per_step"]["ib-a"] == 16.8e6
     assert not {"config", "labels", "rx_bytes_per_step"} & data["cells"][0].keys()
-    assert data["cells"][0]["tx_bytes_per_step"]["ib-a"] > 0 and len(data["cells"][0]["stage_breakdown"]) > 0
+    assert [cell["tx_bytes_per_step"] for cell in data["cells"]] == [
+        runs[cell["names"]]["tx_bytes_per_step"] for cell in data["cells"]
+    ]
+    assert all(cell["stage_breakdown"] == runs[cell["names"]]["stage_breakdown"] for cell in data["cells"])
 
 
 def test_shares_that_cannot_be_told_have_no_column(tmp_path: Path) -> None:

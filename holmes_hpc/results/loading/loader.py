@@ -93,7 +93,7 @@ def _names(steps: pa.Table, requested: Sequence[str] | None) -> list[str]:
 
 def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
     """Return one row per pipeline stage of every run with steps: STAGE_COLUMNS, medians of the step's parts."""
-    runs = load_runs(path, cache)
+    runs = load_runs(path, cache).filter(regex=f"^(run$|{FAMILIES['stage_breakdown'].prefix})")
     records: list[dict[Any, Any]] = runs.to_dict("records")
     rows = [
         {"run": run["run"], "stage": stage, **parts}

@@ -63,8 +63,9 @@ def test_columns_are_the_documented_ones(tree: Path) -> None:
     runs, steps = load_runs(tree), load_steps(tree)
     kinds = {str(name): str(kind) for name, kind in runs.dtypes.items()}
     assert {name: kinds.pop(name) for name in RUN_COLUMNS} == {name: kind for name, (kind, _) in RUN_COLUMNS.items()}
-    for one in FAMILIES.values():
+    for family_name, one in FAMILIES.items():
         columns = [kinds.pop(name) for name in list(kinds) if name.startswith(one.prefix)]
+        assert columns or family_name in ("model_spec", "setup_tx_bytes", "header_factors")  # these runs record none
         assert one.kind is None or set(columns) <= {one.kind}
     assert not kinds
     known = {name: str(kind) for name, kind in steps.dtypes.items() if name in STEP_COLUMNS}
