@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from holmes_hpc.training.network import admission
-from holmes_hpc.training.network.door import Door, listening
+from holmes_hpc.training.network import authentication
+from holmes_hpc.training.network.filtered_listener import Door, listening
 
 HERE = "127.0.0.1"
 
@@ -51,9 +51,9 @@ def measure(ranks: int) -> tuple[float, float]:
         port = int(open_to_all.getsockname()[1])
         plain = at_once(ranks, lambda: socket.create_connection((HERE, port)))
     door = Door(HERE)
-    gate = admission.Gate(HERE, admission.new_secret(), door)
+    gate = authentication.Gate(HERE, authentication.new_secret(), door)
     try:
-        admitted = at_once(ranks, lambda: admission.connect(HERE, gate.port, gate.secret, timeout_s=60))
+        admitted = at_once(ranks, lambda: authentication.connect(HERE, gate.port, gate.secret, timeout_s=60))
     finally:
         gate.close()
         door.close()

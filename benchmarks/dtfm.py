@@ -25,8 +25,8 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan
-from holmes_hpc.planning.spec.plan import Plan
 
 PP, DP = 8, 8
 V100 = Gpu("v100-16gb", 125, 16, 1200)

@@ -47,7 +47,7 @@ from matplotlib.figure import Figure
 from holmes_hpc.console import note, table, waiting
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.predict import predict
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import load_runs

@@ -28,8 +28,8 @@ from typing import Any
 from holmes_hpc.config.composition import load
 from holmes_hpc.planning.cost.flops import model_flops_per_step
 from holmes_hpc.planning.cost.memory import CUDA_BYTES
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import local_site, make_plan
-from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 
 DEFAULTS = [

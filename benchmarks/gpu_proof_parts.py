@@ -146,7 +146,7 @@ _NETWORK = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
 from holmes_hpc.fabric.site import NicType
-from holmes_hpc.planning.spec.transport import TCP, Transport
+from holmes_hpc.planning.plan.transport import TCP, Transport
 from holmes_hpc.training.network.process_groups import nccl_options
 torch.cuda.set_device(0)
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20),

@@ -24,8 +24,8 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
+from holmes_hpc.planning.plan.plan import Plan, Schedule
 from holmes_hpc.planning.search.best import given_plan
-from holmes_hpc.planning.spec.plan import Plan, Schedule
 from holmes_hpc.records.run import RunDirectory
 
 MODEL = ModelSpec("memory", 12, 512, 8, 16000, ffn=1376, kv_heads=8, max_positions=512)

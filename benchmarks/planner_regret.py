@@ -26,7 +26,7 @@ from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import search
 from holmes_hpc.planning.search.explore import Clock
-from holmes_hpc.planning.search.offers import divisors
+from holmes_hpc.planning.search.problem import divisors
 
 A100 = Gpu("a100-80gb", 312, 80, 2400)
 H100 = Gpu("h100-80gb", 989, 80, 3600)

@@ -27,10 +27,10 @@ from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import step_s
+from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
+from holmes_hpc.planning.plan.plan import Component, Schedule
 from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.best import best_plan
-from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
-from holmes_hpc.planning.spec.plan import Component, Schedule
 
 A100 = Gpu("a100-80gb", 312, 80, 2400)
 H100 = Gpu("h100-80gb", 989, 80, 3600)

@@ -11,6 +11,8 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import yaml
+from holmes_hpc.planning.spec.parallel import Parallel
+from holmes_hpc.planning.spec.plan import Component, Schedule
 
 import holmes_hpc.fabric
 from holmes_hpc.config.model import Batch, ModelSpec
@@ -23,8 +25,6 @@ from holmes_hpc.planning.cost.profile import from_csv
 from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.schedule.kinds import in_flight
 from holmes_hpc.planning.search.layers import chunked, uniform
-from holmes_hpc.planning.spec.parallel import Parallel
-from holmes_hpc.planning.spec.plan import Component, Schedule
 
 DATA = Path(__file__).parent / "published"
 KINDS = yaml.safe_load(Path(holmes_hpc.fabric.__file__).with_name("gpu_kinds.yaml").read_text())["gpus"]

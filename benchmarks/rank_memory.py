@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 
 SIZES = {

@@ -43,9 +43,9 @@ from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
+from holmes_hpc.planning.plan.plan import Plan, Schedule
 from holmes_hpc.planning.schedule.kinds import in_flight
 from holmes_hpc.planning.search.best import best_plan
-from holmes_hpc.planning.spec.plan import Plan, Schedule
 from holmes_hpc.records.run import RunDirectory
 
 HIDDEN, SEQUENCE, VOCABULARY = 128, 8, 64  # the fewest bytes of other things than activations, and little to compute

@@ -25,16 +25,16 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session
 from holmes_hpc.training.data.build import build_datasets
 from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics.breakdown import Breakdown
-from holmes_hpc.training.model import gpt, optimizer, paced_layers
+from holmes_hpc.training.model import emulated_layers, gpt, optimizer
 from holmes_hpc.training.model.gpt import forward_step
 from holmes_hpc.training.pipeline import point_to_point
-from holmes_hpc.training.pipeline.run_ahead import run_ahead
+from holmes_hpc.training.pipeline.eager_1f1b import run_ahead
 from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.log import RankLog
@@ -67,7 +67,7 @@ class Rank:
             plan, gpt.dtype_of(train.dtype, here.cuda), cuda=here.cuda, timers=self.breakdown
         )
         chunks = gpt.build(plan, self.config, train.seed, here.device)
-        paced_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
+        emulated_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.config, plan, train)
         self.optimizer = optimizer.build(self.models, self.config, plan, train, self.breakdown)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)

@@ -19,8 +19,8 @@ from unittest import mock
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
-from holmes_hpc.planning.spec.parallel import Parallel
-from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
+from holmes_hpc.planning.plan.parallel import Parallel
+from holmes_hpc.planning.plan.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm import commands
 from holmes_hpc.slurm.job_queries import SEPARATOR

@@ -15,8 +15,8 @@ from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan
-from holmes_hpc.planning.spec.plan import Plan
 
 A100, H100 = Gpu("a100-80gb", 312, 80, 2400), Gpu("h100-80gb", 989, 80, 3600)
 LARGE = {"512": (12, 20, 14, 18), "4096": (96, 160, 112, 144)}  # nodes of each of four fabrics

@@ -30,14 +30,14 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
+from holmes_hpc.planning.plan.parts import Schedule
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.best import best_plan, to_plan
 from holmes_hpc.planning.search.explore import Clock
-from holmes_hpc.planning.search.offers import Question
 from holmes_hpc.planning.search.per_stage import variants
-from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
-from holmes_hpc.planning.spec.parts import Schedule
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.search.problem import Question
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.audit import loads
 

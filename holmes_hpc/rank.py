@@ -15,7 +15,7 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.extras import missing
 from holmes_hpc.records.ownership import careful_umask
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.lifecycle.engine import check_engine
+from holmes_hpc.submission.lifecycle.requirements import check_engine
 from holmes_hpc.submission.local_ranks import loads_first
 from holmes_hpc.training.rank.log import one_line
 

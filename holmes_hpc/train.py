@@ -29,7 +29,7 @@ from holmes_hpc.planning.request import given_site, local_site, make_plan, node_
 from holmes_hpc.rank import rank_and_size, run_rank
 from holmes_hpc.records.ownership import careful_umask
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.lifecycle.new_run import facts, new_run
+from holmes_hpc.submission.lifecycle.create import facts, new_run
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.plan_job import Planned
 

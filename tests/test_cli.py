@@ -16,7 +16,7 @@ from holmes_hpc import console
 from holmes_hpc.cli import man
 from holmes_hpc.config.composition import load
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 
 pytestmark = pytest.mark.integration

@@ -26,7 +26,7 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.site_file import parse_site
 from holmes_hpc.planning.cost.calibration import Calibration
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import parse_run
 from holmes_hpc.slurm import hostlist, job_queries, scontrol

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from whole_jobs import HOLMES, LIMIT_S, holmes, process_of, wait_for
 
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import load_runs
 

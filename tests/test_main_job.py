@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from whole_jobs import holmes
 
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 
 STEPS = 12

@@ -44,9 +44,9 @@ print(json.dumps(made))
 PACKAGED = """
 from holmes_hpc.config.composition import load
 from holmes_hpc.submission import plan_job, templates
-from holmes_hpc.submission.lifecycle import begin, finish, follow, new_run
+from holmes_hpc.submission.lifecycle import begin, finish, progress, create
 from holmes_hpc.submission.sweeps import launcher, status_table
-from holmes_hpc.testbed import bed, topology
+from holmes_hpc.testbed import testbed, topology
 assert len(topology.read("evaluation").nodes) == 28
 assert load(["+sweep=ablation"]).train.steps == 20
 assert "hetjob" in templates.templates()["two_components.sbatch"]

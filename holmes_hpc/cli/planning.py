@@ -29,13 +29,13 @@ from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.calibration import NONE, Calibration, Corrections, MeasuredFabric
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
-from holmes_hpc.planning.narrative import explain, throughput
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan_text import explain, throughput
 from holmes_hpc.planning.search.explore import Clock
-from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import read_yaml, write_whole
 
 if TYPE_CHECKING:
-    from holmes_hpc.submission.earliest import PlannedStart
+    from holmes_hpc.submission.queue_estimate import PlannedStart
 
 # A short run, unless overrides say otherwise.
 CALIBRATION = (
@@ -136,7 +136,7 @@ def calibrate(
     Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
     """
     from holmes_hpc.cli.start import start
-    from holmes_hpc.submission.lifecycle import follow
+    from holmes_hpc.submission.lifecycle import progress
 
     check_output(output)
     words = with_flags(flags, overrides)
@@ -144,7 +144,7 @@ def calibrate(
     chosen = request.make_plan(config)
     record, job = start(chosen, config, words)
     console.note(f"job {job.id}: {record.path}")
-    if code := follow.follow(record, job, show=console.note if json else console.text):
+    if code := progress.follow(record, job, show=console.note if json else console.text):
         raise typer.Exit(code)
     measured = read_yaml(record.path / "calibration.yaml")
     write_whole(Path(output), (record.path / "calibration.yaml").read_text(encoding="utf-8"))

@@ -33,10 +33,10 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost import predict as simulation
 from holmes_hpc.planning.cost.costs import BYTES, Costs
-from holmes_hpc.planning.narrative import counted_less, duration, throughput, where_stages_lie
+from holmes_hpc.planning.plan.parts import Predicted
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan_text import counted_less, duration, throughput, where_stages_lie
 from holmes_hpc.planning.schedule.kinds import in_question
-from holmes_hpc.planning.spec.parts import Predicted
-from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.metrics import PART_NAMES
 
 

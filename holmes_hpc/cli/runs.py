@@ -20,16 +20,16 @@ from holmes_hpc.config.learning_rate import describe_lr_change
 from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.extras import missing
 from holmes_hpc.planning.cost.predict import timeline
-from holmes_hpc.planning.narrative import where_stages_lie
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan_text import where_stages_lie
 from holmes_hpc.planning.request import costs
-from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.find import find_run, runs_root
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
 from holmes_hpc.submission.executor.submit import Unsure
-from holmes_hpc.submission.lifecycle import follow, status
-from holmes_hpc.submission.lifecycle.new_run import continuation, new_run_path
-from holmes_hpc.submission.lifecycle.starts import starting
+from holmes_hpc.submission.lifecycle import progress, status
+from holmes_hpc.submission.lifecycle.attempts import starting
+from holmes_hpc.submission.lifecycle.create import continuation, new_run_path
 from holmes_hpc.submission.sweeps.status_table import is_sweep
 from holmes_hpc.submission.templates import script_for
 from holmes_hpc.training.checkpoint import checkpoint_directory
@@ -94,7 +94,7 @@ def run(
     console.note(f"plan {chosen.id}: {chosen.spread}, {where_stages_lie(chosen)}")
     record, job = start(chosen, config, words)
     console.note(f"job {job.id}: {record.path}")
-    code = follow.follow(record, job, show=console.note if json else console.text)
+    code = progress.follow(record, job, show=console.note if json else console.text)
     if json:
         result = record.read_result() or {}
         if "exit_code" in result:  # the job's; `exit_code` is this command's
@@ -167,7 +167,7 @@ def resume(
             raise
     console.note(f"job {job.id}: {record.path}")
     steps = len(record.metrics_bytes())
-    code = follow.follow(record, job)
+    code = progress.follow(record, job)
     if code == 1 and overrides and not plan_path and len(record.metrics_bytes()) == steps:
         record.update_run(config=before["config"], overrides=before["overrides"])
         console.note("it made no step: the run's record has its configuration of before")

@@ -15,19 +15,19 @@ from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.fabric.software import NEEDED, software
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import check_site, make_plan, site
 from holmes_hpc.planning.search.explore import Clock
-from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.rank import run_rank
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES
 from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED
-from holmes_hpc.submission import earliest as queue
+from holmes_hpc.submission import queue_estimate as queue
 from holmes_hpc.submission.executor.submit import Unsure
-from holmes_hpc.submission.lifecycle.new_run import new_run, new_run_path
+from holmes_hpc.submission.lifecycle.attempts import others, starting
+from holmes_hpc.submission.lifecycle.create import new_run, new_run_path
 from holmes_hpc.submission.lifecycle.outcome import is_end
-from holmes_hpc.submission.lifecycle.starts import others, starting
 from holmes_hpc.submission.lifecycle.status import Job, job_of, run_status
 from holmes_hpc.submission.local import run_plan_here
 from holmes_hpc.submission.plan_job import submit_plan

@@ -9,7 +9,7 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, app
-from holmes_hpc.testbed import bed
+from holmes_hpc.testbed import testbed
 
 group = typer.Typer(no_args_is_help=True, help="A real Slurm with shaped NICs on this machine.")
 app.add_typer(group, name="testbed")
@@ -26,14 +26,14 @@ def testbed_up(
 ) -> None:
     """Bring it up (again: nothing happens). Example: sudo holmes testbed up slurm/testbed/default.yaml"""
     with console.steps("looking at the testbed that is there") as say:
-        bed.up(topology, release=release, slurm=slurm, source=slurm_source, progress=say)
+        testbed.up(topology, release=release, slurm=slurm, source=slurm_source, progress=say)
     console.note('up; your shell: eval "$(holmes testbed env)"')
 
 
 @group.command("status")
 def testbed_status(json: Json = False) -> None:
     """What is up: exit code 0, or 1 where something is not. Example: holmes testbed status --json"""
-    found = bed.status()
+    found = testbed.status()
     if json:
         console.as_json(found)
     elif "nodes" not in found:
@@ -61,13 +61,13 @@ def testbed_status(json: Json = False) -> None:
 @group.command("exec", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def testbed_exec(node: str, command: Annotated[list[str], typer.Argument(metavar="-- CMD...")]) -> None:
     """Run a command on a node. Example: holmes testbed exec ib1 -- ip addr"""
-    raise typer.Exit(bed.exec_in(node, command).returncode)
+    raise typer.Exit(testbed.exec_in(node, command).returncode)
 
 
 @group.command("env")
 def testbed_env() -> None:
     """Lines for a shell: eval "$(holmes testbed env)" """
-    for key, value in bed.env().items():
+    for key, value in testbed.env().items():
         print(f"export {key}={shlex.quote(value)}")
 
 
@@ -75,4 +75,4 @@ def testbed_env() -> None:
 def testbed_down() -> None:
     """Remove all that `up` made. Example: holmes testbed down"""
     with console.steps("looking at the testbed that is there") as say:
-        bed.down(progress=say)
+        testbed.down(progress=say)

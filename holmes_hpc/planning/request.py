@@ -16,12 +16,12 @@ from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicType, Site
 from holmes_hpc.fabric.site_file import read_site_file
 from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.calibration import Calibration
+from holmes_hpc.planning.cost.corrections import Learned, Observed, learn
 from holmes_hpc.planning.cost.costs import Costs, Software
-from holmes_hpc.planning.cost.learned import Learned, Observed, learn
 from holmes_hpc.planning.cost.profile import from_csv, from_sailor, is_sailors
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan, given_plan
 from holmes_hpc.planning.search.explore import Clock
-from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.files import read_text, read_yaml
 from holmes_hpc.records.find import run_directories
 from holmes_hpc.records.run import RunDirectory

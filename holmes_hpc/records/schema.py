@@ -1,7 +1,7 @@
 """The files of a run directory and their content; run.yaml's parser (docs/records.md has examples).
 
 `run.yaml`: the run's settings, attempts and hardware (:data:`RUN_FIELDS`).
-`plan.yaml`: the Plan, as `holmes plan` writes it (schema: holmes_hpc/planning/spec/plan.py).
+`plan.yaml`: the Plan, as `holmes plan` writes it (schema: holmes_hpc/planning/plan/plan.py).
 `metrics.jsonl`: a line per step (schema: holmes_hpc/records/metrics.py).
 `nics/NODE.jsonl`: a line per step by each node: `step, attempt, node, nics{interface or device:port: {tx, rx}}`, bytes.
 `logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`: the ranks' output, their timelines, the saved states.

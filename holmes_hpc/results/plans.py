@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from holmes_hpc.planning.spec.plan_file import flatten
+from holmes_hpc.planning.plan.plan_file import flatten
 from holmes_hpc.records.files import to_json
 from holmes_hpc.records.rates import number
 from holmes_hpc.records.run import RunDirectory

@@ -16,7 +16,7 @@ import submitit
 from submitit.local.local import LocalExecutor
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import ignore_interrupts, uninterrupted
 from holmes_hpc.slurm.scontrol import minutes

@@ -17,17 +17,17 @@ from submitit.core import utils
 
 from holmes_hpc.config.slurm_settings import FabricSettings, SlurmSettings
 from holmes_hpc.errors import HolmesError, SubmissionError, nearest
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
 from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text, words
 from holmes_hpc.submission.executor.component import ComponentRequest, component, node_share
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.executor.line import Line
 from holmes_hpc.submission.executor.preflight import check_components
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
 from holmes_hpc.submission.executor.submit import cancelled_on_error, refusals
-from holmes_hpc.submission.lifecycle.starts import START_MARK, gained, note_progress, start_of
+from holmes_hpc.submission.executor.throttle import Line
+from holmes_hpc.submission.lifecycle.attempts import START_MARK, gained, note_progress, start_of
 
 WHILE_IT_GAINS = 10**6  # time-outs that submitit allows: RankTask.checkpoint ends it sooner
 

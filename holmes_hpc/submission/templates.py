@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import SubmissionError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.submission.executor.batch_script import JobRequest, script_text, words
 from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.environment import LEADER, tasks_per_node

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.testbed import installed, slurmconf, userland
+from holmes_hpc.testbed import slurm_prefix, slurmconf, userland
 from holmes_hpc.testbed.commands import SYSTEM_PATH, run, system_env
 from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.processes import MARK, SERVERS
@@ -52,7 +52,7 @@ class Bed:
         """What Slurm's commands need to speak to this testbed, with the credentials of auth/slurm asked of `daemon`."""
         made = {"SLURM_CONF": str(self.places.slurm_conf)}
         if self.prefix is not None:
-            made["PATH"] = f"{installed.path_of(self.prefix)}:{SYSTEM_PATH}"
+            made["PATH"] = f"{slurm_prefix.path_of(self.prefix)}:{SYSTEM_PATH}"
         if self.auth == slurmconf.SLURM:
             made["SLURM_SACK_SOCKET"] = str(self.places.sack(daemon) / "sack.socket")
         return made
@@ -94,7 +94,7 @@ def cgroup_plugin(version: str) -> str:
     A node sees a /sys of its own, without control groups, whatever the machine mounts. Older Slurms know `disabled` but
     do not start with it, nor with `cgroup/v2`; their v1 plugin touches nothing until something else asks it to.
     """
-    return "disabled" if installed.release_of(version) >= (23, 11) else "cgroup/v1"
+    return "disabled" if slurm_prefix.release_of(version) >= (23, 11) else "cgroup/v1"
 
 
 def write_files(bed: Bed) -> None:

@@ -27,9 +27,9 @@ from holmes_hpc.training.data.prefix import document_end
 from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers
-from holmes_hpc.training.model import attention, gpt, optimizer, paced_layers, replicas
+from holmes_hpc.training.model import attention, emulated_layers, gpt, optimizer, replica_check
 from holmes_hpc.training.network import audit, nic_bytes, slow_links
-from holmes_hpc.training.pipeline import run_ahead
+from holmes_hpc.training.pipeline import eager_1f1b
 from holmes_hpc.training.pipeline.point_to_point import Edges
 from holmes_hpc.training.rank.failure import LONG, Watchdog
 from holmes_hpc.training.rank.log import say
@@ -82,12 +82,12 @@ class Trainer:
         chosen = config.checkpoint
         chunks = self._build_model(pipeline_rank, None if chosen else train.seed)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.edges = run_ahead.communicator(
+        self.edges = eager_1f1b.communicator(
             plan, here.groups.edge, here.launch.rank, self.groups, self.model_config, here.device
         )
         self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train.trace else None
-        self.forward_backward = run_ahead.forward_backward(plan, self.trace)
-        if self.trace is not None and not run_ahead.in_background(plan):
+        self.forward_backward = eager_1f1b.forward_backward(plan, self.trace)
+        if self.trace is not None and not eager_1f1b.in_background(plan):
             order = Order(megatrons_own(len(self.models)).name, plan.parallel.pp, plan.micro_batches, len(self.models))
             trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
         everyone = range(plan.world_size)
@@ -116,7 +116,7 @@ class Trainer:
             warm_up.connect(self.groups, here.device)
             warm_up.local_passes(self.models, self.model_config, plan.batch, here.device)
         watchdog.setting_up("comparing the replicas' weights")
-        replicas.check(chunks, plan.model.tied, here.groups.tied)
+        replica_check.check(chunks, plan.model.tied, here.groups.tied)
         self.control_flags = ControlAllReduce(self.control)
         self.loggers = metrics_line.Loggers(train, here.run) if here.launch.rank == 0 else None
         self.nic_log = nic_bytes.NicLog(here.run.nics, here.launch.node, here.attempt)
@@ -141,13 +141,13 @@ class Trainer:
         attention.refuse_apart(self.document_end, here.cuda)
         chunks = gpt.build(plan, self.model_config, seed, here.device)
         if train.pace_layer_ms:
-            factor = paced_layers.factor(
+            factor = emulated_layers.factor(
                 train.pace_factors or {},
                 [(n.fabric, n.node) for n in here.nodes],
                 here.launch.rank,
                 [fabric.name for fabric in plan.site.fabrics],
             )
-            paced_layers.pace((chunk.decoder.layers for chunk in chunks), factor * train.pace_layer_ms)
+            emulated_layers.pace((chunk.decoder.layers for chunk in chunks), factor * train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
         self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown, here.groups.tied)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)

@@ -25,8 +25,8 @@ from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RunFailed
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.planning.spec.transport import TCP
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan.transport import TCP
 from holmes_hpc.records.owner import LockOwner, take_lock
 from holmes_hpc.records.ownership import refuse_other_writers
 from holmes_hpc.records.run import RunDirectory

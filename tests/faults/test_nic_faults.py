@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.testbed import packages
 from holmes_hpc.testbed.network import shape

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from holmes_hpc.errors import HolmesError, RecordError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.logs import GrowingFile, follow_logs, tail

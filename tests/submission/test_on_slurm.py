@@ -36,7 +36,7 @@ from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.lifecycle.follow import follow
+from holmes_hpc.submission.lifecycle.progress import follow
 from holmes_hpc.submission.lifecycle.status import cancel_run, job_of, run_status
 from holmes_hpc.submission.plan_job import submit_plan
 

@@ -33,7 +33,7 @@ from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.submission.executor.watcher import WATCHER
-from holmes_hpc.submission.lifecycle.follow import follow
+from holmes_hpc.submission.lifecycle.progress import follow
 from holmes_hpc.submission.lifecycle.status import cancel_run, job_of, run_status
 from holmes_hpc.submission.plan_job import submit_plan
 

@@ -16,7 +16,7 @@ from holmes_hpc import cli
 from holmes_hpc.cli import runs
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import SEPARATOR
-from holmes_hpc.submission.lifecycle import follow
+from holmes_hpc.submission.lifecycle import progress
 from holmes_hpc.submission.sweeps.status_table import SweepRow, worth_showing
 
 pytestmark = pytest.mark.integration
@@ -109,7 +109,7 @@ def test_run_json_has_one_exit_code_the_commands_own(
     plan, job = SimpleNamespace(id="0", spread="", components=()), SimpleNamespace(id="7")
     monkeypatch.setattr(runs, "planned", lambda *_, **__: (plan, None))
     monkeypatch.setattr(runs, "start", lambda *_: (run, job))
-    monkeypatch.setattr(follow, "follow", lambda *_, **__: code)
+    monkeypatch.setattr(progress, "follow", lambda *_, **__: code)
     found, out, _ = holmes("run", "--json")
     printed = json.loads(out)
     assert found == code == printed["exit_code"] and out.count('"exit_code"') == 1

@@ -14,8 +14,8 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits
 from holmes_hpc.planning.cost.timing import step_s
-from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
-from holmes_hpc.planning.spec.plan import Component, Schedule
+from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
+from holmes_hpc.planning.plan.plan import Component, Schedule
 
 BUCKETS = (160_000_000, 40_000_000, 10_000_000, 2_500_000, 625_000)
 DEEPER = 2  # extra passes in flight per transfer, beyond one more than the next stage; equal extras are unlimited

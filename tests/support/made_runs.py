@@ -14,8 +14,8 @@ from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
-from holmes_hpc.planning.spec.parallel import Parallel
-from holmes_hpc.planning.spec.plan import Component, Plan, Predicted, Schedule, Stage
+from holmes_hpc.planning.plan.parallel import Parallel
+from holmes_hpc.planning.plan.plan import Component, Plan, Predicted, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
 
 NICS = {"ib-a": NicType.IB, "ib-b": NicType.IB, "roce-a": NicType.ROCE, "eth-a": NicType.ETHERNET}

@@ -44,14 +44,14 @@ from megatron.core.transformer import TransformerConfig
 
 from holmes_hpc.config.model import Batch
 from holmes_hpc.lifetime import end_with
+from holmes_hpc.planning.plan.parallel import Parallel, groups
+from holmes_hpc.planning.plan.plan import GroupTransport
+from holmes_hpc.planning.plan.transport import TCP
 from holmes_hpc.planning.schedule.kinds import SCHEDULES
-from holmes_hpc.planning.spec.parallel import Parallel, groups
-from holmes_hpc.planning.spec.plan import GroupTransport
-from holmes_hpc.planning.spec.transport import TCP
 from holmes_hpc.training import warm_up
-from holmes_hpc.training.model.paced_layers import pace
+from holmes_hpc.training.model.emulated_layers import pace
 from holmes_hpc.training.pipeline import point_to_point
-from holmes_hpc.training.pipeline.run_ahead import TraceEvent, run_ahead
+from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent, run_ahead
 from holmes_hpc.training.rank import cpu
 
 SEQUENCE, MICRO, HIDDEN, VOCABULARY = 8, 2, 16, 32

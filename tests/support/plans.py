@@ -10,8 +10,8 @@ from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
-from holmes_hpc.planning.spec.parallel import Parallel
-from holmes_hpc.planning.spec.plan import Component, Plan, Predicted, Schedule, Stage
+from holmes_hpc.planning.plan.parallel import Parallel
+from holmes_hpc.planning.plan.plan import Component, Plan, Predicted, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
 
 MODEL = ModelSpec("m", layers=6, hidden=32, heads=4, vocab=256, ffn=64, kv_heads=4)

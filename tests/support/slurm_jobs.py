@@ -18,7 +18,7 @@ import submitit
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.plan_job import submit_plan
-from holmes_hpc.testbed.installed import release_of
+from holmes_hpc.testbed.slurm_prefix import release_of
 
 THREE = [
     {"partition": "ib", "constraint": "nic_ib", "nodes": 2},

@@ -24,9 +24,9 @@ from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
+from holmes_hpc.planning.plan.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.planning.schedule.order import least_in_flight
-from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
-from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
 
 MODEL = ModelSpec("tiny", layers=6, hidden=32, heads=4, vocab=250, ffn=64, kv_heads=2, max_positions=32)

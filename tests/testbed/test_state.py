@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.testbed import bed, commands, daemons, network, packages, processes, record
+from holmes_hpc.testbed import commands, daemons, network, packages, processes, record, testbed
 from holmes_hpc.testbed.record import FILE, Record, locked, state_dir
 from holmes_hpc.testbed.topology import find
 
@@ -239,13 +239,13 @@ def test_only_root_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(commands, "is_root", lambda: False)
     monkeypatch.setenv("HOLMES_TESTBED", str(tmp_path / "bed"))
     with pytest.raises(TestbedError, match="root"):
-        bed.up()
+        testbed.up()
     assert not (tmp_path / "bed").exists()
 
 
 def test_a_directory_with_other_files_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "is_root", lambda: True)
-    monkeypatch.setattr(bed.packages, "install", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(testbed.packages, "install", lambda *_: pytest.fail("went on"))
     with pytest.MonkeyPatch.context() as patch:
         import tempfile
 
@@ -253,18 +253,18 @@ def test_a_directory_with_other_files_is_left_alone(monkeypatch: pytest.MonkeyPa
             (Path(folder) / "thesis.tex").write_text("dear")
             patch.setenv("HOLMES_TESTBED", folder)
             with pytest.raises(TestbedError, match="other files"):
-                bed.up()
-            assert bed.down() is False
+                testbed.up()
+            assert testbed.down() is False
             assert (Path(folder) / "thesis.tex").read_text() == "dear"
 
 
 def test_asking_a_testbed_that_is_not_up_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLMES_TESTBED", "/nonexistent/bed")
-    for ask in (bed.env, bed.nodes, lambda: bed.exec_in("ib1", ["true"])):
+    for ask in (testbed.env, testbed.nodes, lambda: testbed.exec_in("ib1", ["true"])):
         with pytest.raises(TestbedError, match="holmes testbed up"):
             ask()
-    assert bed.status() == {"up": False, "state_dir": "/nonexistent/bed"}
-    assert bed.down() is False
+    assert testbed.status() == {"up": False, "state_dir": "/nonexistent/bed"}
+    assert testbed.down() is False
     assert Path("/var/lib/holmes-testbed") == record.DEFAULT_DIRECTORY
 
 
@@ -288,7 +288,7 @@ def test_a_node_that_waits_for_somebody_is_no_broken_one() -> None:
             "failing",
             "completing",
         )
-        if not bed.registered(state)
+        if not testbed.registered(state)
     ] == ["idle*", "drained*", "down", "down*", "unknown*", "failing"]
 
 
@@ -309,10 +309,10 @@ def test_a_daemon_that_is_slow_to_answer_is_named(tmp_path: Path, monkeypatch: p
 
 def test_nodes_that_are_slow_to_register_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [{"ib1": "unknown*", "ib2": "idle", "eth1": "down*"}, {"ib1": "idle", "ib2": "idle", "eth1": "idle"}]
-    monkeypatch.setattr(bed, "_node_states", lambda _: states.pop(0))
+    monkeypatch.setattr(testbed, "_node_states", lambda _: states.pop(0))
     monkeypatch.setattr(daemons, "TELL_S", -1.0)
     said: list[str] = []
-    bed._wait_for_nodes(None, said.append, lambda: None)  # type: ignore[arg-type]
+    testbed._wait_for_nodes(None, said.append, lambda: None)  # type: ignore[arg-type]
     assert len(said) == 1 and said[0].startswith("waiting for ib1, eth1 to register, ")
 
 
@@ -335,11 +335,11 @@ def test_two_testbeds_that_begin_at_once_share_no_subnet_and_no_port(
     monkeypatch.setattr(network, "make", make)
     for place, name in (
         (packages, "install"),
-        (bed.daemons, "write_files"),
-        (bed.daemons, "make_database"),
-        (bed.daemons, "start"),
-        (bed, "_start_servers"),
-        (bed, "_wait_for_nodes"),
+        (testbed.daemons, "write_files"),
+        (testbed.daemons, "make_database"),
+        (testbed.daemons, "start"),
+        (testbed, "_start_servers"),
+        (testbed, "_wait_for_nodes"),
     ):
         monkeypatch.setattr(place, name, nothing)
     text = find("default").read_text()
@@ -347,7 +347,7 @@ def test_two_testbeds_that_begin_at_once_share_no_subnet_and_no_port(
     def build(name: str) -> None:
         (tmp_path / name).mkdir()
         began.wait()
-        bed._build(tmp_path / name, text, "bookworm", "", True, lambda _: None)
+        testbed._build(tmp_path / name, text, "bookworm", "", True, lambda _: None)
 
     with ThreadPoolExecutor() as both:
         list(both.map(build, "ab"))

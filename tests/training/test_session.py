@@ -19,9 +19,9 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, NetworkError, PlanError, RecordError
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import local_site
 from holmes_hpc.planning.search.best import given_plan
-from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.owner import LockOwner, hold_lock
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState

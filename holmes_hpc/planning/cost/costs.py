@@ -16,14 +16,14 @@ from functools import cached_property
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Fabric, Gpu, Site
+from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.calibration import NONE, Calibration, Corrections, Measured, MeasuredFabric, interpolated
 from holmes_hpc.planning.cost.flops import ffn_matrix, layer_flops, layer_parameters, layer_score_flops, part_flops
 from holmes_hpc.planning.cost.hardware import GLOO_LINKS, NCCL_LINKS, Collectives, Link, collectives
 from holmes_hpc.planning.cost.kernels import STACK, Device, Stack
 from holmes_hpc.planning.cost.layer import PARTS, Cpu, Seconds, reduction_s, times
 from holmes_hpc.planning.cost.software import CURRENT, Software
-from holmes_hpc.planning.memo import Memo
-from holmes_hpc.planning.spec.transport import Transport
+from holmes_hpc.planning.plan.transport import Transport
 from holmes_hpc.schema import refuse
 
 __all__ = ["BYTES", "CURRENT", "Costs", "Software"]

@@ -10,8 +10,8 @@ import numpy as np
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import parameters
 from holmes_hpc.planning.cost.traffic import activation_bytes, embedding_bytes
-from holmes_hpc.planning.spec.parallel import Group, Parallel, groups
-from holmes_hpc.planning.spec.transport import GroupTransport, Place, places
+from holmes_hpc.planning.plan.parallel import Group, Parallel, groups
+from holmes_hpc.planning.plan.transport import GroupTransport, Place, places
 
 
 def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransport, int, float]]:

@@ -16,15 +16,15 @@ import numpy as np
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, Site
+from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.hardware import UNMEASURED
 from holmes_hpc.planning.cost.kernels import kind, kinds
-from holmes_hpc.planning.memo import Memo
+from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER, Parallel
+from holmes_hpc.planning.plan.plan import Component, Plan, Schedule
+from holmes_hpc.planning.plan.transport import Transport, TransportRule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE, ScheduleKind
 from holmes_hpc.planning.schedule.order import Order
-from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER, Parallel
-from holmes_hpc.planning.spec.plan import Component, Plan, Schedule
-from holmes_hpc.planning.spec.transport import Transport, TransportRule
 
 T = TypeVar("T")
 _OF_THE_PLAN = (  # fields that a layout has of its plan

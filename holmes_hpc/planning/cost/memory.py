@@ -24,9 +24,9 @@ from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import parameters, recomputed
 from holmes_hpc.planning.cost.traffic import by_stage
+from holmes_hpc.planning.plan.plan import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import Order
-from holmes_hpc.planning.spec.plan import Component, Schedule
 
 # What a CUDA process holds beside tensors: context, NCCL's channels, cuBLAS workspaces, and the allocator's slack.
 CUDA_BYTES = 2 * 2**30

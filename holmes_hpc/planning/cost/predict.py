@@ -25,12 +25,12 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, row_durations, step_s, timing
 from holmes_hpc.planning.cost.traffic import activation_bytes, embedding_bytes
+from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER
+from holmes_hpc.planning.plan.plan import Component, Plan, Predicted
+from holmes_hpc.planning.plan.transport import Transport
 from holmes_hpc.planning.schedule.graph import Numbers, graph
 from holmes_hpc.planning.schedule.simulation import Went, step_seconds
 from holmes_hpc.planning.schedule.simulation import ends as row_ends
-from holmes_hpc.planning.spec.parallel import PIPELINE_ORDER
-from holmes_hpc.planning.spec.plan import Component, Plan, Predicted
-from holmes_hpc.planning.spec.transport import Transport
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import Checked, key, make
 

@@ -11,9 +11,9 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.timing import timing
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.schedule.kinds import megatrons_own
 from holmes_hpc.planning.schedule.simulation import step_seconds
-from holmes_hpc.planning.spec.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import numpy as np
 
 from holmes_hpc.planning.cost.costs import BYTES
 from holmes_hpc.planning.cost.layout import Layout, remembered
+from holmes_hpc.planning.plan.plan import Component
+from holmes_hpc.planning.plan.transport import Transport
 from holmes_hpc.planning.schedule.simulation import RowDurations
-from holmes_hpc.planning.spec.plan import Component
-from holmes_hpc.planning.spec.transport import Transport
 
 
 @dataclass(frozen=True)

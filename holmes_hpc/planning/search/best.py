@@ -15,15 +15,15 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import refuse
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout
+from holmes_hpc.planning.plan.plan import Plan, Stage
 from holmes_hpc.planning.schedule.kinds import megatrons_own, schedule_kind
+from holmes_hpc.planning.search import infeasible
 from holmes_hpc.planning.search import layers as split
-from holmes_hpc.planning.search import refusal
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
 from holmes_hpc.planning.search.explore import GAP, Clock, Explored, explored
-from holmes_hpc.planning.search.offers import Question, offers
 from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, obstacle, variants
+from holmes_hpc.planning.search.problem import Question, offers
 from holmes_hpc.planning.search.space import WORTH, Space, near_batch
-from holmes_hpc.planning.spec.plan import Plan, Stage
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 
 BETTER = 24  # candidates made better at most
@@ -150,8 +150,8 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     if best is None:
         placements = Space(model, batch, site, unlimited, costs).placements()
         if not placements:
-            refusal.nothing_divides(model, batch, site, fixed)
-        refusal.nothing_fits(Evaluator(model, batch, site, unlimited, costs), placements)
+            infeasible.nothing_divides(model, batch, site, fixed)
+        infeasible.nothing_fits(Evaluator(model, batch, site, unlimited, costs), placements)
     made = to_plan(best, site, [])
     try:
         refuse(Layout.of(made, costs), layer_array(made))
@@ -183,11 +183,11 @@ def search(
         unlimited = replace(options, max_memory_gib=float("inf"))
         too_large = Space(model, batch, site, unlimited, costs).placements()
         if too_large:
-            refusal.nothing_fits(evaluator, too_large)
-        refusal.nothing_divides(model, batch, site, options)
+            infeasible.nothing_fits(evaluator, too_large)
+        infeasible.nothing_divides(model, batch, site, options)
     found = explored(evaluator, space, placements, clock)
     if not found.candidates:
-        refusal.nothing_fits(evaluator, placements)
+        infeasible.nothing_fits(evaluator, placements)
     return _improved(evaluator, found, clock)
 
 

@@ -13,18 +13,18 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
 from holmes_hpc.planning.cost.memory import fits, most_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s
-from holmes_hpc.planning.memo import Memo
+from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
+from holmes_hpc.planning.plan.plan import RECOMPUTE, Component
 from holmes_hpc.planning.schedule.kinds import in_question, megatrons_own, schedule_kind
 from holmes_hpc.planning.schedule.simulation import WHOLE
 from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search.layers import deepened, extra_depth, may_be_early
 from holmes_hpc.planning.search.placement import Block, Placement, component
-from holmes_hpc.planning.spec.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
-from holmes_hpc.planning.spec.plan import RECOMPUTE, Component
 
 BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from holmes_hpc.planning.search.estimate import Estimate, Limit
-from holmes_hpc.planning.search.offers import divisors
-from holmes_hpc.planning.search.one_size import OneSize
 from holmes_hpc.planning.search.placement import Placement
+from holmes_hpc.planning.search.problem import divisors
+from holmes_hpc.planning.search.uniform import OneSize
 
 DEEPEST = 64  # stages at most
 

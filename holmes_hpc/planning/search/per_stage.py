@@ -21,16 +21,16 @@ from holmes_hpc.planning.cost.layout import Layout, remembered
 from holmes_hpc.planning.cost.memory import fits
 from holmes_hpc.planning.cost.timing import step_s, timing
 from holmes_hpc.planning.cost.traffic import edges
+from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
+from holmes_hpc.planning.plan.plan import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS
 from holmes_hpc.planning.search.explore import OVER, Clock
 from holmes_hpc.planning.search.layers import all_dealt
-from holmes_hpc.planning.search.offers import Offer, Question, offers
 from holmes_hpc.planning.search.placement import component
-from holmes_hpc.planning.search.shapes import Shape, shapes
-from holmes_hpc.planning.spec.parallel import Parallel, StageParallel
-from holmes_hpc.planning.spec.plan import Component, Schedule
+from holmes_hpc.planning.search.problem import Offer, Question, offers
+from holmes_hpc.planning.search.stage_shapes import Shape, shapes
 
 SHAPES = 400  # whose memory is checked
 NEAR = 1.04  # shapes a change away: to the best, at most

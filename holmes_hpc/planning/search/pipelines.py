@@ -16,9 +16,9 @@ import numpy as np
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.search.estimate import Estimate, Limit, required
-from holmes_hpc.planning.search.offers import allowed
-from holmes_hpc.planning.search.one_size import OneSize
 from holmes_hpc.planning.search.placement import Placement, least_edges
+from holmes_hpc.planning.search.problem import allowed
+from holmes_hpc.planning.search.uniform import OneSize
 
 FEW = 512  # combinations up to which all are listed
 KEPT = 32  # placements of one TP, DP and micro-batch size at most, and beside them

@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 
 from holmes_hpc.fabric.site import Fabric
+from holmes_hpc.planning.plan.parts import Component
 from holmes_hpc.planning.search.estimate import Estimate
-from holmes_hpc.planning.spec.parts import Component
 
 
 @dataclass(frozen=True)

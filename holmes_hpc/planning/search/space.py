@@ -16,10 +16,10 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.estimate import SMALL, Limit
 from holmes_hpc.planning.search.hierarchies import hierarchies
-from holmes_hpc.planning.search.offers import Question, divisors, micro_sizes, offers, tensor_sizes
-from holmes_hpc.planning.search.one_size import OneSize
 from holmes_hpc.planning.search.pipelines import pipelines
 from holmes_hpc.planning.search.placement import Placement
+from holmes_hpc.planning.search.problem import Question, divisors, micro_sizes, offers, tensor_sizes
+from holmes_hpc.planning.search.uniform import OneSize
 
 EVEN = 16  # micro-batches of all ranks that are a multiple of this are shared out well as they are
 APART = 0.03  # a batch so much larger or smaller is near

@@ -8,7 +8,7 @@ from itertools import groupby, permutations, product
 
 import numpy as np
 
-from holmes_hpc.planning.search.offers import Offer
+from holmes_hpc.planning.search.problem import Offer
 
 FEW_FABRICS = 3  # of which every order is looked at, and each one's wider stages first or last by themselves
 Stages = tuple[tuple[int, int, int], ...]

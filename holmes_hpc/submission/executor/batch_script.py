@@ -286,7 +286,7 @@ def script_text(
     record = None if job.exit_record is None else job.word(job.exit_record)
     errors = job.word(job.step_errors) if job.step_errors else ""
     first_only = " \\\n  ".join(textwrap.wrap(" ".join(FIRST_COMPONENT_ONLY), 100))
-    leave = f"{shlex.quote(sys.executable)} -m holmes_hpc.submission.executor.line"
+    leave = f"{shlex.quote(sys.executable)} -m holmes_hpc.submission.executor.throttle"
     lines = [
         "#!/bin/bash",
         *directives(job),

@@ -35,9 +35,9 @@ from holmes_hpc.submission.executor.environment import (
     tasks_per_node,
 )
 from holmes_hpc.submission.executor.job import SlurmHetJob, batch_log
-from holmes_hpc.submission.executor.line import Line
 from holmes_hpc.submission.executor.preflight import preflight
 from holmes_hpc.submission.executor.submit import Refused, cancelled_on_error, refusals, submit_file
+from holmes_hpc.submission.executor.throttle import Line
 
 # name here -> name in JobRequest, with submitit's default
 _JOB_KEYS = {

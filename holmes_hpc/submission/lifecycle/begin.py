@@ -17,12 +17,12 @@ from pathlib import Path
 from holmes_hpc import console
 from holmes_hpc.config.composition import check_overrides, load
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor.environment import TASKS_PER_NODE
+from holmes_hpc.submission.lifecycle.attempts import starting
+from holmes_hpc.submission.lifecycle.create import new_run
 from holmes_hpc.submission.lifecycle.finish import again
-from holmes_hpc.submission.lifecycle.new_run import new_run
-from holmes_hpc.submission.lifecycle.starts import starting
 from holmes_hpc.submission.lifecycle.status import job_of
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from holmes_hpc.errors import HolmesError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import to_json, write_whole
 from holmes_hpc.records.untrusted import read_object
 from holmes_hpc.slurm.hostlist import expand, numbers

@@ -22,9 +22,16 @@ from holmes_hpc.slurm.commands import slurm
 from holmes_hpc.slurm.job_queries import disable_requeue, ending_state, requeue
 from holmes_hpc.slurm.job_states import read_cancellation
 from holmes_hpc.submission.executor.environment import ranks_of_job
+from holmes_hpc.submission.lifecycle.attempts import (
+    failures,
+    gained,
+    is_starting,
+    note_progress,
+    noted,
+    of_newest_start,
+)
 from holmes_hpc.submission.lifecycle.failed_rank import complaints
 from holmes_hpc.submission.lifecycle.outcome import judge
-from holmes_hpc.submission.lifecycle.starts import failures, gained, is_starting, note_progress, noted, of_newest_start
 
 RECORDED_WAIT_S = 30.0  # from sbatch's answer to the record
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import HolmesError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.logs import SPARSE_STEPS, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import STATES, RunState
 from holmes_hpc.slurm.job_states import JobState, SlurmState
+from holmes_hpc.submission.lifecycle.attempts import of_newest_start
 from holmes_hpc.submission.lifecycle.failed_rank import Complaint, Culprit, culprit
-from holmes_hpc.submission.lifecycle.starts import of_newest_start
 
 TAIL_LINES = 20
 FINAL_FIGURES = (

@@ -16,16 +16,16 @@ from typing import Any, TypeAlias, TypeVar
 import psutil
 
 from holmes_hpc.errors import HolmesError, RecordError, SubmissionError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.find import name_of
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.ownership import other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState
 from holmes_hpc.submission.executor.job import SlurmHetJob
+from holmes_hpc.submission.lifecycle.attempts import of_newest_start, why
 from holmes_hpc.submission.lifecycle.failed_rank import Complaint, LocalEnds, complaints, noted_ends, ranks_of_plan
 from holmes_hpc.submission.lifecycle.outcome import StateRow, job_state, judge
-from holmes_hpc.submission.lifecycle.starts import of_newest_start, why
 
 T = TypeVar("T", int, float)
 LOCAL_GRACE_S = 5  # between telling local processes to end and killing them

@@ -30,15 +30,15 @@ from holmes_hpc.records.ownership import careful_umask, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import ignore_interrupts, uninterrupted
 from holmes_hpc.slurm.job_states import UNKNOWN
-from holmes_hpc.submission.executor.line import Line
+from holmes_hpc.submission.executor.throttle import Line
 from holmes_hpc.submission.lifecycle.status import Job, OnSlurm
 from holmes_hpc.submission.local import run_plan_here
 from holmes_hpc.submission.plan_job import Planned, submit_plan
+from holmes_hpc.submission.sweeps.job_returns import Launched, Progress, interrupted, reattach, save_hydra, wait
 from holmes_hpc.submission.sweeps.jobs import cancel_sweep, note_outcome, states, unread
 from holmes_hpc.submission.sweeps.launcher_settings import executor_of, settings_of_plan
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, key_of, open_manifest
 from holmes_hpc.submission.sweeps.program import program_of
-from holmes_hpc.submission.sweeps.returns import Launched, Progress, interrupted, reattach, save_hydra, wait
 from holmes_hpc.submission.sweeps.reuse import (
     BEGAN,
     WAITING_SWEEPER,

@@ -22,11 +22,11 @@ from holmes_hpc import console
 from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.plan_job import Planned
+from holmes_hpc.submission.sweeps.job_returns import task_config
 from holmes_hpc.submission.sweeps.jobs import finished
 from holmes_hpc.submission.sweeps.launcher_settings import ENVIRONMENT
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, key_of
 from holmes_hpc.submission.sweeps.program import Program, changes
-from holmes_hpc.submission.sweeps.returns import task_config
 
 BEGAN = time.time()  # before this process's first launch: its own jobs were submitted later
 WAITING_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"

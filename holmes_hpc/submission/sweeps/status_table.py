@@ -22,7 +22,7 @@ from holmes_hpc.records.rates import first_attempt_of_plan, mean_rates
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import from_json
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
-from holmes_hpc.submission.lifecycle import starts
+from holmes_hpc.submission.lifecycle import attempts
 from holmes_hpc.submission.lifecycle.outcome import StateRow, run_state
 from holmes_hpc.submission.lifecycle.status import record_end
 from holmes_hpc.submission.sweeps.jobs import noted_outcome, plain_outcome, states, unread
@@ -62,7 +62,7 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
         run = RunDirectory(manifest.place(job.directory))
         last = next(_last_lines(run.metrics_path), {})
         step, loss, rate = last.get("step"), last.get("loss"), run_rates(run).get("tokens_per_s")
-        why = starts.why(run, state, step)
+        why = attempts.why(run, state, step)
         result = run.read_result()
         if result is None and state.ended and run.exists():
             result = record_end(run, state)

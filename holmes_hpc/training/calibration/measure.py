@@ -28,7 +28,7 @@ from holmes_hpc.planning.cost.flops import part_flops
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array, predict
 from holmes_hpc.planning.cost.timing import parameters
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.run import RunDirectory, now
 from holmes_hpc.training import session

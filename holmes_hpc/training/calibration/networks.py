@@ -23,8 +23,8 @@ from megatron.core import parallel_state
 from holmes_hpc.fabric.site import FabricLink, Site
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.hardware import Link, collectives
-from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan.transport import LOCAL, TCP, Transport
 from holmes_hpc.training.network import interfaces
 from holmes_hpc.training.rank.log import say
 from holmes_hpc.training.session import Session

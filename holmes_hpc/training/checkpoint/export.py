@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from holmes_hpc.config import hugging_face
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint import CheckpointException
 from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import DataError, HolmesError, RunFailed
 from holmes_hpc.lifetime import end_with
-from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.training.checkpoint import checkpoint_directory, no_code
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.training.checkpoint import checkpoint_directory, restricted_pickle
 from holmes_hpc.training.model import gpt, megatron_versions
 from holmes_hpc.training.rank.log import say
 
@@ -265,7 +265,9 @@ class Checkpoints:
                 return f"not to be seen by rank {self._rank}"
             found = checkpoint_directory.damage(checkpoint, self._rank, dist.get_world_size())
             pickled = not checkpoint.about.get(checkpoint_directory.IMPORTED)
-            return no_code.problem(checkpoint.path) if pickled and found is None and self._rank == 0 else found
+            return (
+                restricted_pickle.problem(checkpoint.path) if pickled and found is None and self._rank == 0 else found
+            )
 
         return next((text for text in self._everywhere(own) if text is not None), None)
 
@@ -297,12 +299,12 @@ class Checkpoints:
             loaded = megatron_versions.load(state, checkpoint.path, self._alike)
         except (Exception, CheckpointException) as e:  # what a stranger wrote ends in any error
             raise DataError(
-                f"cannot be loaded: {no_code.line_of(_inner_error(e))}",
+                f"cannot be loaded: {restricted_pickle.line_of(_inner_error(e))}",
                 where=str(checkpoint.path),
                 hint="resume with the optimizer it was saved with, or from an earlier checkpoint",
             ) from e
         for index, model in enumerate(self.models):
-            no_code.check_extra_states(loaded[f"model{index}"], str(checkpoint.path))
+            restricted_pickle.check_extra_states(loaded[f"model{index}"], str(checkpoint.path))
             model.module.load_state_dict(loaded[f"model{index}"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         for inner in megatron_versions.distributed(self.optimizer):

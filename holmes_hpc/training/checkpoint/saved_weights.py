@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from holmes_hpc.errors import DataError
-from holmes_hpc.training.checkpoint import no_code
+from holmes_hpc.training.checkpoint import restricted_pickle
 
 _KNOWN = "decoder.final_layernorm.weight"  # every GPTModel has it
 _LAYERS = "decoder.layers."
@@ -49,7 +49,7 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         self.directory = os.fspath(directory)
         try:
             self._reader = FileSystemReader(self.directory)
-            metadata = no_code.read_metadata(self.directory)
+            metadata = restricted_pickle.read_metadata(self.directory)
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
             saved = metadata.state_dict_metadata.items()
         except (OSError, pickle.UnpicklingError, MemoryError) as e:
@@ -92,7 +92,7 @@ class SavedWeights(Mapping[str, torch.Tensor]):
             self._reader.read_data(LoadPlan(items), _Into(target, chunk.offsets)).wait()
         except Exception as e:  # damaged bytes end in any error of torch.load
             raise DataError(
-                f"{name} cannot be read: {no_code.line_of(e)}",
+                f"{name} cannot be read: {restricted_pickle.line_of(e)}",
                 where=self.directory,
                 hint="export an earlier checkpoint",
             ) from e

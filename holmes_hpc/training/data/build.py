@@ -9,7 +9,7 @@ import numpy as np
 
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.data.prefix import Prefix, parse_blend
 from holmes_hpc.training.data.samples import Samples
 

@@ -29,7 +29,7 @@ from megatron.core.package_info import __version__ as megatron_version
 
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.errors import DataError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.data.prefix import (
     Prefix,
     bounds_of,

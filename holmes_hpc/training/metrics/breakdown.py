@@ -28,7 +28,7 @@ import torch
 from holmes_hpc.planning.schedule.kinds import Pass
 from holmes_hpc.records.files import append_line
 from holmes_hpc.records.metrics import PARTS
-from holmes_hpc.training.pipeline.run_ahead import TraceEvent
+from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent
 
 # The names of Megatron-Core's timers, by how they begin. forward-backward is the loop's own span.
 _TIMERS = (

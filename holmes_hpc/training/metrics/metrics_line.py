@@ -19,7 +19,7 @@ import torch.distributed as dist
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, model_flops_per_step
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.nic_bytes import sum_by_kind

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import FUSED_ATTENTION
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.schema import refuse
 from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 

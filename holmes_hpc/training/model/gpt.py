@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.model import initial_weights, megatron_versions
 from holmes_hpc.training.model.attention import SdpaAttention
 from holmes_hpc.training.rank.cuda_check import has_transformer_engine

@@ -18,7 +18,7 @@ from megatron.core.transformer.module import Float16Module
 
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, RunFailed
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.schema import refuse
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model import gpt, megatron_versions

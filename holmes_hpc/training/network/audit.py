@@ -14,7 +14,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.network.interfaces import NodeTransports, short
 
 EVERY_STEPS = 10  # between comparisons: a NIC that goes wrong anywhere between two is seen within 20

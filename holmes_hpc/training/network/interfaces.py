@@ -19,8 +19,8 @@ from holmes_hpc.fabric import nccl
 from holmes_hpc.fabric.finding import Finding, raise_errors
 from holmes_hpc.fabric.nics import Nic, NodeNics, candidates, data_interface
 from holmes_hpc.fabric.site import NicType
-from holmes_hpc.planning.spec.plan import Plan
-from holmes_hpc.planning.spec.transport import Transport
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan.transport import Transport
 from holmes_hpc.training.network import link_check
 from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpoint
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from holmes_hpc.fabric.nics import NodeNics, candidates, role_of
 from holmes_hpc.fabric.site import NicType
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import append_line, to_json
 from holmes_hpc.training.rank.launch import Launch
 

@@ -16,10 +16,10 @@ from megatron.core import parallel_state
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric import nccl
 from holmes_hpc.fabric.site import Site
-from holmes_hpc.planning.spec.plan import GroupTransport, Plan
-from holmes_hpc.planning.spec.transport import Transport
+from holmes_hpc.planning.plan.plan import GroupTransport, Plan
+from holmes_hpc.planning.plan.transport import Transport
 from holmes_hpc.training.network import interfaces as transports
-from holmes_hpc.training.network import unequal_groups
+from holmes_hpc.training.network import per_stage_groups
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.rendezvous import exchange
 
@@ -189,7 +189,7 @@ class Groups:
         minutes = max(1, round(self.timeout_s / 60))
         try:
             if self.plan.is_per_stage:
-                with unequal_groups.stage_by_stage(p, self.rank) as sizes:
+                with per_stage_groups.stage_by_stage(p, self.rank) as sizes:
                     parallel_state.initialize_model_parallel(
                         **sizes, distributed_timeout_minutes=minutes, create_gloo_process_groups=True
                     )

@@ -1,8 +1,8 @@
 """How the ranks meet: a key-value store in rank 0, whose address and secret stand in the run directory.
 
 The file is named after this start of the run, and only the user who runs it may read it; so neither a file of an
-earlier start nor somebody else's is ever followed, and the store admits nobody who cannot read it (admission.py). A
-launcher's own rendezvous (torchrun's MASTER_ADDR) is used where there is one; it has no secret, and rank 0 says so.
+earlier start nor somebody else's is ever followed, and the store admits nobody who cannot read it (authentication.py).
+A launcher's own rendezvous (torchrun's MASTER_ADDR) is used where there is one; it has no secret, and rank 0 says so.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.ownership import is_own
 from holmes_hpc.slurm.hostlist import compress
-from holmes_hpc.training.network import admission
-from holmes_hpc.training.network.door import Door, listening
+from holmes_hpc.training.network import authentication
+from holmes_hpc.training.network.filtered_listener import Door, listening
 from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.log import say
 
@@ -61,7 +61,7 @@ def meeting_path(run_dir: Path, launch: Launch) -> Path:
 def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeout_s: float) -> dist.TCPStore:
     """Start the store, on rank 0, on this node's `address` and publish it. NetworkError when the address cannot be
     used."""
-    where, secret = f"rendezvous on {launch.node}", admission.new_secret()
+    where, secret = f"rendezvous on {launch.node}", authentication.new_secret()
     try:
         door, gate, relay = _served(address, secret)
         listener = os.dup(door.socket.fileno())
@@ -82,14 +82,14 @@ def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeou
     return store
 
 
-def _served(address: str, secret: bytes) -> tuple[Door, admission.Gate, admission.Relay]:
+def _served(address: str, secret: bytes) -> tuple[Door, authentication.Gate, authentication.Relay]:
     """The store's door and gate, and a relay at the door's port: the store is a client of itself. Another program may
     have that port where the relay listens; then there is another door."""
     for tries_left in reversed(range(DOORS)):
         door = Door(address)
-        gate = admission.Gate(address, secret, door)
+        gate = authentication.Gate(address, secret, door)
         try:
-            return door, gate, admission.Relay(address, gate.port, secret, door.port)
+            return door, gate, authentication.Relay(address, gate.port, secret, door.port)
         except OSError as e:
             gate.close()
             door.socket.close()
@@ -153,8 +153,8 @@ def join_store(
             try:
                 secret = bytes.fromhex(meeting.secret)
                 # tried first, for TCPStore waits long for what it cannot reach, and does not say why
-                admission.prove(meeting.address, meeting.port, secret, min(5.0, timeout_s))
-                relay = admission.Relay(meeting.address, meeting.port, secret)
+                authentication.prove(meeting.address, meeting.port, secret, min(5.0, timeout_s))
+                relay = authentication.Relay(meeting.address, meeting.port, secret)
                 _held.append(relay)
                 return _store(relay.address, relay.port, launch, timeout_s, is_master=False)
             except (OSError, RuntimeError, ValueError) as e:  # not there yet, or no longer: the file may be replaced

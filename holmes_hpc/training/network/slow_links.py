@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network.audit import loads
 from holmes_hpc.training.network.interfaces import NodeTransports, short

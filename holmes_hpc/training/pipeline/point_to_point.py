@@ -30,8 +30,8 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from holmes_hpc.errors import ConfigError, NetworkError
+from holmes_hpc.planning.plan.plan import GroupTransport, Plan
 from holmes_hpc.planning.schedule.launches import exchange_order
-from holmes_hpc.planning.spec.plan import GroupTransport, Plan
 from holmes_hpc.training.pipeline.codec import SAME, Codec, codec
 
 NewGroup = Callable[[GroupTransport], "dist.ProcessGroup | None"]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from holmes_hpc.errors import ConfigError, HolmesError, PlanError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.schema import refuse
 
 GIB = 1 << 30

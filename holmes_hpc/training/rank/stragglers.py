@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holmes_hpc.planning.cost.flops import head_flops, layer_flops
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 
 SLOW = 1.3  # times the median of its stage
 SLOW_STAGE = 1.5  # times what a layer takes elsewhere: a stage's share of the work is known less well

@@ -13,17 +13,17 @@ from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Site
+from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.timing import step_s, timing
-from holmes_hpc.planning.memo import Memo
+from holmes_hpc.planning.plan.plan import Plan, Schedule
+from holmes_hpc.planning.plan.transport import LOCAL, TCP, Transport
 from holmes_hpc.planning.schedule.kinds import in_flight
 from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.planning.search.layers import uniform
-from holmes_hpc.planning.spec.plan import Plan, Schedule
-from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
 
 SLOWER = {"local": 0, "rdma": 1, "tcp": 2}
 

@@ -14,8 +14,8 @@ from holmes_hpc.fabric.site import Fabric, FabricLink, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.traffic import transfers_s
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan, given_plan
-from holmes_hpc.planning.spec.plan import Plan
 
 MODEL, BATCH = named("gpt_7_5b"), Batch(768, 1, 2048)
 SITE = Site("three", tuple(Fabric(name, NicType.IB, name, 2, 8, 25.0, A100, rdma_gbps=400.0) for name in "abc"))

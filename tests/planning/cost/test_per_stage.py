@@ -15,7 +15,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array, predict, timeline
-from holmes_hpc.planning.spec.plan import GroupTransport, Plan
+from holmes_hpc.planning.plan.plan import GroupTransport, Plan
 from holmes_hpc.training.network import audit
 
 MODEL = replace(spawn.MODEL, layers=24, hidden=256, ffn=1024, max_positions=256)

@@ -22,8 +22,8 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits, layer_activation_bytes, memory, refuse
 from holmes_hpc.planning.cost.predict import chrome_trace, layer_array, predict, timeline
 from holmes_hpc.planning.cost.timing import Timing, timing
+from holmes_hpc.planning.plan.plan import Plan, Schedule
 from holmes_hpc.planning.search.best import best_plan, given_plan
-from holmes_hpc.planning.spec.plan import Plan, Schedule
 
 TINY, BATCH = named("gpt_tiny"), Batch(16, 2, 64)
 

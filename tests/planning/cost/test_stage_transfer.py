@@ -19,10 +19,10 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import SLACK, fits, memory
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.stage_transfer import StageTransferCost, stage_transfer_cost
-from holmes_hpc.planning.narrative import explain
+from holmes_hpc.planning.plan.plan import Plan, Schedule
+from holmes_hpc.planning.plan_text import explain
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.layers import deepened, extra_depth
-from holmes_hpc.planning.spec.plan import Plan, Schedule
 
 pytestmark = pytest.mark.integration
 

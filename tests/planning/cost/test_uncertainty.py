@@ -13,9 +13,9 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import SUPPOSED, UNKNOWN, spread, spreads
-from holmes_hpc.planning.narrative import explain
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan_text import explain
 from holmes_hpc.planning.search.best import given_plan
-from holmes_hpc.planning.spec.plan import Plan
 
 
 def plan(gpu: Gpu, tp: int = 2) -> Plan:

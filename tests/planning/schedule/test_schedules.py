@@ -17,12 +17,12 @@ from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError, PlanError
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.schedule.kinds import SCHEDULES, Pass, ScheduleKind, alternating, in_question
 from holmes_hpc.planning.schedule.launches import check_launches
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, step_seconds
 from holmes_hpc.planning.search.best import best_plan, given_plan
-from holmes_hpc.planning.spec.plan import Plan
 
 
 @st.composite

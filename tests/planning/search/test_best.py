@@ -15,10 +15,10 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import step_s
-from holmes_hpc.planning.memo import Memo
 from holmes_hpc.planning.search import best
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.candidate import Evaluator

@@ -12,7 +12,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.narrative import explain
+from holmes_hpc.planning.plan_text import explain
 from holmes_hpc.planning.search.best import best_plan
 
 SMALL = ModelSpec("small", layers=6, hidden=1024, heads=8, vocab=32000, ffn=4096, kv_heads=8, max_positions=1024)

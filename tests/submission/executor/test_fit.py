@@ -15,12 +15,12 @@ from slurm_text import node, partition_line
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import PlanError, SubmissionError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.slurm.scontrol import Config, parse_partition
-from holmes_hpc.submission.earliest import earliest, plans_to_try, start_rows, training_time_s
 from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.preflight import beyond_limit, check_fit, eligible, warnings
+from holmes_hpc.submission.queue_estimate import earliest, plans_to_try, start_rows, training_time_s
 
 NODES = [node(f"ib{i}", "nic_ib,a", "ib,all") for i in range(4)] + [
     node(f"eth{i}", "nic_ethernet", "eth,all") for i in range(2)

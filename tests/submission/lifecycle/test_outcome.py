@@ -13,10 +13,10 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState, read_cancellation
 from holmes_hpc.submission.executor.environment import ComponentRanks, SlurmHetJobEnvironment
 from holmes_hpc.submission.lifecycle import finish as finishing
+from holmes_hpc.submission.lifecycle.attempts import gained, note_progress
 from holmes_hpc.submission.lifecycle.failed_rank import complaints, culprit
 from holmes_hpc.submission.lifecycle.finish import finish, should_restart
 from holmes_hpc.submission.lifecycle.outcome import judge, last_words, quoted
-from holmes_hpc.submission.lifecycle.starts import gained, note_progress
 from holmes_hpc.submission.lifecycle.status import record_end
 
 AWAY_TWICE = """

@@ -15,9 +15,9 @@ from holmes_hpc.config.composition import load
 from holmes_hpc.config.learning_rate import describe_lr_change
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, PlanError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.lifecycle.new_run import continuation
+from holmes_hpc.submission.lifecycle.create import continuation
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from holmes_hpc.errors import HolmesError, RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.slurm.scontrol import Config
-from holmes_hpc.submission.lifecycle import begin, finish, follow, new_run, status
-from holmes_hpc.submission.lifecycle.starts import is_starting, starting
+from holmes_hpc.submission.lifecycle import begin, create, finish, progress, status
+from holmes_hpc.submission.lifecycle.attempts import is_starting, starting
 from holmes_hpc.training.checkpoint import checkpoint_directory
 
 PAIRS = 50
@@ -79,12 +79,12 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
             return compose(words)
 
     monkeypatch.setattr(composition, "composed", composed)
-    monkeypatch.setattr(new_run, "git_commit", lambda: None)
+    monkeypatch.setattr(create, "git_commit", lambda: None)
     monkeypatch.setattr(start, "submit_run", made.submit)
     monkeypatch.setattr(runs, "submit_run", made.submit)
     monkeypatch.setattr(status, "job_of", made.of)
     monkeypatch.setattr(begin, "job_of", made.of)
-    monkeypatch.setattr(follow, "follow", lambda *_: 0)
+    monkeypatch.setattr(progress, "follow", lambda *_: 0)
     return made
 
 
@@ -219,6 +219,6 @@ def test_a_name_that_is_taken_asks_for_another_name(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     config: Any = SimpleNamespace(name="tb", run_dir=None)
     plan: Any = None
-    RunDirectory.create(new_run.new_run_path(config, plan))
+    RunDirectory.create(create.new_run_path(config, plan))
     with pytest.raises(RecordError, match="or give another name"):
-        new_run.new_run(config, plan, [])
+        create.new_run(config, plan, [])

@@ -22,7 +22,8 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.results.loading.run_row import read_one
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import LEADER
-from holmes_hpc.submission.sweeps import jobs, returns, status_table
+from holmes_hpc.submission.sweeps import job_returns, jobs, status_table
+from holmes_hpc.submission.sweeps.job_returns import Progress, in_a_line
 from holmes_hpc.submission.sweeps.launcher_settings import (
     LocalLauncherConf,
     SlurmLauncherConf,
@@ -30,7 +31,6 @@ from holmes_hpc.submission.sweeps.launcher_settings import (
     settings_of_plan,
 )
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, open_manifest
-from holmes_hpc.submission.sweeps.returns import Progress, in_a_line
 from holmes_hpc.submission.sweeps.status_table import SweepRow, collect, row_of, sweep_status
 
 
@@ -173,7 +173,7 @@ def test_progress_says_states_steps_and_why_jobs_wait(
     ]
     assert in_a_line(rows) == "2 running, 1 completed, 1 pending: #1 step 5, loss 3.25; #2 step 4; #3 waits (Priority)"
     now = [100.0]
-    monkeypatch.setattr(returns.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(job_returns.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(Progress, "rows", lambda _: rows)
     caplog.set_level("INFO")
     with Progress(made(tmp_path), []) as shown:

@@ -15,8 +15,8 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from holmes_hpc.config.composition import load
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import make_plan
-from holmes_hpc.planning.spec.plan import Plan
 
 pytestmark = pytest.mark.integration
 

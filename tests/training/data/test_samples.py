@@ -21,8 +21,8 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import DataError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
-from holmes_hpc.planning.spec.parallel import Parallel
-from holmes_hpc.planning.spec.plan import Component, Plan, Schedule, Stage
+from holmes_hpc.planning.plan.parallel import Parallel
+from holmes_hpc.planning.plan.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.training.data import prefix as prefixes
 from holmes_hpc.training.data import prepare
 from holmes_hpc.training.data.build import Synthetic, build_datasets, described

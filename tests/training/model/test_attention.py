@@ -19,7 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from sites import A100
 
 from holmes_hpc.errors import ConfigError, PlanError
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.data import samples
 from holmes_hpc.training.model import attention
 from holmes_hpc.training.model.attention import SdpaAttention

@@ -14,8 +14,8 @@ from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan
-from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network import audit
 from holmes_hpc.training.network.audit import EVERY_STEPS, Audit, loads

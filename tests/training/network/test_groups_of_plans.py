@@ -25,8 +25,8 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import given_plan
-from holmes_hpc.planning.spec.plan import Plan
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.process_groups import Groups
 from holmes_hpc.training.pipeline import point_to_point

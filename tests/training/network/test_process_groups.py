@@ -21,8 +21,8 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.plan.transport import LOCAL, TCP, Transport
 from holmes_hpc.planning.search.best import given_plan
-from holmes_hpc.planning.spec.transport import LOCAL, TCP, Transport
 from holmes_hpc.training.network import process_groups
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.process_groups import Groups, check_devices, device, nccl_options

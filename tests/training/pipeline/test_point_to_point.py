@@ -15,9 +15,9 @@ from pipelines import Case, play_apart, server
 
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.site import NicType
-from holmes_hpc.planning.spec.parallel import Parallel, groups
-from holmes_hpc.planning.spec.plan import GroupTransport
-from holmes_hpc.planning.spec.transport import TCP, Transport
+from holmes_hpc.planning.plan.parallel import Parallel, groups
+from holmes_hpc.planning.plan.plan import GroupTransport
+from holmes_hpc.planning.plan.transport import TCP, Transport
 from holmes_hpc.training.pipeline import point_to_point
 from holmes_hpc.training.pipeline.codec import SAME, Codec, codec
 

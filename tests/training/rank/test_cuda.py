@@ -10,8 +10,8 @@ from plans import plan, site
 
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Gpu, Site
-from holmes_hpc.planning.spec.parallel import Parallel
-from holmes_hpc.planning.spec.plan import Schedule
+from holmes_hpc.planning.plan.parallel import Parallel
+from holmes_hpc.planning.plan.plan import Schedule
 from holmes_hpc.training.rank import cuda_check as cuda
 
 

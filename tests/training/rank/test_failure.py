@@ -19,7 +19,7 @@ import pytest
 import spawn
 import torch.distributed as dist
 
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch

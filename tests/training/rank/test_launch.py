@@ -18,12 +18,12 @@ from holmes_hpc.errors import HolmesError, NetworkError, PlanError
 from holmes_hpc.fabric import nccl
 from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort
 from holmes_hpc.fabric.site import FabricLink, NicNames, NicType
-from holmes_hpc.planning.spec.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.training import session
 from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network import rendezvous
-from holmes_hpc.training.network.door import listening
+from holmes_hpc.training.network.filtered_listener import listening
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.rank import launch
 from holmes_hpc.training.rank.launch import Launch

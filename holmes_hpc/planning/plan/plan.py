@@ -1,0 +1,304 @@
+"""The Plan: what runs where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.plan_options import EDGE_DTYPES, RECOMPUTE, STRATEGIES, TRANSPORT_MODES, edges_ignored
+from holmes_hpc.errors import PlanError, RunFailed
+from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning.plan import plan_file
+from holmes_hpc.planning.plan.parallel import (
+    HIERARCHICAL_ORDER,
+    Parallel,
+    abridged,
+    groups,
+    not_inside_a_node,
+    undivided,
+)
+from holmes_hpc.planning.plan.parts import Component, Predicted, Schedule, Stage
+from holmes_hpc.planning.plan.transport import GroupTransport, Place, Transport, TransportRule, places
+from holmes_hpc.planning.schedule.kinds import PER_STAGE
+from holmes_hpc.planning.schedule.launches import check_launches
+from holmes_hpc.planning.schedule.order import Order
+from holmes_hpc.records.files import write_whole
+from holmes_hpc.schema import check, key
+
+CONTROL = "control"  # the kind of the one entry of transports that is no group of Megatron-Core's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run needs. Made by the planner, or by hand; checked here, so that inside no code asks again.
+
+    A component's partition, constraint and stages, and a stage's fabric, follow from the rest: they are filled in.
+    """
+
+    strategy: Annotated[str, key("how fabrics are used", one_of=STRATEGIES)]
+    model: ModelSpec
+    batch: Batch
+    parallel: Parallel
+    recompute: Annotated[str, key("what a backward pass computes again", one_of=RECOMPUTE)]
+    schedule: Schedule
+    components: tuple[Component, ...]
+    stages: tuple[Stage, ...]
+    site: Site
+    bucket_bytes: Annotated[int, key("of a gradient bucket", unit="bytes", ge=1)] = 40_000_000
+    edge_dtype: Annotated[str, key("of activations on TCP edges", one_of=EDGE_DTYPES)] = "same"
+    # a tensor is spread over them
+    edge_connections: Annotated[int, key("of each direction of an edge on TCP", ge=1)] = 1
+    transport_mode: Annotated[str, key("which network groups use", one_of=TRANSPORT_MODES)] = "holmes"
+    # what was predicted, and what runs
+    pace_layer_ms: Annotated[float | None, key("layers take that long forward by waiting", unit="ms", gt=0)] = None
+    predicted: Predicted | None = None
+    assumptions: tuple[str, ...] = ()
+    alternatives: tuple[dict[str, Any], ...] = ()
+    pace_factors: Annotated[Mapping[str, float] | None, key("so many times the pace there", gt=0)] = None
+
+    def __post_init__(self) -> None:
+        check(self, "plan", PlanError)
+        ignored = edges_ignored(self.transport_mode, self.schedule.kind, self.edge_dtype, self.edge_connections)
+        hint = "leave it out, or use transport_mode holmes or schedule ahead"
+        PlanError.refuse((ignored, str(ignored), "plan", hint))
+        self._check_nodes()
+        self._check_model()
+        if self.is_per_stage:
+            self._check_per_stage()
+        self._place()
+        check_launches(self.order)
+        self._check_fabrics()
+
+    def _check_nodes(self) -> None:
+        fabrics, ranks = [c.fabric for c in self.components], sum(c.ranks for c in self.components)
+        sizes = [
+            (c.fabric, *size)
+            for c in self.components
+            for fabric in [self.site.fabric(c.fabric)]
+            for size in ((c.nodes, fabric.nodes, "nodes"), (c.gpus_per_node, fabric.gpus_per_node, "GPUs of a node"))
+        ]
+        PlanError.refuse(
+            (
+                len(set(fabrics)) < len(fabrics),
+                f"fabrics {', '.join(fabrics)}: one is there twice",
+                "components",
+                "make one component of a fabric",
+            ),
+            *(
+                (n > most, f"{n} {unit} needed, the site has {most}", f"component {fabric}", f"use at most {most}")
+                for fabric, n, most, unit in sizes
+            ),
+            (
+                ranks != self.world_size,
+                f"components hold {ranks} ranks, {self.parallel} needs {self.world_size}",
+                "components",
+                "make them equal",
+            ),
+        )
+
+    def _check_model(self) -> None:
+        m, p, sequence = self.model, self.parallel, self.batch.sequence_length
+        lengths = (
+            ("stages", self.stages, p.pp),
+            ("schedule.in_flight", self.schedule.in_flight, p.pp),
+            *((f"stages[{s}].chunks", stage.chunks, p.virtual_stages) for s, stage in enumerate(self.stages)),
+        )
+        layers = sum(s.layers for s in self.stages)
+        PlanError.refuse(
+            *(case for tp in p.tps for case in undivided(m, tp)),
+            *(
+                (
+                    p.sequence_parallel and sequence % tp,
+                    f"TP {tp} does not divide a sequence of {sequence}",
+                    "parallel.sequence_parallel",
+                    "switch it off, or use a TP that divides it",
+                )
+                for tp in p.tps
+            ),
+            *(
+                (len(values) != count, f"{len(values)} values for {p}", where, f"give {count}")
+                for where, values, count in lengths
+            ),
+            (layers != m.layers, f"stages hold {layers} layers, the model has {m.layers}", "stages", "make them equal"),
+            *(
+                (min(stage.chunks) < 1, f"stage {i} has a chunk without a layer", "stages", "use fewer stages")
+                for i, stage in enumerate(self.stages)
+            ),
+            (
+                sequence > m.max_positions,
+                f"sequence_length {sequence} is above the model's {m.max_positions}",
+                "batch",
+                "shorten the sequence or raise model.max_positions",
+            ),
+        )
+
+    def _check_per_stage(self) -> None:
+        p = self.parallel
+        if p.is_uniform:
+            plain = Parallel(p.stages, sequence_parallel=p.sequence_parallel)
+            if self.schedule.kind != PER_STAGE.name or p != plain:
+                self.batch.micro_batches(p.dp)  # says what does not divide
+        PlanError.refuse(
+            *(
+                (
+                    value != only,
+                    f"{name} is {value}, and replicas of its stages have unequal shares of a step",
+                    name,
+                    f"use {only}, or the same TP and DP in every stage and a batch that these divide",
+                )
+                for name, value, only in (
+                    ("schedule.kind", self.schedule.kind, PER_STAGE.name),
+                    ("strategy", "pipeline" if self.strategy == "one-fabric" else self.strategy, "pipeline"),
+                    ("transport_mode", self.transport_mode, "holmes"),
+                )
+            )
+        )
+
+    def _place(self) -> None:
+        """Fill in what follows from the order of ranks: each component's stages, each stage's fabric."""
+        p, first = self.parallel, 0
+        components, fabrics = list[Component](), dict[int, str]()
+        for c in self.components:
+            fabric = self.site.fabric(c.fabric)
+            ends = (
+                (0, p.pp - 1)
+                if p.order == HIERARCHICAL_ORDER
+                else (p.coordinates(first)[0], p.coordinates(first + c.ranks - 1)[0])
+            )
+            held = tuple(range(ends[0], ends[1] + 1))
+            for stage in held:
+                sizes, other = p.stages[stage], fabrics.setdefault(stage, c.fabric)
+                PlanError.refuse(
+                    not_inside_a_node(sizes.tp, c.gpus_per_node, f"component {c.fabric}"),
+                    (
+                        self.is_per_stage and sizes.ranks % c.gpus_per_node,
+                        f"stage {stage}: TP {sizes.tp} x DP {sizes.dp} on nodes of {c.gpus_per_node} ranks",
+                        "stages",
+                        "give a stage whole nodes: a multiple of the ranks of a node",
+                    ),
+                    (
+                        other != c.fabric and self.strategy != "hierarchical-dp",
+                        f"stage {stage} lies on {other} and {c.fabric}",
+                        f"component {c.fabric}",
+                        "put stage boundaries on fabric boundaries, or plan again",
+                    ),
+                )
+            components.append(replace(c, partition=fabric.partition, constraint=fabric.constraint, stages=held))
+            first += c.ranks
+        object.__setattr__(self, "components", tuple(components))
+        object.__setattr__(self, "stages", tuple(replace(s, fabric=fabrics[i]) for i, s in enumerate(self.stages)))
+
+    def _check_fabrics(self) -> None:
+        inside = ("tp", "intra_dp") if self.strategy == "hierarchical-dp" else ("tp", "intra_dp", "dp")
+        for g in self.transports() if self.transport_mode != "single" else ():
+            if g.kind in inside and len(names := {self.places[r].fabric for r in g.ranks}) > 1:
+                raise PlanError(
+                    f"{g.kind} group of ranks {abridged(g.ranks)} spans fabrics {', '.join(sorted(names))}",
+                    where="plan",
+                    hint="put stage boundaries on fabric boundaries, or plan again",
+                )
+
+    @property
+    def layout(self) -> list[dict[str, Any]]:
+        """The components of the job, as a run's record has them."""
+        return [{k: v for k, v in asdict(c).items() if k != "stages"} for c in self.components]
+
+    @property
+    def spread(self) -> str:
+        """How the plan lies on the nodes, for people: its strategy, or that one node has all of it."""
+        return "one node" if sum(c.nodes for c in self.components) == 1 else self.strategy
+
+    @property
+    def unused(self) -> dict[str, int]:
+        """Fabric -> nodes that the plan leaves idle."""
+        used = {c.fabric: c.nodes for c in self.components}
+        idle = {f.name: f.nodes - used.get(f.name, 0) for f in self.site.fabrics}
+        return {name: nodes for name, nodes in idle.items() if nodes}
+
+    @property
+    def world_size(self) -> int:
+        return self.parallel.world_size
+
+    @cached_property
+    def is_per_stage(self) -> bool:
+        """Whether replicas of a stage compute unlike micro-batches: TP or DP differ by stage, or shares by replica."""
+        return not self.parallel.is_grid(self.batch.micro_batches(1))
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per pipeline and step; of the whole step where a plan is per stage, for there are no
+        pipelines."""
+        return self.batch.micro_batches(1 if self.is_per_stage else self.parallel.dp)
+
+    @cached_property
+    def order(self) -> Order:
+        """What each stage (where a plan is per stage: each replica of it) computes in a step, one after the other."""
+        p = self.parallel
+        if self.is_per_stage:
+            return Order.routed(p.routes(self.micro_batches), self.schedule.in_flight)
+        return Order(self.schedule.kind, p.pp, self.micro_batches, p.virtual_stages, self.schedule.in_flight)
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """Where each global rank runs."""
+        return places(self.components)
+
+    def component_of(self, rank: int) -> int:
+        for index, c in enumerate(self.components):
+            if rank < c.ranks:
+                return index
+            rank -= c.ranks
+        raise PlanError(f"rank {rank} is beyond the plan's {self.world_size}", where="plan", hint="use the plan's size")
+
+    @cached_property
+    def transport_rule(self) -> TransportRule:
+        return TransportRule.of_job(self.site, self.transport_mode, self.components)
+
+    def transport_of(self, ranks: Sequence[int], host_memory: bool = False) -> Transport:
+        """Return the transport of whatever group these ranks form; `host_memory` as :meth:`TransportRule.of` has it."""
+        return self.transport_rule.of_members([self.places[r] for r in ranks], host_memory)
+
+    def transports(self) -> Iterator[GroupTransport]:
+        """Yield one entry per concrete group and per pair of an edge, in a fixed order."""
+        if self.world_size > 1 and not all(self.site.fabric(c.fabric).gpu.is_cpu for c in self.components):
+            everyone = tuple(range(self.world_size))
+            yield GroupTransport(
+                CONTROL, everyone, self.transport_of(everyone, host_memory=True), tuple(range(self.parallel.pp))
+            )
+        for g in groups(self.parallel, self.batch.micro_batches(1), self.model.tied):
+            yield GroupTransport(g.kind, g.ranks, self.transport_of(g.ranks), g.stages)
+
+    @property
+    def id(self) -> str:
+        """Twelve hex digits of what the plan does (not of what was predicted or considered)."""
+        return plan_file.digest(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, with what follows from other fields beside these (`holmes plan --json`)."""
+        return plan_file.to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str = "plan") -> Plan:
+        """Make a plan of what :meth:`to_dict` or a plan.yaml has. PlanError or SiteError names the key, its value and
+        what is allowed."""
+        return plan_file.from_dict(cls, data, where)
+
+    def to_yaml(self) -> str:
+        return plan_file.to_yaml(self)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write plan.yaml, atomically; equal plans give equal bytes."""
+        try:
+            write_whole(Path(path), self.to_yaml())
+        except RunFailed as e:
+            raise PlanError(e.what, where=str(path), hint="give a file in a directory that exists") from e
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read and check a plan.yaml."""
+        return cls.from_dict(plan_file.read(path), where=str(path))

@@ -1,0 +1,256 @@
+"""plan.yaml: its schema (version 3), its reader and its writer. What follows from other keys stands under `derived`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+
+from holmes_hpc.errors import HolmesError, PlanError
+from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
+from holmes_hpc.records.untrusted import from_yaml
+from holmes_hpc.schema import Checked, key, make
+
+P = TypeVar("P")  # Plan, whose methods these are
+
+VERSION = 3
+UNIFORM, PER_STAGE = 1, 2  # the versions that earlier releases wrote, and that are read
+WHOLE: tuple[str, ...] = ()
+# Keys that may be missing in a plan of an older version, and that change what it does.
+_ALWAYS_WRITTEN = ("bucket_bytes", "edge_dtype", "edge_connections", "transport_mode")
+_SIZES = ("tp", "dp")  # of a stage
+
+
+def to_dict(plan: Any) -> dict[str, Any]:
+    """Return a plan as plain data, with what follows from other keys beside these. Only an emulated plan has a pace."""
+    data: dict[str, Any] = {"version": VERSION}
+    for f in fields(plan):
+        value = getattr(plan, f.name)
+        if f.name != "site" and (not f.name.startswith("pace_") or value is not None):
+            data[f.name] = asdict(value) if hasattr(value, "__dataclass_fields__") else value
+    data["model"] = plan.model.to_dict()
+    data["components"] = [asdict(c) for c in plan.components]
+    data["stages"] = [asdict(s) for s in plan.stages]
+    p, ranks_of_node = plan.parallel, {c.fabric: c.gpus_per_node for c in plan.components}
+    data["parallel"] = {k: v for k, v in asdict(p).items() if k != "stages"} | {"pp": p.pp}
+    if p.is_uniform:
+        data["parallel"] |= {"tp": p.tp, "dp": p.dp}
+    for stage, sizes in zip(data["stages"], p.stages, strict=True):
+        nodes, partly = divmod(sizes.ranks, ranks_of_node[stage["fabric"]])
+        stage |= {"tp": sizes.tp, "dp": sizes.dp} | ({} if partly else {"nodes": nodes})
+    if plan.is_per_stage:
+        data["routing"] = {"weights": [list(s.weights or (1,) * s.dp) for s in p.stages]}
+    data["unused"] = plan.unused
+    data["transports"] = [
+        {
+            "kind": g.kind,
+            "ranks": list(g.ranks),
+            "stages": list(g.stages),
+            "transport": g.transport.kind,
+            "nic": str(g.transport.nic) if g.transport.nic else None,
+            "fabric": g.transport.fabric,
+        }
+        for g in plan.transports()
+    ]
+    data["site"] = plan.site.to_dict()
+    return json.loads(json.dumps(data))
+
+
+def digest(plan: Any) -> str:
+    """Return twelve hex digits of what a plan does. They are of the form that versions 1 and 2 had, without the control
+    entry, which the oldest lack, so that an equal plan of an earlier release has equal ones."""
+    data = to_dict(replace(plan, predicted=None, assumptions=(), alternatives=()))
+    data["version"] = PER_STAGE if plan.is_per_stage else UNIFORM
+    if plan.is_per_stage:
+        data["parallel"] = {"sequence_parallel": plan.parallel.sequence_parallel}
+    else:
+        data["stages"] = [_pick(stage, ("nodes", *_SIZES), False) for stage in data["stages"]]
+    data["transports"] = _without_control(data["transports"])
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def to_yaml(plan: Any) -> str:
+    """Return the text of plan.yaml."""
+    whole, names_of = to_dict(plan), _derived_names(plan)
+    data = {k: _pick(v, names_of.get(k, ()), False) for k, v in whole.items() if names_of.get(k) != WHOLE}
+    derived = {k: whole[k] if names == WHOLE else _pick(whole[k], names, True) for k, names in names_of.items()}
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return str(
+        yaml.dump(
+            {**data, "derived": derived},
+            Dumper=dumper,
+            sort_keys=False,
+            default_flow_style=None,
+            width=110,
+            allow_unicode=True,
+        )
+    )
+
+
+def _derived_names(plan: Any) -> dict[str, tuple[str, ...]]:
+    """Return which keys follow from the others: the whole of it, or its keys of these names."""
+    chunks = "chunks" if plan.parallel.virtual_stages == 1 else "layers"
+    return {
+        "parallel": ("tp", "pp", "dp"),
+        "components": ("partition", "constraint", "stages"),
+        "stages": ("fabric", "nodes", chunks),
+        "unused": WHOLE,
+        "transports": WHOLE,
+    }
+
+
+def _pick(value: Any, names: Sequence[str], is_derived: bool) -> Any:
+    """Return the keys of `names`, or the others, of a mapping or of each one in a list."""
+    if isinstance(value, list):
+        return [_pick(item, names, is_derived) for item in value]
+    return {k: v for k, v in value.items() if (k in names) == is_derived} if isinstance(value, Mapping) else value
+
+
+def flatten(data: Any) -> Any:
+    """Return the plain data of a plan.yaml in the form of :func:`to_dict`: what stands under `derived` beside the
+    rest."""
+    if not isinstance(data, Mapping):
+        return data
+    rest = {k: v for k, v in data.items() if k != "derived"}
+    return _merged(rest, data.get("derived") or {})
+
+
+def _merged(data: Any, derived: Any) -> Any:
+    if isinstance(data, Mapping) and isinstance(derived, Mapping):
+        return {**derived, **{k: _merged(v, derived[k]) if k in derived else v for k, v in data.items()}}
+    if isinstance(data, list) and isinstance(derived, list) and len(data) == len(derived):
+        return [_merged(*pair) for pair in zip(data, derived, strict=True)]
+    return data
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """Return the plain data of a file. PlanError where there is none, or it is not YAML."""
+    try:
+        return from_yaml(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise PlanError(e.strerror or str(e), where=str(path), hint="make it with `holmes plan -o plan.yaml`") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise PlanError(f"not YAML: {e}", where=str(path), hint="make it again with `holmes plan`") from e
+
+
+def from_dict(cls: type[P], data: Any, where: str) -> P:
+    """Make a plan of plain data of version 1, 2 or 3. What follows from other keys is computed again and must be what
+    is written. A key that an older version did not write has its default."""
+    if not isinstance(data, Mapping):
+        raise PlanError("not a plan", where=where, hint="make it with `holmes plan -o plan.yaml`")
+    try:
+        version = data.get("version", UNIFORM)
+        if version not in (UNIFORM, PER_STAGE, VERSION):
+            raise PlanError(
+                f"plan version {version}, this release reads {UNIFORM} to {VERSION}",
+                where="plan",
+                hint="make the plan again with `holmes plan`",
+            )
+        flat = flatten(data)
+        plan: Any = make(cls, _fields(flat), "plan", PlanError)
+        unchecked = ("transports",) if version == PER_STAGE and not plan.is_per_stage else ()  # a grid has others
+        _check_derived(plan, {k: v for k, v in flat.items() if k not in unchecked})
+    except HolmesError as e:
+        inside = e.where.removeprefix("plan").removeprefix(".")
+        raise type(e)(e.what, where=f"{where}: {inside}" if inside else where, hint=e.hint) from e
+    missing = [k for k in _ALWAYS_WRITTEN if k not in data]
+    note = f"an older plan, without {', '.join(missing)}: taken as by default"
+    return replace(plan, assumptions=(*plan.assumptions, note)) if missing else plan
+
+
+def _fields(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a plan is made of: of keys that follow from others none."""
+    values = {k: v for k, v in flat.items() if k not in ("version", "unused", "transports", "routing")}
+    stages, components = values.get("stages"), values.get("components")
+    values["parallel"] = _parallel(flat)
+    if isinstance(stages, list):
+        values["stages"] = [_pick(s, ("fabric", "nodes", *_SIZES), False) for s in stages]
+    if isinstance(components, list):
+        values["components"] = [
+            {**c, "partition": "", "constraint": "", "stages": ()} if isinstance(c, Mapping) else c for c in components
+        ]
+    return values
+
+
+@dataclass(frozen=True)
+class _Uniform(Checked, where="parallel", error=PlanError):
+    """The sizes of a uniform layout, as a plan's file has them."""
+
+    tp: Annotated[int, key("tensor parallel", ge=1)] = 1
+    pp: Annotated[int, key("pipeline stages", ge=1)] = 1
+    dp: Annotated[int, key("data parallel", ge=1)] = 1
+
+
+@dataclass(frozen=True)
+class _Routing(Checked, where="routing", error=PlanError):
+    """The rule of an uneven layout as a plan's file has it: per stage, every replica's weight."""
+
+    weights: tuple[tuple[float, ...], ...] = ()
+
+
+def _parallel(flat: Mapping[str, Any]) -> Parallel:
+    """Return the layout that `parallel`, `stages` and `routing` give."""
+    given, stages = flat.get("parallel") or {}, flat.get("stages")
+    if not isinstance(given, Mapping):
+        raise PlanError(f"parallel is {given!r:.60}", where="parallel", hint="give its keys: tp, dp, …")
+    if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
+        raise PlanError(f"stages is {stages!r:.60}", where="stages", hint="list one per stage")
+    rest = {k: v for k, v in given.items() if k not in ("tp", "pp", "dp", "stages")}
+    if not any(name in stage for stage in stages for name in _SIZES):
+        sizes = {k: v for k, v in given.items() if k in ("tp", "pp", "dp")}
+        uniform = make(_Uniform, {"pp": len(stages), **sizes}, "parallel", PlanError)
+        equal = (StageParallel(uniform.tp, uniform.dp),) * uniform.pp
+        return make(Parallel, {**rest, "stages": equal}, "parallel", PlanError)
+    weights = make(_Routing, flat.get("routing") or {}, "routing", PlanError).weights or ((),) * len(stages)
+    if len(weights) != len(stages):
+        raise PlanError(
+            f"weights of {len(weights)} stages for {len(stages)}", where="routing", hint="give a list per stage"
+        )
+    made = tuple(
+        make(StageParallel, {**_pick(stage, _SIZES, True), "weights": weights[s]}, f"stages[{s}]", PlanError)
+        for s, stage in enumerate(stages)
+    )
+    return make(Parallel, {**rest, "stages": made}, "parallel", PlanError)
+
+
+def _check_derived(plan: Any, flat: Mapping[str, Any]) -> None:
+    """Refuse data in which a key that follows from others has another value than these give it."""
+    computed = to_dict(plan)
+    for name, names in _derived_names(plan).items():
+        pairs = _differences(flat[name], computed[name], names, name) if name in flat else ()
+        for where, written, value in pairs:
+            if name == "transports" and flat[name] == _without_control(computed[name]):
+                continue
+            raise PlanError(
+                f"{where} is {_shown(written)}, by the other keys it is {_shown(value)}",
+                where=where,
+                hint="remove the key (it is derived), or change what it follows from",
+            )
+
+
+def _differences(written: Any, computed: Any, names: Sequence[str], where: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (where, what is written, what is computed) for each derived value that differs."""
+    if isinstance(written, list) and isinstance(computed, list) and len(written) == len(computed):
+        for i, pair in enumerate(zip(written, computed, strict=True)):
+            yield from _differences(*pair, names, f"{where}[{i}]")
+    elif names and isinstance(written, Mapping) and isinstance(computed, Mapping):
+        for name in names:
+            if name in written and name in computed and written[name] != computed[name]:
+                yield f"{where}.{name}", written[name], computed[name]
+    elif written != computed:
+        yield where, written, computed
+
+
+def _without_control(transports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in transports if entry["kind"] != "control"]
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "…"

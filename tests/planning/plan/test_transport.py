@@ -1,0 +1,113 @@
+"""The transport decision as a table, and its laws over random sites and groups."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.planning.plan.transport import LOCAL, TCP, Place, Transport, TransportRule
+
+
+def fabric(name: str, nic: str) -> Fabric:
+    return Fabric(name, NicType(nic), name, 4, 2, 10, CPU, None if nic == "ethernet" else 100)
+
+
+SITE = Site("s", (fabric("ib-a", "ib"), fabric("ib-b", "ib"), fabric("roce-a", "roce"), fabric("eth-a", "ethernet")))
+EACH = TransportRule(SITE, "holmes", frozenset(f.name for f in SITE.fabrics), False)
+IB, ROCE = Transport("rdma", NicType.IB, "ib-a"), Transport("rdma", NicType.ROCE, "roce-a")
+
+
+def places(text: str) -> list[Place]:
+    return [Place(*word.split("/")) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("members", "transport"),
+    [
+        ("ib-a/1", LOCAL),
+        ("ib-a/1 ib-a/1", LOCAL),
+        ("eth-a/1 eth-a/1", LOCAL),
+        ("ib-a/1 ib-a/2", IB),
+        ("ib-a/1 ib-a/1 ib-a/2", IB),
+        ("roce-a/1 roce-a/2", ROCE),
+        ("eth-a/1 eth-a/2", TCP),
+        ("ib-a/1 ib-b/1", TCP),  # two InfiniBand fabrics without a link
+        ("ib-a/1 roce-a/1", TCP),
+        ("ib-a/1 ib-a/2 eth-a/1", TCP),
+        ("ib-a/1 ib-b/2", TCP),
+    ],
+)
+def test_table(members: str, transport: Transport) -> None:
+    assert EACH.of_members(places(members)) == transport
+
+
+@pytest.mark.parametrize(
+    ("members", "job", "transport"),
+    [
+        ("ib-a/1 ib-a/1", ["ib-a", "roce-a"], LOCAL),  # what stays on a node needs no network
+        ("ib-a/1 ib-a/2", ["ib-a", "roce-a"], TCP),
+        ("ib-a/1 ib-a/2", ["ib-a"], IB),
+        ("eth-a/1 eth-a/2", ["eth-a"], TCP),
+    ],
+)
+def test_plain_megatron_has_what_the_whole_job_shares(members: str, job: list[str], transport: Transport) -> None:
+    rule = TransportRule(SITE, "single", frozenset(job), False)
+    assert rule.of_members(places(members)) == transport
+    assert rule.shared == (TCP if len(job) > 1 else rule.of(job, False))
+
+
+@pytest.mark.parametrize("mode", ["holmes", "single"])
+@pytest.mark.parametrize(
+    ("members", "transport"),
+    [("ib-a/1 ib-a/1", LOCAL), ("ib-a/1 ib-a/2", TCP), ("roce-a/1 roce-a/2", TCP), ("eth-a/1 eth-a/2", TCP)],
+)
+def test_host_memory_beside_gpus_never_has_rdma(members: str, transport: Transport, mode: str) -> None:
+    found = places(members)
+    rule = TransportRule(SITE, mode, frozenset([found[0].fabric]), False)
+    assert rule.of_members(found, host_memory=True) == transport
+
+
+@pytest.mark.parametrize(
+    ("kind", "nic", "name"),
+    [
+        ("rdma", None, "a"),
+        ("rdma", NicType.ETHERNET, "a"),
+        ("tcp", None, None),
+        ("rdma", NicType.IB, None),
+        ("local", NicType.IB, None),
+        ("udp", None, None),
+    ],
+)
+def test_transports_that_do_not_exist(kind: str, nic: NicType | None, name: str | None) -> None:
+    with pytest.raises(PlanError, match="does not exist"):
+        Transport(kind, nic, name)
+
+
+groups = st.lists(
+    st.builds(Place, st.sampled_from([f.name for f in SITE.fabrics]), st.sampled_from(["1", "2", "3"])),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(groups)
+def test_what_is_decided_is_possible_and_order_does_not_matter(members: list[Place]) -> None:
+    chosen = EACH.of_members(members)
+    fabrics = {SITE.fabric(m.fabric) for m in members}
+    assert chosen.kind != "local" or len(set(members)) == 1
+    assert chosen.kind != "rdma" or {(f.name, f.nic) for f in fabrics} == {(chosen.fabric, chosen.nic)}
+    assert EACH.of_members(members[::-1]) == chosen
+
+
+@given(groups, groups)
+def test_more_members_never_make_it_faster(members: list[Place], more: list[Place]) -> None:
+    speed = {"local": 0, "rdma": 1, "tcp": 2}
+    assert speed[EACH.of_members(members + more).kind] >= speed[EACH.of_members(members).kind]
+
+
+@given(groups)
+def test_rdma_exactly_where_one_rdma_fabric_has_all_of_several_nodes(members: list[Place]) -> None:
+    fabrics, nodes = {m.fabric for m in members}, {(m.fabric, m.node) for m in members}
+    rdma = len(nodes) > 1 and len(fabrics) == 1 and SITE.fabric(members[0].fabric).nic.rdma
+    assert (EACH.of_members(members).kind == "rdma") is rdma

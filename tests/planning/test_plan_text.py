@@ -1,0 +1,125 @@
+"""What is said of a plan: when a runner-up is too close to call, and how to find out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import yaml
+from sites import A100
+
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.fabric.site import Fabric, NicType, Site
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.hardware import Link
+from holmes_hpc.planning.cost.predict import kind_tflops
+from holmes_hpc.planning.plan_text import explain
+from holmes_hpc.planning.search.best import best_plan, given_plan, grown
+
+pytestmark = pytest.mark.integration
+
+MODEL, BATCH = named("gpt_3_6b"), Batch(256, 2, 2048)
+SITE = Site(
+    "twins",
+    tuple(
+        Fabric(name, NicType.IB, name, 2, 8, 1.0, A100, rdma_gbps=gbps) for name, gbps in (("a", 800.0), ("b", 790.0))
+    ),
+)
+
+
+def test_a_runner_up_that_is_too_close_comes_with_the_way_to_find_out() -> None:
+    plan = best_plan(MODEL, BATCH, SITE, PlanOptions(strategy="one-fabric"), Costs())
+    text = " ".join(explain(plan, Costs()))
+    said = re.search(
+        r"too close for a prediction to tell\. .* with plan\.tp=(\d+) plan\.pp=(\d+) plan\.dp=(\d+)"
+        r" 'plan\.nodes=(\{.*?\})' plan\.virtual_stages=(\d+)\.",
+        text,
+    )
+    assert said is not None, text
+    tp, pp, dp, chunks = (int(said[i]) for i in (1, 2, 3, 5))
+    told = best_plan(
+        MODEL,
+        BATCH,
+        SITE,
+        PlanOptions(tp=tp, pp=pp, dp=dp, virtual_stages=chunks, nodes=yaml.safe_load(said[4])),
+        Costs(),
+    )
+    near = plan.alternatives[0]
+    assert told.predicted is not None
+    assert told.predicted.step_time_s == pytest.approx(near["predicted"]["step_time_s"], rel=0.01)
+
+
+def test_nothing_is_said_where_runners_up_are_far_behind() -> None:
+    plan = best_plan(MODEL, BATCH, SITE, PlanOptions(strategy="one-fabric"), Costs())
+    slow = tuple({**a, "predicted": {**a["predicted"], "step_time_s": 9e9}} for a in plan.alternatives)
+    assert "too close" not in " ".join(explain(replace(plan, alternatives=slow), Costs()))
+
+
+def test_the_headline_says_how_long_sequences_are() -> None:
+    """A plan for a batch that nobody chose is seen for what it is."""
+    plan = given_plan(MODEL, Batch(64, 1, 1024), SITE, PlanOptions(tp=1, pp=2, dp=8), Costs())
+    assert "gpt_3_6b, 64 sequences of 1024 tokens a step" in " ".join(explain(plan, Costs()))
+
+
+def test_each_gpu_kind_has_its_own_tflops() -> None:
+    """Layers that no H100 has are not counted on it; all GPUs together do what the model needs."""
+    faster = replace(A100, name="h100-80gb", peak_tflops=989.0)
+    site = replace(SITE, fabrics=(SITE.fabrics[0], replace(SITE.fabrics[1], gpu=faster)))
+    plan = best_plan(MODEL, BATCH, site, PlanOptions(strategy="pipeline", tp=1, pp=2, dp=16), Costs())
+    assert plan.predicted is not None and len(plan.components) == 2
+    found = kind_tflops(plan, plan.predicted.step_time_s)
+    assert found[faster] > 1.5 * found[A100]
+    assert sum(found.values()) / 2 == pytest.approx(plan.predicted.model_tflops_per_gpu)
+    text = " ".join(explain(plan, Costs()))
+    tokens = plan.predicted.samples_per_s * BATCH.sequence_length
+    assert f"{tokens:,.0f} tokens/s" in text and f"{found[faster]:.3g} of h100-80gb (" in text
+
+
+def test_runners_up_come_in_the_order_of_their_speed_and_gains_say_what_they_hold() -> None:
+    slower = tuple(replace(f, nodes=1, ethernet_gbps=25.0) for f in SITE.fabrics)
+    plan = best_plan(
+        MODEL, BATCH, replace(SITE, fabrics=(*SITE.fabrics, replace(slower[0], name="c"))), PlanOptions(), Costs()
+    )
+    times = [a["predicted"]["step_time_s"] for a in plan.alternatives]
+    assert len(times) > 2 and times == sorted(times)
+    assert "What would help, each alone and with this layout (planned anew it may be more):" in explain(plan, Costs())
+
+
+def test_a_network_that_counts_for_much_less_than_its_rate_is_told() -> None:
+    fabrics = (SITE.fabrics[0], replace(SITE.fabrics[1], name="roce-b", nic=NicType.ROCE, rdma_gbps=200.0))
+    site, options = replace(SITE, fabrics=fabrics), PlanOptions(tp=1, pp=2, dp=16)
+    plan = given_plan(MODEL, BATCH, site, options, Costs())
+    told = "roce-b: its 200 Gb/s are counted as 63.8 (NCCL over RoCE, published runs); `holmes calibrate` measures"
+    text = " ".join(explain(plan, Costs(), width=10_000))
+    assert told in text and "a: its" not in text
+    measured = MeasuredFabric("roce-b", A100.name, links={"roce": Link(1e-5, 0.5)})
+    assert "counted as" not in " ".join(explain(plan, Costs(Calibration(fabrics=(measured,))), width=10_000))
+
+
+def test_a_part_that_takes_under_half_a_percent_has_its_time() -> None:
+    plan = given_plan(MODEL, BATCH, SITE, PlanOptions(tp=1, pp=2, dp=16), Costs())
+    assert plan.predicted is not None
+    less = {**plan.predicted.breakdown, "optimizer_s": 3e-4 * plan.predicted.step_time_s, "param_sync_s": 1e-17}
+    lines = explain(replace(plan, predicted=replace(plan.predicted, breakdown=less)), Costs())
+    (line,) = (line for line in lines if line.lstrip().startswith("optimizer"))
+    assert line.split()[1:] == [f"{less['optimizer_s']:.3g}", "s", "<1%"]
+    assert not any(line.lstrip().startswith("parameter sync") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"compute_s": 2.46, "grad_sync_s": 0.1, "optimizer_s": -1.0}, "compute takes 2.46 s longer"),
+        (
+            {"compute_s": 2.46, "optimizer_s": 0.0, "grad_sync_s": 2.3},
+            "compute takes 2.46 s longer, gradient sync 2.3 s",
+        ),
+        ({"compute_s": -1.0, "grad_sync_s": 3.0}, "gradient sync takes 3 s longer"),
+    ],
+)
+def test_a_runner_up_names_the_one_or_two_parts_that_grow_most(more: dict[str, float], words: str) -> None:
+    assert grown(more) == words

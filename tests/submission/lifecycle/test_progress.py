@@ -1,0 +1,465 @@
+"""Following a job, the status of runs, and a plan as local processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import plans
+import psutil
+import pytest
+
+from holmes_hpc.config.slurm_settings import SlurmSettings
+from holmes_hpc.errors import ConfigError, RecordError, RunFailed, SubmissionError
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.schema import make
+from holmes_hpc.slurm.commands import Answer
+from holmes_hpc.slurm.job_queries import SEPARATOR
+from holmes_hpc.slurm.job_states import JobState
+from holmes_hpc.submission.lifecycle.progress import follow
+from holmes_hpc.submission.lifecycle.status import (
+    OnSlurm,
+    cancel_run,
+    job_of,
+    log_paths,
+    record_end,
+    run_status,
+    run_statuses,
+)
+from holmes_hpc.submission.local import run_plan_here
+from holmes_hpc.submission.plan_job import plan_components, plan_executor
+
+pytestmark = pytest.mark.integration
+
+
+class Told:
+    """A job whose states a test tells; each may do something first."""
+
+    id = "7"
+
+    def __init__(self, *states: JobState | Callable[[], JobState]) -> None:
+        self.states, self.cancelled = list(states), False
+
+    def state(self, mode: str = "standard") -> JobState:
+        found = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return found() if callable(found) else found
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    made = RunDirectory.create(tmp_path / "run", config={"train": {"steps": 5, "max_restarts": 0}})
+    made.start_attempt({})
+    return made
+
+
+def test_states_reasons_and_the_log_are_shown(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+    def runs() -> JobState:
+        run.log_path(0).write_text("step 1\nstep 2\n")
+        return JobState("RUNNING", nodes="ib[1-2]", source="squeue")
+
+    def ends() -> JobState:
+        run.write_result({"state": "completed"})
+        return JobState("COMPLETED", source="sacct")
+
+    job = Told(JobState("PENDING", "Resources", source="squeue"), runs, ends)
+    assert follow(run, job, poll_s=0.01, slurm_every_s=0.05) == 0
+    out, err = capfd.readouterr()
+    assert out == "step 1\nstep 2\n"
+    assert "PENDING: Resources" in err and "RUNNING on ib[1-2]" in err and "run: completed" in err
+
+
+def test_what_a_job_waits_for_is_said(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.QUIET_S", 0.0)
+
+    def loads() -> JobState:
+        time.sleep(0.1)
+        run.log_path(0).touch()
+        return JobState("RUNNING")
+
+    def speaks() -> JobState:
+        time.sleep(0.1)
+        run.log_path(0).write_text("4 ranks met\n")
+        return JobState("RUNNING")
+
+    def ends() -> JobState:
+        run.write_result({"state": "completed"})
+        return JobState("COMPLETED")
+
+    assert (
+        follow(
+            run,
+            Told(JobState("RUNNING"), JobState("RUNNING"), loads, speaks, JobState("RUNNING"), ends),
+            poll_s=0.01,
+            slurm_every_s=0.02,
+        )
+        == 0
+    )
+    before, _, after = capfd.readouterr().err.rpartition("ranks load torch and Megatron-Core: ")
+    assert "the nodes start the ranks: " in before and "job 7: RUNNING, " in after
+
+
+def test_while_ranks_load_no_silence_grows(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.QUIET_S", 0.0)
+    monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.SOON_S", 0.0)
+
+    def later() -> JobState:
+        time.sleep(0.1)
+        return JobState("RUNNING")
+
+    def ends() -> JobState:
+        run.write_result({"state": "completed"})
+        return JobState("COMPLETED")
+
+    assert follow(run, Told(JobState("RUNNING"), later, later, ends), poll_s=0.01, slurm_every_s=0.02) == 0
+    assert "the nodes start the ranks: " in capfd.readouterr().err
+
+
+def test_the_follower_judges_when_nobody_did(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.SETTLE_S", 0.1)
+    assert (
+        follow(run, Told(JobState("NODE_FAIL", nodes="ib1", components=("NODE_FAIL",), source="sacct")), poll_s=0.01)
+        == 1
+    )
+    result = run.read_result()
+    assert result is not None and result["writer"] == "follower" and "NODE_FAIL" in result["error"]
+
+
+def test_a_cancelled_runs_last_step_is_recorded_though_its_batch_script_was_killed(run: RunDirectory) -> None:
+    run.append_metrics({"step": 1, "loss": 5.0, "attempt": 1})
+    run.write_result({"state": "cancelled", "final": {"step": 1}}, writer="follower")  # by finish --so-far
+    run.append_metrics({"step": 2, "loss": 4.0, "attempt": 1})  # the step after the signal
+    assert follow(run, Told(JobState("CANCELLED", source="sacct")), poll_s=0.01) == 1
+    result = run.read_result()
+    assert result is not None and (result["state"], result["final"]["step"]) == ("cancelled", 2)
+
+
+def test_a_full_disk_does_not_keep_the_end_from_being_told(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> bool:
+        raise RunFailed("No space left on device", where="result.json", hint="free some space")
+
+    monkeypatch.setattr(RunDirectory, "write_result", full)
+    result = record_end(run, JobState("NODE_FAIL", nodes="ib1", components=("NODE_FAIL",), source="sacct"))
+    assert result["state"] == "failed" and "NODE_FAIL" in result["error"]
+
+
+def test_a_preempted_run_is_followed_on(run: RunDirectory) -> None:
+    run.write_result({"state": "preempted"}, writer="follower")
+
+    def again() -> JobState:
+        run.start_attempt({})
+        return JobState("RUNNING", source="squeue")
+
+    def ends() -> JobState:
+        run.write_result({"state": "completed"})
+        return JobState("COMPLETED", source="sacct")
+
+    job = Told(JobState("PREEMPTED", unsettled=True), JobState("PENDING", "BeginTime"), again, ends)
+    assert follow(run, job, poll_s=0.01, slurm_every_s=0.02) == 0
+
+
+@pytest.mark.parametrize("answer, code", [("detach", 130), ("cancel", 1)])
+def test_ctrl_c_asks(run: RunDirectory, answer: str, code: int) -> None:
+    def interrupt() -> JobState:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)  # the signal arrives
+        raise AssertionError("not interrupted")
+
+    def after() -> JobState:
+        run.write_result({"state": "cancelled"})
+        return JobState("CANCELLED", source="squeue")
+
+    job = Told(JobState("RUNNING"), interrupt, after)
+    assert follow(run, job, poll_s=0.01, slurm_every_s=0.02, ask=lambda: answer) == code
+    assert job.cancelled is (answer == "cancel")
+
+
+def test_states_of_many_runs_take_one_query(tmp_path: Path, fake_slurm: Any) -> None:
+    lines = []
+    runs = []
+    for i in range(1, 31):
+        made = RunDirectory.create(
+            tmp_path / f"r{i}", config={"train": {"steps": 9}}, slurm={"job_id": i, "submitted": time.time() - 100}
+        )
+        made.start_attempt({})
+        runs.append(made)
+        lines.append(SEPARATOR.join([str(i), "RUNNING", str(int(time.time())), "None", "ib1", "x"]))
+    fake_slurm.answer("squeue", "cat <<'E'\n" + "\n".join(lines) + "\nE")
+    runs[3].write_result({"state": "failed", "error": "why", "failed_rank": 2, "failed_node": "n"})
+    found = run_statuses(runs)
+    assert [s.state for s in found] == ["running"] * 3 + ["failed"] + ["running"] * 26
+    assert found[3].failed_rank == 2 and found[3].error == "why"
+    assert len(fake_slurm.calls("squeue")) == 1
+
+
+def test_a_run_that_was_never_submitted(run: RunDirectory) -> None:
+    assert run_status(run).state == "not_submitted"
+    with pytest.raises(SubmissionError, match="never submitted"):
+        cancel_run(run)
+
+
+def test_a_run_whose_end_is_recorded_is_not_cancelled(tmp_path: Path, fake_slurm: Any) -> None:
+    made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
+    made.write_result({"state": "completed"}, writer="batch")
+    assert cancel_run(made).state == "COMPLETED"
+    assert fake_slurm.calls("scancel") == []  # its number may be another job's by now
+
+
+def test_a_job_that_the_controller_does_not_know_is_not_cancelled(tmp_path: Path, fake_slurm: Any) -> None:
+    made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
+    fake_slurm.answer("squeue", "exit 0")
+    assert cancel_run(made).state == "UNKNOWN" and fake_slurm.calls("scancel") == []
+
+
+def test_a_lost_job_is_recorded_as_failed(tmp_path: Path, fake_slurm: Any) -> None:
+    made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time() - 600})
+    (made.path / "submission").mkdir()
+    ticket = {"name": "x", "submitted": time.time() - 600}
+    (made.path / "submission" / "7_job.json").write_text(json.dumps(ticket))
+    made.start_attempt({})
+    made.log_path(0).write_text("step 1\n")
+    fake_slurm.answer("squeue", "exit 0")
+    found = run_status(made)
+    assert found.state == "failed" and "Slurm says FAILED (lost" in str(found.error)
+    assert cancel_run(made).state == "FAILED" and fake_slurm.calls("scancel") == []
+
+
+def test_what_scancel_refuses_is_one_line(tmp_path: Path, fake_slurm: Any) -> None:
+    made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
+    fake_slurm.answer("scancel", "echo 'scancel: error: Kill job error on job id 7: Access denied' >&2; exit 1")
+    with pytest.raises(SubmissionError, match=r"scancel 7: .*Access denied; see that"):
+        cancel_run(made)
+
+
+def test_an_unreadable_run_does_not_hide_the_others(run: RunDirectory, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "run.yaml").write_text("{")
+    assert [s.state for s in run_statuses([RunDirectory(bad), run])] == ["unreadable", "not_submitted"]
+    with pytest.raises(RecordError):
+        run_status(RunDirectory(bad))
+
+
+def test_settings_reach_their_components(tmp_path: Path) -> None:
+    settings = make(
+        SlurmSettings,
+        {
+            "account": "ml",
+            "timeout_min": 90,
+            "setup": ["module load x"],
+            "gres": None,
+            "exclusive": True,
+            "additional": {"switches": 1},
+            "container": None,
+            "fabrics": {"eth-a": {"qos": "slow", "account": "net", "additional": {"licenses": "x:1"}}},
+        },
+        "slurm",
+    )
+    plan = plans.plan("ib-a", "eth-a")
+    ib, eth = plan_components(plan, settings)
+    assert (ib.account, ib.qos, eth.account, eth.qos) == ("ml", None, "net", "slow")
+    assert dict(eth.additional) == {"switches": 1, "licenses": "x:1"} and ib.exclusive is True
+    text = plan_executor(plan, tmp_path / "x", settings).job_script()
+    assert "--time=90" in text and "module load x" in text and "#SBATCH --requeue" in text
+    assert text == plan_executor(plan, tmp_path / "x", settings).job_script()  # --dry-run is reproducible
+
+
+@pytest.mark.parametrize(
+    "settings, error",
+    [
+        ({"acount": "x"}, "did you mean 'account'"),
+        ({"fabrics": {"ib-z": {}}}, "no fabric 'ib-z'"),
+        ({"fabrics": {"ib-a": {"timeout_min": 3}}}, "slurm.fabrics.ib-a: unknown key 'timeout_min'"),
+        ({"fabrics": {"ib-a": {"qosx": 3}}}, "did you mean 'qos'"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises((SubmissionError, ConfigError), match=error):
+        plan_components(plans.plan("ib-a", "eth-a"), make(SlurmSettings, settings, "slurm"))
+
+
+def test_gpus_are_asked_for_where_slurm_counts_them() -> None:
+    with_gpus = plans.plan("ib-a", site=plans.site(gres=True))
+    assert plan_components(with_gpus, SlurmSettings())[0].gpus_per_node == 1
+    assert plan_components(plans.plan("ib-a"), SlurmSettings())[0].gpus_per_node is None
+    own = plan_components(with_gpus, SlurmSettings(gres="gpu:a100:1"))[0]
+    assert own.gres == "gpu:a100:1" and own.gpus_per_node is None
+
+
+def a_cluster(**changes: Any) -> Plan:
+    """A plan on a node, with all its eight GPUs or as many as `gpus_per_node` says."""
+    one = plans.site(gres=True).fabric("ib-a")
+    gpus = changes.pop("gpus_per_node", 8)
+    fabric = replace(one, gpus_per_node=gpus, **{"node_cpus": 128, "node_memory_gib": 1000.0, **changes})
+    return plans.plan("ib-a", nodes=1, site=replace(plans.site(), fabrics=(fabric,)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "cpus", "mem"),
+    [
+        (a_cluster(), {}, 16, "0"),
+        (a_cluster(gpus_per_node=2, node_gpus=8), {}, 16, "256000M"),  # a part of the node
+        (a_cluster(gpus_per_node=2, node_gpus=8), {"exclusive": True}, 64, "0"),
+        (a_cluster(node_cpus=126), {}, 14, "0"),  # whole cores
+        (a_cluster(node_cpus=4), {}, 1, "0"),
+        (a_cluster(node_cpus=None, node_memory_gib=None), {}, None, "0"),
+        (a_cluster(), {"cpus_per_task": 3, "mem": "64G"}, 3, "64G"),
+        (a_cluster(), {"fabrics": {"ib-a": {"mem": "1G"}}}, 16, "1G"),
+        (a_cluster(), {"share": False}, None, None),
+        (a_cluster(), {"fabrics": {"ib-a": {"share": False}}}, None, None),
+        (a_cluster(), {"share": False, "fabrics": {"ib-a": {"share": True}}}, 16, "0"),
+        (a_cluster(), {"additional": {"mem-per-gpu": "90G"}}, 16, None),  # Slurm takes one of the two
+        (a_cluster(), {"additional": {"cpus_per_gpu": 8}}, None, "0"),
+    ],
+)
+def test_a_job_asks_for_the_cpus_and_memory_that_go_with_its_gpus(
+    plan: Plan, settings: dict[str, Any], cpus: int | None, mem: str | None
+) -> None:
+    (part,) = plan_components(plan, make(SlurmSettings, settings, "slurm"))
+    assert (part.cpus_per_task, part.mem) == (cpus, mem)
+
+
+def test_a_job_of_cpus_asks_for_none() -> None:
+    (part,) = plan_components(plans.plan("ib-a"), SlurmSettings())
+    assert part.cpus_per_task is None and part.mem is None
+
+
+def test_the_script_says_how_ranks_lie(tmp_path: Path) -> None:
+    text = plan_executor(a_cluster(), tmp_path / "x", SlurmSettings()).job_script()
+    assert "--distribution=block:block --cpus-per-task=16" in text
+    for line in ("--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=16", "--mem=0"):
+        assert f"#SBATCH {line}\n" in text
+    assert (
+        "--distribution=block:cyclic"
+        in plan_executor(a_cluster(), tmp_path / "x", SlurmSettings(distribution="block:cyclic")).job_script()
+    )
+    with pytest.raises(ConfigError, match="use block:block, block:cyclic"):
+        SlurmSettings(distribution="cyclic")  # ranks would change their components
+
+
+# -- local processes -------------------------------------------------------------------------------------------------
+
+
+def rank_here(config: dict[str, Any]) -> dict[str, Any]:
+    rank, run = int(os.environ["RANK"]), RunDirectory(config["run_dir"])
+    print("rank", rank, "of", os.environ["WORLD_SIZE"], flush=True)
+    if rank == 0:
+        run.start_attempt({})
+        run.append_metrics({"step": 1, "loss": 0.5, "attempt": 1})
+    if config.get("die") == rank:
+        while not run.metrics():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while config.get("die") is not None and not run.metrics():
+        time.sleep(0.05)
+    run.write_exit(rank, "completed")
+    return {"loss": 0.5}
+
+
+def here(tmp_path: Path, **config: Any) -> RunDirectory:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    plan = plans.local_plan()
+    run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, **config})
+    job = run_plan_here(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
+    code = follow(run, job, poll_s=0.1)
+    assert code == (0 if config.get("die") is None else 1)
+    return run
+
+
+def test_a_plan_runs_as_local_processes(tmp_path: Path) -> None:
+    run = here(tmp_path)
+    result = run.read_result()
+    assert result is not None and result["state"] == "completed" and result["final"]["loss"] == 0.5
+    assert [p.name for p in log_paths(run)] == ["rank-0.txt", "rank-1.txt"]
+    assert "rank 1 of 2" in run.log_path(1).read_text()
+    assert run_status(run).state == "completed" and job_of(run).state().state == "COMPLETED"
+
+
+def test_a_killed_local_rank_is_named(tmp_path: Path) -> None:
+    run = here(tmp_path, die=1)
+    found = run_status(run)
+    assert (found.state, found.failed_rank) == ("failed", 1)
+    assert found.error == "rank 1 died: killed by signal 9 (SIGKILL: kill -9, or the kernel for lack of memory)"
+
+
+def stops_when_told(config: dict[str, Any]) -> None:
+    rank, run = int(os.environ["RANK"]), RunDirectory(config["run_dir"])
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR2) if config.get("saves") else ():
+        signal.signal(number, lambda number, _: told.append(number))
+    if rank == 0:
+        run.start_attempt({})
+    (run.path / f"here-{rank}").touch()
+    while not told:
+        time.sleep(0.05)
+    run.write_exit(rank, "preempted", signal=signal.Signals(told[0]).name)
+
+
+@pytest.mark.parametrize(
+    "number, saves, word",
+    [(signal.SIGTERM, False, "cancelled"), (signal.SIGTERM, True, "cancelled"), (signal.SIGUSR2, True, "preempted")],
+)
+def test_a_local_run_that_a_signal_ended_has_one_word(
+    tmp_path: Path, number: signal.Signals, saves: bool, word: str
+) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    plan = plans.local_plan()
+    run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, "saves": saves})
+    job = run_plan_here(plan, run.path, stops_when_told, run.config, SlurmSettings(timeout_min=1))
+    while len(list(run.path.glob("here-*"))) < 2:
+        time.sleep(0.05)
+    ranks = psutil.Process(int(job.id)).children()[0]  # what loaded for them, and forked them
+    os.kill(ranks.pid if number == signal.SIGUSR2 else int(job.id), number)  # its controller hands on SIGTERM only
+    assert follow(run, job, poll_s=0.1) == 1
+    assert run_status(run).state == word
+    assert cancel_run(run).state == word.upper()
+
+
+def waits_here(config: dict[str, Any]) -> None:
+    rank, run = int(os.environ["RANK"]), RunDirectory(config["run_dir"])
+    if rank == 0:
+        run.start_attempt({})
+        run.append_metrics({"step": 1, "loss": 0.5, "attempt": 1})
+    while not (Path(run.path) / "go").exists():
+        time.sleep(0.05)
+    run.write_exit(rank, "completed")
+
+
+@pytest.mark.parametrize("what", ["cancel", "go"])
+def test_a_local_run_does_not_hear_ctrl_c_and_can_be_cancelled(tmp_path: Path, what: str) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    run = RunDirectory.create(tmp_path / "run", plan_text=plans.local_plan().to_yaml(), config=plans.CONFIG)
+    job = run_plan_here(plans.local_plan(), run.path, waits_here, run.config, SlurmSettings(timeout_min=1))
+    while not run.metrics():
+        time.sleep(0.05)
+    os.kill(int(job.id), signal.SIGINT)  # as a terminal does, to all that was started in it
+    time.sleep(0.3)
+    assert job.state().state == "RUNNING" and run_status(run).state == "running"
+    if what == "cancel":
+        assert cancel_run(run).state == "RUNNING"
+    else:
+        (run.path / "go").touch()
+    assert follow(run, job, poll_s=0.1) == (what == "cancel")
+    assert run_status(run).state == ("cancelled" if what == "cancel" else "completed")
+
+
+def test_a_cancel_that_slurm_does_not_hear_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = Answer(1, "", "scancel: error: Unable to contact slurm controller (connect failure)\n")
+    monkeypatch.setattr("holmes_hpc.submission.executor.job.patient", lambda *_, **__: away)
+    with pytest.raises(SubmissionError, match=r"scancel 7: .*Unable to contact slurm controller.*; .*scontrol ping"):
+        OnSlurm(tmp_path / "submission", "7").cancel()
