@@ -11,8 +11,6 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import yaml
-from holmes_hpc.planning.spec.parallel import Parallel
-from holmes_hpc.planning.spec.plan import Component, Schedule
 
 import holmes_hpc.fabric
 from holmes_hpc.config.model import Batch, ModelSpec
@@ -23,6 +21,8 @@ from holmes_hpc.planning.cost.kernels import STACK, Stack
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.profile import from_csv
 from holmes_hpc.planning.cost.timing import step_s
+from holmes_hpc.planning.plan.parallel import Parallel
+from holmes_hpc.planning.plan.plan import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import in_flight
 from holmes_hpc.planning.search.layers import chunked, uniform
 
