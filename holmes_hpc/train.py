@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from holmes_hpc import console
-from holmes_hpc.config.composition import explained, resolve, with_folders
+from holmes_hpc.config.composition import explained, for_hydra, resolve
 from holmes_hpc.config.configuration import Configuration, LauncherConfig
 from holmes_hpc.config.flags import quoted
 from holmes_hpc.errors import HolmesError
@@ -99,7 +99,7 @@ def main() -> None:
         sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # main() prints the errors of this package as one line
     try:
-        sys.argv[1:] = with_folders(sys.argv[1:])
+        sys.argv[1:] = for_hydra(sys.argv[1:])
         hydra.main(config_path="pkg://holmes_hpc.conf", config_name="config", version_base="1.3")(app)()
     except HydraException as e:
         _end(explained(e))

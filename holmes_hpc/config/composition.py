@@ -32,6 +32,7 @@ from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.schema import keys
 
 QUOTABLE = {"{": "{a: 1, b: 2}", "[": "[1, 2]"}  # a shell splits such values unless they are quoted
+_NUMBER_NAME = re.compile(r"\A(\+*name=)([-+]?[0-9][\w.+-]*)\Z")
 _FIXED_BY_PLAN = re.compile(r"[+~]*(model|batch|plan)[.=@]")
 
 
@@ -42,7 +43,7 @@ def load(overrides: Sequence[str] = ()) -> Configuration:
 
 def composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the defaults with `overrides` as plain, unchecked data. Raise ConfigError if Hydra refuses an override."""
-    expanded = with_folders(overrides)
+    expanded = for_hydra(overrides)
     with _as_config_error():
         config = _compose_declared(_parse(expanded))
         return _to_plain(_compose_by_hydra(expanded) if config is None else config, overrides)
@@ -53,7 +54,7 @@ def applied(config: Configuration, overrides: Sequence[str]) -> Configuration:
     result, defaults = OmegaConf.create(_escape(config.to_dict())), OmegaConf.create(composed())
     OmegaConf.set_struct(result, True)
     with _as_config_error():
-        parsed = _parse(overrides)
+        parsed = _parse(for_hydra(overrides))
         for override in parsed:
             key, line = str(override.key_or_group), str(override.input_line)
             if override.is_delete() or override.is_sweep_override():
@@ -76,8 +77,9 @@ def resolve(config: DictConfig, overrides: Sequence[str] = ()) -> Configuration:
     return from_dict(_to_plain(config, overrides))
 
 
-def with_folders(overrides: Sequence[str]) -> list[str]:
-    """Replace each ``model=hf:DIR`` by a model registered with Hydra, read from the folder's config.json.
+def for_hydra(overrides: Sequence[str]) -> list[str]:
+    """Replace each ``model=hf:DIR`` by a model registered with Hydra, read from the folder's config.json. Quote numbers
+    after ``name=``: Hydra converts ``name=1e5`` to 100000.0.
     Raise DataError if the file is unreadable or its model is not covered."""
     result = []
     for override in overrides:
@@ -87,7 +89,7 @@ def with_folders(overrides: Sequence[str]) -> list[str]:
             name = "hf_" + hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
             ConfigStore.instance().store(group="model", name=name, node=asdict(read_model(folder)))
             override = match[1] + name
-        result.append(override)
+        result.append(_NUMBER_NAME.sub(r"\1'\2'", override))
     return result
 
 

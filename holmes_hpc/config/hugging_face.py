@@ -6,7 +6,6 @@ why others are not covered. Weights: training/checkpoint/weight_names.py.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 
 from holmes_hpc.config.model import ModelSpec, RopeScaling
 from holmes_hpc.errors import ConfigError, DataError, HolmesError, nearest
+from holmes_hpc.records.files import read_json
 
 PREFIX = "hf:"
 CONFIG = "config.json"
@@ -54,16 +54,7 @@ def folder_of(text: str | None) -> Path | None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's config.json. DataError if it cannot be read."""
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise DataError(e.strerror or str(e), where=str(path), hint="give a Hugging Face model's folder") from e
-    except (ValueError, RecursionError) as e:
-        raise DataError(f"not JSON: {e}", where=str(path), hint="fetch the folder again") from e
-    if not isinstance(config, dict):
-        raise DataError("not a JSON object", where=str(path), hint="fetch the folder again")
-    return config
+    return read_json(folder / CONFIG, DataError, "give a whole Hugging Face folder; fetch it again")
 
 
 def read_model(folder: Path) -> ModelSpec:

@@ -25,6 +25,7 @@ from holmes_hpc.fabric.nics import NodeNics, data_interface
 from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.software import software
+from holmes_hpc.interpreter import module_arguments
 from holmes_hpc.slurm.commands import partial_output
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Node, read_node, read_nodes, read_partitions
@@ -204,8 +205,7 @@ def _srun_command(
         "--job-name=holmes-facts",
         *shell,
         sys.executable,
-        "-m",
-        "holmes_hpc.fabric.node_facts",
+        *module_arguments("holmes_hpc.fabric.node_facts"),
         *options,
     ]
 

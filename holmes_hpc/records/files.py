@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError, RunFailed
-from holmes_hpc.records.untrusted import from_yaml
+from holmes_hpc.records.untrusted import from_json, from_yaml, read_file
 
 LOCK_WAIT_S = 30.0
 
@@ -104,20 +104,31 @@ def read_yaml(
 ) -> dict[str, Any]:
     """Return the YAML mapping in a file, loaded safely. Otherwise raise `error` with the file's name and `hint`."""
     try:
-        data = from_yaml(Path(path).read_text(encoding="utf-8"))
-    except OSError as e:
-        raise error(e.strerror or str(e), where=str(path), hint="give an existing file") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        data = from_yaml(read_text(path, error))
+    except yaml.YAMLError as e:
         raise error(f"not YAML: {' '.join(str(e).split())}", where=str(path), hint=hint) from e
     if not isinstance(data, dict):
         raise error("not a mapping of keys to values", where=str(path), hint=hint)
     return data
 
 
+def read_json(
+    path: str | os.PathLike[str], error: type[HolmesError] = RecordError, hint: str = "correct it"
+) -> dict[str, Any]:
+    """Return the JSON object in a file. Otherwise raise `error` with the file's name and `hint`."""
+    try:
+        data = from_json(read_text(path, error))
+    except ValueError as e:
+        raise error(f"not JSON: {e}", where=str(path), hint=hint) from e
+    if not isinstance(data, dict):
+        raise error("not a JSON object", where=str(path), hint=hint)
+    return data
+
+
 def read_text(path: str | os.PathLike[str], error: type[HolmesError] = ConfigError) -> str:
     """Return a text file's content. Raise `error` with the file's name if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_file(path).decode("utf-8")
     except OSError as e:
         raise error(e.strerror or str(e), where=str(path), hint="give an existing file") from e
     except UnicodeDecodeError as e:

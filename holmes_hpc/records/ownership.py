@@ -11,8 +11,10 @@ import os
 import pwd
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from holmes_hpc.errors import RecordError
+from holmes_hpc.records.untrusted import open_file
 
 _MAX_LINKS = 40  # Linux's own limit
 
@@ -35,34 +37,63 @@ def is_own(path: str | os.PathLike[str], mode: int = 0o777) -> bool:
 def other_writers(path: str | os.PathLike[str]) -> str | None:
     """Describe who else may replace the file at `path`; None if only this user and root may.
     Groups count as trusted if the site's profile sets HOLMES_TRUST_GROUP=1."""
-    trusts_groups = os.environ.get("HOLMES_TRUST_GROUP") == "1"  # no setting in a file: the group could write it
     for depth, part in enumerate(_path_parts(Path(os.getcwd(), path))):
         try:
             status = os.lstat(part)
         except OSError:
             continue  # missing or unreadable
-        if status.st_uid not in (0, os.getuid()):
-            return f"{part} belongs to {_user_text(status.st_uid)}"
-        if stat.S_ISLNK(status.st_mode) or (depth and status.st_mode & stat.S_ISVTX):
-            continue  # a link's mode has no effect; in a sticky folder, users can replace only their own files
-        if status.st_mode & stat.S_IWOTH:
-            return f"{part} can be written by everybody"
-        if status.st_mode & stat.S_IWGRP and not trusts_groups and not _is_private_group(status.st_gid):
-            return f"{part} can be written by group {_group_name(status.st_gid)}"
+        if (writers := _writers(status, str(part), is_folder=depth > 0)) is not None:
+            return writers
+    return None
+
+
+def _writers(status: os.stat_result, name: str, is_folder: bool = False) -> str | None:
+    """Describe who else may write the file `name` with this status, or replace files in a folder."""
+    trusts_groups = os.environ.get("HOLMES_TRUST_GROUP") == "1"  # no setting in a file: the group could write it
+    if status.st_uid not in (0, os.getuid()):
+        return f"{name} belongs to {_user_text(status.st_uid)}"
+    if stat.S_ISLNK(status.st_mode) or (is_folder and status.st_mode & stat.S_ISVTX):
+        return None  # a link's mode has no effect; in a sticky folder, users can replace only their own files
+    if status.st_mode & stat.S_IWOTH:
+        return f"{name} can be written by everybody"
+    if status.st_mode & stat.S_IWGRP and not trusts_groups and not _is_private_group(status.st_gid):
+        return f"{name} can be written by group {_group_name(status.st_gid)}"
     return None
 
 
 def refuse_other_writers(path: str | os.PathLike[str]) -> None:
     """Raise RecordError if other users may replace the code or data to be run from `path`."""
     if (writers := other_writers(path)) is not None:
-        hint = (
-            "run it as that user, or give a directory of your own"
-            if " belongs to " in writers
-            else "chmod go-w it, or use another place"
-            if writers.endswith("everybody")
-            else "chmod g-w it, or if all of that group may act for you: export HOLMES_TRUST_GROUP=1"
-        )
-        raise RecordError(f"{writers}, so other users could change the code that runs", where=str(path), hint=hint)
+        raise _other_writers_error(writers, str(path))
+
+
+def _other_writers_error(writers: str, path: str) -> RecordError:
+    hint = (
+        "run it as that user, or give a directory of your own"
+        if " belongs to " in writers
+        else "chmod go-w it, or use another place"
+        if writers.endswith("everybody")
+        else "chmod g-w it, or if all of that group may act for you: export HOLMES_TRUST_GROUP=1"
+    )
+    return RecordError(f"{writers}, so other users could change the code that runs", where=path, hint=hint)
+
+
+def open_own_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file whose content is run as code, such as a pickle. RecordError if anybody else could have written it.
+
+    The check and the reading use the same open file, so nothing can be swapped in between. A link is not followed."""
+    file_path = Path(os.getcwd(), path)
+    refuse_other_writers(file_path)
+    folder = os.open(file_path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        file = open_file(file_path.name, os.O_NOFOLLOW, folder)
+        folder_writers = _writers(os.fstat(folder), str(file_path.parent), is_folder=True)
+        if (writers := folder_writers or _writers(os.fstat(file.fileno()), str(file_path))) is not None:
+            file.close()
+            raise _other_writers_error(writers, str(path))
+        return file
+    finally:
+        os.close(folder)
 
 
 def _path_parts(path: Path) -> list[Path]:

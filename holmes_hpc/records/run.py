@@ -219,7 +219,7 @@ class RunDirectory:
     def metrics_bytes(self) -> bytes:
         """Return the bytes of metrics.jsonl; empty if there is none."""
         try:
-            return read_file(self.metrics_path)
+            return read_file(self.metrics_path, max_bytes=None)
         except FileNotFoundError:
             return b""
         except OSError as e:

@@ -1,8 +1,8 @@
 """Readers for files that other users may have written.
 
-Text that is not YAML or JSON, or that would crash the reader or exhaust its memory, raises an ordinary error. A pipe or
-a device in place of a file is refused, not waited for. libyaml and pyarrow's JSON reader use one C stack frame for each
-level of nesting, and crash when the stack overflows.
+Text that is not YAML or JSON, or that would crash the reader or exhaust its memory, raises an ordinary error. A pipe, a
+device or an oversized file is refused at once. libyaml and pyarrow's JSON reader use one C stack frame for each level
+of nesting, and crash when the stack overflows.
 """
 
 from __future__ import annotations
@@ -20,21 +20,32 @@ SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if PyY
 MAX_LEVELS = 100  # of nesting; holmes writes about ten
 MAX_ALIAS_VALUES = 100_000  # values that aliases may add when they are expanded
 MAX_DIGITS = 300
+MAX_TEXT_BYTES = 1 << 26  # 64 MiB; the largest tokenizer.json published has 33 MB
 _NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]*")  # Python refuses to print numbers over 4300 digits
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
-def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open the regular file at `path` for reading. OSError also for pipes, devices and sockets, which may never end."""
-    mode = os.stat(path).st_mode  # before opening, which would wait for a pipe's writer
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise OSError(errno.EINVAL, "Not a file")
-    return open(path, "rb")
+def open_file(path: str | os.PathLike[str], flags: int = 0, folder: int | None = None) -> BinaryIO:
+    """Open the regular file at `path` for reading. OSError also for pipes, devices and sockets, which may never end.
+    `flags`: more flags of open(2); `folder`: the open directory that `path` is relative to."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, dir_fd=folder)  # a pipe without a writer does not block
+    try:
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            is_directory = stat.S_ISDIR(mode)
+            raise OSError(*((errno.EISDIR, "Is a directory") if is_directory else (errno.EINVAL, "Not a file")))
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of the file at `path`; OSError as in :func:`open_file`."""
+def read_file(path: str | os.PathLike[str], max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:
+    """Return the content of the file at `path`. OSError as in :func:`open_file`, and for files over `max_bytes`."""
     with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if max_bytes is not None and size > max_bytes:
+            raise OSError(errno.EFBIG, f"It has {size:,} bytes; at most {max_bytes:,} are read")
         return file.read()
 
 

@@ -45,7 +45,7 @@ def read_trace(run: RunDirectory) -> pd.DataFrame:
         if rank is None:
             continue
         try:
-            lines = read_file(path).split(b"\n")
+            lines = read_file(path, max_bytes=None).split(b"\n")
         except OSError as e:
             raise RecordError(e.strerror or str(e), where=str(path), hint="restore the file, or remove it") from e
         rank_events: list[dict[str, Any]] = []

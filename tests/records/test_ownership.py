@@ -130,3 +130,33 @@ def test_what_is_made(said: int, files: int, folders: int, tmp_path: Path, umask
     assert set(modes.values()) == {files, folders}
     assert {name for name, mode in modes.items() if mode == folders} == {"run", "logs", "trace", "checkpoints", "exits"}
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+
+
+def test_code_is_read_from_a_plain_file_of_this_user_only(folder: Path) -> None:
+    task = folder / "task.pkl"
+    task.write_bytes(b"code")
+    with ownership.open_own_file(task) as file:
+        assert file.read() == b"code"
+    (folder / "link.pkl").symlink_to(task)
+    with pytest.raises(OSError, match="symbolic links"):
+        ownership.open_own_file(folder / "link.pkl")
+    os.mkfifo(folder / "pipe.pkl")
+    with pytest.raises(OSError, match="Not a file"):
+        ownership.open_own_file(folder / "pipe.pkl")
+    for path in (task, folder):
+        mode = path.stat().st_mode
+        path.chmod(0o777)
+        with pytest.raises(RecordError, match=f"{path} can be written by everybody"):
+            ownership.open_own_file(task)
+        path.chmod(mode)
+    (folder.parent / "elsewhere").symlink_to(folder)  # a folder may be a link, if its target is this user's too
+    ownership.open_own_file(folder.parent / "elsewhere" / "task.pkl").close()
+
+
+@pytest.mark.skipif(not ROOT, reason="only root can give files away")
+def test_code_of_another_user_is_not_read(folder: Path) -> None:
+    task = folder / "task.pkl"
+    task.write_bytes(b"code")
+    os.chown(task, 54321, 0)
+    with pytest.raises(RecordError, match=r"task\.pkl belongs to user 54321, so other users could change the code"):
+        ownership.open_own_file(task)

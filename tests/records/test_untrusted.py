@@ -11,11 +11,11 @@ import yaml
 
 from holmes_hpc.errors import HolmesError, RecordError
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.records.files import read_yaml
+from holmes_hpc.records.files import read_json, read_yaml
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.logs import GrowingFile, follow_logs, tail
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.untrusted import MAX_LEVELS, from_json, from_yaml
+from holmes_hpc.records.untrusted import MAX_LEVELS, MAX_TEXT_BYTES, from_json, from_yaml
 
 DEEP = 100_000  # levels, at which libyaml and pyarrow end the process
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -114,3 +114,21 @@ def test_names_and_ids_of_odd_digits(tmp_path: Path) -> None:
     (run.logs / "rank-².txt").write_text("x\n")
     assert find_run("41", tmp_path).name == "run"
     assert list(follow_logs(run, lambda: True)) == []
+
+
+@pytest.mark.parametrize("name", ["pipe", "zero", "large", "deep", "list"])
+def test_a_configuration_file_that_never_ends_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "pipe":
+        os.mkfifo(path)
+    elif name == "zero":
+        path.symlink_to("/dev/zero")
+    elif name == "large":
+        path.touch()
+        os.truncate(path, MAX_TEXT_BYTES + 1)
+    else:
+        path.write_text("[" * DEEP if name == "deep" else "[]")
+    for read in (read_json, read_yaml):
+        with pytest.raises(HolmesError, match=f"{path}: ") as error:
+            read(path)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 300

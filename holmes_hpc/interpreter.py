@@ -1,0 +1,20 @@
+"""The arguments that start a module in a new Python, without code from the working directory.
+
+`python -m MODULE` searches the working directory first. In another user's folder, that user's `submitit.py` would run.
+"""
+
+from __future__ import annotations
+
+import sys
+
+# For a Python that may be older than 3.11 and lack -P. With -c, the first entry of sys.path is the working directory.
+_START = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; import runpy; "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
+
+def module_arguments(module: str, *, any_version: bool = False) -> list[str]:
+    """Return the arguments of `python` that run `module` as a program.
+    `any_version`: that Python may have another version than this one."""
+    return ["-c", _START, module] if any_version or sys.version_info < (3, 11) else ["-P", "-m", module]
