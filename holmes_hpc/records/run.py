@@ -78,10 +78,14 @@ class RunDirectory:
         overrides: Sequence[str] = (),
         **ids: Any,
     ) -> RunDirectory:
-        """Create a run directory. `plan_text`: plan.yaml's text; `ids`: more keys of run.yaml (plan_id, slurm, …).
+        """Create a run directory. run.yaml is written last, so a directory that has one is complete.
 
-        run.yaml is written last, so a directory that has one is complete. RecordError if the directory has a run
-        already.
+        Args:
+            path: the new directory. RecordError if it has a run already.
+            plan_text: the text of plan.yaml.
+            config: the resolved configuration.
+            overrides: as given on the command line.
+            ids: more keys of run.yaml (plan_id, slurm, …).
         """
         run = cls(path)
         if run.exists():
@@ -152,8 +156,11 @@ class RunDirectory:
         return data
 
     def start_attempt(self, values: Mapping[str, Any] | None = None) -> int:
-        """Record an attempt of the run (`values`: job_id, hosts, first_step, …). Return its number, from 1.
-        Results and exits of earlier attempts no longer count."""
+        """Record an attempt of the run. Return its number, from 1. Results of earlier attempts no longer count.
+
+        Args:
+            values: job_id, hosts, first_step, ….
+        """
         with locked(self.path / ".lock"):
             data = self.read_run()
             number = len(data["attempts"]) + 1
@@ -230,7 +237,15 @@ class RunDirectory:
     def write_exit(
         self, rank: int, state: str, error: str | None = None, host: str | None = None, **extra: Any
     ) -> None:
-        """Record how rank `rank` ended; `error` is one line. Ranks write this file, never result.json."""
+        """Record how a rank ended. Ranks write this file, never result.json.
+
+        Args:
+            rank: the global rank.
+            state: one of STATES.
+            error: its cause, in one line.
+            host: the node; None: this one.
+            extra: more keys.
+        """
         self.exits.mkdir(mode=0o755, parents=True, exist_ok=True)
         data = {
             "rank": rank,
@@ -257,7 +272,11 @@ class RunDirectory:
         """Record how the latest attempt ended. Return whether this result became the record.
 
         Within an attempt, the batch script's result replaces the follower's. Between equal writers, the result with
-        more steps stays, then the first. `result` must have `state` (one of STATES).
+        more steps stays, then the first.
+
+        Args:
+            result: the keys of result.json; `state` (one of STATES) is required.
+            writer: one of WRITERS.
         """
         if writer not in WRITERS:
             raise RecordError(

@@ -42,7 +42,10 @@ PathLike = str | os.PathLike[str]
 def load_runs(path: PathLike, cache: bool = True) -> pd.DataFrame:
     """Return one row per run below `path`, in order of path, with RUN_COLUMNS and the columns of FAMILIES.
 
-    Raises RecordError if the directory does not exist."""
+    Args:
+        path: a run, a directory of runs or a sweep. RecordError if it does not exist.
+        cache: keep what was read in `.holmes-cache/` below it.
+    """
     run_dirs = _directories(Path(path))
     table = _load(Path(path), run_dirs, cache).runs
     frame = table.select(list(RUN_COLUMNS)).to_pandas(
@@ -63,7 +66,12 @@ def load_steps(
 ) -> pd.DataFrame:
     """Return one row per step of every run below `path`, in order: STEP_COLUMNS and bytes per NIC type.
 
-    `columns`: only these, with `run` and `step`. `runs`: only these runs (values of the column `run`)."""
+    Args:
+        path: a run, a directory of runs or a sweep.
+        columns: only these, with `run` and `step`.
+        runs: only these runs (values of the column `run`).
+        cache: keep what was read in `.holmes-cache/`.
+    """
     run_dirs = _directories(Path(path))
     loaded = _load(Path(path), run_dirs, cache)
     keys = [key for key, _ in run_dirs]
@@ -92,7 +100,12 @@ def _names(steps: pa.Table, requested: Sequence[str] | None) -> list[str]:
 
 
 def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
-    """Return one row per pipeline stage of every run with steps: STAGE_COLUMNS, medians of the step's parts."""
+    """Return one row per pipeline stage of every run with steps: STAGE_COLUMNS, medians of the step's parts.
+
+    Args:
+        path: a run, a directory of runs or a sweep.
+        cache: keep what was read in `.holmes-cache/`.
+    """
     runs = load_runs(path, cache).filter(regex=f"^(run$|{FAMILIES['stage_breakdown'].prefix})")
     records: list[dict[Any, Any]] = runs.to_dict("records")
     rows = [
