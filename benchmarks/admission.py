@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from holmes_hpc.training.network import authentication
-from holmes_hpc.training.network.filtered_listener import Door, listening
+from holmes_hpc.training.network.filtered_listener import FilteredListener, listening_socket
 
 HERE = "127.0.0.1"
 
@@ -47,16 +47,16 @@ def at_once(ranks: int, connect: Callable[[], socket.socket]) -> float:
 
 def measure(ranks: int) -> tuple[float, float]:
     """(with admission, a connection alone), in seconds."""
-    with listening(HERE) as open_to_all:
+    with listening_socket(HERE) as open_to_all:
         port = int(open_to_all.getsockname()[1])
         plain = at_once(ranks, lambda: socket.create_connection((HERE, port)))
-    door = Door(HERE)
-    gate = authentication.Gate(HERE, authentication.new_secret(), door)
+    listener = FilteredListener(HERE)
+    server = authentication.AuthenticationServer(HERE, authentication.new_secret(), listener)
     try:
-        admitted = at_once(ranks, lambda: authentication.connect(HERE, gate.port, gate.secret, timeout_s=60))
+        admitted = at_once(ranks, lambda: authentication.connect(HERE, server.port, server.secret, timeout_s=60))
     finally:
-        gate.close()
-        door.close()
+        server.close()
+        listener.close()
     return admitted, plain
 
 

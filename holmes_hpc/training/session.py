@@ -76,7 +76,7 @@ class Session:
                 self.store.wait([f"left/{r}" for r in range(self.launch.world_size)], timedelta(seconds=10))
             except RuntimeError:
                 say("some ranks did not say goodbye within 10 s")
-            rendezvous.forget(self.run.path, self.launch)
+            rendezvous.unpublish(self.run.path, self.launch)
         if self.owned is not None:
             os.close(self.owned)
 
@@ -270,7 +270,7 @@ def _check_memory(plan: Plan, own: Launch, device: torch.device, store: dist.Sto
 def _tell_the_others(own: Launch, run: RunDirectory, rank_exit: RankExit, error: HolmesError) -> None:
     """This rank cannot take part: the others should not wait for it."""
     if own.address is None and own.rank == 0:
-        rendezvous.cancel(run.path, own, rank_exit.attempt, str(error), error.exit_code)
+        rendezvous.publish_failure(run.path, own, rank_exit.attempt, str(error), error.exit_code)
         return
     with contextlib.suppress(HolmesError, RuntimeError):  # rank 0 may have failed in the same way
         rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", _others_store(own, run, rank_exit, 10)))

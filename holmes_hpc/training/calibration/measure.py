@@ -65,7 +65,7 @@ def _measure(config: Configuration, here: Session, watchdog: Watchdog, signals: 
     if trainer.run(signals).get("preempted"):
         raise RunFailed("told to end before all was measured", where="calibrate", hint="start it again")
     log = say if rank == 0 else lambda text: None
-    everyone = partial(exchange, here.store, own=rank, everyone=range(plan.world_size))
+    everyone = partial(exchange, here.store, member=rank, members=range(plan.world_size))
     watchdog.alive("measuring the parts of a step")
     log(f"measuring the parts of a step: other shapes of a layer for {SHAPES_S:.0f} s at most")
     deadline = networks.Deadline(trainer.control, DEADLINE_S)

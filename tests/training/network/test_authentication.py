@@ -1,4 +1,4 @@
-"""The store of rank 0 answers those who know the run's secret, and nobody else."""
+"""Rank 0's store answers only clients that know the run's secret."""
 
 from __future__ import annotations
 
@@ -20,24 +20,30 @@ import pytest
 import torch.distributed as dist
 
 from holmes_hpc.training.network import authentication
-from holmes_hpc.training.network.authentication import Gate, Refused, Relay, connect, prove
-from holmes_hpc.training.network.filtered_listener import Door, filter_program, listening
+from holmes_hpc.training.network.authentication import (
+    AuthenticationError,
+    AuthenticationServer,
+    LoopbackProxy,
+    connect,
+    verify_server,
+)
+from holmes_hpc.training.network.filtered_listener import FilteredListener, filter_program, listening_socket
 
 HERE = "127.0.0.1"
 SHORT_S = 0.3
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    shut = Door(HERE)
-    made = Gate(HERE, authentication.new_secret(), shut)
-    yield made
-    made.close()
-    shut.close()
+def server() -> Iterator[AuthenticationServer]:
+    listener = FilteredListener(HERE)
+    started = AuthenticationServer(HERE, authentication.new_secret(), listener)
+    yield started
+    started.close()
+    listener.close()
 
 
-def shut_out(port: int) -> bool:
-    """Whether a plain client cannot even connect."""
+def is_blocked(port: int) -> bool:
+    """Return whether a plain client cannot even connect."""
     try:
         socket.create_connection((HERE, port), timeout=SHORT_S).close()
     except OSError:
@@ -45,167 +51,175 @@ def shut_out(port: int) -> bool:
     return False
 
 
-def test_who_knows_the_secret_is_let_in_and_nobody_else(gate: Gate) -> None:
-    assert shut_out(gate.door.port)
-    with connect(HERE, gate.port, gate.secret) as own:
-        theirs, peer = gate.door.socket.accept()
-        assert peer == own.getsockname()
-        own.sendall(b"word")
-        assert theirs.recv(9) == b"word" and shut_out(gate.door.port)
-        theirs.close()
-    with pytest.raises(Refused, match="another process answers"):
-        connect(HERE, gate.port, authentication.new_secret())
-    with pytest.raises(Refused, match="another process answers"):
-        prove(HERE, gate.port, b"")
-    prove(HERE, gate.port, gate.secret)
-    assert shut_out(gate.door.port)
+def test_only_a_client_that_knows_the_secret_is_admitted(server: AuthenticationServer) -> None:
+    assert is_blocked(server.listener.port)
+    with connect(HERE, server.port, server.secret) as client:
+        accepted, peer = server.listener.socket.accept()
+        assert peer == client.getsockname()
+        client.sendall(b"word")
+        assert accepted.recv(9) == b"word" and is_blocked(server.listener.port)
+        accepted.close()
+    with pytest.raises(AuthenticationError, match="another process answers"):
+        connect(HERE, server.port, authentication.new_secret())
+    with pytest.raises(AuthenticationError, match="another process answers"):
+        verify_server(HERE, server.port, b"")
+    verify_server(HERE, server.port, server.secret)
+    assert is_blocked(server.listener.port)
 
 
-def test_a_greeting_cannot_be_replayed_and_a_gate_must_prove_itself_too(gate: Gate) -> None:
-    heard: list[bytes] = []
-    between = listening(HERE)
+def test_a_greeting_cannot_be_replayed_and_the_server_must_authenticate_too(server: AuthenticationServer) -> None:
+    greetings: list[bytes] = []
+    impostor = listening_socket(HERE)
 
-    def listen() -> None:
-        with between.accept()[0] as rank, socket.create_connection((HERE, gate.port)) as real:
-            rank.sendall(authentication._exactly(real, 16))
-            heard.append(authentication._exactly(rank, 50))  # whoever passes it on is at another port
+    def intercept() -> None:
+        with impostor.accept()[0] as rank, socket.create_connection((HERE, server.port)) as real:
+            rank.sendall(authentication._receive_exactly(real, 16))
+            greetings.append(authentication._receive_exactly(rank, 50))  # it names the rank's port, not the impostor's
             rank.sendall(b"\0" * 34)
 
-    eavesdropper = threading.Thread(target=listen)
+    eavesdropper = threading.Thread(target=intercept)
     eavesdropper.start()
-    with pytest.raises(Refused):
-        connect(HERE, between.getsockname()[1], gate.secret)
+    with pytest.raises(AuthenticationError):
+        connect(HERE, impostor.getsockname()[1], server.secret)
     eavesdropper.join()
-    between.close()
-    with socket.create_connection((HERE, gate.port)) as replaying:
-        authentication._exactly(replaying, 16)
-        replaying.sendall(heard[0])
+    impostor.close()
+    with socket.create_connection((HERE, server.port)) as replaying:
+        authentication._receive_exactly(replaying, 16)
+        replaying.sendall(greetings[0])
         assert replaying.recv(1) == b""
-    assert shut_out(gate.door.port)
+    assert is_blocked(server.listener.port)
 
 
-def test_idle_connections_and_garbage_keep_nobody_out(gate: Gate) -> None:
-    idle = [socket.create_connection((HERE, gate.port)) for _ in range(300)]
+def test_idle_connections_and_garbage_block_nobody(server: AuthenticationServer) -> None:
+    idle = [socket.create_connection((HERE, server.port)) for _ in range(300)]
     for connection in idle[:100]:
         connection.sendall(secrets.token_bytes(200))
-    with connect(HERE, gate.port, gate.secret) as own:
-        assert own.getpeername() == (HERE, gate.door.port)
+    with connect(HERE, server.port, server.secret) as client:
+        assert client.getpeername() == (HERE, server.listener.port)
     for connection in idle:
         connection.close()
 
 
-def test_a_flood_drops_the_oldest(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate._most = 20
-    idle = [socket.create_connection((HERE, gate.port)) for _ in range(60)]
-    with connect(HERE, gate.port, gate.secret):
-        assert len(gate._has_proved) <= 21
+def test_a_full_server_drops_the_oldest_connection(
+    server: AuthenticationServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server._max_connections = 20
+    idle = [socket.create_connection((HERE, server.port)) for _ in range(60)]
+    with connect(HERE, server.port, server.secret):
+        assert len(server._is_authenticated) <= 21
     for connection in idle:
         connection.close()
 
 
-def test_a_flood_does_not_drop_who_has_proved_itself_and_waits(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authentication, "PATIENCE_S", 60.0)
-    most, gate._most, gate._room = gate._most, 16, asyncio.Semaphore(0)
-    let_in: list[socket.socket] = []
-    rank = threading.Thread(target=lambda: let_in.append(connect(HERE, gate.port, gate.secret, 60.0)))
+def test_a_full_server_keeps_an_authenticated_client_that_waits(
+    server: AuthenticationServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authentication, "TIMEOUT_S", 60.0)
+    usual, server._max_connections, server._free_slots = server._max_connections, 16, asyncio.Semaphore(0)
+    connected: list[socket.socket] = []
+    rank = threading.Thread(target=lambda: connected.append(connect(HERE, server.port, server.secret, 60.0)))
     rank.start()
-    while not any(list(gate._has_proved.values())):
+    while not any(list(server._is_authenticated.values())):
         time.sleep(0.01)
-    idle = [socket.create_connection((HERE, gate.port)) for _ in range(60)]
-    assert len(idle[-1].recv(16)) == 16  # all of them have come in
-    gate._most = most
-    gate.loop.call_soon_threadsafe(gate._room.release)
+    idle = [socket.create_connection((HERE, server.port)) for _ in range(60)]
+    assert len(idle[-1].recv(16)) == 16  # the server has accepted all of them
+    server._max_connections = usual
+    server.loop.call_soon_threadsafe(server._free_slots.release)
     rank.join()
-    for connection in (*idle, *let_in):
+    for connection in (*idle, *connected):
         connection.close()
-    assert len(let_in) == 1
+    assert len(connected) == 1
 
 
-def test_a_door_is_shut_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_filter_is_attached_before_the_socket_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     listens: list[int] = []
-    admit = Door.admit
+    admit = FilteredListener.admit
 
-    def seen(self: Door, admitted: list[tuple[bytes, int]]) -> None:
+    def recorded_admit(self: FilteredListener, admitted: list[tuple[bytes, int]]) -> None:
         listens.append(self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
         admit(self, admitted)
 
-    monkeypatch.setattr(Door, "admit", seen)
-    made = Door(HERE)
-    assert set(listens) == {0} and made.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
-    made.close()
+    monkeypatch.setattr(FilteredListener, "admit", recorded_admit)
+    listener = FilteredListener(HERE)
+    assert set(listens) == {0} and listener.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+    listener.close()
 
 
-def test_a_relay_serves_its_own_process_alone(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = serve(gate)
-    relay = Relay(HERE, gate.port, gate.secret)
-    store = dist.TCPStore(relay.address, relay.port, 1, is_master=False, timeout=timedelta(seconds=10))
+def test_a_proxy_serves_only_its_own_process(server: AuthenticationServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_0_store = start_store(server)
+    proxy = LoopbackProxy(HERE, server.port, server.secret)
+    store = dist.TCPStore(proxy.address, proxy.port, 1, is_master=False, timeout=timedelta(seconds=10))
     store.set("a", "b")
     assert store.clone().get("a") == b"b"
-    assert store.get("a") == b"b" and server.get("a") == b"b" and shut_out(gate.door.port)
-    monkeypatch.setattr(psutil.Process, "net_connections", lambda *_: [])  # as another process looks to it
-    with socket.create_connection((relay.address, relay.port)) as stranger:
-        assert stranger.recv(1) == b""
+    assert store.get("a") == b"b" and rank_0_store.get("a") == b"b" and is_blocked(server.listener.port)
+    monkeypatch.setattr(psutil.Process, "net_connections", lambda *_: [])  # as if another process connected
+    with socket.create_connection((proxy.address, proxy.port)) as connection:
+        assert connection.recv(1) == b""
 
 
-def serve(gate: Gate) -> dist.TCPStore:
-    own = Relay(HERE, gate.port, gate.secret, gate.door.port)
+def start_store(server: AuthenticationServer) -> dist.TCPStore:
+    proxy = LoopbackProxy(HERE, server.port, server.secret, server.listener.port)
     return dist.TCPStore(
-        own.address,
-        gate.door.port,
+        proxy.address,
+        server.listener.port,
         1,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=10),
-        master_listen_fd=os.dup(gate.door.socket.fileno()),
+        master_listen_fd=os.dup(server.listener.socket.fileno()),
     )
 
 
-def test_without_the_secret_nothing_is_read_set_or_deleted(gate: Gate) -> None:
-    server = serve(gate)
-    server.set("word", "ours")
-    for port in (gate.port, gate.door.port):
+def test_a_client_without_the_secret_reads_and_writes_nothing(server: AuthenticationServer) -> None:
+    store = start_store(server)
+    store.set("word", "ours")
+    for port in (server.port, server.listener.port):
         with pytest.raises(RuntimeError):
             dist.TCPStore(HERE, port, 1, is_master=False, timeout=timedelta(seconds=SHORT_S)).set("word", "theirs")
-    assert server.get("word") == b"ours"
+    assert store.get("word") == b"ours"
 
 
-STRANGER = """
+OTHER_PROCESS = """
 import socket, sys
-with socket.create_connection(sys.argv[1].split()) as relay:
+with socket.create_connection(sys.argv[1].split()) as proxy:
     try:
-        relay.sendall(b"x" * 100)
-        sys.exit(relay.recv(1) != b"")
+        proxy.sendall(b"x" * 100)
+        sys.exit(proxy.recv(1) != b"")
     except OSError:
         sys.exit(0)
 """
 
 
 @pytest.mark.integration
-def test_another_process_of_this_machine_gets_nothing_of_a_ranks_relay(gate: Gate) -> None:
-    relay = Relay(HERE, gate.port, gate.secret)
-    subprocess.run([sys.executable, "-S", "-c", STRANGER, f"{relay.address} {relay.port}"], check=True, timeout=60)
+def test_a_proxy_answers_no_other_process_of_this_machine(server: AuthenticationServer) -> None:
+    proxy = LoopbackProxy(HERE, server.port, server.secret)
+    command = [sys.executable, "-S", "-c", OTHER_PROCESS, f"{proxy.address} {proxy.port}"]
+    subprocess.run(command, check=True, timeout=60)
 
 
-def test_the_filter_takes_both_kinds_of_addresses() -> None:
-    four, six = (filter_program([(packed, 5)]) for packed in (b"\x7f\0\0\1", bytes(15) + b"\1"))
-    assert (len(four) // 8, len(six) // 8) == (6, 12)
+def test_the_filter_supports_ipv4_and_ipv6() -> None:
+    ipv4, ipv6 = (filter_program([(address, 5)]) for address in (b"\x7f\0\0\1", bytes(15) + b"\1"))
+    assert (len(ipv4) // 8, len(ipv6) // 8) == (6, 12)
     addresses = Path("/proc/net/if_inet6")
     if addresses.exists() and "00000000000000000000000000000001" in addresses.read_text():
-        shut = Door("::1")
-        made = Gate("::1", b"s" * 32, shut)
-        with connect("::1", made.port, b"s" * 32) as own:
-            assert shut.socket.accept()[1][1] == own.getsockname()[1]
-        made.close()
-        shut.close()
+        listener = FilteredListener("::1")
+        server = AuthenticationServer("::1", b"s" * 32, listener)
+        with connect("::1", server.port, b"s" * 32) as client:
+            assert listener.socket.accept()[1][1] == client.getsockname()[1]
+        server.close()
+        listener.close()
 
 
-def test_many_are_let_in_at_a_time(gate: Gate) -> None:
-    held: list[Any] = []
-    ranks = [threading.Thread(target=lambda: held.append(connect(HERE, gate.port, gate.secret))) for _ in range(64)]
+def test_64_clients_are_admitted_at_the_same_time(server: AuthenticationServer) -> None:
+    connections: list[Any] = []
+    ranks = [
+        threading.Thread(target=lambda: connections.append(connect(HERE, server.port, server.secret)))
+        for _ in range(64)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
-    assert len(held) == 64
-    for connection in held:
+    assert len(connections) == 64
+    for connection in connections:
         connection.close()

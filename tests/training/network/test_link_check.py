@@ -119,7 +119,7 @@ def test_an_absent_node_is_named_after_our_own_timeout(monkeypatch: pytest.Monke
         lambda self, name, value: exchange(self.store, name, self.node, self.nodes, value, kind="nodes", timeout_s=1.0),
     )
     results = run(started=[0, 1, 3])
-    assert all("nodes n3 did not come within 1 s" in str(r) for r in results)
+    assert all("nodes n3 did not join within 1 s" in str(r) for r in results)
 
 
 def test_an_address_that_is_not_ours_is_one_line() -> None:

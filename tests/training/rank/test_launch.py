@@ -23,7 +23,7 @@ from holmes_hpc.records.files import write_whole
 from holmes_hpc.training import session
 from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network import rendezvous
-from holmes_hpc.training.network.filtered_listener import listening
+from holmes_hpc.training.network.filtered_listener import listening_socket
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.rank import launch
 from holmes_hpc.training.rank.launch import Launch
@@ -123,14 +123,14 @@ def member(rank: int, size: int = 2, key: str = "slurm-1-0-0") -> Launch:
 
 
 def test_ranks_meet_though_an_old_address_lies_there(tmp_path: Path) -> None:
-    path = rendezvous.meeting_path(tmp_path, member(0))
-    old = rendezvous.Meeting("127.0.0.1", spawn.free_port(), "00" * 32, 1, "n0", 1)
+    path = rendezvous.published_path(tmp_path, member(0))
+    old = rendezvous.Rendezvous("127.0.0.1", spawn.free_port(), "00" * 32, 1, "n0", 1)
     write_whole(path, json.dumps(asdict(old)), 0o600)
-    write_whole(rendezvous.meeting_path(tmp_path, member(0, key="slurm-0-0-0")), json.dumps(asdict(old)), 0o600)
+    write_whole(rendezvous.published_path(tmp_path, member(0, key="slurm-0-0-0")), json.dumps(asdict(old)), 0o600)
     found: list[Any] = []
     attempts: list[int] = []
     other = threading.Thread(
-        target=lambda: found.append(rendezvous.join_store(tmp_path, member(1), 200, known=attempts.append))
+        target=lambda: found.append(rendezvous.join_store(tmp_path, member(1), 200, on_attempt=attempts.append))
     )
     other.start()
     store = rendezvous.host_store(tmp_path, member(0), "127.0.0.1", 2, 200)
@@ -141,19 +141,19 @@ def test_ranks_meet_though_an_old_address_lies_there(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_door_whose_port_another_has_on_the_loopback_is_no_store(
+def test_a_port_that_is_taken_on_the_loopback_interface_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As another run's relay may, which listens at a port of the kernel's choice."""
+    """Another run's proxy may have it: it listens at a port of the kernel's choice."""
     ports, others = list[int](), list[Any]()
 
-    class Unlucky(rendezvous.Door):
+    class Unlucky(rendezvous.FilteredListener):
         def __init__(self, address: str) -> None:
             super().__init__(address)
             ports.append(self.port)
-            others.extend([] if others else [listening("127.0.0.2", self.port)])
+            others.extend([] if others else [listening_socket("127.0.0.2", self.port)])
 
-    monkeypatch.setattr(rendezvous, "Door", Unlucky)
+    monkeypatch.setattr(rendezvous, "FilteredListener", Unlucky)
     store = rendezvous.host_store(tmp_path, member(0, size=1), "127.0.0.1", 2, 60)
     store.set("a", "b")
     assert store.get("a") == b"b" and len(set(ports)) == 2
@@ -170,8 +170,8 @@ def test_nobody_waits_for_a_store_that_cannot_be(tmp_path: Path) -> None:
 
 def test_a_stranger_at_the_address_is_not_followed(tmp_path: Path) -> None:
     stranger = rendezvous.host_store(tmp_path / ".", member(0, key="other"), "127.0.0.1", 1, 5)
-    meeting = json.loads(rendezvous.meeting_path(tmp_path, member(0, key="other")).read_text())
-    write_whole(rendezvous.meeting_path(tmp_path, member(0)), json.dumps({**meeting, "secret": "00" * 32}), 0o600)
+    meeting = json.loads(rendezvous.published_path(tmp_path, member(0, key="other")).read_text())
+    write_whole(rendezvous.published_path(tmp_path, member(0)), json.dumps({**meeting, "secret": "00" * 32}), 0o600)
     with pytest.raises(NetworkError, match="another process answers there"):
         rendezvous.join_store(tmp_path, member(1), 1)
     del stranger
@@ -179,13 +179,13 @@ def test_a_stranger_at_the_address_is_not_followed(tmp_path: Path) -> None:
 
 def test_somebody_elses_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "meeting.json"
-    write_whole(path, json.dumps(asdict(rendezvous.Meeting("1.2.3.4", 1, "00", 1, "n", 1))), 0o600)
-    assert rendezvous.read_meeting(path) is not None
+    write_whole(path, json.dumps(asdict(rendezvous.Rendezvous("1.2.3.4", 1, "00", 1, "n", 1))), 0o600)
+    assert rendezvous.read_published(path) is not None
     path.chmod(0o640)  # others may have read the secret
-    assert rendezvous.read_meeting(path) is None
+    assert rendezvous.read_published(path) is None
     path.chmod(0o600)
     monkeypatch.setattr("os.getuid", lambda: 12345)
-    assert rendezvous.read_meeting(path) is None
+    assert rendezvous.read_published(path) is None
 
 
 @pytest.mark.parametrize("agent", [True, False])
@@ -203,10 +203,10 @@ def test_a_store_that_asks_for_no_secret_is_said_to_be_one(
 
 
 def test_rank_0_that_fails_before_it_can_be_met_tells_why(tmp_path: Path) -> None:
-    rendezvous.cancel(tmp_path, member(0), 3, "node n0: eth0 is down", 1)
+    rendezvous.publish_failure(tmp_path, member(0), 3, "node n0: eth0 is down", 1)
     attempts: list[int] = []
     with pytest.raises(NetworkError, match="rank 0 failed: node n0: eth0 is down"):
-        rendezvous.join_store(tmp_path, member(1), 5, known=attempts.append)
+        rendezvous.join_store(tmp_path, member(1), 5, on_attempt=attempts.append)
     assert attempts == [3]
 
 
