@@ -21,12 +21,12 @@ from holmes_hpc.training.network.link_diagnosis import (
     Endpoint,
     LinkReport,
     NodeInformation,
-    audit,
-    peers,
-    rounds,
-    skewed,
-    slow,
-    unreachable,
+    find_clock_skew,
+    find_node_faults,
+    find_slow_links,
+    find_unreachable,
+    measurement_rounds,
+    peer_links,
 )
 from holmes_hpc.training.network.link_sockets import LinkServer, reach
 from holmes_hpc.training.network.nic_bytes import NicLog, read_counters
@@ -65,17 +65,17 @@ def cost(count: int) -> tuple[float, int]:
     text = msgspec.json.encode({c.node: c for c in infos})
     start = time.perf_counter()
     infos = [*msgspec.json.decode(text, type=dict[str, NodeInformation]).values()]
-    audit(infos, groups)
+    find_node_faults(infos, groups)
     own = infos[count // 2].node
-    links = peers(infos, groups, own)
-    order = rounds(infos, groups)
+    links = peer_links(infos, groups, own)
+    order = measurement_rounds(infos, groups)
     with LinkServer("peer", "word", {"tcp": ("lo", "127.0.0.1")}) as server:
         targets = {f"{x.kind} {x.receiver}": Endpoint("lo", "127.0.0.1", server.ports["tcp"], 1.0) for x in links}
         reach(("lo", "127.0.0.1"), targets, "word", 10)
     reports = [LinkReport(c.node, (), tuple((x, 20.0) for r in order for x in r if x.sender == c.node)) for c in infos]
-    unreachable(infos, reports)
-    slow(infos, reports)
-    skewed(reports)
+    find_unreachable(infos, reports)
+    find_slow_links(infos, reports)
+    find_clock_skew(reports)
     return time.perf_counter() - start + len(order) * Limits().sample_s, len(links)
 
 

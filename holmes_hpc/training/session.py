@@ -154,7 +154,7 @@ def start(
         nics = probe() if own.one_host else interfaces.site_nics(plan, own.rank, probe(), own.node)
         traffic = Traffic(plan, own, nics)
         node = interfaces.node_transports(plan, own.rank, nics, own.node, own.one_host, on_gpu)
-        warnings = interfaces.refuse(node)
+        warnings = interfaces.refuse_overrides(node)
     except HolmesError as e:
         _tell_the_others(own, run, rank_exit, e)
         raise
@@ -163,10 +163,10 @@ def start(
     nodes = _exchange(own, store, node, on_gpu)
     goes_on("checking the links between nodes")
     if not own.one_host:
-        interfaces.check_places(plan, nodes)
+        interfaces.check_placement(plan, nodes)
         interfaces.check_addresses(nodes, launch.job_nodes(os.environ) if own.by == "srun" else ())
         warnings += interfaces.check_links(plan, own.rank, own.local_rank == 0, nodes, store)
-    for line in (*warnings, *([*remarks, *interfaces.remarks(node)] if own.local_rank == 0 else ())):
+    for line in (*warnings, *([*remarks, *interfaces.log_lines(node)] if own.local_rank == 0 else ())):
         say(str(line))
     if own.local_rank == 0 and not own.one_host:
         rank_exit.guard(audit.nic_check(node))

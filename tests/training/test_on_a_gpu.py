@@ -57,7 +57,7 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, train: TrainConfig,
     noted(calls, monkeypatch, session.affinity, bind="0-3")
     noted(calls, monkeypatch, torch.cuda, get_device_capability=(9, 0), get_device_properties=None)
     noted(calls, monkeypatch, session.dist, PrefixStore=None)
-    interfaces = MagicMock(refuse=lambda _: [], check_links=lambda *_: [], remarks=lambda _: [])
+    interfaces = MagicMock(refuse_overrides=lambda _: [], check_links=lambda *_: [], log_lines=lambda _: [])
     monkeypatch.setattr(session, "interfaces", interfaces)
     own = SimpleNamespace(rank=0, local_rank=0, world_size=1, node="n0", one_host=True, by="test")
     session.start(train, own, spawn.plan(), MagicMock(), MagicMock(attempt=1), True, lambda _: None)  # type: ignore[arg-type]

@@ -118,9 +118,9 @@ def test_ranks_name_nodes_of_the_job_and_addresses_of_their_own() -> None:
     apart = [NodeTransports(n, n, {"rdma": ("ib0", "10.1.0.1", 24)}, {}, False) for n in ("ib1", "ib2")]
     check_addresses(apart, job)  # two fabrics without a link between them
     for bad, says in (
-        (named("evil", "10.0.0.9"), "rank 3 on evil: that is no node of the job"),
+        (named("evil", "10.0.0.9"), "rank 3 on evil: this node is not in the job"),
         (named("ib2", "127.0.0.1"), "which other nodes cannot reach"),
-        (named("ib2", "10.0.0.1"), "as ib1 does"),
+        (named("ib2", "10.0.0.1"), "which is also ib1's"),
         (named("ib2", "evil.example"), "cannot reach"),
     ):
         with pytest.raises(NetworkError, match=says):

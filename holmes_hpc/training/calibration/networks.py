@@ -105,7 +105,7 @@ def pairs(plan: Plan, one_host: bool) -> list[Pair]:
         names = tuple(dict.fromkeys((fabric[a], fabric[b])))
         if len(here) == 1:
             own = plan.transport_of((a, b))
-            if own.kind != "rdma" or all("rdma" in interfaces.kinds_of(plan, r) for r in (a, b)):
+            if own.kind != "rdma" or all("rdma" in interfaces.transport_kinds(plan, r) for r in (a, b)):
                 found.setdefault((link_name(own), here), Pair(link_name(own), own, (a, b), names))
         if here in met or (len(here) == 1 and plan.places[a] != plan.places[b]):
             found.setdefault(("ethernet", here), Pair("ethernet", TCP, (a, b), names))

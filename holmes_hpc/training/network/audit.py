@@ -15,7 +15,7 @@ from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.training.network.interfaces import NodeTransports, short
+from holmes_hpc.training.network.interfaces import NodeTransports, short_ranks
 
 EVERY_STEPS = 10  # between comparisons: a NIC that goes wrong anywhere between two is seen within 20
 TOLERANCE = 0.10
@@ -162,7 +162,7 @@ def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Lo
     """
     layout = Layout.of(plan, Costs(dtype=dtype))
     return [
-        Load(nodes[rank], str(nic), f"{group.kind} of ranks {short(group.ranks)}", amount)
+        Load(nodes[rank], str(nic), f"{group.kind} of ranks {short_ranks(group.ranks)}", amount)
         for group, rank, amount in sent_bytes(layout, layer_array(plan))
         if (nic := group.transport.nic) is not None and (nic.verbs or not nic.rdma)  # else no counters are read
     ]

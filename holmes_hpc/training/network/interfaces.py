@@ -1,8 +1,8 @@
-"""Which network interfaces of this node carry the plan's transports, found without torch, for gloo and NCCL alike.
+"""The network interfaces of this node that carry the plan's transports, for gloo and NCCL. No torch is needed.
 
-The Plan says what a group's members share (``local``, ``rdma``, ``tcp``); here that becomes a kernel interface of this
-node (gloo connects through it), a network name for NCCL's communicator, and the environment that NCCL reads once per
-process. What else would change NCCL's or gloo's choice (variables, configuration files) is found and refused.
+The Plan gives each group a transport (``local``, ``rdma``, ``tcp``). This module turns it into a kernel interface of
+this node (gloo connects through it), a network name for NCCL's communicator, and the environment that NCCL reads once
+per process. It refuses variables and configuration files that would change NCCL's or gloo's choice.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from holmes_hpc.training.network import link_check
 from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpoint
 
 LOOPBACK = "lo"
-# Groups that carry the model's own traffic: their links are measured at start.
-MEASURED = ("tp", "dp", "intra_dp", "inter_dp", "edge")
+# These groups carry the model's traffic: their links are measured at start.
+MEASURED_GROUPS = ("tp", "dp", "intra_dp", "inter_dp", "edge")
 
 
 @dataclass(frozen=True)
 class NodeTransports:
-    """This node's share of the plan's transports. `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4
-    address, prefix); `environment`: what NCCL must find before its first call, `defaults`: what it is given where the
-    site says nothing; `network`: what it calls the network of the fabric's RDMA; `notes`: lines for the log; `node` and
-    `fabric` are for messages."""
+    """This node's share of the plan's transports.
+
+    `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4 address, prefix); `environment`: the variables
+    that NCCL needs before its first call; `defaults`: variables that are set unless the site sets them; `network`:
+    NCCL's name of the fabric's RDMA network; `notes`: lines for the log; `node` and `fabric` are for messages.
+    """
 
     node: str
     fabric: str
@@ -46,7 +48,7 @@ class NodeTransports:
     notes: tuple[str, ...] = ()
 
     def interface(self, transport: Transport) -> str:
-        """Return the kernel interface that carries `transport` here."""
+        """Return the kernel interface of this node that carries `transport`."""
         if self.one_host:
             return LOOPBACK
         try:
@@ -59,26 +61,26 @@ class NodeTransports:
             ) from None
 
     def nic(self, name: str | None) -> str:
-        """Return what carries a group here, for the record: an interface stands for itself, one of NCCL's networks for
-        the NICs that this node gives it, none for NVLink and shared memory."""
+        """Return the NICs of this node behind an interface or network `name`, for the run record.
+        An interface stands for itself, a network of NCCL for this node's NICs, None for NVLink and shared memory."""
         variables = {"IB": "NCCL_IB_HCA", self.network: "NCCL_IB_HCA", "Socket": "NCCL_SOCKET_IFNAME"}
         variable = variables.get(name or "", "")
         return self.environment.get(variable, "").lstrip("=") or name or "local"
 
     @property
     def address(self) -> str:
-        """Return where the other nodes reach this one by TCP."""
+        """Return the address at which other nodes reach this one by TCP."""
         return "127.0.0.1" if self.one_host else self.interfaces["tcp"][1]
 
 
-def kinds_of(plan: Plan, rank: int) -> set[str]:
+def transport_kinds(plan: Plan, rank: int) -> set[str]:
     """Return the transport kinds that the groups of `rank` use."""
     return {g.transport.kind for g in plan.transports() if rank in g.ranks}
 
 
 def site_nics(plan: Plan, rank: int, nics: NodeNics, node: str, environ: Mapping[str, str] = os.environ) -> NodeNics:
-    """This node's NICs, limited to what the plan's site names and the environment allows. NetworkError for a name that
-    it does not have."""
+    """Return this node's NICs that the plan's site names and the environment allows.
+    NetworkError if the node lacks a NIC of that name."""
     fabric = plan.site.fabric(plan.places[rank].fabric)
     try:
         return nccl.restrict_nics(nics, fabric.nic_names(node), environ, node)
@@ -87,31 +89,32 @@ def site_nics(plan: Plan, rank: int, nics: NodeNics, node: str, environ: Mapping
 
 
 def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: bool, cuda: bool) -> NodeTransports:
-    """This node's interfaces and environment. Raises NetworkError when one that the plan needs is missing, down or
-    without an address. With `cuda`, RDMA ports need no kernel interface: NCCL speaks to them directly."""
+    """Return this node's interfaces and environment.
+    NetworkError if an interface that the plan needs is missing, down or without an address. With `cuda`, RDMA ports
+    need no kernel interface: NCCL uses them directly."""
     fabric = plan.site.fabric(plan.places[rank].fabric)
     notes: list[str] = []
     interfaces = {"local": (LOOPBACK, "127.0.0.1", 8)}
     if one_host:
         return NodeTransports(node, fabric.name, interfaces, {}, True)
-    wanted = [("tcp", NicType.ETHERNET)]  # always: the ranks meet there
-    if "rdma" in kinds_of(plan, rank):
-        wanted.append(("rdma", fabric.nic))
+    needed = [("tcp", NicType.ETHERNET)]  # always: the rendezvous uses it
+    if "rdma" in transport_kinds(plan, rank):
+        needed.append(("rdma", fabric.nic))
     try:
-        environment = nccl.environment(nics, fabric.nic if len(wanted) > 1 else NicType.ETHERNET, node)
-        for kind, nic in wanted:
+        environment = nccl.environment(nics, fabric.nic if len(needed) > 1 else NicType.ETHERNET, node)
+        for kind, nic_type in needed:
             if kind == "rdma" and cuda:
-                notes += _opened(nics, nic, node)
-                if not any(n.up and n.address is not None for n in candidates(nics, nic)):
+                notes += _container_notes(nics, nic_type, node)
+                if not any(n.up and n.address is not None for n in candidates(nics, nic_type)):
                     continue
-            found = data_interface(nics, nic, node=node)
-            assert found.address is not None
+            nic = data_interface(nics, nic_type, node=node)
+            assert nic.address is not None
             if kind == "tcp":
-                _refuse_stand_in(nics, found, node)
-            interfaces[kind] = (found.name, found.address, 32 if found.prefix is None else found.prefix)
+                _refuse_substitute(nics, nic, node)
+            interfaces[kind] = (nic.name, nic.address, 32 if nic.prefix is None else nic.prefix)
     except SiteError as e:
         raise NetworkError(e.what, where=f"{e.where} (fabric {fabric.name})", hint=e.hint) from e
-    defaults = nccl.socket_settings(*_sockets(plan, rank)) if cuda else {}
+    defaults = nccl.socket_settings(*_socket_traffic(plan, rank)) if cuda else {}
     return NodeTransports(
         node,
         fabric.name,
@@ -124,9 +127,9 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
     )
 
 
-def _opened(nics: NodeNics, nic: NicType, node: str) -> list[str]:
-    """A line where NCCL must find its RDMA ports itself, since a container shows none in sysfs; SiteError where it
-    cannot open any."""
+def _container_notes(nics: NodeNics, nic: NicType, node: str) -> list[str]:
+    """Return a line for the log if NCCL must find its RDMA ports itself, because a container shows none in sysfs.
+    SiteError if it cannot open any."""
     if nics.ports or not nic.verbs:
         return []
     if not nics.verbs:
@@ -135,70 +138,67 @@ def _opened(nics: NodeNics, nic: NicType, node: str) -> list[str]:
             where=f"node {node}",
             hint="load the driver; start a container with /dev/infiniband in it",
         )
-    limited = f" among {', '.join(nics.hcas)}" if nics.hcas else ""
+    hca_text = f" among {', '.join(nics.hcas)}" if nics.hcas else ""
     return [
         f"node {node}: no /sys/class/infiniband (a container), but /dev/infiniband: NCCL finds its {nic} ports"
-        f"{limited} itself; their state and their bytes are not seen here"
+        f"{hca_text} itself; their state and their bytes are not monitored"
     ]
 
 
-def _sockets(plan: Plan, rank: int) -> tuple[float, int]:
-    """Return what the node of `rank` sends over sockets (Gb/s), and how many of its ranks do."""
-    groups = [g for g in plan.transports() if g.transport.kind == "tcp" and g.kind in MEASURED]
-    here = plan.places[rank]
-    senders = {r for g in groups for r in g.ranks if plan.places[r] == here}
-    peers = {plan.places[r] for g in groups if senders & set(g.ranks) for r in g.ranks} - {here}
-    fabric = plan.site.fabric(here.fabric)
+def _socket_traffic(plan: Plan, rank: int) -> tuple[float, int]:
+    """Return the rate of the sockets of `rank`'s node in Gb/s, and the number of its ranks that use them."""
+    groups = [g for g in plan.transports() if g.transport.kind == "tcp" and g.kind in MEASURED_GROUPS]
+    place = plan.places[rank]
+    senders = {r for g in groups for r in g.ranks if plan.places[r] == place}
+    peers = {plan.places[r] for g in groups if senders & set(g.ranks) for r in g.ranks} - {place}
+    fabric = plan.site.fabric(place.fabric)
     rates = [plan.site.rate_gbps("tcp", fabric, plan.site.fabric(name)) for name in {peer.fabric for peer in peers}]
     return max(rates, default=fabric.ethernet_gbps), len(senders)
 
 
-def _refuse_stand_in(nics: NodeNics, found: Nic, node: str) -> None:
-    """Raise SiteError when a management port or a RoCE NIC would stand in for an Ethernet NIC that is down, though it
-    has an address: the other nodes' traffic goes elsewhere. One that is known to be slower would not be used anyway."""
-    if nics.sockets is not None or (found.type is NicType.ETHERNET and found.role == "data"):
+def _refuse_substitute(nics: NodeNics, chosen: Nic, node: str) -> None:
+    """Raise SiteError if a management port or a RoCE NIC would replace an Ethernet NIC that is down but has an address.
+    The other nodes' traffic goes to another network. A slower Ethernet NIC would not have been used anyway."""
+    if nics.sockets is not None or (chosen.type is NicType.ETHERNET and chosen.role == "data"):
         return
     for nic in candidates(nics, NicType.ETHERNET):
-        slower = found.role == "data" and nic.gbps is not None and nic.gbps < (found.gbps or 0)
+        is_slower = chosen.role == "data" and nic.gbps is not None and nic.gbps < (chosen.gbps or 0)
         if (
             nic.role == "data"
             and nic.type is NicType.ETHERNET
             and not nic.up
             and nic.address is not None
-            and not slower
+            and not is_slower
         ):
             raise SiteError(
-                f"ethernet interface {nic.name} is down, and {found.name} is no substitute",
+                f"ethernet interface {nic.name} is down, and {chosen.name} is no substitute",
                 where=f"node {node}",
-                hint=f"ip link set {nic.name} up, or name the one that is meant: ethernet: {found.name} (docs/nics.md)",
+                hint=f"ip link set {nic.name} up, or name the interface to use: ethernet: {chosen.name} (docs/nics.md)",
             )
 
 
-def refuse(
-    decision: NodeTransports, environ: Mapping[str, str] = os.environ, files: Sequence[Path] | None = None
+def refuse_overrides(
+    node: NodeTransports, environ: Mapping[str, str] = os.environ, files: Sequence[Path] | None = None
 ) -> list[Finding]:
-    """Raise NetworkError for a variable or settings file that would change a group's network behind our back; warnings
-    come back."""
-    fast = decision.interfaces.get("rdma") or decision.interfaces.get("tcp")
-    found = nccl.refusals(
-        environ, decision.environment, decision.node, files, fast[0] if fast else "", decision.network
-    )
-    raise_errors(found)
-    return found
+    """Raise NetworkError for a variable or settings file that would override a group's network. Return warnings."""
+    fastest = node.interfaces.get("rdma") or node.interfaces.get("tcp")
+    findings = nccl.refusals(environ, node.environment, node.node, files, fastest[0] if fastest else "", node.network)
+    raise_errors(findings)
+    return findings
 
 
-def remarks(
-    decision: NodeTransports, environ: Mapping[str, str] = os.environ, files: Sequence[Path] | None = None
+def log_lines(
+    node: NodeTransports, environ: Mapping[str, str] = os.environ, files: Sequence[Path] | None = None
 ) -> list[str]:
-    """Return lines for the log: what was found and settled on this node, and which of the site's settings stay."""
+    """Return lines for the log: this node's notes, and the site's settings that differ from the defaults."""
     return [
-        *decision.notes,
-        *(f"node {decision.node}: {line}" for line in nccl.split_defaults(decision.defaults, environ, files)[1]),
+        *node.notes,
+        *(f"node {node.node}: {line}" for line in nccl.split_defaults(node.defaults, environ, files)[1]),
     ]
 
 
 def endpoints(plan: Plan, node: NodeTransports) -> dict[str, Endpoint]:
-    """Return the NICs of `node` with the rates that the plan's site declares, by transport kind."""
+    """Return the NICs of `node`, by transport kind, with the rates that the plan's site declares."""
     site = plan.site
     fabric = site.fabric(node.fabric)
     return {
@@ -216,76 +216,78 @@ def endpoints(plan: Plan, node: NodeTransports) -> dict[str, Endpoint]:
 def check_links(
     plan: Plan, rank: int, first_on_node: bool, nodes: Sequence[NodeTransports], store: Any
 ) -> list[Finding]:
-    """Try and measure every pair of nodes that must talk, before the first group is made. Raise NetworkError, the same
-    on all ranks; return warnings on each node's first rank."""
+    """Connect and measure all pairs of nodes that share a group, before the first group is created.
+    NetworkError, the same on all ranks; return warnings on each node's first rank."""
     if not first_on_node:
-        link_check.await_links(store)
+        link_check.await_link_check(store)
         return []
-    own = nodes[rank]
-    return link_check.prove_links(
+    node = nodes[rank]
+    return link_check.run_link_check(
         store,
-        own.node,
+        node.node,
         list(dict.fromkeys(n.node for n in nodes)),
-        fabric=own.fabric,
-        ranks=[r for r, n in enumerate(nodes) if n.node == own.node],
-        nics=endpoints(plan, own),
+        fabric=node.fabric,
+        ranks=[r for r, n in enumerate(nodes) if n.node == node.node],
+        nics=endpoints(plan, node),
         groups=[
-            CommunicationGroup(f"{g.kind} of ranks {short(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED)
+            CommunicationGroup(
+                f"{g.kind} of ranks {short_ranks(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED_GROUPS
+            )
             for g in plan.transports()
-            # those that leave their node, over NICs with an address
+            # only groups between nodes, over NICs with an address
             if g.transport.kind != "local" and all(g.transport.kind in nodes[r].interfaces for r in g.ranks)
         ],
         token=store.get("token").decode(),
     )
 
 
-def check_places(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
-    """Raise NetworkError when ranks that the plan puts on one node run on several, or the other way round."""
-    seen: dict[Any, str] = {}
+def check_placement(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
+    """Raise NetworkError if ranks of one planned node run on several nodes, or ranks of several on one."""
+    node_of: dict[Any, str] = {}
     for rank, (place, node) in enumerate(zip(plan.places, nodes, strict=True)):
-        if seen.setdefault(place, node.node) != node.node:
+        if node_of.setdefault(place, node.node) != node.node:
             raise NetworkError(
-                f"rank {rank} is planned on the node of its neighbours, {seen[place]}, and runs on {node.node}",
+                f"rank {rank} is planned on the node of its neighbours, {node_of[place]}, and runs on {node.node}",
                 where="ranks",
                 hint="start the plan's number of tasks on each node",
             )
-    if len(set(seen.values())) != len(seen):
+    if len(set(node_of.values())) != len(node_of):
         raise NetworkError(
-            f"{len(seen)} nodes are planned, {len(set(seen.values()))} are used",
+            f"{len(node_of)} nodes are planned, {len(set(node_of.values()))} are used",
             where="ranks",
             hint="start the plan's number of tasks on each node",
         )
 
 
 def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str] = ()) -> None:
-    """Raise NetworkError when a rank names a node that is not the job's (`job_nodes`, where Slurm tells them), or an
-    address that cannot be its NIC's: connections to it would go elsewhere. Fabrics that share no network may have the
-    same addresses."""
+    """Raise NetworkError for a rank whose node is not in the job, or whose address cannot be its NIC's.
+    `job_nodes`: from Slurm, empty if unknown. Connections to a wrong address would reach another machine. Fabrics that
+    share no network may use the same addresses."""
     owners: dict[tuple[str, str], str] = {}
     for rank, node in enumerate(nodes):
         where = f"rank {rank} on {node.node}"
         if job_nodes and node.node not in job_nodes:
-            raise NetworkError("that is no node of the job", where=where, hint="start the ranks with srun in one job")
+            raise NetworkError("this node is not in the job", where=where, hint="start the ranks with srun in one job")
         for kind, (interface, address, _) in node.interfaces.items():
             if kind == "local":
                 continue
             try:
-                meant = ipaddress.ip_address(address.partition("%")[0])
-                bad = meant.is_loopback or meant.is_unspecified or meant.is_multicast
+                parsed = ipaddress.ip_address(address.partition("%")[0])
+                is_invalid = parsed.is_loopback or parsed.is_unspecified or parsed.is_multicast
             except ValueError:
-                bad = True
-            other = owners.setdefault((address, "" if kind == "tcp" else node.fabric), node.node)
-            if bad or other != node.node:
-                also = f", as {other} does" if other != node.node else ", which other nodes cannot reach"
+                is_invalid = True
+            owner = owners.setdefault((address, "" if kind == "tcp" else node.fabric), node.node)
+            if is_invalid or owner != node.node:
+                problem = f"which is also {owner}'s" if owner != node.node else "which other nodes cannot reach"
                 raise NetworkError(
-                    f"it says that {interface} has address {address!r}{also}",
+                    f"{interface} has address {address!r}, {problem}",
                     where=where,
                     hint="give each node's NIC an address of its own (ip address)",
                 )
 
 
-def short(ranks: Sequence[int]) -> str:
-    """Return ranks as text, not all where there are many."""
+def short_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text; of more than six only the first three and the last."""
     text = [str(r) for r in ranks]
     return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])
 
@@ -293,7 +295,7 @@ def short(ranks: Sequence[int]) -> str:
 def as_network_error(
     error: Exception, kind: str, ranks: Sequence[int], transport: Transport, node: str, interface: str
 ) -> HolmesError:
-    """What went wrong while a group was made, as one line with the group, its ranks and its transport."""
+    """Return an error during a group's creation as one line with the group, its ranks and its transport."""
     if isinstance(error, HolmesError):
         return error
     text = " ".join(str(error).split())
@@ -301,11 +303,11 @@ def as_network_error(
         "Unable to find address": f"give {interface} an IPv4 address and bring it up",
         "unreachable": f"connect the networks of these ranks' nodes, or correct the address of {interface}",
     }.get(
-        next((w for w in ("Unable to find address", "unreachable") if w in text), ""),
-        f"see whether all these ranks run and reach each other over {interface} (cable, subnet, firewall)",
+        next((key for key in ("Unable to find address", "unreachable") if key in text), ""),
+        f"check that all these ranks run and reach each other over {interface} (cable, subnet, firewall)",
     )
     return NetworkError(
         f"set-up on {interface} failed: {text[:300]}",
-        where=f"{kind} group of ranks {short(ranks)} ({transport}) on node {node}",
+        where=f"{kind} group of ranks {short_ranks(ranks)} ({transport}) on node {node}",
         hint=hint,
     )

@@ -1,4 +1,4 @@
-"""The check of all links at start: one call per node, and one for the other ranks, over the ranks' key-value store."""
+"""The check of all links at start, over the ranks' key-value store: one rank of each node runs it, the others wait."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from holmes_hpc.training.network.link_diagnosis import (
     LinkReport,
     NodeInformation,
     NodeLink,
-    audit,
-    declared,
+    declared_gbps,
+    find_clock_skew,
+    find_node_faults,
+    find_slow_links,
+    find_unreachable,
     grade,
-    peers,
-    rounds,
-    skewed,
-    slow,
-    unreachable,
+    measurement_rounds,
+    peer_links,
 )
 from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
 from holmes_hpc.training.network.rendezvous import exchange
@@ -40,16 +40,16 @@ _DONE = f"{_BASE}/done"
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: to wait for other nodes at each step, for a connection, for a sample and for its repetition."""
+    """Durations in seconds: to wait for other nodes at each step, for a connection, of a sample, of a repeated one."""
 
-    meet_s: float = 30.0
+    join_s: float = 30.0
     connect_s: float = 3.0
     sample_s: float = 0.25
-    again_s: float = 0.75
+    repeat_s: float = 0.75
 
 
-def give_up(store: Store, error: HolmesError) -> None:
-    """Tell the other nodes why this one cannot take part, so that they need not wait for it."""
+def publish_error(store: Store, error: HolmesError) -> None:
+    """Publish why this node cannot take part, so that the other nodes do not wait for it."""
     text = json.dumps({"what": error.what, "where": error.where, "hint": error.hint})
     with contextlib.suppress(RuntimeError, TimeoutError):
         for key in (f"{_BASE}/nodes/all", _DONE):
@@ -57,7 +57,7 @@ def give_up(store: Store, error: HolmesError) -> None:
                 store.set(key, text)
 
 
-def prove_links(
+def run_link_check(
     store: Store,
     node: str,
     nodes: Sequence[str],
@@ -68,28 +68,28 @@ def prove_links(
     token: str,
     limits: Limits = Limits(),
 ) -> list[Finding]:
-    """One rank of each node calls this at the same time. Returns warnings; raises NetworkError on an error.
+    """Check all links, on one rank of each node at the same time. Return warnings; raise NetworkError on an error.
 
-    `nodes`: all, in rank order; `nics`: ``rdma`` / ``tcp`` -> this node's NIC, not listening yet;
-    `groups`: the groups of all ranks; `token`: any text that only this run knows. The outcome is the same on all nodes,
-    and is left in the store for :func:`await_links`.
+    `nodes`: all, in rank order; `nics`: ``rdma`` / ``tcp`` -> this node's NIC, not listening yet; `groups`: the groups
+    of all ranks; `token`: any text that only this run knows. All nodes get the same outcome; the first node stores it
+    for :func:`await_link_check`.
     """
     try:
         with LinkServer(node, token, {k: (nic.interface, nic.address) for k, nic in nics.items()}) as server:
             info = NodeInformation(
                 node, fabric, tuple(ranks), {k: replace(nic, port=server.ports[k]) for k, nic in nics.items()}
             )
-            found = _Check(store, info, nodes, groups, token, limits).run()
+            findings = _LinkCheck(store, info, nodes, groups, token, limits).run()
     except NetworkError as e:
-        give_up(store, e)
+        publish_error(store, e)
         raise
     if node == nodes[0]:
         store.set(_DONE, json.dumps(None))
-    return found
+    return findings
 
 
-def await_links(store: Store, timeout_s: float = 60.0) -> None:
-    """Wait on the other ranks of a node until the check is over; raise its error."""
+def await_link_check(store: Store, timeout_s: float = 60.0) -> None:
+    """Wait, on the other ranks of a node, until the check is over; raise its error."""
     try:
         store.wait([_DONE], timedelta(seconds=timeout_s))
     except (RuntimeError, TimeoutError) as e:
@@ -101,35 +101,37 @@ def await_links(store: Store, timeout_s: float = 60.0) -> None:
         raise NetworkError(**error)
 
 
-class _Check:
+class _LinkCheck:
+    """One node's part of the check; `info`: the data that the node publishes."""
+
     def __init__(
         self,
         store: Store,
-        own: NodeInformation,
+        info: NodeInformation,
         nodes: Sequence[str],
         groups: Sequence[CommunicationGroup],
         token: str,
         limits: Limits,
     ) -> None:
-        self.store, self.own, self.nodes, self.groups = store, own, nodes, groups
+        self.store, self.info, self.nodes, self.groups = store, info, nodes, groups
         self.token, self.limits = token, limits
-        self.node = own.node
+        self.node = info.node
 
     def run(self) -> list[Finding]:
-        infos = [msgspec.convert(c, NodeInformation) for c in self._gather("nodes", self.own)]
-        odd = audit(infos, self.groups)
-        raise_errors(odd)
-        by_node = {c.node: c for c in infos}
-        reports = self._reports("reached", self._connect(infos, by_node))
-        raise_errors(unreachable(infos, reports))
-        samples = self._reports("sampled", self._measure(infos, by_node))
-        found = odd + slow(infos, samples) + skewed(reports)
-        raise_errors(found)
-        return found
+        infos = [msgspec.convert(data, NodeInformation) for data in self._gather("nodes", self.info)]
+        node_faults = find_node_faults(infos, self.groups)
+        raise_errors(node_faults)
+        by_node = {info.node: info for info in infos}
+        reports = self._gather_reports("reached", self._connect(infos, by_node))
+        raise_errors(find_unreachable(infos, reports))
+        samples = self._gather_reports("sampled", self._measure(infos, by_node))
+        findings = node_faults + find_slow_links(infos, samples) + find_clock_skew(reports)
+        raise_errors(findings)
+        return findings
 
     def _gather(self, name: str, value: Any) -> list[Any]:
-        # a node may spend its whole connection time on dead peers, or repeat a sample, before it comes here
-        slack = self.limits.connect_s + 2 * (self.limits.sample_s + self.limits.again_s)
+        # Before this call a node may spend its whole connection time on dead peers, or repeat a sample.
+        slack = self.limits.connect_s + 2 * (self.limits.sample_s + self.limits.repeat_s)
         return exchange(
             self.store,
             f"{_BASE}/{name}",
@@ -138,22 +140,22 @@ class _Check:
             value,
             where=f"link check ({name})",
             kind="nodes",
-            timeout_s=self.limits.meet_s + slack,
+            timeout_s=self.limits.join_s + slack,
         )
 
-    def _reports(self, name: str, own: LinkReport) -> list[LinkReport]:
-        return [msgspec.convert(r, LinkReport) for r in self._gather(name, own)]
+    def _gather_reports(self, name: str, report: LinkReport) -> list[LinkReport]:
+        return [msgspec.convert(r, LinkReport) for r in self._gather(name, report)]
 
     def _source(self, kind: str) -> tuple[str, str]:
-        nic = self.own.nics[kind]
+        nic = self.info.nics[kind]
         return nic.interface, nic.address
 
     def _connect(self, infos: Sequence[NodeInformation], by_node: Mapping[str, NodeInformation]) -> LinkReport:
-        links = {(link.kind, link.receiver): link for link in peers(infos, self.groups, self.node)}
+        links = {(link.kind, link.receiver): link for link in peer_links(infos, self.groups, self.node)}
         replies = {
-            (kind, other): reply
+            (kind, peer): reply
             for kind in sorted({kind for kind, _ in links})
-            for other, reply in reach(
+            for peer, reply in reach(
                 self._source(kind),
                 {receiver: by_node[receiver].nics[kind] for k, receiver in links if k == kind},
                 self.token,
@@ -162,35 +164,37 @@ class _Check:
         }
         return LinkReport(
             self.node,
-            failed=tuple((links[at], reply.failure) for at, reply in replies.items() if reply.failure),
+            failed=tuple((links[key], reply.failure) for key, reply in replies.items() if reply.failure),
             skew_s={n: round(r.skew_s, 3) for (_, n), r in replies.items() if not r.failure and abs(r.skew_s) > 1},
         )
 
     def _measure(self, infos: Sequence[NodeInformation], by_node: Mapping[str, NodeInformation]) -> LinkReport:
         measured: list[tuple[NodeLink, float | None]] = []
-        order = rounds(infos, self.groups)
-        for number, links in enumerate(order):
+        rounds = measurement_rounds(infos, self.groups)
+        for number, links in enumerate(rounds):
             for link in links:
                 if link.sender == self.node:
-                    # whom the receiver sends to in the same ring, unless that is this node
+                    # the node to which the receiver sends in the same ring, unless it is this node
                     onward = (x.receiver for x in links if x.sender == link.receiver and x.receiver != self.node)
                     measured += self._sample(link, by_node, next(onward, None))
-            if number + 1 < len(order):
+            if number + 1 < len(rounds):
                 self._gather(f"round-{number}", None)
         return LinkReport(self.node, (), tuple(measured))
 
     def _sample(
         self, link: NodeLink, by_node: Mapping[str, NodeInformation], third: str | None
     ) -> list[tuple[NodeLink, float | None]]:
-        """Measure a link; where it is slow, once more, and a third node's: is it the sender or the receiver?"""
+        """Measure a link. If it is slow, measure it again, and the link to a `third` node, to tell whether the sender
+        or the receiver is slow."""
 
-        def measure(to: str, seconds: float) -> float | None:
-            return sample(self._source(link.kind), by_node[to].nics[link.kind], self.token, seconds)
+        def measure(receiver: str, seconds: float) -> float | None:
+            return sample(self._source(link.kind), by_node[receiver].nics[link.kind], self.token, seconds)
 
-        first = measure(link.receiver, self.limits.sample_s)
-        found = [(link, first)]
-        if grade(first, declared(by_node, link)) != "ok":
-            found.append((link, measure(link.receiver, self.limits.again_s)))
+        gbps = measure(link.receiver, self.limits.sample_s)
+        samples = [(link, gbps)]
+        if grade(gbps, declared_gbps(by_node, link)) != "ok":
+            samples.append((link, measure(link.receiver, self.limits.repeat_s)))
             if third is not None:
-                found.append((NodeLink(link.kind, self.node, third, link.label), measure(third, self.limits.sample_s)))
-        return found
+                third_link = NodeLink(link.kind, self.node, third, link.label)
+                samples.append((third_link, measure(third, self.limits.sample_s)))
+        return samples

@@ -10,7 +10,7 @@ from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network.audit import loads
-from holmes_hpc.training.network.interfaces import NodeTransports, short
+from holmes_hpc.training.network.interfaces import NodeTransports, short_ranks
 
 TIMES = 3.0  # as long as planned, and as long as before
 LEAST_S = 0.02  # a step: less than that is no loss
@@ -62,7 +62,7 @@ def of_plan(plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, f
     """Make one for a plan whose ranks run on `nodes`; see :class:`holmes_hpc.training.network.audit.Audit` for the
     rest."""
     stages = plan.parallel.stage_ranks
-    groups = {f"{g.kind} of ranks {short(g.ranks)}": g for g in plan.transports() if g.kind in _DP}
+    groups = {f"{g.kind} of ranks {short_ranks(g.ranks)}": g for g in plan.transports() if g.kind in _DP}
     expected, names = [0.0] * len(stages), []
     for load in loads(plan, [n.node for n in nodes], dtype):
         if (group := groups.get(load.label)) is not None:

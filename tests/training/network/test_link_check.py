@@ -9,14 +9,14 @@ import pytest
 
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.training.network import link_sockets as linktest
-from holmes_hpc.training.network.link_check import Limits, await_links, prove_links
+from holmes_hpc.training.network import link_sockets
+from holmes_hpc.training.network.link_check import Limits, await_link_check, run_link_check
 from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpoint
 from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
 from holmes_hpc.training.network.rendezvous import exchange
 
-# generous where a busy machine makes threads wait, and rates far below what any loopback has
-LIMITS = Limits(meet_s=30, connect_s=3, sample_s=0.05, again_s=0.05)
+# Long waits for a busy machine; the rates below are far under any loopback's.
+LIMITS = Limits(join_s=30, connect_s=3, sample_s=0.05, repeat_s=0.05)
 
 
 class Memory:
@@ -68,21 +68,22 @@ def groups() -> list[CommunicationGroup]:
     return [CommunicationGroup("dp 0", "rdma", (0, 1, 2)), CommunicationGroup("edge", "tcp", (2, 3)), world]
 
 
-def run(own_nics=None, nodes=NODES, tokens=None, started=None) -> list[list[Finding] | NetworkError]:
+def run(nics_of=nics, nodes=NODES, tokens=None, started=None) -> list[list[Finding] | NetworkError]:
+    """Return each node's outcome. `started`: the nodes that take part, None: all."""
     store = Memory()
 
-    def one(i: int) -> list[Finding] | NetworkError:
+    def check(i: int) -> list[Finding] | NetworkError:
         try:
-            return prove_links(
-                store, nodes[i], nodes, "ib-a", (i,), (own_nics or nics)(i), groups(), (tokens or ["t"] * 4)[i], LIMITS
+            return run_link_check(
+                store, nodes[i], nodes, "ib-a", (i,), nics_of(i), groups(), (tokens or ["t"] * 4)[i], LIMITS
             )
         except NetworkError as e:
             return e
 
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(one, range(len(nodes)) if started is None else started))
+        results = list(pool.map(check, range(len(nodes)) if started is None else started))
     try:
-        await_links(store, 0.1)
+        await_link_check(store, 0.1)
     except NetworkError as e:
         assert str(e) == str(results[0])
     else:
@@ -90,54 +91,54 @@ def run(own_nics=None, nodes=NODES, tokens=None, started=None) -> list[list[Find
     return results
 
 
-def test_a_healthy_job_passes_without_a_word() -> None:
+def test_a_healthy_job_has_no_finding() -> None:
     assert run() == [[], [], [], []]
 
 
-def test_a_declared_rate_that_no_loopback_has_is_an_error_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_far_below_its_declared_rate_is_an_error_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holmes_hpc.training.network.link_diagnosis.PROVABLE_GBPS", 1e6)
     results = run(lambda i: nics(i, rdma=1e6))
     assert len({str(r) for r in results}) == 1 and "RDMA" in str(results[0]) and "lo 127.0.2." in str(results[0])
 
 
-def test_a_node_whose_server_knows_another_run_is_not_taken_for_a_peer() -> None:
+def test_a_link_server_with_another_runs_token_is_not_a_peer() -> None:
     results = run(tokens=["t", "t", "other", "t"])
     assert len({str(r) for r in results}) == 1 and "n3" in str(results[0]) and "127.0.2.3" in str(results[0])
 
 
-def test_one_address_on_two_nodes() -> None:
-    def double(i: int) -> dict[str, Endpoint]:
+def test_an_address_on_two_nodes_is_an_error() -> None:
+    def same_tcp_address(i: int) -> dict[str, Endpoint]:
         return {**nics(i), "tcp": Endpoint("lo", "127.0.1.9", gbps=1)}
 
-    results = run(double)
+    results = run(same_tcp_address)
     assert "all have the address 127.0.1.9" in str(results[0]) and len({str(r) for r in results}) == 1
 
 
-def test_an_absent_node_is_named_after_our_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_node_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "holmes_hpc.training.network.link_check._Check._gather",
+        "holmes_hpc.training.network.link_check._LinkCheck._gather",
         lambda self, name, value: exchange(self.store, name, self.node, self.nodes, value, kind="nodes", timeout_s=1.0),
     )
     results = run(started=[0, 1, 3])
     assert all("nodes n3 did not join within 1 s" in str(r) for r in results)
 
 
-def test_an_address_that_is_not_ours_is_one_line() -> None:
+def test_a_server_on_an_unavailable_address_is_a_network_error() -> None:
     with pytest.raises(NetworkError, match=r"node n1: cannot listen on lo 192.0.2.77"):
         LinkServer("n1", "t", {"tcp": ("lo", "192.0.2.77")})
     with pytest.raises(NetworkError, match="cannot listen on ib7"):
         LinkServer("n1", "t", {"rdma": ("ib7", "127.0.0.1")})
 
 
-def test_a_node_that_cannot_take_part_tells_the_others_at_once() -> None:
+def test_an_error_of_one_node_ends_the_check_on_all_nodes() -> None:
     results = run(lambda i: nics(i) if i else {**nics(i), "rdma": Endpoint("ib9", "127.0.2.1", gbps=1)})
     assert len({str(r) for r in results}) == 1 and "node n1: cannot listen on ib9" in str(results[0])
 
 
-def test_reach_tells_peers_from_strangers_and_silence() -> None:
+def test_reach_distinguishes_peers_other_nodes_and_refused_connections() -> None:
     with LinkServer("n1", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
         port = server.ports["tcp"]
-        silent = linktest._bound("lo", "127.0.1.5")  # bound, not listening: refused
+        silent = link_sockets._bound_socket("lo", "127.0.1.5")  # bound, not listening: refused
         replies = reach(
             ("lo", "127.0.1.2"),
             {
@@ -153,8 +154,8 @@ def test_reach_tells_peers_from_strangers_and_silence() -> None:
     assert "node n1 answers there" in replies["n9"].failure and "refused" in replies["n5"].failure
 
 
-def test_reach_gives_up_in_time_on_a_server_that_accepts_and_says_nothing() -> None:
-    mute = linktest._bound("lo", "127.0.1.7")
+def test_reach_times_out_on_a_server_that_accepts_and_sends_nothing() -> None:
+    mute = link_sockets._bound_socket("lo", "127.0.1.7")
     mute.listen(5)
     try:
         replies = reach(("lo", "127.0.1.2"), {"n7": Endpoint("lo", "127.0.1.7", mute.getsockname()[1], 1)}, "t", 0.2)
@@ -163,21 +164,21 @@ def test_reach_gives_up_in_time_on_a_server_that_accepts_and_says_nothing() -> N
     assert replies["n7"].failure == "no answer in 0.2 s"
 
 
-def test_hundreds_of_peers_at_once_need_few_files() -> None:
+def test_reach_of_700_peers_stays_below_the_limit_of_open_files() -> None:
     with LinkServer("n", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
         targets = {f"n{i}": Endpoint("lo", "127.0.1.1", server.ports["tcp"], 1) for i in range(700)}
         replies = reach(("lo", "127.0.1.2"), targets, "t", 10)
     assert len(replies) == 700 and all("node n answers there" in r.failure for r in replies.values())
 
 
-def test_rubbish_is_not_answered() -> None:
+def test_the_link_server_does_not_answer_invalid_requests() -> None:
     with LinkServer("n", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
-        for rubbish in (b"GET / HTTP/1.0\n", b"[1]\n", b"{}\n", b"x" * 5000, b'{"token": "t", "seconds": "x"}\n'):
-            with linktest._bound("lo", "127.0.1.2") as s:
+        for request in (b"GET / HTTP/1.0\n", b"[1]\n", b"{}\n", b"x" * 5000, b'{"token": "t", "seconds": "x"}\n'):
+            with link_sockets._bound_socket("lo", "127.0.1.2") as s:
                 s.settimeout(2)
                 s.connect(("127.0.1.1", server.ports["tcp"]))
-                s.sendall(rubbish)
-                if b"token" not in rubbish:
+                s.sendall(request)
+                if b"token" not in request:
                     with contextlib.suppress(ConnectionResetError):
                         assert s.recv(100) == b""
         endpoint = Endpoint("lo", "127.0.1.1", server.ports["tcp"], 1)
@@ -185,7 +186,7 @@ def test_rubbish_is_not_answered() -> None:
         assert sample(("lo", "127.0.1.2"), endpoint, "wrong", 0.05) is None
 
 
-def test_a_sample_measures_something_and_a_dead_target_nothing() -> None:
+def test_a_sample_has_a_rate_and_a_dead_target_has_none() -> None:
     with LinkServer("n", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
         endpoint = Endpoint("lo", "127.0.1.1", server.ports["tcp"], 1)
         gbps = sample(("lo", "127.0.1.2"), endpoint, "t", 0.1)

@@ -12,14 +12,14 @@ from holmes_hpc.training.network.link_diagnosis import (
     LinkReport,
     NodeInformation,
     NodeLink,
-    audit,
-    declared,
+    declared_gbps,
+    find_clock_skew,
+    find_node_faults,
+    find_slow_links,
+    find_unreachable,
     grade,
-    peers,
-    rounds,
-    skewed,
-    slow,
-    unreachable,
+    measurement_rounds,
+    peer_links,
 )
 
 
@@ -33,7 +33,7 @@ def info(
 
 
 def job(ib: int = 4, roce: int = 4) -> tuple[list[NodeInformation], list[CommunicationGroup]]:
-    """IB nodes hold stage 0, RoCE nodes stage 1; one rank a node, data parallel inside, edges between."""
+    """Return IB nodes with stage 0 and RoCE nodes with stage 1: one rank a node, DP inside fabrics, edges between."""
     infos = [info(f"ib{i + 1}", "ib-a", (i,), 2, 11 + i) for i in range(ib)]
     infos += [info(f"roce{i + 1}", "ro-a", (ib + i,), 3, 31 + i, 0.25) for i in range(roce)]
     groups = [
@@ -44,159 +44,159 @@ def job(ib: int = 4, roce: int = 4) -> tuple[list[NodeInformation], list[Communi
     return infos, [*groups, CommunicationGroup("world", "tcp", tuple(range(ib + roce)), sampled=False)]
 
 
-def test_peers_are_the_other_nodes_of_its_groups_each_kind_once() -> None:
+def test_peers_are_the_other_nodes_of_a_nodes_groups_once_per_transport() -> None:
     infos, groups = job()
-    links = peers(infos, groups, "ib1")
+    links = peer_links(infos, groups, "ib1")
     assert {link.receiver for link in links if link.kind == "rdma"} == {"ib2", "ib3", "ib4"}
-    assert {link.receiver for link in links if link.kind == "tcp"} == {c.node for c in infos} - {"ib1"}
+    assert {link.receiver for link in links if link.kind == "tcp"} == {info.node for info in infos} - {"ib1"}
     assert next(link for link in links if link.receiver == "roce1").label == "edge 0"
 
 
-def test_several_ranks_of_a_node_need_no_link_and_local_groups_none() -> None:
+def test_ranks_of_one_node_and_local_groups_need_no_link() -> None:
     infos = [info("a", "ib-a", (0, 1), 2, 1), info("b", "ib-a", (2, 3), 2, 2)]
     same_node = [CommunicationGroup("tp", "local", (0, 1)), CommunicationGroup("tp", "rdma", (0, 1))]
-    assert peers(infos, same_node, "a") == []
+    assert peer_links(infos, same_node, "a") == []
     both = [CommunicationGroup("dp", "rdma", (0, 2)), CommunicationGroup("dp", "rdma", (1, 3))]
-    assert [link.receiver for link in peers(infos, both, "a")] == ["b"]
+    assert [link.receiver for link in peer_links(infos, both, "a")] == ["b"]
 
 
-groups = st.lists(
+groups_strategy = st.lists(
     st.tuples(st.sampled_from(["rdma", "tcp"]), st.lists(st.integers(0, 11), min_size=1, max_size=12, unique=True)),
     max_size=8,
 )
 
 
-@given(groups)
-def test_rounds_measure_every_ring_link_once_and_share_no_nic(groups_) -> None:
+@given(groups_strategy)
+def test_rounds_measure_every_ring_link_once_and_share_no_nic(drawn) -> None:
     infos = [info(f"n{i}", "ib-a", (2 * i, 2 * i + 1), 2, i + 1) for i in range(6)]
-    groups = [CommunicationGroup(f"g{i}", kind, tuple(ranks)) for i, (kind, ranks) in enumerate(groups_)]
-    found = rounds(infos, groups)
-    for chosen in found:
-        assert len({x.kind for x in chosen}) == 1
-        assert len({x.sender for x in chosen}) == len({x.receiver for x in chosen}) == len(chosen)
-    links = [(x.kind, x.sender, x.receiver) for r in found for x in r]
-    assert len(links) == len(set(links))
+    groups = [CommunicationGroup(f"g{i}", kind, tuple(ranks)) for i, (kind, ranks) in enumerate(drawn)]
+    rounds = measurement_rounds(infos, groups)
+    for links in rounds:
+        assert len({x.kind for x in links}) == 1
+        assert len({x.sender for x in links}) == len({x.receiver for x in links}) == len(links)
+    ends = [(x.kind, x.sender, x.receiver) for links in rounds for x in links]
+    assert len(ends) == len(set(ends))
     for group in groups:
         nodes = list(dict.fromkeys(f"n{r // 2}" for r in group.ranks))
         for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
-            assert a == b or (group.kind, a, b) in links
+            assert a == b or (group.kind, a, b) in ends
 
 
-def test_a_chain_of_three_fabrics_needs_few_rounds() -> None:
+def test_two_fabrics_need_two_rounds() -> None:
     infos, groups = job()
-    assert [len(r) for r in rounds(infos, groups)] == [8, 8]  # both RDMA rings at once, then all edges both ways
+    assert [len(r) for r in measurement_rounds(infos, groups)] == [8, 8]  # both RDMA rings, then all edges both ways
 
 
-def test_a_measured_rate_is_graded() -> None:
-    table = {0.4: "ok", 0.2: "ok", 0.19: "warning", 0.041: "warning", 0.039: "error", 0.0: "error", None: "error"}
-    assert {rate: grade(rate, 0.4) for rate in table} == table
+def test_rates_below_50_and_10_percent_are_warnings_and_errors() -> None:
+    grades = {0.4: "ok", 0.2: "ok", 0.19: "warning", 0.041: "warning", 0.039: "error", 0.0: "error", None: "error"}
+    assert {rate: grade(rate, 0.4) for rate in grades} == grades
 
 
-def test_declared_is_the_slower_nic_as_far_as_it_can_be_proven() -> None:
-    infos = {c.node: c for c in job()[0]}
+def test_the_declared_rate_is_the_slower_nics_up_to_a_provable_one() -> None:
+    infos = {info.node: info for info in job()[0]}
     infos["fast1"], infos["fast2"] = (info(n, "ib-b", (), 4, 1, 400.0) for n in ("fast1", "fast2"))
-    assert declared(infos, NodeLink("tcp", "ib1", "roce1")) == 0.05
-    assert declared(infos, NodeLink("rdma", "fast1", "fast2")) == 5.0
+    assert declared_gbps(infos, NodeLink("tcp", "ib1", "roce1")) == 0.05
+    assert declared_gbps(infos, NodeLink("rdma", "fast1", "fast2")) == 5.0
 
 
-def test_audit_of_a_healthy_job_is_empty_and_faults_are_named() -> None:
+def test_a_missing_nic_and_a_shared_address_are_node_faults() -> None:
     infos, groups = job()
-    assert audit(infos, groups) == []
+    assert find_node_faults(infos, groups) == []
     infos[1] = NodeInformation("ib2", "ib-a", (1,), {"tcp": infos[1].nics["tcp"]})
-    (found,) = audit(infos, groups)
-    assert found.node == "ib2" and "RDMA" in found.what and "dp 0" in found.what
-    twice = Endpoint("docker0", "172.17.0.1", 1, 1)
-    infos = [NodeInformation(c.node, c.fabric, c.ranks, {**c.nics, "tcp": twice}) for c in job()[0][:2]]
-    (found,) = audit(infos, [])
-    assert "172.17.0.1" in found.what and found.where == "nodes ib[1-2]"
+    (finding,) = find_node_faults(infos, groups)
+    assert finding.node == "ib2" and "RDMA" in finding.what and "dp 0" in finding.what
+    shared = Endpoint("docker0", "172.17.0.1", 1, 1)
+    infos = [NodeInformation(c.node, c.fabric, c.ranks, {**c.nics, "tcp": shared}) for c in job()[0][:2]]
+    (finding,) = find_node_faults(infos, [])
+    assert "172.17.0.1" in finding.what and finding.where == "nodes ib[1-2]"
 
 
-def test_a_renamed_interface_is_a_warning_and_another_naming_scheme_none() -> None:
+def test_one_unusual_interface_name_is_a_warning_and_another_naming_scheme_is_not() -> None:
     infos, groups = job()
 
     def renamed(info: NodeInformation, name: str) -> NodeInformation:
         nic = Endpoint(name, info.nics["tcp"].address, 1, 1)
         return NodeInformation(info.node, info.fabric, info.ranks, {**info.nics, "tcp": nic})
 
-    odd = [renamed(c, "ethx") if c.node == "roce2" else c for c in infos]
-    assert [(f.level, f.node, f.nic) for f in audit(odd, groups)] == [("warning", "roce2", "ethx")]
+    unusual = [renamed(c, "ethx") if c.node == "roce2" else c for c in infos]
+    assert [(f.level, f.node, f.nic) for f in find_node_faults(unusual, groups)] == [("warning", "roce2", "ethx")]
     scheme = [renamed(c, "ens3") if c.node.startswith("roce") else c for c in job(5, 4)[0]]
-    assert audit(scheme, job(5, 4)[1]) == []
+    assert find_node_faults(scheme, job(5, 4)[1]) == []
 
 
-def failing(infos, groups, broken) -> list[LinkReport]:
-    """Reports in which the links that `broken` names fail."""
+def reports_of(infos, groups, is_broken) -> list[LinkReport]:
+    """Return reports in which the links fail for which `is_broken` is true."""
     return [
-        LinkReport(c.node, tuple((x, "no answer in 3 s") for x in peers(infos, groups, c.node) if broken(x)))
+        LinkReport(c.node, tuple((x, "no answer in 3 s") for x in peer_links(infos, groups, c.node) if is_broken(x)))
         for c in infos
     ]
 
 
-def test_healthy_reports_give_no_finding() -> None:
+def test_reports_without_failures_give_no_finding() -> None:
     infos, groups = job()
-    assert unreachable(infos, failing(infos, groups, lambda link: False)) == []
+    assert find_unreachable(infos, reports_of(infos, groups, lambda link: False)) == []
 
 
 @pytest.mark.parametrize("bad", ["ib1", "ib3", "roce4"])
-def test_a_dead_rdma_nic_is_one_line_that_names_node_nic_and_peers(bad: str) -> None:
+def test_a_dead_rdma_nic_is_one_finding_with_node_nic_and_peers(bad: str) -> None:
     infos, groups = job()
-    found = unreachable(infos, failing(infos, groups, lambda x: x.kind == "rdma" and bad in (x.sender, x.receiver)))
-    assert len(found) == 1 and found[0].node == bad and found[0].nic in ("ib0", "ro0")
-    assert "does not reach" in found[0].what
+    reports = reports_of(infos, groups, lambda x: x.kind == "rdma" and bad in (x.sender, x.receiver))
+    (finding,) = find_unreachable(infos, reports)
+    assert finding.node == bad and finding.nic in ("ib0", "ro0")
+    assert "does not reach" in finding.what
     with pytest.raises(NetworkError, match=f"node {bad}: RDMA NIC"):
-        raise_errors(found)
+        raise_errors([finding])
 
 
-def test_a_firewall_between_two_nodes_names_both() -> None:
+def test_a_firewall_between_two_nodes_is_one_finding_with_both() -> None:
     infos, groups = job()
-    found = unreachable(infos, failing(infos, groups, lambda x: {x.sender, x.receiver} == {"ib2", "roce1"}))
-    assert len(found) == 1 and found[0].where in ("nodes ib2 and roce1", "nodes roce1 and ib2")
-    assert "firewall" in found[0].hint and "eth0" in str(found[0])
+    reports = reports_of(infos, groups, lambda x: {x.sender, x.receiver} == {"ib2", "roce1"})
+    (finding,) = find_unreachable(infos, reports)
+    assert finding.where in ("nodes ib2 and roce1", "nodes roce1 and ib2")
+    assert "firewall" in finding.hint and "eth0" in str(finding)
 
 
-def test_a_one_way_firewall_too() -> None:
+def test_a_one_way_firewall_is_one_finding_with_sender_and_receiver() -> None:
     infos, groups = job()
-    found = unreachable(infos, failing(infos, groups, lambda x: x == NodeLink("rdma", "ib2", "ib3", "dp 0")))
-    assert len(found) == 1 and "ib2 (ib0" in found[0].what and "does not reach ib3" in found[0].what
+    reports = reports_of(infos, groups, lambda x: x == NodeLink("rdma", "ib2", "ib3", "dp 0"))
+    (finding,) = find_unreachable(infos, reports)
+    assert "ib2 (ib0" in finding.what and "does not reach ib3" in finding.what
 
 
-def test_two_fabrics_with_one_label() -> None:
+def test_two_fabrics_with_one_label_are_one_finding() -> None:
     infos, groups = job()
-    left = {"ib1", "ib2"}
-    found = unreachable(
+    island = {"ib1", "ib2"}
+    reports = reports_of(
         infos,
-        failing(
-            infos,
-            groups,
-            lambda x: x.kind == "rdma" and x.sender.startswith("ib") and (x.sender in left) != (x.receiver in left),
-        ),
+        groups,
+        lambda x: x.kind == "rdma" and x.sender.startswith("ib") and (x.sender in island) != (x.receiver in island),
     )
-    assert len(found) == 1 and "ib[1-2]" in str(found[0]) and "ib[3-4]" in str(found[0])
-    assert "fabric ib-a" in found[0].where and "fabric_ features" in found[0].hint
+    (finding,) = find_unreachable(infos, reports)
+    assert "ib[1-2]" in str(finding) and "ib[3-4]" in str(finding)
+    assert "fabric ib-a" in finding.where and "fabric_ features" in finding.hint
 
 
-def test_two_faults_are_two_lines() -> None:
+def test_two_dead_nics_are_two_findings() -> None:
     infos, groups = job()
-    two = {"ib1", "roce2"}
-    reports = failing(infos, groups, lambda x: x.kind == "rdma" and bool(two & {x.sender, x.receiver}))
-    found = unreachable(infos, reports)
-    assert sorted(f.node for f in found) == ["ib1", "roce2"]
+    dead = {"ib1", "roce2"}
+    reports = reports_of(infos, groups, lambda x: x.kind == "rdma" and bool(dead & {x.sender, x.receiver}))
+    assert sorted(f.node for f in find_unreachable(infos, reports)) == ["ib1", "roce2"]
 
 
 def samples(infos, groups, share) -> list[LinkReport]:
-    """What `share(link)` of the declared rate each node would measure, with the third node's test for slow links."""
+    """Return reports with `share(link)` of the declared rates, and of slow links the sample to a third node too."""
     by_node = {c.node: c for c in infos}
     reports = []
     for c in infos:
         measured = []
-        for chosen in rounds(infos, groups):
-            for link in (x for x in chosen if x.sender == c.node):
-                rate = declared(by_node, link)
+        for links in measurement_rounds(infos, groups):
+            for link in (x for x in links if x.sender == c.node):
+                rate = declared_gbps(by_node, link)
                 measured.append((link, share(link) * rate))
-                third = next((x.receiver for x in chosen if x.sender == link.receiver and x.receiver != c.node), None)
+                third = next((x.receiver for x in links if x.sender == link.receiver and x.receiver != c.node), None)
                 if grade(share(link) * rate, rate) != "ok" and third:
-                    extra = NodeLink(link.kind, c.node, third, link.label)
-                    measured.append((extra, share(extra) * rate))
+                    third_link = NodeLink(link.kind, c.node, third, link.label)
+                    measured.append((third_link, share(third_link) * rate))
         reports.append(LinkReport(c.node, (), tuple(measured)))
     return reports
 
@@ -206,40 +206,39 @@ def samples(infos, groups, share) -> list[LinkReport]:
     ("node", "kind", "nic"), [("ib2", "rdma", "ib0"), ("roce4", "rdma", "ro0"), ("roce1", "rdma", "ro0")]
 )
 @pytest.mark.parametrize("direction", ["sends", "receives", "both"])
-def test_a_shaped_nic_is_one_line(share: float, level: str, node: str, kind: str, nic: str, direction: str) -> None:
+def test_a_shaped_nic_is_one_finding(share: float, level: str, node: str, kind: str, nic: str, direction: str) -> None:
     def rate(link: NodeLink) -> float:
-        hit = link.kind == kind and (
+        is_shaped = link.kind == kind and (
             (node == link.sender and direction != "receives") or (node == link.receiver and direction != "sends")
         )
-        return share if hit else 0.97
+        return share if is_shaped else 0.97
 
     infos, groups = job()
-    found = slow(infos, samples(infos, groups, rate))
-    assert [(f.level, f.node, f.nic) for f in found] == [(level, node, nic)]
-    assert f"node {node}: RDMA NIC {nic}" in str(found[0]) and f"({share:.0%}" in str(found[0])
+    (finding,) = find_slow_links(infos, samples(infos, groups, rate))
+    assert (finding.level, finding.node, finding.nic) == (level, node, nic)
+    assert f"node {node}: RDMA NIC {nic}" in str(finding) and f"({share:.0%}" in str(finding)
 
 
-def test_two_nodes_alone_are_both_named() -> None:
+def test_a_slow_link_in_a_fabric_of_two_nodes_names_both() -> None:
     infos, groups = job(2, 2)
-    found = slow(infos, samples(infos, groups, lambda x: 0.05 if x.kind == "rdma" and x.sender == "ib1" else 1.0))
-    assert len(found) == 1 and "ib1" in found[0].where and "ib2" in found[0].where
+    reports = samples(infos, groups, lambda x: 0.05 if x.kind == "rdma" and x.sender == "ib1" else 1.0)
+    (finding,) = find_slow_links(infos, reports)
+    assert "ib1" in finding.where and "ib2" in finding.where
 
 
-def test_healthy_samples_give_no_finding() -> None:
+def test_samples_above_half_of_the_declared_rate_give_no_finding() -> None:
     infos, groups = job()
-    assert slow(infos, samples(infos, groups, lambda x: 0.51)) == []
+    assert find_slow_links(infos, samples(infos, groups, lambda x: 0.51)) == []
 
 
 @given(st.sampled_from([f"ib{i}" for i in range(1, 5)]), st.sampled_from([f"roce{i}" for i in range(1, 5)]))
-def test_two_shaped_nics_of_two_fabrics_are_two_lines(one: str, two: str) -> None:
+def test_two_shaped_nics_of_two_fabrics_are_two_findings(ib: str, roce: str) -> None:
     infos, groups = job()
-    hit = {one, two}
-    shares = samples(infos, groups, lambda x: 0.2 if x.kind == "rdma" and hit & {x.sender, x.receiver} else 1)
-    found = slow(infos, shares)
-    assert {f.node for f in found} == {one, two} and len(found) == 2
+    reports = samples(infos, groups, lambda x: 0.2 if x.kind == "rdma" and {ib, roce} & {x.sender, x.receiver} else 1)
+    assert sorted(f.node for f in find_slow_links(infos, reports)) == [ib, roce]
 
 
-def test_reports_and_cards_survive_the_store() -> None:
+def test_reports_and_node_information_can_be_stored_as_json() -> None:
     infos, _ = job()
     report = LinkReport(
         "a", ((NodeLink("tcp", "a", "b", "g"), "refused"),), ((NodeLink("rdma", "a", "b"), None),), {"b": 2.5}
@@ -248,30 +247,29 @@ def test_reports_and_cards_survive_the_store() -> None:
     assert msgspec.json.decode(msgspec.json.encode(infos), type=list[NodeInformation]) == infos
 
 
-def test_clock_skew_names_the_node_that_is_off() -> None:
+def test_clock_skew_is_reported_for_the_node_whose_clock_is_off() -> None:
     nodes = ["a", "b", "c", "d"]
     reports = [LinkReport(n, skew_s={m: 90.0 for m in nodes if m == "c" != n}) for n in nodes]
     reports[2] = LinkReport("c", skew_s={m: -90.0 for m in nodes if m != "c"})
-    found = skewed(reports)
-    assert [(f.node, f.level) for f in found] == [("c", "warning")]
-    assert skewed([LinkReport("a", skew_s={"b": 5.0})]) == []
+    assert [(f.node, f.level) for f in find_clock_skew(reports)] == [("c", "warning")]
+    assert find_clock_skew([LinkReport("a", skew_s={"b": 5.0})]) == []
 
 
-def test_work_at_a_thousand_nodes_grows_with_nodes_not_with_pairs() -> None:
+def test_links_of_a_node_grow_with_the_number_of_nodes_not_of_pairs() -> None:
     count = 500
     infos, groups = job(count, count)
-    assert len(peers(infos, groups, "ib7")) == (2 * count - 1) + (count - 1)
-    assert len(rounds(infos, groups)) == 2
-    down = [LinkReport("ib9", tuple((x, "no answer") for x in peers(infos, groups, "ib9")))]
-    assert [f.node for f in unreachable(infos, down)] == ["ib9", "ib9"]
+    assert len(peer_links(infos, groups, "ib7")) == (2 * count - 1) + (count - 1)
+    assert len(measurement_rounds(infos, groups)) == 2
+    down = [LinkReport("ib9", tuple((x, "no answer") for x in peer_links(infos, groups, "ib9")))]
+    assert [f.node for f in find_unreachable(infos, down)] == ["ib9", "ib9"]
 
 
 @pytest.mark.parametrize("first", range(12))  # string hashes, and so the order of sets, differ between processes
-def test_two_islands_are_told_in_the_same_order_by_all_nodes(first: int) -> None:
+def test_all_nodes_report_two_islands_in_the_same_order(first: int) -> None:
     names = [f"n{first + i}" for i in range(4)]
     infos = [info(name, "ib-a", (i,), 2, 11 + i) for i, name in enumerate(names)]
     pairs = [(a, b) for a in names[:2] for b in names[2:]]
     reports = [LinkReport(a, ((NodeLink("rdma", a, b, "dp"), "timed out"),)) for a, b in pairs]
-    (found,) = unreachable(infos, reports)
-    part = names[:2] if min(names) in names[:2] else names[2:]
-    assert found.what.startswith(f"nodes {compress(part)} (ib0")
+    (finding,) = find_unreachable(infos, reports)
+    first_island = names[:2] if min(names) in names[:2] else names[2:]
+    assert finding.what.startswith(f"nodes {compress(first_island)} (ib0")

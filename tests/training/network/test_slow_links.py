@@ -11,7 +11,7 @@ import pytest
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.site import FabricLink
 from holmes_hpc.training.network.interfaces import NodeTransports, endpoints
-from holmes_hpc.training.network.link_diagnosis import LinkReport, NodeInformation, NodeLink, slow
+from holmes_hpc.training.network.link_diagnosis import LinkReport, NodeInformation, NodeLink, find_slow_links
 from holmes_hpc.training.network.slow_links import LEAST_S, WINDOW, SlowLinks, of_plan
 
 QUICK, SLOW = [0.1, 0.4, 0.05, 0.05], [2.0, 2.3, 0.05, 0.05]  # of ranks 0,1 (stage 0) and 2,3 (stage 1)
@@ -82,7 +82,7 @@ def test_the_start_up_check_goes_by_the_sites_link_between_two_fabrics(gbps: flo
         infos.append(NodeInformation(own.node, fabric, (rank,), endpoints(plan, own)))
     infos = [msgspec.json.decode(msgspec.json.encode(info), type=NodeInformation) for info in infos]
     crossing, inside = NodeLink("tcp", "n0", "n2", "edge"), NodeLink("tcp", "n0", "n1", "dp")
-    assert [f.level for f in slow(infos, [LinkReport("n0", measured=((crossing, gbps),))])] == levels
-    assert [f.level for f in slow(infos, [LinkReport("n0", measured=((inside, 0.38),))])] == ["error"]
+    assert [f.level for f in find_slow_links(infos, [LinkReport("n0", measured=((crossing, gbps),))])] == levels
+    assert [f.level for f in find_slow_links(infos, [LinkReport("n0", measured=((inside, 0.38),))])] == ["error"]
     assert site.slowest_gbps("tcp", ["ib-a", "roce-a", "eth-a"]) == 0.4
     assert site.slowest_gbps("tcp", ["ib-a", "eth-a"]) == site.slowest_gbps("tcp", ["ib-a", "ib-a"]) == 25.0

@@ -298,7 +298,7 @@ def test_a_container_without_infiniband_in_sysfs_is_not_refused_for_that_alone()
         transports.node_transports(plan, 0, bare, "n", one_host=False, cuda=True)
     made = transports.node_transports(plan, 0, replace(bare, verbs=True), "n", one_host=False, cuda=True)
     assert "NCCL_IB_HCA" not in made.environment and "rdma" not in made.interfaces
-    (line,) = transports.remarks(made, {}, [])
+    (line,) = transports.log_lines(made, {}, [])
     assert line.startswith("node n: no /sys/class/infiniband (a container), but /dev/infiniband: NCCL finds its ib")
 
 
@@ -332,7 +332,7 @@ def test_sockets_get_connections_for_the_plans_rate(changes: dict[str, Any], set
     assert made.defaults == settings and not set(settings) & set(made.environment)
     assert transports.node_transports(plan, 0, here, "n", one_host=False, cuda=False).defaults == {}
     if settings:
-        said = transports.remarks(made, {"NCCL_SOCKET_NTHREADS": "2"}, [])[-1]
+        said = transports.log_lines(made, {"NCCL_SOCKET_NTHREADS": "2"}, [])[-1]
         assert said == "node n: NCCL_SOCKET_NTHREADS=2 is the site's own and stays; for the plan's rate it would be 4"
 
 
@@ -357,9 +357,9 @@ def test_a_link_that_is_said_gives_the_rate_between_its_fabrics() -> None:
 )
 def test_variables_that_would_choose_otherwise_are_refused(environ: dict[str, str], match: str) -> None:
     made = transports.node_transports(spawn.plan(pp=3, dp=2), 0, nics("eth0", "ib0"), "ib1", one_host=False, cuda=False)
-    assert transports.refuse(made, {}, []) == []
+    assert transports.refuse_overrides(made, {}, []) == []
     with pytest.raises(NetworkError, match=match) as e:
-        transports.refuse(made, environ, [])
+        transports.refuse_overrides(made, environ, [])
     assert "ib1" in str(e.value)
 
 
@@ -369,11 +369,11 @@ def test_ranks_that_share_a_node_by_plan_must_do_so() -> None:
     def node(name: str) -> NodeTransports:
         return NodeTransports(name, "f", {}, {}, False)
 
-    transports.check_places(plan, [node("a"), node("a"), node("b"), node("b")])
+    transports.check_placement(plan, [node("a"), node("a"), node("b"), node("b")])
     with pytest.raises(NetworkError, match="rank 1 is planned on the node of its neighbours, a, and runs on b"):
-        transports.check_places(plan, [node("a"), node("b"), node("a"), node("b")])
+        transports.check_placement(plan, [node("a"), node("b"), node("a"), node("b")])
     with pytest.raises(NetworkError, match="2 nodes are planned, 1 are used"):
-        transports.check_places(plan, [node("a")] * 4)
+        transports.check_placement(plan, [node("a")] * 4)
 
 
 @pytest.mark.parametrize(
