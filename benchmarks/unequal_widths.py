@@ -39,7 +39,7 @@ from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.per_stage import variants
 from holmes_hpc.planning.search.problem import Question
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training.network.audit import loads
+from holmes_hpc.training.network.audit import planned_loads
 
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 SEQUENCE, HIDDEN = 16, 24
@@ -190,7 +190,7 @@ def bytes_off(record: RunDirectory) -> tuple[float, str]:
     factors, hosts = run["traffic"]["header_factors"], run["hosts"]
     fabrics = {host: place.fabric for host, place in zip(hosts, plan.places, strict=True)}
     planned: dict[tuple[str, str], float] = {}
-    for load in loads(plan, hosts):
+    for load in planned_loads(plan, hosts):
         on_wire = load.bytes * factors["ethernet" if load.kind == "ethernet" else fabrics[load.node]]
         planned[load.node, load.kind] = planned.get((load.node, load.kind), 0.0) + on_wire
     off = [(0.0, "")]

@@ -320,10 +320,10 @@ class Trainer:
         )
         if not here.nodes[0].one_host:
             nics = audit.Audit(plan, here.nodes, factors, self.settings.dtype)
-            links = slow_links.of_plan(plan, here.nodes, factors, self.settings.dtype)
+            links = slow_links.slow_link_detector(plan, here.nodes, factors, self.settings.dtype)
             self._monitors += [
                 lambda rows: nics.add(metrics_line.nic_rows(rows), self._alone),
-                lambda rows: links.step(metrics_line.part_by_rank(rows, "grad_sync_s")) if self._alone else (),
+                lambda rows: links.add(metrics_line.part_by_rank(rows, "grad_sync_s")) if self._alone else (),
             ]
         self._monitors.append(lambda rows: self.stragglers.step(metrics_line.part_by_rank(rows, "compute_s")))
         for kind, factor in factors.items():

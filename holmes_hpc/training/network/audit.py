@@ -1,4 +1,4 @@
-"""Are the NICs used as planned? Bytes counted against bytes planned, node by node, and NICs that go down in mid-run."""
+"""The audit of NICs during a run: counted bytes against planned bytes by node, and NICs that go down."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.network.interfaces import NodeTransports, short_ranks
 
-EVERY_STEPS = 10  # between comparisons: a NIC that goes wrong anywhere between two is seen within 20
+EVERY_STEPS = 10  # between comparisons: wrong traffic that starts between two is reported within 20 steps
 TOLERANCE = 0.10
 FLOOR_BYTES = 1_000_000  # per step: rendezvous, heartbeats, name look-ups
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one group makes a node send in one step: payload `bytes` over a `kind` of NIC (ib, roce, ethernet)."""
+    """Payload `bytes` that one group makes a node send per step, over a `kind` of NIC (ib, roce, ethernet)."""
 
     node: str
     kind: str
@@ -32,13 +32,13 @@ class Load:
     bytes: float
 
 
-def _sums() -> defaultdict[str, defaultdict[str, float]]:
+def _zero_sums() -> defaultdict[str, defaultdict[str, float]]:
     return defaultdict(lambda: defaultdict(float))
 
 
-def expected(loads: Iterable[Load]) -> dict[str, defaultdict[str, float]]:
+def expected_bytes(loads: Iterable[Load]) -> dict[str, defaultdict[str, float]]:
     """Return node -> kind of NIC -> bytes per step on the wire."""
-    totals = _sums()
+    totals = _zero_sums()
     for load in loads:
         totals[load.node][load.kind] += load.bytes
     return totals
@@ -48,86 +48,86 @@ def audit_bytes(
     counted: Mapping[str, Mapping[str, float]],
     loads: Iterable[Load],
     names: Mapping[str, Mapping[str, str]] | None = None,
-    own: Mapping[str, Mapping[str, float]] | None = None,
+    own_bytes: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[Finding]:
-    """Return an error for every NIC that sends more than it should, a warning where it is not this run's.
+    """Return an error for every NIC that sends more than planned, or a warning if another job sends the surplus.
 
-    An error names the group the surplus probably comes from: the one that sends about as much less on another kind of
-    NIC of that node. A NIC that sends less than planned, with no other that sends more, is a warning. NICs of kind
-    ``other`` (storage, management) have other users: they count only where another kind lacks as much.
+    An error names the probable group: the one whose bytes are missing on another kind of NIC of that node. A NIC that
+    sends less than planned is a warning, if no NIC of the node sends more. NICs of kind ``other`` (storage, management)
+    have other users: they count only if another kind lacks as many bytes.
 
     `counted`: node -> kind -> bytes sent per step (a mean over the steps since the last check); `names`: node -> kind
-    -> interface, for messages; `own`: node -> kind -> bytes of the ranks' own TCP connections from its address, on the
-    wire, 0 where the kernel does not tell (RDMA).
+    -> interface, for messages; `own_bytes`: node -> kind -> bytes on the wire of the ranks' own TCP connections from
+    its address, 0 if the kernel does not count them (RDMA).
     """
-    loads, names, own = list(loads), names or {}, own or {}
-    planned: Mapping[str, Mapping[str, float]] = expected(loads)
-    found: list[Finding] = []
+    loads, names, own_bytes = list(loads), names or {}, own_bytes or {}
+    planned: Mapping[str, Mapping[str, float]] = expected_bytes(loads)
+    findings: list[Finding] = []
     for node, kinds in counted.items():
         plan = planned.get(node, {})
         excess = {kind: kinds.get(kind, 0.0) - plan.get(kind, 0.0) for kind in {**kinds, **plan}}
         tolerated = {kind: TOLERANCE * plan.get(kind, 0.0) + FLOOR_BYTES for kind in excess}
         surplus = {kind: extra for kind, extra in excess.items() if extra > tolerated[kind]}
-        lacking = {kind: -extra for kind, extra in excess.items() if -extra > tolerated[kind]}
-        if surplus.get("other", 0.0) < 0.5 * min(lacking.values(), default=math.inf):
+        missing = {kind: -extra for kind, extra in excess.items() if -extra > tolerated[kind]}
+        if surplus.get("other", 0.0) < 0.5 * min(missing.values(), default=math.inf):
             surplus.pop("other", None)
         nics = {kind: names.get(node, {}).get(kind, kind) for kind in excess}
         for kind, extra in surplus.items():
-            ours = _ours(kind, kinds, own.get(node, {}))
-            is_anothers = ours > 0 and kinds[kind] - ours > extra / 2  # as the kernel tells
-            group = None if is_anothers else _culprit(node, extra, lacking, loads)
+            run_bytes = _run_bytes(kind, kinds, own_bytes.get(node, {}))
+            is_other_traffic = run_bytes > 0 and kinds[kind] - run_bytes > extra / 2
+            group = None if is_other_traffic else _misplaced_group(node, extra, missing, loads)
             if group is not None:
                 cause = f": probably group {group.label}, which belongs on {group.kind}"
                 hint = (
-                    f"see that the {group.kind} NIC of {node} is up and has its address (holmes "
+                    f"check that the {group.kind} NIC of {node} is up and has its address (holmes "
                     "probe), that routes lead over it (ip route), and that no NCCL_ or GLOO_ variable overrides it"
                 )
-            else:  # all that this run sends is where it belongs
-                cause = (
-                    (f", this run's own connections sent {ours / 1e6:.1f} MB of it" if ours else "")
-                    + (", the rest is" if is_anothers else ", none of this run's groups sends less than planned")
-                    + (
-                        ""
-                        if ours and not is_anothers
-                        else f"{'' if ours else ': probably'} another job's, or a service's"
-                    )
+            else:
+                cause = (f", this run's own connections sent {run_bytes / 1e6:.1f} MB of it" if run_bytes else "") + (
+                    ", the rest is another job's, or a service's"
+                    if is_other_traffic
+                    else ", none of this run's groups sends less than planned"
+                    + ("" if run_bytes else ": probably another job's, or a service's")
                 )
                 hint = (
-                    f"see who else sends on {node} (squeue -w {node}, ss -tnp); a NIC of its own, or "
-                    "slurm.exclusive=true, keeps others away"
+                    f"find the other senders on {node} (squeue -w {node}, ss -tnp); a separate NIC or "
+                    "slurm.exclusive=true avoids them"
                 )
-            what = (
+            message = (
                 f"{kind} NIC {nics[kind]} sent {kinds[kind] / 1e6:.1f} MB per step, the plan expects "
                 f"{plan.get(kind, 0.0) / 1e6:.1f} MB{cause}"
             )
-            found.append(Finding("warning" if group is None else "error", f"node {node}", what, hint, node, nics[kind]))
-        found += [
+            findings.append(
+                Finding("warning" if group is None else "error", f"node {node}", message, hint, node, nics[kind])
+            )
+        findings += [
             Finding(
                 "warning",
                 f"node {node}",
-                f"{kind} NIC {nics[kind]} sent {missing / 1e6:.1f} MB per step less than the plan expects",
+                f"{kind} NIC {nics[kind]} sent {shortfall / 1e6:.1f} MB per step less than the plan expects",
                 "see `holmes report`; the counters of this NIC may not count all its traffic",
                 node,
                 nics[kind],
             )
-            for kind, missing in lacking.items()
+            for kind, shortfall in missing.items()
             if not surplus
         ]
-    return found
+    return findings
 
 
-def _ours(kind: str, counted: Mapping[str, float], own: Mapping[str, float]) -> float:
-    """Return what this run's own connections may have sent over a kind of NIC: those from its address, and what the
-    other kinds' NICs did not carry of theirs, for a route may lead elsewhere than an address says."""
-    strayed = sum(max(0.0, sent - counted.get(other, 0.0)) for other, sent in own.items() if other != kind)
-    return own.get(kind, 0.0) + strayed
+def _run_bytes(kind: str, counted: Mapping[str, float], own_bytes: Mapping[str, float]) -> float:
+    """Return the bytes that this run's own connections may have sent over a kind of NIC.
+    They are those from its address, and those from the other kinds' addresses that their NICs did not carry: a route
+    may lead over another NIC than the address's."""
+    rerouted = sum(max(0.0, sent - counted.get(k, 0.0)) for k, sent in own_bytes.items() if k != kind)
+    return own_bytes.get(kind, 0.0) + rerouted
 
 
-def _culprit(node: str, extra: float, lacking: Mapping[str, float], loads: Iterable[Load]) -> Load | None:
-    """Return the group of this node whose bytes, missing on their own kind of NIC, are nearest to the surplus."""
+def _misplaced_group(node: str, extra: float, missing: Mapping[str, float], loads: Iterable[Load]) -> Load | None:
+    """Return the group of this node whose missing bytes on its planned kind of NIC are nearest to the surplus."""
     sums: defaultdict[tuple[str, str], float] = defaultdict(float)
     for load in loads:
-        if load.node == node and load.kind in lacking:
+        if load.node == node and load.kind in missing:
             sums[load.kind, load.label] += load.bytes
     if not sums:
         return None
@@ -136,8 +136,8 @@ def _culprit(node: str, extra: float, lacking: Mapping[str, float], loads: Itera
 
 
 def nic_faults(interfaces: Iterable[str], node: str, sysfs: Path = Path("/sys")) -> dict[str, NetworkError]:
-    """Return the errors of NICs in use that went down or vanished since the start; two small reads a NIC, for use in
-    mid-run. `interfaces`: kernel names, or ``device:port`` of RDMA ports."""
+    """Return the errors of NICs that went down or vanished. `interfaces`: kernel names, or ``device:port`` of RDMA
+    ports. This is one small read per NIC, cheap enough for every step."""
     faults = {}
     for name in interfaces:
         device, _, port = name.partition(":")
@@ -147,29 +147,29 @@ def nic_faults(interfaces: Iterable[str], node: str, sysfs: Path = Path("/sys"))
         except OSError:
             state = "gone"
         if state not in ("up", "unknown", "dormant") and not state.endswith(": ACTIVE"):
-            fix = "see its cable and switch port" if state == "lowerlayerdown" else "bring it up again"
+            fix = "check its cable and switch port" if state == "lowerlayerdown" else "bring it up again"
             faults[name] = NetworkError(
                 f"NIC {name} went down ({state})", where=f"node {node}", hint=f"{fix}, then `holmes resume`"
             )
     return faults
 
 
-def loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Load]:
-    """Return what each group makes each node send in one step: payload bytes, over the NIC that the group belongs on.
+def planned_loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Load]:
+    """Return the payload bytes that each group makes each node send per step, over the group's planned NIC.
 
     `nodes`: every rank's node; `dtype`: of weights and activations, None: the device's usual one. The sums over nodes
-    are the plan's predicted bytes (planning/predict.py), of which this is the part that one node sends for one group.
+    are the plan's predicted bytes (planning/cost/predict.py).
     """
     layout = Layout.of(plan, Costs(dtype=dtype))
     return [
         Load(nodes[rank], str(nic), f"{group.kind} of ranks {short_ranks(group.ranks)}", amount)
         for group, rank, amount in sent_bytes(layout, layer_array(plan))
-        if (nic := group.transport.nic) is not None and (nic.verbs or not nic.rdma)  # else no counters are read
+        if (nic := group.transport.nic) is not None and (nic.verbs or not nic.rdma)  # other NICs have no counters
     ]
 
 
 class Audit:
-    """Rank 0's comparison of what every node's NICs sent with what the plan expects of them.
+    """Rank 0's comparison of the bytes that every node's NICs sent with the planned bytes.
 
     `factors`: fabric or ``ethernet`` -> bytes on the wire per byte of payload.
     """
@@ -184,50 +184,52 @@ class Audit:
             for n, rdma in zip(nodes, self._kinds, strict=True)
         }
         self._loads = [
-            replace(x, bytes=x.bytes * self._factors[x.node][x.kind]) for x in loads(plan, self._nodes, dtype)
+            replace(load, bytes=load.bytes * self._factors[load.node][load.kind])
+            for load in planned_loads(plan, self._nodes, dtype)
         ]
         self._names = {
             n.node: {
                 "other": f"that the plan does not use (nics/{n.node}.jsonl names it)",
                 **{
-                    kind: n.interfaces[of][0]
-                    for kind, of in (("ethernet", "tcp"), (rdma, "rdma"))
-                    if of in n.interfaces
+                    kind: n.interfaces[transport][0]
+                    for kind, transport in (("ethernet", "tcp"), (rdma, "rdma"))
+                    if transport in n.interfaces
                 },
             }
             for n, rdma in zip(nodes, self._kinds, strict=True)
         }
-        self._sums, self._own, self._steps = _sums(), _sums(), 0
+        self._counted, self._own_bytes, self._steps = _zero_sums(), _zero_sums(), 0
         self._reported: set[tuple[str, str]] = set()
 
-    def add(self, rows: Sequence[Sequence[float]], alone: bool = True) -> list[Finding]:
-        """Take one step's counters of every rank (see :meth:`Traffic.take`); with every tenth return what is wrong,
-        once for each NIC. `alone`: nothing but the step happened since the step before; other steps are not counted."""
-        if not alone:
+    def add(self, rows: Sequence[Sequence[float]], is_step_only: bool = True) -> list[Finding]:
+        """Add one step's counters of every rank (see :meth:`Traffic.take`); every tenth step return findings.
+        Each NIC is reported once. `is_step_only`: the counters hold only the step's traffic, no checkpoint or
+        validation; otherwise they are dropped."""
+        if not is_step_only:
             return []
         self._steps += 1
-        for rank, (ethernet, _, rdma, _, other, *by_own) in enumerate(rows):
+        for rank, (ethernet, _, rdma, _, unplanned, *own_sent) in enumerate(rows):
             node, kinds = self._nodes[rank], ("ethernet", self._kinds[rank], "other")
-            for kind, sent in zip(kinds, (ethernet, rdma, other), strict=True):
-                self._sums[node][kind] += sent
-            for kind, sent in zip(kinds[:2], by_own, strict=True):
-                self._own[node][kind] += sent * self._factors[node][kind]
+            for kind, sent in zip(kinds, (ethernet, rdma, unplanned), strict=True):
+                self._counted[node][kind] += sent
+            for kind, sent in zip(kinds[:2], own_sent, strict=True):
+                self._own_bytes[node][kind] += sent * self._factors[node][kind]
         if self._steps < EVERY_STEPS:
             return []
-        counted, own = (
+        counted, own_bytes = (
             {node: {kind: sent / self._steps for kind, sent in kinds.items()} for node, kinds in sums.items()}
-            for sums in (self._sums, self._own)
+            for sums in (self._counted, self._own_bytes)
         )
-        found = audit_bytes(counted, self._loads, names=self._names, own=own)
-        self._sums, self._own, self._steps = _sums(), _sums(), 0
-        new = [f for f in found if (f.node, f.nic) not in self._reported]
+        findings = audit_bytes(counted, self._loads, names=self._names, own_bytes=own_bytes)
+        self._counted, self._own_bytes, self._steps = _zero_sums(), _zero_sums(), 0
+        new = [f for f in findings if (f.node, f.nic) not in self._reported]
         self._reported.update((f.node, f.nic) for f in new)
         return new
 
 
 def nics_in_use(node: NodeTransports, sysfs: Path = Path("/sys")) -> list[str]:
-    """Return the kernel interfaces and RDMA ports that carry this node's groups, as :func:`nic_faults` names them. RDMA
-    ports are left out where `sysfs` shows none (a container)."""
+    """Return the kernel interfaces and RDMA ports that carry this node's groups, for :func:`nic_faults`.
+    RDMA ports are omitted if `sysfs` shows none (a container)."""
     ports = node.environment.get("NCCL_IB_HCA", "").lstrip("=") if (sysfs / "class/infiniband").is_dir() else ""
     return [
         *(interface for kind, (interface, _, _) in node.interfaces.items() if kind != "local"),
@@ -236,13 +238,13 @@ def nics_in_use(node: NodeTransports, sysfs: Path = Path("/sys")) -> list[str]:
 
 
 def nic_check(node: NodeTransports, sysfs: Path = Path("/sys")) -> Callable[[], NetworkError | None]:
-    """Return a cheap look at the NICs in use: it returns the error of the first that went down and is still down at the
-    next look (links that come back within a second harm no connection)."""
+    """Return a cheap check of the NICs in use. It returns the error of a NIC that is down in two checks in a row:
+    a link that recovers within a second breaks no connection."""
     names, faults = nics_in_use(node, sysfs), dict[str, NetworkError]()
 
-    def look() -> NetworkError | None:
+    def check() -> NetworkError | None:
         nonlocal faults
-        before, faults = faults, nic_faults(names, node.node)
-        return next((fault for name, fault in faults.items() if name in before), None)
+        previous, faults = faults, nic_faults(names, node.node)
+        return next((fault for name, fault in faults.items() if name in previous), None)
 
-    return look
+    return check

@@ -195,6 +195,7 @@ class _LinkCheck:
         if grade(gbps, declared_gbps(by_node, link)) != "ok":
             samples.append((link, measure(link.receiver, self.limits.repeat_s)))
             if third is not None:
-                third_link = NodeLink(link.kind, self.node, third, link.label)
-                samples.append((third_link, measure(third, self.limits.sample_s)))
+                samples.append(
+                    (NodeLink(link.kind, self.node, third, link.label), measure(third, self.limits.sample_s))
+                )
         return samples

@@ -1,4 +1,4 @@
-"""What each node should send, what a surplus is blamed on, and NICs that go down."""
+"""The audit of NICs: planned bytes of each node, the cause of a surplus, and NICs that go down."""
 
 import subprocess
 import sys
@@ -18,11 +18,11 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network import audit
-from holmes_hpc.training.network.audit import EVERY_STEPS, Audit, loads
+from holmes_hpc.training.network.audit import EVERY_STEPS, Audit, planned_loads
 from holmes_hpc.training.network.interfaces import NodeTransports
 
 MODEL = ModelSpec("m", layers=12, hidden=256, heads=8, vocab=512, ffn=1024, kv_heads=8)
-TWO = {"ib-a": 2, "roce-a": 2}
+TWO_FABRICS = {"ib-a": 2, "roce-a": 2}
 
 
 def site(gpus: int) -> Site:
@@ -37,7 +37,7 @@ def site(gpus: int) -> Site:
     )
 
 
-def make(nodes: dict[str, int], gpus: int = 1, tied: bool = False, **options: object) -> Plan:
+def plan_on(nodes: dict[str, int], gpus: int = 1, tied: bool = False, **options: object) -> Plan:
     return best_plan(
         replace(MODEL, tied=tied),
         Batch(48, 1, 64),
@@ -50,22 +50,22 @@ def make(nodes: dict[str, int], gpus: int = 1, tied: bool = False, **options: ob
 @pytest.mark.parametrize(
     "plan",
     [
-        make(TWO, pp=2),
-        make(TWO, gpus=4, pp=2, tp=2),
-        make(TWO, gpus=2, pp=4, tied=True),
-        make({"ib-a": 2}, gpus=2, pp=2, virtual_stages=2, schedule="interleaved"),
-        make({"ib-a": 2, "roce-a": 2, "eth-a": 2}, pp=3, virtual_stages=2, schedule="interleaved"),
-        make({"ib-a": 2, "roce-a": 2, "eth-a": 2}, pp=3, distributed_optimizer=False, transport="single"),
-        make(TWO, gpus=2, strategy="hierarchical-dp", schedule="1f1b"),
-        make(TWO, pp=2, edge_dtype="bf16"),
+        plan_on(TWO_FABRICS, pp=2),
+        plan_on(TWO_FABRICS, gpus=4, pp=2, tp=2),
+        plan_on(TWO_FABRICS, gpus=2, pp=4, tied=True),
+        plan_on({"ib-a": 2}, gpus=2, pp=2, virtual_stages=2, schedule="interleaved"),
+        plan_on({"ib-a": 2, "roce-a": 2, "eth-a": 2}, pp=3, virtual_stages=2, schedule="interleaved"),
+        plan_on({"ib-a": 2, "roce-a": 2, "eth-a": 2}, pp=3, distributed_optimizer=False, transport="single"),
+        plan_on(TWO_FABRICS, gpus=2, strategy="hierarchical-dp", schedule="1f1b"),
+        plan_on(TWO_FABRICS, pp=2, edge_dtype="bf16"),
     ],
     ids=["two-fabrics", "tp", "tied", "interleaved", "three-interleaved", "single", "hierarchical", "bf16-edges"],
 )
-def test_the_nodes_loads_sum_up_to_what_the_plan_predicts(plan) -> None:
+def test_planned_loads_sum_up_to_the_predicted_bytes(plan) -> None:
     sums: defaultdict[str, float] = defaultdict(float)
     names = [place.node for place in plan.places]
     fabrics = {place.node: place.fabric for place in plan.places}
-    for load in loads(plan, names):
+    for load in planned_loads(plan, names):
         sums["ethernet" if load.kind == "ethernet" else fabrics[load.node]] += load.bytes
     assert dict(sums) == pytest.approx(plan.predicted.nic_bytes_per_step)
 
@@ -84,86 +84,90 @@ def nodes_of(plan: Plan) -> list[NodeTransports]:
 
 
 def rows_of(plan: Plan, factor: float) -> list[list[float]]:
-    """Every rank's counters when all goes as planned."""
+    """Return every rank's counters for traffic as planned."""
     rows = [[0.0] * 7 for _ in plan.places]
     names = [p.node for p in plan.places]
-    for load in loads(plan, names):
+    for load in planned_loads(plan, names):
         rows[names.index(load.node)][0 if load.kind == "ethernet" else 2] += load.bytes * factor
     return rows
 
 
-def told(watched: Audit, rows: list[list[float]]) -> list[Finding]:
-    return [f for _ in range(2 * EVERY_STEPS) for f in watched.add(rows)]
+def findings_of(audited: Audit, rows: list[list[float]]) -> list[Finding]:
+    return [f for _ in range(2 * EVERY_STEPS) for f in audited.add(rows)]
 
 
-def test_as_planned_nothing_is_said() -> None:
-    plan = make(TWO, pp=2)
-    watched = Audit(plan, nodes_of(plan), {"ib-a": 1.05, "roce-a": 1.05, "ethernet": 1.05})
-    assert not any(watched.add(rows_of(plan, 1.05)) for _ in range(10 * EVERY_STEPS))
+def test_traffic_as_planned_gives_no_finding() -> None:
+    plan = plan_on(TWO_FABRICS, pp=2)
+    audited = Audit(plan, nodes_of(plan), {"ib-a": 1.05, "roce-a": 1.05, "ethernet": 1.05})
+    assert not any(audited.add(rows_of(plan, 1.05)) for _ in range(10 * EVERY_STEPS))
 
 
 @pytest.mark.parametrize("wrong_from", [1, 2, 12, 29, 34, 99])
-def test_a_group_on_the_wrong_nic_is_named_once_within_twenty_steps(wrong_from) -> None:
-    plan = make(TWO, pp=2)
-    watched, planned, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0), rows_of(plan, 1.0)
+def test_a_group_on_the_wrong_nic_is_reported_once_within_twenty_steps(wrong_from) -> None:
+    plan = plan_on(TWO_FABRICS, pp=2)
+    audited, planned, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0), rows_of(plan, 1.0)
     rows[1][0], rows[1][2] = rows[1][0] + rows[1][2], 0.0
-    said = [
-        (step, f) for step in range(1, wrong_from + 20) for f in watched.add(rows if step >= wrong_from else planned)
+    findings = [
+        (step, f) for step in range(1, wrong_from + 20) for f in audited.add(rows if step >= wrong_from else planned)
     ]
-    ((step, found),) = said
+    ((step, finding),) = findings
     assert wrong_from < step < wrong_from + 20
-    assert (found.level, found.node, found.nic) == ("error", plan.places[1].node, "eth0")
-    assert "probably group dp of ranks 0,1, which belongs on ib" in found.what
-    assert not any(watched.add(rows) for _ in range(2 * EVERY_STEPS))  # and not again
+    assert (finding.level, finding.node, finding.nic) == ("error", plan.places[1].node, "eth0")
+    assert "probably group dp of ranks 0,1, which belongs on ib" in finding.what
+    assert not any(audited.add(rows) for _ in range(2 * EVERY_STEPS))  # not reported again
 
 
-def test_a_group_on_a_nic_that_the_plan_does_not_use_is_named_and_storage_is_not() -> None:
-    plan = make(TWO, pp=2)
+def test_a_group_on_a_nic_outside_the_plan_is_reported_and_storage_traffic_is_not() -> None:
+    plan = plan_on(TWO_FABRICS, pp=2)
     node = plan.places[1].node
     rows = rows_of(plan, 1.0)
     rows[0][4] = 1e9  # a checkpoint goes to storage over another port
     rows[1][4], rows[1][2] = rows[1][2], 0.0
-    watched = Audit(plan, nodes_of(plan), {})
-    (found,) = (f for _ in range(20) for f in watched.add(rows))
-    assert (found.level, found.node) == ("error", node) and f"nics/{node}.jsonl names it" in found.what
-    assert "probably group dp of ranks 0,1, which belongs on ib" in found.what
+    (finding,) = findings_of(Audit(plan, nodes_of(plan), {}), rows)
+    assert (finding.level, finding.node) == ("error", node) and f"nics/{node}.jsonl names it" in finding.what
+    assert "probably group dp of ranks 0,1, which belongs on ib" in finding.what
 
 
-def test_a_checkpoint_between_steps_is_no_groups_traffic() -> None:
-    plan = make(TWO, pp=2)
-    watched, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0)
-    busy = [[row[0] + 1e9, *row[1:]] for row in rows]
-    assert not any(watched.add(busy if step % 3 == 0 else rows, alone=step % 3 != 0) for step in range(100))
+def test_steps_with_other_traffic_are_not_counted() -> None:
+    plan = plan_on(TWO_FABRICS, pp=2)
+    audited, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0)
+    busy = [[row[0] + 1e9, *row[1:]] for row in rows]  # with a checkpoint
+    assert not any(audited.add(busy if step % 3 == 0 else rows, is_step_only=step % 3 != 0) for step in range(100))
 
 
-def test_whose_bytes_they_are_as_the_kernel_tells() -> None:
-    plan = make(TWO, pp=2)
-    for at, own, says in (
+def test_the_message_names_the_sender_by_the_kernels_counters_of_own_connections() -> None:
+    plan = plan_on(TWO_FABRICS, pp=2)
+    for column, own_bytes, text in (
         (5, 2e6, "own connections sent 2.0 MB of it, the rest is another job's"),
         (5, 0.0, "none of this run's groups sends less than planned: probably another job's"),
         (5, 9e9, "own connections sent 9000.0 MB of it, none of this run's groups sends less"),
     ):
         rows = rows_of(plan, 1.0)
         rows[0][0] += 9e9
-        rows[0][at] = own
-        (found,) = told(Audit(plan, nodes_of(plan), {}), rows)
-        assert found.level == "warning" and says in found.what
+        rows[0][column] = own_bytes
+        (finding,) = findings_of(Audit(plan, nodes_of(plan), {}), rows)
+        assert finding.level == "warning" and text in finding.what
     rows = rows_of(plan, 1.0)
-    rows[0][0], rows[0][5] = rows[0][0] + rows[0][2], 1e3  # a NIC lacks what another sends, but it is not ours
+    rows[0][0], rows[0][5] = (
+        rows[0][0] + rows[0][2],
+        1e3,
+    )  # one NIC lacks the bytes of another, but the run did not send them
     rows[0][2] = 0.0
-    assert "probably group" not in " ".join(f.what for f in told(Audit(plan, nodes_of(plan), {}), rows))
+    assert "probably group" not in " ".join(f.what for f in findings_of(Audit(plan, nodes_of(plan), {}), rows))
 
 
-def test_own_connections_that_a_route_leads_over_another_nic_are_not_anothers() -> None:
-    plan = make(TWO, pp=2)
+def test_own_connections_that_are_routed_over_another_nic_count_as_the_runs() -> None:
+    plan = plan_on(TWO_FABRICS, pp=2)
     rows = rows_of(plan, 1.0)
     rows[0][5], rows[0][6] = rows[0][0], rows[0][2]  # the addresses are right
     rows[0][0], rows[0][2] = rows[0][0] + rows[0][2], 0.0
-    (found,) = told(Audit(plan, nodes_of(plan), {}), rows)
-    assert found.level == "error" and "probably group dp of ranks 0,1, which belongs on ib" in found.what
+    (finding,) = findings_of(Audit(plan, nodes_of(plan), {}), rows)
+    assert finding.level == "error" and "probably group dp of ranks 0,1, which belongs on ib" in finding.what
 
 
-def test_a_nic_must_be_down_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nic_is_reported_if_it_is_down_in_two_checks_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     down = {"ib0": NetworkError("NIC ib0 went down (down)", where="node n1", hint="bring it up again")}
     answers = iter([{}, down, {}, down, down])
     monkeypatch.setattr(audit, "nic_faults", lambda names, node: next(answers))
@@ -176,22 +180,22 @@ def test_a_nic_must_be_down_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     (tmp_path / "class/infiniband").mkdir(parents=True)
     assert audit.nics_in_use(node, tmp_path) == ["ib0", "mlx5_0:1", "mlx5_1:1"]
-    look = audit.nic_check(node)
-    assert [look() for _ in range(4)] == [None] * 4
-    assert str(look()) == "node n1: NIC ib0 went down (down); bring it up again"
+    check = audit.nic_check(node)
+    assert [check() for _ in range(4)] == [None] * 4
+    assert str(check()) == "node n1: NIC ib0 went down (down); bring it up again"
 
 
-def test_ports_that_a_container_does_not_show_are_not_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[list[str]] = []
-    monkeypatch.setattr(audit, "nic_faults", lambda names, node: looked.append(names) or {})
+def test_ports_missing_from_a_containers_sysfs_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[list[str]] = []
+    monkeypatch.setattr(audit, "nic_faults", lambda names, node: checked.append(names) or {})
     node = NodeTransports("n1", "ib-a", {"tcp": ("eth0", "10.0.1.1", 24)}, {"NCCL_IB_HCA": "=mlx5_0"}, False)
     audit.nic_check(node, tmp_path)()
     (tmp_path / "class/infiniband").mkdir(parents=True)
     audit.nic_check(node, tmp_path)()
-    assert looked == [["eth0"], ["eth0", "mlx5_0"]]
+    assert checked == [["eth0"], ["eth0", "mlx5_0"]]
 
 
-STUCK = """
+STUCK_RANK = """
 import itertools
 import sys
 import time
@@ -200,14 +204,14 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.failure import RankExit
 
-class Gone:  # a store behind the NIC that failed
+class UnreachableStore:  # behind the failed NIC
     def check(self, keys): time.sleep(60)
 
 exits = RankExit(RunDirectory(sys.argv[1]), Launch(0, 2, 0, "srun", "n1", "key", False))
-exits._store = Gone()
+exits._store = UnreachableStore()
 error = NetworkError("NIC ib0 went down", where="node n1", hint="bring it up again")
-looks = itertools.chain([None], itertools.repeat(error))
-exits.guard(lambda: next(looks), every_s=0.05)
+checks = itertools.chain([None], itertools.repeat(error))
+exits.guard(lambda: next(checks), every_s=0.05)
 if sys.argv[2] == "waits":
     time.sleep(60)  # a collective that never returns
 else:
@@ -217,10 +221,10 @@ else:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("main", ["waits", "breaks"])
-def test_the_cause_is_said_and_ends_the_rank_whatever_its_main_thread_does(tmp_path, main) -> None:
+def test_a_nic_fault_is_reported_and_ends_the_rank_in_any_state_of_its_main_thread(tmp_path, main) -> None:
     run = RunDirectory.create(tmp_path / "run")
     done = subprocess.run(
-        [sys.executable, "-c", STUCK, str(run.path), main], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", STUCK_RANK, str(run.path), main], capture_output=True, text=True, timeout=50, check=False
     )
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("failed: node n1: NIC ib0 went down; bring it up again") == 1

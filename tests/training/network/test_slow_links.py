@@ -1,4 +1,4 @@
-"""A link that becomes slow in mid-run is named with its stage, nodes and NIC within ten steps."""
+"""A link that becomes slow during a run is reported with its stage, nodes and NIC within ten steps."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.site import FabricLink
 from holmes_hpc.training.network.interfaces import NodeTransports, endpoints
 from holmes_hpc.training.network.link_diagnosis import LinkReport, NodeInformation, NodeLink, find_slow_links
-from holmes_hpc.training.network.slow_links import LEAST_S, WINDOW, SlowLinks, of_plan
+from holmes_hpc.training.network.slow_links import MIN_SYNC_S, WINDOW, SlowLinkDetector, slow_link_detector
 
-QUICK, SLOW = [0.1, 0.4, 0.05, 0.05], [2.0, 2.3, 0.05, 0.05]  # of ranks 0,1 (stage 0) and 2,3 (stage 1)
-
-
-def watched(expected_s: tuple[float, float] = (0.1, 0.05)) -> SlowLinks:
-    return SlowLinks([[0, 1], [2, 3]], ["nodes ib[1-2] (NIC ib0)", "nodes roce[1-2] (NIC roce0)"], expected_s)
+FAST, SLOW = [0.1, 0.4, 0.05, 0.05], [2.0, 2.3, 0.05, 0.05]  # of ranks 0,1 (stage 0) and 2,3 (stage 1)
 
 
-def taken(links: SlowLinks, steps: int, times: list[float]) -> list[tuple[int, Finding]]:
-    return [(step, finding) for step in range(1, steps + 1) for finding in links.step(times)]
+def detector(expected_s: tuple[float, float] = (0.1, 0.05)) -> SlowLinkDetector:
+    return SlowLinkDetector([[0, 1], [2, 3]], ["nodes ib[1-2] (NIC ib0)", "nodes roce[1-2] (NIC roce0)"], expected_s)
 
 
-def test_a_link_at_a_twentieth_is_named_within_ten_steps_and_once() -> None:
-    links = watched()
-    assert not taken(links, 1 + 4 * WINDOW, QUICK)
-    ((at, finding),) = taken(links, 30, SLOW)
-    assert at <= 10 and finding.level == "warning"
+def findings_of(links: SlowLinkDetector, steps: int, sync_s: list[float]) -> list[tuple[int, Finding]]:
+    return [(step, finding) for step in range(1, steps + 1) for finding in links.add(sync_s)]
+
+
+def test_a_link_at_a_twentieth_of_its_rate_is_reported_once_within_ten_steps() -> None:
+    links = detector()
+    assert not findings_of(links, 1 + 4 * WINDOW, FAST)
+    ((step, finding),) = findings_of(links, 30, SLOW)
+    assert step <= 10 and finding.level == "warning"
     assert str(finding).startswith(
         "warning: nodes ib[1-2] (NIC ib0): gradient synchronisation of stage 0 takes 2 s a "
         "step, 0.1 s before, 0.1 s as planned; a link there has become slow"
     )
-    assert not taken(links, 30, QUICK)
-    assert len(taken(links, 30, SLOW)) == 1  # it had recovered
+    assert not findings_of(links, 30, FAST)
+    assert len(findings_of(links, 30, SLOW)) == 1  # it had recovered
 
 
-def test_a_rank_that_computes_slowly_is_not_taken_for_a_link() -> None:
-    links = watched()
-    taken(links, 1 + 2 * WINDOW, QUICK)
-    assert not taken(links, 30, [0.1, 9.0, 0.05, 0.05])  # rank 1 waits for rank 0, which does not
+def test_a_rank_that_computes_slowly_is_not_a_slow_link() -> None:
+    links = detector()
+    findings_of(links, 1 + 2 * WINDOW, FAST)
+    assert not findings_of(links, 30, [0.1, 9.0, 0.05, 0.05])  # rank 1 waits for rank 0, which does not
 
 
-def test_what_is_as_planned_or_too_short_is_not_named() -> None:
-    links = watched(expected_s=(1.0, 0.05))
-    taken(links, 1 + 2 * WINDOW, QUICK)
-    assert not taken(links, 30, SLOW)
-    links = watched((0.0, 0.0))
-    taken(links, 1 + 2 * WINDOW, [LEAST_S / 100] * 4)
-    assert not taken(links, 30, [LEAST_S / 2] * 4)
+def test_planned_and_short_synchronisations_are_not_reported() -> None:
+    links = detector(expected_s=(1.0, 0.05))
+    findings_of(links, 1 + 2 * WINDOW, FAST)
+    assert not findings_of(links, 30, SLOW)
+    links = detector((0.0, 0.0))
+    findings_of(links, 1 + 2 * WINDOW, [MIN_SYNC_S / 100] * 4)
+    assert not findings_of(links, 30, [MIN_SYNC_S / 2] * 4)
 
 
-def test_of_a_plan() -> None:
+def test_the_detector_of_a_plan_knows_stages_nics_and_planned_times() -> None:
     plan = plans.plan("ib-a", "roce-a")
     nodes = [
         NodeTransports(name, fabric, {"tcp": ("eth0", f"10.0.0.{i}", 24), "rdma": (nic, f"10.1.0.{i}", 24)}, {}, False)
@@ -61,14 +61,14 @@ def test_of_a_plan() -> None:
             (("ib1", "ib-a", "ib0"), ("ib2", "ib-a", "ib0"), ("roce1", "roce-a", "roce0"), ("roce2", "roce-a", "roce0"))
         )
     ]
-    links = of_plan(plan, nodes, {}, "fp32")
+    links = slow_link_detector(plan, nodes, {}, "fp32")
     assert links._names == ["nodes ib[1-2] (NIC ib0)", "nodes roce[1-2] (NIC roce0)"]
     ib, roce = links._expected_s
     assert roce > ib > 0 and roce / ib == pytest.approx(0.4 / 0.25, rel=0.5)
 
 
 @pytest.mark.parametrize(("gbps", "levels"), [(0.38, []), (0.15, ["warning"]), (0.03, ["error"])])
-def test_the_start_up_check_goes_by_the_sites_link_between_two_fabrics(gbps: float, levels: list[str]) -> None:
+def test_the_link_check_uses_the_sites_rate_between_two_fabrics(gbps: float, levels: list[str]) -> None:
     site = plans.site()
     site = replace(
         site,
@@ -78,8 +78,8 @@ def test_the_start_up_check_goes_by_the_sites_link_between_two_fabrics(gbps: flo
     plan = plans.plan("ib-a", "roce-a", site=site)
     infos = []
     for rank, fabric in enumerate(("ib-a", "ib-a", "roce-a", "roce-a")):
-        own = NodeTransports(f"n{rank}", fabric, {"tcp": ("eth0", f"10.0.0.{rank}", 24)}, {}, False)
-        infos.append(NodeInformation(own.node, fabric, (rank,), endpoints(plan, own)))
+        node = NodeTransports(f"n{rank}", fabric, {"tcp": ("eth0", f"10.0.0.{rank}", 24)}, {}, False)
+        infos.append(NodeInformation(node.node, fabric, (rank,), endpoints(plan, node)))
     infos = [msgspec.json.decode(msgspec.json.encode(info), type=NodeInformation) for info in infos]
     crossing, inside = NodeLink("tcp", "n0", "n2", "edge"), NodeLink("tcp", "n0", "n1", "dp")
     assert [f.level for f in find_slow_links(infos, [LinkReport("n0", measured=((crossing, gbps),))])] == levels
