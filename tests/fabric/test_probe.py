@@ -9,7 +9,7 @@ from holmes_hpc.fabric.label import features_of
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import Nic, NodeNics
 from holmes_hpc.fabric.probe import addresses, data_interface, probe
-from holmes_hpc.training.network.nic_bytes import by_kind, difference, read_counters
+from holmes_hpc.training.network.nic_bytes import bytes_by_kind, counter_difference, read_counters
 
 IB, ROCE, ETHERNET = NicType.IB, NicType.ROCE, NicType.ETHERNET
 
@@ -254,7 +254,7 @@ def test_counters_words_are_bytes(tmp_path: Path) -> None:
     counters = read_counters(tree.root)
     assert counters["mlx5_0:1"] == (1000, 4000) and counters["eth0"] == (70, 80)
     # IPoIB's bytes are in the port's counter already
-    kinds = by_kind(counters, probe(tree.root, {}, tree.read))
+    kinds = bytes_by_kind(counters, probe(tree.root, {}, tree.read))
     assert kinds == {"ib": (1000, 4000), "ethernet": (70, 80), "other": (5, 6)}
 
 
@@ -263,29 +263,31 @@ def test_counters_of_a_bond_are_counted_once(tmp_path: Path) -> None:
     trees.roce_on_a_bond(tree)
     for name, tx in (("bond0", 10), ("eth2", 6), ("eth3", 4)):
         tree.write((tree.root / "class/net" / name).resolve() / "statistics", tx_bytes=tx)
-    kinds = by_kind(read_counters(tree.root), probe(tree.root, {}, tree.read))
+    kinds = bytes_by_kind(read_counters(tree.root), probe(tree.root, {}, tree.read))
     assert kinds["ethernet"] == (10, 0)  # TCP goes over the bond; RDMA is counted by its port
 
 
 def test_storage_ports_are_none_of_the_fabrics(tmp_path: Path) -> None:
     tree = Tree(tmp_path)
     trees.a_slow_cable(tree)
-    kinds = by_kind({**{f"mlx5_{i}:1": (1, 10) for i in range(4)}, "eth0": (5, 6)}, probe(tree.root, {}, tree.read))
+    kinds = bytes_by_kind(
+        {**{f"mlx5_{i}:1": (1, 10) for i in range(4)}, "eth0": (5, 6)}, probe(tree.root, {}, tree.read)
+    )
     assert kinds == {"ib": (3, 30), "other": (1, 10), "ethernet": (5, 6)}
     tree = Tree(tmp_path / "converged")
     trees.converged_roce(tree)
-    kinds = by_kind({"eth0": (5, 6), "mlx5_0:1": (70, 80)}, probe(tree.root, {}, tree.read))
+    kinds = bytes_by_kind({"eth0": (5, 6), "mlx5_0:1": (70, 80)}, probe(tree.root, {}, tree.read))
     assert kinds == {"ethernet": (5, 6), "roce": (70, 80)}  # TCP, and RDMA beside it
 
 
 def test_counters_of_a_a_node() -> None:
     counters = {"eth0": (1, 2), "ib0": (3, 4), "mgmt0": (5, 6), "lo": (9, 9), "docker0": (7, 8)}
-    assert by_kind(counters, a_node("ib")) == {"ethernet": (1, 2), "ib": (3, 4), "other": (12, 14)}
+    assert bytes_by_kind(counters, a_node("ib")) == {"ethernet": (1, 2), "ib": (3, 4), "other": (12, 14)}
 
 
 def test_difference_survives_a_reset_and_a_lost_nic() -> None:
     before = {"a": (10, 10), "b": (1, 1), "c": (0, 0)}
-    assert difference(before, {"a": (15, 3), "c": (4, 5)}) == {"a": (5, 3), "c": (4, 5)}
+    assert counter_difference(before, {"a": (15, 3), "c": (4, 5)}) == {"a": (5, 3), "c": (4, 5)}
 
 
 def test_missing_counters_are_left_out(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What goes over NICs: which are counted, what a sample says of headers, and what is written."""
+"""Bytes over NICs: which NICs are counted, the header factor of a sample, and the log of NICs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from holmes_hpc.training.network.nic_bytes import NicLog, Traffic, header_factor
 from holmes_hpc.training.rank.launch import Launch
 
 
-def test_samples_are_sent_between_nodes_of_every_kind_of_nic() -> None:
+def test_every_nic_kind_has_a_sample_between_two_nodes() -> None:
     assert sample_pairs(spawn.plan(pp=3, dp=2)) == {"ib-0": (0, 1), "roce-1": (2, 3), "ethernet": (4, 5)}
     assert sample_pairs(spawn.plan()) == {}
 
 
-class Counted:
-    """A NIC that carries what others send beside the sample, too."""
+class SharedTraffic:
+    """Counters of NICs that carry other traffic beside the sample."""
 
     one_host = False
 
@@ -26,17 +26,17 @@ class Counted:
         return 3e6, 3e6, 5e6, 5e6, 0.0
 
 
-def test_on_cuda_rdma_has_no_factor_from_a_sample_that_went_over_ethernet(monkeypatch) -> None:
-    plan, made = spawn.plan(pp=3, dp=2), []
+def test_on_cuda_rdma_has_the_factor_1_without_a_sample(monkeypatch) -> None:
+    plan, created = spawn.plan(pp=3, dp=2), []
     monkeypatch.setattr("holmes_hpc.training.network.nic_bytes._send", lambda ranks, rank, group, data: None)
 
     def new_group(ranks, kind):
-        made.append(kind)
+        created.append(kind)
 
-    found = header_factors(plan, 0, Counted(), new_group, lambda row: [row] * plan.world_size, cuda=True)
-    assert found.pop("ethernet") > 1
-    assert found == {"ib-0": 1.0, "roce-1": 1.0} and made == ["sample ethernet"]
-    assert set(header_factors(plan, 0, Counted(), new_group, lambda row: [row] * plan.world_size)) == {
+    factors = header_factors(plan, 0, SharedTraffic(), new_group, lambda row: [row] * plan.world_size, cuda=True)
+    assert factors.pop("ethernet") > 1
+    assert factors == {"ib-0": 1.0, "roce-1": 1.0} and created == ["sample ethernet"]
+    assert set(header_factors(plan, 0, SharedTraffic(), new_group, lambda row: [row] * plan.world_size)) == {
         "ib-0",
         "roce-1",
         "ethernet",
@@ -49,7 +49,7 @@ IB_NODE = NodeNics(
 )
 
 
-def test_every_nic_is_counted_and_only_those_of_the_plan_in_its_sums(monkeypatch) -> None:
+def test_every_nic_is_counted_and_nics_outside_the_plan_are_summed_apart(monkeypatch) -> None:
     readings = iter(
         [
             {n: (0, 0) for n in ("eth0", "mgmt0", "docker0", "mlx5_0:1", "mlx5_1:1")},
@@ -57,12 +57,12 @@ def test_every_nic_is_counted_and_only_those_of_the_plan_in_its_sums(monkeypatch
         ]
     )
     monkeypatch.setattr("holmes_hpc.training.network.nic_bytes.read_counters", lambda: next(readings))
-    counted = Traffic(spawn.plan(pp=2), Launch(0, 2, 0, "srun", "ib1", "key", False), IB_NODE)
-    assert counted.take() == (1, 2, 100, 200, 1010, 0, 0)  # mlx5_1 is slower: storage, not one of NCCL's ports
-    assert counted.by_nic["mlx5_1:1"] == (1000, 0)
+    traffic = Traffic(spawn.plan(pp=2), Launch(0, 2, 0, "srun", "ib1", "key", False), IB_NODE)
+    assert traffic.take() == (1, 2, 100, 200, 1010, 0, 0)  # mlx5_1 is slower: storage, not one of NCCL's ports
+    assert traffic.by_nic["mlx5_1:1"] == (1000, 0)
 
 
-def test_the_log_of_nics_holds_every_step_and_is_written_now_and_then(tmp_path) -> None:
+def test_the_nic_log_holds_every_step_and_is_written_once_a_second(tmp_path) -> None:
     log = NicLog(tmp_path / "nics", "ib1", attempt=2)
     for step in range(1, 40):
         log.add(step, {"eth0": (step, 0), "mlx5_0:1": (0, 0), "docker0": (5, 5)})
