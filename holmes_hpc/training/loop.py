@@ -116,7 +116,7 @@ class Trainer:
             warm_up.connect(self.groups, here.device)
             warm_up.local_passes(self.models, self.model_config, plan.batch, here.device)
         watchdog.setting_up("comparing the replicas' weights")
-        replica_check.check(chunks, plan.model.tied, here.groups.tied)
+        replica_check.check(chunks, plan.model.tied, here.groups.embedding_group)
         self.control_flags = ControlAllReduce(self.control)
         self.loggers = metrics_line.Loggers(train, here.run) if here.launch.rank == 0 else None
         self.nic_log = nic_bytes.NicLog(here.run.nics, here.launch.node, here.attempt)
@@ -149,7 +149,9 @@ class Trainer:
             )
             emulated_layers.pace((chunk.decoder.layers for chunk in chunks), factor * train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
-        self.optimizer = optimizer.build(self.models, self.model_config, plan, train, self.breakdown, here.groups.tied)
+        self.optimizer = optimizer.build(
+            self.models, self.model_config, plan, train, self.breakdown, here.groups.embedding_group
+        )
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
         return chunks
 

@@ -327,7 +327,9 @@ def _exchange(own: Launch, store: dist.Store, node: NodeTransports, on_gpu: bool
 def tell_groups(session: Session) -> None:
     """On all ranks, before rank 0 calls :func:`describe`: the groups of which this rank is its node's first member."""
     rank, hosts = session.launch.rank, [n.node for n in session.nodes]
-    own = [entry for entry in session.groups.made if rank == next(r for r in entry["ranks"] if hosts[r] == hosts[rank])]
+    own = [
+        entry for entry in session.groups.records if rank == next(r for r in entry["ranks"] if hosts[r] == hosts[rank])
+    ]
     session.store.set(f"groups/{rank}", json.dumps(own))
     session.store.set(f"cpus/{rank}", session.cpus)
 

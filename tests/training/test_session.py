@@ -59,7 +59,7 @@ def test_every_group_is_recorded_once_with_its_nic_on_each_of_its_nodes(cuda: bo
             nodes=nodes,
             store=store,
             cpus="",
-            groups=SimpleNamespace(made=[group(*g) for g in groups if rank in g[1]]),
+            groups=SimpleNamespace(records=[group(*g) for g in groups if rank in g[1]]),
         )
         for rank in range(4)
     ]

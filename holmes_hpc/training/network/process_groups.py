@@ -1,5 +1,7 @@
-"""Process groups on the networks that the plan gives them: gloo with one interface per group, NCCL with one network
-name per communicator, and Megatron-Core's parallel state made of them."""
+"""Process groups on the plan's networks, and Megatron-Core's parallel state made of them.
+
+Gloo gets one interface per group, NCCL one network name per communicator.
+"""
 
 from __future__ import annotations
 
@@ -29,25 +31,25 @@ GLOO = "holmes_gloo"
 def _create_gloo(options: Any, interface: dict[str, str]) -> Any:
     """Return a ProcessGroupGloo whose only device is one interface (``new_group`` would ignore gloo's own options).
 
-    It has one thread: of two, torch 2.13 lets both write the name of the group's last collective without a lock, and
-    names of more than 15 letters, such as a coalesced gather's, are freed twice when two end at once.
+    It has one thread. In torch 2.13 all threads write the name of the group's last collective without a lock. A name of
+    more than 15 letters, such as a coalesced gather's, is then freed twice if two collectives end at once.
     """
-    own = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    own._devices = [dist.ProcessGroupGloo.create_device(interface=interface["interface"])]
-    own._timeout = options.timeout
-    own._threads = 1
-    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, own)
+    gloo_options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo_options._devices = [dist.ProcessGroupGloo.create_device(interface=interface["interface"])]
+    gloo_options._timeout = options.timeout
+    gloo_options._threads = 1
+    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, gloo_options)
 
 
 def register() -> None:
-    """Make the backend known to torch, once per process."""
+    """Register the backend with torch, once per process."""
     if GLOO.upper() not in dist.Backend.backend_list and GLOO not in dist.Backend.backend_list:
         dist.Backend.register_backend(GLOO, _create_gloo, extended_api=True, devices=["cpu"])
 
 
 def nccl_options(transport: Transport, site: Site, urgent: bool = False) -> Any:
-    """Return fresh NCCL options (torch writes into them, so never shared) with the communicator's network. `urgent`:
-    its kernels go before those of other streams, for a whole stage waits for them."""
+    """Return new NCCL options with the communicator's network (never shared: torch writes into them).
+    `urgent`: its kernels run before those of other streams, because a stage waits for them."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = urgent
     name = site.nccl_network(transport.nic, transport.fabric)
@@ -58,9 +60,12 @@ def nccl_options(transport: Transport, site: Site, urgent: bool = False) -> Any:
 
 @dataclass
 class Groups:
-    """Makes process groups, each on its transport. `timeout_s`: of their set-up and of gloo's collectives; NCCL's own
-    is longer than `watchdog_s`, for it ends the process without a word. `made`: for the run's record. `tied`: of all
-    ranks of the first and the last stage, on those, where the embedding is tied and stages have unequal widths."""
+    """Creates process groups, each on its transport.
+
+    `timeout_s`: of their set-up and of gloo's collectives. NCCL's timeout is longer than `watchdog_s`, because it ends
+    the process without a message. `records`: the groups of this rank, for the run record. `embedding_group`: all ranks
+    of the first and the last stage, on those ranks, if the embedding is tied and the plan has per-stage TP/DP.
+    """
 
     plan: Plan
     node: NodeTransports
@@ -68,28 +73,28 @@ class Groups:
     cuda: bool
     timeout_s: float
     watchdog_s: float
-    made: list[dict[str, Any]] = field(default_factory=list)
-    tied: Any = None
+    records: list[dict[str, Any]] = field(default_factory=list)
+    embedding_group: Any = None
     _shared: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def start(self, store: dist.Store) -> None:
-        """Make WORLD. `store`: where the ranks have met."""
+        """Create WORLD. `store`: the store of the rendezvous."""
         register()
         everyone = tuple(range(self.plan.world_size))
-        # with CUDA it carries control traffic only: groups of all ranks are made anew (create_group)
+        # With CUDA, WORLD carries control traffic only: create_group creates other groups of all ranks.
         transport = self.plan.transport_of(everyone, host_memory=self.cuda)
         interface = "" if self.cuda else self.node.interface(transport)
         if self.cuda:
             os.environ.update(self.node.environment)
             os.environ.update(nccl.split_defaults(self.node.defaults, os.environ)[0])
-            # what ends a process when a driver's call hangs: after the watchdog as well
+            # NCCL's monitor ends a process whose driver call hangs; the watchdog must come first.
             os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(round(self._nccl_timeout_s)))
             os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # its flight recorder, off in older versions
             backend, options = "nccl", nccl_options(transport, self.plan.site)
         else:
             backend, options = GLOO, {"interface": interface}
         try:
-            # never device_id=: torch would then split communicators, which refuses another network's name
+            # No device_id=: torch would then split communicators, and a split cannot have another network's name.
             dist.init_process_group(
                 backend,
                 store=store,
@@ -100,7 +105,7 @@ class Groups:
             )
         except Exception as e:
             raise transports.as_network_error(e, "world", everyone, transport, self.node.node, interface) from e
-        self._note("world", everyone, transport, interface)
+        self._record("world", everyone, transport, interface)
 
     def new(
         self,
@@ -111,25 +116,25 @@ class Groups:
         gloo: bool = False,
         urgent: bool = False,
     ) -> Any:
-        """Return a new group; all ranks call it in the same order. `transport`: one of the plan's entries; else the
-        plan is asked for that of these ranks. `gloo`: for tensors on the host, also where training uses CUDA. `urgent`:
-        see :func:`nccl_options`."""
+        """Return a new group. All ranks call it in the same order.
+        `transport`: None: the plan's transport of these ranks; `gloo`: for tensors on the host, also if training uses
+        CUDA; `urgent`: see :func:`nccl_options`."""
         transport = transport or self.plan.transport_of(ranks, host_memory=gloo and self.cuda)
-        member = self.rank in ranks  # the others may have no such interface, and need none
-        interface = self.node.interface(transport) if member and (gloo or not self.cuda) else ""
+        is_member = self.rank in ranks  # other ranks may lack the interface, and do not need it
+        interface = self.node.interface(transport) if is_member and (gloo or not self.cuda) else ""
         try:
-            nccl_only = self.cuda and not gloo
+            uses_nccl = self.cuda and not gloo
             group = dist.new_group(
                 list(ranks),
-                timeout=timedelta(seconds=self._nccl_timeout_s if nccl_only else self.timeout_s),
-                backend="nccl" if nccl_only else GLOO,
-                pg_options=nccl_options(transport, self.plan.site, urgent) if nccl_only else {"interface": interface},
+                timeout=timedelta(seconds=self._nccl_timeout_s if uses_nccl else self.timeout_s),
+                backend="nccl" if uses_nccl else GLOO,
+                pg_options=nccl_options(transport, self.plan.site, urgent) if uses_nccl else {"interface": interface},
                 group_desc=kind,
             )
         except Exception as e:
             raise transports.as_network_error(e, kind, ranks, transport, self.node.node, interface) from e
-        if member:
-            self._note(kind, ranks, transport, interface)
+        if is_member:
+            self._record(kind, ranks, transport, interface)
         return group
 
     @property
@@ -137,13 +142,13 @@ class Groups:
         return max(self.timeout_s, 2 * self.watchdog_s)
 
     def edge(self, edge: GroupTransport) -> Any:
-        """Return a group of an edge's two ranks; None on the other ranks."""
+        """Return a new group of an edge's two ranks; None on the other ranks."""
         group = self.new(edge.ranks, f"edge {edge.stages[0]}-{edge.stages[1]}", transport=edge.transport, urgent=True)
         return group if self.rank in edge.ranks else None
 
-    def _note(self, kind: str, ranks: Sequence[int], transport: Transport, interface: str) -> None:
+    def _record(self, kind: str, ranks: Sequence[int], transport: Transport, interface: str) -> None:
         if len(ranks) > 1:
-            self.made.append(
+            self.records.append(
                 {
                     "kind": kind,
                     "ranks": list(ranks),
@@ -161,10 +166,10 @@ class Groups:
         use_local_synchronization: bool = False,
         group_desc: str | None = None,
     ) -> Any:
-        """Stand in for Megatron-Core's ``parallel_state.create_group``, the one place where it makes groups.
+        """Replace Megatron-Core's ``parallel_state.create_group``, through which it creates all its groups.
 
-        On a CPU groups of equal ranks are one group: each would open a connection per pair of ranks, and Megatron's
-        many names for the same ranks (dp, dp_cp, their gloo twins, …) use them one after the other.
+        On a CPU equal ranks share one group, because each group opens a connection per pair of ranks. Megatron's groups
+        of the same ranks (dp, dp_cp, their gloo twins, …) are used one after the other.
         """
         members = tuple(ranks if ranks is not None else range(self.plan.world_size))
         kind = (group_desc or "unnamed").lower().replace("_group", "").replace("_", " ")
@@ -182,21 +187,21 @@ class Groups:
         return group
 
     def make_parallel_state(self) -> None:
-        """Make Megatron-Core's groups."""
+        """Create Megatron-Core's groups."""
         p = self.plan.parallel
         original = parallel_state.create_group
         parallel_state.create_group = self.create_group
         minutes = max(1, round(self.timeout_s / 60))
         try:
             if self.plan.is_per_stage:
-                with per_stage_groups.stage_by_stage(p, self.rank) as sizes:
+                with per_stage_groups.per_stage_ranks(p, self.rank) as sizes:
                     parallel_state.initialize_model_parallel(
                         **sizes, distributed_timeout_minutes=minutes, create_gloo_process_groups=True
                     )
                 for group in self.plan.transports():
                     if group.kind == "embd":
-                        made = self.new(group.ranks, "embedding", transport=group.transport)
-                        self.tied = made if self.rank in group.ranks else None
+                        created = self.new(group.ranks, "embedding", transport=group.transport)
+                        self.embedding_group = created if self.rank in group.ranks else None
             else:
                 parallel_state.initialize_model_parallel(
                     tensor_model_parallel_size=p.tp,
@@ -212,7 +217,7 @@ class Groups:
 
 
 def close() -> None:
-    """Leave all groups."""
+    """Destroy all groups."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -220,7 +225,7 @@ def close() -> None:
 
 
 def device(local_rank: int, cuda: bool) -> torch.device:
-    """Make this rank's device current. Where Slurm shows each task its own GPU only, each one's is number 0."""
+    """Make this rank's device current and return it. If Slurm shows each task only its own GPU, that is number 0."""
     if not cuda:
         return torch.device("cpu")
     number = local_rank % torch.cuda.device_count()
@@ -229,16 +234,16 @@ def device(local_rank: int, cuda: bool) -> torch.device:
 
 
 def check_devices(device: torch.device, rank: int, store: dist.Store, nodes: Sequence[NodeTransports]) -> None:
-    """Raise PlanError on every rank where two have the same GPU: NCCL's own message does not help."""
+    """Raise PlanError on every rank if two ranks have the same GPU: NCCL's own message does not help."""
     if device.type != "cuda":
         return
     uuids = exchange(store, "device", rank, range(len(nodes)), str(torch.cuda.get_device_properties(device).uuid))
     owners: dict[tuple[str, str], int] = {}
-    for other, (node, uuid) in enumerate(zip(nodes, uuids, strict=True)):
-        first = owners.setdefault((node.node, uuid), other)
-        if first != other:
+    for peer, (node, uuid) in enumerate(zip(nodes, uuids, strict=True)):
+        owner = owners.setdefault((node.node, uuid), peer)
+        if owner != peer:
             raise PlanError(
-                f"ranks {first} and {other} have the same GPU",
+                f"ranks {owner} and {peer} have the same GPU",
                 where=f"node {node.node}",
                 hint="start no more tasks on a node than it has GPUs: --ntasks-per-node and "
                 "--gpus-per-node equal (--gpus-per-task hides the others' GPUs, and may cost NVLink)",

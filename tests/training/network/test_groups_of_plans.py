@@ -1,8 +1,8 @@
-"""Every process group that each rank of a plan makes with NCCL, and the network that it asks for.
+"""Every process group that each rank of a plan creates with NCCL, and its network.
 
-The groups are those of training itself, made through torch's fake process group, which talks to nobody: Groups, then
-Megatron-Core's parallel state, then the edges. With NCCL in torch (`make test-nccl`) the options are NCCL's own;
-without it a stand-in holds the name that they would get.
+The groups are those of training: Groups, then Megatron-Core's parallel state, then the edges. They are created through
+torch's fake process group, which does not communicate. With NCCL in torch (`make test-nccl`) the options are NCCL's
+own; without it a stand-in holds the network's name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holmes_hpc.training.network.process_groups import Groups
 from holmes_hpc.training.pipeline import point_to_point
 
 MODEL = ModelSpec("groups", 12, 64, 8, 512, ffn=128, kv_heads=8, max_positions=64, tied=True)
-PAGE = Path(__file__).parents[3] / "benchmarks" / "results" / "nccl-groups.md"
+TABLE = Path(__file__).parents[3] / "benchmarks" / "results" / "nccl-groups.md"
 IB_ROCE = [("ib-a", "ib"), ("roce-a", "roce")]
 PLANS: dict[str, tuple[list[tuple[str, str]], dict[str, Any]]] = {
     "IB + RoCE": (IB_ROCE, {"tp": 1, "pp": 2, "dp": 8}),
@@ -48,9 +48,8 @@ PLANS: dict[str, tuple[list[tuple[str, str]], dict[str, Any]]] = {
 WORLD = "torch's WORLD"
 
 
-class Made(NamedTuple):
-    """A group: what it is for, its ranks, and what carries it: NCCL's network (none: left to NCCL, on one node) or
-    gloo's interface."""
+class CreatedGroup(NamedTuple):
+    """A process group. `network`: NCCL's network (None: NCCL chooses, on one node) or gloo's interface."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -61,7 +60,7 @@ class Made(NamedTuple):
 def plan_of(name: str) -> Plan:
     fabrics, options = PLANS[name]
     site = Site(
-        "here",
+        "site",
         tuple(
             Fabric(f, NicType(nic), f, 2, 4, 25, A100, rdma_gbps=None if nic == "ethernet" else 200)
             for f, nic in fabrics
@@ -71,9 +70,9 @@ def plan_of(name: str) -> Plan:
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
-    """What this rank makes from here on."""
-    made: list[Made] = []
+def created(monkeypatch: pytest.MonkeyPatch) -> list[CreatedGroup]:
+    """Return a list to which every group that this process creates is added."""
+    created: list[CreatedGroup] = []
     real = {"init_process_group": dist.init_process_group, "new_group": dist.new_group}
     if not dist.is_nccl_available():
 
@@ -85,30 +84,29 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     def network(backend: str, options: Any) -> str | None:
         return options.config.net_name if backend == "nccl" else options["interface"]
 
-    def init(backend: str, *, pg_options: Any, timeout: Any, **how: Any) -> None:
-        made.append(Made(WORLD, tuple(range(how["world_size"])), backend, network(backend, pg_options)))
-        real["init_process_group"]("fake", **how)
+    def init(backend: str, *, pg_options: Any, timeout: Any, **options: Any) -> None:
+        created.append(CreatedGroup(WORLD, tuple(range(options["world_size"])), backend, network(backend, pg_options)))
+        real["init_process_group"]("fake", **options)
 
     def new(ranks: Sequence[int], *, timeout: Any, backend: str, pg_options: Any, group_desc: str) -> Any:
-        made.append(
-            Made(group_desc, tuple(ranks), "nccl" if backend == "nccl" else "gloo", network(backend, pg_options))
-        )
+        name = "nccl" if backend == "nccl" else "gloo"
+        created.append(CreatedGroup(group_desc, tuple(ranks), name, network(backend, pg_options)))
         return real["new_group"](list(ranks), backend="fake", group_desc=group_desc)
 
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(dist, "new_group", new)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    return made
+    return created
 
 
-def made_by(plan: Plan, rank: int, made: list[Made]) -> list[Made]:
-    """The groups that `rank` is in, in the order in which it makes them."""
+def groups_of(plan: Plan, rank: int, created: list[CreatedGroup]) -> list[CreatedGroup]:
+    """Return the groups of `rank`, in the order in which it creates them."""
     place = plan.places[rank]
     fabric = plan.site.fabric(place.fabric)
     interfaces = {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.1.0.1", 24)}
     if fabric.nic.rdma:
         interfaces["rdma"] = ("ib0", "10.2.0.1", 24)
-    made.clear()
+    created.clear()
     groups = Groups(plan, NodeTransports(place.node, place.fabric, interfaces, {}, False), rank, True, 10.0, 10.0)
     try:
         groups.start(FakeStore())
@@ -126,15 +124,15 @@ def made_by(plan: Plan, rank: int, made: list[Made]) -> list[Made]:
                 pp_group=parallel_state.get_pipeline_model_parallel_group(),
             )
         groups.new(range(plan.world_size), "control", gloo=True)
-        return [m for m in made if rank in m.ranks and len(m.ranks) > 1]
+        return [g for g in created if rank in g.ranks and len(g.ranks) > 1]
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
-def wanted(plan: Plan, group: Made) -> str | None:
-    """By the words of the README: RDMA inside a fabric that has it, sockets between fabrics, neither inside a node;
-    control traffic beside GPUs (gloo's groups, torch's WORLD) by Ethernet."""
+def expected_network(plan: Plan, group: CreatedGroup) -> str | None:
+    """Return the network by the README's rules: RDMA inside a fabric that has it, sockets between fabrics, neither
+    inside a node; control traffic beside GPUs (gloo's groups, torch's WORLD) over Ethernet."""
     places = {plan.places[r] for r in group.ranks}
     if len(places) == 1:
         return "lo" if group.backend == "gloo" else None
@@ -142,42 +140,41 @@ def wanted(plan: Plan, group: Made) -> str | None:
         return "eth0"
     if group.kind == WORLD:
         return "Socket"
-    everywhere = set(plan.places) if plan.transport_mode == "single" else places
-    fabrics = {p.fabric for p in everywhere}
+    fabrics = {p.fabric for p in (plan.places if plan.transport_mode == "single" else places)}
     rdma = len(fabrics) == 1 and plan.site.fabric(fabrics.pop()).nic.rdma
     return "IB" if rdma else "Socket"
 
 
-def row(name: str, plan: Plan, made: Sequence[Made]) -> str:
-    """A row of benchmarks/results/nccl-groups.md: the kinds of NCCL's groups by the network that they ask for."""
-    found: dict[str | None, set[str]] = defaultdict(set)
-    for group in made:
+def row(name: str, plan: Plan, created: Sequence[CreatedGroup]) -> str:
+    """Return a row of benchmarks/results/nccl-groups.md: the kinds of NCCL's groups by network."""
+    kinds: dict[str | None, set[str]] = defaultdict(set)
+    for group in created:
         if group.backend == "nccl":
             kind = group.kind.removesuffix(" with cp").removesuffix(" with egtp")  # the latter from 0.18 on
-            found[group.network].add("edge" if kind.startswith("edge") else kind)
+            kinds[group.network].add("edge" if kind.startswith("edge") else kind)
     p = plan.parallel
     shape = f"TP {p.tp} PP {p.pp} DP {p.dp}" + (f", {p.virtual_stages} chunks" if p.virtual_stages > 1 else "")
-    columns = (", ".join(sorted(found[network])) or "–" for network in ("IB", "Socket", None))
+    columns = (", ".join(sorted(kinds[network])) or "–" for network in ("IB", "Socket", None))
     return f"| {name} ({shape}) | {' | '.join(columns)} |"
 
 
 @pytest.mark.nccl
 @pytest.mark.integration
 @pytest.mark.parametrize("name", PLANS)
-def test_every_group_asks_for_the_network_that_the_plan_gives_it(name: str, nccl: list[Made]) -> None:
+def test_every_group_uses_the_network_of_its_planned_transport(name: str, created: list[CreatedGroup]) -> None:
     plan = plan_of(name)
     entries = {tuple(sorted(g.ranks)): g.transport.kind for g in plan.transports() if g.kind != "control"}
-    everything: list[Made] = []
+    all_groups: list[CreatedGroup] = []
     for rank in range(plan.world_size):
-        own = made_by(plan, rank, nccl)
-        for group in own:
-            assert group.network == wanted(plan, group), group
-            if group.backend == "nccl" and group.kind != WORLD:  # and the plan has it, in words of its own
-                said = {"IB": "rdma", "Socket": "tcp", None: "local"}[group.network]
-                assert entries[tuple(sorted(group.ranks))] == said, group
-        everything += own
-    assert {tuple(sorted(g.ranks)) for g in everything} == set(entries)  # each group of the plan is made, and no other
-    assert row(name, plan, everything) in PAGE.read_text()
+        rank_groups = groups_of(plan, rank, created)
+        for group in rank_groups:
+            assert group.network == expected_network(plan, group), group
+            if group.backend == "nccl" and group.kind != WORLD:
+                transport = {"IB": "rdma", "Socket": "tcp", None: "local"}[group.network]
+                assert entries[tuple(sorted(group.ranks))] == transport, group
+        all_groups += rank_groups
+    assert {tuple(sorted(g.ranks)) for g in all_groups} == set(entries)  # exactly the plan's groups are created
+    assert row(name, plan, all_groups) in TABLE.read_text()
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,7 @@
-"""A gloo group's thread, and NCCL's options. torch's CPU build has no ProcessGroupNCCL: there the decision is tested
-with a stand-in, and that NCCL takes it is not shown."""
+"""Gloo groups and their interface, and NCCL's options.
+
+The CPU build of torch has no ProcessGroupNCCL: there a stand-in shows the options, but not that NCCL accepts them.
+"""
 
 import json
 import os
@@ -43,57 +45,59 @@ SITE = Site(
 )
 
 
-def test_options_are_fresh_and_name_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_options_are_new_objects_with_the_transports_network(monkeypatch: pytest.MonkeyPatch) -> None:
     class Options:
         def __init__(self) -> None:
             self.config = SimpleNamespace(net_name=None)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     for transport, name in [*NAMES, (LOCAL, None)]:
-        one, two = nccl_options(transport, SITE), nccl_options(transport, SITE)
-        assert one.config.net_name == two.config.net_name == name and one is not two and one.config is not two.config
-        assert not one.is_high_priority_stream and nccl_options(transport, SITE, urgent=True).is_high_priority_stream
+        first, second = nccl_options(transport, SITE), nccl_options(transport, SITE)
+        assert first.config.net_name == second.config.net_name == name
+        assert first is not second and first.config is not second.config
+        assert not first.is_high_priority_stream and nccl_options(transport, SITE, urgent=True).is_high_priority_stream
 
 
-def test_a_fabric_may_name_another_network_of_nccl() -> None:
+def test_a_fabric_may_name_its_nccl_network() -> None:
     site = two_clusters()
     ib, roce = site.fabrics
-    own = replace(site, fabrics=(replace(ib, nccl_net="IBext_v11"), roce))
-    assert [own.nccl_network(f.nic, f.name) for f in own.fabrics] == ["IBext_v11", "IB"]
-    assert own.nccl_network(TCP.nic) == "Socket" and own.nccl_network(LOCAL.nic) is None
+    site = replace(site, fabrics=(replace(ib, nccl_net="IBext_v11"), roce))
+    assert [site.nccl_network(f.nic, f.name) for f in site.fabrics] == ["IBext_v11", "IB"]
+    assert site.nccl_network(TCP.nic) == "Socket" and site.nccl_network(LOCAL.nic) is None
 
 
-def test_edges_have_streams_of_high_priority_and_others_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_edges_have_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = given_plan(named("gpt_3_6b"), Batch(64, 1, 1024), two_clusters(2), PlanOptions(tp=1, pp=2, dp=16), Costs())
-    asked: list[tuple[str, Any]] = []
+    new_groups: list[tuple[str, Any]] = []
     monkeypatch.setattr(process_groups, "nccl_options", lambda transport, site, urgent=False: urgent)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: asked.append((how["group_desc"], how["pg_options"])))
-    made = Groups(plan, NodeTransports("n1", "ib-a", {}, {}, False), 0, True, 10.0, 10.0)
-    made.edge(next(g for g in plan.transports() if g.kind == "edge"))
-    made.new(range(16), "dp")
-    assert asked == [("edge 0-1", True), ("dp", False)]
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **kw: new_groups.append((kw["group_desc"], kw["pg_options"])))
+    groups = Groups(plan, NodeTransports("n1", "ib-a", {}, {}, False), 0, True, 10.0, 10.0)
+    groups.edge(next(g for g in plan.transports() if g.kind == "edge"))
+    groups.new(range(16), "dp")
+    assert new_groups == [("edge 0-1", True), ("dp", False)]
 
 
 @pytest.mark.nccl
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="not shown here: this torch has no ProcessGroupNCCL")
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no ProcessGroupNCCL")
 @pytest.mark.parametrize(("transport", "name"), NAMES)
-def test_nccl_takes_the_name(transport: Transport, name: str) -> None:
-    one, two = nccl_options(transport, SITE), nccl_options(transport, SITE)
-    assert one.config.net_name == name and one is not two
-    assert nccl_options(transport, SITE, urgent=True).is_high_priority_stream and not one.is_high_priority_stream
-    two.config.net_name = "other"
-    assert one.config.net_name == name
+def test_nccls_own_options_accept_the_network_name(transport: Transport, name: str) -> None:
+    first, second = nccl_options(transport, SITE), nccl_options(transport, SITE)
+    assert first.config.net_name == name and first is not second
+    assert nccl_options(transport, SITE, urgent=True).is_high_priority_stream
+    assert not first.is_high_priority_stream
+    second.config.net_name = "other"
+    assert first.config.net_name == name
 
 
 @pytest.mark.parametrize(
     ("cuda", "gloo", "interface"),
     [
-        (False, False, "ib0"),  # CPU ranks: gloo takes the fabric's NIC
+        (False, False, "ib0"),  # CPU ranks: gloo uses the fabric's NIC
         (False, True, "ib0"),
         (True, True, "eth0"),  # host memory beside GPUs
     ],
 )
-def test_groups_are_made_on_the_network_that_the_plan_says(
+def test_groups_use_the_interface_of_the_plans_transport(
     cuda: bool, gloo: bool, interface: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = given_plan(
@@ -110,30 +114,30 @@ def test_groups_are_made_on_the_network_that_the_plan_says(
         {},
         False,
     )
-    asked: list[dict[str, str]] = []
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: asked.append(how["pg_options"]))
-    made = Groups(plan, node, 0, cuda, 10.0, 10.0)
-    made.new([0, 8], "pair", gloo=gloo)
-    said = plan.transport_of([0, 8], host_memory=cuda and gloo)
-    assert asked == [{"interface": interface}]
-    assert made.made == [{"kind": "pair", "ranks": [0, 8], "transport": str(said), "interface": interface}]
+    options: list[dict[str, str]] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **kw: options.append(kw["pg_options"]))
+    groups = Groups(plan, node, 0, cuda, 10.0, 10.0)
+    groups.new([0, 8], "pair", gloo=gloo)
+    transport = str(plan.transport_of([0, 8], host_memory=cuda and gloo))
+    assert options == [{"interface": interface}]
+    assert groups.records == [{"kind": "pair", "ranks": [0, 8], "transport": transport, "interface": interface}]
 
 
-@pytest.mark.parametrize(("shown", "numbers"), [(4, [0, 1, 2, 3]), (1, [0, 0, 0, 0])])
-def test_a_rank_takes_its_own_gpu_also_where_it_is_shown_no_other(
-    shown: int, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("visible", "numbers"), [(4, [0, 1, 2, 3]), (1, [0, 0, 0, 0])])
+def test_a_rank_uses_its_own_gpu_also_if_slurm_hides_the_others(
+    visible: int, numbers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[int] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: shown)
-    monkeypatch.setattr(torch.cuda, "set_device", made.append)
-    assert [device(local, cuda=True).index for local in range(4)] == numbers == made
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    assert [device(local, cuda=True).index for local in range(4)] == numbers == devices
     assert device(3, cuda=False).type == "cpu"
 
 
-def test_two_ranks_with_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_with_the_same_gpu_are_a_plan_error(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [SimpleNamespace(node=name) for name in ("a", "a", "b", "b")]
 
-    def meet(uuids: list[str]) -> None:
+    def check(uuids: list[str]) -> None:
         store = dist.HashStore()
         for rank, uuid in enumerate(uuids):
             store.set(f"device/{rank}", json.dumps(uuid))
@@ -141,20 +145,20 @@ def test_two_ranks_with_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=uuids[3]))
         check_devices(torch.device("cuda", 0), 3, store, nodes)  # type: ignore[arg-type]
 
-    meet(["x", "y", "x", "y"])
+    check(["x", "y", "x", "y"])
     with pytest.raises(PlanError, match=r"node b: ranks 2 and 3 have the same GPU; start no more.*gpus-per-node"):
-        meet(["x", "y", "z", "z"])
+        check(["x", "y", "z", "z"])
 
 
 @pytest.mark.integration
-def test_gathers_in_flight_leave_the_process_whole(tmp_path: Path) -> None:
-    """torch 2.13 writes the name of a group's last collective from all of the group's threads, without a lock."""
+def test_concurrent_gathers_do_not_crash_the_process(tmp_path: Path) -> None:
+    """In torch 2.13 all threads of a group write the name of its last collective without a lock."""
     script = Path(__file__).parents[2] / "support" / "gather_rounds.py"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "meet"), "2000"],
         capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
