@@ -1,1 +1,1 @@
-"""How ranks reach each other: rendezvous, interfaces, link checks, process groups, and bytes counted by NIC."""
+"""The networks of a run: rendezvous, interfaces, link checks, process groups, and byte counters of NICs."""

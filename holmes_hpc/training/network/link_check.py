@@ -114,8 +114,7 @@ class _LinkCheck:
         limits: Limits,
     ) -> None:
         self.store, self.info, self.nodes, self.groups = store, info, nodes, groups
-        self.token, self.limits = token, limits
-        self.node = info.node
+        self.token, self.limits, self.node = token, limits, info.node
 
     def run(self) -> list[Finding]:
         infos = [msgspec.convert(data, NodeInformation) for data in self._gather("nodes", self.info)]

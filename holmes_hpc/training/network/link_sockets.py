@@ -147,21 +147,20 @@ def _reach_target(source: tuple[str, str], node: str, target: Endpoint, token: s
             connection.settimeout(timeout_s)
             connection.connect((target.address, target.port))
             connection.sendall(_json_line({"token": token}))
-            sent = time.time()
+            sent_at = time.time()
             while not text.endswith(b"\n") and len(text) < HEADER_BYTES:
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
                 if not (received := connection.recv(HEADER_BYTES)):
                     break
                 text += received
-            return _parse_reply(node, text, sent)
+            return _parse_reply(node, text, sent_at)
     except TimeoutError:
         return Reply(failure=f"no answer in {timeout_s:g} s")
     except OSError as e:
         return Reply(failure=os.strerror(e.errno) if e.errno else "connection closed")
 
 
-def _parse_reply(node: str, text: bytes, sent: float) -> Reply:
-    """Return the reply of `node` to a request that was `sent` then (Unix time)."""
+def _parse_reply(node: str, text: bytes, sent_at: float) -> Reply:
     try:
         answer = json.loads(text)
         name, clock = str(answer["node"]), float(answer["clock"])
@@ -169,7 +168,7 @@ def _parse_reply(node: str, text: bytes, sent: float) -> Reply:
         return Reply(failure="another program answers there")
     if name != node:
         return Reply(failure=f"node {name} answers there: two nodes have this address")
-    return Reply(clock - (sent + time.time()) / 2)
+    return Reply(clock - (sent_at + time.time()) / 2)
 
 
 def sample(source: tuple[str, str], target: Endpoint, token: str, seconds: float) -> float | None:

@@ -177,8 +177,9 @@ class Groups:
             group = self.new(members, kind, gloo=backend == "gloo")
         else:
             if members not in self._shared:
-                everyone = len(members) == self.plan.world_size
-                self._shared[members] = dist.group.WORLD if everyone else self.new(members, kind)
+                self._shared[members] = (
+                    dist.group.WORLD if len(members) == self.plan.world_size else self.new(members, kind)
+                )
             group = self._shared[members]
         if self.rank in members:
             if parallel_state._global_process_group_list is None:

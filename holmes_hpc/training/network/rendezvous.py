@@ -66,8 +66,14 @@ def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeou
     where, secret = f"rendezvous on {launch.node}", authentication.new_secret()
     try:
         listener, server, proxy = _start_servers(address, secret)
-        store_socket = os.dup(listener.socket.fileno())
-        store = _tcp_store(proxy.address, listener.port, launch, timeout_s, is_master=True, store_socket=store_socket)
+        store = _tcp_store(
+            proxy.address,
+            listener.port,
+            launch,
+            timeout_s,
+            is_master=True,
+            store_socket=os.dup(listener.socket.fileno()),
+        )
     except (OSError, RuntimeError) as e:
         raise NetworkError(
             f"cannot serve on {address}: {_reason(e)}",
