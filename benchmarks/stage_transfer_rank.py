@@ -34,7 +34,7 @@ from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model import emulated_layers, gpt, optimizer
 from holmes_hpc.training.model.gpt import forward_step
 from holmes_hpc.training.pipeline import point_to_point
-from holmes_hpc.training.pipeline.eager_1f1b import run_ahead
+from holmes_hpc.training.pipeline.eager_1f1b import run_eager_1f1b
 from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.log import RankLog
@@ -72,7 +72,7 @@ class Rank:
         self.optimizer = optimizer.build(self.models, self.config, plan, train, self.breakdown)
         optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.edges = point_to_point.build(
+        self.edges = point_to_point.build_communicator(
             plan,
             here.groups.edge,
             rank=here.launch.rank,
@@ -85,7 +85,11 @@ class Rank:
 
     def schedule(self, kind: str, in_flight: Sequence[int]) -> Any:
         """megatron: its own 1F1B, over our edges; ahead: ours."""
-        return get_forward_backward_func() if kind == "megatron" else functools.partial(run_ahead, in_flight=in_flight)
+        return (
+            get_forward_backward_func()
+            if kind == "megatron"
+            else functools.partial(run_eager_1f1b, in_flight=in_flight)
+        )
 
     def step(self, schedule: Any, micro_batches: int) -> float:
         """One step; the gradient norm."""

@@ -87,7 +87,7 @@ class Trainer:
         )
         self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train.trace else None
         self.forward_backward = eager_1f1b.forward_backward(plan, self.trace)
-        if self.trace is not None and not eager_1f1b.in_background(plan):
+        if self.trace is not None and not eager_1f1b.runs_in_background(plan):
             order = Order(megatrons_own(len(self.models)).name, plan.parallel.pp, plan.micro_batches, len(self.models))
             trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
         everyone = range(plan.world_size)

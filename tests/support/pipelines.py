@@ -51,7 +51,7 @@ from holmes_hpc.planning.schedule.kinds import SCHEDULES
 from holmes_hpc.training import warm_up
 from holmes_hpc.training.model.emulated_layers import pace
 from holmes_hpc.training.pipeline import point_to_point
-from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent, run_ahead
+from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent, run_eager_1f1b
 from holmes_hpc.training.rank import cpu
 
 SEQUENCE, MICRO, HIDDEN, VOCABULARY = 8, 2, 16, 32
@@ -253,7 +253,7 @@ def _watch_groups() -> None:
 def _channels(world: Any, plan: Any, config: TransformerConfig) -> dict[str, Any]:
     key = world, plan.edge_dtype, plan.edge_connections
     if key not in _built_channels:
-        built = point_to_point.build(
+        built = point_to_point.build_communicator(
             plan,
             lambda edge: dist.new_group(list(edge.ranks), backend=world[5]),
             rank=dist.get_rank(),
@@ -285,7 +285,7 @@ def run(case: Case) -> dict[str, Any]:
         }
     if case.schedule in SCHEDULES:
         schedule = functools.partial(
-            run_ahead, kind=case.schedule, in_flight=case.in_flight, tracer=events.append if case.trace else None
+            run_eager_1f1b, kind=case.schedule, in_flight=case.in_flight, tracer=events.append if case.trace else None
         )
     losses, digests, times, ends = [], [], [], []
     if case.as_on_gpu:

@@ -149,7 +149,7 @@ class Trace:
                     "chunk": event.chunk,
                     "start_s": round(event.start, 6),
                     "end_s": round(event.end, 6),
-                    "held": event.held,
+                    "held": event.in_flight,
                 }
             )
             for event in self._take()

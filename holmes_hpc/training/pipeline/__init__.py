@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules, and the transfers between stages with their form on the wire."""
+"""Pipeline parallelism: schedules, the transfers between stages, and their encoding."""

@@ -1,6 +1,6 @@
-"""How activations are encoded between pipeline stages: as they are, or rounded (`plan.edge_dtype`, on TCP only).
+"""Codecs of the activations between pipeline stages: unchanged or rounded (`plan.edge_dtype`, on TCP only).
 
-Rounding changes activations and their gradients, and so the losses: docs/schedule.md says by how much.
+Rounding changes activations and their gradients, and so the losses (docs/schedule.md has figures).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ SCALE_BYTES = 4  # an fp32 scale beside every row
 
 
 class Codec:
-    """How a tensor looks on the wire: here bit for bit.
+    """The format of a tensor on the wire; this base class leaves it unchanged.
 
-    `encode` makes the contiguous tensor that is sent; `buffer` the one that is received for a `target`; `decode` writes
-    its value into `target`, which is that very buffer where nothing is converted.
+    `encode` returns the contiguous tensor to send; `buffer` returns the tensor to receive into for a `target`; `decode`
+    writes the received value into `target`. Without a conversion the buffer is `target` itself.
     """
 
     def encode(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ class Codec:
 
 
 class Cast(Codec):
-    """Rounded to a type of the same range."""
+    """A codec that rounds to a type of the same range."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -45,20 +45,20 @@ class Cast(Codec):
 
 
 class RowScaled(Codec):
-    """Rounded to a type of small range, with one scale per row (the last dimension: one token's hidden vector), such
-    that the row's largest value is the type's: gradients of activations are often too small for fp16 as they are.
+    """A codec that rounds to a type of small range, with one scale per row (one token's hidden vector).
 
+    The scale maps the row's largest value to the type's largest: gradients of activations are often too small for fp16.
     On the wire: bytes, shape (rows, columns * size + 4); the last four are the row's largest absolute value as fp32.
-    A row with inf or nan arrives as nan, so that loss scaling and checks for bad values still see it.
+    A row with inf or nan arrives as nan, so that loss scaling and checks for bad values still detect it.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.most = dtype, torch.finfo(dtype).max
+        self.dtype, self.max_value = dtype, torch.finfo(dtype).max
 
     def encode(self, tensor: torch.Tensor) -> torch.Tensor:
         rows = tensor.reshape(-1, tensor.shape[-1]).float()
         largest = rows.abs().amax(dim=1, keepdim=True)
-        scale = self.most / largest.clamp(min=torch.finfo(torch.float32).tiny * self.most)
+        scale = self.max_value / largest.clamp(min=torch.finfo(torch.float32).tiny * self.max_value)
         return torch.cat([(rows * scale).to(self.dtype).view(torch.uint8), largest.view(torch.uint8)], dim=1)
 
     def buffer(self, target: torch.Tensor) -> torch.Tensor:
@@ -68,12 +68,12 @@ class RowScaled(Codec):
     def decode(self, wire: torch.Tensor, target: torch.Tensor) -> None:
         values = wire[:, :-SCALE_BYTES].contiguous().view(self.dtype).float()
         largest = wire[:, -SCALE_BYTES:].contiguous().view(torch.float32)
-        target.copy_((values * (largest / self.most)).reshape(target.shape))
+        target.copy_((values * (largest / self.max_value)).reshape(target.shape))
 
 
-SAME = Codec()
+IDENTITY = Codec()
 _CODECS: dict[str, tuple[int, Codec]] = {  # bytes of a value on the wire
-    "same": (64, SAME),
+    "same": (64, IDENTITY),
     "bf16": (2, Cast(torch.bfloat16)),
     "fp16": (2, RowScaled(torch.float16)),
     "fp8": (1, RowScaled(torch.float8_e4m3fn)),
@@ -81,6 +81,6 @@ _CODECS: dict[str, tuple[int, Codec]] = {  # bytes of a value on the wire
 
 
 def codec(edge_dtype: str, model_dtype: torch.dtype) -> Codec:
-    """The codec of `plan.edge_dtype` for activations of `model_dtype`; as it is where nothing would be saved."""
+    """Return the codec of `plan.edge_dtype` for activations of `model_dtype`; the identity if it would save nothing."""
     size, chosen = _CODECS[edge_dtype]
-    return chosen if size < model_dtype.itemsize else SAME
+    return chosen if size < model_dtype.itemsize else IDENTITY

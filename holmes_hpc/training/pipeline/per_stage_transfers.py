@@ -1,8 +1,7 @@
-"""Edges between stages of unequal widths: from every replica of a stage to each that it shares a micro-batch with.
+"""Edges between stages with per-stage TP/DP: from every replica of a stage to each that shares a micro-batch with it.
 
-They are the two-rank channels of point_to_point.py. Between stages of unlike TP a tensor is cut where the sequence is
-cut differently: each rank sends its part of the sequence to the ranks that need a piece of it, so that every byte
-crosses once.
+They are the two-rank channels of point_to_point.py. Between stages of different TP the sequence is split differently.
+Each rank sends the rows of its part to the ranks that need them, so that every byte is sent once.
 """
 
 from __future__ import annotations
@@ -13,12 +12,20 @@ from typing import Any
 import torch
 
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.training.pipeline.point_to_point import Channel, Edges, NewGroup, Transfer, connect, is_nccl, wait_all
+from holmes_hpc.training.pipeline.point_to_point import (
+    Channel,
+    Edges,
+    NewGroup,
+    Transfer,
+    connect_edge,
+    is_nccl,
+    wait_all,
+)
 
 
-class Cut:
-    """A :class:`Channel` to several ranks at once, each of which has a piece of every tensor: `pieces`, the channel of
-    each and the rows (parts of the sequence) that go over it."""
+class SplitChannel:
+    """A :class:`Channel` to several ranks, each of which has some rows of every tensor.
+    `pieces`: the channel of each rank, and its rows (positions of the sequence)."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[Channel, slice]] = []
@@ -28,56 +35,56 @@ class Cut:
             channel.send(tensor[rows], label)
 
     def receive(self, into: torch.Tensor, label: Any = None) -> Transfer:
-        target = into.detach()  # the same memory without a gradient, so that its parts can be written
-        parts = [channel.receive(target[rows], label) for channel, rows in self.pieces]
-        return Transfer("of several parts", into, partial(wait_all, parts))
+        target = into.detach()  # the same memory without a gradient, so that its rows can be written
+        transfers = [channel.receive(target[rows], label) for channel, rows in self.pieces]
+        return Transfer("of several ranks", into, partial(wait_all, transfers))
 
     def settle(self, keep: int = 0) -> None:
         for channel, _ in self.pieces:
             channel.settle(keep)
 
 
-class RoutedEdges(Edges):
-    """What ``run_ahead`` sends and receives over where stages have unequal parallel. `row`: this rank's replica, as
-    :class:`Order` counts."""
+class PerStageEdges(Edges):
+    """The edges of a rank for ``run_eager_1f1b`` with per-stage TP/DP. `row`: this rank's replica, as :class:`Order`
+    counts."""
 
-    def __init__(self, place: Any, row: int, device: torch.device) -> None:
+    def __init__(self, pp_group: Any, row: int, device: torch.device) -> None:
         super().__init__({}, device)
-        self.pp_group, self.row = place, row
-        self._streams: dict[tuple[str, int], Cut] = {}
+        self.pp_group, self.row = pp_group, row
+        self._streams: dict[tuple[str, int], SplitChannel] = {}
 
     def add(self, role: str, peer: int, channel: Channel, rows: slice) -> None:
-        """`role`: forward_in, forward_out, backward_in or backward_out; `peer`: the row at the other end."""
+        """Add a channel. `role`: forward_in, forward_out, backward_in or backward_out; `peer`: the other end's row."""
         self.channels[channel.name] = channel
         self.on_device = self.on_device or is_nccl(channel.connections[0])
-        self._streams.setdefault((role, peer), Cut()).pieces.append((channel, rows))
+        self._streams.setdefault((role, peer), SplitChannel()).pieces.append((channel, rows))
 
-    def stream(self, role: str, peer: int) -> Cut:
-        """What goes in that role between this row and `peer`."""
+    def stream(self, role: str, peer: int) -> SplitChannel:
+        """Return the channel of `role` between this row and `peer`."""
         return self._streams[role, peer]
 
 
-def build_routed(
-    plan: Plan, new_group: NewGroup, *, rank: int, place: Any, config: Any, device: torch.device
-) -> RoutedEdges:
-    """The edges of this rank. All ranks of the job call it at the same time, as they do `new_group`."""
+def build_per_stage_edges(
+    plan: Plan, new_group: NewGroup, *, rank: int, pp_group: Any, config: Any, device: torch.device
+) -> PerStageEdges:
+    """Return the edges of this rank. All ranks of the job call it together, because `new_group` is collective."""
     p, order = plan.parallel, plan.order
     stage, replica, part = p.coordinates(rank)
-    edges = RoutedEdges(place, order.row(stage, replica), device)
+    edges = PerStageEdges(pp_group, order.row(stage, replica), device)
     for edge in (group for group in plan.transports() if group.kind == "edge"):
-        for role, other, channel in connect(plan, edge, new_group, rank=rank, config=config, device=device):
-            peer_stage, peer, peer_part = p.coordinates(other)
+        for role, peer, channel in connect_edge(plan, edge, new_group, rank=rank, config=config, device=device):
+            peer_stage, peer_replica, peer_part = p.coordinates(peer)
             rows = shared_rows(plan.batch.sequence_length, (part, p.tp_of(stage)), (peer_part, p.tp_of(peer_stage)))
-            edges.add(role, order.row(peer_stage, peer), channel, rows)
+            edges.add(role, order.row(peer_stage, peer_replica), channel, rows)
     return edges
 
 
-def shared_rows(length: int, own: tuple[int, int], other: tuple[int, int]) -> slice:
-    """The rows of this rank's part of a sequence that another rank has too. `own`, `other`: (which part, of how many).
-    All where both have the same parts, or the whole."""
-    if own[1] == other[1]:
+def shared_rows(length: int, part: tuple[int, int], peer_part: tuple[int, int]) -> slice:
+    """Return the rows of this rank's part of a sequence that a peer's part also has.
+    `part`, `peer_part`: (index of the part, number of parts). With equal numbers of parts these are all rows."""
+    if part[1] == peer_part[1]:
         return slice(None)
-    first = own[0] * length // own[1]
-    low = max(first, other[0] * length // other[1])
-    high = min((own[0] + 1) * length // own[1], (other[0] + 1) * length // other[1])
+    first = part[0] * length // part[1]
+    low = max(first, peer_part[0] * length // peer_part[1])
+    high = min((part[0] + 1) * length // part[1], (peer_part[0] + 1) * length // peer_part[1])
     return slice(low - first, high - first)

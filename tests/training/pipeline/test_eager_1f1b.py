@@ -1,4 +1,4 @@
-"""The schedule that runs ahead: its order, its bounds, and results equal to Megatron-Core's bit for bit."""
+"""Eager 1F1B: its order, its bounds, and results equal to Megatron-Core's bit for bit."""
 
 from __future__ import annotations
 
@@ -11,60 +11,62 @@ from pipelines import Case, play_apart
 
 from holmes_hpc.planning.schedule.kinds import SCHEDULES, in_flight
 from holmes_hpc.planning.schedule.order import Order
-from holmes_hpc.training.pipeline import eager_1f1b as schedule
+from holmes_hpc.training.pipeline import eager_1f1b
 
 BACKGROUND = [kind for kind in SCHEDULES.values() if not kind.megatron]
 STEPS = 6
-PIPELINES = [(2, True), (3, False), (4, True), (8, False)]  # stages, and whether they are even
+PIPELINES = [(2, True), (3, False), (4, True), (8, False)]  # stages, and whether their layers are even
 
 
-def deep(stages: int) -> list[int]:
-    """Two more in flight for every transfer than 1F1B has."""
+def deep_in_flight(stages: int) -> list[int]:
+    """Return two more micro-batches in flight per transfer than 1F1B has."""
     return [3 * (stages - s) - 2 for s in range(stages)]
 
 
-def counts(stages: int, even: bool) -> list[int]:
-    """Micro-batches of each step: one, fewer than stages, as many, and more than the deepest stage holds."""
-    many = [1, stages - 1, stages, deep(stages)[0] + 2, 1, 2]
-    return many if even else many[::-1]
+def micro_batches_of(stages: int, even: bool) -> list[int]:
+    """Return each step's micro-batches: one, fewer than stages, as many, and more than the first stage holds."""
+    counts = [1, stages - 1, stages, deep_in_flight(stages)[0] + 2, 1, 2]
+    return counts if even else counts[::-1]
 
 
-def same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
+def are_equal(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
     return all(x["losses"] == y["losses"] and x["gradients"] == y["gradients"] for x, y in zip(a, b, strict=True))
 
 
-def held(result: dict[str, Any], step: int) -> int:
+def max_in_flight(result: dict[str, Any], step: int) -> int:
     return max(event[-1] for event in result["events"][step])
 
 
-# ---- the order alone
+# ---- the order
 
 
-def picture(order: Order, waits: bool, transfer: int = 1, slots: int = 20) -> list[str]:
-    """Who computes what when, one character a slot: a forward pass takes one, a backward pass two, a stage transfer
-    `transfer`."""
+def timeline(order: Order, waits: bool, transfer: int = 1, slots: int = 20) -> list[str]:
+    """Return a timeline of each stage, one character per slot.
+    A forward pass takes one slot, a backward pass two, a stage transfer `transfer`; `waits`: for its sends."""
     ends: dict[Any, int] = {}
     rows = [["."] * 200 for _ in range(order.stages)]
     clock, queues = [0] * order.stages, [list(order.passes(s)) for s in range(order.stages)]
     while any(queues):
         for s, queue in enumerate(queues):
-            into = order.transfer_to(s, queue[0]) if queue else None
-            if not queue or (into is not None and (into.source, into.made) not in ends):
+            needed = order.transfer_to(s, queue[0]) if queue else None
+            if not queue or (needed is not None and (needed.source, needed.made) not in ends):
                 continue
             step = queue.pop(0)
-            begin = max(clock[s], ends[into.source, into.made] + transfer if into else 0)
-            end = begin + (1 if step.forward else 2)
-            rows[s][begin:end] = [("01234567" if step.forward else "abcdefgh")[step.micro_batch]] * (end - begin)
+            start = max(clock[s], ends[needed.source, needed.made] + transfer if needed else 0)
+            end = start + (1 if step.forward else 2)
+            rows[s][start:end] = [("01234567" if step.forward else "abcdefgh")[step.micro_batch]] * (end - start)
             ends[s, step] = end
             clock[s] = end + (transfer if waits and order.transfer_from(s, step) else 0)
     return ["".join(row)[:slots] for row in rows]
 
 
-def test_the_picture_in_the_docstring_is_what_happens() -> None:
-    assert schedule.__doc__ is not None
-    rows = [line.split()[-1] for line in schedule.__doc__.splitlines() if line.startswith("    ") and " stage " in line]
-    assert rows[2:] == picture(Order("ahead", 2, 8, 1, (3, 1)), waits=False)
-    assert rows[:2] == picture(Order("ahead", 2, 8, 1, (2, 1)), waits=True)
+def test_the_docstrings_timeline_is_the_schedules() -> None:
+    assert eager_1f1b.__doc__ is not None
+    rows = [
+        line.split()[-1] for line in eager_1f1b.__doc__.splitlines() if line.startswith("    ") and " stage " in line
+    ]
+    assert rows[2:] == timeline(Order("ahead", 2, 8, 1, (3, 1)), waits=False)
+    assert rows[:2] == timeline(Order("ahead", 2, 8, 1, (2, 1)), waits=True)
 
 
 # ---- real processes
@@ -72,39 +74,39 @@ def test_the_picture_in_the_docstring_is_what_happens() -> None:
 
 @pytest.fixture(scope="module")
 def long_runs() -> Iterator[dict[Any, Any]]:
-    """Megatron's own 1F1B and ours, even and uneven, with dropout (so the order of draws counts too)."""
+    """Return runs of Megatron's 1F1B and of eager 1F1B, even and uneven; with dropout the order of draws matters."""
     cases = {}
     for stages, even in PIPELINES:
         layers = [[1]] * stages if even else [[2 if s in (1, 4) else 1] for s in range(stages)]
-        common: dict[str, Any] = {"layers": layers, "micro_batches": counts(stages, even), "dropout": 0.1}
+        common: dict[str, Any] = {"layers": layers, "micro_batches": micro_batches_of(stages, even), "dropout": 0.1}
         cases[stages, even, "megatron"] = Case(schedule="megatron", steps=STEPS, **common)
-        cases[stages, even, "ahead"] = Case(schedule="ahead", in_flight=deep(stages), steps=STEPS, **common)
+        cases[stages, even, "eager"] = Case(schedule="ahead", in_flight=deep_in_flight(stages), steps=STEPS, **common)
         cases[stages, even, "edges"] = Case(schedule="edges", steps=4, **common)
     yield dict(zip(cases, play_apart(list(cases.values())), strict=True))
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("stages", "even"), PIPELINES)
-def test_losses_and_gradients_are_megatrons(long_runs: dict[Any, Any], stages: int, even: bool) -> None:
-    theirs, ours = long_runs[stages, even, "megatron"], long_runs[stages, even, "ahead"]
-    assert same(theirs, ours)
-    assert all(rank["group_sizes"] == [2] for rank in ours)
-    losses = theirs[-1]["losses"]
-    assert len(losses) == STEPS and len({tuple(x) for x in losses}) == STEPS  # it trained: no two steps are alike
+def test_losses_and_gradients_equal_megatrons(long_runs: dict[Any, Any], stages: int, even: bool) -> None:
+    megatron, eager = long_runs[stages, even, "megatron"], long_runs[stages, even, "eager"]
+    assert are_equal(megatron, eager)
+    assert all(rank["group_sizes"] == [2] for rank in eager)
+    losses = megatron[-1]["losses"]
+    assert len(losses) == STEPS and len({tuple(x) for x in losses}) == STEPS  # it trained: all steps differ
     for stage, step in itertools.product(range(stages), range(STEPS)):
-        micro_batches = counts(stages, even)[step]
-        computed = [e[:3] for e in ours[stage]["events"][step] if e[0] in ("forward", "backward")]
+        micro_batches = micro_batches_of(stages, even)[step]
+        computed = [e[:3] for e in eager[stage]["events"][step] if e[0] in ("forward", "backward")]
         assert len(computed) == 2 * micro_batches
-        assert held(ours[stage], step) == min(deep(stages)[stage], micro_batches)
+        assert max_in_flight(eager[stage], step) == min(deep_in_flight(stages)[stage], micro_batches)
         if stage < stages - 1 and micro_batches > stages - stage:
-            assert held(ours[stage], step) > stages - stage  # 1F1B's
+            assert max_in_flight(eager[stage], step) > stages - stage  # 1F1B's
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("stages", "even"), PIPELINES)
 def test_megatrons_own_schedule_over_edges_is_unchanged(long_runs: dict[Any, Any], stages: int, even: bool) -> None:
-    theirs, ours = long_runs[stages, even, "megatron"], long_runs[stages, even, "edges"]
-    for a, b in zip(theirs, ours, strict=True):
+    megatron, edges = long_runs[stages, even, "megatron"], long_runs[stages, even, "edges"]
+    for a, b in zip(megatron, edges, strict=True):
         count = len(b["losses"])
         assert count >= 3 and b["losses"] == a["losses"][:count] and b["gradients"] == a["gradients"][:count]
         assert b["group_sizes"] == [2]  # never over WORLD or the pipeline's group
@@ -136,11 +138,11 @@ def variant_cases() -> dict[tuple[str, str], Case]:
         cases[name, "as on a GPU"] = Case(schedule="ahead", in_flight=[4, 1], as_on_gpu=True, **common)
         cases[name, "1f1b as on a GPU"] = Case(schedule="edges", as_on_gpu=True, **common)
     for stages, chunks, dp in ((2, 2, 2), (2, 3, 1), (3, 2, 1)):
-        most = list(in_flight(stages, 2 * stages, chunks))
+        depths_1f1b = list(in_flight(stages, 2 * stages, chunks))
         common = {"layers": [[1] * chunks] * stages, "micro_batches": [stages, 2 * stages], "steps": 2, "dp": dp}
         name = f"{stages} stages of {chunks} chunks, {dp} replicas"
-        # Megatron's own is right over gloo only so: without overlap two stages mix up activations and gradients,
-        # and with deallocation its background sends read memory that has been freed.
+        # Over gloo, Megatron's schedule needs overlap: without it two stages mix up activations and gradients.
+        # It must not deallocate outputs: its background sends would read freed memory.
         cases[name, "megatron"] = Case(schedule="megatron", overlap=True, deallocate=False, **common)
         cases[name, "edges"] = Case(schedule="edges", **common)
         cases[name, "overlapped"] = Case(schedule="edges", overlap=True, **common)
@@ -148,19 +150,19 @@ def variant_cases() -> dict[tuple[str, str], Case]:
             if kind.takes(chunks):
                 depths = list(kind.in_flight(stages, 2 * stages, chunks))
                 cases[name, kind.name] = Case(schedule=kind.name, in_flight=depths, **common)
-        cases[name, "as on a GPU"] = Case(schedule="ahead", in_flight=most, as_on_gpu=True, **common)
+        cases[name, "as on a GPU"] = Case(schedule="ahead", in_flight=depths_1f1b, as_on_gpu=True, **common)
         cases[name, "interleaved as on a GPU"] = Case(schedule="edges", overlap=True, as_on_gpu=True, **common)
         cases[name, "deeper"] = Case(
-            schedule="ahead", in_flight=[n + stages - 1 - s for s, n in enumerate(most)], **common
+            schedule="ahead", in_flight=[n + stages - 1 - s for s, n in enumerate(depths_1f1b)], **common
         )
     return cases
 
 
 @pytest.mark.integration
-def test_every_variant_is_megatrons() -> None:
+def test_every_variant_equals_megatrons() -> None:
     cases = variant_cases()
     variants = dict(zip(cases, play_apart(list(cases.values()), timeout_s=300), strict=True))
-    different = [key for key, ranks in variants.items() if not same(variants[key[0], "megatron"], ranks)]
+    different = [key for key, ranks in variants.items() if not are_equal(variants[key[0], "megatron"], ranks)]
     assert not different
     assert all(rank["losses"][0] for (name, _), ranks in variants.items() for rank in ranks[-1:])
     for (name, kind), case in cases.items():
@@ -168,22 +170,21 @@ def test_every_variant_is_megatrons() -> None:
         if kind != "megatron":
             assert all(rank["group_sizes"] == [2] for rank in ranks), (name, kind)
         if kind == "deeper" and not case.forward_only:
-            theirs = in_flight(len(case.layers), max(case.micro_batches), len(case.layers[0]))[0]
-            assert max(held(ranks[0], step) for step in range(case.steps)) > theirs, name
+            megatrons = in_flight(len(case.layers), max(case.micro_batches), len(case.layers[0]))[0]
+            assert max(max_in_flight(ranks[0], step) for step in range(case.steps)) > megatrons, name
 
 
 SHAPES = ((2, 1), (3, 1), (4, 1), (2, 2), (2, 1), (3, 1), (4, 1), (2, 2), (3, 1), (8, 1))  # stages, chunks of each
-RUNS = 60  # every shape with every number of micro-batches, and with other depths
-PACE_S = 0.002  # of a layer's forward pass; its backward pass takes twice as long
+RUNS = 60  # every shape with every number of micro-batches and several depths
+PACE_S = 0.002  # emulated forward pass of a layer; its backward pass takes twice as long
 
 
 @pytest.mark.integration
-def test_no_lock_up_and_no_mismatch_with_random_delays() -> None:
-    """Each transfer takes a random time from none to three stage times; each stage has a depth of its own. Every run
-    comes out as under Megatron's own schedule. A stage's time is 6 ms a layer, by pacing, and some 2 ms that are not
-    paced: three of it are four of what is paced."""
+def test_no_deadlock_and_no_difference_with_random_delays() -> None:
+    """Every run equals Megatron's, though each transfer takes up to three stage times and each stage has its own depth.
+    A stage's time is 6 ms of emulated compute per layer and some 2 ms more: three stage times are four emulated."""
     delayed: list[Case] = []
-    theirs: dict[tuple[int, int, int], Case] = {}
+    undelayed: dict[tuple[int, int, int], Case] = {}
     for number in range(RUNS):
         stages, chunks = SHAPES[number % 10]
         depths = (
@@ -196,19 +197,19 @@ def test_no_lock_up_and_no_mismatch_with_random_delays() -> None:
         delayed.append(
             Case(schedule="ahead", in_flight=depths, pace_s=PACE_S, delay_s=4 * 3 * PACE_S * chunks, **common)
         )
-        theirs.setdefault(
+        undelayed.setdefault(
             (stages, chunks, micro_batches),
             Case(schedule="megatron", overlap=chunks > 1, deallocate=chunks == 1, **common),
         )
-    results = play_apart(delayed + list(theirs.values()))
-    late, exact = results[:RUNS], dict(zip(theirs, results[RUNS:], strict=True))
-    deeper, transfers = 0, []  # transfers: in paced stage times
-    for case, ranks in zip(delayed, late, strict=True):
+    results = play_apart(delayed + list(undelayed.values()))
+    megatron = dict(zip(undelayed, results[RUNS:], strict=True))
+    deeper, transfers = 0, []  # transfers: in emulated stage times
+    for case, ranks in zip(delayed, results[:RUNS], strict=True):
         stages, chunks, micro_batches = len(case.layers), len(case.layers[0]), case.micro_batches[0]
-        assert same(exact[stages, chunks, micro_batches], ranks), case
+        assert are_equal(megatron[stages, chunks, micro_batches], ranks), case
         assert all(rank["group_sizes"] == [2] for rank in ranks)
         order = Order("ahead", stages, micro_batches, chunks, tuple(case.in_flight or ()))
-        assert [held(rank, 0) for rank in ranks] == [order.depths[s] for s in range(stages)], case
+        assert [max_in_flight(rank, 0) for rank in ranks] == [order.depths[s] for s in range(stages)], case
         deeper += order.depths[0] > in_flight(stages, micro_batches, chunks)[0]
         transfers += [
             (end - start) / (3 * PACE_S * chunks)
@@ -217,4 +218,4 @@ def test_no_lock_up_and_no_mismatch_with_random_delays() -> None:
             if kind == "send_forward"
         ]
     assert deeper > 24  # than Megatron's schedules
-    assert len(transfers) > 300 and max(transfers) > 3  # the delays were there
+    assert len(transfers) > 300 and max(transfers) > 3  # the delays took effect

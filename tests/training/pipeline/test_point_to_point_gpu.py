@@ -1,4 +1,4 @@
-"""Edges and the schedule on a GPU, which all ranks share: NCCL over sockets, and gloo through pinned memory."""
+"""Edges and schedules on a GPU shared by all ranks: NCCL over sockets, and gloo through pinned memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_nccl_edges_give_megatrons_numbers(stages: int) -> None:
+def test_losses_and_gradients_over_nccl_edges_equal_megatrons(stages: int) -> None:
     common: dict[str, Any] = {
         "layers": [[1]] * stages,
         "micro_batches": [6, 1, 2],
@@ -22,7 +22,7 @@ def test_nccl_edges_give_megatrons_numbers(stages: int) -> None:
         "dropout": 0.1,
     }
     deep = [3 * (stages - s) - 2 for s in range(stages)]
-    theirs, edges, ours, starved = play_apart(
+    megatron, edges, eager, starved = play_apart(
         [
             Case(schedule="megatron", **common),
             Case(schedule="edges", **common),
@@ -30,30 +30,30 @@ def test_nccl_edges_give_megatrons_numbers(stages: int) -> None:
             Case(schedule="ahead", in_flight=[1] * stages, **common),
         ]
     )
-    for other in (edges, ours, starved):
-        assert [r["losses"] for r in other] == [r["losses"] for r in theirs]
-        assert [r["gradients"] for r in other] == [r["gradients"] for r in theirs]
-    assert max(e[-1] for e in ours[0]["events"][0]) == min(6, deep[0])
+    for ranks in (edges, eager, starved):
+        assert [r["losses"] for r in ranks] == [r["losses"] for r in megatron]
+        assert [r["gradients"] for r in ranks] == [r["gradients"] for r in megatron]
+    assert max(e[-1] for e in eager[0]["events"][0]) == min(6, deep[0])
 
 
 @pytest.mark.parametrize("edge_dtype", ["same", "bf16", "fp8"])
-def test_gloo_edges_go_through_pinned_memory(edge_dtype: str) -> None:
-    """On a CPU the numbers differ in the last bits; between the two schedules on a GPU they do not."""
+def test_gloo_edges_use_pinned_memory(edge_dtype: str) -> None:
+    """Both schedules give equal numbers on a GPU; a CPU's numbers differ in the last bits."""
     common: dict[str, Any] = {"layers": [[1], [1]], "micro_batches": [5, 2], "steps": 6, "edge_dtype": edge_dtype}
-    waits, ahead, on_cpu = play_apart(
+    waiting, eager, on_cpu = play_apart(
         [
             Case(schedule="edges", device="cuda", **common),
             Case(schedule="ahead", in_flight=[3, 1], device="cuda", **common),
             Case(schedule="ahead", in_flight=[3, 1], **common),
         ]
     )
-    assert [r["losses"] for r in waits] == [r["losses"] for r in ahead]
-    assert [r["gradients"] for r in waits] == [r["gradients"] for r in ahead]
-    for a, b in zip(ahead[-1]["losses"][0], on_cpu[-1]["losses"][0], strict=True):
-        assert abs(a - b) < 0.3  # other random weights: the same order of size
+    assert [r["losses"] for r in waiting] == [r["losses"] for r in eager]
+    assert [r["gradients"] for r in waiting] == [r["gradients"] for r in eager]
+    for a, b in zip(eager[-1]["losses"][0], on_cpu[-1]["losses"][0], strict=True):
+        assert abs(a - b) < 0.3  # other random weights: the same order of magnitude
 
 
-def test_interleaved_over_nccl() -> None:
+def test_interleaved_schedules_over_nccl_have_equal_gradients() -> None:
     common: dict[str, Any] = {
         "layers": [[1, 1], [1, 1]],
         "micro_batches": [4, 2],
@@ -61,11 +61,11 @@ def test_interleaved_over_nccl() -> None:
         "device": "cuda",
         "backend": "nccl",
     }
-    edges, overlapped, ours = play_apart(
+    edges, overlapped, eager = play_apart(
         [
             Case(schedule="edges", **common),
             Case(schedule="edges", overlap=True, **common),
             Case(schedule="ahead", in_flight=[6, 4], **common),
         ]
     )
-    assert [r["gradients"] for r in edges] == [r["gradients"] for r in ours] == [r["gradients"] for r in overlapped]
+    assert [r["gradients"] for r in edges] == [r["gradients"] for r in eager] == [r["gradients"] for r in overlapped]
