@@ -222,9 +222,9 @@ class Audit:
         )
         findings = audit_bytes(counted, self._loads, names=self._names, own_bytes=own_bytes)
         self._counted, self._own_bytes, self._steps = _zero_sums(), _zero_sums(), 0
-        new = [f for f in findings if (f.node, f.nic) not in self._reported]
-        self._reported.update((f.node, f.nic) for f in new)
-        return new
+        new_findings = [f for f in findings if (f.node, f.nic) not in self._reported]
+        self._reported.update((f.node, f.nic) for f in new_findings)
+        return new_findings
 
 
 def nics_in_use(node: NodeTransports, sysfs: Path = Path("/sys")) -> list[str]:

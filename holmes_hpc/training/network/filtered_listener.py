@@ -27,14 +27,14 @@ def packed_address(address: str) -> bytes:
 def _accept_instructions(address: bytes, port: int) -> bytes:
     """Return the instructions that accept packets from one address and port. Other packets go to the next ones."""
     address_offset = 12 if len(address) == 4 else 8
-    words = struct.unpack(f">{len(address) // 4}I", address)
-    tests = [
+    address_words = struct.unpack(f">{len(address) // 4}I", address)
+    conditions = [
         (_LOAD_HALF, 0, port),
-        *((_LOAD_WORD, _NETWORK_HEADER + address_offset + 4 * i, word) for i, word in enumerate(words)),
+        *((_LOAD_WORD, _NETWORK_HEADER + address_offset + 4 * i, word) for i, word in enumerate(address_words)),
     ]
     code = b""
-    for index, (load, offset, value) in enumerate(tests):
-        to_next = 2 * (len(tests) - index - 1) + 1  # skips the remaining tests and the return
+    for index, (load, offset, value) in enumerate(conditions):
+        to_next = 2 * (len(conditions) - index - 1) + 1  # skips the remaining conditions and the return
         code += struct.pack("HBBIHBBI", load, 0, 0, offset, _JUMP_EQUAL, 0, to_next, value)
     return code + struct.pack("HBBI", _RETURN, 0, 0, _ALL)
 

@@ -31,7 +31,7 @@ MEASURED_GROUPS = ("tp", "dp", "intra_dp", "inter_dp", "edge")
 
 @dataclass(frozen=True)
 class NodeTransports:
-    """This node's share of the plan's transports.
+    """The transports of the plan on this node.
 
     `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4 address, prefix); `environment`: the variables
     that NCCL needs before its first call; `defaults`: variables that are set unless the site sets them; `network`:

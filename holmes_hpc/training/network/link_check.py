@@ -174,8 +174,10 @@ class _LinkCheck:
             for link in links:
                 if link.sender == self.node:
                     # the node to which the receiver sends in the same ring, unless it is this node
-                    onward = (x.receiver for x in links if x.sender == link.receiver and x.receiver != self.node)
-                    measured += self._sample(link, by_node, next(onward, None))
+                    next_receivers = (
+                        x.receiver for x in links if x.sender == link.receiver and x.receiver != self.node
+                    )
+                    measured += self._sample(link, by_node, next(next_receivers, None))
             if number + 1 < len(rounds):
                 self._gather(f"round-{number}", None)
         return LinkReport(self.node, (), tuple(measured))

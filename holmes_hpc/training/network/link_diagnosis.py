@@ -122,8 +122,8 @@ def measurement_rounds(infos: Sequence[NodeInformation], groups: Iterable[Commun
     busy: dict[int, set[tuple[str, str]]] = {}  # round -> its senders and receivers
     for link in links:
         ends = {("sends", link.sender), ("receives", link.receiver)}
-        free = (i for i in rounds if rounds[i][0].kind == link.kind and busy[i].isdisjoint(ends))
-        number = next(free, len(rounds))
+        free_rounds = (i for i in rounds if rounds[i][0].kind == link.kind and busy[i].isdisjoint(ends))
+        number = next(free_rounds, len(rounds))
         rounds.setdefault(number, []).append(link)
         busy.setdefault(number, set()).update(ends)
     return list(rounds.values())

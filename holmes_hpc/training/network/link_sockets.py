@@ -34,8 +34,8 @@ class Reply:
 
 
 def _bound_socket(interface: str, address: str) -> socket.socket:
-    """Return a TCP socket that uses only this interface, whatever the routes are. (Gloo and NCCL do not bind, so they
-    would silently use another network.)"""
+    """Return a TCP socket that uses only this interface, whatever the routes are.
+    Gloo and NCCL do not bind, so they would silently use another network."""
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(PermissionError):  # kernels before 5.7 want CAP_NET_RAW
@@ -102,7 +102,7 @@ def _received_gbps(connection: socket.socket, seconds: float) -> float:
     buffer = bytearray(CHUNK_BYTES)
     connection.recv_into(buffer)
     start = time.monotonic()
-    warm, end, latest = start + WARM_UP * seconds, start + seconds, start + PATIENCE * seconds
+    count_from, end, latest = start + WARM_UP * seconds, start + seconds, start + PATIENCE * seconds
     counted, count_start, now = 0, None, start
     while now < end or (counted == 0 and now < latest):
         connection.settimeout(max(0.001, (end if now < end else latest) - now))
@@ -114,7 +114,7 @@ def _received_gbps(connection: socket.socket, seconds: float) -> float:
             break
         if count_start is not None:
             counted += received or 0
-        elif received and now >= warm:
+        elif received and now >= count_from:
             count_start = now  # the bytes of this read arrived earlier
     return counted * 8 / 1e9 / (max(now, end) - count_start) if count_start is not None and counted else 0.0
 

@@ -184,9 +184,9 @@ def join_store(
             where=where,
             hint="look at the log of rank 0; the run directory must be on a file system all nodes share",
         )
-    over = f" over {interface}" if interface else ""
+    over_interface = f" over {interface}" if interface else ""
     raise NetworkError(
-        f"rank 0's store at {published.address}:{published.port} on {published.host} cannot be reached{over} "
+        f"rank 0's store at {published.address}:{published.port} on {published.host} cannot be reached{over_interface} "
         f"within {min(CONNECT_TIMEOUT_S, timeout_s):.0f} s ({problem})",
         where=where,
         hint="check the Ethernet interfaces of both nodes, their subnet and firewalls between them",

@@ -171,7 +171,7 @@ def _run_passes(
     consumers = {order.transfer_to(row, p): p for p in program if isinstance(p, Pass)}
     report = TraceReporter(tracer, edges)
     arriving: dict[Pass, Any] = {}  # pass -> the transfer of its input
-    held: dict[tuple[int, int], tuple[Any, Any]] = {}  # (micro-batch, chunk) -> input, output, for the backward pass
+    activations: dict[tuple[int, int], tuple[Any, Any]] = {}  # (micro-batch, chunk) -> input and output, for backward
     output: Any = None  # of the last pass
     tokens = torch.zeros([], dtype=torch.int, device=edges.device)
     for step in program:
@@ -186,19 +186,19 @@ def _run_passes(
                 megatron.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
             continue
         direction, key = "forward" if step.forward else "backward", (step.micro_batch, step.chunk)
-        with report.span(f"wait_{direction}", step, held):
+        with report.span(f"wait_{direction}", step, activations):
             received = arriving.pop(step).wait() if step in arriving else None
         if step.forward:
-            held[key] = received, None
-            with report.span("forward", step, held):
+            activations[key] = received, None
+            with report.span("forward", step, activations):
                 output, count = forward(step, received)
             tokens += count
-            held[key] = received, output
+            activations[key] = received, output
             if backward is None:
-                del held[key]
+                del activations[key]
         elif backward is not None:
-            with report.span("backward", step, held):
-                output = backward(step, *held.pop(key), received)
+            with report.span("backward", step, activations):
+                output = backward(step, *activations.pop(key), received)
     return tokens
 
 
@@ -224,9 +224,9 @@ class TraceReporter:
             channel.on_transfer = None if tracer is None else self._report
 
     @contextlib.contextmanager
-    def span(self, kind: str, step: Pass, held: Sized) -> Iterator[None]:
+    def span(self, kind: str, step: Pass, activations: Sized) -> Iterator[None]:
         """Report the time of the ``with`` block as one event."""
-        start, self._in_flight = time.time(), len(held)
+        start, self._in_flight = time.time(), len(activations)
         yield
         if self._tracer is not None and self._cuda:
             torch.cuda.current_stream().synchronize()  # to time the device; this costs some overlap

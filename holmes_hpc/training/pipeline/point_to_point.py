@@ -137,22 +137,22 @@ class Channel:
     ) -> Transfer:
         """Transfer through a pinned buffer, which is copied on a separate CUDA stream, in parallel with computing."""
         staging = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=wire.is_cuda)
-        side = torch.cuda.Stream(wire.device)
-        side.wait_stream(torch.cuda.current_stream(wire.device))
+        copy_stream = torch.cuda.Stream(wire.device)
+        copy_stream.wait_stream(torch.cuda.current_stream(wire.device))
         if wire.is_cuda:
-            wire.record_stream(side)
+            wire.record_stream(copy_stream)
         posted, is_send = time.time(), operation is dist.isend
         if is_send:
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(copy_stream):
                 staging.copy_(wire, non_blocking=True)
         works = [] if is_send else self._post(operation, staging, tag)
 
         def transfer() -> None:
             if is_send:
-                side.synchronize()  # blocks only this thread: the copy must be complete before its bytes are sent
+                copy_stream.synchronize()  # blocks only this thread, until the bytes to send are complete
             wait_all(works or self._post(operation, staging, tag))
             if not is_send:
-                with torch.cuda.stream(side):
+                with torch.cuda.stream(copy_stream):
                     wire.copy_(staging, non_blocking=True)
             self._report(operation, label, posted)
 
@@ -161,7 +161,7 @@ class Channel:
         def finish() -> None:
             wait()
             if not is_send:
-                torch.cuda.current_stream(wire.device).wait_stream(side)
+                torch.cuda.current_stream(wire.device).wait_stream(copy_stream)
             on_done()
 
         return Transfer(self.name, tensor, finish)
@@ -270,7 +270,7 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Transfer] | None]:
-        """Run the exchange that all of Megatron's methods use. Handles have its names: send_next, recv_prev, …"""
+        """Run the exchange that all of Megatron's methods use. The handles are named send_next, recv_prev, etc."""
         started: dict[str, Transfer] = {}
         received: dict[str, torch.Tensor] = {}
         # The order matters if a launch waits for the previous one (planning/schedule/launches.py).
