@@ -63,7 +63,7 @@ LONGEST = (
     "test_how_jobs_end.py",
     "test_readme.py",
     "test_hugging_face.py",
-    "test_run_ahead.py",
+    "test_eager_1f1b.py",
     "test_save_and_load.py",
     "test_layouts.py",
     "test_launcher_local.py",
