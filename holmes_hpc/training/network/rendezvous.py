@@ -67,12 +67,7 @@ def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeou
     try:
         listener, server, proxy = _start_servers(address, secret)
         store = _tcp_store(
-            proxy.address,
-            listener.port,
-            launch,
-            timeout_s,
-            is_master=True,
-            store_socket=os.dup(listener.socket.fileno()),
+            proxy.address, listener.port, launch, timeout_s, is_master=True, listen_fd=os.dup(listener.socket.fileno())
         )
     except (OSError, RuntimeError) as e:
         raise NetworkError(
@@ -111,7 +106,7 @@ def _start_servers(
 
 
 def _tcp_store(
-    address: str, port: int, launch: Launch, timeout_s: float, *, is_master: bool, store_socket: int | None = None
+    address: str, port: int, launch: Launch, timeout_s: float, *, is_master: bool, listen_fd: int | None = None
 ) -> dist.TCPStore:
     return dist.TCPStore(
         address,
@@ -120,7 +115,7 @@ def _tcp_store(
         is_master=is_master,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=store_socket,
+        master_listen_fd=listen_fd,
     )
 
 
@@ -207,10 +202,8 @@ def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
                 "secret: whoever reaches it can change or end this run; start the ranks with srun where others share "
                 "the network (docs/security.md)"
             )
-        store_socket = None if listener is None else listener.detach()
-        return _tcp_store(
-            launch.address, launch.port, launch, timeout_s, is_master=hosts_store, store_socket=store_socket
-        )
+        listen_fd = None if listener is None else listener.detach()
+        return _tcp_store(launch.address, launch.port, launch, timeout_s, is_master=hosts_store, listen_fd=listen_fd)
     except (OSError, RuntimeError) as e:
         raise NetworkError(
             f"cannot {'listen on' if hosts_store else 'reach'} {launch.address}:{launch.port}: {_reason(e)}",
