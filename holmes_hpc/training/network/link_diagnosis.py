@@ -277,7 +277,7 @@ def _islands(pairs: Iterable[frozenset[str]]) -> tuple[list[str], list[str]] | N
     for a, b in map(sorted, pairs):
         failing[a].add(b)
         failing[b].add(a)
-    first = min(failing)  # not any: all nodes must report the sets in the same order
+    first = min(failing)  # so that all nodes report the sets in the same order
     island = sorted(n for n in failing if failing[n] == failing[first])
     opposite = sorted(failing[first])
     is_split = all(failing[n] == set(island) for n in opposite) and set(island) | set(opposite) == set(failing)
