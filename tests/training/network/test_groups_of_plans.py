@@ -115,7 +115,7 @@ def groups_of(plan: Plan, rank: int, created: list[CreatedGroup]) -> list[Create
             config = SimpleNamespace(
                 variable_seq_lengths=False, pipeline_dtype=torch.float32, virtual_pipeline_model_parallel_size=None
             )
-            point_to_point.build(
+            point_to_point.build_communicator(
                 plan,
                 groups.edge,
                 rank=rank,
