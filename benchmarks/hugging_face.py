@@ -31,7 +31,7 @@ def measure(root: Path) -> None:
     from safetensors.torch import save_file
 
     numbers = torch.Generator().manual_seed(1)
-    tensors = {n: 0.02 * torch.randn(s, generator=numbers) for n, s in weight_names.tensors(LARGE).items()}
+    tensors = {n: 0.02 * torch.randn(s, generator=numbers) for n, s in weight_names.tensor_shapes(LARGE).items()}
     size = sum(t.nbytes for t in tensors.values())
     folder = root / "large"
     folder.mkdir()

@@ -82,10 +82,10 @@ def export(
     need("torch")
     _check(run)
     with console.waiting("loading and writing the weights"):
-        from holmes_hpc.training.checkpoint.export import choose
         from holmes_hpc.training.checkpoint.export import export as export_weights
+        from holmes_hpc.training.checkpoint.export import find_source
 
-        made = export_weights(choose(run), safetensors)
+        made = export_weights(find_source(run), safetensors)
     console.outcome(made, json)
 
 

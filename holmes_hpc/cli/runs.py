@@ -133,10 +133,10 @@ def resume(
         chosen, before = to_go_on.plan, record.read_run()
         if to_go_on.missing:
             console.note(f"an older version recorded it without {', '.join(to_go_on.missing)}: defaults are used")
-        for path, why in checkpoint_directory.passed_over(record.checkpoints):
-            console.note(f"warning: checkpoint {path} is not whole ({why}); it is passed over")
+        for path, why in checkpoint_directory.incomplete_checkpoints(record.checkpoints):
+            console.note(f"warning: checkpoint {path} is incomplete ({why}); skipping it")
         look_at_files(to_go_on.config)
-        found = checkpoint_directory.complete(record.checkpoints)
+        found = checkpoint_directory.complete_checkpoints(record.checkpoints)
         if state == "completed" and not found:
             raise ConfigError(
                 "it made all its steps and kept no checkpoint to go on from",

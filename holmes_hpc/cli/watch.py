@@ -82,7 +82,7 @@ def status(
         rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
         for line in (f"\n{s.name}: {rank}{s.error}", *quoted(s.log_tail, s.error or "", s.failed_rank)):
             console.text(line)
-        if s.ended and (kept := checkpoint_directory.complete(RunDirectory(s.path).checkpoints)):
+        if s.ended and (kept := checkpoint_directory.complete_checkpoints(RunDirectory(s.path).checkpoints)):
             console.text(f"go on with `holmes resume {s.name}`, after step {kept[0].step}")
 
 
@@ -134,7 +134,7 @@ def cancel(run: Run, json: Json = False) -> None:
         return
     console.text(f"{run}: was {before.state.lower()}" + (", nothing to cancel" if before.ended else ", cancelled"))
     if before.state == "RUNNING" and record.read_run().get("config"):
-        kept = checkpoint_directory.complete(record.checkpoints)
+        kept = checkpoint_directory.complete_checkpoints(record.checkpoints)
         made = "no checkpoint" if record.metrics_bytes() else "made no step and no checkpoint"
         last = f"its last checkpoint is of step {kept[0].step}" if kept else f"it has {made}"
         if not here:

@@ -101,7 +101,7 @@ class Trainer:
             keep=train.checkpoint_keep,
             background=train.checkpoint_async,
             group=self.control,
-            elsewhere=train.checkpoint_dir,
+            checkpoint_dir=train.checkpoint_dir,
         )
         watchdog.setting_up("loading the checkpoint, where there is one")
         self.step = self.checkpoints.load(chosen)
@@ -173,7 +173,7 @@ class Trainer:
             self._record(losses, figures, step_time_s, parts)
             if self.trace is not None:
                 self.trace.write(self.step)
-            any_rank = self.control_flags.exchange(stop=signals.told is not None, writing=self.checkpoints.writing())
+            any_rank = self.control_flags.exchange(stop=signals.told is not None, writing=self.checkpoints.is_writing())
             if any_rank.stop and self.step < self.settings.steps:
                 return self._stop_early()
             began = self._between_steps(any_rank, ended)
@@ -190,9 +190,9 @@ class Trainer:
         self.watchdog.alive(f"what follows step {self.step}")
         if self.settings.eval_interval and self.step % self.settings.eval_interval == 0:
             self._evaluate()
-        if self.checkpoints.unsettled:  # a step after a save nobody has said anything of it yet
+        if self.checkpoints.has_unfinished_save:  # a step after a save nobody has said anything of it yet
             asked = self.step == self._saved_at + 1
-            if not (self.checkpoints.writing_anywhere() if asked else any_rank.writing):
+            if not (self.checkpoints.is_any_rank_writing() if asked else any_rank.writing):
                 self._settle()
         if interval and (self.step % interval == 0 or self.step == self.settings.steps):
             self._save()
@@ -213,7 +213,7 @@ class Trainer:
 
     def _settle(self) -> None:
         self.watchdog.alive("the end of saving", LONG)
-        self.checkpoints.settle()
+        self.checkpoints.finish_save()
         self.watchdog.alive(f"what follows step {self.step}")
 
     def _stop_early(self) -> dict[str, Any]:
@@ -359,7 +359,7 @@ class Trainer:
         self._gathering = metrics_line.Gathering(
             row, here.launch.rank, self.plan.world_size, self.control, self.step, figures
         )
-        self._alone = bool(self.final) and "pause_before_s" not in figures and not self.checkpoints.unsettled
+        self._alone = bool(self.final) and "pause_before_s" not in figures and not self.checkpoints.has_unfinished_save
         due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._said > SPARSE_S
         if here.launch.rank > 0 and due:
             self._said = time.monotonic()

@@ -107,7 +107,7 @@ def flip_a_byte(path: Path) -> None:
     [
         (
             lambda p: flip_a_byte(max(p.glob("*.distcp"), key=lambda f: f.stat().st_size)),
-            "other bytes than were written",
+            "has a wrong checksum",
         ),
         (lambda p: next(iter(p.glob("*.distcp"))).unlink(), "No such file"),
         (lambda p: (p / ".metadata").write_bytes(b""), "is not .* bytes long"),
@@ -126,4 +126,4 @@ def test_a_damaged_checkpoint(harm: Callable[[Path], Any], pattern: str, saved: 
 
 def test_a_checkpoint_of_another_model(saved: Path, tmp_path: Path) -> None:
     plan, began = spawn.plan(pp=2, dp=2, model=replace(spawn.MODEL, hidden=64)), time.monotonic()
-    refused(spawn.train(tmp_path / "run", plan, {"checkpoint": str(saved)}), began, "hidden 32, the plan's has 64")
+    refused(spawn.train(tmp_path / "run", plan, {"checkpoint": str(saved)}), began, "checkpoint has hidden=32, plan has hidden=64")

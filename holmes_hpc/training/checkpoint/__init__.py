@@ -1,1 +1,1 @@
-"""State of a run on disk: saving, loading, pruning, and weights exported for Hugging Face."""
+"""Checkpoints: saving, loading and pruning; import from Hugging Face and export to it."""

@@ -1,4 +1,4 @@
-"""`holmes generate`: a text that a checkpoint's model adds to a prompt, computed by `transformers`, in memory."""
+"""Text generation for `holmes generate`: a checkpoint's model continues a prompt, computed by `transformers`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from holmes_hpc.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tok
 
 
 def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-    """What follows `prompt`: at most `tokens` tokens, fewer where a document ends. `name`: as export.choose has it.
+    """Return a continuation of `prompt`: at most `tokens` tokens, fewer if a document ends.
 
-    `temperature` 0 takes the likeliest token, above that one is drawn, from `seed`. Raises ConfigError without
-    transformers or for a prompt that does not fit, DataError where no tokenizer is known.
+    `name`: see export.find_source. `temperature`: 0 picks the most likely token, above 0 tokens are sampled with
+    `seed`. Raises ConfigError for a prompt that does not fit, DataError if there is no tokenizer.
     """
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as e:
-        raise ConfigError(
-            "it is not UTF-8 text", where="--prompt", hint="check the terminal's encoding (`locale`)"
-        ) from e
-    chosen = export.choose(name)
-    tokenizer, vocab, longest = _tokenizer(chosen), chosen.model.vocab, chosen.model.max_positions
+        raise ConfigError("not UTF-8 text", where="--prompt", hint="check the terminal's encoding (`locale`)") from e
+    source = export.find_source(name)
+    tokenizer, vocab, max_positions = _tokenizer(source), source.model.vocab, source.model.max_positions
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eod]
     refuse(
         "--prompt",
@@ -36,46 +34,47 @@ def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: i
             "set data.tokenizer to the tokenizer of the run's data",
         ),
         (
-            len(ids) + tokens > longest,
-            f"{len(ids)} tokens and {tokens} more are above the model's {longest}",
+            len(ids) + tokens > max_positions,
+            f"{len(ids)} tokens and {tokens} new ones exceed the model's {max_positions} positions",
             "shorten it, or lower --tokens",
         ),
     )
-    model = _model(chosen)
+    model = _model(source)
     torch.manual_seed(seed)
-    drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     with torch.no_grad():
-        out = model.generate(
+        output_ids = model.generate(
             torch.tensor([ids], device=model.device),
             max_new_tokens=tokens,
             eos_token_id=tokenizer.eod,
             pad_token_id=tokenizer.eod,
-            **drawn,
+            **sampling,
         )
-    return tokenizer.decode(np.asarray(out[0, len(ids) :].tolist(), dtype=np.int64))
+    return tokenizer.decode(np.asarray(output_ids[0, len(ids) :].tolist(), dtype=np.int64))
 
 
-def _tokenizer(chosen: export.Chosen) -> Tokenizer:
-    """Of the run's data, or of the folder that it began with; bytes where the vocabulary is theirs."""
-    own = chosen.source and chosen.source / "tokenizer.json"
-    if chosen.tokenizer or (own and own.is_file()):
-        return FileTokenizer(chosen.tokenizer or str(own))
-    if chosen.model.vocab == ByteTokenizer.vocab:
+def _tokenizer(source: export.ExportSource) -> Tokenizer:
+    """Return the tokenizer of the run's data or initial folder, or of bytes if the vocabulary has its size."""
+    file = source.config_folder and source.config_folder / "tokenizer.json"
+    if source.tokenizer or (file and file.is_file()):
+        return FileTokenizer(source.tokenizer or str(file))
+    if source.model.vocab == ByteTokenizer.vocab:
         return ByteTokenizer()
     raise DataError(
-        "no tokenizer is known",
-        where=f"model {chosen.model.name}",
-        hint="train with data.tokenizer=tokenizer.json, the one of the data",
+        "no tokenizer",
+        where=f"model {source.model.name}",
+        hint="set data.tokenizer to the tokenizer.json of the data when training",
     )
 
 
-def _model(chosen: export.Chosen) -> Any:
+def _model(source: export.ExportSource) -> Any:
     import transformers
 
-    weights = dict(export.convert(chosen.state, chosen.model))
+    weights = dict(export.convert(source.state, source.model))
     dtype = next(iter(weights.values())).dtype
-    said = export.config(chosen.model, str(dtype).removeprefix("torch."), chosen.eod, chosen.source)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**said), dtype=dtype)
+    dtype_name = str(dtype).removeprefix("torch.")
+    config = export.hugging_face_config(source.model, dtype_name, source.eod, source.config_folder)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config), dtype=dtype)
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,10 +1,8 @@
-"""A Hugging Face folder: config.json, safetensors shards, tokenizer. A rank reads its own slices and no more.
+"""A Hugging Face folder: config.json, safetensors shards, tokenizer. Each rank reads only its own slices.
 
-`holmes import` makes it a checkpoint of its own: its files stay safetensors, which belong to no layout, beside a
-description with their checksums.
-
-What a folder says of itself is held against its family's table before a weight is read. safetensors hold numbers alone;
-pickles, which run code when they are read, are refused.
+`holmes import` copies a folder into a checkpoint: the safetensors, which depend on no layout, and a description with
+their checksums. Tensor names, shapes and types are checked against the family's table before a weight is read.
+safetensors hold only numbers; pickles, which can execute code, are refused.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
-KEPT = "hugging_face"  # in the run directory: what an export carries along of the folder that a run began with
-SMALL = (
+CONFIG_COPY = "hugging_face"  # in the run directory: the initial folder's config and tokenizer, for exports
+SMALL_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -46,183 +44,185 @@ SMALL = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_BASE = "transformer."  # that published GPT-2 files leave out
+_OPTIONAL_PREFIX = "transformer."  # published GPT-2 files omit it
 _TYPES = ("F32", "F16", "BF16")
-_BLOCK = 1 << 22  # elements looked at at a time
-_AGAIN = "fetch the folder again"
+_CHECKED_ELEMENTS = 1 << 22  # at a time
+_FETCH_AGAIN = "fetch the folder again"
 
 
 class Folder:
-    """Whole or a DataError: its model, and which file holds which tensor. No weight is read until it is asked for."""
+    """A complete and consistent Hugging Face folder: its model, and the file of each tensor.
+
+    The constructor reads no weight. It raises DataError if the folder is incomplete or inconsistent.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.model: ModelSpec = hugging_face.read_model(path)
-        self._held: dict[str, tuple[Path, str]] = {}  # tensor -> its file, its name there
-        self._open: tuple[Path, Any] | None = None  # the file read last
-        found = dict(self._tensors())
-        widest = max((n for _, _, shape, _ in found.values() for n in shape), default=0)
-        if self.model.layers > len(found) or self.model.heads > widest:  # not worth a table of all their weights
+        self._locations: dict[str, tuple[Path, str]] = {}  # tensor -> its file, its name in the file
+        self._open_file: tuple[Path, Any] | None = None  # the last file read
+        headers = dict(self._read_headers())
+        largest = max((n for _, _, shape, _ in headers.values() for n in shape), default=0)
+        if self.model.layers > len(headers) or self.model.heads > largest:  # a table of all weights could be huge
             raise DataError(
-                f"holds {len(found)} tensors up to {widest} wide, its config.json says {self.model.layers} "
+                f"has {len(headers)} tensors with dimensions up to {largest}, but config.json has {self.model.layers} "
                 f"layers of {self.model.heads} heads",
                 where=str(path),
-                hint=_AGAIN,
+                hint=_FETCH_AGAIN,
             )
-        wanted = weight_names.tensors(self.model)
+        expected_shapes = weight_names.tensor_shapes(self.model)
         family = hugging_face.family_of(self.model)
-        for name, (file, own, shape, dtype) in found.items():
-            known = next((n for n in (name, _BASE + name) if n in wanted), "")
-            if not known and (name.endswith(weight_names.IGNORED) or (self.model.tied and name == "lm_head.weight")):
+        for name, (file, name_in_file, shape, dtype) in headers.items():
+            tensor = next((n for n in (name, _OPTIONAL_PREFIX + name) if n in expected_shapes), "")
+            if not tensor and (name.endswith(weight_names.IGNORED) or (self.model.tied and name == "lm_head.weight")):
                 continue
-            shape_said = wanted.get(known)
+            expected = expected_shapes.get(tensor)
             refuse(
                 str(file),
-                (not known, f"holds {name}, which a {family} of its config.json has not", _AGAIN),
-                (shape != shape_said, f"{own} has shape {shape}, its config.json says {shape_said}", _AGAIN),
-                (dtype not in _TYPES, f"{own} is of type {dtype}", f"use {', '.join(_TYPES)}"),
+                (not tensor, f"has tensor {name}, which a {family} model of this config.json lacks", _FETCH_AGAIN),
+                (shape != expected, f"{name_in_file} has shape {shape}, config.json implies {expected}", _FETCH_AGAIN),
+                (dtype not in _TYPES, f"{name_in_file} has type {dtype}", f"use {', '.join(_TYPES)}"),
                 error=DataError,
             )
-            self._held[known] = file, own
-        missing = [name for name in wanted if name not in self._held]
+            self._locations[tensor] = file, name_in_file
+        missing = [name for name in expected_shapes if name not in self._locations]
         if missing:
             raise DataError(
                 f"lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1),
                 where=str(path),
-                hint=_AGAIN,
+                hint=_FETCH_AGAIN,
             )
-        self.files = sorted({file for file, _ in self._held.values()})
-        self.parameters = sum(math.prod(shape) for shape in wanted.values())
+        self.files = sorted({file for file, _ in self._locations.values()})
+        self.parameters = sum(math.prod(shape) for shape in expected_shapes.values())
         self._check_tokenizer()
 
-    def _tensors(self) -> Iterator[tuple[str, tuple[Path, str, tuple[int, ...], str]]]:
-        """Of each shard's header: (tensor, (file, its name there, shape, type))."""
+    def _read_headers(self) -> Iterator[tuple[str, tuple[Path, str, tuple[int, ...], str]]]:
+        """Yield (tensor, (file, name in the file, shape, type)) of each shard's header."""
         for file in self._shards():
             try:
-                with safe_open(file, "np") as read:
-                    for name in read.keys():  # noqa: SIM118 (no dictionary)
-                        piece = read.get_slice(name)
-                        yield name, (file, name, tuple(piece.get_shape()), piece.get_dtype())
+                with safe_open(file, "np") as shard:
+                    for name in shard.keys():  # noqa: SIM118 (no dictionary)
+                        tensor = shard.get_slice(name)
+                        yield name, (file, name, tuple(tensor.get_shape()), tensor.get_dtype())
             except (OSError, SafetensorError) as e:
-                reason = getattr(e, "strerror", None) or (f"not whole safetensors: {e}")
-                raise DataError(reason, where=str(file), hint=_AGAIN) from e
+                reason = getattr(e, "strerror", None) or (f"damaged safetensors: {e}")
+                raise DataError(reason, where=str(file), hint=_FETCH_AGAIN) from e
 
     def _shards(self) -> list[Path]:
         index, single = self.path / INDEX, self.path / "model.safetensors"
         if index.exists():
             try:
                 names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-                inside = all(isinstance(name, str) and Path(name).name == name for name in names)
+                is_inside = all(isinstance(name, str) and Path(name).name == name for name in names)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-                raise DataError("not an index of safetensors", where=str(index), hint=_AGAIN) from e
-            missing = [name for name in names if inside and not (self.path / name).is_file()]
-            lacks = f"lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:3])}"
+                raise DataError("not an index of safetensors", where=str(index), hint=_FETCH_AGAIN) from e
+            missing = [name for name in names if is_inside and not (self.path / name).is_file()]
             refuse(
                 str(index),
-                (not inside, "names files outside its folder", _AGAIN),
-                (missing, lacks, _AGAIN),
+                (not is_inside, "refers to files outside its folder", _FETCH_AGAIN),
+                (missing, f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing[:3])}", _FETCH_AGAIN),
                 error=DataError,
             )
             return [self.path / name for name in names]
         pickles = sorted(p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        is_missing, code = not single.is_file(), "is a pickle, which may run any code when it is read"
+        is_missing, problem = not single.is_file(), "is a pickle, which can execute code"
         refuse(
             str(self.path),
-            (is_missing and pickles, f"{''.join(pickles[:1])} {code}", "convert it to safetensors, or fetch those"),
-            (is_missing, "no model.safetensors and no index of shards", _AGAIN),
+            (is_missing and pickles, f"{''.join(pickles[:1])} {problem}", "convert it to safetensors, or fetch those"),
+            (is_missing, "no model.safetensors and no index of shards", _FETCH_AGAIN),
             error=DataError,
         )
         return [single]
 
     def _check_tokenizer(self) -> None:
-        """tokenizer.json may have no id beyond the model's vocabulary."""
+        """Raise DataError if tokenizer.json has an id beyond the model's vocabulary."""
         path = self.path / "tokenizer.json"
         if not path.exists():
             return
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            vocab, added = said["model"]["vocab"], said.get("added_tokens") or []
+            content = json.loads(path.read_text(encoding="utf-8"))
+            vocab, added = content["model"]["vocab"], content.get("added_tokens") or []
             ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
-            most = max([*ids, *(int(token["id"]) for token in added)], default=-1)
+            highest_id = max([*ids, *(int(token["id"]) for token in added)], default=-1)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            raise DataError("not a tokenizer", where=str(path), hint=_AGAIN) from e
-        if most >= self.model.vocab:
+            raise DataError("not a tokenizer", where=str(path), hint=_FETCH_AGAIN) from e
+        if highest_id >= self.model.vocab:
             raise DataError(
-                f"has token id {most}, the model's vocabulary ends at {self.model.vocab - 1}",
+                f"has token id {highest_id}, the model's vocabulary ends at {self.model.vocab - 1}",
                 where=str(path),
-                hint="take the model's own tokenizer",
+                hint="use the model's own tokenizer",
             )
 
     def check_model(self, model: ModelSpec) -> None:
-        """Raise DataError when `model` is another one than the folder's."""
-        own = replace(self.model, vocab_multiple=model.vocab_multiple)
-        checkpoint_directory.check_identity(own.to_dict(), model, str(self.path))
-        if not model.rope and model.max_positions != own.max_positions:
+        """Raise DataError if `model` differs from the folder's."""
+        folder_model = replace(self.model, vocab_multiple=model.vocab_multiple)
+        checkpoint_directory.check_identity(folder_model.to_dict(), model, str(self.path))
+        if not model.rope and model.max_positions != folder_model.max_positions:
             raise DataError(
-                f"it has {own.max_positions} learned positions, the model {model.max_positions}",
+                f"folder has {folder_model.max_positions} learned positions, model has {model.max_positions}",
                 where=str(self.path),
-                hint=f"use model.max_positions={own.max_positions}",
+                hint=f"use model.max_positions={folder_model.max_positions}",
             )
 
     def fill(self, target: torch.Tensor, weight: Weight, rank: int = 0) -> None:
-        """Read what tensor-parallel rank `rank` holds of `weight` into `target`, of any type; rows that pad a
-        vocabulary become 0. DataError for what is no number."""
-        share = list(weight_names.share(weight, rank, len(target)))
+        """Read the slice of `weight` that tensor-parallel rank `rank` holds into `target`, of any type.
+        Rows that pad a vocabulary become 0. DataError for values that are not finite."""
+        local_rows = list(weight_names.local_rows(weight, rank, len(target)))
         width = 0 if weight.columns is None else target.shape[1]
         start = rank * width if weight.split == 1 else 0
         columns = [] if weight.columns is None else [slice(start, start + width)]
-        for at, rows in share:
-            piece, chosen = self._slice(rows.tensor), (slice(rows.first, rows.first + rows.count), *columns)
-            target[at : at + rows.count].copy_(piece[chosen[::-1]].t() if weight.transposed else piece[chosen])
+        for row, rows in local_rows:
+            tensor, index = self._open_tensor(rows.tensor), (slice(rows.first, rows.first + rows.count), *columns)
+            target[row : row + rows.count].copy_(tensor[index[::-1]].t() if weight.transposed else tensor[index])
         if weight.split == 0 and len(weight.parts) == 1:
-            target[sum(rows.count for _, rows in share) :].zero_()
-        rows_at_once = max(1, _BLOCK // max(1, target[0].numel()))  # so that it takes no memory to speak of
-        if not all(bool(block.isfinite().all()) for block in target.split(rows_at_once)):
-            file, name = self._held[weight.parts[0][0].tensor]
+            target[sum(rows.count for _, rows in local_rows) :].zero_()
+        block_rows = max(1, _CHECKED_ELEMENTS // max(1, target[0].numel()))  # small blocks save memory
+        if not all(bool(block.isfinite().all()) for block in target.split(block_rows)):
+            file, name = self._locations[weight.parts[0][0].tensor]
             raise DataError(
-                f"{name} holds values that are no numbers as {str(target.dtype).removeprefix('torch.')}",
+                f"{name} has values that are not finite as {str(target.dtype).removeprefix('torch.')}",
                 where=str(file),
-                hint="take weights that are whole",
+                hint="use undamaged weights",
             )
 
-    def _slice(self, tensor: str) -> Any:
-        file, name = self._held[tensor]
-        if self._open is None or self._open[0] != file:
-            self._open = None  # what was read of another file leaves memory
-            self._open = file, safe_open(file, "pt")
-        return self._open[1].get_slice(name)
+    def _open_tensor(self, tensor: str) -> Any:
+        file, name = self._locations[tensor]
+        if self._open_file is None or self._open_file[0] != file:
+            self._open_file = None  # frees the memory of the file before
+            self._open_file = file, safe_open(file, "pt")
+        return self._open_file[1].get_slice(name)
 
     def close(self) -> None:
-        self._open = None
+        self._open_file = None
 
 
 def fill_model(path: Path, model: ModelSpec, chunks: Sequence[Any], rank: int) -> None:
     """Fill this rank's model `chunks` (GPTModels of `model`, tensor-parallel rank `rank`) from the folder `path`.
 
-    Beside the weights themselves it takes memory for at most one tensor's slice: files are mapped, one at a time.
-    DataError where the folder is of another model or cannot be read.
+    Files are mapped one at a time: besides the weights this takes memory for at most one tensor's slice. DataError if
+    the folder is of another model or cannot be read.
     """
-    from holmes_hpc.training.model import gpt  # Megatron-Core, which no other reader of a folder needs
+    from holmes_hpc.training.model import gpt  # imports Megatron-Core, which this module needs only here
 
     try:
         folder = Folder(path)
         folder.check_model(model)
         weights = weight_names.weights(folder.model).values()
-        table = {name: w for w in weights for name in (w.name, weight_names.in_transformer_engine(w.name))}
+        table = {name: w for w in weights for name in (w.name, weight_names.transformer_engine_name(w.name))}
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 folder.fill(parameter.data, table[gpt.global_name(name, chunk, model.tied)], rank)
         folder.close()
-    except (OSError, RuntimeError, SafetensorError) as e:  # of a file that changes under our hands
+    except (OSError, RuntimeError, SafetensorError) as e:  # another process may change a file meanwhile
         reason = f"cannot be read: {' '.join(str(e).split())[:200]}"
-        raise DataError(reason, where=str(path), hint=_AGAIN) from e
+        raise DataError(reason, where=str(path), hint=_FETCH_AGAIN) from e
 
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `out` when the block ends well. DataError where `out` is taken or unwritable."""
+    """Yield a temporary folder that becomes `out` if the block succeeds. DataError if `out` exists or is unwritable."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError("it exists and is not an empty directory", where=str(out), hint="choose another directory")
+        raise DataError("not an empty directory", where=str(out), hint="choose another directory")
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
@@ -232,23 +232,21 @@ def new_folder(out: Path) -> Iterator[Path]:
         temporary.rename(out)
     except OSError as e:
         raise DataError(
-            e.strerror or str(e),
-            where=str(e.filename or out),
-            hint="choose a directory that can be written and has the space",
+            e.strerror or str(e), where=str(e.filename or out), hint="choose a writable directory with enough space"
         ) from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def copy_small(folder: Path, to: Path) -> None:
-    """Copy config and tokenizer, but those that are there."""
-    for name in SMALL:
-        if not (to / name).exists() and (folder / name).is_file():
-            shutil.copyfile(folder / name, to / name)
+def copy_small_files(folder: Path, target: Path) -> None:
+    """Copy config and tokenizer files that `target` lacks."""
+    for name in SMALL_FILES:
+        if not (target / name).exists() and (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
 
 
 class FolderWeights(Mapping[str, "torch.Tensor"]):
-    """A folder's weights under Megatron-Core's names, whole, in the type of the file; each look-up reads it."""
+    """A folder's full weights by Megatron-Core's names, in the type of the file. Each access reads the file."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder, self._weights = folder, weight_names.weights(folder.model)
@@ -261,14 +259,14 @@ class FolderWeights(Mapping[str, "torch.Tensor"]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         weight = self._weights[name]
-        target: torch.Tensor = self.folder._slice(weight.parts[0][0].tensor)[:1].new_empty(weight.shape)
+        target: torch.Tensor = self.folder._open_tensor(weight.parts[0][0].tensor)[:1].new_empty(weight.shape)
         self.folder.fill(target, weight)
         return target
 
 
 @dataclass(frozen=True)
-class Imported:
-    """What was imported."""
+class ImportSummary:
+    """The summary of an import, as `holmes import` prints it."""
 
     path: str
     model: str
@@ -278,26 +276,26 @@ class Imported:
     def __str__(self) -> str:
         return (
             f"{self.model}: {self.parameters:,} parameters in {self.files} file{'s' * (self.files > 1)}, in "
-            f"{self.path}; begin with them by model=hf:{self.path} checkpoint={self.path}"
+            f"{self.path}; start a run from them with model=hf:{self.path} checkpoint={self.path}"
         )
 
 
-def import_folder(source: Path, out: Path) -> Imported:
-    """Copy the folder `source` to `out`, which must not exist or be empty; it appears complete or not at all.
+def import_folder(source: Path, out: Path) -> ImportSummary:
+    """Copy the folder `source` to `out`, which must be missing or empty. `out` appears complete or not at all.
 
-    DataError for whatever is wrong with it (:class:`Folder`), and for weights that are no numbers.
+    DataError for an inconsistent folder (:class:`Folder`) and for weights that are not finite.
     """
     folder = Folder(source)
     with new_folder(out) as temporary:
         weights = FolderWeights(folder)
         for name in weights:
-            weights[name]  # read once: DataError where it holds what is no number
+            weights[name]  # raises DataError for a value that is not finite
         folder.close()
-        small = [source / name for name in (*SMALL, INDEX) if (source / name).is_file()]
+        small_files = [source / name for name in (*SMALL_FILES, INDEX) if (source / name).is_file()]
         files = {}
-        for path in (*folder.files, *small):
+        for path in (*folder.files, *small_files):
             shutil.copyfile(path, temporary / path.name)
             files[path.name] = list(checkpoint_directory.checksum(temporary / path.name))
-        about = {checkpoint_directory.IMPORTED: True, "step": 0, "model": folder.model.to_dict(), "files": files}
-        (temporary / checkpoint_directory.DESCRIPTION).write_text(json.dumps(about, indent=1), encoding="utf-8")
-    return Imported(str(out), folder.model.name, folder.parameters, len(folder.files))
+        description = {checkpoint_directory.IMPORTED: True, "step": 0, "model": folder.model.to_dict(), "files": files}
+        (temporary / checkpoint_directory.DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
+    return ImportSummary(str(out), folder.model.name, folder.parameters, len(folder.files))

@@ -1,7 +1,7 @@
-"""Checkpoints by Megatron-Core's dist_checkpointing: asynchronous, atomic, loadable under another layout.
+"""Asynchronous, atomic checkpoints by Megatron-Core's dist_checkpointing, loadable under another layout.
 
-The optimizer's state is saved per parameter (``fully_reshardable``), so a checkpoint belongs to the model and not to
-the layout it was saved under. What makes a directory a checkpoint is in checkpoint_directory.py.
+The optimizer's state is saved per parameter (``fully_reshardable``), so a checkpoint does not depend on the layout.
+checkpoint_directory.py defines which directories are checkpoints.
 """
 
 from __future__ import annotations
@@ -45,37 +45,37 @@ METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "singleton_local_shards": False,
 }
-RESULT_WAIT_S = 30  # after the writer has ended
-LOOK_S = 0.05  # while a save is waited for
+RESULT_WAIT_S = 30  # after the writer has exited
+POLL_S = 0.05
 _ERRORS = (CheckpointingException, CheckpointException)
 
 
-class _Results:
-    """How a writer's results come back to its rank: a pipe, and a thread that empties it. Megatron-Core's default, a
-    manager, is one more process for every rank, which outlives a rank that is killed."""
+class _WriterResults:
+    """A queue that brings a writer's results to its rank: a pipe, and a thread that empties it.
+    Megatron-Core's default, a manager, is another process for each rank, which outlives a killed rank."""
 
     def __init__(self) -> None:
         self._pipe = multiprocessing.get_context("fork").SimpleQueue()
-        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._empty, name="checkpoint results", daemon=True).start()
+        self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._empty_pipe, name="checkpoint results", daemon=True).start()
 
-    def _empty(self) -> None:
+    def _empty_pipe(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._arrived.put(self._pipe.get())
+                self._received.put(self._pipe.get())
 
     def put(self, results: Any) -> None:
         self._pipe.put(results)
 
     def get_nowait(self) -> Any:
-        return self._arrived.get(timeout=RESULT_WAIT_S)
+        return self._received.get(timeout=RESULT_WAIT_S)
 
 
 class Checkpoints:
-    """Saves and loads one run's training state.
+    """The checkpoints of one run: save and load its training state.
 
-    `models`: DDP-wrapped model chunks; `group`: of all ranks, for small host tensors; `elsewhere`: see
-    :func:`checkpoint_directory.place`. All ranks call every method at the same step.
+    `models`: DDP-wrapped model chunks; `group`: of all ranks, for small host tensors; `checkpoint_dir`: see
+    :func:`checkpoint_directory.create_folder`. All ranks call every method at the same step.
     """
 
     def __init__(
@@ -89,29 +89,30 @@ class Checkpoints:
         keep: int,
         background: bool,
         group: Any,
-        elsewhere: str | None = None,
+        checkpoint_dir: str | None = None,
     ) -> None:
         self.folder, self.plan, self.models, self.optimizer = folder, plan, models, optimizer
         self.attempt, self.keep, self.background, self._group = attempt, keep, background, group
         self._rank, self._device = dist.get_rank(), next(models[0].parameters()).device.type
-        self._alike = len(plan.parallel.tps) == 1  # all stages cut their weights alike
+        self._has_uniform_tp = len(plan.parallel.tps) == 1
         if self._rank == 0:
-            checkpoint_directory.place(folder, elsewhere)
+            checkpoint_directory.create_folder(folder, checkpoint_dir)
         self._calls = AsyncCallsQueue()
-        self._began = 0.0
-        filesystem_async._results_queue = _Results()
+        self._save_start = 0.0
+        filesystem_async._results_queue = _WriterResults()
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, more: Mapping[str, Any], wait: bool = False) -> None:
-        """Save the state after `step`; in the background where configured, unless `wait`. One at a time."""
-        self.settle()
+    def save(self, step: int, extra: Mapping[str, Any], wait: bool = False) -> None:
+        """Save the state after `step`, in the background if configured and not `wait`. One save runs at a time.
+        `extra`: more fields of the description."""
+        self.finish_save()
         if any(not inner.optimizer.state for inner in megatron_versions.inner_optimizers(self.optimizer)):
             if self._rank == 0:  # in fp16, while the loss scale is still too large
-                say(f"step {step}: no update has counted yet, so there is nothing to save")
+                say(f"step {step}: not saved, since the optimizer has applied no update yet")
             return
-        self._began = time.perf_counter()
-        for model in self.models:  # parameters that are gathered before the next forward pass only
+        self._save_start = time.perf_counter()
+        for model in self.models:  # With this overlap, parameters are gathered only before the next forward pass.
             if model.ddp_config.overlap_param_gather:
                 model.start_param_sync(force_sync=True)
         path = checkpoint_directory.unfinished_path(self.folder, step, self.attempt)
@@ -119,15 +120,15 @@ class Checkpoints:
             try:
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as e:
-                raise checkpoint_directory.failed(path, e) from e
+                raise checkpoint_directory.write_error(path, e) from e
         dist.barrier(group=self._group)
-        about = {
+        description = {
             "model": asdict(self.plan.model),
             "parallel": self.plan.parallel.to_dict(),
             "plan_id": self.plan.id,
             "distributed_optimizer": self.plan.parallel.distributed_optimizer,
             "device": self._device,
-            **more,
+            **extra,
         }
         try:
             request = megatron_versions.save(
@@ -135,153 +136,155 @@ class Checkpoints:
                 path,
                 TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
                 METADATA,
-                self._alike,
+                self._has_uniform_tp,
             )
             request = _with_checksums(request, path, self._rank)
-            request.add_finalize_fn(lambda: self._finish(path, step, about))
+            request.add_finalize_fn(lambda: self._finish(path, step, description))
             self._calls.schedule_async_request(request)
         except (OSError, RuntimeError, *_ERRORS) as e:
-            raise _as_failure(path, e) from e
+            raise _write_error(path, e) from e
         if wait or not self.background:
-            self.settle()
+            self.finish_save()
 
-    def writing(self) -> bool:
-        """Whether this rank's writer is still at work."""
+    def is_writing(self) -> bool:
+        """Return whether this rank's writer is running."""
         calls = self._calls.async_calls
         process = calls[0].async_caller.process if calls else None
         return process is not None and process.is_alive()
 
     @property
-    def unsettled(self) -> bool:
-        """Whether a save was begun and not yet finished on all ranks."""
+    def has_unfinished_save(self) -> bool:
+        """True from the start of a save until it has finished on all ranks."""
         return self._calls.get_num_unfinalized_calls() > 0
 
-    def settle(self) -> None:
-        """Wait for the save that is under way, and make it count."""
-        if not self.unsettled:
+    def finish_save(self) -> None:
+        """Wait for the save in progress and complete its checkpoint."""
+        if not self.has_unfinished_save:
             return
-        while self.writing_anywhere():  # in turns: one disk may be slower than a collective's time-out
-            time.sleep(LOOK_S)
+        while self.is_any_rank_writing():  # Many short collectives: one disk may be slower than a time-out.
+            time.sleep(POLL_S)
         try:
             self._calls.maybe_finalize_async_calls(blocking=True)
         except (OSError, RuntimeError, *_ERRORS) as e:
-            raise _as_failure(self.folder, e) from e
+            raise _write_error(self.folder, e) from e
 
-    def writing_anywhere(self) -> bool:
-        """Whether any rank's writer is; all ranks ask at the same time."""
-        return self._anywhere(self.writing())
+    def is_any_rank_writing(self) -> bool:
+        """Return whether any rank's writer is running. All ranks call it."""
+        return self._any_rank(self.is_writing())
 
-    def _anywhere(self, here: bool) -> bool:
-        word = torch.tensor(int(here))
-        dist.all_reduce(word, dist.ReduceOp.MAX, group=self._group)
-        return bool(word)
+    def _any_rank(self, is_true: bool) -> bool:
+        flag = torch.tensor(int(is_true))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
 
-    def _finish(self, path: Path, step: int, about: Mapping[str, Any]) -> None:
-        """Runs on all ranks when all have written."""
+    def _finish(self, path: Path, step: int, description: Mapping[str, Any]) -> None:
+        """Complete the checkpoint after all ranks have written. Runs on all ranks."""
         if self._rank == 0:
             files = {}
-            for part in sorted(path.glob(".crc-*.json")):
-                files.update({k: tuple(v) for k, v in json.loads(part.read_text()).items()})
-                part.unlink()
-            for other in path.iterdir():
-                files.setdefault(other.name, checkpoint_directory.checksum(other))
-            checkpoint_directory.finish(path, step, about, files)
+            for checksums in sorted(path.glob(".crc-*.json")):
+                files.update({k: tuple(v) for k, v in json.loads(checksums.read_text()).items()})
+                checksums.unlink()
+            for file in path.iterdir():
+                files.setdefault(file.name, checkpoint_directory.checksum(file))
+            checkpoint_directory.finish(path, step, description, files)
             checkpoint_directory.prune(self.folder, self.keep)
             say(
                 f"step {step}: checkpoint of {sum(size for size, _ in files.values()) / 1e6:.1f} MB saved in "
-                f"{time.perf_counter() - self._began:.2f} s"
+                f"{time.perf_counter() - self._save_start:.2f} s"
             )
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
-    def load(self, chosen: str | None = None) -> int:
-        """Load the latest checkpoint of this run that is whole, or `chosen` (a path, or ``hf:DIR``) where it has none
-        yet; its step comes back, 0 when there is neither.
+    def load(self, initial: str | None = None) -> int:
+        """Load the run's latest intact checkpoint, or `initial` if the run has none; return its step.
 
-        DataError for a checkpoint of another model, and when none of those there are is whole.
+        `initial`: a checkpoint's path, or ``hf:DIR``. Returns 0 if there is nothing to load. DataError for a checkpoint
+        of another model, and if all checkpoints of the run are damaged.
         """
-        folder = folder_of(chosen)
-        found = self._found(Path(chosen) if chosen and folder is None else None)
-        problem = ""
-        for path in found:
-            checkpoint = checkpoint_directory.seen(path)
-            damage = self._damage(checkpoint)
+        folder = folder_of(initial)
+        paths = self._find_checkpoints(Path(initial) if initial and folder is None else None)
+        first_problem = ""
+        for path in paths:
+            checkpoint = checkpoint_directory.wait_for_checkpoint(path)
+            damage = self._find_damage(checkpoint)
             if damage is None:
                 assert checkpoint is not None
-                if checkpoint.about.get(checkpoint_directory.IMPORTED):
-                    self._begin_with(path)
+                if checkpoint.description.get(checkpoint_directory.IMPORTED):
+                    self._load_hugging_face(path)
                 else:
-                    saved = checkpoint.about.get("model", {})
-                    checkpoint_directory.check_identity(saved, self.plan.model, str(checkpoint.path))
+                    saved_model = checkpoint.description.get("model", {})
+                    checkpoint_directory.check_identity(saved_model, self.plan.model, str(checkpoint.path))
                     self._load(checkpoint)
                 return checkpoint.step
-            problem = problem or f"{path.name}: {damage}"
+            first_problem = first_problem or f"{path.name}: {damage}"
             if self._rank == 0:
-                say(f"warning: checkpoint {path} is damaged ({damage}); looking for an earlier one")
-        if found:
+                say(f"warning: checkpoint {path} is damaged ({damage}); trying an earlier one")
+        if paths:
             raise DataError(
-                f"no checkpoint is whole ({problem})",
+                f"all checkpoints are damaged ({first_problem})",
                 where=str(self.folder),
                 hint="restore one from a copy, or remove them and start again",
             )
         if folder is not None:
-            self._begin_with(folder)
+            self._load_hugging_face(folder)
         return 0
 
-    def _begin_with(self, path: Path) -> None:
-        """Weights of a Hugging Face folder; the optimizer's moments as at a first step. DataError on all ranks when one
-        cannot read its own."""
-        from holmes_hpc.training.checkpoint import hugging_face_folder  # needs safetensors, which no other run does
+    def _load_hugging_face(self, path: Path) -> None:
+        """Load the weights of a Hugging Face folder. The optimizer starts without moments.
+        A DataError of one rank is raised on all."""
+        from holmes_hpc.training.checkpoint import hugging_face_folder  # needs safetensors, which is optional
 
-        began, model = time.perf_counter(), self.plan.model
+        start, model = time.perf_counter(), self.plan.model
         chunks, rank = [gpt.inner(m) for m in self.models], parallel_state.get_tensor_model_parallel_rank()
-        self._everywhere(partial(hugging_face_folder.fill_model, path, model, chunks, rank))
+        self._run_on_all_ranks(partial(hugging_face_folder.fill_model, path, model, chunks, rank))
         self.optimizer.reload_model_params()
         if self._rank == 0:
-            kept = self.folder.parent / hugging_face_folder.KEPT  # config and tokenizer, for the run's exports
-            kept.mkdir(exist_ok=True)
-            hugging_face_folder.copy_small(path, kept)
-            say(f"starts from the weights in {path}, read in {time.perf_counter() - began:.1f} s")
+            config_copy = self.folder.parent / hugging_face_folder.CONFIG_COPY
+            config_copy.mkdir(exist_ok=True)
+            hugging_face_folder.copy_small_files(path, config_copy)
+            say(f"loaded the weights in {path} in {time.perf_counter() - start:.1f} s")
 
-    def _found(self, chosen: Path | None) -> list[Path]:
-        """Return what to load, the latest first: what rank 0 sees once it has cleaned up. It looks for all, for on a
-        file system that shows changes late each rank might see something else."""
-        return self._everywhere(partial(self._look, chosen))[0]
+    def _find_checkpoints(self, initial: Path | None) -> list[Path]:
+        """Return the checkpoints to load, the latest first, as rank 0 finds them.
+        On a file system that shows changes late, the ranks could find different ones."""
+        return self._run_on_all_ranks(partial(self._checkpoints_on_rank0, initial))[0]
 
-    def _look(self, chosen: Path | None) -> list[Path]:
+    def _checkpoints_on_rank0(self, initial: Path | None) -> list[Path]:
         if self._rank > 0:
             return []
-        checkpoint_directory.sweep(self.folder)
-        for path, why in checkpoint_directory.passed_over(self.folder):
-            say(f"warning: checkpoint {path} is not whole ({why}); it is passed over")
-        found = [checkpoint.path for checkpoint in checkpoint_directory.complete(self.folder)]
-        return found or ([] if chosen is None else [checkpoint_directory.at(chosen.absolute()).path])
+        checkpoint_directory.remove_unfinished(self.folder)
+        for path, problem in checkpoint_directory.incomplete_checkpoints(self.folder):
+            say(f"warning: checkpoint {path} is incomplete ({problem}); skipping it")
+        paths = [checkpoint.path for checkpoint in checkpoint_directory.complete_checkpoints(self.folder)]
+        return paths or ([] if initial is None else [checkpoint_directory.open_checkpoint(initial.absolute()).path])
 
-    def _damage(self, checkpoint: checkpoint_directory.Checkpoint | None) -> str | None:
-        """What any rank found wrong; every rank reads its share of the files, however long that takes."""
+    def _find_damage(self, checkpoint: checkpoint_directory.Checkpoint | None) -> str | None:
+        """Return the first damage that any rank finds, or None. The ranks share the files."""
 
-        def own() -> str | None:
+        def check_files() -> str | None:
             if checkpoint is None:
-                return f"not to be seen by rank {self._rank}"
-            found = checkpoint_directory.damage(checkpoint, self._rank, dist.get_world_size())
-            pickled = not checkpoint.about.get(checkpoint_directory.IMPORTED)
+                return f"not visible on rank {self._rank}"
+            damage = checkpoint_directory.find_damage(checkpoint, self._rank, dist.get_world_size())
+            has_pickles = not checkpoint.description.get(checkpoint_directory.IMPORTED)
             return (
-                restricted_pickle.problem(checkpoint.path) if pickled and found is None and self._rank == 0 else found
+                restricted_pickle.find_problem(checkpoint.path)
+                if has_pickles and damage is None and self._rank == 0
+                else damage
             )
 
-        return next((text for text in self._everywhere(own) if text is not None), None)
+        return next((damage for damage in self._run_on_all_ranks(check_files) if damage is not None), None)
 
-    def _everywhere(self, work: Callable[[], Any]) -> list[Any]:
-        """Return what `work`, in a thread, gives on each rank, however long it takes; the first rank's DataError is
-        raised on all."""
+    def _run_on_all_ranks(self, task: Callable[[], Any]) -> list[Any]:
+        """Run `task` in a thread on each rank; return all results. The first rank's HolmesError is raised on all.
+        There is no time limit: `task` may take longer than a collective's time-out."""
         with ThreadPoolExecutor(1) as pool:
-            doing = pool.submit(work)
-            while self._anywhere(not doing.done()):
-                time.sleep(LOOK_S)  # in turns: the files may be larger than a collective's time-out allows
-        error = doing.exception()
+            future = pool.submit(task)
+            while self._any_rank(not future.done()):
+                time.sleep(POLL_S)
+        error = future.exception()
         results: list[Any] = [None] * dist.get_world_size()
-        own = error if isinstance(error, HolmesError) else doing.result()
-        dist.all_gather_object(results, own, group=self._group)
+        local_result = error if isinstance(error, HolmesError) else future.result()
+        dist.all_gather_object(results, local_result, group=self._group)
         for result in results:
             if isinstance(result, HolmesError):
                 raise result
@@ -290,16 +293,16 @@ class Checkpoints:
     def _load(self, checkpoint: checkpoint_directory.Checkpoint) -> None:
         for inner in megatron_versions.distributed(self.optimizer):
             megatron_versions.prepare_for_loading(inner)
-        same_layout = (
-            checkpoint.about.get("parallel") == json.loads(json.dumps(self.plan.parallel.to_dict()))
-            and checkpoint.about.get("device", self._device) == self._device
+        is_same_layout = (
+            checkpoint.description.get("parallel") == json.loads(json.dumps(self.plan.parallel.to_dict()))
+            and checkpoint.description.get("device", self._device) == self._device
         )
-        state = self._state(is_loading=True, generators=same_layout)
+        state = self._state(is_loading=True, generators=is_same_layout)
         try:
-            loaded = megatron_versions.load(state, checkpoint.path, self._alike)
-        except (Exception, CheckpointException) as e:  # what a stranger wrote ends in any error
+            loaded = megatron_versions.load(state, checkpoint.path, self._has_uniform_tp)
+        except (Exception, CheckpointException) as e:  # untrusted input can cause any error
             raise DataError(
-                f"cannot be loaded: {restricted_pickle.line_of(_inner_error(e))}",
+                f"cannot be loaded: {restricted_pickle.error_message(_inner_error(e))}",
                 where=str(checkpoint.path),
                 hint="resume with the optimizer it was saved with, or from an earlier checkpoint",
             ) from e
@@ -309,9 +312,9 @@ class Checkpoints:
         self.optimizer.load_state_dict(loaded["optimizer"])
         for inner in megatron_versions.distributed(self.optimizer):
             for values in inner.optimizer.state.values():
-                if "step" in values:  # one tensor for all parameters, which each of them would count up
+                if "step" in values:  # All parameters would share one tensor, and each would increment it.
                     values["step"] = values["step"].clone()
-        if same_layout:
+        if is_same_layout:
             gpt.set_generators(loaded["generators"])
 
     def _state(self, is_loading: bool, generators: bool = True) -> dict[str, Any]:
@@ -325,56 +328,56 @@ class Checkpoints:
             state["generators"] = ShardedObject(
                 "generators",
                 gpt.generators(),
-                *self._place_of_generators(),
+                *self._generator_position(),
                 replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
             )
         return state
 
-    def _place_of_generators(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How many sets of generators there are that replicas share, and which one is this rank's."""
+    def _generator_position(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shape of the grid of random generators, and this rank's position. DP replicas share generators."""
         p = self.plan.parallel
-        stage, _, part = p.coordinates(self._rank)
-        if self.plan.is_per_stage:  # no grid
-            before = [0, *accumulate(p.tp_of(s) for s in range(p.pp))]
-            return (before[-1],), (before[stage] + part,)
-        return (p.pp, p.tp), (stage, part)
+        stage, _, tp_rank = p.coordinates(self._rank)
+        if self.plan.is_per_stage:  # stages of unequal TP form no grid
+            offsets = [0, *accumulate(p.tp_of(s) for s in range(p.pp))]
+            return (offsets[-1],), (offsets[stage] + tp_rank,)
+        return (p.pp, p.tp), (stage, tp_rank)
 
 
 def _with_checksums(request: AsyncRequest, path: Path, rank: int) -> AsyncRequest:
-    """The writer, in its own process, ends with its rank, and also notes the checksums of the files it wrote."""
-    write, own_rank = request.async_fn, os.getpid()
+    """Return `request` with a writer that also records its files' checksums, and exits when its rank exits."""
+    write, rank_pid = request.async_fn, os.getpid()
     if write is None:
         return request
 
     def write_and_check(*args: Any, **kwargs: Any) -> None:
-        writer = os.getpid()
-        end_with(own_rank)
-        os.register_at_fork(after_in_child=lambda: end_with(writer))  # Megatron-Core forks one more for the file
+        writer_pid = os.getpid()
+        end_with(rank_pid)
+        os.register_at_fork(after_in_child=lambda: end_with(writer_pid))  # Megatron-Core forks again for each file
         write(*args, **kwargs)
-        own = {p.name: checkpoint_directory.checksum(p) for p in path.glob(f"__{rank}_*")}
-        with contextlib.suppress(OSError):  # of a full disk the writer itself tells
-            (path / f".crc-{rank}.json").write_text(json.dumps(own))
+        checksums = {p.name: checkpoint_directory.checksum(p) for p in path.glob(f"__{rank}_*")}
+        with contextlib.suppress(OSError):  # the writer itself reports a full disk
+            (path / f".crc-{rank}.json").write_text(json.dumps(checksums))
 
     return request._replace(async_fn=write_and_check)
 
 
 def _inner_error(error: BaseException) -> Any:
-    """What a rank said, where torch put it into an error of its own."""
+    """Return the error of the first failed rank, which torch wraps in its own error; else `error`."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error
 
 
-def _as_failure(path: Path, error: BaseException) -> RunFailed:
-    """Whatever went wrong while saving, as one line. Torch hides a full disk behind errors of its own."""
+def _write_error(path: Path, error: BaseException) -> RunFailed:
+    """Return any error of saving as a RunFailed of one line. Torch hides a full disk behind its own errors."""
     inner = _inner_error(error)
     if isinstance(inner, OSError):
-        return checkpoint_directory.failed(path, inner)
+        return checkpoint_directory.write_error(path, inner)
     with contextlib.suppress(OSError):
-        room = os.statvfs(path if path.exists() else path.parent)
-        if room.f_bavail * room.f_frsize < 1 << 20:
-            return checkpoint_directory.failed(path, OSError(28, "No space left on device"))
+        disk = os.statvfs(path if path.exists() else path.parent)
+        if disk.f_bavail * disk.f_frsize < 1 << 20:
+            return checkpoint_directory.write_error(path, OSError(28, "No space left on device"))
     return RunFailed(
-        f"the checkpoint could not be written: {' '.join(str(inner).split())[:300]}",
+        f"cannot write the checkpoint: {' '.join(str(inner).split())[:300]}",
         where=str(path),
-        hint="see this rank's log; `holmes resume` goes on from the last good checkpoint",
+        hint="see this rank's log; `holmes resume` continues from the last good checkpoint",
     )

@@ -1,7 +1,7 @@
-"""A checkpoint's weights under their plain names, read one by one without Megatron-Core, process groups or a GPU.
+"""The weights of a checkpoint by Megatron-Core's names, read one by one without Megatron-Core or a GPU.
 
-Megatron-Core's dist_checkpointing stacks the layers of a model along a first axis and cuts every weight into the pieces
-that its ranks held; any layout's checkpoint looks the same from here.
+Megatron-Core's dist_checkpointing stacks the layers along the first axis, and saves each weight in the pieces that the
+ranks held. :class:`SavedWeights` returns the same for a checkpoint of any layout.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from holmes_hpc.errors import DataError
 from holmes_hpc.training.checkpoint import restricted_pickle
 
-_KNOWN = "decoder.final_layernorm.weight"  # every GPTModel has it
+_MARKER = "decoder.final_layernorm.weight"  # every GPTModel has it
 _LAYERS = "decoder.layers."
 
 
-class _Into(DefaultLoadPlanner):
-    """Puts the pieces that are read into one tensor."""
+class _TensorLoader(DefaultLoadPlanner):
+    """A load planner that assembles pieces into one tensor, `target`."""
 
     def __init__(self, target: torch.Tensor, origin: torch.Size) -> None:
         super().__init__()
@@ -40,9 +40,9 @@ class _Into(DefaultLoadPlanner):
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
-    """The weights of the checkpoint in `directory`: Megatron-Core's name -> whole tensor, layers counted from 0.
+    """The weights of the checkpoint in `directory`: Megatron-Core's name -> full tensor, layers counted from 0.
 
-    Each look-up reads the file. Raises DataError for what is no checkpoint or is damaged.
+    Each access reads the file. Raises DataError for a directory that is no checkpoint or is damaged.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -51,48 +51,48 @@ class SavedWeights(Mapping[str, torch.Tensor]):
             self._reader = FileSystemReader(self.directory)
             metadata = restricted_pickle.read_metadata(self.directory)
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-            saved = metadata.state_dict_metadata.items()
+            entries = metadata.state_dict_metadata.items()
         except (OSError, pickle.UnpicklingError, MemoryError) as e:
             raise DataError(
-                f"not a checkpoint that can be read: {e}", where=self.directory, hint="export an earlier checkpoint"
+                f"not a readable checkpoint: {e}", where=self.directory, hint="export an earlier checkpoint"
             ) from e
-        prefix = min((key.removesuffix(_KNOWN) for key, _ in saved if key.endswith(_KNOWN)), key=len, default=None)
+        prefix = min((key.removesuffix(_MARKER) for key, _ in entries if key.endswith(_MARKER)), key=len, default=None)
         if prefix is None:
             raise DataError("holds no GPT model", where=self.directory, hint="export a checkpoint of a run")
-        self._saved: dict[str, tuple[str, TensorStorageMetadata, int | None]] = {}
-        tensors = {k: v for k, v in saved if isinstance(v, TensorStorageMetadata) and k.startswith(prefix)}
-        for key, value in tensors.items():
+        self._entries: dict[str, tuple[str, TensorStorageMetadata, int | None]] = {}
+        tensors = {k: v for k, v in entries if isinstance(v, TensorStorageMetadata) and k.startswith(prefix)}
+        for key, tensor in tensors.items():
             name = key.removeprefix(prefix)
-            inside = name.removeprefix(_LAYERS)
-            if inside == name or inside.split(".")[0].isdecimal():
-                self._saved[name] = key, value, None
+            layer_part = name.removeprefix(_LAYERS)
+            if layer_part == name or layer_part.split(".")[0].isdecimal():
+                self._entries[name] = key, tensor, None
             else:
-                self._saved |= {f"{_LAYERS}{n}.{inside}": (key, value, n) for n in range(value.size[0])}
+                self._entries |= {f"{_LAYERS}{n}.{layer_part}": (key, tensor, n) for n in range(tensor.size[0])}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._saved)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._saved)
+        return len(self._entries)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._saved
+        return name in self._entries
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        key, value, layer = self._saved[name]
-        size, offsets = list(value.size), [0] * len(value.size)
+        key, tensor, layer = self._entries[name]
+        size, offsets = list(tensor.size), [0] * len(tensor.size)
         if layer is not None:
             size[0], offsets[0] = 1, layer
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
-        items = create_read_items_for_chunk_list(key, value, [chunk])
-        if sum(math.prod(i.lengths) for i in items) != math.prod(size):
+        pieces = create_read_items_for_chunk_list(key, tensor, [chunk])
+        if sum(math.prod(piece.lengths) for piece in pieces) != math.prod(size):
             raise DataError(f"{name} lacks pieces", where=self.directory, hint="export an earlier checkpoint")
         try:
-            target = torch.empty(size, dtype=value.properties.dtype, device="cpu")
-            self._reader.read_data(LoadPlan(items), _Into(target, chunk.offsets)).wait()
-        except Exception as e:  # damaged bytes end in any error of torch.load
+            target = torch.empty(size, dtype=tensor.properties.dtype, device="cpu")
+            self._reader.read_data(LoadPlan(pieces), _TensorLoader(target, chunk.offsets)).wait()
+        except Exception as e:  # damaged bytes can cause any error of torch.load
             raise DataError(
-                f"{name} cannot be read: {restricted_pickle.line_of(e)}",
+                f"{name} cannot be read: {restricted_pickle.error_message(e)}",
                 where=self.directory,
                 hint="export an earlier checkpoint",
             ) from e

@@ -1,8 +1,7 @@
-"""Which rows of which Hugging Face tensors make each of Megatron-Core's weights: one table a family, read both ways.
+"""The mapping between Megatron-Core's weights and rows of Hugging Face tensors: one table per family, for both ways.
 
-Megatron-Core keeps queries, keys and values in one matrix, group by group of heads (the group's queries, its key, its
-value), and the gate and the up matrix of SwiGLU in one. GPT-2 keeps its matrices transposed. Names and shapes alone: no
-torch.
+Megatron-Core has queries, keys and values in one matrix, by group of heads (the group's queries, its key, its value),
+and SwiGLU's gate and up matrices in one. GPT-2's matrices are transposed. Only names and shapes: no torch.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import NamedTuple
 from holmes_hpc.config.hugging_face import family_of
 from holmes_hpc.config.model import ModelSpec
 
-# published files may carry these, which are computed, or are copies of what is read
+# Published files may contain these tensors, which are computed or duplicates.
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` rows of a Hugging Face tensor from row `first` on (columns, where the family transposes)."""
+    """`count` rows of a Hugging Face tensor from row `first` on (columns, if the family is transposed)."""
 
     tensor: str
     first: int
@@ -29,8 +28,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Weight:
-    """One of Megatron-Core's weights, layers counted from 0. `parts`: its rows in order; tensor parallelism shares out
-    the rows of each part by itself (`split` 0), or the columns (1), or nothing (None). `columns`: None for a vector."""
+    """A Megatron-Core weight, layers counted from 0. `parts`: its rows in order. `columns`: None for a vector.
+    `split`: tensor parallelism divides the rows of each part (0), the columns (1), or nothing (None)."""
 
     name: str
     parts: tuple[tuple[Rows, ...], ...]
@@ -44,18 +43,18 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole weight, without rows that only pad a vocabulary."""
+        """The full weight's shape, without the rows that pad a vocabulary."""
         return (self.rows,) if self.columns is None else (self.rows, self.columns)
 
 
 def weights(spec: ModelSpec) -> dict[str, Weight]:
-    """All weights of a model by Megatron-Core's names. ConfigError where no family is like it."""
+    """Return all weights of a model by Megatron-Core's names. ConfigError if the model fits no family."""
     names = _GPT2 if family_of(spec) == "gpt2" else _LLAMA
     return {w.name: w for w in _weights(spec, names)}
 
 
-def tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The Hugging Face tensors of a model and their shapes, in the order of :func:`weights`."""
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's Hugging Face tensors, in the order of :func:`weights`."""
     rows: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for weight in weights(spec).values():
@@ -67,21 +66,21 @@ def tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def share(weight: Weight, rank: int, local_rows: int) -> Iterator[tuple[int, Rows]]:
-    """(row there, rows) of what tensor-parallel rank `rank` holds, in its `local_rows` rows: of a vocabulary that is
-    padded, the last ranks hold fewer than that, or none."""
-    each, turn = local_rows // len(weight.parts), rank if weight.split == 0 else 0
+def local_rows(weight: Weight, rank: int, row_count: int) -> Iterator[tuple[int, Rows]]:
+    """Yield (local row, rows) for the `row_count` rows that tensor-parallel rank `rank` holds.
+    Of a padded vocabulary, the last ranks hold fewer rows or none."""
+    part_rows, split_index = row_count // len(weight.parts), rank if weight.split == 0 else 0
     for number, part in enumerate(weight.parts):
-        at, low, high = 0, turn * each, (turn + 1) * each
+        offset, low, high = 0, split_index * part_rows, (split_index + 1) * part_rows
         for r in part:
-            first, last = max(low, at), min(high, at + r.count)
+            first, last = max(low, offset), min(high, offset + r.count)
             if first < last:
-                yield number * each + first - low, Rows(r.tensor, r.first + first - at, last - first)
-            at += r.count
+                yield number * part_rows + first - low, Rows(r.tensor, r.first + first - offset, last - first)
+            offset += r.count
 
 
-def in_transformer_engine(name: str) -> str:
-    """Where Transformer Engine has a norm's weight: in the linear layer that follows."""
+def transformer_engine_name(name: str) -> str:
+    """Return Transformer Engine's name of a weight. A norm's weight is in the linear layer that follows."""
     for norm, linear in _NORMS:
         name = name.replace(f"{norm}.", f"{linear}.layer_norm_")
     return name
@@ -90,23 +89,23 @@ def in_transformer_engine(name: str) -> str:
 _NORMS = (("input_layernorm", "self_attention.linear_qkv"), ("pre_mlp_layernorm", "mlp.linear_fc1"))
 
 
-def _all(tensor: str, rows: int) -> tuple[Rows, ...]:
+def _full(tensor: str, rows: int) -> tuple[Rows, ...]:
     return (Rows(tensor, 0, rows),)
 
 
 def _by_group(spec: ModelSpec, queries: Rows, keys: Rows, values: Rows) -> tuple[Rows, ...]:
-    """Queries, keys and values of all heads as Megatron-Core orders them."""
-    width, each = spec.head_width, spec.heads // spec.kv_heads * spec.head_width
+    """Return the queries, keys and values of all heads in Megatron-Core's order."""
+    key_rows, query_rows = spec.head_width, spec.heads // spec.kv_heads * spec.head_width
     return tuple(
-        Rows(whole.tensor, whole.first + group * count, count)
+        Rows(rows.tensor, rows.first + group * count, count)
         for group in range(spec.kv_heads)
-        for whole, count in ((queries, each), (keys, width), (values, width))
+        for rows, count in ((queries, query_rows), (keys, key_rows), (values, key_rows))
     )
 
 
 class _Names(NamedTuple):
-    """How a family calls what Megatron-Core has: the tables around the layers, a layer's norms, and its linear layers,
-    of which several tensors, or several parts of one, may make one."""
+    """A family's names for Megatron-Core's weights: embedding, layers, norms and linear layers.
+    A linear layer may consist of several tensors, or of several parts of one tensor."""
 
     embedding: str
     layers: str
@@ -127,7 +126,7 @@ _LLAMA = _Names(  # Llama, Mistral, Qwen2 and Qwen3
         "mlp.linear_fc2": ("mlp.down_proj",),
     },
 )
-_GPT2 = _Names(  # its matrices are transposed, and every linear layer and norm has a bias
+_GPT2 = _Names(  # transposed matrices; a bias in every linear layer and norm
     "transformer.wte",
     "transformer.h",
     "transformer.ln_f",
@@ -143,38 +142,38 @@ _GPT2 = _Names(  # its matrices are transposed, and every linear layer and norm 
 
 def _weights(spec: ModelSpec, names: _Names) -> Iterator[Weight]:
     h, q, k, is_gpt2 = spec.hidden, spec.query_width, spec.key_width, names is _GPT2
-    linears = {  # (first row, rows) of each tensor, columns, and along which of the two tensor parallelism cuts
+    linears = {  # (first row, rows) of each tensor, columns, and the dimension that tensor parallelism splits
         "self_attention.linear_qkv": (((0, q), (h, k), (2 * h, k)) if is_gpt2 else ((0, q), (0, k), (0, k)), h, 0),
         "self_attention.linear_proj": (((0, h),), q, 1),
         "mlp.linear_fc1": (((0, spec.ffn),) * len(names.linears["mlp.linear_fc1"]), h, 0),
         "mlp.linear_fc2": (((0, h),), spec.ffn, 1),
     }
     kinds = ("weight", "bias") if is_gpt2 else ("weight",)  # of a norm
-    yield Weight("embedding.word_embeddings.weight", (_all(f"{names.embedding}.weight", spec.vocab),), h, 0)
+    yield Weight("embedding.word_embeddings.weight", (_full(f"{names.embedding}.weight", spec.vocab),), h, 0)
     if is_gpt2:
-        yield Weight("embedding.position_embeddings.weight", (_all("transformer.wpe.weight", spec.max_positions),), h)
+        yield Weight("embedding.position_embeddings.weight", (_full("transformer.wpe.weight", spec.max_positions),), h)
     for i in range(spec.layers):
-        ours, theirs = f"decoder.layers.{i}", f"{names.layers}.{i}"
-        for norm, their_norm in names.norms.items():
+        layer, hf_layer = f"decoder.layers.{i}", f"{names.layers}.{i}"
+        for norm, hf_norm in names.norms.items():
             for kind in kinds:
-                yield Weight(f"{ours}.{norm}.{kind}", (_all(f"{theirs}.{their_norm}.{kind}", h),))
+                yield Weight(f"{layer}.{norm}.{kind}", (_full(f"{hf_layer}.{hf_norm}.{kind}", h),))
         for letter in "qk" if spec.qk_norm else "":
-            whole = _all(f"{theirs}.self_attn.{letter}_norm.weight", spec.head_width)
-            yield Weight(f"{ours}.self_attention.{letter}_layernorm.weight", (whole,))
+            norm_rows = _full(f"{hf_layer}.self_attn.{letter}_norm.weight", spec.head_width)
+            yield Weight(f"{layer}.self_attention.{letter}_layernorm.weight", (norm_rows,))
         for name, (rows, columns, split) in linears.items():
             is_qkv = name == "self_attention.linear_qkv"
             for kind in ("weight", "bias") if is_gpt2 or spec.bias or (is_qkv and spec.qkv_bias) else ("weight",):
                 parts = [
-                    Rows(f"{theirs}.{tensor}.{kind}", *r) for tensor, r in zip(names.linears[name], rows, strict=True)
+                    Rows(f"{hf_layer}.{tensor}.{kind}", *r) for tensor, r in zip(names.linears[name], rows, strict=True)
                 ]
                 yield Weight(
-                    f"{ours}.{name}.{kind}",
+                    f"{layer}.{name}.{kind}",
                     (_by_group(spec, *parts),) if is_qkv else tuple((part,) for part in parts),
                     columns if kind == "weight" else None,
                     split if kind == "weight" or split == 0 else None,
                     transposed=is_gpt2 and kind == "weight",
                 )
     for kind in kinds:
-        yield Weight(f"decoder.final_layernorm.{kind}", (_all(f"{names.final_norm}.{kind}", h),))
+        yield Weight(f"decoder.final_layernorm.{kind}", (_full(f"{names.final_norm}.{kind}", h),))
     if not spec.tied:
-        yield Weight("output_layer.weight", (_all("lm_head.weight", spec.vocab),), h, 0)
+        yield Weight("output_layer.weight", (_full("lm_head.weight", spec.vocab),), h, 0)

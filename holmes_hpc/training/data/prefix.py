@@ -44,7 +44,7 @@ def document_end(data: DataConfig) -> int | None:
     DataError where PREFIX.json does not say it, or another token ends the documents of another prefix."""
     if data.documents == "joined":
         return None
-    ends = {name: notes(name).get("eod") for name in parse_blend(data.prefix)[0]}
+    ends = {name: read_summary(name).get("eod") for name in parse_blend(data.prefix)[0]}
     if unknown := [name for name, end in ends.items() if end is None]:
         raise DataError("no word of which token ends a document", where=f"{unknown[0]}.json", hint=_REMAKE)
     if len(set(ends.values())) > 1:
@@ -61,7 +61,7 @@ def digest(of: Any) -> str:
     return hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
 
 
-def notes(path: str) -> dict[str, Any]:
+def read_summary(path: str) -> dict[str, Any]:
     """Return what PREFIX.json says, which `holmes data prepare` writes beside the data; {} where it is damaged or not
     there. `path`: PREFIX."""
     try:
@@ -134,7 +134,7 @@ class Prefix:
 
     def vocab(self) -> float:
         """The vocabulary that PREFIX.json names, if it belongs to this PREFIX.bin; else infinity."""
-        said = notes(self.path)
+        said = read_summary(self.path)
         is_same = (said.get("tokens"), said.get("sequences")) == (self.tokens, self.sequences)
         return said.get("vocab", math.inf) if is_same else math.inf
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from holmes_hpc.errors import ConfigError, DataError, RunFailed
 from holmes_hpc.training.data import text_files
-from holmes_hpc.training.data.prefix import Prefix, digest, notes
+from holmes_hpc.training.data.prefix import Prefix, digest, read_summary
 from holmes_hpc.training.data.tokenizer import Tokenizer, load
 
 PART_BYTES = 16 << 20
@@ -160,7 +160,7 @@ def demo_corpus(
 
 def _finished(prefix: str, made_from: dict[str, str]) -> Prepared | None:
     """What an earlier call made of the same files, if it is all still there."""
-    said = notes(prefix)
+    said = read_summary(prefix)
     with suppress(DataError, TypeError):
         if said.pop("made_from", None) == made_from and Prefix.open(prefix).vocab() == said.get("vocab"):
             return Prepared(**{**said, "prefix": prefix, "resumed_parts": 0})
@@ -189,7 +189,7 @@ def _refuse_others(prefix: str, made_from: dict[str, str]) -> None:
     there = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if os.path.exists(path)]
     if not there or os.path.isdir(f"{prefix}.parts"):  # there: an interrupted preparation, which was let in already
         return
-    said = notes(prefix)
+    said = read_summary(prefix)
     if said.get("made_from") != made_from:
         size = f"{os.path.getsize(there[0]):,} bytes"
         if {"documents", "tokens"} <= said.keys():

@@ -85,7 +85,7 @@ def test_a_resume_says_where_the_learning_rate_now_ends(
 ) -> None:
     lifecycle, directory = "holmes_hpc.submission.lifecycle", "holmes_hpc.training.checkpoint.checkpoint_directory"
     monkeypatch.setattr(f"{lifecycle}.status.run_status", lambda _: SimpleNamespace(state="failed"))
-    monkeypatch.setattr(f"{directory}.complete", lambda _: [SimpleNamespace(step=2, path="step-2")])
+    monkeypatch.setattr(f"{directory}.complete_checkpoints", lambda _: [SimpleNamespace(step=2, path="step-2")])
     monkeypatch.setattr(f"{lifecycle}.follow.follow", lambda *_: 2)
     monkeypatch.setattr(runs, "submit_run", lambda *_: SimpleNamespace(id="7"))
     for words, told in ((["train.steps=8", "train.lr_decay_steps=4"], False), (["train.lr_decay_steps=null"], True)):

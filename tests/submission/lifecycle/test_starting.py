@@ -189,7 +189,7 @@ def test_cancelling_says_what_is_kept(
         ([Checkpoint(15)], "so far its last checkpoint is of step 15"),
     ):
         submitted(tmp_path / f"run{len(kept)}")
-        monkeypatch.setattr(checkpoint_directory, "complete", lambda _, kept=kept: kept)
+        monkeypatch.setattr(checkpoint_directory, "complete_checkpoints", lambda _, kept=kept: kept)
         monkeypatch.setattr("holmes_hpc.slurm.scontrol.read_config", lambda: Config({"KillWait": "5 sec"}))
         watch.cancel(str(tmp_path / f"run{len(kept)}"))
         wanted = f"{says}; its ranks finish a step or two and save, if Slurm's KillWait (5 sec here) is long enough"
