@@ -76,10 +76,10 @@ def look_at_files(config: Configuration) -> None:
         with console.waiting("looking at the weights"):
             Folder(folder).check_model(config.model)
     if config.data.kind == "indexed":
-        from holmes_hpc.training.data.prefix import look_at
+        from holmes_hpc.training.data.prefix import check_data
 
         with console.waiting("looking at the data"):
-            look_at(config.data, config.model, config.batch, config.train.eval_interval > 0)
+            check_data(config.data, config.model, config.batch, config.train.eval_interval > 0)
 
 
 def lacking() -> str | None:

@@ -22,7 +22,7 @@ from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
 from holmes_hpc.training import session, warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
-from holmes_hpc.training.data.build import build_datasets, described
+from holmes_hpc.training.data.build import build_datasets, describe_data
 from holmes_hpc.training.data.prefix import document_end
 from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics import metrics_line
@@ -263,7 +263,7 @@ class Trainer:
         rank = parallel_state.get_data_parallel_rank()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         return [
-            batches(dataset, self.plan, rank, start_step, device=self.here.device, end=self.document_end, stage=stage)
+            batches(dataset, self.plan, rank, start_step, self.here.device, self.document_end, stage)
             for _ in self.models
         ]
 
@@ -333,7 +333,7 @@ class Trainer:
                 f"{kind}: {factor:.3f} bytes on the wire per byte sent"
                 + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else "")
             )
-        say(described(self.data, self.training, plan, self.settings.steps))
+        say(describe_data(self.data, self.training, plan, self.settings.steps))
         say(
             f"plan {plan.id}: {plan.spread}, {plan.parallel}, layers {[s.layers for s in plan.stages]}, "
             f"{plan.micro_batches} micro-batches, {plan.schedule.kind}"

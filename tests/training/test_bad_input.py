@@ -67,7 +67,7 @@ def truncated(path: Path) -> str:
     ("make", "pattern"),
     [
         (unreadable, r"text\.bin"),
-        (empty, "holds no text"),
+        (empty, "contains no text"),
         (truncated, r"text\.bin: truncated"),
         (lambda path: corpus(path, [[1] * 40]), r"samples of 16 tokens, a step takes 8"),
         (lambda path: corpus(path, [[1] * 500, [250]]), r"token id 250 is not in the model's vocabulary of 250"),
@@ -126,4 +126,4 @@ def test_a_damaged_checkpoint(harm: Callable[[Path], Any], pattern: str, saved: 
 
 def test_a_checkpoint_of_another_model(saved: Path, tmp_path: Path) -> None:
     plan, began = spawn.plan(pp=2, dp=2, model=replace(spawn.MODEL, hidden=64)), time.monotonic()
-    refused(spawn.train(tmp_path / "run", plan, {"checkpoint": str(saved)}), began, "checkpoint has hidden=32, plan has hidden=64")
+    refused(spawn.train(tmp_path / "run", plan, {"checkpoint": str(saved)}), began, "hidden=32, plan has hidden=64")

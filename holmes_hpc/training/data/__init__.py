@@ -1,1 +1,1 @@
-"""Text to tokens to samples: preparing data sets, reading them, and the order of samples."""
+"""Training data: preparing data sets, reading them, and the order of samples."""

@@ -1,4 +1,4 @@
-"""The data set that a run trains on, as its configuration names it: synthetic tokens or an indexed data set."""
+"""The data set of a run: synthetic tokens or an indexed data set, as configured."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.data.prefix import Prefix, parse_blend
 from holmes_hpc.training.data.samples import Samples
 
-_VALIDATION = 1 << 32  # sets the validation samples of synthetic data apart from those of any 32-bit seed
+_VALIDATION = 1 << 32  # offset of the validation seed, which thus differs from any 32-bit seed
 _NOISE = 0.1
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Seeded tokens, each sample a function of its index. `learnable`: nine of ten tokens follow from the last one."""
+    """Random tokens, each sample a function of seed and index.
+    `learnable`: 90% of the tokens are their predecessor plus 1."""
 
     seed: int
     vocab: int
@@ -32,29 +33,29 @@ class Synthetic:
 
     def tokens(self, index: int) -> np.ndarray:
         random = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], dtype=np.uint64)))
-        drawn = random.integers(self.vocab, size=self.sequence_length + 1, dtype=np.int64)
+        tokens = random.integers(self.vocab, size=self.sequence_length + 1, dtype=np.int64)
         if not self.learnable:
-            return drawn
-        fresh = random.random(self.sequence_length + 1) < _NOISE
-        fresh[0] = True
-        since = np.arange(len(drawn)) - np.maximum.accumulate(np.where(fresh, np.arange(len(drawn)), 0))
-        return (drawn[np.arange(len(drawn)) - since] + since) % self.vocab
+            return tokens
+        is_random = random.random(self.sequence_length + 1) < _NOISE
+        is_random[0] = True
+        distance = np.arange(len(tokens)) - np.maximum.accumulate(np.where(is_random, np.arange(len(tokens)), 0))
+        return (tokens[np.arange(len(tokens)) - distance] + distance) % self.vocab
 
 
 def build_datasets(
     data: DataConfig, train: TrainConfig, plan: Plan, run_dir: str | None
 ) -> tuple[Samples, Samples | None]:
-    """The training samples that `data` names, and the validation samples when `train.eval_interval` is above 0.
+    """Return the training samples, and the validation samples if `train.eval_interval` is above 0.
 
-    Rank 0 and every rank that needs data call it, after torch.distributed is initialised (if it is to be): rank 0
-    checks the data and makes the index (in `data.cache`, else under `run_dir`), the others wait for its answer in the
-    rendezvous store, without a barrier. Raises DataError, the same on every rank, for data that are missing, damaged,
-    too short or of another vocabulary.
+    Rank 0 and all ranks that need data call it, after torch.distributed is initialized if it is used. Rank 0 checks the
+    data and builds the index in `data.cache`, else under `run_dir`. The others wait for its result in the rendezvous
+    store, without a barrier. Raises DataError, the same on all ranks, for data that are missing, damaged, too short or
+    of another vocabulary.
     """
     seed = train.seed if data.seed is None else data.seed
     evaluates = train.eval_interval > 0
     if data.kind == "indexed":
-        from holmes_hpc.training.data import indexed_dataset  # Megatron's data sets take seconds to load
+        from holmes_hpc.training.data import indexed_dataset  # importing Megatron's data sets takes seconds
 
         return indexed_dataset.build(data, seed, plan, run_dir, evaluates)
     vocab, length = plan.model.vocab, plan.batch.sequence_length
@@ -64,18 +65,18 @@ def build_datasets(
     )
 
 
-def described(data: DataConfig, samples: Samples, plan: Plan, steps: int) -> str:
-    """What `steps` steps train on, in a line: data set, tokens, vocabularies, epochs."""
-    model, taken = plan.model.vocab, steps * plan.batch.tokens
+def describe_data(data: DataConfig, samples: Samples, plan: Plan, steps: int) -> str:
+    """Return one line about the data of `steps` steps: data set, tokens, vocabularies, epochs."""
+    model_vocab, step_tokens = plan.model.vocab, steps * plan.batch.tokens
     if data.kind != "indexed":
-        kind = "learnable made-up tokens" if data.learnable else "random tokens, of which nothing is learned"
-        return f"data: {kind} (data=synthetic), vocabulary {model:,}; {steps:,} steps take {taken:,} tokens"
+        kind = "learnable synthetic tokens" if data.learnable else "random tokens, which cannot be learned"
+        return f"data: {kind} (data=synthetic), vocabulary {model_vocab:,}; {steps:,} steps use {step_tokens:,} tokens"
     prefixes = [Prefix.open(name) for name in parse_blend(data.prefix)[0]]
     vocab = max(prefix.vocab() for prefix in prefixes)
-    said = f"vocabulary {vocab:,.0f}, " if math.isfinite(vocab) else ""
-    epoch = len(samples) * plan.batch.sequence_length
+    data_vocab = f"vocabulary {vocab:,.0f}, " if math.isfinite(vocab) else ""
+    epoch_tokens = len(samples) * plan.batch.sequence_length
     return (
-        f"data: {samples.name}: {sum(p.tokens for p in prefixes):,} tokens, {epoch:,} of them for training, "
-        f"{said}the model's {model:,}; {steps:,} steps take {taken:,} tokens, "
-        f"{taken / epoch:.3g} epochs"
+        f"data: {samples.name}: {sum(p.tokens for p in prefixes):,} tokens, {epoch_tokens:,} of them for training, "
+        f"{data_vocab}the model's {model_vocab:,}; {steps:,} steps use {step_tokens:,} tokens, "
+        f"{step_tokens / epoch_tokens:.3g} epochs"
     )

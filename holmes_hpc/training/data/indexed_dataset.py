@@ -1,8 +1,8 @@
-"""Reading Megatron's indexed data sets: checked first, split, blended, and in an order that no layout changes.
+"""Megatron's indexed data sets: checked, split, blended, and in an order that does not depend on the layout.
 
-GPTDataset cuts one epoch of documents into shuffled samples. Its indices are made by one rank, in a cache directory
-that appears complete or not at all. Megatron's own BlendedMegatronDatasetBuilder is not used: it holds barriers over
-all ranks, and its order depends on how many steps were asked for. Its blending rule (`build_blending_indices`) is.
+GPTDataset splits one epoch of documents into shuffled samples. One rank builds its index, in a cache directory that
+appears complete or not at all. Megatron's BlendedMegatronDatasetBuilder is not used, since it has barriers over all
+ranks, and its order depends on the number of steps. Its blending rule (`build_blending_indices`) is used.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from holmes_hpc.errors import DataError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.data.prefix import (
     Prefix,
-    bounds_of,
     check_lengths,
     digest,
     parse_blend,
     parse_split,
-    samples_of,
+    sample_count,
+    sequence_bounds,
 )
-from holmes_hpc.training.data.samples import Samples, shuffled
+from holmes_hpc.training.data.samples import Samples, permute
 
 _BLEND_PERIOD = 1 << 20  # samples after which the pattern of a blend repeats
-_WAIT = timedelta(minutes=30)  # of the other ranks for rank 0's index of a very large data set
+_INDEX_TIMEOUT = timedelta(minutes=30)  # rank 0 may index a very large data set
 
 
-class _NoPickles:
-    """numpy as GPTDataset sees it: its indices are numbers, but it reads them with ``allow_pickle=True``, and a cache
-    that several share may hold another user's."""
+class _NumpyWithoutPickles:
+    """A replacement of numpy in GPTDataset, which loads its indices with ``allow_pickle=True``.
+    The indices are numbers, but in a shared cache they may be another user's untrusted input."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
@@ -57,31 +57,32 @@ class _NoPickles:
         return np.load(path, **{**options, "allow_pickle": False})
 
 
-vars(gpt_dataset).update(numpy=_NoPickles(), safe_numpy_load=_NoPickles.load)  # later versions have the second name
+# Newer versions of Megatron-Core call safe_numpy_load.
+vars(gpt_dataset).update(numpy=_NumpyWithoutPickles(), safe_numpy_load=_NumpyWithoutPickles.load)
 
 
 class Source:
-    """Endless samples of one split of one prefix: epoch after epoch, each in its own order."""
+    """The endless samples of one split of one prefix: epochs, each in its own order."""
 
-    def __init__(self, prefix: Prefix, bounds: tuple[float, float], split: Split, config: Any) -> None:
+    def __init__(self, prefix: Prefix, fractions: tuple[float, float], split: Split, config: Any) -> None:
         self.name = prefix.path
-        low = GPTDataset.build_low_level_dataset(prefix.path, config)
-        chosen = np.arange(*bounds_of(prefix, bounds), dtype=np.int32)
-        self._dataset = GPTDataset(low, prefix.path, chosen, None, split, config)
+        low_level_dataset = GPTDataset.build_low_level_dataset(prefix.path, config)
+        sequences = np.arange(*sequence_bounds(prefix, fractions), dtype=np.int32)
+        self._dataset = GPTDataset(low_level_dataset, prefix.path, sequences, None, split, config)
         self._key = (config.random_seed, split.value)
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def tokens(self, index: int) -> np.ndarray:
-        epoch, inside = divmod(index, len(self))
-        if epoch:  # the first epoch comes shuffled
-            inside = shuffled(inside, len(self), (self._key[0], epoch << 2 | self._key[1]))
-        return self._dataset._query_document_sample_shuffle_indices(inside)[0]
+        epoch, epoch_index = divmod(index, len(self))
+        if epoch:  # GPTDataset itself shuffles the first epoch
+            epoch_index = permute(epoch_index, len(self), (self._key[0], epoch << 2 | self._key[1]))
+        return self._dataset._query_document_sample_shuffle_indices(epoch_index)[0]
 
 
 class Blend:
-    """Samples of several sources, each as often as its weight says at every moment."""
+    """The samples of several sources, interleaved so that each part of the order has the weights' proportions."""
 
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float]) -> None:
         self.name = "blend of " + ", ".join(s.name for s in sources)
@@ -93,39 +94,42 @@ class Blend:
 
     @cached_property
     def _pattern(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        source, nth = np.zeros(_BLEND_PERIOD, np.int16), np.zeros(_BLEND_PERIOD, np.int64)
-        helpers.build_blending_indices(source, nth, self._weights.tolist(), len(self._sources), _BLEND_PERIOD, False)
-        return source, nth, np.bincount(source, minlength=len(self._sources))
+        sources, samples = np.zeros(_BLEND_PERIOD, np.int16), np.zeros(_BLEND_PERIOD, np.int64)
+        helpers.build_blending_indices(
+            sources, samples, self._weights.tolist(), len(self._sources), _BLEND_PERIOD, False
+        )
+        return sources, samples, np.bincount(sources, minlength=len(self._sources))
 
     def tokens(self, index: int) -> np.ndarray:
-        source, nth, counts = self._pattern
-        period, inside = divmod(index, _BLEND_PERIOD)
-        chosen = int(source[inside])
-        return self._sources[chosen].tokens(period * int(counts[chosen]) + int(nth[inside]))
+        sources, samples, counts = self._pattern
+        period, period_index = divmod(index, _BLEND_PERIOD)
+        source = int(sources[period_index])
+        return self._sources[source].tokens(period * int(counts[source]) + int(samples[period_index]))
 
 
 def build(
     data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluates: bool
 ) -> tuple[Samples, Samples | None]:
-    """See build.build_datasets. The indices lie in `data.cache`, else in the run directory, else beside PREFIX."""
+    """Build the data sets, see build.build_datasets.
+    The index is in `data.cache`, else in the run directory, else beside PREFIX."""
     (names, weights), split = parse_blend(data.prefix), parse_split(data.split, evaluates)
     length = plan.batch.sequence_length
-    wanted = [names, weights, list(split.values()), seed, length]
+    settings = [names, weights, list(split.values()), seed, length]
     root = Path(data.cache or (Path(run_dir) / "data" if run_dir else f"{names[0]}.cache"))
 
     def open_all() -> tuple[list[Prefix], Path]:
         prefixes = [Prefix.open(name) for name in names]
-        state = [megatron_version, *([p.sequences, p.bin_bytes, p.changed_ns] for p in prefixes)]
-        return prefixes, root / digest([wanted, state])
+        versions = [megatron_version, *([p.sequences, p.bin_bytes, p.changed_ns] for p in prefixes)]
+        return prefixes, root / digest([settings, versions])
 
-    def make(prefixes: Sequence[Prefix], directory: Path) -> list[Samples]:
+    def build_all(prefixes: Sequence[Prefix], directory: Path) -> list[Samples]:
         config = GPTDatasetConfig(
             random_seed=seed,
             sequence_length=length,
             blend=(names, None),
             split="1",
             path_to_cache=str(directory),
-            tokenizer=SimpleNamespace(  # what is asked of one when nothing is masked or tokenised
+            tokenizer=SimpleNamespace(  # the attributes that Megatron reads without masks or tokenization
                 vocab_size=plan.model.vocab,
                 eod=-2,
                 unique_identifiers={"class": "_Vocabulary", "vocab_size": plan.model.vocab},
@@ -135,56 +139,56 @@ def build(
             eod_mask_loss=False,
             create_attention_mask=False,
         )
-        made: list[Samples] = []
-        for part, kind in zip(split.values(), (Split.train, Split.valid), strict=False):
-            sources = [Source(p, part, kind, config) for p in prefixes if samples_of(p, part, length) > 0]
-            made.append(sources[0] if len(sources) == 1 else Blend(sources, weights or [len(s) for s in sources]))
-        return made
+        datasets: list[Samples] = []
+        for fractions, kind in zip(split.values(), (Split.train, Split.valid), strict=False):
+            sources = [Source(p, fractions, kind, config) for p in prefixes if sample_count(p, fractions, length) > 0]
+            datasets.append(sources[0] if len(sources) == 1 else Blend(sources, weights or [len(s) for s in sources]))
+        return datasets
 
     def prepare() -> None:
         prefixes, cache = open_all()
-        check_lengths(prefixes, split, plan.batch, each=weights is not None)
-        checked = cache / f"vocabulary-{plan.model.vocab}"  # an earlier start has read all tokens of these files
-        if not checked.exists():
+        check_lengths(prefixes, split, plan.batch, is_weighted=weights is not None)
+        marker = cache / f"vocabulary-{plan.model.vocab}"  # exists if an earlier run has checked all tokens
+        if not marker.exists():
             for prefix in prefixes:
                 prefix.check_tokens(plan.model.vocab)
         if not cache.is_dir():
-            _make_cache(cache, lambda directory: make(prefixes, directory))
+            _build_cache(cache, lambda directory: build_all(prefixes, directory))
         with contextlib.suppress(OSError):
-            checked.touch()
+            marker.touch()
 
     logging.getLogger("megatron.core.datasets").setLevel(logging.WARNING)
-    _first_on_rank0(f"holmes/data/{digest(wanted)}", prepare)
+    _run_on_rank0(f"holmes/data/{digest(settings)}", prepare)
     prefixes, cache = open_all()
     try:
-        datasets = make(prefixes, _seen(cache))
+        datasets = build_all(prefixes, _wait_for_directory(cache))
     except (OSError, ValueError, EOFError) as e:
         raise DataError(
             f"cannot read the index of samples: {getattr(e, 'strerror', None) or e}",
             where=str(cache),
-            hint="remove it, or set data.cache to a directory that all nodes see and only you write",
+            hint="remove it, or set data.cache to a directory that all nodes share and only you can write",
         ) from e
     return datasets[0], datasets[1] if evaluates else None
 
 
-def _seen(directory: Path, patience_s: float = 30) -> Path:
-    """Network file systems show a new directory late."""
-    until = time.monotonic() + patience_s
-    while not directory.is_dir() and time.monotonic() < until:
+def _wait_for_directory(directory: Path, timeout_s: float = 30) -> Path:
+    """Wait until `directory` is visible, since network file systems show a new one late; return it."""
+    deadline = time.monotonic() + timeout_s
+    while not directory.is_dir() and time.monotonic() < deadline:
         time.sleep(0.2)
     return directory
 
 
-def _make_cache(cache: Path, make: Callable[[Path], object]) -> None:
-    """Build into a directory of its own and rename it: an interrupted build is never taken for a whole one."""
+def _build_cache(cache: Path, build_into: Callable[[Path], object]) -> None:
+    """Build the cache in a temporary directory and rename it, so that an interrupted build is never used."""
     temporary = cache.with_name(f".{cache.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        make(temporary)
+        build_into(temporary)
         try:
             temporary.rename(cache)
         except OSError:
-            if not cache.is_dir():  # else another process was quicker, with equal bytes
+            if not cache.is_dir():  # otherwise another process has built the same cache
                 raise
     except OSError as e:
         raise DataError(
@@ -196,8 +200,8 @@ def _make_cache(cache: Path, make: Callable[[Path], object]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _first_on_rank0(key: str, prepare: Callable[[], None]) -> None:
-    """Run `prepare` on rank 0 alone; the others wait for its answer. Its DataError is raised on every rank."""
+def _run_on_rank0(key: str, prepare: Callable[[], None]) -> None:
+    """Run `prepare` on rank 0; the other ranks wait for it. Its DataError is raised on all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return prepare()
     store = dist.distributed_c10d._get_default_store()
@@ -209,8 +213,8 @@ def _first_on_rank0(key: str, prepare: Callable[[], None]) -> None:
             raise
         return store.set(key, "null")
     try:
-        store.wait([key], _WAIT)
+        store.wait([key], _INDEX_TIMEOUT)
     except RuntimeError as e:
         raise DataError("rank 0 did not finish the index of samples", where=key, hint="see rank 0's log") from e
-    if problem := json.loads(store.get(key)):
-        raise DataError(**problem)
+    if error := json.loads(store.get(key)):
+        raise DataError(**error)

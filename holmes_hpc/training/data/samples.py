@@ -1,7 +1,7 @@
-"""The tokens that each rank trains on. The order of samples depends on data, seed and step alone.
+"""The micro-batches of each rank. The order of samples depends only on data, seed and step.
 
-Step s trains on samples [s*B, (s+1)*B) of the data set's order, B the global batch, however many ranks share them; so
-an interrupted run, or one continued under another layout or for more steps, sees the same batches.
+Step s trains on samples [s*B, (s+1)*B) of the data set's order, where B is the global batch size. A resumed run sees
+the same batches, also under another layout or with more steps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.data.prefix import check_vocabulary
 
 CPU = torch.device("cpu")
-DEPTH = 4  # micro-batches that are ready or in the making
+DEPTH = 4  # prefetched micro-batches
 
 
 class Samples(Protocol):
-    """An endless order of samples. ``len``: how many until they repeat (in another order)."""
+    """An endless sequence of samples. ``len``: the samples of an epoch, after which they repeat in another order."""
 
     @property
     def name(self) -> str: ...
@@ -33,29 +33,30 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def tokens(self, index: int) -> np.ndarray:
-        """Sample `index` >= 0: int64, shape (sequence length + 1); its first part is input, its last part labels."""
+        """Return sample `index` >= 0: int64, shape (sequence length + 1). Labels are the inputs shifted by one."""
         ...
 
 
-def shuffled(index: int, size: int, key: tuple[int, int]) -> int:
-    """Where `index` goes in a pseudo-random permutation of range(size), without holding the permutation.
+def permute(index: int, size: int, key: tuple[int, int]) -> int:
+    """Return the position of `index` in a pseudo-random permutation of range(size), in constant memory.
 
-    A four-round Feistel network over the next power of four, walked until it lands inside (Black and Rogaway, 2002).
+    A four-round Feistel network over the next power of four is applied until the result is below `size` (Black and
+    Rogaway, 2002).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
-        for turn in range(4):
-            word = hashlib.blake2b(struct.pack("<qqqq", *key, turn, right), digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(word, "little") & mask)
+        for feistel_round in range(4):
+            digest = hashlib.blake2b(struct.pack("<qqqq", *key, feistel_round, right), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
         index = left << half | right
         if index < size:
             return index
 
 
 def sample_indices(step: int, micro_batch: int, dp_rank: int, dp: int, micro_size: int, global_size: int) -> range:
-    """The samples of one micro-batch: consecutive ones, rank by rank, then micro-batch by micro-batch."""
+    """Return the consecutive samples of one micro-batch. A step orders samples by micro-batch, then by rank."""
     start = step * global_size + (micro_batch * dp + dp_rank) * micro_size
     return range(start, start + micro_size)
 
@@ -66,80 +67,79 @@ def batches(
     dp_rank: int,
     start_step: int = 0,
     device: torch.device = CPU,
-    end: int | None = None,
+    document_end: int | None = None,
     stage: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Micro-batches of data-parallel rank `dp_rank` of `stage` from step `start_step` on, without end; a step has
-    `plan.micro_batches`, or with unequal widths those that the plan routes to this replica.
+    """Yield the micro-batches of data-parallel rank `dp_rank` of `stage` from step `start_step` on, without end.
 
-    tokens, labels, position_ids: int64, shape (micro size, sequence length); loss_mask: float32, the same shape;
-    attention_mask: None (causal), or, of documents that token `end` keeps apart, as :func:`apart` has it; all on
-    `device`, of which only the tokens' text is copied there. Raises DataError for a token beyond the model's
-    vocabulary.
+    A step has `plan.micro_batches`, or with per-stage TP/DP those that the plan routes to this replica. Keys: tokens,
+    labels, position_ids (int64, shape (micro size, sequence length)); loss_mask (float32, same shape); attention_mask
+    (None means causal; with `document_end`, a token, see :func:`separate_documents`). All are on `device`; only token
+    ids are copied from the host. Raises DataError for a token beyond the model's vocabulary.
     """
     micro, length = plan.batch.micro_size, plan.batch.sequence_length
-    rows = texts(dataset, plan, dp_rank, start_step, stage)
-    for text in on_gpu(rows, device) if device.type == "cuda" else map(torch.from_numpy, rows):
-        tokens, positions, mask = text[:, :-1].contiguous(), torch.arange(length, device=device).repeat(micro, 1), None
-        if end is not None:
-            positions, mask = apart(tokens, end)
+    host_rows = sample_rows(dataset, plan, dp_rank, start_step, stage)
+    for rows in copy_to_gpu(host_rows, device) if device.type == "cuda" else map(torch.from_numpy, host_rows):
+        tokens, positions, mask = rows[:, :-1].contiguous(), torch.arange(length, device=device).repeat(micro, 1), None
+        if document_end is not None:
+            positions, mask = separate_documents(tokens, document_end)
         yield {
             "tokens": tokens,
-            "labels": text[:, 1:].contiguous(),
+            "labels": rows[:, 1:].contiguous(),
             "position_ids": positions,
             "attention_mask": mask,
             "loss_mask": torch.ones(micro, length, device=device),
         }
 
 
-def apart(tokens: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(positions, mask) for documents that are packed into rows of `tokens`, (rows, length), each with `end` behind it.
+def separate_documents(tokens: torch.Tensor, document_end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (positions, mask) for documents packed into rows of `tokens`, (rows, length), that end in `document_end`.
 
-    Positions, int64 as `tokens`, begin anew with each document. Mask, bool, (rows, 1, length, length): True where a
-    token may not attend, as Megatron-Core has it: to what follows it and to other documents.
+    Positions, int64, restart at each document. Mask, bool, (rows, 1, length, length), follows Megatron-Core: True hides
+    later tokens and other documents.
     """
-    place = torch.arange(tokens.shape[1], device=tokens.device)
-    begins = torch.zeros_like(tokens, dtype=torch.bool)
-    begins[:, 1:] = tokens[:, :-1] == end
-    first = torch.where(begins, place, 0).cummax(1).values  # where each token's document begins
-    other = first[:, None, :, None] != first[:, None, None, :]
-    return place - first, other | (place[None, :] > place[:, None])
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    is_start = torch.zeros_like(tokens, dtype=torch.bool)
+    is_start[:, 1:] = tokens[:, :-1] == document_end
+    start = torch.where(is_start, index, 0).cummax(1).values  # of each token's document
+    is_other_document = start[:, None, :, None] != start[:, None, None, :]
+    return index - start, is_other_document | (index[None, :] > index[:, None])
 
 
-def texts(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, stage: int = 0) -> Iterator[np.ndarray]:
-    """The samples of one micro-batch after the other: int64, shape (micro size, sequence length + 1)."""
+def sample_rows(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, stage: int = 0) -> Iterator[np.ndarray]:
+    """Yield the samples of each micro-batch: int64, shape (micro size, sequence length + 1)."""
     size, micro = plan.batch.global_size, plan.batch.micro_size
-    if plan.order.routes:  # numbers of the whole step, as if there were one replica
-        own: Sequence[int] = plan.order.own(plan.order.row(stage, dp_rank))
+    if plan.order.routes:  # micro-batches are numbered over the step, as if there were one replica
+        micro_batches: Sequence[int] = plan.order.own(plan.order.row(stage, dp_rank))
         dp, dp_rank = 1, 0
     else:
-        own, dp = range(plan.micro_batches), plan.parallel.dp
+        micro_batches, dp = range(plan.micro_batches), plan.parallel.dp
     for step in count(start_step):
-        for micro_batch in own:
-            chosen = sample_indices(step, micro_batch, dp_rank, dp, micro, size)
-            rows = np.stack([dataset.tokens(i) for i in chosen])
+        for micro_batch in micro_batches:
+            indices = sample_indices(step, micro_batch, dp_rank, dp, micro, size)
+            rows = np.stack([dataset.tokens(i) for i in indices])
             check_vocabulary(rows, plan.model.vocab, dataset.name)
             yield rows
 
 
-def prefetched(items: Iterator[Any]) -> Iterator[Any]:
-    """`items`, made by a thread, :data:`DEPTH` of them ahead. What it raises comes where its item would have."""
+def prefetch(items: Iterator[Any]) -> Iterator[Any]:
+    """Yield `items`, which a thread computes :data:`DEPTH` ahead. An error is raised in place of its item."""
     end = object()
     with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
-        made = deque(thread.submit(next, items, end) for _ in range(DEPTH))
-        while (item := made.popleft().result()) is not end:
-            made.append(thread.submit(next, items, end))
+        futures = deque(thread.submit(next, items, end) for _ in range(DEPTH))
+        while (item := futures.popleft().result()) is not end:
+            futures.append(thread.submit(next, items, end))
             yield item
 
 
-def on_gpu(rows: Iterator[np.ndarray], device: torch.device) -> Iterator[torch.Tensor]:
-    """`rows` as tensors on `device`. The thread puts them into pinned memory, from where a copy holds up neither the
-    host nor the computing that was launched before."""
+def copy_to_gpu(host_rows: Iterator[np.ndarray], device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield `host_rows` as tensors on `device`. A thread prefetches them into pinned memory.
+    The copy from there blocks neither the host nor kernels launched before."""
 
-    def pinned() -> Iterator[torch.Tensor]:
-        torch.cuda.set_device(device)  # of this thread: memory would be pinned for the first GPU
-        for row in rows:
-            yield torch.from_numpy(row).pin_memory()
+    def pinned_rows() -> Iterator[torch.Tensor]:
+        torch.cuda.set_device(device)  # per thread: otherwise memory would be pinned for the first GPU
+        for rows in host_rows:
+            yield torch.from_numpy(rows).pin_memory()
 
-    for text in prefetched(pinned()):
-        yield text.to(device, non_blocking=True)
+    for rows in prefetch(pinned_rows()):
+        yield rows.to(device, non_blocking=True)

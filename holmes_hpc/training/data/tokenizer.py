@@ -1,4 +1,4 @@
-"""Text to token ids: bytes as they are, or a Hugging Face `tokenizers` file."""
+"""Tokenizers: bytes of UTF-8, or a Hugging Face `tokenizers` file."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[
 
 
 class ByteTokenizer:
-    """256 bytes of UTF-8 and the end of a document: 257 ids, no file, no unknown text.
+    """A tokenizer without a file: 256 bytes of UTF-8 and the end of a document.
 
-    `vocab` counts the ids from 0; `eod` ends a document; `id` changes whenever the ids of a text would.
+    `vocab`: the number of ids; `eod`: the end-of-document id; `id`: changes if any text would get other ids.
     """
 
     vocab, eod, id = 257, 256, "bytes"
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, 1-D, without the end of document."""
+        """Return the 1-D ids of a text, without the end of document."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids; the end of document becomes nothing."""
-        kept = np.asarray(ids)
-        return kept[kept < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        """Return the text of ids, without the end of document."""
+        array = np.asarray(ids)
+        return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
@@ -36,16 +36,16 @@ class FileTokenizer:
 
     def __init__(self, path: str) -> None:
         try:
-            from tokenizers import Tokenizer as Loaded
+            from tokenizers import Tokenizer as HuggingFaceTokenizer
         except ImportError as e:
             raise DataError(
                 "the tokenizers library is not installed",
                 where=path,
-                hint="pip install 'holmes-hpc[tokenizers]', or use bytes",
+                hint="pip install 'holmes-hpc[tokenizers]', or omit the tokenizer to use bytes",
             ) from e
         try:
             raw = Path(path).read_bytes()
-            self._inner: Any = Loaded.from_buffer(raw)
+            self._inner: Any = HuggingFaceTokenizer.from_buffer(raw)
         except OSError as e:
             raise DataError(e.strerror or str(e), where=path, hint="give a tokenizer.json") from e
         except Exception as e:  # the library raises bare Exception
@@ -54,7 +54,7 @@ class FileTokenizer:
         self.vocab: int = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod: int = next((i for i in map(self._inner.token_to_id, _END_NAMES) if i is not None), -1)
         if self.eod < 0:
-            raise DataError("no token ends a document", where=path, hint=f"add one of {', '.join(_END_NAMES)}")
+            raise DataError("no end-of-document token", where=path, hint=f"add one of {', '.join(_END_NAMES)}")
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.int32)
@@ -66,6 +66,6 @@ class FileTokenizer:
 Tokenizer = ByteTokenizer | FileTokenizer
 
 
-def load(path: str | None) -> Tokenizer:
-    """The tokenizer of a file, or of bytes for None."""
+def load_tokenizer(path: str | None) -> Tokenizer:
+    """Return the tokenizer of a file, or of bytes for None."""
     return FileTokenizer(path) if path else ByteTokenizer()

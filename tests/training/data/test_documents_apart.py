@@ -1,4 +1,4 @@
-"""Documents packed into samples and kept apart, in whole runs. What attention does: model/test_attention.py."""
+"""Runs with separate documents in packed samples. The attention itself: model/test_attention.py."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from holmes_hpc.training.data.prepare import prepare
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
+    """Prepare a data set of 300 short documents."""
     lines = [json.dumps({"text": f"{i} little words"[: 3 + i % 9]}) for i in range(300)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     return prepare([tmp_path / "a.jsonl"], tmp_path / "text", workers=1).prefix
 
 
 @pytest.mark.integration
-def test_every_stage_keeps_documents_apart(prefix: str, tmp_path: Path) -> None:
-    model = replace(spawn.MODEL, vocab=257, rope=False)  # positions, too, begin anew
-    runs = {"joined": (1, "joined"), "alone": (1, "apart"), "three stages": (3, "apart")}
-    found = {}
+def test_all_stages_separate_documents(prefix: str, tmp_path: Path) -> None:
+    model = replace(spawn.MODEL, vocab=257, rope=False)  # learned positions show whether they restart
+    runs = {"joined": (1, "joined"), "one stage": (1, "apart"), "three stages": (3, "apart")}
+    losses = {}
     for name, (pp, documents) in runs.items():
-        ended = spawn.train(
+        finished = spawn.train(
             tmp_path / name,
             spawn.plan(pp=pp, model=model),
             {
@@ -36,23 +37,23 @@ def test_every_stage_keeps_documents_apart(prefix: str, tmp_path: Path) -> None:
                 "data": {"kind": "indexed", "prefix": prefix, "documents": documents, "learnable": False},
             },
         )
-        assert set(ended.codes) == {0}, ended.output
-        found[name] = ended.column("loss")
-    assert found["three stages"] == pytest.approx(found["alone"], rel=1e-5)
-    apart = [abs(a / b - 1) for a, b in zip(found["joined"], found["alone"], strict=True)]
-    assert max(apart) > 3e-5, apart
+        assert set(finished.codes) == {0}, finished.output
+        losses[name] = finished.column("loss")
+    assert losses["three stages"] == pytest.approx(losses["one stage"], rel=1e-5)
+    differences = [abs(a / b - 1) for a, b in zip(losses["joined"], losses["one stage"], strict=True)]
+    assert max(differences) > 3e-5, differences
 
 
-def test_what_ends_a_document_must_be_known(prefix: str, tmp_path: Path) -> None:
-    apart = DataConfig(kind="indexed", prefix=prefix, documents="apart")
-    assert document_end(apart) == 256 and document_end(replace(apart, documents="joined")) is None
-    for end in ("json", "bin", "idx"):
-        (tmp_path / f"other.{end}").write_bytes(Path(f"{prefix}.{end}").read_bytes())
-    (tmp_path / "other.json").write_text('{"eod": 3}')
-    with pytest.raises(DataError, match="documents end with other tokens"):
-        document_end(replace(apart, prefix=(prefix, str(tmp_path / "other"))))
-    (tmp_path / "other.json").unlink()
-    with pytest.raises(DataError, match="no word of which token ends a document"):
-        document_end(replace(apart, prefix=str(tmp_path / "other")))
+def test_separate_documents_need_one_end_of_document_token(prefix: str, tmp_path: Path) -> None:
+    config = DataConfig(kind="indexed", prefix=prefix, documents="apart")
+    assert document_end(config) == 256 and document_end(replace(config, documents="joined")) is None
+    for suffix in ("json", "bin", "idx"):
+        (tmp_path / f"second.{suffix}").write_bytes(Path(f"{prefix}.{suffix}").read_bytes())
+    (tmp_path / "second.json").write_text('{"eod": 3}')
+    with pytest.raises(DataError, match="different end-of-document tokens"):
+        document_end(replace(config, prefix=(prefix, str(tmp_path / "second"))))
+    (tmp_path / "second.json").unlink()
+    with pytest.raises(DataError, match="end-of-document token unknown"):
+        document_end(replace(config, prefix=str(tmp_path / "second")))
     with pytest.raises(ConfigError, match="synthetic data have no documents"):
         DataConfig(documents="apart")

@@ -1,4 +1,4 @@
-"""Micro-batches made ahead by a thread."""
+"""A thread prefetches micro-batches."""
 
 from __future__ import annotations
 
@@ -16,61 +16,61 @@ from holmes_hpc.training.data import samples
 from holmes_hpc.training.data.build import Synthetic
 
 
-def test_items_come_in_order_and_are_made_ahead() -> None:
-    made: list[int] = []
-    far = threading.Event()
+def test_items_are_prefetched_in_order() -> None:
+    computed: list[int] = []
+    is_ahead = threading.Event()
 
-    def items() -> Iterator[int]:
+    def numbers() -> Iterator[int]:
         for number in range(10):
-            made.append(number)
+            computed.append(number)
             if number == samples.DEPTH:
-                far.set()
+                is_ahead.set()
             yield number
 
-    stream = samples.prefetched(items())
+    stream = samples.prefetch(numbers())
     assert next(stream) == 0
-    assert far.wait(10)  # nobody has asked for the second one yet
-    assert len(made) <= samples.DEPTH + 1
-    assert list(stream) == list(range(1, 10)) == made[1:]
+    assert is_ahead.wait(10)  # before the second item is requested
+    assert len(computed) <= samples.DEPTH + 1
+    assert list(stream) == list(range(1, 10)) == computed[1:]
 
 
-def test_an_error_comes_where_its_item_would_have() -> None:
-    def items() -> Iterator[int]:
+def test_error_is_raised_in_place_of_its_item() -> None:
+    def numbers() -> Iterator[int]:
         yield from range(3)
         raise DataError("a bad token")
 
-    stream = samples.prefetched(items())
+    stream = samples.prefetch(numbers())
     assert list(itertools.islice(stream, 3)) == [0, 1, 2]
     with pytest.raises(DataError, match="a bad token"):
         next(stream)
 
 
-def test_the_thread_ends_with_the_stream() -> None:
-    stream = samples.prefetched(itertools.count())
+def test_thread_ends_with_the_stream() -> None:
+    stream = samples.prefetch(itertools.count())
     next(stream)
     assert any(t.name.startswith("data") for t in threading.enumerate())
     stream.close()  # type: ignore[attr-defined]
     assert not any(t.name.startswith("data") for t in threading.enumerate())
 
 
-def test_a_gpus_batches_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the copies and what is made on the device go to the CPU."""
-    copied: list[torch.device] = []
+def test_batches_are_equal_on_gpu_and_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test places all tensors of the GPU on the CPU."""
+    devices: list[torch.device] = []
 
-    def on_gpu(rows: Iterator[np.ndarray], device: torch.device) -> Iterator[torch.Tensor]:
-        copied.append(device)
-        return samples.prefetched(map(torch.from_numpy, rows))
+    def copy_to_gpu(host_rows: Iterator[np.ndarray], device: torch.device) -> Iterator[torch.Tensor]:
+        devices.append(device)
+        return samples.prefetch(map(torch.from_numpy, host_rows))
 
-    monkeypatch.setattr(samples, "on_gpu", on_gpu)
+    monkeypatch.setattr(samples, "copy_to_gpu", copy_to_gpu)
     p = plan()
     data = Synthetic(3, p.model.vocab, p.batch.sequence_length)
     on_cpu = list(itertools.islice(samples.batches(data, p, 0, 2), 6))
     ones, arange = torch.ones, torch.arange
     monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
     monkeypatch.setattr(torch, "arange", lambda *shape, device: arange(*shape))
-    there = list(itertools.islice(samples.batches(data, p, 0, 2, torch.device("cuda")), 6))
-    assert copied == [torch.device("cuda")]
-    for a, b in zip(on_cpu, there, strict=True):
+    on_gpu = list(itertools.islice(samples.batches(data, p, 0, 2, torch.device("cuda")), 6))
+    assert devices == [torch.device("cuda")]
+    for a, b in zip(on_cpu, on_gpu, strict=True):
         assert a.keys() == b.keys() and b["attention_mask"] is None
         for name in a.keys() - {"attention_mask"}:
             assert torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype

@@ -1,4 +1,4 @@
-"""Text in, Megatron's indexed data set out: every document once, whatever the file, workers or interruptions."""
+"""Prepared data sets have every document once, whatever the file type, workers or interruptions."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from hypothesis import strategies as st
 
 from holmes_hpc.errors import ConfigError, DataError, HolmesError, RunFailed
 from holmes_hpc.training.data import prepare, text_files
-from holmes_hpc.training.data.tokenizer import ByteTokenizer, load
+from holmes_hpc.training.data.tokenizer import ByteTokenizer, load_tokenizer
 
 EOD = ByteTokenizer.eod
 
 
 def documents(prefix: Path | str) -> list[str]:
-    """The documents of an indexed data set, by Megatron's own reader."""
+    """Return the documents of an indexed data set, read by Megatron."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     data = IndexedDataset(str(prefix))
     bounds = data.document_indices.tolist()
-    found = []
+    texts = []
     for a, b in itertools.pairwise(bounds):
         ids = np.concatenate([data[i] for i in range(a, b)])
         assert ids[-1] == EOD and (ids[:-1] < 256).all()
-        found.append(ByteTokenizer().decode(ids))
+        texts.append(ByteTokenizer().decode(ids))
     assert data.document_indices[-1] == len(data)
-    return found
+    return texts
 
 
 def jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
@@ -49,22 +49,22 @@ def jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
 TEXTS = ["one\ntwo", "drei – ünïcödé 🦉", "  4\n", "a" * 3000] * 5
 
 
-def test_text_and_json_lines_come_back_in_order(tmp_path: Path) -> None:
+def test_documents_of_text_and_json_lines_keep_their_order(tmp_path: Path) -> None:
     a = jsonl(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "b.txt").write_text("\ufeffa text file\nof two lines\n", encoding="utf-8")
     (tmp_path / "c.txt").write_bytes(b"")
-    seen = []
-    made = prepare.prepare(
+    reports = []
+    summary = prepare.prepare(
         [a, tmp_path / "b.txt", tmp_path / "c.txt"],
         tmp_path / "out" / "text",
         workers=1,
-        progress=lambda *now: seen.append(now),
+        progress=lambda *report: reports.append(report),
     )
-    assert documents(made.prefix) == [*TEXTS, "a text file\nof two lines\n"]
-    assert (made.documents, made.files, made.vocab, made.eod) == (21, 3, 257, 256)
-    assert made.tokens == os.path.getsize(f"{made.prefix}.bin") // 2
-    assert {what for what, _, _ in seen} == {"tokenize", "join"}
-    assert all(0 <= done <= total for _, done, total in seen)
+    assert documents(summary.prefix) == [*TEXTS, "a text file\nof two lines\n"]
+    assert (summary.documents, summary.files, summary.vocab, summary.eod) == (21, 3, 257, 256)
+    assert summary.tokens == os.path.getsize(f"{summary.prefix}.bin") // 2
+    assert {stage for stage, _, _ in reports} == {"tokenize", "join"}
+    assert all(0 <= done <= total for _, done, total in reports)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["text.bin", "text.idx", "text.json"]
 
 
@@ -74,31 +74,29 @@ def test_text_and_json_lines_come_back_in_order(tmp_path: Path) -> None:
     part=st.integers(1, 60),
     ending=st.sampled_from(["", "\n"]),
 )
-def test_cutting_a_file_into_parts_loses_and_doubles_nothing(
-    lines: list[str], part: int, ending: str, tmp_path: Path
-) -> None:
-    whole = ("\n".join(lines) + ending).encode()
-    (tmp_path / "a.txt").write_bytes(whole)
-    got = [
-        (t, last)
+def test_splitting_a_file_into_extents_keeps_its_text(lines: list[str], part: int, ending: str, tmp_path: Path) -> None:
+    content = ("\n".join(lines) + ending).encode()
+    (tmp_path / "a.txt").write_bytes(content)
+    pieces = [
+        (text, is_end)
         for e in text_files.extents(str(tmp_path / "a.txt"), part)
-        for t, last in text_files.documents(e, "text", lambda n: None)
+        for text, is_end in text_files.documents(e, "text", lambda n: None)
     ]
-    assert "".join(t for t, _ in got) == whole.decode().removeprefix("\ufeff")
-    assert [last for _, last in got].count(True) == bool(whole) and (not got or got[-1][1])
+    assert "".join(text for text, _ in pieces) == content.decode().removeprefix("\ufeff")
+    assert [is_end for _, is_end in pieces].count(True) == bool(content) and (not pieces or pieces[-1][1])
     file = jsonl(tmp_path / "a.jsonl", lines)
     texts = [t for e in text_files.extents(str(file), part) for t, _ in text_files.documents(e, "text", lambda n: None)]
     assert texts == [t for t in lines if t]
 
 
-def test_pieces_of_a_long_line_join_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "PIECE_BYTES", 7)  # cuts inside characters
+def test_long_line_is_split_and_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 7)  # splits inside characters
     text = "🦉ß漢" * 50 + "\nend\n" + "ä" * 99
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     for part in (5, 64, 10_000):
-        made = prepare.prepare([tmp_path / "a.txt"], tmp_path / f"out{part}", workers=1, part_bytes=part)
-        assert documents(made.prefix) == [text]
-        assert made.sequences > 10
+        summary = prepare.prepare([tmp_path / "a.txt"], tmp_path / f"out{part}", workers=1, part_bytes=part)
+        assert documents(summary.prefix) == [text]
+        assert summary.sequences > 10
 
 
 def zstd(raw: bytes) -> bytes:
@@ -109,13 +107,14 @@ COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst"
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_compressed_files_are_read_and_damaged_ones_named(suffix: str, tmp_path: Path) -> None:
+def test_compressed_files_are_read_and_damaged_ones_refused(suffix: str, tmp_path: Path) -> None:
     raw = jsonl(tmp_path / "plain.jsonl", TEXTS).read_bytes()
     packed = COMPRESS[suffix](raw) + COMPRESS[suffix](b'{"text": "second member"}\n')
     (tmp_path / f"a.jsonl.{suffix}").write_bytes(packed)
     (tmp_path / f"b.txt.{suffix}").write_bytes(COMPRESS[suffix](b"ein Text\n"))
-    made = prepare.prepare([tmp_path / f"a.jsonl.{suffix}", tmp_path / f"b.txt.{suffix}"], tmp_path / "out", workers=1)
-    assert documents(made.prefix) == [*TEXTS, "second member", "ein Text\n"]
+    paths = [tmp_path / f"a.jsonl.{suffix}", tmp_path / f"b.txt.{suffix}"]
+    summary = prepare.prepare(paths, tmp_path / "out", workers=1)
+    assert documents(summary.prefix) == [*TEXTS, "second member", "ein Text\n"]
     single = COMPRESS[suffix](raw)
     (tmp_path / f"cut.jsonl.{suffix}").write_bytes(single[: len(single) // 2])
     with pytest.raises(DataError, match=rf"cut\.jsonl\.{suffix}.*cannot be read"):
@@ -123,34 +122,34 @@ def test_compressed_files_are_read_and_damaged_ones_named(suffix: str, tmp_path:
     assert not (tmp_path / "no.idx").exists()
 
 
-def test_parquet_rows_are_documents_and_damage_is_named(tmp_path: Path) -> None:
+def test_parquet_rows_are_documents_and_damaged_files_refused(tmp_path: Path) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = pa.table({"content": [*TEXTS, None, ""], "id": list(range(len(TEXTS) + 2))})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
-    seen = []
-    made = prepare.prepare(
+    reports = []
+    summary = prepare.prepare(
         [tmp_path / "a.parquet"],
         tmp_path / "out",
         workers=1,
         json_key="content",
-        progress=lambda *now: seen.append(now),
+        progress=lambda *report: reports.append(report),
     )
-    assert documents(made.prefix) == TEXTS
-    assert max(done for what, done, _ in seen if what == "tokenize") == (tmp_path / "a.parquet").stat().st_size
-    whole = (tmp_path / "a.parquet").read_bytes()
-    (tmp_path / "cut.parquet").write_bytes(whole[:-100])
-    for name, key, says in (
-        ("a.parquet", "text", "no column of text 'text' .found: content, id"),
-        ("a.parquet", "id", "no column of text 'id' .found: id, of type int64"),
-        ("cut.parquet", "content", "cut.parquet: not whole Parquet"),
+    assert documents(summary.prefix) == TEXTS
+    assert max(done for stage, done, _ in reports if stage == "tokenize") == (tmp_path / "a.parquet").stat().st_size
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(content[:-100])
+    for name, key, message in (
+        ("a.parquet", "text", "no text column 'text' .found: content, id"),
+        ("a.parquet", "id", "no text column 'id' .found: id, of type int64"),
+        ("cut.parquet", "content", "cut.parquet: damaged Parquet"),
     ):
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=message):
             prepare.prepare([tmp_path / name], tmp_path / "no", workers=1, json_key=key)
     assert not (tmp_path / "no.idx").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "says"),
+    ("name", "raw", "message"),
     [
         ("a.txt", b"", "no text in 1 file"),
         ("a.jsonl", b"\n\n", "no text"),
@@ -169,67 +168,67 @@ def test_parquet_rows_are_documents_and_damage_is_named(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.integration
-def test_a_corpus_that_cannot_be_used_is_one_line(name: str | None, raw: bytes, says: str, tmp_path: Path) -> None:
+def test_unusable_corpus_is_refused(name: str | None, raw: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / (name or "missing")
     if name and name != ".":
         path.write_bytes(raw)
     for workers in (1, 2):
-        with pytest.raises(DataError, match=says) as e:
+        with pytest.raises(DataError, match=message) as e:
             prepare.prepare([path], tmp_path / "out", workers=workers, part_bytes=4 if workers == 2 else 1 << 20)
         assert "\n" not in str(e.value) and e.value.hint
     assert not {"out.bin", "out.idx", "out.json"} & {p.name for p in tmp_path.iterdir()}
 
 
-def test_a_full_disk_is_said_and_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, real = jsonl(tmp_path / "a.jsonl", TEXTS), os.fsync
+def test_full_disk_leaves_no_incomplete_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, fsync = jsonl(tmp_path / "a.jsonl", TEXTS), os.fsync
 
-    def full(fd: int) -> None:
+    def fail(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunFailed, match=r"No space left.*goes on where it stopped"):
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(RunFailed, match=r"No space left.*continues where it stopped"):
         prepare.prepare([file], tmp_path / "out", workers=1)
     assert not (tmp_path / "out.idx").exists()
-    monkeypatch.setattr(os, "fsync", real)
+    monkeypatch.setattr(os, "fsync", fsync)
     assert documents(prepare.prepare([file], tmp_path / "out", workers=1).prefix) == TEXTS
 
 
-def test_a_second_call_makes_nothing_and_a_changed_file_everything(tmp_path: Path) -> None:
+def test_second_call_reuses_the_data_set_unless_a_file_changed(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", TEXTS)
     first = prepare.prepare([file], tmp_path / "out", workers=1)
     changed = os.stat(f"{first.prefix}.bin").st_mtime_ns
     assert prepare.prepare([file], tmp_path / "out", workers=1) == first
     assert os.stat(f"{first.prefix}.bin").st_mtime_ns == changed
     jsonl(file, TEXTS[:3])
-    with pytest.raises(ConfigError, match=r"holds another data set .*--force"):
+    with pytest.raises(ConfigError, match=r"contains another data set .*--force"):
         prepare.prepare([file], tmp_path / "out", workers=1)
     assert documents(prepare.prepare([file], tmp_path / "out", workers=1, force=True).prefix) == TEXTS[:3]
     jsonl(file, TEXTS[:2], key="content")
-    made = prepare.prepare([file], tmp_path / "out", workers=1, json_key="content", force=True)
-    assert documents(made.prefix) == TEXTS[:2]
-    Path(f"{made.prefix}.bin").write_bytes(b"x")
+    summary = prepare.prepare([file], tmp_path / "out", workers=1, json_key="content", force=True)
+    assert documents(summary.prefix) == TEXTS[:2]
+    Path(f"{summary.prefix}.bin").write_bytes(b"x")
     assert documents(prepare.prepare([file], tmp_path / "out", workers=1, json_key="content").prefix) == TEXTS[:2]
 
 
-def test_two_preparations_of_one_prefix_do_not_mix(tmp_path: Path) -> None:
+def test_concurrent_preparation_of_one_prefix_is_refused(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", TEXTS)
-    inner: list[HolmesError] = []
+    errors: list[HolmesError] = []
 
-    def again(*_: object) -> None:
+    def prepare_again(*_: object) -> None:
         try:
             prepare.prepare([file], tmp_path / "out", workers=1)
         except HolmesError as e:
-            inner.append(e)
+            errors.append(e)
 
-    made = prepare.prepare([file], tmp_path / "out", workers=1, progress=again)
-    assert inner and all("another preparation" in str(e) for e in inner)
-    assert documents(made.prefix) == TEXTS
+    summary = prepare.prepare([file], tmp_path / "out", workers=1, progress=prepare_again)
+    assert errors and all("another preparation" in str(e) for e in errors)
+    assert documents(summary.prefix) == TEXTS
 
 
-KILLED = """
+SCRIPT = """
 import os, sys
 from holmes_hpc.training.data.prepare import prepare
-def progress(what, done, total):
+def progress(stage, done, total):
     print(done, flush=True)
 if __name__ == "__main__":
     prepare(sys.argv[2:], sys.argv[1], workers=2, part_bytes=200_000, progress=progress)
@@ -237,35 +236,35 @@ if __name__ == "__main__":
 
 
 @pytest.mark.integration
-def test_killed_and_run_again_it_goes_on(tmp_path: Path) -> None:
-    """KILL the whole preparation after some parts; the second run keeps them, and the result is that of one go."""
+def test_killed_preparation_continues(tmp_path: Path) -> None:
+    """Kill a preparation after some parts. The second run reuses them, with the result of an uninterrupted run."""
     texts = [f"{i} " + "word " * 200 for i in range(12_000)]  # 12 MB, 61 parts
     file = jsonl(tmp_path / "a.jsonl", texts)
     script = tmp_path / "script.py"
-    script.write_text(KILLED)
+    script.write_text(SCRIPT)
     child = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path / "out"), str(file)], stdout=subprocess.PIPE, start_new_session=True
     )
     parts = tmp_path / "out.parts"
-    until = time.monotonic() + 60
-    while len(list(parts.glob("*.npz"))) < 3 and time.monotonic() < until and child.poll() is None:
+    deadline = time.monotonic() + 60
+    while len(list(parts.glob("*.npz"))) < 3 and time.monotonic() < deadline and child.poll() is None:
         time.sleep(0.002)
-    child.kill()  # the parent only: its workers must end by themselves
+    child.kill()  # only the parent: its workers must exit by themselves
     child.wait()
     done = len(list(parts.glob("*.npz")))
     assert 3 <= done < 61 and not (tmp_path / "out.idx").exists()
-    while _group_alive(child.pid) and time.monotonic() < until:
+    while _is_group_alive(child.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _group_alive(child.pid), "a worker outlived the preparation"
-    made = prepare.prepare([file], tmp_path / "out", workers=2, part_bytes=200_000)
-    assert made.resumed_parts >= done
-    assert documents(made.prefix) == texts
-    whole = prepare.prepare([file], tmp_path / "whole", workers=1, part_bytes=10**8)
-    for end in ("bin", "idx"):
-        assert Path(f"{made.prefix}.{end}").read_bytes() == Path(f"{whole.prefix}.{end}").read_bytes()
+    assert not _is_group_alive(child.pid), "a worker outlived the preparation"
+    resumed = prepare.prepare([file], tmp_path / "out", workers=2, part_bytes=200_000)
+    assert resumed.resumed_parts >= done
+    assert documents(resumed.prefix) == texts
+    expected = prepare.prepare([file], tmp_path / "uninterrupted", workers=1, part_bytes=10**8)
+    for suffix in ("bin", "idx"):
+        assert Path(f"{resumed.prefix}.{suffix}").read_bytes() == Path(f"{expected.prefix}.{suffix}").read_bytes()
 
 
-def test_what_was_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_parts_are_not_tokenized_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = jsonl(tmp_path / "a.jsonl", texts := [f"{i} " + "word " * 20 for i in range(100)])
     encoded: list[str] = []
 
@@ -276,23 +275,23 @@ def test_what_was_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Mon
             encoded.append(text)
             return super().encode(text)
 
-    monkeypatch.setattr(prepare, "load", lambda path: Counting())
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda path: Counting())
     with pytest.raises(RunFailed):
         prepare.prepare([file], tmp_path / "out", workers=1, part_bytes=1000)
     first = len(encoded)
     encoded.clear()
     with pytest.raises(RunFailed):
-        prepare.prepare([file], tmp_path / "out", workers=1, part_bytes=2000)  # other parts: all of it again
+        prepare.prepare([file], tmp_path / "out", workers=1, part_bytes=2000)  # another part size: no part is reused
     assert encoded[0] == texts[0]
     encoded.clear()
     with pytest.raises(RunFailed):
         prepare.prepare([file], tmp_path / "out", workers=1, part_bytes=1000)
     encoded[:] = []
-    made = prepare.prepare([file], tmp_path / "out", workers=1, part_bytes=1000)
-    assert made.resumed_parts > 0 and 100 - first <= len(encoded) < 60 and documents(made.prefix) == texts
+    summary = prepare.prepare([file], tmp_path / "out", workers=1, part_bytes=1000)
+    assert summary.resumed_parts > 0 and 100 - first <= len(encoded) < 60 and documents(summary.prefix) == texts
 
 
-def _group_alive(group: int) -> bool:
+def _is_group_alive(group: int) -> bool:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
@@ -304,17 +303,19 @@ def _group_alive(group: int) -> bool:
 
 
 @pytest.mark.integration
-def test_a_killed_worker_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_worker_fails_the_preparation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = jsonl(tmp_path / "a.jsonl", ["word " * 400] * 4000)
     killed: list[int] = []
 
     def kill(*_: object) -> None:
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                forked = b"forkserver" in path.read_bytes() and _parent(_parent(int(path.parent.name))) == os.getpid()
+                is_worker = (
+                    b"forkserver" in path.read_bytes() and _parent(_parent(int(path.parent.name))) == os.getpid()
+                )
             except (OSError, IndexError):
                 continue
-            if forked and not killed:
+            if is_worker and not killed:
                 killed.append(int(path.parent.name))
                 os.kill(killed[0], signal.SIGKILL)
 
@@ -328,7 +329,7 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_tokenizers_file_gives_its_own_ids(tmp_path: Path) -> None:
+def test_tokenizer_file_determines_the_ids(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
     trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -341,25 +342,25 @@ def test_a_tokenizers_file_gives_its_own_ids(tmp_path: Path) -> None:
     trained.save(str(tmp_path / "tokenizer.json"))
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    made = prepare.prepare(
+    summary = prepare.prepare(
         [jsonl(tmp_path / "a.jsonl", TEXTS)], tmp_path / "out", workers=1, tokenizer=str(tmp_path / "tokenizer.json")
     )
-    data, own = IndexedDataset(made.prefix), load(str(tmp_path / "tokenizer.json"))
-    assert made.eod == own.eod == 0 and made.vocab == own.vocab == trained.get_vocab_size()
-    assert [own.decode(data[i]) for i in range(len(data))] == TEXTS
+    data, loaded = IndexedDataset(summary.prefix), load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert summary.eod == loaded.eod == 0 and summary.vocab == loaded.vocab == trained.get_vocab_size()
+    assert [loaded.decode(data[i]) for i in range(len(data))] == TEXTS
     assert all(data[i][-1] == 0 for i in range(len(data)))
-    assert made.tokens < sum(len(t.encode()) for t in TEXTS)
+    assert summary.tokens < sum(len(t.encode()) for t in TEXTS)
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match=r"bad\.json: not a tokenizers file"):
-        load(str(tmp_path / "bad.json"))
+        load_tokenizer(str(tmp_path / "bad.json"))
     with pytest.raises(DataError, match="No such file"):
-        load(str(tmp_path / "missing.json"))
+        load_tokenizer(str(tmp_path / "missing.json"))
 
 
-def test_the_demo_corpus_is_python_text_and_the_same_each_time(tmp_path: Path) -> None:
-    made = prepare.demo_corpus(tmp_path / "a", limit_bytes=300_000, workers=1)
-    again = prepare.demo_corpus(tmp_path / "b", limit_bytes=300_000, workers=1)
-    assert Path(f"{made.prefix}.bin").read_bytes() == Path(f"{again.prefix}.bin").read_bytes()
-    assert 100_000 < made.input_bytes <= 300_000 and made.tokens == made.input_bytes + made.documents
-    text = documents(made.prefix)
-    assert len(text) == made.files and sum("def " in t for t in text) > len(text) / 2
+def test_demo_corpus_is_python_source_and_deterministic(tmp_path: Path) -> None:
+    first = prepare.demo_corpus(tmp_path / "a", limit_bytes=300_000, workers=1)
+    second = prepare.demo_corpus(tmp_path / "b", limit_bytes=300_000, workers=1)
+    assert Path(f"{first.prefix}.bin").read_bytes() == Path(f"{second.prefix}.bin").read_bytes()
+    assert 100_000 < first.input_bytes <= 300_000 and first.tokens == first.input_bytes + first.documents
+    texts = documents(first.prefix)
+    assert len(texts) == first.files and sum("def " in text for text in texts) > len(texts) / 2

@@ -1,4 +1,4 @@
-"""The order of samples: a function of seed and step, whatever the layout; and data that cannot be used."""
+"""The order of samples depends only on seed and step, not on the layout. Unusable data are refused."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.training.data import prefix as prefixes
 from holmes_hpc.training.data import prepare
-from holmes_hpc.training.data.build import Synthetic, build_datasets, described
-from holmes_hpc.training.data.samples import batches, sample_indices, shuffled
+from holmes_hpc.training.data.build import Synthetic, build_datasets, describe_data
+from holmes_hpc.training.data.samples import batches, permute, sample_indices
 
 VOCAB = 257
 
@@ -72,33 +72,33 @@ def random_documents(count: int, seed: int = 0, low: int = 0, high: int = VOCAB)
 
 
 def rows(dataset: object, p: Plan, steps: range) -> list[set[tuple[int, ...]]]:
-    """Per step, the set of samples that all data-parallel ranks train on together."""
-    seen: list[set[tuple[int, ...]]] = [set() for _ in steps]
+    """Return the samples of each step, over all data-parallel ranks."""
+    samples: list[set[tuple[int, ...]]] = [set() for _ in steps]
     for rank in range(p.parallel.dp):
         stream = batches(dataset, p, rank, steps.start)  # type: ignore[arg-type]
         for step in range(len(steps)):
             for b in itertools.islice(stream, p.micro_batches):
-                seen[step] |= {tuple(r) for r in b["tokens"].tolist()}
-    return seen
+                samples[step] |= {tuple(r) for r in b["tokens"].tolist()}
+    return samples
 
 
 @given(dp=st.integers(1, 8), micro=st.integers(1, 5), per_rank=st.integers(1, 5), step=st.integers(0, 1000))
-def test_a_step_takes_each_of_its_samples_once(dp: int, micro: int, per_rank: int, step: int) -> None:
+def test_step_uses_each_of_its_samples_once(dp: int, micro: int, per_rank: int, step: int) -> None:
     size = dp * micro * per_rank
-    taken = [i for d in range(dp) for m in range(per_rank) for i in sample_indices(step, m, d, dp, micro, size)]
-    assert sorted(taken) == list(range(step * size, (step + 1) * size))
+    indices = [i for d in range(dp) for m in range(per_rank) for i in sample_indices(step, m, d, dp, micro, size)]
+    assert sorted(indices) == list(range(step * size, (step + 1) * size))
 
 
 @settings(max_examples=60)
 @given(size=st.integers(1, 300), key=st.tuples(st.integers(0, 2**32), st.integers(0, 2**20)))
-def test_shuffled_is_a_permutation(size: int, key: tuple[int, int]) -> None:
-    assert sorted(shuffled(i, size, key) for i in range(size)) == list(range(size))
+def test_permute_is_a_permutation(size: int, key: tuple[int, int]) -> None:
+    assert sorted(permute(i, size, key) for i in range(size)) == list(range(size))
 
 
-def test_shuffled_moves_most_and_differs_by_epoch() -> None:
-    one, two = ([shuffled(i, 500, (1, epoch)) for i in range(500)] for epoch in (1, 2))
-    assert sum(a == b for a, b in zip(one, two, strict=True)) < 20
-    assert sum(a == i for i, a in enumerate(one)) < 20
+def test_permutation_differs_from_the_identity_and_between_epochs() -> None:
+    first, second = ([permute(i, 500, (1, epoch)) for i in range(500)] for epoch in (1, 2))
+    assert sum(a == b for a, b in zip(first, second, strict=True)) < 20
+    assert sum(a == i for i, a in enumerate(first)) < 20
 
 
 @pytest.fixture(scope="module")
@@ -107,29 +107,29 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("kind", ["synthetic", "indexed"])
-def test_samples_of_a_step_are_the_same_for_every_layout(kind: str, prefix: str, tmp_path: Path) -> None:
+def test_samples_of_a_step_do_not_depend_on_the_layout(kind: str, prefix: str, tmp_path: Path) -> None:
     expected = None
     for dp, micro in [(1, 8), (1, 2), (2, 2), (4, 1), (4, 2)]:
         p = plan(dp, micro)
         train, _ = datasets(p, tmp_path, kind=kind, prefix=prefix, split="100,0")
-        seen = rows(train, p, range(0, 30))  # several epochs of the 80 documents
-        assert [len(s) for s in seen] == [8] * 30
-        assert expected is None or seen == expected, (dp, micro)
-        expected = seen
+        samples = rows(train, p, range(0, 30))  # several epochs of the 80 documents
+        assert [len(s) for s in samples] == [8] * 30
+        assert expected is None or samples == expected, (dp, micro)
+        expected = samples
 
 
 @pytest.mark.parametrize("kind", ["synthetic", "indexed"])
-def test_resuming_at_a_step_gives_the_rest_of_the_stream(kind: str, prefix: str, tmp_path: Path) -> None:
+def test_stream_continues_at_any_step(kind: str, prefix: str, tmp_path: Path) -> None:
     p = plan(2, 2)
     train, _ = datasets(p, tmp_path, kind=kind, prefix=prefix)
-    whole = list(itertools.islice(batches(train, p, 1, 0), 20 * p.micro_batches))
-    again, _ = datasets(p, tmp_path, kind=kind, prefix=prefix)
-    rest = list(itertools.islice(batches(again, p, 1, 13), 7 * p.micro_batches))
-    for a, b in zip(whole[13 * p.micro_batches :], rest, strict=True):
+    uninterrupted = list(itertools.islice(batches(train, p, 1, 0), 20 * p.micro_batches))
+    reopened, _ = datasets(p, tmp_path, kind=kind, prefix=prefix)
+    resumed = list(itertools.islice(batches(reopened, p, 1, 13), 7 * p.micro_batches))
+    for a, b in zip(uninterrupted[13 * p.micro_batches :], resumed, strict=True):
         assert torch.equal(a["tokens"], b["tokens"]) and torch.equal(a["labels"], b["labels"])
 
 
-def test_a_micro_batch_has_the_shapes_and_types_the_model_takes() -> None:
+def test_micro_batch_has_the_shapes_and_types_of_the_model() -> None:
     p = plan()
     train, valid = datasets(p)
     assert valid is None
@@ -146,20 +146,20 @@ def test_a_micro_batch_has_the_shapes_and_types_the_model_takes() -> None:
     assert b["position_ids"].tolist() == [list(range(16))] * 2
 
 
-def test_the_seed_changes_the_order_and_validation_is_apart(prefix: str, tmp_path: Path) -> None:
+def test_seed_changes_the_order_and_validation_samples_differ(prefix: str, tmp_path: Path) -> None:
     p = plan()
     for kind in ("synthetic", "indexed"):
         data = {"kind": kind, "prefix": prefix, "split": "80,20"}
         train, valid = datasets(p, tmp_path, 5, **data)
-        other, _ = datasets(p, tmp_path, 5, **data, seed=8)
+        reseeded, _ = datasets(p, tmp_path, 5, **data, seed=8)
         assert valid is not None
-        assert rows(train, p, range(3)) != rows(other, p, range(3))
+        assert rows(train, p, range(3)) != rows(reseeded, p, range(3))
         steps = range(0, len(train) // 8) if kind == "indexed" else range(3)
-        ours = set().union(*rows(train, p, steps))
-        assert not ours & set().union(*rows(valid, p, range(0, 2)))
+        training_samples = set().union(*rows(train, p, steps))
+        assert not training_samples & set().union(*rows(valid, p, range(0, 2)))
 
 
-def test_an_epoch_of_indexed_data_is_every_sample_of_its_documents(prefix: str, tmp_path: Path) -> None:
+def test_epoch_has_every_sample_of_the_documents_once(prefix: str, tmp_path: Path) -> None:
     train, _ = datasets(plan(), tmp_path, kind="indexed", prefix=prefix)
     first = [tuple(train.tokens(i)) for i in range(len(train))]
     second = [tuple(train.tokens(i)) for i in range(len(train), 2 * len(train))]
@@ -167,159 +167,162 @@ def test_an_epoch_of_indexed_data_is_every_sample_of_its_documents(prefix: str, 
     assert sorted(first) == sorted(second) and first != second
 
 
-def test_a_blend_keeps_its_weights_at_every_moment(tmp_path: Path) -> None:
+def test_blend_has_its_weights_in_every_interval(tmp_path: Path) -> None:
     low = write_prefix(tmp_path / "low", random_documents(40, 1, 0, 100))
-    high = write_prefix(tmp_path / "high", random_documents(10, 2, 100, 200))  # short: repeats long before the other
+    high = write_prefix(tmp_path / "high", random_documents(10, 2, 100, 200))  # short, so that it repeats early
     train, _ = datasets(plan(), tmp_path, kind="indexed", prefix=[3, low, 1, high])
     from_high = [train.tokens(i).min() >= 100 for i in range(400)]
-    for upto in range(8, 400, 7):
-        assert abs(sum(from_high[:upto]) - upto / 4) <= 1.5
-    drawn = [tuple(train.tokens(i)) for i in range(400) if from_high[i]]
+    for count in range(8, 400, 7):
+        assert abs(sum(from_high[:count]) - count / 4) <= 1.5
+    high_samples = [tuple(train.tokens(i)) for i in range(400) if from_high[i]]
     epoch = (sum(map(len, random_documents(10, 2, 100, 200))) - 1) // 16
-    assert len(set(drawn[:epoch])) == epoch == len(set(drawn))
+    assert len(set(high_samples[:epoch])) == epoch == len(set(high_samples))
     by_size, _ = datasets(plan(), tmp_path, kind="indexed", prefix=[low, high])
     share = sum(by_size.tokens(i).min() >= 100 for i in range(len(by_size))) / len(by_size)
     assert share == pytest.approx(epoch / len(by_size), abs=0.02)
 
 
-def test_new_data_under_an_old_name_are_not_read_by_the_old_index(tmp_path: Path) -> None:
+def test_replaced_data_get_a_new_index(tmp_path: Path) -> None:
     old = random_documents(40)
     for new in (random_documents(30, 5), old[::-1]):  # the second has as many documents and tokens as the first
-        at = tmp_path / f"text{len(new)}"
-        datasets(plan(), tmp_path, kind="indexed", prefix=write_prefix(at, old))
-        name = write_prefix(at, new)
-        again, _ = datasets(plan(), tmp_path, kind="indexed", prefix=name)
-        fresh, _ = datasets(plan(), tmp_path / "fresh", kind="indexed", prefix=name)
-        assert len(again) == len(fresh) == (sum(map(len, new)) - 1) // 16
-        assert all((again.tokens(i) == fresh.tokens(i)).all() for i in range(len(fresh)))
+        path = tmp_path / f"text{len(new)}"
+        datasets(plan(), tmp_path, kind="indexed", prefix=write_prefix(path, old))
+        name = write_prefix(path, new)
+        actual, _ = datasets(plan(), tmp_path, kind="indexed", prefix=name)
+        expected, _ = datasets(plan(), tmp_path / "empty cache", kind="indexed", prefix=name)
+        assert len(actual) == len(expected) == (sum(map(len, new)) - 1) // 16
+        assert all((actual.tokens(i) == expected.tokens(i)).all() for i in range(len(expected)))
 
 
-def test_a_half_written_index_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_index_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = write_prefix(tmp_path / "text", random_documents(40))
-    real, calls = np.save, []
+    save, calls = np.save, []
 
-    def dies(*args: object, **kwargs: object) -> None:
+    def fail_at_second_call(*args: object, **kwargs: object) -> None:
         calls.append(args)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        real(*args, **kwargs)  # type: ignore[arg-type]
+        save(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(np, "save", dies)
+    monkeypatch.setattr(np, "save", fail_at_second_call)
     with pytest.raises(DataError, match=r"cannot write the index.*No space left"):
         datasets(plan(), tmp_path, kind="indexed", prefix=name)
     assert not list((tmp_path / "data").glob("*"))
-    monkeypatch.setattr(np, "save", real)
+    monkeypatch.setattr(np, "save", save)
     train, _ = datasets(plan(), tmp_path, kind="indexed", prefix=name)
     assert len(train) > 8
 
 
-def test_an_index_that_another_wrote_runs_no_code(tmp_path: Path) -> None:
+def test_code_in_a_shared_index_is_not_executed(tmp_path: Path) -> None:
     shared = {
         "kind": "indexed",
         "prefix": write_prefix(tmp_path / "text", random_documents(40)),
         "cache": str(tmp_path / "shared"),
     }
     datasets(plan(), **shared)
-    planted = list((tmp_path / "shared").glob("*/*.npy"))
-    for path in planted:
-        path.write_bytes(pickle.dumps(Code(tmp_path / "ran")))
+    malicious = list((tmp_path / "shared").glob("*/*.npy"))
+    for path in malicious:
+        path.write_bytes(pickle.dumps(Code(tmp_path / "executed")))
     with pytest.raises(DataError, match="cannot read the index"):
         datasets(plan(), **shared)
-    assert len(planted) == 3 and not (tmp_path / "ran").exists()
+    assert len(malicious) == 3 and not (tmp_path / "executed").exists()
 
 
-def cut(path: str, change: int) -> None:
-    raw = Path(path).read_bytes()
-    Path(path).write_bytes(raw[:change] if change < 0 else raw + bytes(change))
+def resize(path: str, change: int) -> None:
+    content = Path(path).read_bytes()
+    Path(path).write_bytes(content[:change] if change < 0 else content + bytes(change))
 
 
 @pytest.mark.parametrize(
-    ("harm", "says"),
+    ("damage", "message"),
     [
         (lambda p: Path(f"{p}.bin").unlink(), r"text\.bin: No such file"),
         (lambda p: Path(f"{p}.idx").unlink(), r"text\.idx: No such file"),
-        (lambda p: cut(f"{p}.bin", -10), r"text\.bin: truncated: \d+ bytes, its index says \d+"),
-        (lambda p: cut(f"{p}.bin", 2), r"text\.bin: too long"),
-        (lambda p: cut(f"{p}.idx", -8), r"text\.idx: truncated: \d+ bytes, its header says \d+"),
+        (lambda p: resize(f"{p}.bin", -10), r"text\.bin: truncated: \d+ bytes, its index says \d+"),
+        (lambda p: resize(f"{p}.bin", 2), r"text\.bin: too long"),
+        (lambda p: resize(f"{p}.idx", -8), r"text\.idx: truncated: \d+ bytes, its header says \d+"),
         (lambda p: Path(f"{p}.idx").write_bytes(b"MMID"), r"text\.idx: truncated: 4 bytes"),
         (lambda p: Path(f"{p}.idx").write_bytes(bytes(200)), r"text\.idx: not an index"),
-        (lambda p: Path(f"{p}.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 0, 0)), "holds no text"),
+        (
+            lambda p: Path(f"{p}.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 0, 0)),
+            "contains no text",
+        ),
         (lambda p: write_prefix(Path(p), [[1] * 40]), r"has 2 samples of 16 tokens, a step takes 8"),
         (lambda p: write_prefix(Path(p), [[1] * 200, [257]]), r"token id 257 is not in the model's vocabulary of 257"),
     ],
 )
-def test_data_that_cannot_be_used_is_one_line(harm: object, says: str, tmp_path: Path) -> None:
+def test_unusable_data_are_refused(damage: object, message: str, tmp_path: Path) -> None:
     name = write_prefix(tmp_path / "text", random_documents(40))
-    harm(name)  # type: ignore[operator]
-    with pytest.raises(DataError, match=says) as e:
+    damage(name)  # type: ignore[operator]
+    with pytest.raises(DataError, match=message) as e:
         datasets(plan(), tmp_path, kind="indexed", prefix=name)
     assert "\n" not in str(e.value) and e.value.hint and e.value.exit_code == 2
 
 
-@pytest.mark.parametrize("prepared", [None, 100, VOCAB + 1])
-def test_a_wrong_token_anywhere_is_found_at_the_door(
-    prepared: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("summary_vocab", [None, 100, VOCAB + 1])
+def test_invalid_token_is_found_before_training(
+    summary_vocab: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also without PREFIX.json, beside one of other data, and beside one that names a larger vocabulary."""
+    """PREFIX.json may be missing, of other data, or have a larger vocabulary."""
     monkeypatch.setattr(prefixes, "_SCAN_BYTES", 64)
     documents = random_documents(40)
     name = write_prefix(tmp_path / "text", [*documents, [VOCAB]])
     tokens = sum(map(len, documents)) + 1
-    if prepared is not None:
-        said = {"vocab": prepared, "tokens": tokens - (prepared < VOCAB), "sequences": 41}
-        Path(f"{name}.json").write_text(json.dumps(said))
+    if summary_vocab is not None:
+        summary = {"vocab": summary_vocab, "tokens": tokens - (summary_vocab < VOCAB), "sequences": 41}
+        Path(f"{name}.json").write_text(json.dumps(summary))
     with pytest.raises(DataError, match=f"token id {VOCAB} is not in the model's vocabulary of {VOCAB}"):
         datasets(plan(), tmp_path, kind="indexed", prefix=name)
     datasets(plan(vocab=VOCAB + 1), tmp_path, kind="indexed", prefix=name)
-    with pytest.raises(DataError, match="token id"):  # what was checked for another vocabulary is checked again
+    with pytest.raises(DataError, match="token id"):  # the check for the larger vocabulary does not count
         datasets(plan(), tmp_path, kind="indexed", prefix=name)
 
 
-def test_types_of_tokens_are_megatrons() -> None:
+def test_token_types_match_megatron() -> None:
     from megatron.core.datasets.indexed_dataset import DType
 
-    whole = {d.value: d.dtype_from_code(d.value) for d in DType if not d.name.startswith("float")}
-    assert whole == prefixes.TOKEN_TYPES
+    integer_types = {d.value: d.dtype_from_code(d.value) for d in DType if not d.name.startswith("float")}
+    assert integer_types == prefixes.TOKEN_TYPES
 
 
-def test_the_log_says_what_is_trained_on(tmp_path: Path) -> None:
+def test_describe_data_reports_tokens_and_epochs(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("some words " * 500)
-    made = prepare.prepare([tmp_path / "words.txt"], tmp_path / "words", workers=1)
-    data = DataConfig("indexed", 7, made.prefix, split="100")
+    summary = prepare.prepare([tmp_path / "words.txt"], tmp_path / "words", workers=1)
+    data = DataConfig("indexed", 7, summary.prefix, split="100")
     samples, _ = build_datasets(data, TrainConfig(), plan(), str(tmp_path))
-    said = described(data, samples, plan(), 100)
-    assert f"words: {made.tokens:,} tokens, {16 * len(samples):,} of them for training, vocabulary 257" in said
-    assert f"100 steps take 12,800 tokens, {12800 / (16 * len(samples)):.3g} epochs" in said
+    text = describe_data(data, samples, plan(), 100)
+    assert f"words: {summary.tokens:,} tokens, {16 * len(samples):,} of them for training, vocabulary 257" in text
+    assert f"100 steps use 12,800 tokens, {12800 / (16 * len(samples)):.3g} epochs" in text
     samples, _ = build_datasets(DataConfig("synthetic"), TrainConfig(), plan(), None)
-    assert "random tokens, of which nothing is learned" in described(DataConfig("synthetic"), samples, plan(), 3)
+    assert "random tokens, which cannot be learned" in describe_data(DataConfig("synthetic"), samples, plan(), 3)
 
 
-def test_tokens_are_read_once_and_prepared_ones_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    monkeypatch.setattr(prefixes, "check_vocabulary", lambda tokens, vocab, where: read.append(where))
+def test_tokens_are_checked_once_and_prepared_ones_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(prefixes, "check_vocabulary", lambda tokens, vocab, where: checked.append(where))
     name = write_prefix(tmp_path / "text", random_documents(40))
-    for count in (1, 1):
+    for _ in range(2):
         datasets(plan(), tmp_path, kind="indexed", prefix=name)
-        assert len(read) == count
+        assert len(checked) == 1
     (tmp_path / "words.txt").write_text("some words " * 500)
     prepare.prepare([tmp_path / "words.txt"], tmp_path / "words", workers=1)
     datasets(plan(), tmp_path / "other", kind="indexed", prefix=str(tmp_path / "words"))
-    assert len(read) == 1
+    assert len(checked) == 1
 
 
-def test_a_wrong_token_far_inside_is_found_when_it_is_read() -> None:
-    class Wrong(Synthetic):
+def test_invalid_token_is_found_when_it_is_read() -> None:
+    class Invalid(Synthetic):
         def tokens(self, index: int) -> np.ndarray:
             return super().tokens(index) + (index == 9) * VOCAB
 
-    stream = batches(Wrong(1, VOCAB, 16), plan(), 0)
+    stream = batches(Invalid(1, VOCAB, 16), plan(), 0)
     with pytest.raises(DataError, match="token id"):
         for _ in range(8):
             next(stream)
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         ({"kind": "indexed", "prefix": [0.5, "a", "b"]}, "weight"),
         ({"kind": "indexed", "prefix": [0.5, "a", -1, "b"]}, "weights above 0"),
@@ -327,51 +330,51 @@ def test_a_wrong_token_far_inside_is_found_when_it_is_read() -> None:
         ({"kind": "indexed", "prefix": "a", "split": "0,10"}, "split is '0,10'"),
     ],
 )
-def test_options_that_cannot_be_meant_are_one_line(data: dict, says: str) -> None:
-    with pytest.raises(DataError, match=says):
+def test_invalid_options_are_refused(data: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         datasets(plan(), **data)
 
 
-def test_learnable_tokens_mostly_follow_from_the_last() -> None:
+def test_most_learnable_tokens_follow_from_their_predecessor() -> None:
     t = Synthetic(3, 50, 400, learnable=True).tokens(5)
     assert t.min() >= 0 and t.max() < 50
     assert 0.8 < np.mean(t[1:] == (t[:-1] + 1) % 50) < 0.97
 
 
-def _rank(rank: int, world: int, address: str, prefix: str, directory: str, vocab: int, answers: object) -> None:
+def _run_rank(rank: int, world: int, address: str, prefix: str, directory: str, vocab: int, results: object) -> None:
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     try:
         p = plan(vocab=vocab)
         train, _ = datasets(p, Path(directory), kind="indexed", prefix=prefix)
-        answers.put((rank, [tuple(train.tokens(i)) for i in range(20)]))  # type: ignore[attr-defined]
+        results.put((rank, [tuple(train.tokens(i)) for i in range(20)]))  # type: ignore[attr-defined]
     except DataError as e:
-        answers.put((rank, str(e)))  # type: ignore[attr-defined]
+        results.put((rank, str(e)))  # type: ignore[attr-defined]
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def _ask_ranks(ranks: int, tmp_path: Path, prefix: str, vocab: int) -> list[object]:
+def _run_ranks(ranks: int, tmp_path: Path, prefix: str, vocab: int) -> list[object]:
     import torch.multiprocessing as mp
 
     context = mp.get_context("fork")
-    answers = context.Queue()
+    results = context.Queue()
     address = f"file://{tmp_path}/store-{vocab}"
     processes = [
-        context.Process(target=_rank, args=(r, ranks, address, prefix, str(tmp_path), vocab, answers))
+        context.Process(target=_run_rank, args=(r, ranks, address, prefix, str(tmp_path), vocab, results))
         for r in range(ranks)
     ]
     for process in processes:
         process.start()
-    got = dict(answers.get(timeout=60) for _ in processes)
+    result_of_rank = dict(results.get(timeout=60) for _ in processes)
     for process in processes:
         process.join()
-    return [got[r] for r in range(ranks)]
+    return [result_of_rank[r] for r in range(ranks)]
 
 
 @pytest.mark.integration
 def test_ranks_share_one_index_and_one_error(prefix: str, tmp_path: Path) -> None:
-    samples = _ask_ranks(3, tmp_path, prefix, VOCAB)
+    samples = _run_ranks(3, tmp_path, prefix, VOCAB)
     assert isinstance(samples[0], list) and samples == [samples[0]] * 3
     assert len(list((tmp_path / "data").iterdir())) == 1
-    errors = _ask_ranks(3, tmp_path, prefix, 200)
+    errors = _run_ranks(3, tmp_path, prefix, 200)
     assert "not in the model's vocabulary of 200" in str(errors[0]) and errors == [errors[0]] * 3

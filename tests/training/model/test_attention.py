@@ -54,7 +54,7 @@ def test_documents_that_are_kept_apart_attend_to_themselves() -> None:
     """Packed behind each other under a mask, each gives what it gives alone."""
     end, numbers = 9, torch.Generator().manual_seed(1)
     tokens = torch.tensor([[1, 2, end, 3, 4, 5, end, 6], [end, end, 1, 1, 1, 1, 1, 1]])
-    positions, mask = samples.apart(tokens, end)
+    positions, mask = samples.separate_documents(tokens, end)
     assert positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [0, 0, 0, 1, 2, 3, 4, 5]]
     inputs = [torch.randn(8, 2, n, 16, generator=numbers) for n in (4, 2, 2)]
     attends = made(SdpaAttention, 4, 2)
