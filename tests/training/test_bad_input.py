@@ -105,10 +105,7 @@ def flip_a_byte(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "pattern"),
     [
-        (
-            lambda p: flip_a_byte(max(p.glob("*.distcp"), key=lambda f: f.stat().st_size)),
-            "has a wrong checksum",
-        ),
+        (lambda p: flip_a_byte(max(p.glob("*.distcp"), key=lambda f: f.stat().st_size)), "has a wrong checksum"),
         (lambda p: next(iter(p.glob("*.distcp"))).unlink(), "No such file"),
         (lambda p: (p / ".metadata").write_bytes(b""), "is not .* bytes long"),
         (lambda p: (p / "holmes.json").write_text("{"), "not a complete checkpoint"),
