@@ -26,7 +26,7 @@ from holmes_hpc.planning.request import costs
 from holmes_hpc.records.find import find_run, runs_root
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
-from holmes_hpc.submission.executor.submit import Unsure
+from holmes_hpc.submission.executor.submit import SubmissionUnknown
 from holmes_hpc.submission.lifecycle import progress, status
 from holmes_hpc.submission.lifecycle.attempts import starting
 from holmes_hpc.submission.lifecycle.create import continuation, new_run_path
@@ -158,7 +158,7 @@ def resume(
         )
         try:
             job = submit_run(chosen, record, to_go_on.config)
-        except Unsure:
+        except SubmissionUnknown:
             raise
         except BaseException:
             made = record.read_run()

@@ -24,7 +24,7 @@ from holmes_hpc.records.schema import OWN_FILES
 from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED
 from holmes_hpc.submission import queue_estimate as queue
-from holmes_hpc.submission.executor.submit import Unsure
+from holmes_hpc.submission.executor.submit import SubmissionUnknown
 from holmes_hpc.submission.lifecycle.attempts import others, starting
 from holmes_hpc.submission.lifecycle.create import new_run, new_run_path
 from holmes_hpc.submission.lifecycle.outcome import is_end
@@ -99,7 +99,7 @@ def start(chosen: Plan, config: Configuration, overrides: list[str] | None) -> t
         record = new_run(config, chosen, overrides or [], True)
         try:
             job = submit_run(chosen, record, config)
-        except Unsure:
+        except SubmissionUnknown:
             raise
         except BaseException:
             made = record.read_run()

@@ -6,7 +6,7 @@ import getpass
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holmes_hpc.slurm.commands import patient
+from holmes_hpc.slurm.commands import slurm_with_retries
 
 _USER_LIMITS = ("MaxJobs", "MaxSubmit", "GrpJobs", "GrpSubmit")
 _QOS_LIMITS = ("MaxJobsPU", "MaxJobsPA", "GrpJobs", "MaxSubmitPU", "MaxSubmitPA", "GrpSubmit")
@@ -42,7 +42,7 @@ def _show(entity: str, *fields: str) -> list[list[str]]:
     """Return sacctmgr's rows of all QOS or of this user's associations; empty if it does not answer at once."""
     user_filter = ["where", f"user={getpass.getuser()}"] if entity == "association" else []
     command = ["sacctmgr", "--noheader", "--parsable2", "show", entity, *user_filter, f"format={','.join(fields)}"]
-    answer = patient(command, patience_s=0, timeout_s=10)
+    answer = slurm_with_retries(command, patience_s=0, timeout_s=10)
     return [line.split("|") for line in answer.out.splitlines()] if answer.ok else []
 
 

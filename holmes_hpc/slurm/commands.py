@@ -216,7 +216,7 @@ def slurm(*command: str, timeout_s: float = 60, seconds_as_epoch: bool = False) 
         ) from e
 
 
-def patient(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: float = 60) -> Answer:
+def slurm_with_retries(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: float = 60) -> Answer:
     """Run a read-only command; while a daemon is away, retry with growing pauses up to `patience_s` in total."""
     end, pause = time.monotonic() + patience_s, 0.5
     while True:

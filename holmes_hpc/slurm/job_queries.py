@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import cast
 
-from holmes_hpc.slurm.commands import patient, slurm
+from holmes_hpc.slurm.commands import slurm, slurm_with_retries
 from holmes_hpc.slurm.hostlist import numbers
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState, Row, SlurmState, join
 
@@ -169,7 +169,7 @@ def requeue(job_id: str) -> tuple[str | None, bool]:
     """Requeue the job that this process runs in.
 
     Return why Slurm refused (None if it is queued), and whether Slurm had requeued it by itself."""
-    answer = patient(["scontrol", "requeue", job_id], patience_s=60, timeout_s=30)
+    answer = slurm_with_retries(["scontrol", "requeue", job_id], patience_s=60, timeout_s=30)
     is_terminated = answer.code == -signal.SIGTERM  # a requeue ends everything in the job, including scontrol
     by_itself = "pending execution" in answer.err
     return None if answer.ok or is_terminated or by_itself else f"scontrol requeue: {answer.reason}", by_itself

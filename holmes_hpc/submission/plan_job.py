@@ -20,13 +20,13 @@ from holmes_hpc.errors import HolmesError, SubmissionError, nearest
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
-from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text, words
-from holmes_hpc.submission.executor.component import ComponentRequest, component, node_share
+from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text
+from holmes_hpc.submission.executor.component import ComponentRequest, node_share, parse_component
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.executor.preflight import check_components
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
-from holmes_hpc.submission.executor.submit import cancelled_on_error, refusals
-from holmes_hpc.submission.executor.throttle import Line
+from holmes_hpc.submission.executor.submit import cancel_on_error, errors_as_refused
+from holmes_hpc.submission.executor.throttle import Throttle
 from holmes_hpc.submission.lifecycle.attempts import START_MARK, gained, note_progress, start_of
 
 WHILE_IT_GAINS = 10**6  # time-outs that submitit allows: RankTask.checkpoint ends it sooner
@@ -106,7 +106,7 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
             "tasks_per_node": part.gpus_per_node,
             "gpus_per_node": gpus,
         }
-        made.append(component(values, index))
+        made.append(parse_component(values, index))
     return tuple(made)
 
 
@@ -165,7 +165,7 @@ class PlanExecutor(SlurmHetExecutor):
             request,
             self._commands(request, command),
             begin=begin,
-            interrupted=[f"{judge} --so-far"],
+            on_signal=[f"{judge} --so-far"],
             finish=[f"{judge}; status=$?"],
         )
 
@@ -173,7 +173,7 @@ class PlanExecutor(SlurmHetExecutor):
 def finish_command(run_path: Path, status: str = "$status", signalled: str = "$signalled") -> str:
     """Words of shell that judge the run's end; their exit status is what the job's should be."""
     python = shlex.quote(sys.executable)  # the batch script runs outside any container
-    return f'{python} -m holmes_hpc.submission.lifecycle.finish {words([str(run_path)])} "{status}" "{signalled}"'
+    return f'{python} -m holmes_hpc.submission.lifecycle.finish {shlex.quote(str(run_path))} "{status}" "{signalled}"'
 
 
 def plan_executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None) -> PlanExecutor:
@@ -190,24 +190,24 @@ def submit_plan(
     settings: SlurmSettings,
     *,
     name: str | None = None,
-    line: Line | None = None,
+    throttle: Throttle | None = None,
 ) -> SlurmHetJob:
     """Submit `plan`: every rank calls ``function(config)``, with `config["plan_file"]` and `config["run_dir"]` set.
 
     `run_dir` must hold a run (RunDirectory.create); its run.yaml gets the job's ids. `name`: the job's, else made of
-    the run's; `line`: where it waits with others of its sweep. Raises SubmissionError when a component is impossible or
+    the run's; `throttle`: its sweep's limit on running jobs. Raises SubmissionError when a component is impossible or
     Slurm refuses; nothing is submitted then.
     """
     run = RunDirectory(Path(run_dir).absolute())
     executor = plan_executor(plan, run.path, settings, name)
-    executor.line = line
-    with refusals():  # tested also if it is a single component: a refused sbatch leaves a failed job behind
+    executor.throttle = throttle
+    with errors_as_refused():  # tested also if it is a single component: a refused sbatch leaves a failed job behind
         request = executor.request()
         check_components(request.components, timeout_min=request.timeout_min)
     task = RankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)})
     with uninterrupted():
         job: SlurmHetJob = executor.submit(task)
-        with cancelled_on_error(job.job_id):
+        with cancel_on_error(job.job_id):
             run.update_run(
                 slurm={
                     "job_id": int(job.job_id),

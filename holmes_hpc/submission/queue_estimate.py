@@ -16,7 +16,7 @@ from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, PlanError, SubmissionError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.slurm.commands import patient
+from holmes_hpc.slurm.commands import slurm_with_retries
 from holmes_hpc.slurm.scontrol import minutes
 from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest
@@ -94,7 +94,7 @@ def slurm_start(requests: Sequence[ComponentRequest], timeout_min: int) -> float
     with TemporaryDirectory() as folder:
         path = Path(folder) / "job.sh"
         path.write_text(script_text(job, "true"), encoding="utf-8")
-        answer = patient(["sbatch", "--test-only", str(path)])
+        answer = slurm_with_retries(["sbatch", "--test-only", str(path)])
     start, where = start_time(answer), "sbatch --test-only"
     if not start:
         raise SubmissionError(answer.reason, where=where, hint="ask for less")

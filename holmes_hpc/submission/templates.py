@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.submission.executor.batch_script import JobRequest, script_text, words
+from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.environment import LEADER, tasks_per_node
 from holmes_hpc.submission.plan_job import plan_components
@@ -125,7 +126,7 @@ def _script(
     judge = f'{PYTHON} -m holmes_hpc.submission.lifecycle.finish {RUN} "$status" "$signalled"'
     inner = "python3" if container else PYTHON
     own = [o for o in overrides if not o.startswith(("run_dir=", "name=", "plan_file="))]  # it says these
-    said = ["# shellcheck disable=SC2016 # words that stay as they are", f'set -- {words(own)} "$@"'] if own else []
+    said = ["# shellcheck disable=SC2016 # no expansion wanted", f'set -- {shlex.join(own)} "$@"'] if own else []
     return script_text(
         job,
         f'{inner} -m holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
@@ -134,7 +135,7 @@ def _script(
             "run=${RUN:-runs/$SLURM_JOB_ID}",
             f'{PYTHON} -m holmes_hpc.submission.lifecycle.begin {RUN} {PLAN} {restarts} "$@" || exit',
         ],
-        interrupted=[f"{judge} --so-far"],
+        on_signal=[f"{judge} --so-far"],
         finish=[f"{judge}; status=$?"],
     )
 

@@ -40,7 +40,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     folder = tmp_path / "fake-bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    preflight.forget()
+    preflight.clear_cache()
     fake = FakeSlurm(folder)
     for command in ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "sacctmgr"):
         fake.answer(command, f"echo '{command}: error: nothing was said' >&2; exit 1")
@@ -54,7 +54,7 @@ def fresh_watcher() -> Callable[[], None]:
     def clear() -> None:
         WATCHER.clear()
         WATCHER._registered.clear()
-        WATCHER._expected.clear()
+        WATCHER._identities.clear()
         WATCHER._registered_at.clear()
 
     clear()
@@ -64,7 +64,7 @@ def fresh_watcher() -> Callable[[], None]:
 @pytest.fixture
 def busy_roce(testbed: object) -> Iterator[None]:
     """All RoCE nodes taken for ten minutes."""
-    preflight.forget()
+    preflight.clear_cache()
     job = subprocess.run(
         ["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t10", "-o/dev/null", "--wrap", "sleep 600"],
         capture_output=True,

@@ -239,7 +239,7 @@ def test_submitits_checkpoint_protocol_requeues_at_the_leader(folder: Path) -> N
 
 
 def test_an_infeasible_component_is_named_with_what_could_be(folder: Path) -> None:
-    preflight.forget()
+    preflight.clear_cache()
     before = subprocess.run(["squeue", "--states=all", "-h", "-o", "%i"], capture_output=True, text=True).stdout
     with pytest.raises(SubmissionError, match=r"component 1 \(5 nodes of roce \[nic_roce\]\): .*at most 4 nodes"):
         executor(folder, [THREE[0], {**THREE[1], "nodes": 5}]).submit(sleeper, 0)
@@ -247,7 +247,7 @@ def test_an_infeasible_component_is_named_with_what_could_be(folder: Path) -> No
         executor(folder, [THREE[0], {**THREE[1], "constraint": "nic_nonsense"}]).submit(sleeper, 0)
     with pytest.raises(SubmissionError, match=r"component 0 .*did you mean 'roce'"):
         executor(folder, [{**THREE[0], "partition": "rocce"}, THREE[1]]).submit(sleeper, 0)
-    with pytest.raises(SubmissionError, match=r"components 0 and 1: they want 6 nodes together and share the 4"):
+    with pytest.raises(SubmissionError, match=r"components 0 and 1: they need 6 nodes together, but only 4"):
         executor(folder, [{**THREE[0], "nodes": 3}, {**THREE[0], "nodes": 3}]).submit(sleeper, 0)
     after = subprocess.run(["squeue", "--states=all", "-h", "-o", "%i"], capture_output=True, text=True).stdout
     assert set(after.split()) <= set(before.split())
@@ -257,9 +257,9 @@ def test_an_infeasible_component_is_named_with_what_could_be(folder: Path) -> No
 def test_a_time_limit_beyond_the_partitions_is_named(folder: Path) -> None:
     """Slurm would take it, and let it wait for ever."""
     subprocess.run(["scontrol", "create", "PartitionName=short", "Nodes=eth[1-2]", "MaxTime=2"], check=True)
-    preflight.forget()
+    preflight.clear_cache()
     try:
-        with pytest.raises(SubmissionError, match=r"component 1 .*3 min is beyond the time limit .* 2 min"):
+        with pytest.raises(SubmissionError, match=r"component 1 .*3 min exceeds the time limit .* 2 min"):
             executor(folder, [THREE[0], {"partition": "short"}]).submit(sleeper, 0)
     finally:
         subprocess.run(["scontrol", "delete", "PartitionName=short"], check=True)

@@ -36,7 +36,7 @@ def test_components_of_their_own_kind_and_a_job_that_is_renamed(folder: Path) ->
     subprocess.run(["scontrol", "update", f"JobId={job.job_id}", "name=x"], check=True)
     assert job.results() == [(2, "an ib 'node'", "tool b")] * 2 + [(1, None, None)]
     until(lambda: job.slurm_state().state == "COMPLETED")
-    assert job.watcher._expected[job.job_id].name == "☃"
+    assert job.watcher._identities[job.job_id].name == "☃"
 
 
 LINE = """

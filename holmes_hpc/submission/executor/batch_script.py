@@ -1,4 +1,4 @@
-"""The batch script of a job: one source for the executor, for ``holmes submit --dry-run`` and for the templates."""
+"""The batch script of a job, for the executor, for ``holmes submit --dry-run`` and for the templates."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.schema import refuse
-from holmes_hpc.submission.executor.component import ComponentRequest, Value, as_list, option, sbatch_word, shell_word
+from holmes_hpc.submission.executor.component import (
+    ComponentRequest,
+    Value,
+    as_list,
+    option_name,
+    sbatch_word,
+    shell_word,
+)
 
 USER_SIGNAL = "USR2"  # submitit's; NCCL may catch USR1
 SIGNAL_DELAY_S = 90  # submitit's
-# In the batch script of a hetjob these describe component 0 only, and srun takes each as an option for all components.
-FIRST_COMPONENT_ONLY = (
+# In a hetjob's batch script these describe component 0 only, but srun applies them to all components.
+FIRST_COMPONENT_VARIABLES = (
     "SLURM_CPUS_PER_TASK",
     "SRUN_CPUS_PER_TASK",
     "SLURM_CPUS_PER_GPU",
@@ -44,14 +51,16 @@ _DEPENDENCY = re.compile(r"[\w:,?+]+", re.ASCII)
 class JobRequest:
     """A job of one or more components with one step over all of them.
 
-    `output`, `error`: files of the batch script itself; `rank_output`, `rank_error`: of each task, where ``%j`` is the
-    leader's id and ``%t`` the global rank. `directories` are made before the step starts. `exit_record`: the file that
-    gets the step's exit status, `step_errors` the one that gets srun's own complaints. `setup`, `teardown`: lines of
-    shell, as in submitit, around the step. `signal`: what the tasks listen for, sent `signal_delay_s` before the time
-    limit (None: 90, less in short jobs). `max_requeues`: after so many restarts the job ends instead of starting its
-    step; 0: it never does. `array`: as sbatch's; ``%j`` is then the array's id and the element's number. `line`: the
-    file of a Line (line.py) that the job leaves when it ends. `distribution`: of ranks over nodes and sockets; over
-    nodes always block, since component order is rank order.
+    `output`, `error`: files of the batch script itself.
+    `rank_output`, `rank_error`: files of each task; ``%j`` is the leader's job id, ``%t`` the global rank.
+    `directories`: created before the step starts.
+    `exit_record`, `step_errors`: files for the step's exit status and for srun's own error messages.
+    `setup`, `teardown`: lines of shell around the step, as in submitit.
+    `signal`: the warning signal, sent `signal_delay_s` before the time limit (None: 90 s, less in short jobs).
+    `max_requeues`: after more restarts the job ends without a step; 0: no limit.
+    `array`: as for sbatch; ``%j`` is then ARRAY-ID_INDEX.
+    `throttle_file`: the file of the Throttle that the job releases when it ends.
+    `distribution`: of ranks over nodes and sockets; over nodes it must be block, so that ranks follow component order.
     """
 
     components: tuple[ComponentRequest, ...]
@@ -80,7 +89,7 @@ class JobRequest:
     distribution: str = "block:block"
     container: str | None = None
     array: str | None = None
-    line: str | None = None
+    throttle_file: str | None = None
     environment: tuple[tuple[str, str], ...] = ()
     additional: tuple[tuple[str, Value], ...] = field(default=())
 
@@ -88,31 +97,31 @@ class JobRequest:
         object.__setattr__(self, "components", tuple(self.components))
         for name in ("setup", "teardown", "srun_args", "directories"):
             object.__setattr__(self, name, as_list(getattr(self, name), name, "job"))
-        several = len(self.components) > 1
-        named, keys = self.dependency or "", [option(key, "job") for key, _ in self.additional]
+        is_het = len(self.components) > 1
+        dependency, keys = self.dependency or "", [option_name(key, "job") for key, _ in self.additional]
         refuse(
             "job",
             (not self.components, "no component", "give at least one"),
-            (not self.use_srun and self.ranks > 1, "use_srun=False with more than one task", "leave srun in"),
+            (not self.use_srun and self.ranks > 1, "use_srun=False with more than one task", "use srun"),
             (
                 isinstance(self.timeout_min, int) and (self.timeout_min is True or self.timeout_min < 1),
                 f"timeout_min is {self.timeout_min}",
                 "use minutes above 0",
             ),
             (
-                self.dependency is not None and not _DEPENDENCY.fullmatch(named),
-                f"dependency {self.dependency!r}",
+                self.dependency is not None and not _DEPENDENCY.fullmatch(dependency),
+                f"invalid dependency {self.dependency!r}",
                 "write afterany:JOBID,…",
             ),
             (
-                several and "singleton" in named,
+                is_het and "singleton" in dependency,
                 "dependency singleton makes a heterogeneous job wait for itself",
                 "use afterany:JOBID",
             ),
             (
-                several and "array" in keys,
+                is_het and "array" in keys,
                 "a heterogeneous job cannot be an array",
-                "use executor.batch() or map_array: a throttled chain of jobs",
+                "use executor.batch() or map_array, which submit throttled jobs",
             ),
             error=SubmissionError,
         )
@@ -122,31 +131,31 @@ class JobRequest:
         return sum(c.ranks for c in self.components)
 
     @property
-    def elements(self) -> int:
-        """How many jobs it is."""
+    def array_size(self) -> int:
+        """The number of jobs; 1 without an array."""
         return 1 if self.array is None else int(self.array.partition("%")[0].partition("-")[2]) + 1
 
-    def word(self, text: str) -> str:
-        """`text` as one word of the script's shell, with the job's id for ``%j``."""
-        own = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if self.array else '"$SLURM_JOB_ID"'
-        return shell_word(text, own)
+    def quote(self, text: str) -> str:
+        """Return `text` as one word of the script's shell, with the job id for ``%j``."""
+        job_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if self.array else '"$SLURM_JOB_ID"'
+        return shell_word(text, job_id)
 
-    def _pattern(self, path: str) -> str:
-        """A path for sbatch's file name pattern: only ``%j`` is one, every other % is itself."""
-        if "\\" in path:  # in a pattern a backslash switches all symbols off
-            raise SubmissionError(f"the path {path!r} holds a backslash", where="job", hint="use another directory")
+    def _file_pattern(self, path: str) -> str:
+        """Return a path as sbatch's file name pattern, in which only ``%j`` is replaced."""
+        if "\\" in path:  # a backslash in a pattern turns off all replacements
+            raise SubmissionError(f"path {path!r} contains a backslash", where="job", hint="use another directory")
         return ("%A_%a" if self.array else "%j").join(part.replace("%", "%%") for part in path.split("%j"))
 
     def options(self) -> list[tuple[str, Value]]:
-        """The options of the whole job; they stand with the first component."""
-        given: list[tuple[str, Value | None]] = [
+        """Return the sbatch options of the job; the script writes them with the first component."""
+        options: list[tuple[str, Value | None]] = [
             ("job-name", self.name),
             ("time", self.timeout_min),
-            ("output", self._pattern(self.output)),
-            ("error", None if self.error is None else self._pattern(self.error)),
+            ("output", self._file_pattern(self.output)),
+            ("error", None if self.error is None else self._file_pattern(self.error)),
             ("open-mode", "append"),
             ("array", self.array),
-            ("signal", self._signal()),
+            ("signal", self._signal_option()),
             ("no-requeue" if self.requeue is False else "requeue", True if self.requeue is not None else None),
             ("dependency", self.dependency),
             ("comment", self.comment),
@@ -154,39 +163,42 @@ class JobRequest:
             ("mail-user", self.mail_user),
             ("wckey", self.wckey),
         ]
-        extra = {option(k, "job"): v for k, v in self.additional if v is not None}
+        extra = {option_name(k, "job"): v for k, v in self.additional if v is not None}
         return [
-            *((k, v) for k, v in given if v is not None and k not in extra),
+            *((k, v) for k, v in options if v is not None and k not in extra),
             *((k, v) for k, v in extra.items() if v is not False),
         ]
 
-    def _signal(self) -> str | None:
-        """When to warn of the end. Slurm may send it a minute early, and a task needs time to be ready for it, so in
-        short jobs, where nobody says when, it comes later, or not at all."""
+    def _signal_option(self) -> str | None:
+        """Return the value of ``--signal``; None for no signal.
+
+        Slurm may send the signal a minute early, and a task needs time to install its handler. So the default delay is
+        shorter in short jobs, and the shortest get no signal.
+        """
         delay = self.signal_delay_s
         if delay is None:
-            latest = 60 * self.timeout_min - 90 if isinstance(self.timeout_min, int) else SIGNAL_DELAY_S
-            delay = min(SIGNAL_DELAY_S, latest)
+            max_delay = 60 * self.timeout_min - 90 if isinstance(self.timeout_min, int) else SIGNAL_DELAY_S
+            delay = min(SIGNAL_DELAY_S, max_delay)
         return f"{self.signal}@{delay}" if delay > 0 else None
 
 
-def _into_files(job: JobRequest, setup: Sequence[str] = ()) -> str:
-    """Words of shell that start a task, after the lines of `setup`, with its output in the files of its rank.
+def _redirecting_shell(job: JobRequest, setup: Sequence[str] = ()) -> str:
+    """Return the shell command that runs `setup` and then a task, with its output in the files of its rank.
 
-    srun's own patterns will not do: in a step over several components ``%j`` is each component's own id, and ``%t`` is
-    the rank plus the component's index (measured on 22.05). The file names are arguments, so no shell parses them.
+    srun's own file patterns are wrong in a step over several components: ``%j`` is each component's job id, and ``%t``
+    is the rank plus the component's index (measured on 22.05). File names are arguments, so no shell parses them.
     """
     patterns = [pattern.split("%t") for pattern in (job.rank_output, job.rank_error) if pattern is not None]
-    places = [job.word(part) for parts in patterns for part in parts]
+    arguments = [job.quote(part) for parts in patterns for part in parts]
     numbers = count(1)
     files = ['"' + "$SLURM_PROCID".join(f"${{{next(numbers)}}}" for _ in parts) + '"' for parts in patterns]
-    redirect = f"exec >>{files[0]} 2>{'&1' if job.rank_error is None else f'>{files[1]}'}; shift {len(places)}"
+    redirect = f"exec >>{files[0]} 2>{'&1' if job.rank_error is None else f'>{files[1]}'}; shift {len(arguments)}"
     lines = ("\n" if setup else "; ").join([redirect, *setup, 'exec "$@"'])
-    return " ".join(["bash" if setup else "sh", "-c", shlex.quote(lines), "task", *places])
+    return " ".join(["bash" if setup else "sh", "-c", shlex.quote(lines), "task", *arguments])
 
 
 def directives(job: JobRequest) -> list[str]:
-    """The ``#SBATCH`` lines."""
+    """Return the ``#SBATCH`` lines."""
     lines = []
     for index, part in enumerate(job.components):
         if index:
@@ -197,22 +209,22 @@ def directives(job: JobRequest) -> list[str]:
 
 
 def _step(job: JobRequest, commands: Sequence[str]) -> str:
-    """The srun command: one step over all components, block distribution, so component order is rank order. Components
-    whose tasks are started alike share its options."""
+    """Return the srun command: one step over all components, whose block distribution gives ranks component order.
+    Components that start their tasks alike share one het group."""
     parts = [_task(job, part, command) for part, command in zip(job.components, commands, strict=True)]
     groups = [(str(index), part) for index, part in enumerate(parts)]
     if len(set(parts)) == 1:
         groups = [(",".join(index for index, _ in groups), parts[0])]
     is_het = len(job.components) > 1
-    starts = [
+    group_arguments = [
         " \\\n  ".join([f"--het-group={group} {options}" if is_het else options, *program])
         for group, (options, *program) in groups
     ]
-    return "srun " + " : \\\n  ".join(starts)
+    return "srun " + " : \\\n  ".join(group_arguments)
 
 
 def _task(job: JobRequest, part: ComponentRequest, command: str) -> tuple[str, str, str]:
-    """srun's options of one component, and the words that start a task of it."""
+    """Return srun's options for one component, and the two parts of its task's command."""
     options = ["--export=ALL", "--unbuffered", "--kill-on-bad-exit=1", f"--distribution={job.distribution}"]
     image = _image(job, part)
     if image and not is_apptainer(image):
@@ -225,10 +237,9 @@ def _task(job: JobRequest, part: ComponentRequest, command: str) -> tuple[str, s
 
 
 def _program(job: JobRequest, part: ComponentRequest, command: str) -> tuple[str, str]:
-    """The words that start a task of `part`: into its files, with its variables; and those of its container and
-    `command`."""
+    """Return the command of a task of `part` in two parts: redirection and variables; container and `command`."""
     variables = ["env", *(shlex.quote(f"{k}={v}") for k, v in part.environment)] if part.environment else []
-    return " ".join([_into_files(job, part.setup), *variables]), wrap_container(job, part, command)
+    return " ".join([_redirecting_shell(job, part.setup), *variables]), wrap_container(job, part, command)
 
 
 def _image(job: JobRequest, part: ComponentRequest) -> str | None:
@@ -240,30 +251,30 @@ def is_apptainer(image: str) -> bool:
 
 
 def wrap_container(job: JobRequest, part: ComponentRequest, command: str) -> str:
-    """`command` inside an apptainer image (pyxis is an option of srun instead)."""
+    """Wrap `command` to run inside the component's apptainer image, if any. Pyxis images are an option of srun."""
     image = _image(job, part)
     if not image or not is_apptainer(image):
         return command
-    gpu = " --nv" if any(c.gpus_per_node or c.gpus_per_task or c.gres for c in job.components) else ""
+    gpu_option = " --nv" if any(c.gpus_per_node or c.gpus_per_task or c.gres for c in job.components) else ""
     mounts = "".join(f" --bind {shlex.quote(m)}" for m in part.mounts)
-    return f"apptainer exec{gpu}{mounts} {shlex.quote(image.removeprefix('apptainer:'))} {command}"
+    return f"apptainer exec{gpu_option}{mounts} {shlex.quote(image.removeprefix('apptainer:'))} {command}"
 
 
-def note_exit(record: str, status: str, signal: str = "-") -> str:
-    """The line of shell that writes the exit record; all three are words of shell."""
+def _exit_record_line(record: str, status: str, signal: str = "-") -> str:
+    """Return the line of shell that writes the exit record. All arguments are shell words."""
     return f"printf '%s %s %s\\n' {status} \"$(date +%s)\" {signal} > {record}"
 
 
-def _not_again(most: int, record: str | None) -> list[str]:
-    """The lines of shell that end a job which Slurm itself (preemption, a node's failure) requeued too often."""
+def _requeue_limit_lines(max_requeues: int, record: str | None) -> list[str]:
+    """Return the lines of shell that end a job which Slurm requeued too often (preemption, node failures)."""
     lines = [
-        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {most} ]; then',
-        f'  echo "holmes: not started: requeued $SLURM_RESTART_COUNT times, max_requeues is {most}" >&2',
-        *([f"  {note_exit(record, '1')}"] if record else []),
+        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {max_requeues} ]; then',
+        f'  echo "holmes: not started: requeued $SLURM_RESTART_COUNT times, max_requeues is {max_requeues}" >&2',
+        *([f"  {_exit_record_line(record, '1')}"] if record else []),
         "  exit 1",
         "fi",
     ]
-    return lines if most else []
+    return lines if max_requeues else []
 
 
 def script_text(
@@ -271,64 +282,57 @@ def script_text(
     command: str | Sequence[str],
     *,
     begin: Sequence[str] = (),
-    interrupted: Sequence[str] = (),
+    on_signal: Sequence[str] = (),
     finish: Sequence[str] = (),
 ) -> str:
-    """The whole batch script. `command`: what every task runs, or those of each component, already words of shell (see
-    :func:`words`).
+    """Return the batch script. `command`: the shell command of every task, or a list with one for each component.
 
-    Lines of shell: `begin` before the set-up; `interrupted` for when the job is told to end, while the step still runs;
-    `finish` after the step. In the last two ``$status`` is the step's exit status so far and ``$signalled`` the signal
-    that the script got.
+    Lines of shell: `begin` before the set-up; `on_signal` after a signal, while the step still runs; `finish` after the
+    step. In the last two ``$status`` is the step's exit status so far, and ``$signalled`` the signal received.
     """
     commands = [command] * len(job.components) if isinstance(command, str) else command
     step = _step(job, commands) if job.use_srun else " ".join(_program(job, job.components[0], commands[0]))
-    record = None if job.exit_record is None else job.word(job.exit_record)
-    errors = job.word(job.step_errors) if job.step_errors else ""
-    first_only = " \\\n  ".join(textwrap.wrap(" ".join(FIRST_COMPONENT_ONLY), 100))
-    leave = f"{shlex.quote(sys.executable)} -m holmes_hpc.submission.executor.throttle"
+    record = None if job.exit_record is None else job.quote(job.exit_record)
+    errors = job.quote(job.step_errors) if job.step_errors else ""
+    unset_names = " \\\n  ".join(textwrap.wrap(" ".join(FIRST_COMPONENT_VARIABLES), 100))
+    release = f"{shlex.quote(sys.executable)} -m holmes_hpc.submission.executor.throttle"
     lines = [
         "#!/bin/bash",
         *directives(job),
         "",
-        *(f"export {key}={job.word(value)}" for key, value in job.environment),
-        *(["mkdir -p -- " + " ".join(map(job.word, job.directories))] if job.directories else []),
+        *(f"export {key}={job.quote(value)}" for key, value in job.environment),
+        *(["mkdir -p -- " + " ".join(map(job.quote, job.directories))] if job.directories else []),
         *([f"rm -f -- {record}"] if record else []),
-        *_not_again(job.max_requeues, record),
+        *_requeue_limit_lines(job.max_requeues, record),
         *begin,
         *(["# setup", *job.setup] if job.setup else []),
         *(
-            ["# of component 0 only; srun would take them for all", f"unset {first_only}"]
+            ["# these describe component 0 only; srun would apply them to all", f"unset {unset_names}"]
             if len(job.components) > 1
             else []
         ),
         "",
-        "# the step over all components; in the background, so that a signal is noticed at once",
+        "# the step over all components, in the background so that the script can handle signals",
         "signalled=",
         "trap 'signalled=TERM' TERM",
-        "# shellcheck disable=SC2016 # what sh -c expands in each task must not be expanded here",
+        "# shellcheck disable=SC2016 # sh -c in each task expands the variables, not this shell",
         f"{step}{f' 2> {errors}' if errors else ''} &",
         "step=$!",
         "while :; do",
         '  wait "$step"; status=$?',
         '  kill -0 "$step" 2>/dev/null || break',
-        *(f"  {line}" for line in interrupted),
+        *(f"  {line}" for line in on_signal),
         "done",
         "",
         *([f"cat -- {errors} >&2"] if errors else []),
-        *([note_exit(record, '"$status"', '"${signalled:--}"')] if record else []),
+        *([_exit_record_line(record, '"$status"', '"${signalled:--}"')] if record else []),
         *finish,
         *(["# teardown", *job.teardown] if job.teardown else []),
-        *([f"{leave} {job.word(job.line)} {job.word('%j')}"] if job.line else []),
+        *([f"{release} {job.quote(job.throttle_file)} {job.quote('%j')}"] if job.throttle_file else []),
         'exit "$status"',
         "",
     ]
     text = "\n".join(lines)
     if "\0" in text:
-        raise SubmissionError("the batch script holds a zero byte", where="job", hint="remove it")
+        raise SubmissionError("the batch script contains a zero byte", where="job", hint="remove it")
     return text
-
-
-def words(arguments: Iterable[str]) -> str:
-    """Arguments as words of shell that reach the command unchanged."""
-    return " ".join(shlex.quote(a) for a in arguments)

@@ -1,8 +1,8 @@
-"""What a task knows about itself inside a (heterogeneous) job: for submitit, and for whoever runs under plain srun.
+"""The environment of a task in a (heterogeneous) job, for submitit and for programs under plain srun.
 
-Inside a step that spans components Slurm's plain variables lie about a task's own component (SLURM_JOB_PARTITION and
-SLURM_NTASKS_PER_NODE hold the last one's). What is true: SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID, SLURM_NNODES of the
-whole, SLURMD_NODENAME, and the node list of every component. So a task finds its component by its node's name.
+In a step over several components, some of Slurm's variables are wrong for a task (SLURM_JOB_PARTITION and
+SLURM_NTASKS_PER_NODE describe the last component). Correct are SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID, SLURM_NNODES
+(of the whole job), SLURMD_NODENAME, and each component's node list. So a task finds its component by its node name.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from holmes_hpc.submission.executor.batch_script import USER_SIGNAL
 from holmes_hpc.submission.executor.component import ComponentRequest
 
 LEADER = "HOLMES_LEADER_JOB_ID"  # exported by the batch script
-TASKS_PER_NODE = "HOLMES_TASKS_PER_NODE_{}"  # of a component, by its number
+TASKS_PER_NODE = "HOLMES_TASKS_PER_NODE_{}"  # of a component, by its index
 MAX_REQUEUES = "HOLMES_MAX_REQUEUES"
-PREEMPT_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # what tasks listen for, where it is not USER_SIGNAL
+PREEMPT_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # the signal that tasks handle, if not USER_SIGNAL
 _HINT = "start the step with srun from the job's batch script"
 
 
 def preempt_signal() -> str:
-    """What the tasks of a job that is submitted now will listen for: submitit reads it from their environment."""
+    """Return the signal that tasks of a job submitted now will handle; submitit reads it from their environment."""
     return os.environ.get(PREEMPT_SIGNAL) or USER_SIGNAL
 
 
 @dataclass(frozen=True)
 class ComponentRanks:
-    """A component as srun counts in it: its nodes, and the rank of its first task."""
+    """The nodes of a component and the global rank of its first task."""
 
     nodes: tuple[str, ...]
     first_rank: int
@@ -42,12 +42,12 @@ class ComponentRanks:
 
 
 def tasks_per_node(parts: Iterable[ComponentRequest]) -> list[tuple[str, str]]:
-    """Return the variables that tell a job of these components how many tasks a node of each has."""
+    """Return the variables with the number of tasks per node of each component."""
     return [(TASKS_PER_NODE.format(index), str(part.tasks_per_node)) for index, part in enumerate(parts)]
 
 
 def ranks_of_job(environ: Mapping[str, str] = os.environ) -> list[ComponentRanks]:
-    """Return the components of the job that has `environ`, in order; of a plain job the one."""
+    """Return the components of the job with the variables `environ`, in order; a plain job has one."""
     size = int(environ.get("SLURM_HET_SIZE") or 0)
     names = [f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(size)] or ["SLURM_JOB_NODELIST", "SLURM_NODELIST"]
     lists = [environ[name] for name in names if environ.get(name)][: size or 1]
@@ -60,33 +60,35 @@ def ranks_of_job(environ: Mapping[str, str] = os.environ) -> list[ComponentRanks
     return [ComponentRanks(n, first, t) for n, first, t in zip(nodes, first_ranks, tasks, strict=False)]
 
 
-def own_component(environ: Mapping[str, str] = os.environ) -> int:
-    """The component that this task runs in, by its node's name."""
+def current_component(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the index of the component that this task runs in, found by its node name."""
     parts, node = ranks_of_job(environ), environ.get("SLURMD_NODENAME", "")
     if len(parts) <= 1:
         return 0
-    found = [i for i, part in enumerate(parts) if node in part.nodes]
-    if not found:
+    candidates = [i for i, part in enumerate(parts) if node in part.nodes]
+    if not candidates:
         groups = [list(part.nodes) for part in parts]
         raise SubmissionError(f"node {node!r} is in no component ({groups})", where="task", hint=_HINT)
-    if len(found) == 1:
-        return found[0]
-    rank = int(environ.get("SLURM_PROCID", 0))  # components share the node: ranks run over components in order
+    if len(candidates) == 1:
+        return candidates[0]
+    rank = int(environ.get("SLURM_PROCID", 0))  # components share the node; ranks follow component order
     return max(i for i, part in enumerate(parts) if part.first_rank <= rank)
 
 
 class TaskCount(int):
-    """The number of a job's tasks. submitit takes ``num_tasks // num_nodes`` for the tasks of a node
-    (TorchDistributedEnvironment's LOCAL_WORLD_SIZE); where components differ, only this node's own number is right."""
+    """The number of a job's tasks, whose quotient by the number of nodes is this node's number of tasks.
+
+    submitit divides them for LOCAL_WORLD_SIZE (TorchDistributedEnvironment), which is wrong for unequal components.
+    """
 
     def __floordiv__(self, nodes: int) -> int:
         is_of_job = nodes == sum(len(part.nodes) for part in ranks_of_job())
-        own = os.environ.get(TASKS_PER_NODE.format(own_component())) if is_of_job else None
-        return int(own) if own else int(self) // nodes
+        node_tasks = os.environ.get(TASKS_PER_NODE.format(current_component())) if is_of_job else None
+        return int(node_tasks) if node_tasks else int(self) // nodes
 
 
 class SlurmHetJobEnvironment(job_environment.JobEnvironment):
-    """submitit's view of a task of a (heterogeneous) job: ranks, nodes and ids are those of the whole job."""
+    """submitit's environment of a task of a (heterogeneous) job. Ranks, nodes and ids are those of the whole job."""
 
     _env = {
         "job_id": LEADER,
@@ -107,20 +109,20 @@ class SlurmHetJobEnvironment(job_environment.JobEnvironment):
 
     @property
     def component(self) -> int:
-        """Index of this task's component."""
-        return own_component()
+        """The index of this task's component."""
+        return current_component()
 
     @property
     def num_components(self) -> int:
         return max(1, len(ranks_of_job()))
 
     def _requeue(self, countdown: int) -> None:
-        """Requeue the whole job at its leader, at most as often as the executor allowed."""
-        restarts, most = int(os.environ.get("SLURM_RESTART_COUNT") or 0), int(os.environ.get(MAX_REQUEUES) or 0)
-        is_used_up = most and restarts >= most
-        refusal = f"it was requeued {restarts} times already" if is_used_up else requeue(self.job_id)[0]
-        if refusal:
-            message = f"Job not requeued because: {refusal}"
+        """Requeue the whole job by its leader's id, unless the executor's limit is reached."""
+        restarts, limit = int(os.environ.get("SLURM_RESTART_COUNT") or 0), int(os.environ.get(MAX_REQUEUES) or 0)
+        is_limit_reached = limit and restarts >= limit
+        error = f"it was already requeued {restarts} times" if is_limit_reached else requeue(self.job_id)[0]
+        if error:
+            message = f"Job not requeued because: {error}"
             logger.get_logger().warning(message)
             raise utils.UncompletedJobError(message)
         logger.get_logger().info(f"Requeued job {self.job_id} ({countdown} remaining timeouts)")

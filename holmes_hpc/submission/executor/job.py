@@ -1,4 +1,4 @@
-"""A submitted job: submitit's object, with states that are true for heterogeneous jobs."""
+"""A submitted job: submitit's Job class with the right states for heterogeneous jobs."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.untrusted import read_object
-from holmes_hpc.slurm.commands import patient
+from holmes_hpc.slurm.commands import slurm_with_retries
 from holmes_hpc.slurm.job_states import JobState, out_of_memory
 from holmes_hpc.submission.executor.environment import preempt_signal
-from holmes_hpc.submission.executor.watcher import WATCHER, Expected
+from holmes_hpc.submission.executor.watcher import WATCHER, JobIdentity
 
 
 def ticket_path(folder: Path, job_id: str) -> Path:
-    """Where the executor notes what tells this job from another one of the same id."""
+    """Return the path of a job's ticket, which distinguishes it from another job with the same id."""
     return folder / f"{job_id}_job.json"
 
 
 def batch_log(folder: Path) -> Path | None:
-    """Where the batch script's own output lies (``%j``: the job's id); None: in the files of task 0. Those of a folder
-    with ``%j`` will not do, for Slurm opens the file before anything in the job could make the directory."""
-    static = utils.JobPaths.get_first_id_independent_folder(folder)
-    return None if static == folder else static / "%j_batch.out"
+    """Return the path of the batch script's own output (``%j``: the job id); None if it is in the files of task 0.
+    It cannot be in a folder with ``%j``, because Slurm opens it before the job could create that folder."""
+    fixed_folder = utils.JobPaths.get_first_id_independent_folder(folder)
+    return None if fixed_folder == folder else fixed_folder / "%j_batch.out"
 
 
 def read_ticket(folder: Path, job_id: str) -> dict[str, Any]:
-    """What the executor noted of a job; nothing where there is no ticket."""
+    """Return the executor's record of a job; empty if there is none."""
     return read_object(ticket_path(folder, job_id)) or {}
 
 
 class SlurmHetJob(core.Job[Any]):
-    """A job of one or more components. Its id is the leader's; its tasks are the ranks over all components, as many as
-    its ticket says unless `tasks` does."""
+    """A job of one or more components. Its id is the leader's; its tasks are the ranks over all components.
+    `tasks`: None for the number in its ticket."""
 
     _cancel_command = "scancel"
     _results_timeout_s = 15
@@ -50,15 +50,15 @@ class SlurmHetJob(core.Job[Any]):
             tasks = range(int(read_ticket(utils.JobPaths(folder, job_id=job_id).folder, job_id).get("tasks") or 1))
         super().__init__(folder=folder, job_id=job_id, tasks=tuple(tasks))
         if not self._tasks[0]:
-            self.expected()
+            self.register_identity()
 
-    def expected(self) -> bool:
-        """Tell the watcher which job of this id is meant; whether it thought of another one."""
+    def register_identity(self) -> bool:
+        """Tell the watcher which job has this id. Return whether it had states of another job with the same id."""
         folder = self.paths.folder
-        ticket = read_ticket(folder, self.job_id)  # without one, states are told by the id alone
-        return self.watcher.expect(
+        ticket = read_ticket(folder, self.job_id)  # without a ticket, only the id identifies the job
+        return self.watcher.set_identity(
             self.job_id,
-            Expected(
+            JobIdentity(
                 ticket.get("name"),
                 ticket.get("submitted"),
                 folder / f"{self.job_id}_exit",
@@ -67,35 +67,38 @@ class SlurmHetJob(core.Job[Any]):
             ),
         )
 
-    def write_ticket(self, name: str, submitted: float, **more: Any) -> None:
-        """Note name and time (and `more`), for this process and for whoever looks at the folder later."""
-        ticket = {"job_id": self.job_id, "name": name, "submitted": submitted, "tasks": self.num_tasks, **more}
+    def write_ticket(self, name: str, submitted: float, **fields: Any) -> None:
+        """Record name, submission time and `fields`, for this process and for later readers of the folder."""
+        ticket = {"job_id": self.job_id, "name": name, "submitted": submitted, "tasks": self.num_tasks, **fields}
         self.paths.folder.mkdir(parents=True, exist_ok=True)
         write_whole(ticket_path(self.paths.folder, self.job_id), json.dumps(ticket))
-        self.expected()
+        self.register_identity()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not self._tasks[0]:
-            self.expected()
+            self.register_identity()
 
     def slurm_state(self, mode: str = "force") -> JobState:
-        """State with reason, nodes and source."""
+        """Return the state with its reason, nodes and source."""
         return self.watcher.state_of(self.job_id, mode)
 
     def cancel(self, check: bool = True) -> None:
-        """Cancel all components: the id is the leader's. SubmissionError where Slurm does not, and `check` is set."""
-        answer = patient([self._cancel_command, self.job_id], patience_s=60 if check else 0)
+        """Cancel all components by the leader's id. With `check`, SubmissionError if Slurm refuses."""
+        answer = slurm_with_retries([self._cancel_command, self.job_id], patience_s=60 if check else 0)
         if check and not answer.ok and "Invalid job id" not in answer.err:
             raise SubmissionError(
                 answer.reason,
                 where=f"scancel {self.job_id}",
-                hint="see that slurmctld runs (`scontrol ping`), then cancel again",
+                hint="check that slurmctld runs (`scontrol ping`), then cancel again",
             )
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
-        """As submitit's, but the time for results to appear runs once for the job, not once per missing task, and where
-        there is none the batch script's own output is in the error."""
+        """Return outcome and result, as submitit does.
+
+        Missing results are waited for once per job, not once per task. If there is none, the error contains the batch
+        script's own output.
+        """
         ended = self.watcher.ended_at(self.job_id)
         if ended is not None and not self.paths.result_pickle.exists():
             self._results_timeout_s = max(0, int(ended + type(self)._results_timeout_s - time.monotonic()))
@@ -103,47 +106,47 @@ class SlurmHetJob(core.Job[Any]):
             return super()._get_outcome_and_result()
         except utils.UncompletedJobError as e:
             texts = {path: text for path in self._batch_logs() if (text := "\n".join(tail(path, 40)).strip())}
-            memory = out_of_memory("\n".join([str(e), *texts.values()]))
-            lines = [f"out of memory: {memory}"] * bool(memory) + [str(e)]
+            memory_error = out_of_memory("\n".join([str(e), *texts.values()]))
+            lines = [f"out of memory: {memory_error}"] * bool(memory_error) + [str(e)]
             for path, text in texts.items():
                 if text not in str(e):
-                    lines += [f"The batch script, srun and slurmstepd said ({path}):", "-" * 40, text]
+                    lines += [f"Output of the batch script, srun and slurmstepd ({path}):", "-" * 40, text]
             raise utils.UncompletedJobError("\n".join(lines)) from None
 
     def _batch_logs(self) -> list[Path]:
-        """The files of the batch script's own output that are not this task's own."""
-        noted = read_ticket(self.paths.folder, self.job_id).get("batch_logs") or ()
-        own = (self.paths.stdout, self.paths.stderr)
-        return [path for path in map(Path, noted) if path not in own and path.exists()]
+        """Return the files of the batch script's own output, without this task's files."""
+        batch_logs = read_ticket(self.paths.folder, self.job_id).get("batch_logs") or ()
+        task_logs = (self.paths.stdout, self.paths.stderr)
+        return [path for path in map(Path, batch_logs) if path not in task_logs and path.exists()]
 
     def _get_logs_string(self, name: str) -> str | None:
-        """As submitit's; task 0's error stream has the batch script's own output, wherever that lies."""
-        found: str | None = super()._get_logs_string(name)
+        """Return a log, as submitit does; append the batch script's own output to task 0's stderr."""
+        task_log: str | None = super()._get_logs_string(name)
         paths = self._batch_logs() if name == "stderr" and not self._tasks[0] else []
-        more = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
-        return "\n".join(text for text in [found, *more] if text) if any(more) else found
+        batch_logs = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+        return "\n".join(text for text in [task_log, *batch_logs] if text) if any(batch_logs) else task_log
 
     def results(self) -> list[Any]:
-        """As submitit's; of several tasks the error is that which :meth:`exception` returns. What the tasks returned
-        that had ended before is had with ``job.task(i).result()``."""
+        """Return the results of all tasks, as submitit does. If a task failed, raise the error of :meth:`exception`.
+        Results of the tasks that succeeded: ``job.task(i).result()``."""
         error = self.exception() if self._sub_jobs else None
         if error is not None:
             raise error
         return super().results()
 
     def exception(self) -> Any:
-        """As submitit's; among several tasks, an error that was raised comes before tasks that were only killed."""
+        """Return the job's error, as submitit does. An error raised by a task precedes tasks that were only killed."""
         if not self._sub_jobs:
             return super().exception()
         self.wait()
-        ordered = sorted(self._sub_jobs, key=lambda job: not job.paths.result_pickle.exists())
-        return next((error for job in ordered if (error := job.exception()) is not None), None)
+        by_result = sorted(self._sub_jobs, key=lambda job: not job.paths.result_pickle.exists())
+        return next((error for job in by_result if (error := job.exception()) is not None), None)
 
     def _interrupt(self, timeout: bool = False) -> None:
-        """Send what preemption or a time-out sends (for tests), to all components."""
+        """Send the signals of a preemption or time-out to all components (for tests)."""
         for name in ([] if timeout else ["TERM"]) + [preempt_signal()]:
-            answer = patient([self._cancel_command, self.job_id, "--signal", name], patience_s=0)
+            answer = slurm_with_retries([self._cancel_command, self.job_id, "--signal", name], patience_s=0)
             if not answer.ok:
                 raise SubmissionError(
-                    answer.reason, where=f"scancel {self.job_id} --signal {name}", hint="see that the job runs"
+                    answer.reason, where=f"scancel {self.job_id} --signal {name}", hint="check that the job runs"
                 )

@@ -1,6 +1,6 @@
 """The submitit executor for heterogeneous jobs: ``submitit.AutoExecutor(folder, cluster="slurmhet")``.
 
-A script written for submitit's SlurmExecutor runs here by naming the components:
+A script for submitit's SlurmExecutor runs here if it names the components:
 
     executor = submitit.AutoExecutor("log", cluster="slurmhet")
     executor.update_parameters(timeout_min=60, slurmhet_components=[
@@ -25,8 +25,14 @@ from submitit.core import core, utils
 
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
-from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text, words
-from holmes_hpc.submission.executor.component import COMPONENT_KEYS, OF_THE_JOB, component, memory, option
+from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text
+from holmes_hpc.submission.executor.component import (
+    COMPONENT_KEYS,
+    JOB_OPTIONS,
+    format_memory,
+    option_name,
+    parse_component,
+)
 from holmes_hpc.submission.executor.environment import (
     LEADER,
     MAX_REQUEUES,
@@ -36,10 +42,10 @@ from holmes_hpc.submission.executor.environment import (
 )
 from holmes_hpc.submission.executor.job import SlurmHetJob, batch_log
 from holmes_hpc.submission.executor.preflight import preflight
-from holmes_hpc.submission.executor.submit import Refused, cancelled_on_error, refusals, submit_file
-from holmes_hpc.submission.executor.throttle import Line
+from holmes_hpc.submission.executor.submit import Refused, cancel_on_error, errors_as_refused, submit_file
+from holmes_hpc.submission.executor.throttle import Throttle
 
-# name here -> name in JobRequest, with submitit's default
+# parameter of the executor -> field of JobRequest
 _JOB_KEYS = {
     "job_name": "name",
     "time": "timeout_min",
@@ -58,36 +64,36 @@ _JOB_KEYS = {
     "requeue": "requeue",
     "additional_parameters": "additional",
 }
-_OWN_KEYS = ("components", "array_parallelism", "stderr_to_stdout", "preflight", "max_requeues")
-_SLURM_ONLY = {"num_gpus": "gpus_per_node"}  # submitit's old name, which wins over the new one there too
-_CANONICAL = {"ntasks_per_node": "tasks_per_node"}  # of two names of one parameter, a later call's wins
+_EXECUTOR_KEYS = ("components", "array_parallelism", "stderr_to_stdout", "preflight", "max_requeues")
+_OLD_NAMES = {"num_gpus": "gpus_per_node"}  # as in submitit, the old name wins over the new one
+_CANONICAL = {"ntasks_per_node": "tasks_per_node"}  # two names of one parameter: the later call wins
 PARAMETERS = frozenset(
-    {*_JOB_KEYS, *_OWN_KEYS, *(COMPONENT_KEYS - {"additional", "python"}), *_SLURM_ONLY, *_CANONICAL}
+    {*_JOB_KEYS, *_EXECUTOR_KEYS, *(COMPONENT_KEYS - {"additional", "python"}), *_OLD_NAMES, *_CANONICAL}
 )
 
 
 class _Parameters(set[str]):
-    """Our parameters, which do not show the ones that SlurmExecutor has too when AutoExecutor makes its table of
-    deprecated names: it would otherwise turn a user's ``partition`` into ours. When it lists them for somebody who
-    mistyped one, all are shown."""
+    """The executor's parameters, which hide those of SlurmExecutor while AutoExecutor builds its deprecation table.
+
+    Otherwise AutoExecutor would take a user's ``partition`` for ours. Its error for a mistyped name lists all of them.
+    """
 
     def __iter__(self) -> Iterator[str]:
-        listed = sys._getframe(1).f_code.co_name == "_internal_update_parameters"
-        return iter(sorted(name for name in set.__iter__(self) if listed or name in _OWN_KEYS[:1]))
+        shows_all = sys._getframe(1).f_code.co_name == "_internal_update_parameters"
+        return iter(sorted(name for name in set.__iter__(self) if shows_all or name in _EXECUTOR_KEYS[:1]))
 
 
 class SlurmHetExecutor(core.PicklingExecutor):
-    """Submits functions as jobs of one or more components.
+    """The executor that submits functions as jobs of one or more components.
 
     Parameters
     ----------
-    folder: where submissions, logs and results go; every node must see it. ``%j`` is the leader's job id.
+    folder: folder of submissions, logs and results, visible to every node; ``%j`` is the leader's job id.
     components: list of mappings (see :class:`ComponentRequest`); None: one component from the plain parameters.
-    max_num_timeout: how often a checkpointable function goes on after a time-out.
-    max_requeues: a job that was restarted so often asks for no requeue, and ends when Slurm itself requeues it once
-        more; 0: only `max_num_timeout` counts.
+    max_num_timeout: maximum number of requeues of a checkpointable function after a time-out.
+    max_requeues: maximum number of restarts of any kind; a job that Slurm restarts more often ends. 0: no limit.
     python: the command that starts Python on the nodes (shell, as in submitit).
-    preflight: test each component alone before a heterogeneous job is submitted, and log what may keep it waiting.
+    preflight: test each component alone before a heterogeneous job is submitted, and log warnings.
     """
 
     job_class = SlurmHetJob
@@ -102,18 +108,18 @@ class SlurmHetExecutor(core.PicklingExecutor):
         max_requeues: int = 0,
         preflight: bool = True,
     ) -> None:
-        given = _of_slurm(_locals_of_auto_executor("flexible_init"))
-        max_num_timeout = given.pop("max_num_timeout", max_num_timeout)
-        max_pickle_size_gb = given.pop("max_pickle_size_gb", max_pickle_size_gb)
-        python = given.pop("python", python)
-        if given:
+        parameters = _slurm_parameters(_locals_of_auto_executor("flexible_init"))
+        max_num_timeout = parameters.pop("max_num_timeout", max_num_timeout)
+        max_pickle_size_gb = parameters.pop("max_pickle_size_gb", max_pickle_size_gb)
+        python = parameters.pop("python", python)
+        if parameters:
             raise SubmissionError(
-                f"slurm_{next(iter(given))} means nothing here", where="executor slurmhet", hint="use slurmhet_…"
+                f"slurm_{next(iter(parameters))} has no effect", where="executor slurmhet", hint="use slurmhet_…"
             )
         super().__init__(folder, max_num_timeout=max_num_timeout, max_pickle_size_gb=max_pickle_size_gb)
         self.python = shlex.quote(sys.executable) if python is None else python
-        self._throttling = 0.0  # jobs in line are throttled by their dependencies, not by waiting here
-        self.line: Line | None = None
+        self._throttling = 0.0  # submitit's pause between submissions; dependencies throttle the jobs
+        self.throttle: Throttle | None = None
         self.parameters.update(max_requeues=max_requeues, preflight=preflight)
         if components is not None:
             self._internal_update_parameters(components=components)
@@ -122,7 +128,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Below SlurmExecutor's 2: a script that names no cluster keeps submitit's own executor."""
+        """Return a rank below SlurmExecutor's 2, so that scripts without a cluster name use submitit's executor."""
         return -1 if shutil.which("sbatch") is None else 1
 
     @classmethod
@@ -142,21 +148,24 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return _Parameters(PARAMETERS)
 
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Generic parameters under their names here. AutoExecutor drops slurm_* ones without a word under another
-        cluster's name; here they count as there: a specific one (slurm_time) wins over a generic one (timeout_min), and
-        a generic one for Slurm (slurm_timeout_min) over one for all. It sets those of slurmhet_* afterwards."""
-        held = _locals_of_auto_executor("_internal_update_parameters")
-        dropped, own = _of_slurm(held), [name for executor, name in held.get("specific", ()) if executor == self.name()]
-        for name in held.get("generics", {}).keys() & dropped.keys():
+        """Return the generic parameters under this executor's names, and with them the slurm_* parameters.
+
+        AutoExecutor silently drops slurm_* parameters for other clusters. Here they have the same effect as for
+        SlurmExecutor: a specific one (slurm_time) wins over a generic one (timeout_min), and a generic one for Slurm
+        (slurm_timeout_min) over one for all clusters. AutoExecutor sets slurmhet_* parameters afterwards.
+        """
+        frame_locals = _locals_of_auto_executor("_internal_update_parameters")
+        dropped, specific = _slurm_parameters(frame_locals), frame_locals.get("specific", ())
+        for name in frame_locals.get("generics", {}).keys() & dropped.keys():
             value = dropped.pop(name)
-            params = params if name in own else {**params, name: value}
+            params = params if [self.name(), name] in specific else {**params, name: value}
         params = super()._convert_parameters(params)
         if "mem" in params:
-            params["mem"] = memory(params["mem"])
+            params["mem"] = format_memory(params["mem"])
         return {**params, **dropped}
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        """Set parameters: SlurmExecutor's, and `components`. What a component does not say, the plain ones say."""
+        """Set parameters: SlurmExecutor's, and `components`. The plain parameters are defaults for components."""
         unknown = sorted(k for k in kwargs if k not in PARAMETERS)
         if unknown:
             raise ValueError(
@@ -164,49 +173,52 @@ class SlurmHetExecutor(core.PicklingExecutor):
                 + ", ".join(sorted(PARAMETERS))
             )
         kwargs = {_CANONICAL.get(k, k): v for k, v in kwargs.items()}
-        self._request({**self.parameters, **kwargs})  # refuses what cannot be
+        self._request({**self.parameters, **kwargs})  # raises SubmissionError for an impossible request
         super()._internal_update_parameters(**kwargs)
 
     def request(self) -> JobRequest:
-        """What the next submission asks for."""
+        """Return the request of the next submission."""
         return self._request(self.parameters)
 
     def _request(self, parameters: Mapping[str, Any], token: str = "") -> JobRequest:
-        given = {k: v for k, v in parameters.items() if v is not None}
-        given |= {_SLURM_ONLY[k]: given.pop(k) for k in _SLURM_ONLY if k in given}
-        defaults = {k: v for k, v in given.items() if k in COMPONENT_KEYS and k not in ("additional", *_JOB_KEYS)}
-        whole = {_JOB_KEYS[k]: v for k, v in given.items() if k in _JOB_KEYS}
-        options = {option(k, "job"): v for k, v in (whole.get("additional") or {}).items()}
-        whole["additional"] = tuple((k, v) for k, v in options.items() if k in OF_THE_JOB)
-        parts = [component(part, i, defaults).filled(options) for i, part in enumerate(given.get("components") or [{}])]
+        settings = {k: v for k, v in parameters.items() if v is not None}
+        settings |= {_OLD_NAMES[k]: settings.pop(k) for k in _OLD_NAMES if k in settings}
+        defaults = {k: v for k, v in settings.items() if k in COMPONENT_KEYS and k not in ("additional", *_JOB_KEYS)}
+        job_fields = {_JOB_KEYS[k]: v for k, v in settings.items() if k in _JOB_KEYS}
+        options = {option_name(k, "job"): v for k, v in (job_fields.get("additional") or {}).items()}
+        job_fields["additional"] = tuple((k, v) for k, v in options.items() if k in JOB_OPTIONS)
+        parts = [
+            parse_component(part, i, defaults).with_defaults(options)
+            for i, part in enumerate(settings.get("components") or [{}])
+        ]
         paths = utils.JobPaths(folder=self.folder)
-        apart = not given.get("stderr_to_stdout", False)
-        separate = batch_log(self.folder)
+        has_stderr = not settings.get("stderr_to_stdout", False)
+        batch_output = batch_log(self.folder)
         if token:
-            whole["comment"] = " ".join(w for w in (whole.get("comment"), token) if w)
-        most_requeues = int(given.get("max_requeues") or 0)
+            job_fields["comment"] = " ".join(w for w in (job_fields.get("comment"), token) if w)
+        max_requeues = int(settings.get("max_requeues") or 0)
         return JobRequest(
             components=tuple(parts),
-            output=str(separate or str(paths.stdout).replace("%t", "0")),
-            error=str(paths.stderr).replace("%t", "0") if separate is None and apart else None,
+            output=str(batch_output or str(paths.stdout).replace("%t", "0")),
+            error=str(paths.stderr).replace("%t", "0") if batch_output is None and has_stderr else None,
             rank_output=str(paths.stdout),
-            rank_error=str(paths.stderr) if apart else None,
+            rank_error=str(paths.stderr) if has_stderr else None,
             directories=(str(self.folder),),
             exit_record=str(self.folder / "%j_exit"),
-            max_requeues=most_requeues,
+            max_requeues=max_requeues,
             environment=(
                 ("SUBMITIT_EXECUTOR", self.name()),
                 (LEADER, "%j"),
-                (MAX_REQUEUES, str(most_requeues)),
+                (MAX_REQUEUES, str(max_requeues)),
                 *(((PREEMPT_SIGNAL, preempt_signal()),) if preempt_signal() != USER_SIGNAL else ()),
                 *tasks_per_node(parts),
             ),
             signal=preempt_signal(),
-            **{"name": "submitit", "timeout_min": 5, **whole},
+            **{"name": "submitit", "timeout_min": 5, **job_fields},
         )
 
     def job_script(self) -> str:
-        """The batch script as it would be submitted, without the token that makes a submission unique."""
+        """Return the batch script of the next submission, without the token that makes each submission unique."""
         return self._text(self.request(), self._submitit_command_str)
 
     @property
@@ -214,10 +226,10 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return self._command(self.python)
 
     def _command(self, python: str) -> str:
-        return f"{python} -u -m submitit.core._submit {words([str(self.folder)])}"
+        return f"{python} -u -m submitit.core._submit {shlex.quote(str(self.folder))}"
 
     def _commands(self, request: JobRequest, command: str) -> list[str]:
-        """What the tasks of each component run: `command`, or with a Python of the component's own."""
+        """Return the task command of each component: `command`, or the same with the component's Python."""
         return [command if part.python is None else self._command(part.python) for part in request.components]
 
     def _num_tasks(self) -> int:
@@ -238,20 +250,20 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return text.strip().split(";")[0].split()[-1]
 
     def _submit_command(self, command: str) -> core.Job[Any]:
-        """As submitit's, with preflight, without submitting twice when an answer gets lost, and with a ticket."""
-        if self.line is None:
-            return self._hand_over(command)[0]
-        line = str(self.line.path)
-        job: core.Job[Any] = self.line.enter(
+        """Submit as submitit does, but after preflight, at most once even if Slurm's answer is lost, with a ticket."""
+        if self.throttle is None:
+            return self._submit_request(command)[0]
+        throttle_file = str(self.throttle.path)
+        job: core.Job[Any] = self.throttle.submit(
             self.parameters.get("dependency"),
-            lambda dependency: self._hand_over(command, dependency=dependency, line=line)[0],
+            lambda dependency: self._submit_request(command, dependency=dependency, throttle_file=throttle_file)[0],
         )
         return job
 
-    def _hand_over(self, command: str, **changes: Any) -> list[core.Job[Any]]:
-        """Submit the request with `changes`; the job, or those of an array."""
+    def _submit_request(self, command: str, **changes: Any) -> list[core.Job[Any]]:
+        """Submit the request with `changes`. Return its job, or the jobs of an array."""
         uid = uuid.uuid4().hex
-        with refusals():
+        with errors_as_refused():
             request = replace(self._request(self.parameters, token=f"holmes-{uid}"), **changes)
             if self.parameters.get("preflight", True) and len(request.components) > 1:
                 preflight(request.components, timeout_min=request.timeout_min)
@@ -259,14 +271,14 @@ class SlurmHetExecutor(core.PicklingExecutor):
         path = self._static_folder() / f".submission_file_{uid}.sh"
         submitted = time.time()
         try:
-            with refusals():
+            with errors_as_refused():
                 path.write_text(self._text(request, command), encoding="utf-8")
                 leader = submit_file(path, f"holmes-{uid}")
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        ids = [leader] if request.array is None else [f"{leader}_{i}" for i in range(request.elements)]
-        with cancelled_on_error(leader):
+        ids = [leader] if request.array is None else [f"{leader}_{i}" for i in range(request.array_size)]
+        with cancel_on_error(leader):
             jobs = [self.job_class(folder=self.folder, job_id=i, tasks=list(range(request.ranks))) for i in ids]
             jobs[0].paths.move_temporary_file(path, "submission_file")
             for job in jobs:
@@ -277,71 +289,72 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return list(jobs)
 
     def _static_folder(self) -> Path:
-        """Make and return the folder of submissions that have no job id yet."""
+        """Create and return the folder for submissions without a job id."""
         folder = Path(utils.JobPaths.get_first_id_independent_folder(self.folder))
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
-        """Submit all; of several at most array_parallelism run at a time: those of one component as an array, which
-        heterogeneous jobs cannot be, so these wait in line."""
-        most = int(self.parameters.get("array_parallelism") or 256)
-        if most < 1:
-            raise Refused(f"array_parallelism is {most}", where="executor slurmhet", hint="use 1 or more")
-        with refusals():
-            single = len(self.request().components) == 1
-        line = self.line
-        if len(delayed_submissions) > most and not single:
-            self.line = Line(self._static_folder() / f".line_{uuid.uuid4().hex}.json", most)
+        """Submit all functions; at most array_parallelism jobs run at a time. Single-component jobs form an array;
+        heterogeneous jobs cannot, so they use a throttle."""
+        limit = int(self.parameters.get("array_parallelism") or 256)
+        if limit < 1:
+            raise Refused(f"array_parallelism is {limit}", where="executor slurmhet", hint="use 1 or more")
+        with errors_as_refused():
+            is_single = len(self.request().components) == 1
+        previous = self.throttle
+        if len(delayed_submissions) > limit and not is_single:
+            self.throttle = Throttle(self._static_folder() / f".throttle_{uuid.uuid4().hex}.json", limit)
         jobs: list[core.Job[Any]] = []
         try:
-            for batch in [delayed_submissions] if single else [[delayed] for delayed in delayed_submissions]:
+            for batch in [delayed_submissions] if is_single else [[delayed] for delayed in delayed_submissions]:
                 with uninterrupted():
                     jobs += (
-                        self._submit_array(batch, most)
+                        self._submit_array(batch, limit)
                         if len(batch) > 1
                         else super()._internal_process_submissions(batch)
                     )
         except BaseException:
-            for job in reversed(jobs):  # a batch is submitted as a whole or not at all
+            for job in reversed(jobs):  # all jobs of a batch are submitted, or none
                 slurm("scancel", job.job_id)
             raise
         finally:
-            self.line = line
+            self.throttle = previous
         return jobs
 
-    def _submit_array(self, delayed_submissions: list[utils.DelayedSubmission], most: int) -> list[core.Job[Any]]:
+    def _submit_array(self, delayed_submissions: list[utils.DelayedSubmission], limit: int) -> list[core.Job[Any]]:
         pickles = [self._static_folder() / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
         try:
             for delayed, path in zip(delayed_submissions, pickles, strict=True):
                 delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
                 delayed.dump(path)
-            array = f"0-{len(pickles) - 1}%{min(len(pickles), most)}"
-            jobs = self._hand_over(self._submitit_command_str, array=array)
+            array = f"0-{len(pickles) - 1}%{min(len(pickles), limit)}"
+            jobs = self._submit_request(self._submitit_command_str, array=array)
         except BaseException:
             for path in pickles:
                 path.unlink(missing_ok=True)
             raise
-        with cancelled_on_error(jobs[0].job_id.partition("_")[0]):
+        with cancel_on_error(jobs[0].job_id.partition("_")[0]):
             for job, path in zip(jobs, pickles, strict=True):
                 job.paths.move_temporary_file(path, "submitted_pickle")
         return jobs
 
 
 def _locals_of_auto_executor(function: str) -> Mapping[str, Any]:
-    """The variables of submitit's AutoExecutor while its `function` calls us; outside it nothing is found.
+    """Return the local variables of submitit's AutoExecutor if its `function` is the caller's caller, else nothing.
 
-    AutoExecutor hands on only what bears the executor's own name and has no hook for the rest, so this reads its frame.
-    pyproject.toml bounds submitit's version for this, and tests/submission/executor/test_slurmhet.py fails where
-    AutoExecutor is another.
+    AutoExecutor passes on only parameters with the executor's prefix and has no hook for others, so this reads its
+    frame. pyproject.toml pins submitit's version for this, and test_slurmhet.py fails if AutoExecutor changes.
     """
     frame = sys._getframe(2)
-    ours = frame.f_code.co_name == function and frame.f_globals.get("__name__") == "submitit.auto.auto"
-    return frame.f_locals if ours else {}
+    is_auto_executor = frame.f_code.co_name == function and frame.f_globals.get("__name__") == "submitit.auto.auto"
+    return frame.f_locals if is_auto_executor else {}
 
 
-def _of_slurm(held: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``slurm_*`` parameters that AutoExecutor holds, and would drop."""
+def _slurm_parameters(frame_locals: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``slurm_*`` parameters in AutoExecutor's local variables, which it would drop."""
     return {
-        k[len("slurm_") :]: v for k, v in held.get("kwargs", {}).items() if k.startswith("slurm_") and v is not None
+        k[len("slurm_") :]: v
+        for k, v in frame_locals.get("kwargs", {}).items()
+        if k.startswith("slurm_") and v is not None
     }

@@ -1,4 +1,4 @@
-"""Handing a batch script to Slurm, once: an answer that got lost is looked up, not asked for twice."""
+"""Submission of a batch script exactly once: after a lost answer the job is searched for before a retry."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _BUSY = ("Slurm temporarily unable to accept job", "Resource temporarily unavail
 
 
 class Refused(SubmissionError, FailedSubmissionError):
-    """Slurm refused a job: ours (one line, exit code 2) and submitit's error at once."""
+    """The error for a job that Slurm refused. It is our error (one line, exit code 2) and submitit's."""
 
 
-class Unsure(Refused):
-    """Nobody knows whether Slurm took the job."""
+class SubmissionUnknown(Refused):
+    """The error for a submission without an answer: the job may exist."""
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """Whatever refuses a job inside (preflight, the script's text) does it as Slurm's own refusals do."""
+def errors_as_refused() -> Iterator[None]:
+    """Convert a SubmissionError of the block (preflight, script text) to Refused, as if Slurm had refused the job."""
     try:
         yield
     except Refused:
@@ -37,27 +37,28 @@ def refusals() -> Iterator[None]:
 
 
 def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
-    """Submit a batch script whose comment holds `token` (unique); the leader's job id comes back.
+    """Submit a batch script whose comment contains the unique `token`. Return the leader's job id.
 
-    Raises Refused with Slurm's reason, Unsure where the job may exist all the same. While the controller is away it
-    waits up to `patience_s`; when it may have taken the job before it went away, the job is looked for by its token
-    first.
+    Refused with Slurm's reason; SubmissionUnknown if the job may exist nevertheless. While the controller is away,
+    retry up to `patience_s` seconds. If it may have accepted the job, search for the token before a retry.
     """
-    end, pause = time.monotonic() + patience_s, 1.0
+    deadline, pause = time.monotonic() + patience_s, 1.0
     while True:
         answer = slurm("sbatch", "--parsable", str(path), timeout_s=120)
         if answer.ok:
             match = re.search(r"^(\d+)(;.*)?$", answer.out.strip(), re.MULTILINE)  # ID or ID;CLUSTER
             if match is None:
-                said = answer.out.strip()[:60]
-                raise Unsure(f"sbatch answered {said!r}", where="sbatch", hint="look with `squeue --me`")
+                output = answer.out.strip()[:60]
+                raise SubmissionUnknown(
+                    f"sbatch printed no job id but {output!r}", where="sbatch", hint="look with `squeue --me`"
+                )
             return match[1]
-        if answer.away and "Connection refused" not in answer.err:  # it may have taken the job
-            if job_id := find_token(token, end):
+        if answer.away and "Connection refused" not in answer.err:  # it may have accepted the job
+            if job_id := find_job(token, deadline):
                 return job_id
-        elif not answer.away and not any(word in answer.err for word in _BUSY):
-            raise Refused(answer.reason, where="sbatch", hint="change what the job asks for")
-        if time.monotonic() + pause > end:
+        elif not answer.away and not any(message in answer.err for message in _BUSY):
+            raise Refused(answer.reason, where="sbatch", hint="change the job's options")
+        if time.monotonic() + pause > deadline:
             raise Refused(
                 f"{answer.reason} (for {patience_s:.0f} s)",
                 where="sbatch",
@@ -68,17 +69,17 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
         pause = min(2 * pause, 15)
 
 
-def find_token(token: str, end: float) -> str | None:
-    """The id of the job that carries `token` in its comment; None when the controller answers that there is none.
-    Raises Unsure when it does not answer until `end`."""
+def find_job(token: str, deadline: float) -> str | None:
+    """Return the id of the job with `token` in its comment; None if there is no such job.
+    SubmissionUnknown if the controller does not answer before `deadline` (time.monotonic())."""
     pause = 1.0
     while True:
         answer = slurm("squeue", "--me", "--noheader", "--states=all", f"--format=%i{SEPARATOR}%k")
         if answer.ok:
-            held = [line for line in answer.out.splitlines() if token in line]
-            return held[0].split(SEPARATOR)[0].partition("+")[0].strip() if held else None
-        if time.monotonic() + pause > end:
-            raise Unsure(
+            lines = [line for line in answer.out.splitlines() if token in line]
+            return lines[0].split(SEPARATOR)[0].partition("+")[0].strip() if lines else None
+        if time.monotonic() + pause > deadline:
+            raise SubmissionUnknown(
                 "the controller went away during the submission, so whether the job exists is unknown",
                 where="sbatch",
                 hint=f"look for it: squeue --me -o '%i %k' | grep {token}",
@@ -88,8 +89,8 @@ def find_token(token: str, end: float) -> str | None:
 
 
 @contextlib.contextmanager
-def cancelled_on_error(job_id: str) -> Iterator[None]:
-    """Inside, a job is recorded that Slurm has taken; one that cannot be is cancelled: nobody would know of it."""
+def cancel_on_error(job_id: str) -> Iterator[None]:
+    """Cancel the job if the block fails: without a record of it, nobody would know the job."""
     try:
         yield
     except BaseException:

@@ -1,8 +1,9 @@
-"""Heterogeneous jobs that wait in line, so that never more than n of them run: ``python -m ….line FILE JOB_ID``.
+"""A throttle for heterogeneous jobs, which cannot be arrays: ``python -m ….throttle FILE JOB_ID``.
 
-They are no arrays. Each but the first n waits for one before it (``afterany``); that holds whatever becomes of the
-client and of the batch scripts. When a job ends, the last words of its batch script let the first of those that wait
-take its place, and the one that waited for it waits for that one's predecessor instead: so a long job holds up nobody.
+At most `limit` jobs run at a time. Each later job depends (``afterany``) on an earlier one, so the limit holds even
+without the client or the batch scripts. When a job ends, its batch script calls this module: the first waiting job then
+depends on the ended job and starts. The job that depended on the ended one takes over the other's dependency. So a long
+job delays no other job.
 """
 
 from __future__ import annotations
@@ -21,93 +22,95 @@ from holmes_hpc.slurm.commands import slurm
 
 
 @dataclass
-class Places:
-    """`order`: the jobs as they were submitted; `waits`: which one a job waits for; `ended`: those whose batch script
-    came to its end; `own`: dependencies that every job has besides."""
+class JobQueue:
+    """The jobs of a throttle.
+    `order`: job ids in order of submission; `waits`: job -> the job that it depends on; `ended`: jobs whose batch
+    script has ended; `own`: further dependencies, which all jobs have."""
 
     order: list[str] = field(default_factory=list)
     waits: dict[str, str] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
     own: str = ""
 
-    def next_place(self, most: int) -> str | None:
-        """The job that the next one to be submitted has to wait for; None: it need not."""
-        if len(self.order) < most:
+    def next_predecessor(self, limit: int) -> str | None:
+        """Return the job that the next submitted job must depend on; None if it need not wait."""
+        if len(self.order) < limit:
             return None
-        last = [job for job in self.order if job not in self.waits.values()]  # nobody waits for these
-        if any(job in self.ended for job in last):
-            self.order.remove(next(job for job in last if job in self.ended))  # its place is taken
+        chain_ends = [job for job in self.order if job not in self.waits.values()]  # no job depends on these
+        if any(job in self.ended for job in chain_ends):
+            self.order.remove(next(job for job in chain_ends if job in self.ended))  # the next job replaces it
             return None
-        return last[0]
+        return chain_ends[0]
 
-    def behind(self, job: str) -> str | None:
-        return next((other for other, before in self.waits.items() if before == job), None)
+    def successor(self, job: str) -> str | None:
+        return next((waiting for waiting, predecessor in self.waits.items() if predecessor == job), None)
 
     def dependency(self, job: str) -> str:
         return ",".join(d for d in (self.own, f"afterany:{job}") if d)
 
 
 @dataclass
-class Line:
-    """A file of :class:`Places` on a file system that all nodes share; `most` jobs of it run at a time."""
+class Throttle:
+    """A limit on running jobs. `path`: its :class:`JobQueue` as JSON, on a file system that all nodes share."""
 
     path: Path
-    most: int
+    limit: int
 
-    def enter(self, own: str | None, submit: Callable[[str | None], Any]) -> Any:
-        """Return the job that `submit` makes of its dependency: `own`, and one by its place. Nobody else moves."""
-        with _held(self.path) as places:
-            places.own = own or ""
-            before = places.next_place(self.most)
-            job = submit(own if before is None else places.dependency(before))
-            places.order.append(job.job_id)
-            if before is not None:
-                places.waits[job.job_id] = before
+    def submit(self, dependency: str | None, submit_job: Callable[[str | None], Any]) -> Any:
+        """Return the job that `submit_job` makes from its dependencies: `dependency` and one on an earlier job.
+        The queue is locked meanwhile."""
+        with _locked_queue(self.path) as queue:
+            queue.own = dependency or ""
+            predecessor = queue.next_predecessor(self.limit)
+            job = submit_job(dependency if predecessor is None else queue.dependency(predecessor))
+            queue.order.append(job.job_id)
+            if predecessor is not None:
+                queue.waits[job.job_id] = predecessor
         return job
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[Places]:
-    """The places in a file, to change: one process at a time, on all nodes."""
+def _locked_queue(path: Path) -> Iterator[JobQueue]:
+    """Load the queue from its file, and save it after the block. The lock holds on all nodes."""
     with locked(path.with_name(f"{path.name}.lock"), wait_s=60):
         try:
-            places = Places(**json.loads(path.read_text(encoding="utf-8")))
+            queue = JobQueue(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
-            places = Places()
-        yield places
-        write_whole(path, json.dumps(asdict(places)))
+            queue = JobQueue()
+        yield queue
+        write_whole(path, json.dumps(asdict(queue)))
 
 
-def leave(path: Path, job: str) -> None:
-    """`job` is about to end: the first of those that still wait shall follow it."""
-    with _held(path) as places:
-        if job in places.ended:
+def release_next(path: Path, job: str) -> None:
+    """Record that `job` is about to end, and let the first waiting job follow it."""
+    with _locked_queue(path) as queue:
+        if job in queue.ended:
             return
-        places.ended.append(job)
-        behind = places.behind(job)
-        for first in places.order:
-            before = places.waits.get(first)
-            if first == behind:
-                return  # it starts by itself
-            if before is None or before in places.ended:
-                continue  # it runs, or waits for nothing but nodes
-            if not _let_wait(first, places.dependency(job)):
-                del places.waits[first]  # it runs, or was cancelled
+        queue.ended.append(job)
+        successor = queue.successor(job)
+        for first in queue.order:
+            predecessor = queue.waits.get(first)
+            if first == successor:
+                return  # Slurm starts it
+            if predecessor is None or predecessor in queue.ended:
+                continue  # it runs, or waits only for nodes
+            if not _set_dependency(first, queue.dependency(job)):
+                del queue.waits[first]  # it runs, or was cancelled
                 continue
-            places.waits[first] = job
-            if behind is not None and _let_wait(behind, places.dependency(before)):
-                places.waits[behind] = before
+            queue.waits[first] = job
+            if successor is not None and _set_dependency(successor, queue.dependency(predecessor)):
+                queue.waits[successor] = predecessor
             return
 
 
-def _let_wait(job: str, dependency: str) -> bool:
+def _set_dependency(job: str, dependency: str) -> bool:
     return slurm("scontrol", "update", f"JobId={job}", f"Dependency={dependency}", timeout_s=10).ok
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     try:
-        leave(Path(words[0]), words[1])
-    except (HolmesError, OSError, ValueError) as e:  # the line goes on all the same, if more slowly
+        release_next(Path(arguments[0]), arguments[1])
+    except (HolmesError, OSError, ValueError) as e:  # the queue continues without it, only slower
         print(f"holmes: {e}", file=sys.stderr)
     return 0
 

@@ -41,8 +41,8 @@ class OnSlurm:
         self._job = SlurmHetJob(folder.absolute(), job_id, (0,))
 
     def state(self, mode: str = "standard") -> JobState:
-        another = self._job.expected()  # of two jobs of one id (Slurm was set up again) the other one was asked about
-        return self._job.slurm_state("force" if another and mode == "cache" else mode)
+        is_other_job = self._job.register_identity()  # a reinstalled Slurm counts its job ids from 1 again
+        return self._job.slurm_state("force" if is_other_job and mode == "cache" else mode)
 
     def cancel(self) -> None:
         self._job.cancel()

@@ -30,7 +30,7 @@ from holmes_hpc.records.ownership import careful_umask, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import ignore_interrupts, uninterrupted
 from holmes_hpc.slurm.job_states import UNKNOWN
-from holmes_hpc.submission.executor.throttle import Line
+from holmes_hpc.submission.executor.throttle import Throttle
 from holmes_hpc.submission.lifecycle.status import Job, OnSlurm
 from holmes_hpc.submission.local import run_plan_here
 from holmes_hpc.submission.plan_job import Planned, submit_plan
@@ -62,7 +62,7 @@ class HolmesLauncher(BaseSubmititLauncher):
     def __init__(self, **params: Any) -> None:
         super().__init__(**params)
         self._seen = Counter[tuple[str, ...]]()  # of this process's jobs: a sweeper may ask about a point again
-        self._line: Line | None = None  # where the jobs of a launch wait, if they are more than may run at a time
+        self._throttle: Throttle | None = None  # of one launch, if its jobs exceed the limit
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         careful_umask()  # before Hydra makes the sweep's directory; the jobs, which write what is read here, inherit it
@@ -163,7 +163,9 @@ class HolmesLauncher(BaseSubmititLauncher):
         manifest.programs.update({digest: program.to_dict() for digest, program in programs.items()})
         most = int(self.params.get("array_parallelism") or 256)
         is_throttled = self.WHERE == "slurm" and len(wanted) - len(taken) > most
-        self._line = Line(manifest.path.with_name(f".line-{time.time():.6f}.json"), most) if is_throttled else None
+        self._throttle = (
+            Throttle(manifest.path.with_name(f".throttle-{time.time():.6f}.json"), most) if is_throttled else None
+        )
         for each in wanted:
             self._launch_one(manifest, taken.get(each.key), each, launched, progress)
 
@@ -256,7 +258,7 @@ class HolmesLauncher(BaseSubmititLauncher):
     def _submit_plain(self, manifest: Manifest, job: Candidate) -> Launched:
         executor = executor_of(job.config, self._EXECUTOR)
         refuse_other_writers(executor.folder)
-        executor._executor.line = self._line
+        executor._executor.throttle = self._throttle
         submitted = time.time()
         with self._shield():
             made = executor.submit(
@@ -324,7 +326,9 @@ class SlurmLauncher(HolmesLauncher):
     def _start(
         self, planned: Planned, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
     ) -> Job:
-        job = submit_plan(planned.plan, run.path, planned.function, config, settings, name=name, line=self._line)
+        job = submit_plan(
+            planned.plan, run.path, planned.function, config, settings, name=name, throttle=self._throttle
+        )
         return OnSlurm(run.path / "submission", job.job_id)
 
 

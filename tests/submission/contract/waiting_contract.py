@@ -53,7 +53,7 @@ def limits() -> Iterator[None]:
             slurm("sacctmgr", "-i", "add", "account", "tight")
             slurm("sacctmgr", "-i", "add", "user", "root", "account=tight")
             slurm("sacctmgr", "-i", "modify", "account", "tight", "set", "GrpTRES=cpu=1")
-            preflight.forget()
+            preflight.clear_cache()
             yield
         finally:
             beds.down()

@@ -1,4 +1,4 @@
-"""The batch script's text, and that no parser misreads a word of it."""
+"""The text of the batch script, and its quoting for sbatch and the shell."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import SubmissionError
-from holmes_hpc.submission.executor.batch_script import JobRequest, directives, script_text, words
-from holmes_hpc.submission.executor.component import ComponentRequest, component, sbatch_word, shell_word
+from holmes_hpc.submission.executor.batch_script import JobRequest, directives, script_text
+from holmes_hpc.submission.executor.component import ComponentRequest, parse_component, sbatch_word, shell_word
 
 IB = ComponentRequest(2, 2, "ib", "nic_ib", gpus_per_node=2)
 ETH = ComponentRequest(1, 2, "eth", "nic_ethernet")
@@ -23,8 +23,8 @@ LINE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=40)
 
 
 def read_directive(line: str) -> str:
-    """One word of an #SBATCH line as sbatch's own parser takes it (src/sbatch/opt.c): backslash escapes everywhere,
-    quotes of both kinds group, # outside quotes ends the line."""
+    """Parse the first word of an #SBATCH line as sbatch does (src/sbatch/opt.c): a backslash escapes everywhere, quotes
+    of both kinds group, # outside quotes ends the line."""
     out, quote, escaped = [], "", False
     for c in line:
         if escaped:
@@ -47,28 +47,23 @@ def read_directive(line: str) -> str:
 
 
 @given(LINE)
-def test_directive_words_come_back_unchanged(text: str) -> None:
+def test_sbatch_reads_quoted_directives_unchanged(text: str) -> None:
     assert read_directive("--job-name=" + sbatch_word(text)) == "--job-name=" + text
 
 
 @given(st.sampled_from("\n\r\0\x1b\x7f"), LINE, LINE)
-def test_control_characters_are_refused_in_directives(bad: str, before: str, after: str) -> None:
+def test_control_characters_are_refused_in_directives(character: str, prefix: str, suffix: str) -> None:
     with pytest.raises(SubmissionError, match="control character"):
-        sbatch_word(before + bad + after)
+        sbatch_word(prefix + character + suffix)
 
 
 @given(ANY)
-def test_shell_words_come_back_unchanged(text: str) -> None:
+def test_shell_reads_quoted_words_unchanged(text: str) -> None:
     if "%j" not in text:
         assert shlex.split(shell_word(text)) == [text]
 
 
-@given(st.lists(ANY, min_size=1, max_size=4))
-def test_command_words_come_back_unchanged(arguments: list[str]) -> None:
-    assert shlex.split(words(arguments)) == arguments
-
-
-SAY = "echo $status-$signalled"
+PRINT_STATUS = "echo $status-$signalled"
 NASTY = [
     "a b",
     "it's",
@@ -105,7 +100,7 @@ def test_bash_runs_the_script_with_every_argument_unchanged(tmp_path: Path) -> N
         exit_record=str(tmp_path / "exit %j"),
     )
     script = tmp_path / "job.sh"
-    script.write_text(script_text(job, words(["CMD", *NASTY])), encoding="utf-8")
+    script.write_text(script_text(job, shlex.join(["CMD", *NASTY])), encoding="utf-8")
     done = subprocess.run(
         ["bash", str(script)],
         cwd=tmp_path,
@@ -121,10 +116,10 @@ def test_bash_runs_the_script_with_every_argument_unchanged(tmp_path: Path) -> N
 
 
 @pytest.mark.integration
-def test_exit_status_and_record_are_the_steps(tmp_path: Path) -> None:
+def test_exit_status_and_record_are_those_of_the_step(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "srun").chmod(0o755)
-    text = script_text(JobRequest((IB,), exit_record=str(tmp_path / "%j_exit")), "true", finish=[SAY])
+    text = script_text(JobRequest((IB,), exit_record=str(tmp_path / "%j_exit")), "true", finish=[PRINT_STATUS])
     done = subprocess.run(
         ["bash", "-c", text],
         capture_output=True,
@@ -136,10 +131,10 @@ def test_exit_status_and_record_are_the_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_signal_is_noticed_and_the_step_still_awaited(tmp_path: Path) -> None:
+def test_script_handles_a_signal_and_waits_for_the_step(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\nkill -TERM $PPID; sleep 0.3; exit 5\n")
     (tmp_path / "srun").chmod(0o755)
-    text = script_text(JobRequest((IB,), exit_record=str(tmp_path / "%j_exit")), "true", finish=[SAY])
+    text = script_text(JobRequest((IB,), exit_record=str(tmp_path / "%j_exit")), "true", finish=[PRINT_STATUS])
     done = subprocess.run(
         ["bash", "-c", text],
         capture_output=True,
@@ -149,7 +144,7 @@ def test_a_signal_is_noticed_and_the_step_still_awaited(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (5, "5-TERM\n")
 
 
-def test_every_component_states_its_own_and_one_step_spans_them() -> None:
+def test_components_have_separate_options_and_one_step() -> None:
     text = script_text(JobRequest((IB, ETH), name="gpt"), "python x.py")
     first, second = text.split("#SBATCH hetjob\n")
     for part, partition, constraint in ((first, "ib", "nic_ib"), (second, "eth", "nic_ethernet")):
@@ -167,13 +162,13 @@ def test_one_component_is_a_plain_job() -> None:
     assert "hetjob" not in text and "het-group" not in text
 
 
-def test_srun_never_sees_an_output_pattern() -> None:
+def test_srun_gets_no_output_pattern() -> None:
     step = step_of(JobRequest((IB, ETH), rank_output="/d/%j/%t.out"))
     assert "%j" not in step and "%t" not in step and "--output" not in step
 
 
 @pytest.mark.integration
-def test_tasks_write_into_the_files_of_their_rank(tmp_path: Path) -> None:
+def test_tasks_write_to_the_files_of_their_rank(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text(
         '#!/bin/sh\nwhile [ "$1" != sh ]; do shift; done\nfor r in 0 1; do SLURM_PROCID=$r "$@"; done\n'
     )
@@ -181,7 +176,7 @@ def test_tasks_write_into_the_files_of_their_rank(tmp_path: Path) -> None:
     job = JobRequest(
         (IB, ETH), rank_output=str(tmp_path / "%j it's $(touch pwned) %t.out"), rank_error=str(tmp_path / "%t.err")
     )
-    text = script_text(job, words(["sh", "-c", 'echo "out $0"; echo err >&2', "a  b"]))
+    text = script_text(job, shlex.join(["sh", "-c", 'echo "out $0"; echo err >&2', "a  b"]))
     done = subprocess.run(
         ["bash", "-c", text],
         cwd=tmp_path,
@@ -199,24 +194,24 @@ def test_tasks_write_into_the_files_of_their_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "minutes, signal", [(60, "USR2@90"), (3, "USR2@90"), (2, "USR2@30"), (1, None), ("1-00:00:00", "USR2@90")]
 )
-def test_the_warning_signal_leaves_short_jobs_time_to_start(minutes: int | str, signal: str | None) -> None:
+def test_default_signal_delay_is_shorter_in_short_jobs(minutes: int | str, signal: str | None) -> None:
     assert dict(JobRequest((IB,), timeout_min=minutes).options()).get("signal") == signal or (
         signal is None and "--signal" not in script_text(JobRequest((IB,), timeout_min=minutes), "true")
     )
 
 
-def test_a_delay_that_was_asked_for_is_kept() -> None:
+def test_explicit_signal_delay_is_used() -> None:
     assert dict(JobRequest((IB,), timeout_min=1, signal_delay_s=45, signal="USR1").options())["signal"] == "USR1@45"
 
 
 def step_of(job: JobRequest, command: str = "true") -> str:
-    """The srun command of a job's script, in one line."""
+    """Return the srun command of a job's script in one line."""
     lines = script_text(job, command).replace(" \\\n  ", " ").splitlines()
-    (found,) = [line for line in lines if line.startswith("srun ")]
-    return found
+    (step,) = [line for line in lines if line.startswith("srun ")]
+    return step
 
 
-def test_different_cpus_per_task_are_said_per_group() -> None:
+def test_unequal_cpus_per_task_give_separate_het_groups() -> None:
     parts = (ComponentRequest(1, 1, cpus_per_task=2), ComponentRequest(1, 1, cpus_per_task=4))
     step = step_of(JobRequest(parts), "CMD")
     assert step.count("CMD") == 2 and " : " in step
@@ -224,8 +219,8 @@ def test_different_cpus_per_task_are_said_per_group() -> None:
     assert "--het-group=1 " in step and "--cpus-per-task=4" in step.split(" : ")[1]
 
 
-def test_what_tasks_are_started_with_may_differ_by_component() -> None:
-    a = component(
+def test_task_settings_can_differ_by_component() -> None:
+    a = parse_component(
         {
             "partition": "arm",
             "container": "arm.sqsh",
@@ -234,8 +229,8 @@ def test_what_tasks_are_started_with_may_differ_by_component() -> None:
             "srun_args": ["--mpi=none"],
         }
     )
-    b = component({"partition": "x86", "container": "", "setup": ["module load gcc", "echo 'it''s'"]})
-    c = component({"partition": "gpu"})
+    b = parse_component({"partition": "x86", "container": "", "setup": ["module load gcc", "echo 'it''s'"]})
+    c = parse_component({"partition": "gpu"})
     job = JobRequest((a, b, c), container="all.sif", srun_args=("--label",))
     lines = script_text(job, ["ARM", "X86", "GPU"]).replace(" \\\n  ", " ")
     first, second, third = lines.split("\nsrun ")[1].split("&\nstep=")[0].split(" : ")
@@ -257,9 +252,11 @@ def test_what_tasks_are_started_with_may_differ_by_component() -> None:
 def test_setup_and_variables_of_a_component_reach_its_tasks(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text('#!/bin/sh\nwhile [ "$1" != bash ]; do shift; done\nSLURM_PROCID=0 "$@"\n')
     (tmp_path / "srun").chmod(0o755)
-    part = component({"environment": {"X": "$(touch pwned) 'a'"}, "setup": ['tool() { echo "tool $1"; }', "tool b"]})
+    part = parse_component(
+        {"environment": {"X": "$(touch pwned) 'a'"}, "setup": ['tool() { echo "tool $1"; }', "tool b"]}
+    )
     job = JobRequest((part,), rank_output=str(tmp_path / "%t.out"))
-    text = script_text(job, words(["sh", "-c", 'echo "$X" "$0"', "c"]))
+    text = script_text(job, shlex.join(["sh", "-c", 'echo "$X" "$0"', "c"]))
     done = subprocess.run(
         ["bash", "-c", text],
         cwd=tmp_path,
@@ -272,10 +269,10 @@ def test_setup_and_variables_of_a_component_reach_its_tasks(tmp_path: Path) -> N
 
 
 @pytest.mark.integration
-def test_without_srun_the_task_writes_into_its_files_too(tmp_path: Path) -> None:
+def test_task_without_srun_writes_to_its_files_too(tmp_path: Path) -> None:
     job = JobRequest((ComponentRequest(),), use_srun=False, rank_output=str(tmp_path / "%j_%t.out"))
     done = subprocess.run(
-        ["bash", "-c", script_text(job, words(["echo", "here"]))],
+        ["bash", "-c", script_text(job, shlex.join(["echo", "here"]))],
         capture_output=True,
         text=True,
         env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "9", "SLURM_PROCID": "0"},
@@ -284,25 +281,25 @@ def test_without_srun_the_task_writes_into_its_files_too(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "bad, words_of_error",
+    "values, error",
     [
         ({"nodes": 0}, "component 0: nodes is 0"),
         ({"partitoin": "x"}, "did you mean 'partition'"),
         ({"additional": {"foo bar": 1}}, "no sbatch option"),
         ({"partition": "a\nb"}, "control character"),
         ({"nodes": True}, "nodes is True"),
-        ({"setup": "module load x"}, "setup is a text"),
-        ({"environment": {"a b": 1}}, "no name of a variable"),
+        ({"setup": "module load x"}, "setup is a string"),
+        ({"environment": {"a b": 1}}, "no variable name"),
     ],
 )
-def test_impossible_components_are_refused(bad: dict[str, object], words_of_error: str) -> None:
-    with pytest.raises(SubmissionError, match=words_of_error):
-        component(bad)
+def test_impossible_components_are_refused(values: dict[str, object], error: str) -> None:
+    with pytest.raises(SubmissionError, match=error):
+        parse_component(values)
 
 
-def test_component_reads_submitits_names() -> None:
-    made = component({"ntasks_per_node": 3, "mem_gb": 1.5, "additional_parameters": {"switches": 1}})
-    assert made.arguments() == ["--nodes=1", "--ntasks-per-node=3", "--mem=1536MB", "--switches=1"]
+def test_component_accepts_submitit_names() -> None:
+    request = parse_component({"ntasks_per_node": 3, "mem_gb": 1.5, "additional_parameters": {"switches": 1}})
+    assert request.arguments() == ["--nodes=1", "--ntasks-per-node=3", "--mem=1536MB", "--switches=1"]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +321,7 @@ def test_impossible_jobs_are_refused(arguments: dict[str, object], match: str) -
 
 
 @pytest.mark.integration
-def test_scripts_are_clean_for_shellcheck(tmp_path: Path) -> None:
+def test_scripts_pass_shellcheck(tmp_path: Path) -> None:
     job = JobRequest(
         (IB, ETH),
         directories=("/a b",),
@@ -333,14 +330,14 @@ def test_scripts_are_clean_for_shellcheck(tmp_path: Path) -> None:
         environment=(("X", "y z"),),
     )
     path = tmp_path / "job.sh"
-    path.write_text(script_text(job, words(["python", "a b"]), finish=['echo "$status" "$signalled"']))
+    path.write_text(script_text(job, shlex.join(["python", "a b"]), finish=['echo "$status" "$signalled"']))
     done = subprocess.run([Path(sys.executable).with_name("shellcheck"), path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("restarts, code", [("", 0), ("1", 0), ("2", 1)])
-def test_a_job_that_was_requeued_too_often_does_not_start(tmp_path: Path, restarts: str, code: int) -> None:
+def test_job_requeued_too_often_does_not_start(tmp_path: Path, restarts: str, code: int) -> None:
     job = JobRequest(
         (ComponentRequest(),),
         use_srun=False,
@@ -349,7 +346,7 @@ def test_a_job_that_was_requeued_too_often_does_not_start(tmp_path: Path, restar
         rank_output=str(tmp_path / "out"),
     )
     script = tmp_path / "job.sh"
-    script.write_text(script_text(job, words(["touch", str(tmp_path / "ran")])))
+    script.write_text(script_text(job, shlex.join(["touch", str(tmp_path / "ran")])))
     done = subprocess.run(
         ["bash", script],
         env={**os.environ, "SLURM_RESTART_COUNT": restarts},

@@ -1,5 +1,5 @@
-"""Parameters mean what they mean to submitit's own executor: the scripts of ``cluster="slurm"`` and of ``slurmhet``,
-from the same calls, ask for the same. What differs on purpose is in docs/submission.md, and here."""
+"""Parameters have the same effect as in submitit's SlurmExecutor: both scripts have the same options.
+docs/submission.md and this test list the intended differences."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import submitit
 
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
 
-# Ours states nodes and tasks in every component, has its outputs and a token in the comment, and no wckey of its own.
-ON_PURPOSE = {"output", "error", "wckey", "nodes", "ntasks-per-node", "comment"}
+# Our scripts always have nodes and tasks, other output files, a token in the comment, and no default wckey.
+INTENDED_DIFFERENCES = {"output", "error", "wckey", "nodes", "ntasks-per-node", "comment"}
 GENERIC: dict[str, tuple[Any, Any]] = {
     "name": ("a", "b"),
     "timeout_min": (7, 8),
@@ -65,41 +65,41 @@ def commands(fake_slurm: Any) -> None:
     fake_slurm.answer("srun", "exit 0")
 
 
-def asked(folder: Path, cluster: str, calls: list[dict[str, Any]]) -> dict[str, str]:
-    """What the script of an executor asks for after these calls of update_parameters."""
+def script_options(folder: Path, cluster: str, calls: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the options in an executor's script after these calls of update_parameters."""
     executor = submitit.AutoExecutor(folder, cluster=cluster)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for call in calls:
             executor.update_parameters(**call)
         text = executor._executor._make_submission_file_text("true", "0" * 32)
-    options = [
+    words = [
         word
         for line in text.splitlines()
         if line.startswith("#SBATCH --")
         for word in [shlex.split(line[len("#SBATCH --") :], comments=False)[0]]
     ]
-    found = {key: value for key, _, value in (option.partition("=") for option in options)}
-    ranks = {k: found.get(k, "1") for k in ("nodes", "ntasks-per-node")}
-    comment = {"comment": " ".join(w for w in found.get("comment", "").split() if not w.startswith("holmes-"))}
-    own = {k: v for k, v in found.items() if k == "wckey" and v != "submitit"}
-    return {k: v for k, v in found.items() if k not in ON_PURPOSE} | ranks | comment | own
+    options = {key: value for key, _, value in (word.partition("=") for word in words)}
+    ranks = {k: options.get(k, "1") for k in ("nodes", "ntasks-per-node")}
+    comment = {"comment": " ".join(w for w in options.get("comment", "").split() if not w.startswith("holmes-"))}
+    wckey = {k: v for k, v in options.items() if k == "wckey" and v != "submitit"}
+    return {k: v for k, v in options.items() if k not in INTENDED_DIFFERENCES} | ranks | comment | wckey
 
 
-def same(folder: Path, *calls: dict[str, Any]) -> None:
-    assert asked(folder, "slurmhet", list(calls)) == asked(folder, "slurm", list(calls)), calls
+def assert_same_options(folder: Path, *calls: dict[str, Any]) -> None:
+    assert script_options(folder, "slurmhet", list(calls)) == script_options(folder, "slurm", list(calls)), calls
 
 
 @pytest.mark.integration
 def test_every_parameter_alone_and_twice(tmp_path: Path) -> None:
     for prefix, table in (("", GENERIC), ("slurm_", GENERIC), ("slurm_", SPECIFIC)):
         for name, (first, second) in table.items():
-            same(tmp_path, {prefix + name: first})
-            same(tmp_path, {prefix + name: first}, {prefix + name: second})
+            assert_same_options(tmp_path, {prefix + name: first})
+            assert_same_options(tmp_path, {prefix + name: first}, {prefix + name: second})
 
 
 @pytest.mark.integration
-def test_of_a_generic_and_a_specific_name_the_same_one_wins(tmp_path: Path) -> None:
+def test_specific_and_generic_names_have_submitit_precedence(tmp_path: Path) -> None:
     for general, special in PAIRS:
         names = {
             general: GENERIC[general][0],
@@ -107,22 +107,22 @@ def test_of_a_generic_and_a_specific_name_the_same_one_wins(tmp_path: Path) -> N
             f"slurm_{special}": SPECIFIC[special][0],
         }
         for first, second in itertools.permutations(names, 2):
-            same(tmp_path, {first: names[first], second: names[second]})  # in one call: of any order
-            same(tmp_path, {first: names[first]}, {second: names[second]})
-        same(tmp_path, names)
+            assert_same_options(tmp_path, {first: names[first], second: names[second]})  # in one call, in any order
+            assert_same_options(tmp_path, {first: names[first]}, {second: names[second]})
+        assert_same_options(tmp_path, names)
 
 
-def test_our_own_prefix_wins_over_slurms(tmp_path: Path) -> None:
-    for calls, wanted in (
+def test_slurmhet_prefix_wins_over_slurm_prefix(tmp_path: Path) -> None:
+    for calls, expected in (
         ([{"timeout_min": 7, "slurm_time": 8, "slurmhet_time": 9}], "9"),
         ([{"slurmhet_timeout_min": 6, "slurm_timeout_min": 7, "timeout_min": 8}], "6"),
         ([{"slurmhet_timeout_min": 6, "slurm_time": 7}], "7"),
         ([{"slurmhet_time": 9}, {"slurm_time": 8}], "8"),
     ):
-        assert asked(tmp_path, "slurmhet", calls)["time"] == wanted, calls
+        assert script_options(tmp_path, "slurmhet", calls)["time"] == expected, calls
 
 
-def test_a_mistyped_parameter_is_answered_with_the_valid_ones(tmp_path: Path) -> None:
+def test_error_for_a_mistyped_parameter_lists_the_valid_ones(tmp_path: Path) -> None:
     executor = submitit.AutoExecutor(tmp_path, cluster="slurmhet")
     with pytest.raises(NameError, match=r"'foo'.*Valid arguments: .*components.*partition.*qos"):
         executor.update_parameters(slurmhet_foo=1)
@@ -130,7 +130,7 @@ def test_a_mistyped_parameter_is_answered_with_the_valid_ones(tmp_path: Path) ->
         SlurmHetExecutor(tmp_path).update_parameters(nonsense=1)
 
 
-def test_the_script_of_an_executor_can_be_printed(tmp_path: Path) -> None:
+def test_job_script_returns_the_batch_script(tmp_path: Path) -> None:
     executor = SlurmHetExecutor(tmp_path / "log", components=[{"partition": "ib"}, {"partition": "eth"}])
     text = executor.job_script()
     assert text.startswith("#!/bin/bash\n#SBATCH --") and "submitit.core._submit" in text and "holmes-" not in text

@@ -1,4 +1,4 @@
-"""A task of a heterogeneous job: what it knows of itself, and its requeue."""
+"""The environment of a task of a heterogeneous job, and its requeue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holmes_hpc.submission.executor.environment import LEADER, SlurmHetJobEnviro
 pytestmark = pytest.mark.integration
 
 
-def asked(fake_slurm, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+def requeue(fake_slurm, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     monkeypatch.setenv(LEADER, "7")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     fake_slurm.answer("scontrol", answer)
@@ -19,19 +19,19 @@ def asked(fake_slurm, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
 
 
 @pytest.mark.parametrize("answer", ["exit 0", "kill -TERM $$", "echo 'Job is pending execution' >&2; exit 1"])
-def test_a_requeue_that_ends_the_asker_was_heard(fake_slurm, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
-    """It ends all that runs in the job: the command that asked for it too, now and then before it has answered."""
-    asked(fake_slurm, monkeypatch, answer)
+def test_requeue_that_kills_its_command_succeeded(fake_slurm, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    """A requeue ends all processes of the job, and sometimes the requeue command before it has answered."""
+    requeue(fake_slurm, monkeypatch, answer)
     assert fake_slurm.calls("scontrol") == [["requeue", "7"]]
 
 
-def test_a_requeue_that_is_refused_is_said(fake_slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_requeue_is_an_error(fake_slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UncompletedJobError, match="Access/permission denied"):
-        asked(fake_slurm, monkeypatch, "echo 'Access/permission denied' >&2; exit 1")
+        requeue(fake_slurm, monkeypatch, "echo 'Access/permission denied' >&2; exit 1")
 
 
 @pytest.mark.parametrize("node, rank, local_world", [("ib1", 1, 2), ("ib2", 2, 2), ("eth1", 4, 1)])
-def test_torchs_variables_are_right_where_components_differ(
+def test_torch_variables_are_right_for_unequal_components(
     monkeypatch: pytest.MonkeyPatch, node: str, rank: int, local_world: int
 ) -> None:
     for key, value in {
@@ -49,6 +49,11 @@ def test_torchs_variables_are_right_where_components_differ(
         "SLURM_LOCALID": "0",
     }.items():
         monkeypatch.setenv(key, value)
-    found = TorchDistributedEnvironment()
-    assert (found.local_world_size, found.world_size, found.rank, found.master_addr) == (local_world, 5, rank, "ib1")
+    environment = TorchDistributedEnvironment()
+    assert (environment.local_world_size, environment.world_size, environment.rank, environment.master_addr) == (
+        local_world,
+        5,
+        rank,
+        "ib1",
+    )
     assert f"local_rank=0({local_world})" in repr(SlurmHetJobEnvironment())

@@ -1,4 +1,4 @@
-"""The executor as submitit's users see it, and what it hands to Slurm."""
+"""The executor's API for users of submitit, and its submissions to Slurm."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def submissions(slurm: Any) -> list[list[str]]:
     return [c for c in slurm.calls("sbatch") if "--test-only" not in c]
 
 
-def test_it_is_a_plug_in_and_never_chosen_unasked(slurm: Any, tmp_path: Path) -> None:
+def test_plug_in_is_loaded_but_not_the_default(slurm: Any, tmp_path: Path) -> None:
     slurm.answer("srun", "exit 0")
     executors = plugins.get_executors()
     assert executors["slurmhet"] is SlurmHetExecutor
@@ -71,7 +71,7 @@ def test_a_submitit_script_runs_with_components(slurm: Any, tmp_path: Path) -> N
         assert f"#SBATCH {line}\n" in first
     for line in ("--mem=4GB", "--gpus-per-node=8", "--partition=eth", "--switches=1"):
         assert f"#SBATCH {line}\n" in second
-    assert "fallback" not in text  # each component says its own
+    assert "fallback" not in text  # each component has its own partition
     assert "module load x" in text and "--mpi=none" in text and "--error=" not in text
     assert re.search(r'--comment="mine holmes-[0-9a-f]{32}"', text)
     assert job.submission().function is print
@@ -79,7 +79,7 @@ def test_a_submitit_script_runs_with_components(slurm: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.integration
-def test_options_for_all_components_reach_each_and_those_of_the_job_its_first(slurm: Any, tmp_path: Path) -> None:
+def test_job_options_go_to_the_first_component_and_others_to_each(slurm: Any, tmp_path: Path) -> None:
     parts = [PARTS[0], {**PARTS[1], "gres": "gpu:a:2", "additional": {"exclusive": "user"}}]
     executor = SlurmHetExecutor(tmp_path / "log", components=parts)
     executor.update_parameters(
@@ -107,14 +107,14 @@ def test_options_for_all_components_reach_each_and_those_of_the_job_its_first(sl
         ({"slurm_dependency": "singleton"}, "wait for itself"),
     ],
 )
-def test_parameters_are_mapped_or_refused(slurm: Any, tmp_path: Path, parameters: dict[str, Any], error: str) -> None:
+def test_wrong_parameters_are_refused(slurm: Any, tmp_path: Path, parameters: dict[str, Any], error: str) -> None:
     executor = submitit.AutoExecutor(tmp_path / "log", cluster="slurmhet", slurmhet_components=PARTS)
     with pytest.raises(Exception, match=error):
         executor.update_parameters(**parameters)
 
 
 def test_other_clusters_keep_their_parameters(slurm: Any, tmp_path: Path) -> None:
-    """Our plug-in is loaded in every AutoExecutor; SlurmExecutor's unprefixed old names must stay its own."""
+    """Every AutoExecutor loads our plug-in, which must not take over SlurmExecutor's unprefixed names."""
     slurm.answer("srun", "exit 0")
     executor = submitit.AutoExecutor(tmp_path / "log", cluster="slurm")
     with pytest.warns(UserWarning, match="slurm_partition"):
@@ -131,15 +131,15 @@ def test_one_component_is_a_plain_job_without_preflight(slurm: Any, tmp_path: Pa
 
 
 @pytest.mark.integration
-def test_several_heterogeneous_jobs_wait_in_line(slurm: Any, tmp_path: Path) -> None:
+def test_heterogeneous_jobs_are_throttled_by_dependencies(slurm: Any, tmp_path: Path) -> None:
     executor = submitit.AutoExecutor(tmp_path / "log", cluster="slurmhet", slurmhet_components=PARTS)
     executor.update_parameters(slurm_array_parallelism=2, slurm_dependency="afterok:7")
     jobs = executor.map_array(print, range(5))
     texts = [job.paths.submission_file.read_text() for job in jobs]
-    chains = [re.search(r"--dependency=(\S+)", text).group(1) for text in texts]  # type: ignore[union-attr]
-    assert chains == ["afterok:7"] * 2 + [f"afterok:7,afterany:{before}" for before in (41, 42, 43)]
+    dependencies = [re.search(r"--dependency=(\S+)", text).group(1) for text in texts]  # type: ignore[union-attr]
+    assert dependencies == ["afterok:7"] * 2 + [f"afterok:7,afterany:{job}" for job in (41, 42, 43)]
     assert not any("--array" in text for text in texts)
-    assert all(re.search(r"executor\.line \S+/\.line_\w+\.json \S+\nexit", text) for text in texts)
+    assert all(re.search(r"executor\.throttle \S+/\.throttle_\w+\.json \S+\nexit", text) for text in texts)
     with executor.batch():
         delayed = [executor.submit(print, i) for i in range(3)]
     assert [j.job_id for j in delayed] == ["46", "47", "48"]
@@ -158,26 +158,27 @@ def test_several_jobs_of_one_component_are_an_array(slurm: Any, tmp_path: Path, 
     assert 'export HOLMES_LEADER_JOB_ID="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"\n' in text
     assert [job.submission().args for job in jobs] == [(i,) for i in range(5)]
     assert {job.num_tasks for job in jobs} == {4}
-    again = SlurmHetJob(tmp_path / folder, "41_3")
-    assert again.num_tasks == 4 and again.watcher._expected["41_3"].token == jobs[0].watcher._expected["41_0"].token
+    loaded = SlurmHetJob(tmp_path / folder, "41_3")
+    identities = loaded.watcher._identities
+    assert loaded.num_tasks == 4 and identities["41_3"].token == identities["41_0"].token
     with executor.batch():
         delayed = [executor.submit(print, i) for i in range(2)]
     assert [job.job_id for job in delayed] == ["42_0", "42_1"]
 
 
 @pytest.mark.integration
-def test_a_batch_that_fails_half_way_leaves_nothing(slurm: Any, tmp_path: Path) -> None:
+def test_failed_batch_cancels_its_submitted_jobs(slurm: Any, tmp_path: Path) -> None:
     third = '[ $n = 43 ] && { echo "sbatch: error: no" >&2; exit 1; };'
     slurm.answer("sbatch", FEASIBLE.replace("n=$((n+1));", "n=$((n+1)); " + third))
     slurm.answer("scancel", "exit 0")
     executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)
     with pytest.raises(SubmissionError, match="no"):
         executor.map_array(print, range(5))
-    assert slurm.calls("scancel") == [["42"], ["41"]]  # later ones first, or a cancelled one would let the next begin
+    assert slurm.calls("scancel") == [["42"], ["41"]]  # in reverse order, or a cancelled job would start the next
 
 
 @pytest.mark.integration
-def test_an_answer_that_got_lost_is_looked_up(slurm: Any, tmp_path: Path) -> None:
+def test_job_is_found_after_a_lost_answer(slurm: Any, tmp_path: Path) -> None:
     slurm.answer(
         "sbatch",
         'grep -o "holmes-[0-9a-f]*" "$2" > "$0.token"; '
@@ -191,7 +192,7 @@ def test_an_answer_that_got_lost_is_looked_up(slurm: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.integration
-def test_a_refusal_is_one_line_and_leaves_no_file(slurm: Any, tmp_path: Path) -> None:
+def test_refusal_is_one_line_and_leaves_no_file(slurm: Any, tmp_path: Path) -> None:
     slurm.answer("sbatch", 'echo "sbatch: error: Batch job submission failed: Invalid account" >&2; exit 1')
     executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0]])
     with pytest.raises(SubmissionError) as caught:
@@ -202,7 +203,7 @@ def test_a_refusal_is_one_line_and_leaves_no_file(slurm: Any, tmp_path: Path) ->
 
 
 @pytest.mark.integration
-def test_infeasible_components_reach_no_controller_as_a_hetjob(slurm: Any, tmp_path: Path) -> None:
+def test_infeasible_components_are_not_submitted(slurm: Any, tmp_path: Path) -> None:
     slurm.answer(
         "sbatch",
         """
@@ -221,7 +222,7 @@ echo 50""",
 
 
 @pytest.mark.integration
-def test_a_component_is_tested_with_the_jobs_time_limit(slurm: Any, tmp_path: Path) -> None:
+def test_components_are_tested_with_the_job_time_limit(slurm: Any, tmp_path: Path) -> None:
     slurm.answer(
         "sbatch",
         """
@@ -240,11 +241,13 @@ echo "sbatch: Job 9 to start at 2030-01-01T00:00:00 using 4 processors on nodes 
 
 
 @pytest.mark.integration
-def test_a_controller_that_is_away_makes_no_component_impossible(
+def test_unreachable_controller_is_no_component_error(
     slurm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm.answer("sbatch", 'echo "allocation failure: Unable to contact slurm controller" >&2; exit 1')
-    monkeypatch.setattr("holmes_hpc.submission.executor.preflight.patient", lambda words: commands.slurm(*words))
+    monkeypatch.setattr(
+        "holmes_hpc.submission.executor.preflight.slurm_with_retries", lambda arguments: commands.slurm(*arguments)
+    )
     with pytest.raises(SubmissionError, match=r"Unable to contact slurm controller.*scontrol ping") as caught:
         SlurmHetExecutor(tmp_path / "log", components=PARTS).submit(print)
     assert "component" not in str(caught.value)
@@ -259,7 +262,7 @@ def test_identical_components_are_tested_once(slurm: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.integration
-def test_results_of_killed_tasks_come_without_waiting_for_each(slurm: Any, tmp_path: Path) -> None:
+def test_killed_tasks_are_waited_for_only_once(slurm: Any, tmp_path: Path) -> None:
     slurm.answer(
         "sacct",
         f"printf '41{SEPARATOR}FAILED{SEPARATOR}1:0{SEPARATOR}%s{SEPARATOR}None{SEPARATOR}n"
@@ -273,22 +276,22 @@ def test_results_of_killed_tasks_come_without_waiting_for_each(slurm: Any, tmp_p
     with pytest.raises(submitit.core.utils.FailedJobError, match="it was me"):
         raise job.exception()
     with pytest.raises(submitit.core.utils.FailedJobError, match="it was me"):
-        job.results()  # not that task 2 has not produced any output
+        job.results()  # instead of the error that task 2 has no output
     assert job.task(0).result() == 7
 
 
 @pytest.mark.integration
-def test_a_job_made_again_from_its_folder_knows_itself(slurm: Any, tmp_path: Path) -> None:
+def test_job_loaded_from_its_folder_has_its_identity(slurm: Any, tmp_path: Path) -> None:
     executor = SlurmHetExecutor(tmp_path / "log", components=[PARTS[0]])
     executor.update_parameters(job_name="me")
     job = executor.submit(print)
-    again = SlurmHetJob(tmp_path / "log", job.job_id)
-    assert again.watcher._expected[job.job_id].name == "me" and again.num_tasks == 4
-    assert again.watcher._expected[job.job_id].record == tmp_path / "log" / "41_exit"
+    loaded = SlurmHetJob(tmp_path / "log", job.job_id)
+    assert loaded.watcher._identities[job.job_id].name == "me" and loaded.num_tasks == 4
+    assert loaded.watcher._identities[job.job_id].record == tmp_path / "log" / "41_exit"
 
 
 @pytest.mark.integration
-def test_what_may_keep_a_job_waiting_is_said_once(slurm: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_are_logged_once(slurm: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     slurm.answer("scontrol", "echo 'SchedulerType           = sched/builtin'")
     executor = SlurmHetExecutor(tmp_path / "log", components=PARTS)
     for _ in range(2):
@@ -302,10 +305,10 @@ def test_what_may_keep_a_job_waiting_is_said_once(slurm: Any, tmp_path: Path, ca
 
 @pytest.mark.integration
 @pytest.mark.parametrize("folder, log", [("log", "41_0_log.err"), ("log/%j", "41_batch.out")])
-def test_nothing_that_the_batch_script_said_is_lost(
+def test_output_of_the_batch_script_is_in_the_error(
     slurm: Any, tmp_path: Path, folder: str, log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A set-up that fails, srun's and slurmstepd's lines: in the error of every task, and in task 0's error stream."""
+    """Output of a failed set-up, of srun and of slurmstepd is in every task's error and in task 0's stderr."""
     monkeypatch.setattr(SlurmHetJob, "_results_timeout_s", 0)
     slurm.answer(
         "sacct",
@@ -314,8 +317,8 @@ def test_nothing_that_the_batch_script_said_is_lost(
     )
     executor = SlurmHetExecutor(tmp_path / folder, components=[{"nodes": 1, "tasks_per_node": 2}])
     job = executor.submit(print)
-    said = "setup.sh: line 3: nosuch: command not found\nslurmstepd: error: Exceeded job memory limit"
-    (tmp_path / "log" / log).write_text(said)
+    batch_output = "setup.sh: line 3: nosuch: command not found\nslurmstepd: error: Exceeded job memory limit"
+    (tmp_path / "log" / log).write_text(batch_output)
     job.task(1).paths.stderr.write_text("rank 1 was here")
     assert job.done()
     for task in (0, 1):
@@ -327,7 +330,7 @@ def test_nothing_that_the_batch_script_said_is_lost(
 
 
 @pytest.mark.parametrize("preferred", [None, "USR1"])
-def test_the_signal_is_that_which_tasks_listen_for(
+def test_signal_is_the_one_that_tasks_handle(
     slurm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preferred: str | None
 ) -> None:
     if preferred:
@@ -345,7 +348,9 @@ def test_the_signal_is_that_which_tasks_listen_for(
 
 @pytest.mark.integration
 @pytest.mark.parametrize("enforce, refused", [("associations,limits,qos", True), ("safe", True), ("(null)", False)])
-def test_a_qos_that_forbids_components_is_named(slurm: Any, tmp_path: Path, enforce: str, refused: bool) -> None:
+def test_qos_limit_below_the_number_of_components_is_an_error(
+    slurm: Any, tmp_path: Path, enforce: str, refused: bool
+) -> None:
     slurm.answer(
         "scontrol",
         f"""

@@ -1,4 +1,4 @@
-"""Ctrl-C and errors around sbatch: a job that Slurm has is recorded, or cancelled; never forgotten."""
+"""Ctrl-C and errors during sbatch: every job that Slurm accepted is recorded or cancelled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
-from holmes_hpc.submission.executor.submit import Refused, Unsure, submit_file
+from holmes_hpc.submission.executor.submit import Refused, SubmissionUnknown, submit_file
 from holmes_hpc.submission.plan_job import submit_plan
 
 INTERRUPTED = """
@@ -28,7 +28,7 @@ REFUSED = 'echo "sbatch: error: Batch job submission failed: Invalid account" >&
 SILENT = 'echo "sbatch: error: Socket timed out on send/recv operation" >&2; exit 1'
 
 
-def test_an_interrupt_waits_for_its_moment() -> None:
+def test_interrupt_is_deferred_until_a_safe_point() -> None:
     with pytest.raises(KeyboardInterrupt), uninterrupted(), uninterrupted():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
@@ -39,20 +39,20 @@ def test_an_interrupt_waits_for_its_moment() -> None:
         time.sleep(0.01)
         interrupt_here()
         raise AssertionError("not interrupted")
-    interrupt_here()  # it was taken once
+    interrupt_here()  # the interrupt was raised once
     with uninterrupted():
         pass
 
 
 @pytest.mark.integration
-def test_slurms_commands_do_not_hear_the_terminals_ctrl_c(fake_slurm: Any) -> None:
+def test_slurm_commands_are_shielded_from_ctrl_c(fake_slurm: Any) -> None:
     fake_slurm.answer("sbatch", "ps -o pgid= -p $$; echo $$")
-    group, own = slurm("sbatch").out.split()
-    assert group == own
+    group, pid = slurm("sbatch").out.split()
+    assert group == pid
 
 
 @pytest.mark.integration
-def test_an_interrupted_submission_of_submitits_is_cancelled(fake_slurm: Any, tmp_path: Path) -> None:
+def test_interrupted_executor_submission_is_cancelled(fake_slurm: Any, tmp_path: Path) -> None:
     fake_slurm.answer("sbatch", INTERRUPTED)
     fake_slurm.answer("scancel", "exit 0")
     with pytest.raises(KeyboardInterrupt):
@@ -61,7 +61,7 @@ def test_an_interrupted_submission_of_submitits_is_cancelled(fake_slurm: Any, tm
 
 
 @pytest.mark.integration
-def test_an_interrupted_submission_of_a_plan_is_recorded(fake_slurm: Any, tmp_path: Path) -> None:
+def test_interrupted_plan_submission_is_recorded(fake_slurm: Any, tmp_path: Path) -> None:
     fake_slurm.answer("sbatch", INTERRUPTED)
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
     with pytest.raises(KeyboardInterrupt):
@@ -70,22 +70,22 @@ def test_an_interrupted_submission_of_a_plan_is_recorded(fake_slurm: Any, tmp_pa
 
 
 @pytest.mark.integration
-def test_a_job_that_cannot_be_recorded_is_cancelled(
+def test_job_that_cannot_be_recorded_is_cancelled(
     fake_slurm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any, **__: Any) -> None:
+    def raise_disk_full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     fake_slurm.answer("sbatch", "echo 41")
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
-    monkeypatch.setattr(RunDirectory, "update_run", full)
+    monkeypatch.setattr(RunDirectory, "update_run", raise_disk_full)
     with pytest.raises(OSError, match="No space"):
         submit_plan(plans.plan("ib-a"), run.path, plans.quick, plans.CONFIG, SlurmSettings())
     assert fake_slurm.calls("scancel") == [["41"]]
 
 
 @pytest.mark.integration
-def test_waiting_for_a_busy_controller_can_be_interrupted(fake_slurm: Any, tmp_path: Path) -> None:
+def test_retries_of_sbatch_can_be_interrupted(fake_slurm: Any, tmp_path: Path) -> None:
     fake_slurm.answer("sbatch", 'kill -INT $PPID; echo "Connection refused" >&2; exit 1')
     with pytest.raises(KeyboardInterrupt), uninterrupted():
         submit_file(tmp_path / "x.sh", "holmes-1")
@@ -93,21 +93,21 @@ def test_waiting_for_a_busy_controller_can_be_interrupted(fake_slurm: Any, tmp_p
 
 
 @pytest.mark.integration
-def test_an_unknown_end_is_told_from_a_refusal(fake_slurm: Any, tmp_path: Path) -> None:
+def test_unknown_outcome_differs_from_a_refusal(fake_slurm: Any, tmp_path: Path) -> None:
     fake_slurm.answer("sbatch", SILENT)
     fake_slurm.answer("squeue", SILENT)
-    with pytest.raises(Unsure, match="whether the job exists is unknown"):
+    with pytest.raises(SubmissionUnknown, match="whether the job exists is unknown"):
         submit_file(tmp_path / "x.sh", "holmes-1", patience_s=0.1)
     fake_slurm.answer("sbatch", REFUSED)
     with pytest.raises(Refused, match="Invalid account") as refused:
         submit_file(tmp_path / "x.sh", "holmes-1")
-    assert not isinstance(refused.value, Unsure)
+    assert not isinstance(refused.value, SubmissionUnknown)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("sbatch, kept", [(INTERRUPTED, True), (REFUSED, False)])
-def test_a_run_is_kept_unless_slurm_refused_it(
-    fake_slurm: Any, tmp_path: Path, sbatch: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("sbatch, is_kept", [(INTERRUPTED, True), (REFUSED, False)])
+def test_run_is_kept_unless_slurm_refused_it(
+    fake_slurm: Any, tmp_path: Path, sbatch: str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_slurm.answer("sbatch", sbatch)
     plan = plans.plan("ib-a")
@@ -115,7 +115,7 @@ def test_a_run_is_kept_unless_slurm_refused_it(
         tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, "launcher": {"kind": "slurm"}, "slurm": {}}
     )
     monkeypatch.setattr("holmes_hpc.cli.start.new_run", lambda *_: run)
-    with pytest.raises(KeyboardInterrupt if kept else SubmissionError):
+    with pytest.raises(KeyboardInterrupt if is_kept else SubmissionError):
         start(plan, load(), [])
-    assert run.exists() is kept
-    assert not kept or run.read_run()["slurm"]["job_id"] == 41
+    assert run.exists() is is_kept
+    assert not is_kept or run.read_run()["slurm"]["job_id"] == 41

@@ -1,4 +1,4 @@
-"""Heterogeneous jobs in line: never more than n run, a long one holds up nobody, and it goes on without the client."""
+"""The throttle of heterogeneous jobs: at most `limit` run, a long one delays no other, and no client is needed."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holmes_hpc.submission.executor import throttle as lines
-from holmes_hpc.submission.executor.throttle import Line, Places, leave
+from holmes_hpc.submission.executor import throttle as throttle_module
+from holmes_hpc.submission.executor.throttle import JobQueue, Throttle, release_next
 
 
-class Queue:
-    """Slurm as far as a line needs it: who waits for whom, who runs. `seconds`: how long each job runs."""
+class SimulatedSlurm:
+    """The part of Slurm that a throttle needs: dependencies and running jobs. `seconds`: each job's run time."""
 
-    def __init__(self, seconds: list[float], most: int, deaths: tuple[int, ...] = ()) -> None:
-        self.seconds, self.most, self.deaths = seconds, most, deaths
-        self.places, self.waits, self.left = Places(), {}, dict(enumerate(seconds))  # type: ignore[var-annotated]
+    def __init__(self, seconds: list[float], limit: int) -> None:
+        self.seconds, self.limit = seconds, limit
+        self.queue, self.dependencies = JobQueue(), {}  # type: ignore[var-annotated]
         self.running: dict[str, float] = {}
         self.done: list[str] = []
 
     def submit(self, now: float) -> None:
         for index in range(len(self.seconds)):
-            before = self.places.next_place(self.most)
-            self.places.order.append(str(index))
-            if before is not None:
-                self.places.waits[str(index)] = self.waits[str(index)] = before
+            predecessor = self.queue.next_predecessor(self.limit)
+            self.queue.order.append(str(index))
+            if predecessor is not None:
+                self.queue.waits[str(index)] = self.dependencies[str(index)] = predecessor
         self.start(now)
 
     def start(self, now: float) -> None:
@@ -36,77 +36,79 @@ class Queue:
             if (
                 job not in self.running
                 and job not in self.done
-                and self.waits.get(job) not in (set(map(str, range(len(self.seconds)))) - set(self.done))
+                and self.dependencies.get(job) not in (set(map(str, range(len(self.seconds)))) - set(self.done))
             ):
                 self.running[job] = now + seconds
 
-    def let_wait(self, job: str, dependency: str) -> bool:
+    def set_dependency(self, job: str, dependency: str) -> bool:
         if job in self.running or job in self.done:
             return False
-        self.waits[job] = dependency.removeprefix("afterany:")
+        self.dependencies[job] = dependency.removeprefix("afterany:")
         return True
 
 
 def run(
-    seconds: list[float], most: int, deaths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, path: Path
+    seconds: list[float], limit: int, killed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> tuple[float, int]:
-    """(seconds until the last job ended, most jobs at a time); `deaths`: jobs whose script has no last word."""
-    queue, now, widest = Queue(seconds, most, deaths), 0.0, 0
-    monkeypatch.setattr(lines, "_let_wait", queue.let_wait)
-    monkeypatch.setattr(lines, "_held", lambda _: _Same(queue.places))
-    queue.submit(now)
-    while queue.running:
-        widest = max(widest, len(queue.running))
-        job = min(queue.running, key=lambda j: (queue.running[j], int(j)))
-        now = queue.running[job]
-        if int(job) not in deaths:
-            leave(path, job)
-        del queue.running[job]
-        queue.done.append(job)
-        queue.start(now)
-    assert sorted(map(int, queue.done)) == list(range(len(seconds)))
-    return now, widest
+    """Return (end of the last job in seconds, most jobs at a time). `killed`: jobs whose script does not release."""
+    slurm, now, most_running = SimulatedSlurm(seconds, limit), 0.0, 0
+    monkeypatch.setattr(throttle_module, "_set_dependency", slurm.set_dependency)
+    monkeypatch.setattr(throttle_module, "_locked_queue", lambda _: _Unlocked(slurm.queue))
+    slurm.submit(now)
+    while slurm.running:
+        most_running = max(most_running, len(slurm.running))
+        job = min(slurm.running, key=lambda j: (slurm.running[j], int(j)))
+        now = slurm.running[job]
+        if int(job) not in killed:
+            release_next(path, job)
+        del slurm.running[job]
+        slurm.done.append(job)
+        slurm.start(now)
+    assert sorted(map(int, slurm.done)) == list(range(len(seconds)))
+    return now, most_running
 
 
-class _Same:
-    def __init__(self, places: Places) -> None:
-        self.places = places
+class _Unlocked:
+    def __init__(self, queue: JobQueue) -> None:
+        self.queue = queue
 
-    def __enter__(self) -> Places:
-        return self.places
+    def __enter__(self) -> JobQueue:
+        return self.queue
 
     def __exit__(self, *_: object) -> None: ...
 
 
-def as_an_array(seconds: list[float], most: int) -> float:
-    free = [0.0] * most
-    for each in seconds:
-        at = free.index(min(free))
-        free[at] += each
-    return max(free)
+def array_end(seconds: list[float], limit: int) -> float:
+    """Return when an array with the same limit would end, in seconds."""
+    slots = [0.0] * limit
+    for job_seconds in seconds:
+        slots[slots.index(min(slots))] += job_seconds
+    return max(slots)
 
 
-def test_the_next_starts_when_any_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_next_job_starts_when_any_job_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seconds = [10.0, 1, 10, 1, 10, 1, 10, 1]
-    assert run(seconds, 2, (), monkeypatch, tmp_path) == (as_an_array(seconds, 2), 2) == (22, 2)
-    assert run(seconds, 2, tuple(range(8)), monkeypatch, tmp_path) == (40, 2)  # no last word: job i after job i - 2
+    assert run(seconds, 2, (), monkeypatch, tmp_path) == (array_end(seconds, 2), 2) == (22, 2)
+    assert run(seconds, 2, tuple(range(8)), monkeypatch, tmp_path) == (40, 2)  # all killed: job i after job i - 2
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=14), st.integers(1, 4), st.data())
-def test_no_more_than_may_run_and_all_come_to_their_turn(seconds: list[int], most: int, data: st.DataObject) -> None:
-    deaths = tuple(data.draw(st.sets(st.integers(0, len(seconds) - 1))))
+def test_limit_holds_and_every_job_runs(seconds: list[int], limit: int, data: st.DataObject) -> None:
+    killed = tuple(data.draw(st.sets(st.integers(0, len(seconds) - 1))))
     with pytest.MonkeyPatch.context() as patch:
-        end, widest = run([float(s) for s in seconds], most, deaths, patch, Path("/nowhere"))
-        assert widest <= most
-        if not deaths:
-            assert end == as_an_array([float(s) for s in seconds], most)
+        end, most_running = run([float(s) for s in seconds], limit, killed, patch, Path("/nowhere"))
+        assert most_running <= limit
+        if not killed:
+            assert end == array_end([float(s) for s in seconds], limit)
 
 
-def test_a_job_submitted_later_takes_a_free_place(tmp_path: Path) -> None:
-    line = Line(tmp_path / "line.json", 2)
-    got = []
+def test_later_job_replaces_an_ended_one(tmp_path: Path) -> None:
+    throttle = Throttle(tmp_path / "throttle.json", 2)
+    dependencies = []
     for index, ended in enumerate([None, None, "1", None, None]):
         if ended:
-            leave(line.path, ended)
-        line.enter("afterok:7", lambda depends, index=index: got.append(depends) or SimpleNamespace(job_id=str(index)))
-    assert got == ["afterok:7", "afterok:7", "afterok:7", "afterok:7,afterany:0", "afterok:7,afterany:2"]
+            release_next(throttle.path, ended)
+        throttle.submit(
+            "afterok:7", lambda dep, index=index: dependencies.append(dep) or SimpleNamespace(job_id=str(index))
+        )
+    assert dependencies == ["afterok:7", "afterok:7", "afterok:7", "afterok:7,afterany:0", "afterok:7,afterany:2"]

@@ -1,4 +1,4 @@
-"""States from Slurm's answers: joined over components, told apart over job-id reuse, right when a daemon is away."""
+"""Job states from Slurm's answers: joined over components, correct after reuse of job ids and without a daemon."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import pytest
 from slurm_text import sacct_line, squeue_line
 
 from holmes_hpc.slurm.job_states import JobState
-from holmes_hpc.submission.executor.watcher import Expected, StateWatcher, read_record
+from holmes_hpc.submission.executor.watcher import JobIdentity, StateWatcher, read_exit_record
 
 
-class Watched(StateWatcher):
-    """A watcher whose answers a test gives: {command: text, or None for a daemon that is away}."""
+class WatcherWithAnswers(StateWatcher):
+    """A watcher with given answers: {command: text, or None for a daemon that is away}."""
 
     def __init__(self, answers: dict[str, Any]) -> None:
         super().__init__()
-        self.answers, self.asked = answers, []
+        self.answers, self.queries = answers, []
 
     def _query(self, command: list[str]) -> Any:  # type: ignore[override]
         from holmes_hpc.slurm.commands import Answer
 
-        self.asked.append(command)
+        self.queries.append(command)
         text = self.answers.get(command[0])
         return Answer(1, "", "Socket timed out") if text is None else Answer(0, text, "")
 
 
 def test_one_query_for_all_jobs_of_the_process() -> None:
-    watcher = Watched({"sacct": "".join(sacct_line(str(i), "RUNNING") for i in range(200))})
+    watcher = WatcherWithAnswers({"sacct": "".join(sacct_line(str(i), "RUNNING") for i in range(200))})
     for i in range(200):
         watcher.register_job(str(i))
     for i in range(200):
         watcher._registered_at[str(i)] -= 60
     states = [watcher.get_state(str(i)) for i in range(200)]
-    assert states == ["RUNNING"] * 200 and len(watcher.asked) == 1
+    assert states == ["RUNNING"] * 200 and len(watcher.queries) == 1
     assert watcher.num_calls == 1
 
 
-def test_finished_jobs_are_not_asked_for_again() -> None:
-    watcher = Watched({"sacct": sacct_line("1", "COMPLETED") + sacct_line("2", "RUNNING")})
+def test_finished_jobs_are_not_queried_again() -> None:
+    watcher = WatcherWithAnswers({"sacct": sacct_line("1", "COMPLETED") + sacct_line("2", "RUNNING")})
     for job in "12":
         watcher.register_job(job)
     watcher.state_of("1", "force")
     time.sleep(0.002)
     watcher.state_of("2", "force")
-    assert watcher.asked[-1][-1] == "--jobs=2"
+    assert watcher.queries[-1][-1] == "--jobs=2"
 
 
 @pytest.mark.parametrize(
@@ -57,32 +57,32 @@ def test_finished_jobs_are_not_asked_for_again() -> None:
         ({"scontrol": "JobId=5 JobName=a UserId=r JobState=RUNNING SubmitTime=1000"}, "scontrol"),
     ],
 )
-def test_the_next_source_answers_when_one_is_away(answers: dict[str, str], source: str) -> None:
-    watcher = Watched(answers)
+def test_next_source_answers_when_one_is_away(answers: dict[str, str], source: str) -> None:
+    watcher = WatcherWithAnswers(answers)
     nodes = "ib1" if source != "scontrol" else ""
     assert watcher.state_of("5", "force") == JobState(
         "RUNNING", "", nodes, None, ("RUNNING",), source, component_nodes=(nodes,)
     )
 
 
-def test_all_away_keeps_what_was_known_and_reads_the_record(tmp_path: Path) -> None:
+def test_without_answers_the_last_state_stays_until_the_exit_record(tmp_path: Path) -> None:
     answers: dict[str, Any] = {"sacct": sacct_line("5", "RUNNING")}
-    watcher = Watched(answers)
+    watcher = WatcherWithAnswers(answers)
     record = tmp_path / "5_exit"
-    watcher.expect("5", Expected("a", 1000.0, record))
+    watcher.set_identity("5", JobIdentity("a", 1000.0, record))
     assert watcher.state_of("5", "force").state == "RUNNING"
     answers.clear()
     time.sleep(0.002)
     assert watcher.state_of("5", "force").state == "RUNNING"
     record.write_text("1 1500 -\n")
     time.sleep(0.002)
-    found = watcher.state_of("5", "force")
-    assert (found.state, found.source, found.exit_code) == ("FAILED", "exit record", 1)
+    state = watcher.state_of("5", "force")
+    assert (state.state, state.source, state.exit_code) == ("FAILED", "exit record", 1)
 
 
-def test_the_database_does_not_take_back_what_the_controller_said() -> None:
+def test_pending_in_the_database_does_not_override_the_controller() -> None:
     answers: dict[str, Any] = {"squeue": squeue_line("5", "RUNNING"), "sacct": sacct_line("5", "PENDING")}
-    watcher = Watched(answers)
+    watcher = WatcherWithAnswers(answers)
     assert watcher.state_of("5", "force").state == "RUNNING"
     answers["squeue"] = None
     watcher._down_until["squeue"] = time.monotonic() + 60
@@ -97,56 +97,56 @@ def test_the_database_does_not_take_back_what_the_controller_said() -> None:
     assert watcher.state_of("5", "force").state == "FAILED"
 
 
-def test_a_clock_that_is_set_back_stops_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_continue_after_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: dict[str, Any] = {"sacct": sacct_line("5", "RUNNING")}
-    watcher, now = Watched(answers), time.time()
+    watcher, now = WatcherWithAnswers(answers), time.time()
     assert watcher.state_of("5", "force").state == "RUNNING"
     monkeypatch.setattr(time, "time", lambda: now - 3600)
     answers["sacct"] = sacct_line("5", "COMPLETED")
     assert watcher.state_of("5").state == "COMPLETED"
 
 
-def test_another_job_of_the_same_id_is_told_apart() -> None:
-    mine, now = Expected("mine", 5000.0), 5000.0
-    watcher = Watched({"sacct": sacct_line("5", "FAILED", submit=now - 86400, name="mine")})
-    watcher.expect("5", mine)
+def test_rows_of_another_job_with_the_same_id_are_ignored() -> None:
+    identity, submitted = JobIdentity("mine", 5000.0), 5000.0
+    watcher = WatcherWithAnswers({"sacct": sacct_line("5", "FAILED", submit=submitted - 86400, name="mine")})
+    watcher.set_identity("5", identity)
     assert watcher.state_of("5", "force").state == "UNKNOWN"
-    watcher = Watched({"sacct": sacct_line("5", "FAILED", submit=now + 9, name="other")})
-    watcher.expect("5", mine)
+    watcher = WatcherWithAnswers({"sacct": sacct_line("5", "FAILED", submit=submitted + 9, name="other")})
+    watcher.set_identity("5", identity)
     assert watcher.state_of("5", "force").state == "UNKNOWN"
-    watcher = Watched({"sacct": sacct_line("5", "FAILED", submit=now - 1, name="mine")})
-    watcher.expect("5", mine)
+    watcher = WatcherWithAnswers({"sacct": sacct_line("5", "FAILED", submit=submitted - 1, name="mine")})
+    watcher.set_identity("5", identity)
     assert watcher.state_of("5", "force").state == "FAILED"
 
 
-def test_names_are_compared_as_the_database_keeps_them() -> None:
-    watcher = Watched({"sacct": sacct_line("5", "RUNNING", submit=5000, name="n `it`s`")})
-    watcher.expect("5", Expected('n "it\'s"', 5000.0))
+def test_job_names_match_as_the_database_stores_them() -> None:
+    watcher = WatcherWithAnswers({"sacct": sacct_line("5", "RUNNING", submit=5000, name="n `it`s`")})
+    watcher.set_identity("5", JobIdentity('n "it\'s"', 5000.0))
     assert watcher.state_of("5", "force").state == "RUNNING"
 
 
-def test_a_leader_whose_components_are_not_in_the_database_yet_has_not_ended() -> None:
-    watcher = Watched({"sacct": sacct_line("5", "COMPLETED", submit=5000)})
-    watcher.expect("5", Expected("a", 5000.0, components=2))
+def test_job_has_not_ended_while_rows_of_components_are_missing() -> None:
+    watcher = WatcherWithAnswers({"sacct": sacct_line("5", "COMPLETED", submit=5000)})
+    watcher.set_identity("5", JobIdentity("a", 5000.0, components=2))
     assert not watcher.is_done("5", "force")
     watcher.answers["sacct"] = sacct_line("5+0", "COMPLETED", submit=5000) + sacct_line("5+1", "FAILED", submit=5000)
     time.sleep(0.002)
     assert watcher.is_done("5", "force") and watcher.get_state("5", "cache") == "FAILED"
 
 
-def test_record_older_than_the_job_says_nothing(tmp_path: Path) -> None:
+def test_exit_record_older_than_the_job_is_ignored(tmp_path: Path) -> None:
     record = tmp_path / "5_exit"
     record.write_text("0 1000 -\n")
-    assert read_record(record, since=90000) is None
-    assert read_record(record, since=900) == JobState("COMPLETED", "", "", 0, ("COMPLETED",), "exit record")
+    assert read_exit_record(record, since=90000) is None
+    assert read_exit_record(record, since=900) == JobState("COMPLETED", "", "", 0, ("COMPLETED",), "exit record")
     record.write_text("143 1000 TERM\n")
-    assert read_record(record).state == "CANCELLED"  # type: ignore[union-attr]
+    assert read_exit_record(record).state == "CANCELLED"  # type: ignore[union-attr]
     record.write_text("")
-    assert read_record(record) is None
+    assert read_exit_record(record) is None
 
 
-def test_preempted_is_final_only_after_a_while() -> None:
-    watcher = Watched({"sacct": sacct_line("5", "PREEMPTED"), "squeue": ""})
+def test_preempted_is_final_only_after_a_grace_period() -> None:
+    watcher = WatcherWithAnswers({"sacct": sacct_line("5", "PREEMPTED"), "squeue": ""})
     watcher.register_job("5")
     watcher._registered_at["5"] -= 60
     assert not watcher.is_done("5", "force") and not watcher.state_of("5", "cache").ended
@@ -156,13 +156,18 @@ def test_preempted_is_final_only_after_a_while() -> None:
 
 
 @pytest.mark.parametrize("state", ["PREEMPTED", "NODE_FAIL", "BOOT_FAIL"])
-def test_what_the_queue_has_again_did_not_end(state: str) -> None:
-    watcher = Watched({"sacct": sacct_line("5", state), "squeue": squeue_line("5", "PENDING", reason="BeginTime")})
+def test_requeued_job_has_not_ended(state: str) -> None:
+    watcher = WatcherWithAnswers(
+        {"sacct": sacct_line("5", state), "squeue": squeue_line("5", "PENDING", reason="BeginTime")}
+    )
     watcher.register_job("5")
     watcher._registered_at["5"] -= 60
-    found = watcher.state_of("5", "force")
-    assert (found.state, found.source) == ("PENDING", "squeue") and [c[0] for c in watcher.asked] == ["sacct", "squeue"]
-    watcher.answers["squeue"] = None  # nobody can say whether it was requeued
+    job_state = watcher.state_of("5", "force")
+    assert (job_state.state, job_state.source) == ("PENDING", "squeue") and [c[0] for c in watcher.queries] == [
+        "sacct",
+        "squeue",
+    ]
+    watcher.answers["squeue"] = None  # whether it was requeued is unknown
     for _ in range(2):
         time.sleep(0.002)
         watcher._requeued_at["5"] = watcher._requeued_at.get("5", time.monotonic()) - 60
@@ -174,63 +179,67 @@ def test_what_the_queue_has_again_did_not_end(state: str) -> None:
     assert watcher.is_done("5", "force") and watcher.get_state("5", "cache") == state
 
 
-def test_a_job_that_the_controller_does_not_know_is_lost(tmp_path: Path) -> None:
-    expected = Expected("a", time.time() - 600, tmp_path / "5_exit")
+def test_job_unknown_to_the_controller_is_lost(tmp_path: Path) -> None:
+    expected = JobIdentity("a", time.time() - 600, tmp_path / "5_exit")
     for answers, state in (({}, "UNKNOWN"), ({"sacct": ""}, "UNKNOWN"), ({"squeue": ""}, "FAILED")):
-        watcher = Watched(answers)
-        watcher.expect("5", expected)
-        found = watcher.state_of("5", "force")
-        assert (found.state, found.ended) == (state, state == "FAILED"), answers
-    assert "lost" in found.reason
-    watcher = Watched({"squeue": ""})
-    watcher.expect("5", Expected("a", time.time() - 5, tmp_path / "5_exit"))  # just submitted
+        watcher = WatcherWithAnswers(answers)
+        watcher.set_identity("5", expected)
+        job_state = watcher.state_of("5", "force")
+        assert (job_state.state, job_state.ended) == (state, state == "FAILED"), answers
+    assert "lost" in job_state.reason
+    watcher = WatcherWithAnswers({"squeue": ""})
+    watcher.set_identity("5", JobIdentity("a", time.time() - 5, tmp_path / "5_exit"))  # just submitted
     assert watcher.state_of("5", "force") == JobState(source="squeue")
-    watcher.expect("6", Expected("a", time.time() - 600, Path("/nobody's/6_exit")))  # another user's, maybe
+    watcher.set_identity(
+        "6", JobIdentity("a", time.time() - 600, Path("/nobody's/6_exit"))
+    )  # may belong to another user
     assert watcher.state_of("6", "force").state == "UNKNOWN"
 
 
-def test_an_exit_record_may_be_of_a_job_that_was_requeued(tmp_path: Path) -> None:
+def test_exit_record_is_final_only_if_the_controller_answers(tmp_path: Path) -> None:
     record = tmp_path / "5_exit"
     record.write_text("1 1500 -\n")
     for answers, ended in (({"sacct": ""}, False), ({"sacct": "", "squeue": ""}, True)):
-        watcher = Watched(answers)
-        watcher.expect("5", Expected("a", 1000.0, record))
-        found = watcher.state_of("5", "force")
-        assert (found.state, found.source, found.ended) == ("FAILED", "exit record", ended)
+        watcher = WatcherWithAnswers(answers)
+        watcher.set_identity("5", JobIdentity("a", 1000.0, record))
+        state = watcher.state_of("5", "force")
+        assert (state.state, state.source, state.ended) == ("FAILED", "exit record", ended)
 
 
-def test_what_was_learnt_of_another_job_of_the_same_id_is_dropped() -> None:
-    watcher = Watched({"squeue": squeue_line("5", "COMPLETED", name="mine", submit=5000)})
-    watcher.expect("5", Expected("mine", 5000.0))
+def test_states_of_another_job_with_the_same_id_are_forgotten() -> None:
+    watcher = WatcherWithAnswers({"squeue": squeue_line("5", "COMPLETED", name="mine", submit=5000)})
+    watcher.set_identity("5", JobIdentity("mine", 5000.0))
     assert watcher.is_done("5", "force")
-    watcher.expect("5", Expected("mine", 5001.0))  # as another record has it
+    watcher.set_identity("5", JobIdentity("mine", 5001.0))  # the same job, from another record
     assert watcher.get_state("5", "cache") == "COMPLETED"
-    watcher.expect("5", Expected("mine", 9000.0))
+    watcher.set_identity("5", JobIdentity("mine", 9000.0))
     assert not watcher.is_done("5", "cache") and watcher.get_state("5", "cache") == "UNKNOWN"
     watcher.answers["squeue"] = squeue_line("5", "RUNNING", name="mine", submit=9000)
     time.sleep(0.002)
     assert watcher.get_state("5", "force") == "RUNNING"
 
 
-def test_no_busy_polling_while_nobody_answers() -> None:
-    watcher = Watched({})
+def test_no_busy_polling_without_answers() -> None:
+    watcher = WatcherWithAnswers({})
     for _ in range(50):
         watcher.state_of("5")
-    assert len(watcher.asked) <= 3  # one round over the sources, then a pause
+    assert len(watcher.queries) <= 3  # one round over the sources, then a pause
 
 
 MINE, OTHER = "a" * 32, "b" * 32
 
 
 @pytest.mark.parametrize("name", ["renamed", "", "☃" * 63, "x" * 255])
-def test_a_job_is_known_by_its_script_whatever_its_name_is(name: str) -> None:
-    expected = Expected("train ☃", 5000.0, components=1, token=MINE)
+def test_token_identifies_a_job_whatever_its_name(name: str) -> None:
+    expected = JobIdentity("train ☃", 5000.0, components=1, token=MINE)
     for line, command in ((squeue_line, "squeue"), (sacct_line, "sacct")):
-        watcher = Watched({command: line("5", "RUNNING", name=name, submit=1, token=MINE)})  # a requeue changes Submit
-        watcher.expect("5", expected)
+        watcher = WatcherWithAnswers(
+            {command: line("5", "RUNNING", name=name, submit=1, token=MINE)}
+        )  # a requeue changes Submit
+        watcher.set_identity("5", expected)
         assert watcher.state_of("5", "force").state == "RUNNING", command
-        watcher = Watched({command: line("5", "RUNNING", name="train ☃", submit=5000, token=OTHER)})
-        watcher.expect("5", expected)
+        watcher = WatcherWithAnswers({command: line("5", "RUNNING", name="train ☃", submit=5000, token=OTHER)})
+        watcher.set_identity("5", expected)
         assert watcher.state_of("5", "force").state == "UNKNOWN", command
 
 
@@ -248,28 +257,28 @@ def test_a_job_is_known_by_its_script_whatever_its_name_is(name: str) -> None:
         "launch failed requeued held",
     ],
 )
-def test_why_a_job_waits_is_asked_as_long_as_it_waits(reason: str) -> None:
+def test_reason_is_queried_while_a_job_waits(reason: str) -> None:
     start = time.time() + 3600
-    watcher = Watched(
+    watcher = WatcherWithAnswers(
         {
             "sacct": sacct_line("5", "PENDING", submit=5000),
             "squeue": squeue_line("5", "PENDING", submit=5000, reason=reason, start=start),
         }
     )
-    watcher.expect("5", Expected("a", 5000.0))  # not young: the database knows it, but not why it waits
+    watcher.set_identity("5", JobIdentity("a", 5000.0))  # not young: the database knows it, but not why it waits
     for _ in range(2):
-        found = watcher.state_of("5", "force")
-        assert (found.state, found.reason, found.start) == ("PENDING", reason, int(start))
-        assert found.why.startswith(reason if "held" in reason.lower() else f"{reason}, starts about ")
-        assert ("starts" in found.why) == ("held" not in reason.lower())
+        state = watcher.state_of("5", "force")
+        assert (state.state, state.reason, state.start) == ("PENDING", reason, int(start))
+        assert state.why.startswith(reason if "held" in reason.lower() else f"{reason}, starts about ")
+        assert ("starts" in state.why) == ("held" not in reason.lower())
         time.sleep(0.002)
-    assert [words[0] for words in watcher.asked] == ["sacct", "squeue", "squeue"]  # from then on one query
+    assert [command[0] for command in watcher.queries] == ["sacct", "squeue", "squeue"]  # from then on one query
     watcher.answers["squeue"] = squeue_line("5", "RUNNING", submit=5000, start=start)
     assert watcher.state_of("5", "force").why == ""
 
 
-def test_one_query_a_poll_for_jobs_that_wait_run_and_are_new() -> None:
-    watcher = Watched(
+def test_one_query_per_poll_for_waiting_running_and_new_jobs() -> None:
+    watcher = WatcherWithAnswers(
         {
             "sacct": "",
             "squeue": "".join(
@@ -278,12 +287,12 @@ def test_one_query_a_poll_for_jobs_that_wait_run_and_are_new() -> None:
         }
     )
     for i in range(300):
-        watcher.expect(f"7_{i}", Expected("a", 5000.0))
+        watcher.set_identity(f"7_{i}", JobIdentity("a", 5000.0))
         watcher.register_job(f"7_{i}")
     watcher.state_of("7_0", "force")
-    asked = len(watcher.asked)
-    watcher.expect("8", Expected("a", time.time()))
+    num_queries = len(watcher.queries)
+    watcher.set_identity("8", JobIdentity("a", time.time()))
     watcher.answers["squeue"] += squeue_line("8", "PENDING", submit=time.time(), reason="Priority")
     time.sleep(0.002)
-    assert watcher.state_of("8", "force").reason == "Priority" and len(watcher.asked) == asked + 1
+    assert watcher.state_of("8", "force").reason == "Priority" and len(watcher.queries) == num_queries + 1
     assert watcher.state_of("7_299", "cache").state == "PENDING"

@@ -460,6 +460,6 @@ def test_a_local_run_does_not_hear_ctrl_c_and_can_be_cancelled(tmp_path: Path, w
 
 def test_a_cancel_that_slurm_does_not_hear_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     away = Answer(1, "", "scancel: error: Unable to contact slurm controller (connect failure)\n")
-    monkeypatch.setattr("holmes_hpc.submission.executor.job.patient", lambda *_, **__: away)
+    monkeypatch.setattr("holmes_hpc.submission.executor.job.slurm_with_retries", lambda *_, **__: away)
     with pytest.raises(SubmissionError, match=r"scancel 7: .*Unable to contact slurm controller.*; .*scontrol ping"):
         OnSlurm(tmp_path / "submission", "7").cancel()

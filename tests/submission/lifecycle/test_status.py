@@ -24,7 +24,7 @@ from holmes_hpc.errors import ConfigError, RecordError, SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import make
 from holmes_hpc.slurm.job_states import JobState
-from holmes_hpc.submission.executor.watcher import Expected, StateWatcher
+from holmes_hpc.submission.executor.watcher import JobIdentity, StateWatcher
 from holmes_hpc.submission.lifecycle import status as track
 from holmes_hpc.submission.lifecycle.outcome import judge
 from holmes_hpc.submission.plan_job import plan_executor
@@ -111,7 +111,7 @@ def test_of_two_jobs_of_one_id_the_ended_one_is_not_asked_about(
 
 def test_the_watcher_says_when_it_dropped_another_jobs_state() -> None:
     watcher = StateWatcher()
-    assert [watcher.expect("7", Expected(name)) for name in ("a", "a", "b", "a")] == [False, False, True, True]
+    assert [watcher.set_identity("7", JobIdentity(name)) for name in ("a", "a", "b", "a")] == [False, False, True, True]
 
 
 def test_following_ends_with_the_job_also_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
