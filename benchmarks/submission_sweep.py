@@ -131,7 +131,7 @@ def main() -> int:
             fake.calls.clear()
             began = time.perf_counter()
             rows = sweep.sweep_status(root)
-            sweep.sweep_rows(rows)
+            sweep.table_cells(rows)
             polls.append((time.perf_counter() - began, len(fake.calls)))
             assert len(rows) == count and all(r.state == "running" for r in rows), rows[0]
     each.sort()

@@ -157,10 +157,10 @@ def _kill_wait() -> str:
 def sweep_status(directory: Directory, json: Json = False) -> None:
     """A live table on a terminal, else one table. Example: holmes sweep status runs/sweep-20260101-120000"""
     if sys.stdout.isatty() and not json:
-        status_table.live(directory)
+        status_table.show_live(directory)
     else:
         rows = status_table.sweep_status(directory)
-        console.output(json, [r.to_dict() for r in rows], (directory, *status_table.sweep_rows(rows)))
+        console.output(json, [r.to_dict() for r in rows], (directory, *status_table.table_cells(rows)))
 
 
 @group.command("collect")

@@ -17,7 +17,7 @@ from holmes_hpc.cli import runs
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.submission.lifecycle import progress
-from holmes_hpc.submission.sweeps.status_table import SweepRow, worth_showing
+from holmes_hpc.submission.sweeps.status_table import SweepRow, select_rows
 
 pytestmark = pytest.mark.integration
 
@@ -96,8 +96,8 @@ def test_status_of_a_failed_run_ends_with_the_next_step(holmes: Holmes, tmp_path
 def test_a_long_table_shows_what_is_worth_showing() -> None:
     states = ["completed"] * 6 + ["pending"] * 2 + ["running", "failed", "completing"]
     rows = [SweepRow(i, (), str(i), state, "", None, None, None, None, "") for i, state in enumerate(states)]
-    assert worth_showing(rows, 11) == rows
-    assert [r.state for r in worth_showing(rows, 5)] == ["failed", "running", "completing", "pending", "pending"]
+    assert select_rows(rows, 11) == rows
+    assert [r.state for r in select_rows(rows, 5)] == ["failed", "running", "completing", "pending", "pending"]
 
 
 @pytest.mark.parametrize("status, code", [(137, 1), (0, 0)])

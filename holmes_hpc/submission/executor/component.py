@@ -251,8 +251,8 @@ def node_share(
 ) -> dict[str, Value | None]:
     """Return the default `cpus_per_task` and `mem` of a component that uses `gpus` of the GPUs of each node.
 
-    Its share of the node's CPUs is split evenly over its `ranks` per node; its share of the memory is requested. A whole
-    node gives all its memory (--mem=0). None for a size that Slurm does not report.
+    Its share of the node's CPUs is split evenly over its `ranks` per node. A whole node gives all its memory (--mem=0).
+    None for a size that Slurm does not report.
     """
     is_whole_node = exclusive or gpus >= gpus_per_node
     cpus_per_rank = ((cpus or 0) if is_whole_node else (cpus or 0) * gpus // gpus_per_node) // ranks

@@ -1,1 +1,1 @@
-"""Hydra sweeps whose jobs are heterogeneous: launcher, manifest, table, results."""
+"""Hydra sweeps of heterogeneous jobs: launcher, manifest, table, results."""

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: what each does or how it ended, what came back, and their cancellation."""
+"""The jobs of a sweep: their states, outcomes and results, and cancellation."""
 
 from __future__ import annotations
 
@@ -24,88 +24,87 @@ from holmes_hpc.submission.lifecycle.status import Job, OnSlurm, OnThisMachine, 
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 
 
-def states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force") -> dict[SweepJob, JobState]:
-    """Slurm's (or this machine's) word on `jobs` of a sweep."""
-    going_on = {job: handle(manifest, job) for job in jobs if not finished(manifest, job)}
-    found: dict[SweepJob, JobState] = {}
+def job_states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force") -> dict[SweepJob, JobState]:
+    """Return the states of `jobs` of a sweep, from records, Slurm or this machine."""
+    incomplete = {job: job_handle(manifest, job) for job in jobs if not is_completed(manifest, job)}
+    states: dict[SweepJob, JobState] = {}
     for job in jobs:
-        if job not in going_on:
-            found[job] = JobState("COMPLETED", source="record")
+        if job not in incomplete:
+            states[job] = JobState("COMPLETED", source="record")
             continue
-        found[job] = going_on[job].state(mode)
-        mode = "cache" if job.where == "slurm" else mode  # the first answer was about all
-    return found
+        states[job] = incomplete[job].state(mode)
+        mode = "cache" if job.where == "slurm" else mode  # the first query was for all jobs
+    return states
 
 
-def handle(manifest: Manifest, job: SweepJob) -> Job:
-    """A job of a sweep, to ask or to cancel; of a local one only the machine where it runs can tell."""
+def job_handle(manifest: Manifest, job: SweepJob) -> Job:
+    """Return a handle for the state and cancellation of a job. A local job's state is known only on its machine."""
     if job.where == "slurm":
-        return OnSlurm(manifest.place(job.folder), job.job_id)
-    run = RunDirectory(manifest.place(job.directory))
+        return OnSlurm(manifest.resolve(job.folder), job.job_id)
+    run = RunDirectory(manifest.resolve(job.directory))
     if job.kind == "plan" and run.exists():
         with contextlib.suppress(SubmissionError):
             return job_of(run)
     return OnThisMachine(
-        run, int(job.job_id), job.host or os.uname().nodename, job.submitted, manifest.place(job.folder)
+        run, int(job.job_id), job.host or os.uname().nodename, job.submitted, manifest.resolve(job.folder)
     )
 
 
 def outcome_path(folder: Path, job_id: str) -> Path:
-    """Where rank 0 of a plain job notes how it ended."""
+    """Return the path at which rank 0 of a plain job records its outcome."""
     return folder / f"{job_id}_outcome.json"
 
 
-def note_outcome(returned: Any) -> None:
-    """In a plain job's task: `state` (completed, failed) with the `value`, where that is plain data, or the `error`."""
-    own = submitit.JobEnvironment()
-    if own.global_rank:
+def write_outcome(job_return: Any) -> None:
+    """Record the outcome in a plain job's task: `state` (completed, failed), `value` if it is plain data, `error`."""
+    environment = submitit.JobEnvironment()
+    if environment.global_rank:
         return
-    value = getattr(returned, "_return_value", None)
-    good = getattr(getattr(returned, "status", None), "name", "COMPLETED") == "COMPLETED"
+    value = getattr(job_return, "_return_value", None)
+    has_completed = getattr(getattr(job_return, "status", None), "name", "COMPLETED") == "COMPLETED"
     error = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else str(value)
-    noted: dict[str, Any] = {"state": "completed"} if good else {"state": "failed", "error": error}
-    if good:
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # no plain data, nor a scalar of numpy or torch
-            noted["value"] = json.loads(to_json(getattr(value, "item", lambda: value)()))
-    with contextlib.suppress(RunFailed):  # a full disk: the pickle may fit all the same
-        write_whole(outcome_path(own.paths.folder, own.job_id), to_json(noted) + "\n")
+    outcome: dict[str, Any] = {"state": "completed"} if has_completed else {"state": "failed", "error": error}
+    if has_completed:
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # neither plain data nor a numpy or torch scalar
+            outcome["value"] = json.loads(to_json(getattr(value, "item", lambda: value)()))
+    with contextlib.suppress(RunFailed):  # on a full disk the pickle may still fit
+        write_whole(outcome_path(environment.paths.folder, environment.job_id), to_json(outcome) + "\n")
 
 
-def noted_outcome(manifest: Manifest, job: SweepJob) -> dict[str, Any]:
-    """What a plain job's task noted of its end; nothing as long as it goes on, or where it died."""
-    return read_object(outcome_path(manifest.place(job.folder), job.job_id)) or {}
+def read_outcome(manifest: Manifest, job: SweepJob) -> dict[str, Any]:
+    """Return the outcome that a plain job's task recorded; empty while it runs, or if it was killed."""
+    return read_object(outcome_path(manifest.resolve(job.folder), job.job_id)) or {}
 
 
-def finished(manifest: Manifest, job: SweepJob) -> bool:
-    """Whether a record on disk says that the job completed; no need to ask Slurm then."""
+def is_completed(manifest: Manifest, job: SweepJob) -> bool:
+    """Return whether a record on disk shows that the job completed, so that Slurm need not be queried."""
     if job.kind == "plan":
-        result = RunDirectory(manifest.place(job.directory)).read_result()
+        result = RunDirectory(manifest.resolve(job.directory)).read_result()
         return result is not None and result["state"] == "completed"
-    return noted_outcome(manifest, job).get("state") == "completed" and result_pickle(manifest, job).exists()
+    return read_outcome(manifest, job).get("state") == "completed" and result_pickle(manifest, job).exists()
 
 
-def unread(manifest: Manifest, job: SweepJob) -> str | None:
-    """Why the result of a plain job, which may not be there yet, is not read: others may write it, and reading a pickle
-    runs what is in it."""
-    who = other_writers(result_pickle(manifest, job)) if job.kind == "plain" else None
-    return None if who is None else f"its result is not read: {who}"
+def untrusted_reason(manifest: Manifest, job: SweepJob) -> str | None:
+    """Return why a plain job's result must not be read, if other users may write it: unpickling runs code."""
+    writers = other_writers(result_pickle(manifest, job)) if job.kind == "plain" else None
+    return None if writers is None else f"its result is not read: {writers}"
 
 
 def result_pickle(manifest: Manifest, job: SweepJob) -> Path:
-    return JobPaths(manifest.place(job.folder), job_id=job.job_id, task_id=0).result_pickle
+    return JobPaths(manifest.resolve(job.folder), job_id=job.job_id, task_id=0).result_pickle
 
 
-class _Lenient(pickle.Unpickler):
-    """Reads results whose classes are in a program that cannot be imported here; those are only named."""
+class _LenientUnpickler(pickle.Unpickler):
+    """An unpickler that replaces classes which cannot be imported here by their names."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
             return super().find_class(module, name)
         except (ImportError, AttributeError):
-            return type(name, (_Named,), {"__module__": module})
+            return type(name, (_MissingClass,), {"__module__": module})
 
 
-class _Named:
+class _MissingClass:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __setstate__(self, _: Any) -> None: ...
@@ -115,21 +114,22 @@ class _Named:
 
 
 def plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
-    """("completed" | "failed" | "unread" | None while there is no result, the value that came back or the error)."""
-    noted = noted_outcome(manifest, job)
-    if "value" in noted or "error" in noted:
-        return noted["state"], noted.get("value", noted.get("error"))
+    """Return (state, value or error) of a plain job; (None, None) while there is no result.
+    States: "completed", "failed", and "unread" for a result that other users may write."""
+    outcome = read_outcome(manifest, job)
+    if "value" in outcome or "error" in outcome:
+        return outcome["state"], outcome.get("value", outcome.get("error"))
     path = result_pickle(manifest, job)
     if not path.exists():
         return None, None
-    if (why := unread(manifest, job)) is not None:
-        return "unread", why
+    if (reason := untrusted_reason(manifest, job)) is not None:
+        return "unread", reason
     try:
         with path.open("rb") as file:
-            outcome, value = _Lenient(file).load()
+            kind, value = _LenientUnpickler(file).load()
     except Exception as e:
         return "failed", f"its result cannot be read: {type(e).__name__}: {e}"
-    if outcome != "success":
+    if kind != "success":
         return "failed", str(value).strip().splitlines()[-1] if str(value).strip() else "failed"
     status = getattr(getattr(value, "status", None), "name", "COMPLETED")
     if status != "COMPLETED":
@@ -138,11 +138,11 @@ def plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
 
 
 def cancel_sweep(manifest: Manifest, jobs: Sequence[SweepJob]) -> None:
-    """Cancel jobs that did not end, later ones first, so that a cancelled one does not let the next begin."""
+    """Cancel jobs that have not completed, in reverse order, so that a cancelled job does not start the next one."""
     for job in reversed(jobs):
-        if finished(manifest, job):
+        if is_completed(manifest, job):
             continue
         if job.where == "slurm":
-            SlurmHetJob(manifest.place(job.folder), job.job_id).cancel(check=False)
+            SlurmHetJob(manifest.resolve(job.folder), job.job_id).cancel(check=False)
         else:
-            handle(manifest, job).cancel()
+            job_handle(manifest, job).cancel()

@@ -1,8 +1,8 @@
-"""Hydra launchers: a sweep whose every job is a heterogeneous job with its own components, or a plain one.
+"""Hydra launchers for sweeps in which every job is heterogeneous, with its own components, or plain.
 
-Made from hydra-submitit-launcher's. A task function that carries an attribute ``plan_job`` (the training application
-does) is asked for each job's Plan: ``plan_job(cfg, "slurm" | "local") -> Planned | None``; other jobs run the task
-function itself in a job of the launcher's own `components`.
+They extend hydra-submitit-launcher. If the task function has an attribute ``plan_job``, as in the training application,
+``plan_job(cfg, "slurm" | "local") -> Planned | None`` returns each job's plan. Other jobs run the task function itself
+with the launcher's `components`.
 """
 
 from __future__ import annotations
@@ -34,117 +34,126 @@ from holmes_hpc.submission.executor.throttle import Throttle
 from holmes_hpc.submission.lifecycle.status import Job, OnSlurm
 from holmes_hpc.submission.local import run_plan_here
 from holmes_hpc.submission.plan_job import Planned, submit_plan
-from holmes_hpc.submission.sweeps.job_returns import Launched, Progress, interrupted, reattach, save_hydra, wait
-from holmes_hpc.submission.sweeps.jobs import cancel_sweep, note_outcome, states, unread
-from holmes_hpc.submission.sweeps.launcher_settings import executor_of, settings_of_plan
-from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, key_of, open_manifest
+from holmes_hpc.submission.sweeps.job_results import (
+    LaunchedJob,
+    Progress,
+    handle_interrupt,
+    reattach,
+    wait,
+    write_hydra_files,
+)
+from holmes_hpc.submission.sweeps.jobs import cancel_sweep, job_states, untrusted_reason, write_outcome
+from holmes_hpc.submission.sweeps.launcher_settings import create_executor, plan_job_settings
+from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, job_key, open_manifest
 from holmes_hpc.submission.sweeps.program import program_of
 from holmes_hpc.submission.sweeps.reuse import (
-    BEGAN,
-    WAITING_SWEEPER,
+    BASIC_SWEEPER,
+    PROCESS_START,
     Candidate,
-    Earlier,
-    earlier_jobs,
-    refuse_living,
-    reuse_setting,
-    take_over,
+    EarlierJob,
+    find_earlier_jobs,
+    parse_reuse,
+    refuse_active_jobs,
+    select_reused,
 )
 
 log = logging.getLogger(__name__)
 
 
 class HolmesLauncher(BaseSubmititLauncher):
-    """What both launchers do."""
+    """The common part of both launchers."""
 
     WHERE = "abstract"
     _shield: Callable[[], contextlib.AbstractContextManager[None]] = staticmethod(contextlib.nullcontext)
 
     def __init__(self, **params: Any) -> None:
         super().__init__(**params)
-        self._seen = Counter[tuple[str, ...]]()  # of this process's jobs: a sweeper may ask about a point again
+        self._copies = Counter[tuple[str, ...]]()  # jobs of this process by key: a sweeper may repeat a point
         self._throttle: Throttle | None = None  # of one launch, if its jobs exceed the limit
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        careful_umask()  # before Hydra makes the sweep's directory; the jobs, which write what is read here, inherit it
+        careful_umask()  # before Hydra creates the sweep directory; the jobs, whose files are read here, inherit it
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         detach = bool(self.params.get("detach", False))
         sweeper = str(self.config.hydra.sweeper.get("_target_", ""))
-        reuse = reuse_setting(self.params.get("reuse"), sweeper)
-        if detach and sweeper != WAITING_SWEEPER:
+        reuse = parse_reuse(self.params.get("reuse"), sweeper)
+        if detach and sweeper != BASIC_SWEEPER:
             raise ConfigError(
                 f"the sweeper {sweeper.rsplit('.', 1)[-1]} needs the jobs' results",
                 where="hydra.launcher.detach",
-                hint="leave detach out, or use Hydra's basic sweeper",
+                hint="remove detach, or use Hydra's basic sweeper",
             )
         sweep_dir = Path(str(self.config.hydra.sweep.dir)).absolute()
-        self._make(sweep_dir)
+        self._create_directory(sweep_dir)
         log.info(f"{len(job_overrides)} jobs into {sweep_dir}")
         with console.waiting(f"planning {len(job_overrides)} jobs"):
-            wanted = self._plan_all(job_overrides, initial_job_idx)
+            candidates = self._plan_all(job_overrides, initial_job_idx)
         if (
             self.WHERE == "slurm"
-            and sum(w.planned is not None and w.planned.settings.exclusive is False for w in wanted) > 1
+            and sum(c.planned is not None and c.planned.settings.exclusive is False for c in candidates) > 1
         ):
             log.warning(
-                "slurm.exclusive=false: jobs may share nodes, and then a NIC's bytes and step times are those "
-                "of all that run there"
+                "slurm.exclusive=false: jobs may share nodes; NIC bytes and step times then include those of all jobs "
+                "on a node"
             )
-        launched: list[Launched] = []
+        launched: list[LaunchedJob] = []
         try:
-            with locked(sweep_dir / ".sweep.lock", wait_s=5):  # two launches at once would submit the same jobs
+            with locked(sweep_dir / ".sweep.lock", wait_s=5):  # concurrent launches would submit the same jobs
                 manifest = open_manifest(sweep_dir, time.time())
                 with Progress(manifest, launched) as progress:
-                    self._launch_all(manifest, wanted, launched, reuse, progress)
+                    self._launch_all(manifest, candidates, launched, reuse, progress)
             if detach:
                 log.info(f"detached; `holmes sweep status {sweep_dir}` shows the jobs, `collect` their results")
                 return []
             with Progress(manifest, launched) as progress:
-                returned = [wait(manifest, job, progress.show) for job in launched]
-                if sweeper == WAITING_SWEEPER:
+                job_returns = [wait(manifest, job, progress.show) for job in launched]
+                if sweeper == BASIC_SWEEPER:
                     progress.conclude()
-            return returned
+            return job_returns
         except KeyboardInterrupt:
-            interrupted(open_manifest(sweep_dir), [job.entry for job in launched if not job.cached])
+            handle_interrupt(open_manifest(sweep_dir), [job.entry for job in launched if not job.is_cached])
             raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> JobReturn:
-        """What a plain job's task runs; how it ended is noted so that nobody needs its pickle to know."""
-        returned: JobReturn = super().__call__(*args, **kwargs)
-        note_outcome(returned)
-        return returned
+        """Run a plain job's task and record its outcome, so that nobody needs to read its pickle for it."""
+        job_return: JobReturn = super().__call__(*args, **kwargs)
+        write_outcome(job_return)
+        return job_return
 
-    def _make(self, sweep_dir: Path) -> None:
-        """The sweep's directory. RecordError where others may write in it, for what lies there is run."""
+    def _create_directory(self, sweep_dir: Path) -> None:
+        """Create the sweep directory. RecordError if other users may write in it, because its pickles are run."""
         try:
             sweep_dir.mkdir(parents=True, exist_ok=True)
             if "mode" in self.config.hydra.sweep:
                 os.chmod(sweep_dir, int(str(self.config.hydra.sweep.mode), 8))
         except OSError as e:
             raise SubmissionError(
-                e.strerror or str(e), where=str(sweep_dir), hint="use a hydra.sweep.dir of your own"
+                e.strerror or str(e), where=str(sweep_dir), hint="set hydra.sweep.dir to a directory of yours"
             ) from e
         refuse_other_writers(sweep_dir / NAME)
 
     def _launch_all(
         self,
         manifest: Manifest,
-        wanted: Sequence[Candidate],
-        launched: list[Launched],
+        candidates: Sequence[Candidate],
+        launched: list[LaunchedJob],
         reuse: bool | str,
         progress: Progress,
     ) -> None:
-        """Submit what is to be submitted; all jobs are added to `launched`."""
+        """Submit the candidates that are not reused. Add all jobs to `launched`."""
         for job in manifest.jobs:
-            if (why := unread(manifest, job)) is not None:
+            if (reason := untrusted_reason(manifest, job)) is not None:
                 raise SubmissionError(
-                    f"job {job.num}: {why}", where=str(manifest.path), hint="use a hydra.sweep.dir of your own"
+                    f"job {job.num}: {reason}",
+                    where=str(manifest.path),
+                    hint="set hydra.sweep.dir to a directory of yours",
                 )
-        found = states(manifest, [job for job in manifest.jobs if job.submitted < BEGAN])
-        for job, state in found.items():
+        states = job_states(manifest, [job for job in manifest.jobs if job.submitted < PROCESS_START])
+        for job, state in states.items():
             if state.state == UNKNOWN and not state.forgotten:  # it may still run
-                what, hint = (
+                error, hint = (
                     (f"job {job.num} {state.reason}", "launch again there, or use another hydra.sweep.dir")
                     if job.where == "local"
                     else (
@@ -152,136 +161,143 @@ class HolmesLauncher(BaseSubmititLauncher):
                         "wait for it (`scontrol ping`), then launch again",
                     )
                 )
-                raise SubmissionError(what, where=str(manifest.path), hint=hint)
-        programs = {each.program.digest: each.program for each in wanted if each.program is not None}
+                raise SubmissionError(error, where=str(manifest.path), hint=hint)
+        programs = {c.program.digest: c.program for c in candidates if c.program is not None}
         if programs and reuse and manifest.jobs:
-            log.info(f"jobs of earlier launches are compared by configuration, {next(iter(programs.values()))}")
-        earlier = earlier_jobs(manifest, {each.key: (each.digest, each.program) for each in wanted}, found)
-        taken = take_over(earlier, reuse)
-        refuse_living(manifest, found, [each.key for each in wanted], [str(each.directory) for each in wanted], taken)
-        self._refuse_other_runs(manifest, earlier, taken, wanted, go_on=bool(reuse))
-        manifest.programs.update({digest: program.to_dict() for digest, program in programs.items()})
-        most = int(self.params.get("array_parallelism") or 256)
-        is_throttled = self.WHERE == "slurm" and len(wanted) - len(taken) > most
-        self._throttle = (
-            Throttle(manifest.path.with_name(f".throttle-{time.time():.6f}.json"), most) if is_throttled else None
+            log.info(f"comparing jobs of earlier launches by configuration, {next(iter(programs.values()))}")
+        earlier = find_earlier_jobs(manifest, {c.key: (c.digest, c.program) for c in candidates}, states)
+        reused = select_reused(earlier, reuse)
+        refuse_active_jobs(
+            manifest, states, [c.key for c in candidates], [str(c.directory) for c in candidates], reused
         )
-        for each in wanted:
-            self._launch_one(manifest, taken.get(each.key), each, launched, progress)
+        self._refuse_other_runs(manifest, earlier, reused, candidates, can_resume=bool(reuse))
+        manifest.programs.update({digest: program.to_dict() for digest, program in programs.items()})
+        limit = int(self.params.get("array_parallelism") or 256)
+        is_throttled = self.WHERE == "slurm" and len(candidates) - len(reused) > limit
+        self._throttle = (
+            Throttle(manifest.path.with_name(f".throttle-{time.time():.6f}.json"), limit) if is_throttled else None
+        )
+        for candidate in candidates:
+            self._launch_one(manifest, reused.get(candidate.key), candidate, launched, progress)
 
     # -- one job ----------------------------------------------------------------------------------------------------
 
     def _plan_all(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Candidate]:
-        """Compose and plan every job before the first is submitted. ConfigError names the first impossible one."""
+        """Compose and plan all jobs before the first submission. ConfigError with the first impossible job."""
         hook: Callable[[DictConfig, str], Planned | None] | None = getattr(self.task_function, "plan_job", None)
-        wanted, refused = [], []
+        candidates, errors = [], []
         for num, overrides in enumerate(job_overrides, first):
             config = self._sweep_config(list(overrides), num)
             try:
                 planned = hook(config, self.WHERE) if hook is not None else None
             except HolmesError as e:
-                refused.append(f"#{num} ({' '.join(filter_overrides(overrides))}): {e}")
+                errors.append(f"#{num} ({' '.join(filter_overrides(overrides))}): {e}")
                 continue
             program = program_of(self.task_function if planned is None else planned.function)
-            same = key_of(overrides)
-            wanted.append(Candidate(num, list(overrides), config, planned, self._seen[same], program))
-            self._seen[same] += 1
-            if planned is not None and "%" in str(wanted[-1].directory):
+            key = job_key(overrides)
+            candidates.append(Candidate(num, list(overrides), config, planned, self._copies[key], program))
+            self._copies[key] += 1
+            if planned is not None and "%" in str(candidates[-1].directory):
                 raise ConfigError(
-                    f"the run directory is {str(wanted[-1].directory)!r}",
+                    f"the run directory is {str(candidates[-1].directory)!r}",
                     where="hydra.sweep",
-                    hint="leave out '%', which Slurm gives a meaning of its own",
+                    hint="remove '%', which has a special meaning in Slurm",
                 )
-        if refused:
+        if errors:
             raise ConfigError(
-                f"{len(refused)} of {len(job_overrides)} jobs cannot be; {refused[0]}",
+                f"{len(errors)} of {len(job_overrides)} jobs are impossible; {errors[0]}",
                 where="sweep",
                 hint="nothing was submitted",
             )
-        return wanted
+        return candidates
 
     def _refuse_other_runs(
         self,
         manifest: Manifest,
-        earlier: dict[tuple[str, ...], Earlier],
-        taken: dict[tuple[str, ...], Earlier],
-        wanted: Sequence[Candidate],
+        earlier: dict[tuple[str, ...], EarlierJob],
+        reused: dict[tuple[str, ...], EarlierJob],
+        candidates: Sequence[Candidate],
         *,
-        go_on: bool,
+        can_resume: bool,
     ) -> None:
-        """Nothing may go on in the directory of a run that another configuration or program made; a run of the same
-        that failed does `go_on` from its last checkpoint."""
-        for job in wanted:
+        """Raise ConfigError if a job's directory has a run of another configuration or program.
+        `can_resume`: a failed run with the same ones may continue from its last checkpoint."""
+        for job in candidates:
             run, old = RunDirectory(job.directory), manifest.find(job.key, job.digest)
-            same_place = old is not None and manifest.place(old.directory) == job.directory
-            if job.key in taken or (go_on and same_place and job.key not in earlier):
+            is_same_directory = old is not None and manifest.resolve(old.directory) == job.directory
+            if job.key in reused or (can_resume and is_same_directory and job.key not in earlier):
                 continue
             record = run.read_run() if job.planned is not None and run.exists() else {}
             if record.get("attempts") or record.get("slurm") or record.get("local"):
-                why = (
-                    f"({earlier[job.key].other})"
-                    if job.key in earlier and earlier[job.key].other
-                    else ("of another configuration" if go_on else "already, and hydra.launcher.reuse is false")
+                reason = (
+                    f"({earlier[job.key].program_change})"
+                    if job.key in earlier and earlier[job.key].program_change
+                    else ("of another configuration" if can_resume else "already, and hydra.launcher.reuse is false")
                 )
-                raise ConfigError(f"it holds a run {why}", where=str(run.path), hint="use another hydra.sweep.dir")
+                raise ConfigError(f"it holds a run {reason}", where=str(run.path), hint="use another hydra.sweep.dir")
 
     def _launch_one(
-        self, manifest: Manifest, old: Earlier | None, job: Candidate, launched: list[Launched], progress: Progress
+        self,
+        manifest: Manifest,
+        old: EarlierJob | None,
+        job: Candidate,
+        launched: list[LaunchedJob],
+        progress: Progress,
     ) -> None:
-        """Submit a job, unless `old`, an earlier launch's, counts as it; add it to those that were `launched`."""
+        """Submit a job, or reuse the earlier job `old`. Add it to `launched`."""
         if old is not None:
             launched.append(
-                Launched(old.job, job.config, cached=True)
-                if old.finished
-                else Launched(old.job, job.config, *reattach(manifest, old.job))
+                LaunchedJob(old.job, job.config, is_cached=True)
+                if old.is_completed
+                else LaunchedJob(old.job, job.config, *reattach(manifest, old.job))
             )
             return
-        self._make_room(launched, progress, planned=job.planned is not None)
+        self._wait_for_slot(launched, progress, planned=job.planned is not None)
         log.info(str(job))
         with uninterrupted():
             new = self._submit_plain(manifest, job) if job.planned is None else self._submit_planned(manifest, job)
             launched.append(new)
             try:
-                manifest.put(new.entry, BEGAN)
-            except RunFailed:  # nobody would know of it
+                manifest.put(new.entry, PROCESS_START)
+            except RunFailed:  # without an entry nobody would know the job
                 cancel_sweep(manifest, [new.entry])
                 raise
 
     def _sweep_config(self, overrides: list[str], num: int) -> DictConfig:
-        """The job's own configuration, composed as the job itself would."""
+        """Compose the job's configuration as the job itself would."""
         config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config.hydra.job):
             config.hydra.job.id = f"job_id_for_{num}"
             config.hydra.job.num = num
         return config
 
-    def _submit_plain(self, manifest: Manifest, job: Candidate) -> Launched:
-        executor = executor_of(job.config, self._EXECUTOR)
+    def _submit_plain(self, manifest: Manifest, job: Candidate) -> LaunchedJob:
+        executor = create_executor(job.config, self._EXECUTOR)
         refuse_other_writers(executor.folder)
         executor._executor.throttle = self._throttle
         submitted = time.time()
         with self._shield():
-            made = executor.submit(
+            submitit_job = executor.submit(
                 self, job.overrides, "hydra.sweep.dir", job.num, f"job_id_for_{job.num}", Singleton.get_state()
             )
         entry = job.entry(
             manifest,
-            Path(made.paths.folder),
+            Path(submitit_job.paths.folder),
             where=self.WHERE,
-            job_id=made.job_id,
-            tasks=max(1, made.num_tasks),
+            job_id=submitit_job.job_id,
+            tasks=max(1, submitit_job.num_tasks),
             name=str(job.config.hydra.launcher.name),
             submitted=submitted,
             components=len(job.config.hydra.launcher.get("components") or [None]),
         )
-        return Launched(entry, job.config, plain=made)
+        return LaunchedJob(entry, job.config, submitit_job=submitit_job)
 
-    def _submit_planned(self, manifest: Manifest, job: Candidate) -> Launched:
+    def _submit_planned(self, manifest: Manifest, job: Candidate) -> LaunchedJob:
         assert job.planned is not None
         plan, run = job.planned.plan, RunDirectory(job.directory)
-        settings = settings_of_plan(job.config, job.planned.settings, self.WHERE)
+        settings = plan_job_settings(job.config, job.planned.settings, self.WHERE)
         config = {**job.planned.config, "run_dir": str(run.path), "plan_file": str(run.plan_path)}
-        if run.exists():  # of an earlier launch: it goes on from its last checkpoint
+        if run.exists():  # a run of an earlier launch continues from its last checkpoint
             run.reopen(None if run.read_run().get("plan_id") == plan.id else plan.to_yaml())
             run.update_run(config=config, plan_id=plan.id, components=plan.layout)
         else:
@@ -293,33 +309,33 @@ class HolmesLauncher(BaseSubmititLauncher):
                 plan_id=plan.id,
                 **job.planned.record,
             )
-        save_hydra(job.config, run.path)
+        write_hydra_files(job.config, run.path)
         submitted = time.time()
-        name = f"holmes-{manifest.path.parent.name}-{run.path.name}"  # what squeue shows
-        made = self._start(job.planned, run, config, settings, name)
+        name = f"holmes-{manifest.path.parent.name}-{run.path.name}"  # the job name in squeue
+        handle = self._start(job.planned, run, config, settings, name)
         entry = job.entry(
             manifest,
             run.path / "submission",
             where=self.WHERE,
-            job_id=made.id,
+            job_id=handle.id,
             tasks=plan.world_size,
             name=name,
             submitted=submitted,
             components=len(plan.components),
         )
-        return Launched(entry, job.config, held=made)
+        return LaunchedJob(entry, job.config, handle=handle)
 
     def _start(
         self, planned: Planned, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
     ) -> Job:
         raise TypeError("use SlurmLauncher or LocalLauncher")
 
-    def _make_room(self, before: list[Launched], progress: Progress, *, planned: bool) -> None:
-        """Wait until the next job may be started, where nobody else keeps at most `array_parallelism` running."""
+    def _wait_for_slot(self, launched: list[LaunchedJob], progress: Progress, *, planned: bool) -> None:
+        """Wait until fewer than `array_parallelism` jobs run. Slurm itself limits its jobs."""
 
 
 class SlurmLauncher(HolmesLauncher):
-    """One heterogeneous (or plain) Slurm job per job of the sweep."""
+    """The launcher that submits a heterogeneous or plain Slurm job for each job of the sweep."""
 
     _EXECUTOR, WHERE = "slurmhet", "slurm"
 
@@ -333,15 +349,15 @@ class SlurmLauncher(HolmesLauncher):
 
 
 class LocalLauncher(HolmesLauncher):
-    """Processes of this machine."""
+    """The launcher that runs the jobs as processes of this machine."""
 
     _EXECUTOR, WHERE = "local", "local"
     _shield = staticmethod(ignore_interrupts)
 
-    def _make_room(self, before: list[Launched], progress: Progress, *, planned: bool) -> None:
-        most = int(self.params.get("array_parallelism") or 0) or (1 if planned else 0)
-        while most and not self.params.get("detach"):
-            if sum(not job.done() for job in before) < most:
+    def _wait_for_slot(self, launched: list[LaunchedJob], progress: Progress, *, planned: bool) -> None:
+        limit = int(self.params.get("array_parallelism") or 0) or (1 if planned else 0)
+        while limit and not self.params.get("detach"):
+            if sum(not job.done() for job in launched) < limit:
                 break
             progress.show()
             time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The settings of the Hydra launchers holmes_slurm and holmes_local, and which of them a job with a Plan takes."""
+"""The settings of the Hydra launchers holmes_slurm and holmes_local, and their use for jobs with a plan."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.slurm.scontrol import minutes
 
-# the launcher's, not the executor's
-OWN = ("detach", "reuse", "submitit_folder", "max_num_timeout", "array_parallelism")
+# keys of the launcher that are no parameters of the executor
+LAUNCHER_KEYS = ("detach", "reuse", "submitit_folder", "max_num_timeout", "array_parallelism")
 SIGNAL_DELAY_S = SlurmQueueConf.signal_delay_s
-ENVIRONMENT = ("container", "setup")  # part of what a function's value depends on
-OF_A_PLANS_JOB = ("timeout_min", "account", "qos", "gres", "cpus_per_task", "setup", "container")
+ENVIRONMENT = ("container", "setup")  # a function's value may depend on these
+PLAN_JOB_KEYS = ("timeout_min", "account", "qos", "gres", "cpus_per_task", "setup", "container")
 
 
 @dataclass
 class SlurmLauncherConf(SlurmQueueConf):
-    """hydra/launcher=holmes_slurm: hydra-submitit-launcher's keys, and the components of a job."""
+    """The settings of hydra/launcher=holmes_slurm: hydra-submitit-launcher's keys, and the components of a job."""
 
     _target_: str = "hydra_plugins.holmes_launcher.HolmesSlurmLauncher"
     # one mapping per component: {partition, constraint, nodes, tasks_per_node, gpus_per_node, gres, cpus_per_task, …};
-    # null: one component from the plain keys. A job with a Plan has the Plan's components instead.
+    # null: one component from the plain keys. A job with a plan has the plan's components instead.
     components: list[Any] | None = None
     # submit, write sweep.json and return; `holmes sweep status DIR` shows the jobs
     detach: bool = False
-    # whether jobs of an earlier launch into this directory count as this one's: true, false, ask; null: true with
-    # Hydra's basic sweeper, false with any other
+    # reuse jobs of an earlier launch into this directory: true, false, ask; null: true with Hydra's basic sweeper,
+    # false with any other
     reuse: Any = None
     container: str | None = None
     dependency: str | None = None
@@ -40,16 +40,16 @@ class SlurmLauncherConf(SlurmQueueConf):
 
 @dataclass
 class LocalLauncherConf(LocalQueueConf):
-    """hydra/launcher=holmes_local: processes of this machine. Jobs with a Plan run one after another."""
+    """The settings of hydra/launcher=holmes_local: processes of this machine."""
 
     _target_: str = "hydra_plugins.holmes_launcher.HolmesLocalLauncher"
     detach: bool = False
     reuse: Any = None
-    array_parallelism: int = field(default=0)  # 0: of jobs with a Plan one at a time, of others all
+    array_parallelism: int = field(default=0)  # 0: jobs with a plan one at a time, other jobs all at once
 
 
-def executor_of(config: DictConfig, prefix: str) -> Any:
-    """A submitit executor (slurmhet, local) with the launcher's parameters, those of this job's own configuration."""
+def create_executor(config: DictConfig, prefix: str) -> Any:
+    """Create a submitit executor (slurmhet, local) with the launcher parameters in a job's configuration."""
     import submitit
 
     conf = config.hydra.launcher
@@ -60,33 +60,35 @@ def executor_of(config: DictConfig, prefix: str) -> Any:
     init = {f"{prefix}_max_num_timeout": params["max_num_timeout"]} if "max_num_timeout" in params else {}
     executor = submitit.AutoExecutor(folder=params["submitit_folder"], cluster=prefix, **init)
     shared = set(OmegaConf.structured(BaseQueueConf).keys())
-    given = {k: v for k, v in params.items() if k not in OWN}
-    if given.get("signal_delay_s") == SIGNAL_DELAY_S and 60 * (minutes(given.get("timeout_min")) or 60) < (
-        SIGNAL_DELAY_S + 90
-    ):  # hydra-submitit-launcher's default: nobody asked for it in so short a job
-        del given["signal_delay_s"]
-    executor.update_parameters(**{k if k in shared else f"{prefix}_{k}": v for k, v in given.items()})
+    executor_params = {k: v for k, v in params.items() if k not in LAUNCHER_KEYS}
+    if executor_params.get("signal_delay_s") == SIGNAL_DELAY_S and 60 * (
+        minutes(executor_params.get("timeout_min")) or 60
+    ) < (SIGNAL_DELAY_S + 90):  # hydra-submitit-launcher's default is too long for so short a job
+        del executor_params["signal_delay_s"]
+    executor.update_parameters(**{k if k in shared else f"{prefix}_{k}": v for k, v in executor_params.items()})
     return executor
 
 
-def settings_of_plan(config: DictConfig, settings: SlurmSettings, where: str) -> SlurmSettings:
-    """The site's `settings` for a job with a Plan that runs on `where` (slurm, local); launcher keys that were changed
-    are taken over or refused."""
+def plan_job_settings(config: DictConfig, settings: SlurmSettings, where: str) -> SlurmSettings:
+    """Return the site's `settings`, updated by changed launcher keys, for a job with a plan.
+    `where`: slurm or local. ConfigError for a launcher key that such a job cannot have."""
     default = OmegaConf.structured(SlurmLauncherConf if where == "slurm" else LocalLauncherConf)
     changed = {
         str(k): v
         for k, v in config.hydra.launcher.items()
-        if k in default and k not in (*OWN, "name", "_target_", "components") and v != default[k]
+        if k in default and k not in (*LAUNCHER_KEYS, "name", "_target_", "components") and v != default[k]
     }
-    for key in changed.keys() - set(OF_A_PLANS_JOB):
+    for key in changed.keys() - set(PLAN_JOB_KEYS):
         raise ConfigError(
-            f"{key} is the Plan's to say",
+            f"{key} comes from the plan",
             where=f"hydra.launcher.{key}",
             hint="use the configuration groups plan and slurm",
         )
-    taken = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in changed.items()}
+    updates = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in changed.items()}
     if config.hydra.launcher.get("components"):
-        raise ConfigError("components are the Plan's to say", where="hydra.launcher.components", hint="drop it")
-    if where == "slurm" and settings.exclusive is None:  # jobs that share nodes share their NICs: no figure is right
-        taken["exclusive"] = True
-    return replace(settings, **taken)
+        raise ConfigError(
+            "components come from the plan", where="hydra.launcher.components", hint="remove this setting"
+        )
+    if where == "slurm" and settings.exclusive is None:  # jobs on shared nodes share NICs, which distorts the figures
+        updates["exclusive"] = True
+    return replace(settings, **updates)

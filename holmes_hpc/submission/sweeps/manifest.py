@@ -1,8 +1,8 @@
-"""A sweep's jobs on disk: ``sweep.json`` in the sweep directory, written after every submission: nothing is lost.
+"""The manifest of a sweep's jobs: ``sweep.json`` in the sweep directory, written after every submission.
 
 ``version, created, jobs[{num, overrides[], directory, kind (plan | plain), where (slurm | local), job_id, folder,
 tasks, name, submitted, digest, components, copy, host, program}], programs{digest: {files{}, packages[]}}``.
-`directory` and `folder` are relative to the sweep directory where they lie in it.
+`directory` and `folder` are relative to the sweep directory if they are inside it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ NAME = "sweep.json"
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One job of a sweep. `directory`: Hydra's output directory, of a plan's job its run directory; `host`: where a
-    local one runs. `program`: digest of what it was made of (a key of the manifest's programs), empty if not known."""
+    """One job of a sweep.
+    `directory`: Hydra's output directory, for a plan's job its run directory; `host`: the machine of a local job;
+    `program`: the digest of its program (a key of the manifest's programs), empty if unknown."""
 
     num: int
     overrides: tuple[str, ...]
@@ -47,12 +48,12 @@ class SweepJob:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What makes it the same job in a repeated sweep."""
-        return key_of(self.overrides, self.copy)
+        """The key that identifies the job in a repeated sweep."""
+        return job_key(self.overrides, self.copy)
 
 
-def key_of(overrides: Sequence[str], copy: int = 0) -> tuple[str, ...]:
-    """The key of a job with these overrides. `copy`: how many with the same ones came before it in its launch."""
+def job_key(overrides: Sequence[str], copy: int = 0) -> tuple[str, ...]:
+    """Return the key of a job with these overrides. `copy`: the number of earlier jobs of its launch with the same."""
     return (*sorted(overrides), *([f"copy {copy}"] if copy else []))
 
 
@@ -65,10 +66,14 @@ class Manifest:
     created: float = 0.0
     programs: dict[str, Any] = field(default_factory=dict)
 
-    def put(self, job: SweepJob, began: float = 0.0) -> None:
-        """Add or replace, and write at once; what was submitted before `began` into the same directory is gone."""
+    def put(self, job: SweepJob, launched: float = 0.0) -> None:
+        """Add or replace a job and write the file. Jobs submitted before `launched` into its directory are removed."""
         self.jobs = [
-            *(j for j in self.jobs if j.key != job.key and not (j.submitted < began and j.directory == job.directory)),
+            *(
+                j
+                for j in self.jobs
+                if j.key != job.key and not (j.submitted < launched and j.directory == job.directory)
+            ),
             job,
         ]
         data = {
@@ -80,28 +85,28 @@ class Manifest:
         write_whole(self.path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
     def find(self, key: tuple[str, ...], digest: str) -> SweepJob | None:
-        """The job that an earlier launch made of the same overrides and configuration."""
+        """Return the job of an earlier launch with the same overrides and configuration."""
         return next((j for j in self.jobs if j.key == key and j.digest == digest), None)
 
-    def place(self, relative: str) -> Path:
-        """A path of the manifest as one to open."""
+    def resolve(self, relative: str) -> Path:
+        """Return the absolute path of a path in the manifest."""
         return self.path.parent / relative
 
     def relative(self, path: Path) -> str:
-        """Return `path` as the manifest writes it: relative where it lies in the sweep directory."""
+        """Return `path` as written in the manifest: relative if it is inside the sweep directory."""
         path, root = path.absolute(), self.path.parent
         return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def open_manifest(directory: str | os.PathLike[str], created: float = 0.0) -> Manifest:
-    """The manifest of a sweep directory, empty when there is none yet."""
+    """Return the manifest of a sweep directory; an empty one if there is no file."""
     path = Path(directory).absolute() / NAME
     try:
         data: Any = from_json(read_file(path))
         if not isinstance(data, dict) or not isinstance(data.get("version"), int) or data["version"] > VERSION:
-            raise RecordError("a manifest of a newer release, or none", where=str(path), hint="use a newer holmes_hpc")
+            raise RecordError("no manifest, or of a newer release", where=str(path), hint="use a newer holmes_hpc")
         jobs = msgspec.convert(data.get("jobs", []), list[SweepJob])
-        if unknown := {key for job in data.get("jobs", []) for key in job} - {each.name for each in fields(SweepJob)}:
+        if unknown := {key for job in data.get("jobs", []) for key in job} - {f.name for f in fields(SweepJob)}:
             raise ValueError(f"unknown keys {sorted(unknown)}")
         return Manifest(path, jobs, float(data.get("created", 0.0)), dict(data.get("programs") or {}))
     except FileNotFoundError:
@@ -111,11 +116,11 @@ def open_manifest(directory: str | os.PathLike[str], created: float = 0.0) -> Ma
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a sweep that was launched; RecordError when there is none."""
+    """Return the manifest of a launched sweep. RecordError if there is none."""
     if not (Path(directory) / NAME).is_file():
         raise RecordError(
             f"no {NAME}",
             where=str(directory),
-            hint="give the sweep directory of a launch with hydra/launcher=holmes_slurm or holmes_local",
+            hint="give the directory of a sweep launched with hydra/launcher=holmes_slurm or holmes_local",
         )
     return open_manifest(directory)

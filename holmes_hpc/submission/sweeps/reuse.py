@@ -1,7 +1,6 @@
-"""The jobs of a launch before they are submitted, and which jobs of earlier launches into a sweep directory count as
-them, by configuration, program and time.
+"""The candidate jobs of a launch, and reuse of jobs of earlier launches into the same sweep directory.
 
-An old value is no measurement of this launch's program, nor of a point that a sweeper asks about once more.
+A job is reused only if configuration and program are the same. A sweeper that repeats a point gets a new measurement.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from holmes_hpc import console
 from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.plan_job import Planned
-from holmes_hpc.submission.sweeps.job_returns import task_config
-from holmes_hpc.submission.sweeps.jobs import finished
+from holmes_hpc.submission.sweeps.job_results import task_config
+from holmes_hpc.submission.sweeps.jobs import is_completed
 from holmes_hpc.submission.sweeps.launcher_settings import ENVIRONMENT
-from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, key_of
-from holmes_hpc.submission.sweeps.program import Program, changes
+from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, job_key
+from holmes_hpc.submission.sweeps.program import Program, describe_changes
 
-BEGAN = time.time()  # before this process's first launch: its own jobs were submitted later
-WAITING_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+PROCESS_START = time.time()  # jobs of this process were submitted later
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A job of this launch. `copy`: how many jobs with the same overrides came before it; `program`: None without a
-    source file."""
+    """A job of this launch before its submission. `copy`: the number of earlier jobs with the same overrides;
+    `program`: None without a source file."""
 
     num: int
     overrides: list[str]
@@ -47,13 +46,13 @@ class Candidate:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What finds it again in the manifest."""
-        return key_of(self.overrides, self.copy)
+        """The job's key in the manifest."""
+        return job_key(self.overrides, self.copy)
 
     @property
     def digest(self) -> str:
-        """What makes it the same job in a repeated sweep, beside its overrides: the configuration, and the Plan or what
-        the launcher's settings say of the environment. (The program is compared by itself: see program.py.)"""
+        """The digest that, with the key, identifies the job in a repeated sweep.
+        It covers the configuration, and the plan or the launcher's environment settings, but not the program."""
         data = OmegaConf.to_yaml(task_config(self.config))
         launcher = self.config.hydra.launcher
         data += self.planned.plan.id if self.planned else repr([(key, launcher.get(key)) for key in ENVIRONMENT])
@@ -63,8 +62,8 @@ class Candidate:
     def directory(self) -> Path:
         return Path(str(self.config.hydra.sweep.dir)).absolute() / str(self.config.hydra.sweep.subdir)
 
-    def entry(self, manifest: Manifest, folder: Path, **submitted: Any) -> SweepJob:
-        """Return its entry in `manifest`; `submitted`: the fields of SweepJob that the submission decided."""
+    def entry(self, manifest: Manifest, folder: Path, **submission_fields: Any) -> SweepJob:
+        """Return the job's entry in `manifest`. `submission_fields`: fields of SweepJob known after its submission."""
         return SweepJob(
             num=self.num,
             overrides=tuple(self.overrides),
@@ -75,7 +74,7 @@ class Candidate:
             copy=self.copy,
             host=os.uname().nodename,
             program=self.program.digest if self.program else "",
-            **submitted,
+            **submission_fields,
         )
 
     def __str__(self) -> str:
@@ -83,91 +82,95 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """A job of the same overrides and configuration that another process submitted; `other`: what its program differs
-    in, empty where it is the same."""
+class EarlierJob:
+    """A job with the same overrides and configuration that another process submitted.
+    `program_change`: the difference of its program, empty if there is none."""
 
     job: SweepJob
     state: JobState
-    finished: bool
-    other: str
+    is_completed: bool
+    program_change: str
 
     def __str__(self) -> str:
-        does = "completed as" if self.finished else "still"
+        status = "completed as" if self.is_completed else "still"
         return (
-            f"#{self.job.num} : {' '.join(self.job.overrides)} ({does} job {self.job.job_id}"
-            f"{', ' + self.other if self.other else ''})"
+            f"#{self.job.num} : {' '.join(self.job.overrides)} ({status} job {self.job.job_id}"
+            f"{', ' + self.program_change if self.program_change else ''})"
         )
 
 
-def reuse_setting(value: Any, sweeper: str) -> bool | str:
-    """``hydra.launcher.reuse`` as True, False or "ask". ConfigError: no such value, or a sweeper that means to have
-    every point measured."""
-    waiting = sweeper == WAITING_SWEEPER
+def parse_reuse(value: Any, sweeper: str) -> bool | str:
+    """Return ``hydra.launcher.reuse`` as True, False or "ask".
+    ConfigError for another value, or for reuse with a sweeper that needs new measurements."""
+    is_basic = sweeper == BASIC_SWEEPER
     if value is None:
-        return waiting
+        return is_basic
     if value not in (True, False, "ask"):
         raise ConfigError(
             f"{value!r} is none of true, false, ask", where="hydra.launcher.reuse", hint="give one of them"
         )
-    if value and not waiting:
+    if value and not is_basic:
         raise ConfigError(
-            f"the sweeper {sweeper.rsplit('.', 1)[-1]} measures every point anew",
+            f"the sweeper {sweeper.rsplit('.', 1)[-1]} needs a new measurement of every point",
             where="hydra.launcher.reuse",
-            hint="leave reuse out, or use Hydra's basic sweeper",
+            hint="remove reuse, or use Hydra's basic sweeper",
         )
     return "ask" if value == "ask" else bool(value)
 
 
-def earlier_jobs(
+def find_earlier_jobs(
     manifest: Manifest,
-    wanted: Mapping[tuple[str, ...], tuple[str, Program | None]],
+    candidates: Mapping[tuple[str, ...], tuple[str, Program | None]],
     states: Mapping[SweepJob, JobState],
-) -> dict[tuple[str, ...], Earlier]:
-    """For each wanted job (key -> digest of its configuration, its program) the earlier one that completed or goes on,
-    if there is one."""
-    found = {}
-    for key, (digest, program) in wanted.items():
+) -> dict[tuple[str, ...], EarlierJob]:
+    """Return for each candidate the job of an earlier launch that completed or is active, if any.
+    `candidates`: key -> (digest of the configuration, program)."""
+    earlier_jobs = {}
+    for key, (digest, program) in candidates.items():
         job = manifest.find(key, digest)
-        if job is None or job.submitted >= BEGAN:
+        if job is None or job.submitted >= PROCESS_START:
             continue
-        state, done = states.get(job, JobState()), finished(manifest, job)
-        if not done and not goes_on(state):
+        state, has_completed = states.get(job, JobState()), is_completed(manifest, job)
+        if not has_completed and not is_active(state):
             continue
         if program is None:
-            other = "by a program without a source file"
+            change = "by a program without a source file"
         else:
-            other = "" if job.program == program.digest else changes(manifest.programs.get(job.program), program)
-        found[key] = Earlier(job, state, done, other)
-    return found
+            change = (
+                "" if job.program == program.digest else describe_changes(manifest.programs.get(job.program), program)
+            )
+        earlier_jobs[key] = EarlierJob(job, state, has_completed, change)
+    return earlier_jobs
 
 
-def take_over(found: Mapping[tuple[str, ...], Earlier], reuse: bool | str) -> dict[tuple[str, ...], Earlier]:
-    """Those of `found` that count as this launch's; what is taken over, and what is not, is listed."""
+def select_reused(
+    earlier_jobs: Mapping[tuple[str, ...], EarlierJob], reuse: bool | str
+) -> dict[tuple[str, ...], EarlierJob]:
+    """Return the jobs that this launch reuses. Log all jobs, reused or not."""
     if reuse == "ask":
-        listed = "\n".join(f"  {earlier}" for earlier in found.values())
-        answer = console.ask(f"{listed}\ntake these jobs of earlier launches over? [y/N] ") if found else None
-        taken = dict(found) if answer and answer.startswith("y") else {}
+        lines = "\n".join(f"  {earlier}" for earlier in earlier_jobs.values())
+        answer = console.ask(f"{lines}\nreuse these jobs of earlier launches? [y/N] ") if earlier_jobs else None
+        reused = dict(earlier_jobs) if answer and answer.startswith("y") else {}
     else:
-        taken = {key: earlier for key, earlier in found.items() if reuse and not earlier.other}
-    for key, earlier in found.items():
-        log.info(f"{'taken over' if key in taken else 'not taken over'}: {earlier}")
-    return taken
+        reused = {key: earlier for key, earlier in earlier_jobs.items() if reuse and not earlier.program_change}
+    for key, earlier in earlier_jobs.items():
+        log.info(f"{'reused' if key in reused else 'not reused'}: {earlier}")
+    return reused
 
 
-def refuse_living(
+def refuse_active_jobs(
     manifest: Manifest,
     states: Mapping[SweepJob, JobState],
-    wanted: Iterable[tuple[str, ...]],
+    keys: Iterable[tuple[str, ...]],
     directories: Iterable[str],
-    taken: Mapping[tuple[str, ...], Earlier],
+    reused: Mapping[tuple[str, ...], EarlierJob],
 ) -> None:
-    """Nothing may be started in the place of an earlier launch's job that still waits or runs."""
-    keys, places = set(wanted), set(directories)
+    """Raise SubmissionError if a waiting or running job of an earlier launch has a new job's key or directory."""
+    new_keys, new_directories = set(keys), set(directories)
     for job, state in states.items():
-        if not goes_on(state) or (job.key in taken and taken[job.key].job == job):
+        if not is_active(state) or (job.key in reused and reused[job.key].job == job):
             continue
-        if job.key in keys or str(manifest.place(job.directory)) in places:
+        if job.key in new_keys or str(manifest.resolve(job.directory)) in new_directories:
             raise SubmissionError(
                 f"job {job.job_id} of an earlier launch is {state.state.lower()} (#{job.num})",
                 where=str(manifest.path),
@@ -175,6 +178,6 @@ def refuse_living(
             )
 
 
-def goes_on(state: JobState | None) -> bool:
-    """Whether a job that was submitted has not ended."""
+def is_active(state: JobState | None) -> bool:
+    """Return whether a submitted job waits or runs."""
     return state is not None and not state.ended and state.state != UNKNOWN

@@ -1,4 +1,4 @@
-"""The table of `holmes sweep status`: its columns, one row a job, live on a terminal, or collected as data."""
+"""The table of `holmes sweep status`: one row per job, live on a terminal, or collected as data."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle import attempts
 from holmes_hpc.submission.lifecycle.outcome import StateRow, run_state
 from holmes_hpc.submission.lifecycle.status import record_end
-from holmes_hpc.submission.sweeps.jobs import noted_outcome, plain_outcome, states, unread
+from holmes_hpc.submission.sweeps.jobs import job_states, plain_outcome, read_outcome, untrusted_reason
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, SweepJob, read_manifest
 
-WHOLE = 8_000_000  # bytes of a growing metrics.jsonl that are read at every look
+MAX_GROWING_BYTES = 8_000_000  # a larger metrics.jsonl of a running job is not read completely
 
 
 @dataclass(frozen=True)
 class SweepRow(StateRow):
-    """One job of a sweep as a table shows it. `state`: completed, failed, … when it ended, else Slurm's word
-    in lower case. `step`, `loss`: of the last step; `tokens_per_s`: of all that count (run_rates)."""
+    """The row of one job in the table of a sweep.
+    `state`: completed, failed, … after its end, else Slurm's state in lower case; `step`, `loss`: of the last step;
+    `tokens_per_s`: the run's mean rate (:func:`run_rates`)."""
 
     num: int
     overrides: tuple[str, ...]
@@ -50,60 +51,63 @@ class SweepRow(StateRow):
 
 
 def sweep_status(directory: str | os.PathLike[str], mode: str = "force") -> list[SweepRow]:
-    """The state of every job of a sweep, with one Slurm query for all of them."""
+    """Return the row of every job of a sweep, with one Slurm query for all of them."""
     manifest = read_manifest(directory)
-    return [row_of(manifest, job, state) for job, state in states(manifest, manifest.jobs, mode).items()]
+    return [row_of(manifest, job, state) for job, state in job_states(manifest, manifest.jobs, mode).items()]
 
 
 def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
     step = loss = rate = error = None
-    word, why = state.state.lower(), state.why
+    shown_state, why = state.state.lower(), state.why
     if job.kind == "plan":
-        run = RunDirectory(manifest.place(job.directory))
-        last = next(_last_lines(run.metrics_path), {})
-        step, loss, rate = last.get("step"), last.get("loss"), run_rates(run).get("tokens_per_s")
+        run = RunDirectory(manifest.resolve(job.directory))
+        line = next(_last_lines(run.metrics_path), {})
+        step, loss, rate = line.get("step"), line.get("loss"), run_rates(run).get("tokens_per_s")
         why = attempts.why(run, state, step)
         result = run.read_result()
         if result is None and state.ended and run.exists():
             result = record_end(run, state)
         if result is not None and (state.ended or state.state == UNKNOWN):
-            word, error = result["state"], result["error"]
+            shown_state, error = result["state"], result["error"]
     else:
-        noted = noted_outcome(manifest, job)
-        if noted:
-            word, error = noted["state"], noted.get("error")
+        outcome = read_outcome(manifest, job)
+        if outcome:
+            shown_state, error = outcome["state"], outcome.get("error")
         elif state.ended:
-            word, without_note = run_state(state.state), unread(manifest, job) or "its task left no note of its end"
-            error = without_note if word == "completed" else f"Slurm says {state.state}"
+            shown_state, no_outcome = (
+                run_state(state.state),
+                untrusted_reason(manifest, job) or "it recorded no outcome",
+            )
+            error = no_outcome if shown_state == "completed" else f"Slurm reports {state.state}"
     return SweepRow(
         num=job.num,
         overrides=job.overrides,
         job_id=job.job_id,
-        state=word,
+        state=shown_state,
         reason=state.reason,
         step=step,
         loss=loss,
         tokens_per_s=rate,
         error=error,
-        directory=str(manifest.place(job.directory)),
+        directory=str(manifest.resolve(job.directory)),
         why=why,
     )
 
 
 def run_rates(run: RunDirectory) -> dict[str, float]:
-    """A run's mean_rates, as `holmes report` has them; while it runs, of a file of more than WHOLE bytes those of its
-    last steps alone."""
+    """Return a run's mean rates, as in `holmes report`. While it runs and its file exceeds MAX_GROWING_BYTES, use only
+    its last steps."""
     with contextlib.suppress(OSError):
-        seen = run.metrics_path.stat()
-        return _rates(run.path, seen.st_size, seen.st_mtime_ns, run.result_path.exists())
+        status = run.metrics_path.stat()
+        return _read_rates(run.path, status.st_size, status.st_mtime_ns, run.result_path.exists())
     return {}
 
 
 @lru_cache(maxsize=1024)
-def _rates(directory: Path, size: int, _: int, ended: bool) -> dict[str, float]:
+def _read_rates(directory: Path, size: int, _: int, has_ended: bool) -> dict[str, float]:
     run = RunDirectory(directory)
     try:
-        if size > WHOLE and not ended:
+        if size > MAX_GROWING_BYTES and not has_ended:
             return mean_rates([*_last_lines(run.metrics_path)][::-1])
         return mean_rates(run.metrics(), first_attempt_of_plan(run.read_run()))
     except HolmesError:
@@ -111,7 +115,7 @@ def _rates(directory: Path, size: int, _: int, ended: bool) -> dict[str, float]:
 
 
 def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The last whole lines of metrics.jsonl, the very last first."""
+    """Yield the last complete lines of metrics.jsonl, in reverse order."""
     for line in reversed(tail(path, 160)):
         try:
             data = from_json(line)
@@ -122,8 +126,8 @@ def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """One mapping per job: `num, overrides, job_id, state, error, directory`, and `final` (of a plan's job: the last
-    step's number and loss, and the run's rates; else the value that the function returned)."""
+    """Return one mapping per job: `num, overrides, job_id, state, error, directory, final`.
+    `final`: for a plan's job the number and loss of the last step and the run's rates, else the function's value."""
     manifest = read_manifest(directory)
     return [
         {
@@ -135,23 +139,23 @@ def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
             "directory": row.directory,
             "final": _final(manifest, job),
         }
-        for job, state in states(manifest, manifest.jobs).items()
+        for job, state in job_states(manifest, manifest.jobs).items()
         for row in [row_of(manifest, job, state)]
     ]
 
 
 def _final(manifest: Manifest, job: SweepJob) -> Any:
-    """Return the figures of a plan's job that ended, or the value of another that completed; else None."""
+    """Return the figures of an ended plan's job, or the value of a completed other job; else None."""
     if job.kind == "plan":
-        run = RunDirectory(manifest.place(job.directory))
+        run = RunDirectory(manifest.resolve(job.directory))
         result = run.read_result()
         return {**(result.get("final") or {}), **run_rates(run)} if result else None
     outcome, value = plain_outcome(manifest, job)
     return value if outcome == "completed" else None
 
 
-def sweep_rows(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and cells for a table of a sweep."""
+def table_cells(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
+    """Return the columns and cells of a sweep's table."""
     cells = [
         [
             r.num,
@@ -168,52 +172,52 @@ def sweep_rows(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
     return ["job", "overrides", "id", "state", "step", "loss", "tokens/s", "error"], cells
 
 
-def worth_showing(rows: Sequence[SweepRow], most: int) -> list[SweepRow]:
-    """At most `most` rows: of more, those that ended badly first, then what runs, waits, and completed."""
-    if len(rows) <= most:
+def select_rows(rows: Sequence[SweepRow], limit: int) -> list[SweepRow]:
+    """Return at most `limit` rows, failed jobs first, then running, waiting and completed ones."""
+    if len(rows) <= limit:
         return list(rows)
 
-    def interest(row: SweepRow) -> int:
+    def priority(row: SweepRow) -> int:
         return (row.ended and row.state != "completed") * 3 or {"pending": 1, "completed": 0}.get(row.state, 2)
 
-    return sorted(rows, key=lambda row: -interest(row))[:most]
+    return sorted(rows, key=lambda row: -priority(row))[:limit]
 
 
 def live_table(title: str, rows: Sequence[SweepRow], height: int) -> Table:
-    """What a terminal `height` lines high shows while jobs run."""
-    shown = worth_showing(rows, max(5, height - 4))
-    columns, cells = sweep_rows(shown)
+    """Return the table for a terminal of `height` lines while jobs run."""
+    selected = select_rows(rows, max(5, height - 4))
+    columns, cells = table_cells(selected)
     counts = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in rows).most_common())
-    cut = f"{len(rows) - len(shown)} more: make the terminal higher, or --json" if len(shown) < len(rows) else None
-    out = Table(
+    num_hidden = len(rows) - len(selected)
+    table = Table(
         title=f"{title}: {len(rows)} jobs: {counts}",
         title_justify="left",
-        caption=cut,
+        caption=f"{num_hidden} more: enlarge the terminal, or use --json" if num_hidden else None,
         caption_justify="left",
         box=None,
     )
     for name in columns:
-        out.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold")
     for row in cells:
-        out.add_row(*("" if c is None else str(c) for c in row))
-    return out
+        table.add_row(*("" if c is None else str(c) for c in row))
+    return table
 
 
-def on_terminal() -> Live:
-    """A place on the terminal where a table is drawn again and again; `stop` ends it."""
+def live_display() -> Live:
+    """Return a display that redraws a table on the terminal; its `stop` ends it."""
     return Live(console=Console(markup=False, highlight=False), auto_refresh=False)
 
 
-def live(directory: str | os.PathLike[str], *, every_s: float = 2.0) -> list[SweepRow]:
-    """Show the table again and again on a terminal until all jobs ended or Ctrl-C; the last rows come back."""
+def show_live(directory: str | os.PathLike[str], *, poll_s: float = 2.0) -> list[SweepRow]:
+    """Update the table on a terminal until all jobs have ended, or until Ctrl-C. Return the last rows."""
     rows = sweep_status(directory)
-    with on_terminal() as screen:
+    with live_display() as display:
         try:
             while True:
-                screen.update(live_table(str(directory), rows, screen.console.height), refresh=True)
+                display.update(live_table(str(directory), rows, display.console.height), refresh=True)
                 if all(r.ended for r in rows):
                     break
-                time.sleep(every_s)
+                time.sleep(poll_s)
                 rows = sweep_status(directory, mode="standard")
         except KeyboardInterrupt:
             pass

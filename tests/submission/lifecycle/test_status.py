@@ -176,9 +176,9 @@ def test_a_result_that_others_may_write_is_not_unpickled(tmp_path: Path) -> None
 
 def test_a_local_job_is_told_about_by_its_own_machine_alone(tmp_path: Path) -> None:
     made, entry = manifest(tmp_path, host="elsewhere")
-    assert sweep.handle(made, entry).state().state == "UNKNOWN"
+    assert sweep.job_handle(made, entry).state().state == "UNKNOWN"
     with pytest.raises(SubmissionError, match="elsewhere"):
-        sweep.handle(made, entry).cancel()
+        sweep.job_handle(made, entry).cancel()
     made.put(replace(entry, submitted=1.0))  # by an earlier launch
     with pytest.raises(SubmissionError, match="runs on elsewhere"):
         HolmesLauncher._launch_all(SimpleNamespace(), made, [], [], True, None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What is told of a sweep's jobs: from notes that their tasks left, without unpickling anything."""
+"""States and outcomes of a sweep's jobs, read from records of their tasks without unpickling."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.results.loading.run_row import read_one
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import LEADER
-from holmes_hpc.submission.sweeps import job_returns, jobs, status_table
-from holmes_hpc.submission.sweeps.job_returns import Progress, in_a_line
+from holmes_hpc.submission.sweeps import job_results, jobs, status_table
+from holmes_hpc.submission.sweeps.job_results import Progress, summary_line
 from holmes_hpc.submission.sweeps.launcher_settings import (
     LocalLauncherConf,
     SlurmLauncherConf,
-    executor_of,
-    settings_of_plan,
+    create_executor,
+    plan_job_settings,
 )
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, open_manifest
 from holmes_hpc.submission.sweeps.status_table import SweepRow, collect, row_of, sweep_status
 
 
-def made(folder: Path, *ids: str, where: str = "local") -> Manifest:
+def make_manifest(folder: Path, *ids: str, where: str = "local") -> Manifest:
     manifest = open_manifest(folder)
     folder.mkdir(exist_ok=True)
     for num, job_id in enumerate(ids):
@@ -45,7 +45,7 @@ def made(folder: Path, *ids: str, where: str = "local") -> Manifest:
 
 
 @pytest.mark.parametrize(
-    "value, status, noted",
+    "value, status, outcome",
     [
         (1.5, JobStatus.COMPLETED, {"state": "completed", "value": 1.5}),
         ({"loss": [1, None]}, JobStatus.COMPLETED, {"state": "completed", "value": {"loss": [1, None]}}),
@@ -53,8 +53,8 @@ def made(folder: Path, *ids: str, where: str = "local") -> Manifest:
         (ValueError("not yet"), JobStatus.FAILED, {"state": "failed", "error": "ValueError: not yet"}),
     ],
 )
-def test_a_task_notes_how_it_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any, status: JobStatus, noted: dict[str, Any]
+def test_task_records_its_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any, status: JobStatus, outcome: dict[str, Any]
 ) -> None:
     for key, text in {
         LEADER: "41",
@@ -64,11 +64,11 @@ def test_a_task_notes_how_it_ended(
         "SLURM_NTASKS": "2",
     }.items():
         monkeypatch.setenv(key, text)
-    jobs.note_outcome(JobReturn(_return_value=value, status=status))
-    assert json.loads((tmp_path / "41_outcome.json").read_text()) == noted
+    jobs.write_outcome(JobReturn(_return_value=value, status=status))
+    assert json.loads((tmp_path / "41_outcome.json").read_text()) == outcome
     monkeypatch.setenv("SLURM_PROCID", "1")
     (tmp_path / "41_outcome.json").unlink()
-    jobs.note_outcome(JobReturn(_return_value=value, status=status))
+    jobs.write_outcome(JobReturn(_return_value=value, status=status))
     assert not (tmp_path / "41_outcome.json").exists()
 
 
@@ -86,8 +86,8 @@ def test_a_task_notes_how_it_ended(
         lambda data: data["jobs"][0].update(unknown=1),
     ],
 )
-def test_a_manifest_that_is_none_is_one_line(damage: Callable[[Any], None], tmp_path: Path) -> None:
-    path = made(tmp_path, "41").path
+def test_damaged_manifest_is_a_one_line_error(damage: Callable[[Any], None], tmp_path: Path) -> None:
+    path = make_manifest(tmp_path, "41").path
     data = json.loads(path.read_text())
     damage(data)
     path.write_text(json.dumps(data))
@@ -95,9 +95,9 @@ def test_a_manifest_that_is_none_is_one_line(damage: Callable[[Any], None], tmp_
         open_manifest(tmp_path)
 
 
-def test_a_status_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs._Lenient, "load", lambda _: pytest.fail("a result was unpickled"))
-    made(tmp_path / "sweep", "41", "42", "43")
+def test_status_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs._LenientUnpickler, "load", lambda _: pytest.fail("a result was unpickled"))
+    make_manifest(tmp_path / "sweep", "41", "42", "43")
     for job_id, state in (("41", "completed"), ("42", "failed")):
         (tmp_path / "sweep" / f"{job_id}_0_result.pkl").write_bytes(b"whatever")
         (tmp_path / "sweep" / f"{job_id}_outcome.json").write_text(json.dumps({"state": state, "error": "of its own"}))
@@ -107,59 +107,61 @@ def test_a_status_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert collect(tmp_path / "sweep")[0]["final"] == {"loss": 2}
 
 
-@pytest.mark.parametrize("whole", [10**6, 0])
-def test_a_rate_is_the_reports_and_not_the_last_steps(
-    whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("max_bytes", [10**6, 0])
+def test_rate_is_the_one_of_the_report(
+    max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The last step, here a slow one, is no run's rate: after the warm-up, over all."""
-    monkeypatch.setattr(status_table, "WHOLE", whole)
+    """The rate is the mean over all steps after the warm-up, not that of the last, slow step."""
+    monkeypatch.setattr(status_table, "MAX_GROWING_BYTES", max_bytes)
     run = make_run(tmp_path / "sweep" / "0", steps=12)
-    last = run.metrics()[-1]
-    run.append_metrics({**last, "step": 12, "step_time_s": 9.0, "tokens_per_s": last["tokens_per_s"] / 9})
+    last_line = run.metrics()[-1]
+    run.append_metrics({**last_line, "step": 12, "step_time_s": 9.0, "tokens_per_s": last_line["tokens_per_s"] / 9})
     manifest = open_manifest(tmp_path / "sweep")
     manifest.put(SweepJob(0, (), "0", "plan", "local", "41", "0", digest="d", submitted=time.time()))
     (row,), (cell, _) = sweep_status(tmp_path / "sweep"), read_one(run, "0")
-    assert row.tokens_per_s == pytest.approx(cell["tokens_per_s"]) != pytest.approx(last["tokens_per_s"] / 9, rel=0.5)
+    assert (
+        row.tokens_per_s == pytest.approx(cell["tokens_per_s"]) != pytest.approx(last_line["tokens_per_s"] / 9, rel=0.5)
+    )
     final = collect(tmp_path / "sweep")[0]["final"]
     assert final["step_time_s"] == pytest.approx(cell["step_time_s"])
     assert final["tokens_per_s"] == row.tokens_per_s
     Progress(manifest, [SimpleNamespace(entry=manifest.jobs[0])]).conclude()  # type: ignore[list-item]
     assert f"`holmes report {tmp_path / 'sweep'} --by loss`" in capfd.readouterr().err
     run.result_path.unlink()  # as if it still ran
-    growing = row_of(manifest, manifest.jobs[0], JobState("41", "RUNNING"))
-    assert growing.tokens_per_s == pytest.approx(cell["tokens_per_s"]) and not growing.why
+    running_row = row_of(manifest, manifest.jobs[0], JobState("41", "RUNNING"))
+    assert running_row.tokens_per_s == pytest.approx(cell["tokens_per_s"]) and not running_row.why
     run.metrics_path.unlink()
     assert row_of(manifest, manifest.jobs[0], JobState("RUNNING")).why == "the nodes start the ranks"
 
 
 @pytest.mark.integration
-def test_values_are_a_column_and_cancel_ends_what_has_not_ended(
+def test_collect_shows_values_and_cancel_skips_ended_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_slurm: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    made(tmp_path / "sweep", "41", "42", where="slurm")
+    make_manifest(tmp_path / "sweep", "41", "42", where="slurm")
     (tmp_path / "sweep" / "41_0_result.pkl").touch()
     (tmp_path / "sweep" / "41_outcome.json").write_text('{"state": "completed", "value": 12.5}')
     line = squeue_line("42", "PENDING", name="", submit=time.time(), reason="Resources").strip()
     fake_slurm.answer("squeue", f"cat <<'E'\n{line}\nE")
     fake_slurm.answer("scancel", "exit 0")
 
-    def holmes(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["holmes", *words, str(tmp_path / "sweep")])
-        with pytest.raises(SystemExit) as ended:
+    def holmes(*args: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["holmes", *args, str(tmp_path / "sweep")])
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-        said = capfd.readouterr()
-        assert not ended.value.code, said.err
-        return said.out + said.err
+        output = capfd.readouterr()
+        assert not exit_info.value.code, output.err
+        return output.out + output.err
 
-    said = holmes("sweep", "collect")
-    assert "value" in said and "12.5" in said
-    for verb in (("sweep", "status"), ("status",)):
-        assert "pending (Resources)" in holmes(*verb)
+    table = holmes("sweep", "collect")
+    assert "value" in table and "12.5" in table
+    for command in (("sweep", "status"), ("status",)):
+        assert "pending (Resources)" in holmes(*command)
     assert "cancelled 1 of 2 jobs" in holmes("sweep", "cancel")
     assert fake_slurm.calls("scancel") == [["42"]]
 
 
-def test_progress_says_states_steps_and_why_jobs_wait(
+def test_progress_logs_states_steps_and_pending_reasons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def row(num: int, state: str, step: int | None = None, loss: float | None = None, why: str = "") -> SweepRow:
@@ -171,19 +173,21 @@ def test_progress_says_states_steps_and_why_jobs_wait(
         row(2, "running", 4),
         row(3, "pending", why="Priority"),
     ]
-    assert in_a_line(rows) == "2 running, 1 completed, 1 pending: #1 step 5, loss 3.25; #2 step 4; #3 waits (Priority)"
+    assert (
+        summary_line(rows) == "2 running, 1 completed, 1 pending: #1 step 5, loss 3.25; #2 step 4; #3 waits (Priority)"
+    )
     now = [100.0]
-    monkeypatch.setattr(job_returns.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(job_results.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(Progress, "rows", lambda _: rows)
     caplog.set_level("INFO")
-    with Progress(made(tmp_path), []) as shown:
-        for now[0] in (101.0, 103.0, 104.0, 106.0, 108.0):  # a change, then the same again
-            shown.show()
+    with Progress(make_manifest(tmp_path), []) as progress:
+        for now[0] in (101.0, 103.0, 104.0, 106.0, 108.0):  # a change, then the same states again
+            progress.show()
         rows[3] = row(3, "running")
         now[0] = 111.0
-        shown.show()
-        for now[0] in (113.0, 116.0, 119.0, 122.0):  # no change: after ten seconds it says so
-            shown.show()
+        progress.show()
+        for now[0] in (113.0, 116.0, 119.0, 122.0):  # without changes it logs after ten seconds
+            progress.show()
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "2 running, 1 completed, 1 pending",
         "3 running, 1 completed",
@@ -192,28 +196,28 @@ def test_progress_says_states_steps_and_why_jobs_wait(
 
 
 @pytest.mark.parametrize(
-    "given, where, exclusive",
+    "setting, where, exclusive",
     [(None, "slurm", True), (False, "slurm", False), ("user", "slurm", "user"), (None, "local", None)],
 )
-def test_training_jobs_of_a_sweep_share_no_nodes_unless_they_may(given: Any, where: str, exclusive: Any) -> None:
+def test_training_jobs_are_exclusive_by_default(setting: Any, where: str, exclusive: Any) -> None:
     conf = OmegaConf.structured(SlurmLauncherConf if where == "slurm" else LocalLauncherConf)
     config = OmegaConf.create({"hydra": {"launcher": conf, "sweep": {"dir": "x"}, "job": {"name": "y"}}})
-    assert settings_of_plan(config, SlurmSettings(exclusive=given), where).exclusive == exclusive
+    assert plan_job_settings(config, SlurmSettings(exclusive=setting), where).exclusive == exclusive
 
 
 @pytest.mark.parametrize(
     "timeout_min, delay, signal", [(60, 120, "USR2@120"), (1, 120, None), (1, 30, "USR2@30"), (2, 120, "USR2@30")]
 )
-def test_hydras_default_delay_is_no_wish_in_a_short_job(
+def test_default_signal_delay_is_shortened_in_short_jobs(
     tmp_path: Path, fake_slurm: Any, timeout_min: int, delay: int, signal: str | None
 ) -> None:
     conf = OmegaConf.structured(SlurmLauncherConf(timeout_min=timeout_min, signal_delay_s=delay))
     config = OmegaConf.create({"hydra": {"launcher": conf, "sweep": {"dir": str(tmp_path)}, "job": {"name": "y"}}})
-    made = executor_of(config, "slurmhet")._executor.request()
-    assert dict(made.options()).get("signal") == signal
+    request = create_executor(config, "slurmhet")._executor.request()
+    assert dict(request.options()).get("signal") == signal
 
 
-def test_a_waiting_row_has_its_reason(tmp_path: Path) -> None:
-    manifest = made(tmp_path, "41")
+def test_waiting_row_has_its_reason(tmp_path: Path) -> None:
+    manifest = make_manifest(tmp_path, "41")
     row = row_of(manifest, manifest.jobs[0], JobState("PENDING", "Resources", start=time.time() + 60))
     assert row.why.startswith("Resources, starts about ")

@@ -1,4 +1,4 @@
-"""Hydra's own conformance suite for launchers, on local processes."""
+"""Hydra's conformance suite for launchers, and sweeps of local processes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from holmes_hpc.submission.sweeps.status_table import collect
 
 
 def test_discovery() -> None:
-    found = {c.__name__ for c in Plugins.instance().discover(Launcher)}
-    assert {"HolmesSlurmLauncher", "HolmesLocalLauncher"} <= found
+    launchers = {c.__name__ for c in Plugins.instance().discover(Launcher)}
+    assert {"HolmesSlurmLauncher", "HolmesLocalLauncher"} <= launchers
 
 
 @pytest.mark.integration
@@ -75,7 +75,7 @@ hydra.main(config_path=None, config_name=None, version_base="1.3")(app)()
 """
 
 
-def sweep(folder: Path, xs: str, *more: str) -> subprocess.CompletedProcess[str]:
+def sweep(folder: Path, xs: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     (folder / "app.py").write_text(APPLICATION.format(here=str(Path(__file__).parents[2] / "support")))
     return subprocess.run(
         [
@@ -86,7 +86,7 @@ def sweep(folder: Path, xs: str, *more: str) -> subprocess.CompletedProcess[str]
             f"+good={folder / 'good'}",
             "hydra/launcher=holmes_local",
             f"hydra.sweep.dir={folder / 'sweep'}",
-            *more,
+            *overrides,
         ],
         cwd=folder,
         capture_output=True,
@@ -96,23 +96,23 @@ def sweep(folder: Path, xs: str, *more: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.integration
-def test_jobs_with_a_plan_are_run_by_its_ranks_and_resumed_by_a_repeated_sweep(tmp_path: Path) -> None:
+def test_repeated_sweep_reuses_completed_and_resumes_failed_plan_jobs(tmp_path: Path) -> None:
     done = sweep(tmp_path, "1,2")
     assert done.returncode != 0 and "not yet" in done.stderr
-    found = {c["overrides"][0]: c for c in collect(tmp_path / "sweep")}
-    assert found["+x=1"]["state"] == "completed" and found["+x=1"]["final"]["loss"] == 0.5
-    assert found["+x=2"]["state"] == "failed" and "not yet" in found["+x=2"]["error"]
+    jobs = {c["overrides"][0]: c for c in collect(tmp_path / "sweep")}
+    assert jobs["+x=1"]["state"] == "completed" and jobs["+x=1"]["final"]["loss"] == 0.5
+    assert jobs["+x=2"]["state"] == "failed" and "not yet" in jobs["+x=2"]["error"]
     assert (tmp_path / "sweep" / "0" / ".hydra" / "config.yaml").exists()
     (tmp_path / "good").touch()
     done = sweep(tmp_path, "1,2")
     assert done.returncode == 0, done.stderr
-    assert "taken over: #0 : +x=1" in done.stdout and "(completed as job" in done.stdout
+    assert "reused: #0 : +x=1" in done.stdout and "(completed as job" in done.stdout
     assert {c["state"] for c in collect(tmp_path / "sweep")} == {"completed"}
     assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1 and RunDirectory(tmp_path / "sweep" / "1").attempt == 2
 
 
 @pytest.mark.integration
-def test_a_job_does_not_go_on_in_the_directory_of_another_one(tmp_path: Path) -> None:
+def test_job_does_not_resume_the_run_of_another_job(tmp_path: Path) -> None:
     assert "not yet" in sweep(tmp_path, "1,2").stderr
     done = sweep(tmp_path, "2")  # now job 0, whose directory is that of x=1
     assert done.returncode != 0 and "holds a run of another configuration" in done.stderr
@@ -123,19 +123,19 @@ def test_a_job_does_not_go_on_in_the_directory_of_another_one(tmp_path: Path) ->
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "xs, more, error",
-    [("1,9", (), "1 of 2 jobs cannot be"), ("1", ("hydra.launcher.nodes=2",), "nodes is the Plan's to say")],
+    "xs, overrides, error",
+    [("1,9", (), "1 of 2 jobs are impossible"), ("1", ("hydra.launcher.nodes=2",), "nodes comes from the plan")],
 )
-def test_an_impossible_job_means_that_nothing_is_started(
-    tmp_path: Path, xs: str, more: tuple[str, ...], error: str
+def test_impossible_job_prevents_all_submissions(
+    tmp_path: Path, xs: str, overrides: tuple[str, ...], error: str
 ) -> None:
-    done = sweep(tmp_path, xs, *more)
+    done = sweep(tmp_path, xs, *overrides)
     assert done.returncode != 0 and error in done.stderr
     assert not (tmp_path / "sweep" / "sweep.json").exists()
 
 
 @pytest.mark.integration
-def test_a_directory_with_a_run_of_another_configuration_is_refused(tmp_path: Path) -> None:
+def test_directory_with_a_run_of_another_configuration_is_refused(tmp_path: Path) -> None:
     assert sweep(tmp_path, "1").returncode == 0
     (tmp_path / "good2").touch()
     done = sweep(tmp_path, "1", f"good={tmp_path / 'good2'}")
@@ -145,11 +145,11 @@ def test_a_directory_with_a_run_of_another_configuration_is_refused(tmp_path: Pa
 
 @pytest.mark.integration
 @pytest.mark.parametrize("database", ["away", "exit 0"], ids=["away", "without the job"])
-def test_nothing_is_submitted_again_while_slurm_does_not_answer(tmp_path: Path, fake_slurm: Any, database: str) -> None:
-    """A job that nobody knows may have ended, or its Slurm is away; only the first may be submitted again."""
-    away = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
+def test_no_job_is_repeated_while_slurm_does_not_answer(tmp_path: Path, fake_slurm: Any, database: str) -> None:
+    """A job without a known state may have ended or may still run while Slurm is away, so it is not repeated."""
+    no_answer = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
     for command in ("sacct", "squeue", "scontrol"):
-        fake_slurm.answer(command, database if command == "sacct" and database != "away" else away)
+        fake_slurm.answer(command, database if command == "sacct" and database != "away" else no_answer)
     fake_slurm.answer("sbatch", "echo 50")
     manifest = open_manifest(tmp_path / "sweep")
     manifest.path.parent.mkdir()
@@ -169,7 +169,7 @@ def test_nothing_is_submitted_again_while_slurm_does_not_answer(tmp_path: Path, 
     assert fake_slurm.calls("sbatch") == []
 
 
-def test_jobs_of_the_same_overrides_and_of_other_launcher_settings_are_kept_apart(tmp_path: Path) -> None:
+def test_copies_and_launcher_settings_give_separate_entries(tmp_path: Path) -> None:
     manifest = open_manifest(tmp_path)
     jobs = [
         SweepJob(num, overrides, str(num), "plain", "slurm", str(num), "x", digest="d", copy=copy)
@@ -179,13 +179,13 @@ def test_jobs_of_the_same_overrides_and_of_other_launcher_settings_are_kept_apar
     ]
     for job in jobs:
         manifest.put(job)
-    again = open_manifest(tmp_path)
-    assert again.jobs == jobs
-    assert [again.find(job.key, "d") for job in jobs] == jobs and again.find(("+x=2",), "d") is None
+    loaded = open_manifest(tmp_path)
+    assert loaded.jobs == jobs
+    assert [loaded.find(job.key, "d") for job in jobs] == jobs and loaded.find(("+x=2",), "d") is None
 
 
 @pytest.mark.integration
-def test_the_same_overrides_twice_are_two_jobs_and_a_percent_sign_is_refused(tmp_path: Path) -> None:
+def test_repeated_overrides_are_two_jobs_and_a_percent_sign_is_refused(tmp_path: Path) -> None:
     (tmp_path / "good").touch()
     for _ in range(2):
         done = sweep(tmp_path, "1,1")
@@ -193,11 +193,11 @@ def test_the_same_overrides_twice_are_two_jobs_and_a_percent_sign_is_refused(tmp
     assert [(j.num, j.copy) for j in open_manifest(tmp_path / "sweep").jobs] == [(0, 0), (1, 1)]
     assert [RunDirectory(tmp_path / "sweep" / str(i)).attempt for i in range(2)] == [1, 1]
     done = sweep(tmp_path, "1", "hydra.sweep.subdir=a%j")
-    assert done.returncode != 0 and "leave out '%'" in done.stderr
+    assert done.returncode != 0 and "remove '%'" in done.stderr
 
 
 @pytest.mark.integration
-def test_two_launches_at_once_into_one_directory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_launches_into_one_directory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sweep").mkdir()
     with locked(tmp_path / "sweep" / ".sweep.lock"):
         done = sweep(tmp_path, "1")
@@ -205,7 +205,7 @@ def test_two_launches_at_once_into_one_directory_are_refused(tmp_path: Path, mon
     assert not (tmp_path / "sweep" / "sweep.json").exists()
 
 
-def test_a_result_of_a_program_that_is_not_here_is_collected(tmp_path: Path) -> None:
+def test_result_of_a_missing_module_is_collected(tmp_path: Path) -> None:
     manifest = open_manifest(tmp_path / "sweep")
     manifest.path.parent.mkdir()
     manifest.put(SweepJob(0, ("+x=1",), "0", "plain", "local", "41", "."))
@@ -213,12 +213,12 @@ def test_a_result_of_a_program_that_is_not_here_is_collected(tmp_path: Path) -> 
     sys.modules["not_here"] = module
     exec("class Score:\n    def __init__(self): self.x = 1\nclass Sum(float): pass", module.__dict__)
     path = manifest.path.parent / "41_0_result.pkl"
-    (manifest.path.parent / "41_outcome.json").write_text('{"state": "completed"}')  # and no plain value
-    for value, said in ((module.Score(), "a not_here.Score"), (module.Sum(1.0), "a not_here.Sum")):
+    (manifest.path.parent / "41_outcome.json").write_text('{"state": "completed"}')  # without a plain value
+    for value, text in ((module.Score(), "a not_here.Score"), (module.Sum(1.0), "a not_here.Sum")):
         path.write_bytes(pickle.dumps(("success", value)))
         del sys.modules["not_here"]
-        found = collect(tmp_path / "sweep")[0]
-        assert (found["state"], str(found["final"])) == ("completed", said)
+        row = collect(tmp_path / "sweep")[0]
+        assert (row["state"], str(row["final"])) == ("completed", text)
         sys.modules["not_here"] = module
     del sys.modules["not_here"]
     path.write_bytes(b"half of it")
@@ -238,7 +238,7 @@ app()
 
 
 @pytest.mark.integration
-def test_after_ctrl_c_the_same_command_takes_up_where_it_was_left(tmp_path: Path) -> None:
+def test_same_command_continues_the_sweep_after_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(WAITS)
     (tmp_path / "mark").mkdir()
     command = [
@@ -251,18 +251,20 @@ def test_after_ctrl_c_the_same_command_takes_up_where_it_was_left(tmp_path: Path
         f"hydra.sweep.dir={tmp_path / 'sweep'}",
     ]
     with (
-        (tmp_path / "told").open("w") as told,
-        subprocess.Popen(command, cwd=tmp_path, stdout=told, stdin=subprocess.DEVNULL, start_new_session=True) as first,
+        (tmp_path / "output").open("w") as output,
+        subprocess.Popen(
+            command, cwd=tmp_path, stdout=output, stdin=subprocess.DEVNULL, start_new_session=True
+        ) as first,
     ):
         end = time.monotonic() + 60
         while len(list((tmp_path / "mark").iterdir())) < 2 and time.monotonic() < end:
             time.sleep(0.1)
-        os.killpg(first.pid, signal.SIGINT)  # a terminal's Ctrl-C goes to all that was started in it
+        os.killpg(first.pid, signal.SIGINT)  # a terminal sends Ctrl-C to all processes of the group
         first.wait(timeout=60)
-    said = (tmp_path / "told").read_text()
-    assert first.returncode != 0 and "the jobs go on" in said and "holmes sweep status" in said
+    log = (tmp_path / "output").read_text()
+    assert first.returncode != 0 and "the jobs continue" in log and "holmes sweep status" in log
     (tmp_path / "mark.good").touch()
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert again.returncode == 0, again.stderr
-    assert len(list((tmp_path / "mark").iterdir())) == 2  # nothing was run twice
+    second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 0, second.stderr
+    assert len(list((tmp_path / "mark").iterdir())) == 2  # no job ran twice
     assert {c["final"] for c in collect(tmp_path / "sweep")} == {10, 20}

@@ -1,4 +1,4 @@
-"""Hydra's own conformance suite for launchers, on a real Slurm, and sweeps as their users run them."""
+"""Hydra's conformance suite for launchers, and users' sweeps, on a real Slurm."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ app()
 """
 
 
-def sweep(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def sweep(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "app.py").write_text(APPLICATION)
     (tmp_path / "mark").mkdir(exist_ok=True)
     return subprocess.run(
@@ -63,7 +63,7 @@ def sweep(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
             "hydra/launcher=holmes_slurm",
             f"hydra.sweep.dir={tmp_path / 'sweep'}",
             *COMPONENTS,
-            *more,
+            *overrides,
         ],
         cwd=tmp_path,
         capture_output=True,
@@ -71,40 +71,41 @@ def sweep(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def states_of(directory: Path, seconds: float = 120) -> dict[str, str]:
-    end = time.monotonic() + seconds
+def final_states(directory: Path, timeout_s: float = 120) -> dict[str, str]:
+    deadline = time.monotonic() + timeout_s
     while True:
         rows = sweep_status(directory)
-        if all(r.ended for r in rows) or time.monotonic() > end:
+        if all(r.ended for r in rows) or time.monotonic() > deadline:
             return {r.overrides[0]: r.state for r in rows}
         time.sleep(1)
 
 
 def test_detached_sweep_is_reattached_and_repeated(tmp_path: Path) -> None:
-    began = time.monotonic()
+    start = time.monotonic()
     done = sweep(tmp_path, "hydra.launcher.detach=true")
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 30 and "holmes sweep status" in done.stdout
-    assert not all(row.ended for row in sweep_status(tmp_path / "sweep"))  # it did not wait for the third
+    assert time.monotonic() - start < 30 and "holmes sweep status" in done.stdout
+    assert not all(row.ended for row in sweep_status(tmp_path / "sweep"))  # the launch did not wait for the third job
     (tmp_path / "mark.go").touch()
     manifest = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert [j["num"] for j in manifest["jobs"]] == [0, 1, 2] and {j["tasks"] for j in manifest["jobs"]} == {2}
-    assert states_of(tmp_path / "sweep") == {"+x=1": "completed", "+x=2": "failed", "+x=3": "completed"}
-    found: dict[Any, Any] = {c["overrides"][0]: c for c in collect(tmp_path / "sweep")}
-    assert found["+x=1"]["final"] == 10 and "not yet" in found["+x=2"]["error"]
+    assert final_states(tmp_path / "sweep") == {"+x=1": "completed", "+x=2": "failed", "+x=3": "completed"}
+    jobs: dict[Any, Any] = {c["overrides"][0]: c for c in collect(tmp_path / "sweep")}
+    assert jobs["+x=1"]["final"] == 10 and "not yet" in jobs["+x=2"]["error"]
     (tmp_path / "mark.good").touch()
-    done = sweep(tmp_path)  # again, attached: only the failed one is run
+    done = sweep(tmp_path)  # attached: only the failed job runs again
     assert done.returncode == 0, done.stderr
-    assert states_of(tmp_path / "sweep") == {"+x=1": "completed", "+x=2": "completed", "+x=3": "completed"}
-    again = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert final_states(tmp_path / "sweep") == {"+x=1": "completed", "+x=2": "completed", "+x=3": "completed"}
+    repeated = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     changed = [
         a["num"]
-        for a, b in zip(sorted(again["jobs"], key=lambda j: j["num"]), manifest["jobs"], strict=True)
+        for a, b in zip(sorted(repeated["jobs"], key=lambda j: j["num"]), manifest["jobs"], strict=True)
         if a["job_id"] != b["job_id"]
     ]
     assert changed == [1]
-    marks = Counter(path.name[0] for path in (tmp_path / "mark").iterdir())  # one of each start of a rank
-    assert marks["1"] == marks["3"] == 2 and marks["2"] in (3, 4)  # of two that fail, one may be ended before its mark
+    marks = Counter(path.name[0] for path in (tmp_path / "mark").iterdir())  # one per start of a rank
+    # Slurm may kill one of two failing ranks before its mark.
+    assert marks["1"] == marks["3"] == 2 and marks["2"] in (3, 4)
 
 
 def test_detach_is_refused_with_a_sweeper_that_needs_results(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""No old value is passed off as a measurement: not of another program, and not of a point that is asked about again."""
+"""Reuse of earlier jobs: never those of another program, nor for a point that a sweeper repeats."""
 
 from __future__ import annotations
 
@@ -15,32 +15,38 @@ import pytest
 from holmes_hpc.errors import ConfigError, RecordError, SubmissionError
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.sweeps import program, reuse
-from holmes_hpc.submission.sweeps.jobs import states
+from holmes_hpc.submission.sweeps.jobs import job_states
 from holmes_hpc.submission.sweeps.launcher import LocalLauncher
 from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
-from holmes_hpc.submission.sweeps.program import changes, program_of
-from holmes_hpc.submission.sweeps.reuse import WAITING_SWEEPER, earlier_jobs, refuse_living, reuse_setting, take_over
+from holmes_hpc.submission.sweeps.program import describe_changes, program_of
+from holmes_hpc.submission.sweeps.reuse import (
+    BASIC_SWEEPER,
+    find_earlier_jobs,
+    parse_reuse,
+    refuse_active_jobs,
+    select_reused,
+)
 
-OTHER = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+OTHER_SWEEPER = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
 
 
-def test_only_hydras_basic_sweeper_takes_old_values_over() -> None:
-    assert [reuse_setting(None, s) for s in (WAITING_SWEEPER, OTHER)] == [True, False]
-    assert reuse_setting("ask", WAITING_SWEEPER) == "ask" and reuse_setting(False, OTHER) is False
-    with pytest.raises(ConfigError, match="OptunaSweeper measures every point anew"):
-        reuse_setting(True, OTHER)
+def test_reuse_needs_the_basic_sweeper() -> None:
+    assert [parse_reuse(None, s) for s in (BASIC_SWEEPER, OTHER_SWEEPER)] == [True, False]
+    assert parse_reuse("ask", BASIC_SWEEPER) == "ask" and parse_reuse(False, OTHER_SWEEPER) is False
+    with pytest.raises(ConfigError, match="OptunaSweeper needs a new measurement of every point"):
+        parse_reuse(True, OTHER_SWEEPER)
     with pytest.raises(ConfigError, match="'yes' is none of true, false, ask"):
-        reuse_setting("yes", WAITING_SWEEPER)
+        parse_reuse("yes", BASIC_SWEEPER)
 
 
-def made(folder: Path, text: str, name: str = "app") -> Any:
-    """A task function whose file is `folder`/app.py, as Hydra gets it."""
+def make_function(folder: Path, text: str, name: str = "app") -> Any:
+    """Return a task function from the file `folder`/`name`.py, as Hydra gets it."""
     (folder / f"{name}.py").write_text(text)
     module = types.ModuleType(name)
     module.__file__ = str(folder / f"{name}.py")
     exec(compile(text, module.__file__, "exec"), module.__dict__)
-    program._program.cache_clear()
-    for cache in (program._spec, program._sources):
+    program._read_program.cache_clear()
+    for cache in (program._find_spec, program._sources):
         cache.cache_clear()
     return module.run
 
@@ -48,9 +54,7 @@ def made(folder: Path, text: str, name: str = "app") -> Any:
 APP = "def run(cfg):\n    from pack import part\n    return part.one()\n"
 
 
-def test_a_program_is_all_of_the_users_modules_that_it_can_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_contains_all_importable_user_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "pack" / "sub").mkdir(parents=True)
     (tmp_path / "pack" / "__init__.py").write_text("")
@@ -58,47 +62,51 @@ def test_a_program_is_all_of_the_users_modules_that_it_can_import(
     (tmp_path / "pack" / "sub" / "__init__.py").write_text("")
     (tmp_path / "pack" / "sub" / "deep.py").write_text("x = 1\n")
     (tmp_path / "unused.py").write_text("x = 1\n")
-    before = program_of(made(tmp_path, APP))
-    assert before is not None
-    own = {path.removeprefix(f"{tmp_path}/") for path in before.files if path.startswith(str(tmp_path))}
-    assert own == {"app.py", "pack/__init__.py", "pack/part.py", "pack/sub/__init__.py", "pack/sub/deep.py"}
-    assert any(p.startswith("numpy-") for p in before.packages) and before.packages[0].startswith("Python-3.")
-    assert "app.py" in str(before) and "packages and Python" in str(before)
+    old = program_of(make_function(tmp_path, APP))
+    assert old is not None
+    files = {path.removeprefix(f"{tmp_path}/") for path in old.files if path.startswith(str(tmp_path))}
+    assert files == {"app.py", "pack/__init__.py", "pack/part.py", "pack/sub/__init__.py", "pack/sub/deep.py"}
+    assert any(p.startswith("numpy-") for p in old.packages) and old.packages[0].startswith("Python-3.")
+    assert "app.py" in str(old) and "packages and Python" in str(old)
     (tmp_path / "unused.py").write_text("x = 2\n")
-    assert program_of(made(tmp_path, APP)) == before
+    assert program_of(make_function(tmp_path, APP)) == old
     (tmp_path / "pack" / "sub" / "deep.py").write_text("x = 2\n")
-    after = program_of(made(tmp_path, APP))
-    assert after is not None and after.digest != before.digest
-    assert changes(before.to_dict(), after) == "by another program: deep.py"
-    assert changes(None, after) == "by a program that is not known"
+    new = program_of(make_function(tmp_path, APP))
+    assert new is not None and new.digest != old.digest
+    assert describe_changes(old.to_dict(), new) == "by another program: deep.py"
+    assert describe_changes(None, new) == "by an unknown program"
 
 
-def test_another_version_of_a_package_is_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_package_version_changes_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
     (tmp_path / "site-packages" / "thing-1.0.dist-info").mkdir(parents=True)
-    before = program_of(made(tmp_path, APP))
+    old = program_of(make_function(tmp_path, APP))
     (tmp_path / "site-packages" / "thing-1.0.dist-info").rename(tmp_path / "site-packages" / "thing-2.0.dist-info")
-    after = program_of(made(tmp_path, APP))
-    assert before is not None and after is not None
-    assert changes(before.to_dict(), after) == "by another program: thing-1.0, thing-2.0"
+    new = program_of(make_function(tmp_path, APP))
+    assert old is not None and new is not None
+    assert describe_changes(old.to_dict(), new) == "by another program: thing-1.0, thing-2.0"
 
 
-def test_without_a_source_nothing_is_taken_over(tmp_path: Path) -> None:
+def test_function_without_source_file_reuses_nothing(tmp_path: Path) -> None:
     scope: dict[str, Any] = {"__name__": "nowhere"}
     exec("def run(cfg): return 1", scope)
     assert program_of(scope["run"]) is None
     manifest = open_manifest(tmp_path)
     manifest.put(SweepJob(0, ("x=1",), "0", "plain", "slurm", "41", "x", digest="d"))
-    found = earlier_jobs(manifest, {("x=1",): ("d", None)}, {manifest.jobs[0]: JobState("RUNNING")})
-    assert "without a source file" in str(found[("x=1",)]) and take_over(found, True) == {}
+    earlier = find_earlier_jobs(manifest, {("x=1",): ("d", None)}, {manifest.jobs[0]: JobState("RUNNING")})
+    assert "without a source file" in str(earlier[("x=1",)]) and select_reused(earlier, True) == {}
 
 
-def test_only_jobs_from_before_this_process_are_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = program_of(program_of)
-    assert now is not None
+def test_only_jobs_of_earlier_processes_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = program_of(program_of)
+    assert program is not None
     manifest = open_manifest(tmp_path)
     for num, (submitted, digest) in enumerate(
-        [(reuse.BEGAN - 9, now.digest), (reuse.BEGAN + 9, now.digest), (reuse.BEGAN - 9, "another")]
+        [
+            (reuse.PROCESS_START - 9, program.digest),
+            (reuse.PROCESS_START + 9, program.digest),
+            (reuse.PROCESS_START - 9, "another"),
+        ]
     ):
         manifest.put(
             SweepJob(
@@ -115,48 +123,50 @@ def test_only_jobs_from_before_this_process_are_candidates(tmp_path: Path, monke
             )
         )
     running = {job: JobState("RUNNING") for job in manifest.jobs}
-    found = earlier_jobs(manifest, {job.key: ("d", now) for job in manifest.jobs}, running)
-    assert list(found) == [("x=0",), ("x=2",)]
-    assert list(take_over(found, True)) == [("x=0",)] and take_over(found, False) == {}
+    earlier = find_earlier_jobs(manifest, {job.key: ("d", program) for job in manifest.jobs}, running)
+    assert list(earlier) == [("x=0",), ("x=2",)]
+    assert list(select_reused(earlier, True)) == [("x=0",)] and select_reused(earlier, False) == {}
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert take_over(found, "ask") == {}  # nobody can be asked
+    assert select_reused(earlier, "ask") == {}  # stdin is no terminal
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    assert list(take_over(found, "ask")) == [("x=0",), ("x=2",)]
+    assert list(select_reused(earlier, "ask")) == [("x=0",), ("x=2",)]
     with pytest.raises(SubmissionError, match=r"job 2 of an earlier launch is running .*sweep cancel"):
-        refuse_living(manifest, running, [("x=0",)], [str(tmp_path / "2")], take_over(found, True))
-    refuse_living(manifest, running, [("x=0",)], [str(tmp_path / "0")], take_over(found, True))
+        refuse_active_jobs(manifest, running, [("x=0",)], [str(tmp_path / "2")], select_reused(earlier, True))
+    refuse_active_jobs(manifest, running, [("x=0",)], [str(tmp_path / "0")], select_reused(earlier, True))
 
 
-def test_no_sweep_where_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher, place = LocalLauncher(), tmp_path / "a" / "sweep"
+def test_sweep_directory_writable_by_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, sweep_dir = LocalLauncher(), tmp_path / "a" / "sweep"
     launcher.config = types.SimpleNamespace(hydra=types.SimpleNamespace(sweep={}))  # type: ignore[assignment]
-    launcher._make(place)
-    place.parent.chmod(0o777)
+    launcher._create_directory(sweep_dir)
+    sweep_dir.parent.chmod(0o777)
     with pytest.raises(RecordError, match="a can be written by everybody"):
-        launcher._make(place)
-    executor = types.SimpleNamespace(folder=place / ".submitit" / "%j")
-    monkeypatch.setattr("holmes_hpc.submission.sweeps.launcher.executor_of", lambda *_: executor)
+        launcher._create_directory(sweep_dir)
+    executor = types.SimpleNamespace(folder=sweep_dir / ".submitit" / "%j")
+    monkeypatch.setattr("holmes_hpc.submission.sweeps.launcher.create_executor", lambda *_: executor)
     with pytest.raises(RecordError, match="a can be written by everybody"):
         launcher._submit_plain(None, types.SimpleNamespace(config=None))  # type: ignore[arg-type]
 
 
-def test_what_a_sweep_makes_others_cannot_write(tmp_path: Path) -> None:
-    before = os.umask(0)
+def test_files_of_a_sweep_are_not_writable_by_others(tmp_path: Path) -> None:
+    old_umask = os.umask(0)
     try:
         LocalLauncher().setup(hydra_context=None, task_function=None, config=None)  # type: ignore[arg-type]
         assert os.umask(0) == 0o022
     finally:
-        os.umask(before)
+        os.umask(old_umask)
 
 
-def test_a_manifest_of_an_earlier_release_is_read_and_nothing_of_it_taken_over(tmp_path: Path) -> None:
+def test_jobs_of_an_older_manifest_are_not_reused(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(
         '{"version": 1, "created": 1, "jobs": [{"num": 0, "overrides": ["x=1"], "directory": "0", "kind": "plan",'
         ' "where": "local", "job_id": "4", "folder": "x", "digest": "d"}]}'
     )
     manifest = open_manifest(tmp_path)
-    found = earlier_jobs(manifest, {("x=1",): ("d", program_of(program_of))}, {manifest.jobs[0]: JobState("RUNNING")})
-    assert take_over(found, True) == {} and states(manifest, []) == {}
+    earlier = find_earlier_jobs(
+        manifest, {("x=1",): ("d", program_of(program_of))}, {manifest.jobs[0]: JobState("RUNNING")}
+    )
+    assert select_reused(earlier, True) == {} and job_states(manifest, []) == {}
 
 
 SWEEPER = """
@@ -185,20 +195,20 @@ app()
 
 
 @pytest.mark.integration
-def test_every_point_that_a_sweeper_asks_about_is_measured(tmp_path: Path) -> None:
+def test_repeated_points_of_a_sweeper_are_measured_again(tmp_path: Path) -> None:
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "again.py").write_text(SWEEPER)
     (tmp_path / "app.py").write_text(NOISY)
     (tmp_path / "noise.py").write_text("def of(x): return x * 10**9\n")
 
-    def launch(*words: str) -> str:
+    def launch(*args: str) -> str:
         done = subprocess.run(
             [
                 sys.executable,
                 "app.py",
                 "-m",
                 "hydra/launcher=holmes_local",
-                *words,
+                *args,
                 f"hydra.sweep.dir={tmp_path / 'sweep'}",
             ],
             cwd=tmp_path,
@@ -209,12 +219,12 @@ def test_every_point_that_a_sweeper_asks_about_is_measured(tmp_path: Path) -> No
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    said = launch("hydra/sweeper=again")
-    values = said.split("values ")[1].split()
+    output = launch("hydra/sweeper=again")
+    values = output.split("values ")[1].split()
     assert len(set(values)) == 2, values
     assert len(open_manifest(tmp_path / "sweep").jobs) == 2
-    said = launch("+x=1")
-    assert said.count("taken over: #") == 1 and "not taken over" not in said and "1 completed" not in said
+    output = launch("+x=1")
+    assert output.count("reused: #") == 1 and "not reused" not in output and "1 completed" not in output
     (tmp_path / "noise.py").write_text("def of(x): return -x * 10**9\n")
-    said = launch("+x=1")
-    assert said.count("not taken over: #") == 1 and "by another program: noise.py" in said
+    output = launch("+x=1")
+    assert output.count("not reused: #") == 1 and "by another program: noise.py" in output

@@ -1,4 +1,4 @@
-"""The sweeps under sweeps/: every job of each can be planned for the testbed, and one or two of each are run."""
+"""The sweeps under sweeps/: every job can be planned for the testbed, and one or two jobs of each run there."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SWEEPS = Path(__file__).parents[3] / "sweeps"
 FILES = sorted((SWEEPS / "sweep").glob("*.yaml"))
 
 
-def jobs(path: Path) -> list[list[str]]:
-    """The overrides of every job, as Hydra's basic sweeper makes them."""
+def job_overrides(path: Path) -> list[list[str]]:
+    """Return the overrides of every job, as Hydra's basic sweeper composes them."""
     params = yaml.safe_load(path.read_text())["hydra"]["sweeper"]["params"]
     parsed = OverridesParser.create().parse_overrides(
         [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in params.items()]
@@ -36,11 +36,11 @@ def jobs(path: Path) -> list[list[str]]:
         else [f"{o.get_key_element()}={o.get_value_element_as_str()}"]
         for o in parsed
     ]
-    return [list(words) for words in itertools.product(*choices)]
+    return [list(overrides) for overrides in itertools.product(*choices)]
 
 
-def fixed(path: Path) -> list[str]:
-    """What a sweep's file sets for all jobs, as overrides."""
+def common_overrides(path: Path) -> list[str]:
+    """Return a sweep's settings for all jobs as overrides."""
     data = yaml.safe_load(path.read_text())
     return [
         f"{group}.{key}={json.dumps(value).replace(chr(34), '')}"
@@ -52,37 +52,37 @@ def fixed(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_every_job_has_a_plan_on_the_testbed(path: Path) -> None:
-    made = []
-    for overrides in jobs(path):
-        settings = load([*fixed(path), *overrides])
+    plan_ids = []
+    for overrides in job_overrides(path):
+        settings = load([*common_overrides(path), *overrides])
         plan = make_plan(settings, plans.site())
         assert isinstance(plan, Plan)
         assert {c.fabric: c.nodes for c in plan.components} == settings.plan.nodes
-        made.append(plan.id)
-    assert len(made) > 3
+        plan_ids.append(plan.id)
+    assert len(plan_ids) > 3
 
 
-def test_the_environments_are_those_of_the_paper() -> None:
-    made = jobs(SWEEPS / "sweep" / "nic_environments.yaml")
-    assert {"plan.nodes={eth-a:2}"} <= {word.replace(" ", "") for words in made for word in words}
-    assert len({word for words in made for word in words if word.startswith("model.layers=")}) == 2
+def test_environments_are_those_of_the_paper() -> None:
+    jobs = job_overrides(SWEEPS / "sweep" / "nic_environments.yaml")
+    assert {"plan.nodes={eth-a:2}"} <= {override.replace(" ", "") for job in jobs for override in job}
+    assert len({override for job in jobs for override in job if override.startswith("model.layers=")}) == 2
 
 
-def test_the_sweeps_of_the_papers_evaluation_are_there() -> None:
+def test_sweeps_of_the_paper_exist() -> None:
     assert {p.stem for p in FILES} >= {"nic_environments", "ablation", "scaling"}
 
 
 @pytest.mark.slurm
 @pytest.mark.usefixtures("testbed")
 @pytest.mark.parametrize(
-    "name, overrides, jobs",
+    "name, overrides, num_jobs",
     [
         ("nic_environments", ["model.layers=8", "plan.nodes={ib-a: 1},{ib-a: 1, roce-a: 1}"], 2),
         ("ablation", ["plan.partition=uniform", "train.overlap_grad_reduce=false", "plan.transport=single"], 1),
         ("scaling", ["plan.nodes={ib-a: 2, roce-a: 2}"], 1),
     ],
 )
-def test_a_sweep_runs_on_the_testbed_as_it_stands(tmp_path: Path, name: str, overrides: list[str], jobs: int) -> None:
+def test_sweep_runs_on_the_testbed(tmp_path: Path, name: str, overrides: list[str], num_jobs: int) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -104,6 +104,6 @@ def test_a_sweep_runs_on_the_testbed_as_it_stands(tmp_path: Path, name: str, ove
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    runs = [json.loads((tmp_path / "sweep" / str(i) / "result.json").read_text()) for i in range(jobs)]
-    assert [r["state"] for r in runs] == ["completed"] * jobs
+    runs = [json.loads((tmp_path / "sweep" / str(i) / "result.json").read_text()) for i in range(num_jobs)]
+    assert [r["state"] for r in runs] == ["completed"] * num_jobs
     assert all(r["final"]["step"] == 2 and r["final"]["loss"] > 0 for r in runs)

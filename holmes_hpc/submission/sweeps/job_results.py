@@ -1,5 +1,7 @@
-"""What Hydra gets back of a sweep's jobs: waiting for each, one JobReturn of each, and what Ctrl-C does meanwhile; the
-progress that is shown until then, a live table on a terminal, else a line whenever something changes."""
+"""The results of a sweep's jobs for Hydra: one JobReturn of each, progress while they run, and handling of Ctrl-C.
+
+Progress is a live table on a terminal, else a log line whenever a state changes.
+"""
 
 from __future__ import annotations
 
@@ -24,76 +26,76 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.status import job_of, record_end
-from holmes_hpc.submission.sweeps.jobs import cancel_sweep, handle, result_pickle, states
+from holmes_hpc.submission.sweeps.jobs import cancel_sweep, job_handle, job_states, result_pickle
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
-from holmes_hpc.submission.sweeps.status_table import SweepRow, live_table, on_terminal, row_of, sweep_rows
+from holmes_hpc.submission.sweeps.status_table import SweepRow, live_display, live_table, row_of, table_cells
 
 log = logging.getLogger(__name__)
-EVERY_S = 2.0  # a look at the jobs
-SAID_S = 8.0  # at most so long, and EVERY_S, nothing is said
-SETTLE_S = 20  # after the end of a job in Slurm: time for its records to become visible on this machine
+POLL_S = 2.0  # pause between queries of the jobs
+LOG_INTERVAL_S = 8.0  # a line is logged at least this often, plus POLL_S
+SETTLE_S = 20  # time after a job's end in Slurm until its records are visible on this machine
 
 
 @dataclass
-class Launched:
-    """A job of this launch: its entry in the manifest, and what to wait for: submitit's job, else what tells its state;
-    neither when it is `cached`: it had completed before."""
+class LaunchedJob:
+    """A job of this launch. `entry`: its entry in the manifest; `is_cached`: it had completed before the launch.
+    `submitit_job`: to wait for its result; else `handle`: to query its state. A cached job has neither."""
 
     entry: SweepJob
     config: DictConfig
-    plain: Any = None
-    held: Any = None
-    cached: bool = False
+    submitit_job: Any = None
+    handle: Any = None
+    is_cached: bool = False
 
     def done(self) -> bool:
-        """Whether it has ended, as submitit or its state tells."""
-        if self.plain is not None:
-            return bool(self.plain.done())
-        return self.held is None or bool(self.held.state("standard").ended)
+        """Return whether the job has ended."""
+        if self.submitit_job is not None:
+            return bool(self.submitit_job.done())
+        return self.handle is None or bool(self.handle.state("standard").ended)
 
 
 def reattach(manifest: Manifest, entry: SweepJob) -> tuple[Any, Any]:
-    """(submitit's job, else what tells its state) of a job that an earlier launch submitted."""
+    """Return (submitit's job, else a handle) for a job of an earlier launch."""
     if entry.kind == "plan":
-        return None, job_of(RunDirectory(manifest.place(entry.directory)))
-    if entry.where == "local":  # submitit's local job knows only processes of its own
-        return None, handle(manifest, entry)
-    return SlurmHetJob(manifest.place(entry.folder), entry.job_id, tasks=list(range(entry.tasks))), None
+        return None, job_of(RunDirectory(manifest.resolve(entry.directory)))
+    if entry.where == "local":  # submitit's local job knows only its own child processes
+        return None, job_handle(manifest, entry)
+    return SlurmHetJob(manifest.resolve(entry.folder), entry.job_id, tasks=list(range(entry.tasks))), None
 
 
-def wait(manifest: Manifest, job: Launched, meanwhile: Callable[[], None]) -> JobReturn:
-    """Wait for a job's end; `meanwhile` is called again and again."""
+def wait(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], None]) -> JobReturn:
+    """Wait until a job ends and return its result. Call `on_poll` repeatedly meanwhile."""
     if job.entry.kind == "plan":
-        return _planned_return(manifest, job, meanwhile)
+        return _wait_for_plan(manifest, job, on_poll)
     while not job.done():
-        meanwhile()
+        on_poll()
         time.sleep(0.5)
-    if job.cached:
+    if job.is_cached:
         return utils.pickle_load(result_pickle(manifest, job.entry))[1]
     entry = job.entry
-    plain = job.plain or LocalJob(manifest.place(entry.folder), entry.job_id, list(range(entry.tasks)))
-    return plain.results()[0]
+    submitit_job = job.submitit_job or LocalJob(manifest.resolve(entry.folder), entry.job_id, list(range(entry.tasks)))
+    return submitit_job.results()[0]
 
 
-def _planned_return(manifest: Manifest, job: Launched, meanwhile: Callable[[], None]) -> JobReturn:
-    """Wait for a plan's job; what Hydra wants to know about it comes back, with the final loss as its value."""
-    run = RunDirectory(manifest.place(job.entry.directory))
+def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], None]) -> JobReturn:
+    """Wait until a plan's job ends. Return its JobReturn with the final loss as value."""
+    run = RunDirectory(manifest.resolve(job.entry.directory))
     ended, state = None, JobState("COMPLETED")
-    while job.held is not None:
-        state = job.held.state("standard")
+    while job.handle is not None:
+        state = job.handle.state("standard")
         if state.ended:
             ended = ended or time.monotonic()
             if run.read_result() is not None or time.monotonic() - ended > SETTLE_S * (job.entry.where == "slurm"):
                 break
         else:
             ended = None
-        meanwhile()
+        on_poll()
         time.sleep(1)
     result = run.read_result() or record_end(run, state)
-    good = result["state"] == "completed"
+    has_completed = result["state"] == "completed"
     value: Any = (
         (result.get("final") or {}).get("loss")
-        if good
+        if has_completed
         else RunFailed(f"{result['state']}: {result['error']}", where=str(run.path), hint="see its log")
     )
     with read_write(job.config.hydra.runtime), open_dict(job.config.hydra.runtime):
@@ -104,18 +106,18 @@ def _planned_return(manifest: Manifest, job: Launched, meanwhile: Callable[[], N
         hydra_cfg=OmegaConf.masked_copy(job.config, "hydra"),
         working_dir=str(run.path),
         task_name=str(job.config.hydra.job.name),
-        status=JobStatus.COMPLETED if good else JobStatus.FAILED,
+        status=JobStatus.COMPLETED if has_completed else JobStatus.FAILED,
         _return_value=value,
     )
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-    """Of the jobs `launched` (others may be added to the list). Inside, :meth:`show` may be called at any rate."""
+    """The progress display of the jobs `launched`, a list that may grow. :meth:`show` may be called at any rate."""
 
-    def __init__(self, manifest: Manifest, launched: Sequence[Launched]) -> None:
+    def __init__(self, manifest: Manifest, launched: Sequence[LaunchedJob]) -> None:
         self._manifest, self._launched = manifest, launched
-        self._looked = self._said = time.monotonic()
-        self._told: list[str] = []
+        self._polled_at = self._logged_at = time.monotonic()
+        self._logged_states: list[str] = []
         self._live: Any = None
 
     def __exit__(self, *_: object) -> None:
@@ -125,50 +127,50 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
     def rows(self, mode: str = "standard") -> list[SweepRow]:
         jobs = [job.entry for job in self._launched]
-        return [row_of(self._manifest, job, state) for job, state in states(self._manifest, jobs, mode).items()]
+        return [row_of(self._manifest, job, state) for job, state in job_states(self._manifest, jobs, mode).items()]
 
     def show(self) -> None:
         now = time.monotonic()
-        if now - self._looked < EVERY_S:
+        if now - self._polled_at < POLL_S:
             return
-        self._looked = now
+        self._polled_at = now
         rows = self.rows()
         if sys.stdout.isatty():
             if self._live is None:
-                self._live = on_terminal()
+                self._live = live_display()
                 self._live.start()
             self._live.update(
                 live_table(str(self._manifest.path.parent), rows, self._live.console.height), refresh=True
             )
-        elif (told := [row.state for row in rows]) != self._told or now - self._said >= SAID_S:
-            self._told, self._said = told, now
-            log.info(in_a_line(rows))
+        elif (states := [row.state for row in rows]) != self._logged_states or now - self._logged_at >= LOG_INTERVAL_S:
+            self._logged_states, self._logged_at = states, now
+            log.info(summary_line(rows))
 
     def conclude(self) -> None:
-        """The table at the end."""
+        """Print the final table."""
         self.__exit__(None, None, None)
         with contextlib.suppress(OSError):
-            console.table(str(self._manifest.path.parent), *sweep_rows(self.rows("cache")))
+            console.table(str(self._manifest.path.parent), *table_cells(self.rows("cache")))
             if any(job.entry.kind == "plan" for job in self._launched):
                 console.note(f"`holmes report {self._manifest.path.parent} --by loss` compares them")
 
 
-def in_a_line(rows: Sequence[SweepRow]) -> str:
-    """``2 running, 1 pending: #0 step 5, loss 3.21; #1 step 4, loss 3.3; #2 waits (Resources)``"""
+def summary_line(rows: Sequence[SweepRow]) -> str:
+    """Return ``2 running, 1 pending: #0 step 5, loss 3.21; #1 step 4, loss 3.3; #2 waits (Resources)``."""
     counts = ", ".join(f"{count} {state}" for state, count in Counter(row.state for row in rows).most_common())
-    said = [
+    jobs = [
         f"#{row.num} waits ({row.why})"
         if row.why
         else f"#{row.num} step {row.step}" + ("" if row.loss is None else f", loss {row.loss:.4g}")
         for row in rows
         if row.why or (not row.ended and row.step is not None)
     ]
-    more = f"; and {len(said) - 4} more" if len(said) > 4 else ""
-    return counts + (": " + "; ".join(said[:4]) + more if said else "")
+    remainder = f"; and {len(jobs) - 4} more" if len(jobs) > 4 else ""
+    return counts + (": " + "; ".join(jobs[:4]) + remainder if jobs else "")
 
 
-def interrupted(manifest: Manifest, jobs: list[SweepJob]) -> None:
-    """Ctrl-C: ask whether to cancel what was submitted, and say how to come back."""
+def handle_interrupt(manifest: Manifest, jobs: list[SweepJob]) -> None:
+    """Ask after Ctrl-C whether to cancel the submitted jobs. If not, log how to continue later."""
     answer = None
     with contextlib.suppress(KeyboardInterrupt):
         answer = console.ask(f"\ncancel the sweep's {len(jobs)} jobs? [y/N] ")
@@ -177,13 +179,13 @@ def interrupted(manifest: Manifest, jobs: list[SweepJob]) -> None:
         log.info("cancelled")
     else:
         log.info(
-            f"the jobs go on: `holmes sweep status {manifest.path.parent}` shows them; the same command with "
-            f"hydra.sweep.dir={manifest.path.parent} takes up where it was left"
+            f"the jobs continue: `holmes sweep status {manifest.path.parent}` shows them; the same command with "
+            f"hydra.sweep.dir={manifest.path.parent} continues the sweep"
         )
 
 
-def save_hydra(config: DictConfig, directory: Path) -> None:
-    """Hydra's own files of a job, which Hydra writes in a task; the ranks of a Plan are not Hydra's tasks."""
+def write_hydra_files(config: DictConfig, directory: Path) -> None:
+    """Write Hydra's files of a plan's job. For other jobs Hydra itself writes them in the task."""
     if config.hydra.output_subdir is None:
         return
     target = directory / str(config.hydra.output_subdir)
@@ -194,5 +196,5 @@ def save_hydra(config: DictConfig, directory: Path) -> None:
 
 
 def task_config(config: DictConfig) -> DictConfig:
-    """A job's configuration without Hydra's own part."""
+    """Return a job's configuration without its ``hydra`` section."""
     return OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])
