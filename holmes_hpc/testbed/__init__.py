@@ -1,4 +1,4 @@
-"""A real Slurm with shaped NICs on one machine, for trying and testing."""
+"""A real Slurm with shaped NICs on one machine, for trials and tests."""
 
 from holmes_hpc.testbed.testbed import down, env, exec_in, kill_node, nodes, status, up
 from holmes_hpc.testbed.topology import Topology

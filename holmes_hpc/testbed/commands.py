@@ -1,4 +1,4 @@
-"""Running system commands: lists, never a shell; a failure is one line that names the command."""
+"""Execution of system commands without a shell. A failure is one line that names the command."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from collections.abc import Callable, Mapping, Sequence
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.schema import refuse
 
-# Daemons and network tools lie in sbin, which an ordinary user's PATH may lack.
+# Daemons and network tools are in sbin, which may be missing in a user's PATH.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def system_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A small, fixed environment: a daemon must not depend on who typed `up`."""
+    """Return a fixed environment with the variables `extra`, so that daemons do not depend on the user of `up`."""
     return {"PATH": SYSTEM_PATH, "LANG": "C.UTF-8", "HOME": "/root", **(extra or {})}
 
 
-def present(program: str) -> bool:
+def is_installed(program: str) -> bool:
     return shutil.which(program, path=SYSTEM_PATH) is not None
 
 
 def run(
     argv: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None, timeout_s: float = 60, hint: str = ""
 ) -> str:
-    """The command's stdout.
+    """Return the command's stdout.
 
-    :raises TestbedError: it is missing, failed, or took longer than `timeout_s`; with the last line it said.
+    :raises TestbedError: with the last line of output, if it is missing, fails or exceeds `timeout_s`.
     """
     try:
         done = subprocess.run(
@@ -48,13 +48,13 @@ def run(
     except subprocess.TimeoutExpired:
         raise TestbedError(f"no answer within {timeout_s:g} s", where=" ".join(argv), hint=hint) from None
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
-        raise TestbedError(said[-1] if argv[0] != "ip" else said[0], where=" ".join(argv), hint=hint)
+        lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
+        raise TestbedError(lines[-1] if argv[0] != "ip" else lines[0], where=" ".join(argv), hint=hint)
     return done.stdout
 
 
 def succeeds(argv: Sequence[str], timeout_s: float = 30) -> bool:
-    """Whether the command exits 0; whatever it prints is dropped."""
+    """Return whether the command exits with 0. Discard its output."""
     try:
         return (
             subprocess.run(
@@ -72,12 +72,12 @@ def succeeds(argv: Sequence[str], timeout_s: float = 30) -> bool:
         return False
 
 
-def last_error(
+def run_showing(
     argv: Sequence[str], env: Mapping[str, str], show: Callable[[str], None], kill: bool = False
 ) -> str | None:
-    """Run a long command and `show` each line that it prints; return None if it succeeded, else its last error.
+    """Run a long command and call `show` with each line of output. Return None, or its last error if it fails.
 
-    `kill`: end the command when this process is interrupted, where it leaves nothing half done.
+    `kill`: kill the command if this process is interrupted; only for commands that can be repeated then.
     """
     error = ""
     with subprocess.Popen(
@@ -107,7 +107,7 @@ def is_root() -> bool:
 
 
 def require_machine() -> None:
-    """Raise TestbedError where this is not Linux, or not root."""
+    """Raise TestbedError unless this is Linux and the user is root."""
     refuse(
         "testbed",
         (sys.platform != "linux", f"needs Linux, this is {sys.platform}", "run it on Linux, as root"),

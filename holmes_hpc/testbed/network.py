@@ -1,7 +1,7 @@
-"""Namespaces, bridges and shaped NICs.
+"""Network namespaces, bridges and shaped NICs.
 
-One namespace per node, and one (the switch) with all bridges, so that the machine itself shows a single new interface:
-its way to the management bridge. Every NIC is a veth pair from a node to a bridge in the switch::
+Each node has a namespace. A further one, the switch, has all bridges, so that the machine itself gets only one new
+interface, to the management bridge. Every NIC is a veth pair from a node to a bridge in the switch::
 
     node ib1:    mgmt0 --- ib1-mgmt0 (br-mgmt) --- the machine, where slurmctld listens
                  eth0  --- ib1-eth0  (br-eth)      shaped at both ends
@@ -23,22 +23,22 @@ from holmes_hpc.testbed.commands import run, succeeds
 from holmes_hpc.testbed.topology import NodeSpec, Topology
 
 RUN_NETNS = Path("/run/netns")
-SHARED = Path("/run")  # locked while a testbed looks for free names and a free subnet, never written
+SHARED = Path("/run")  # locked while a testbed chooses names and a subnet, never written
 MTU = 1500
-FIRST_HOST = 11  # a node's last octet is this plus its number; .1 is the machine
-# Packets are handed on in bundles of up to 16 kB (segmentation offload), at a fraction of the CPU time of single ones;
-# the bucket counts them at wire size. Larger bundles would need a bucket that lets small messages pass unshaped: on a
-# slow NIC they are small, for the bucket must hold one with its headers, or it would cut bundles up.
-BUNDLE_BYTES = 16_384
-BUNDLE_S = 0.003
-BUCKET_OF_BUNDLE = 1.22
+FIRST_HOST = 11  # a node's last octet is this plus its index; .1 is the machine
+# Segmentation offload (GSO) passes packets in bundles of up to 16 kB, at a fraction of the CPU time of single packets.
+# The token bucket counts them at wire size and must hold one bundle with its headers, or it would split it. Larger
+# bundles would need a bucket that passes small messages unshaped, so bundles are small on a slow NIC.
+GSO_BYTES = 16_384
+GSO_S = 0.003
+BUCKET_PER_GSO = 1.22
 BURST_S = 0.001
 QUEUE_S = 0.05
 
 
 @dataclass(frozen=True)
 class NicSpec:
-    """One veth pair: `name` inside the node, `port` inside the switch, `mbit` None where unshaped."""
+    """One veth pair. `name`: in the node; `port`: in the switch; `mbit`: None if unshaped."""
 
     name: str
     port: str
@@ -49,7 +49,7 @@ class NicSpec:
 
 @dataclass(frozen=True)
 class Wiring:
-    """Names and addresses of a topology's network; a pure function of topology, prefix and subnet (a /16)."""
+    """The names and addresses of a topology's network. They depend only on topology, prefix and subnet (a /16)."""
 
     topology: Topology
     prefix: str
@@ -61,7 +61,7 @@ class Wiring:
 
     @property
     def uplink(self) -> str:
-        """The machine's own interface to the management bridge."""
+        """The machine's interface to the management bridge."""
         return self.prefix
 
     @property
@@ -92,7 +92,7 @@ class Wiring:
         return ("br-mgmt", "br-eth", *fabrics)
 
     def nics(self, node: NodeSpec) -> tuple[NicSpec, ...]:
-        """The node's NICs, management first."""
+        """Return the node's NICs, the management NIC first."""
 
         def nic(name: str, bridge: str, address: str, mbit: float | None) -> NicSpec:
             return NicSpec(name, f"{node.name}-{name}", bridge, f"{address}/24", mbit)
@@ -109,45 +109,44 @@ class Wiring:
         )
 
     def hosts(self) -> str:
-        """/etc/hosts of the nodes. A node's name is its Ethernet address, as at most sites: traffic that only knows a
-        host's name is shaped, and counted on the Ethernet NIC."""
+        """Return /etc/hosts of the nodes. A node's name resolves to its Ethernet address, as at most sites.
+        So traffic to a host name is shaped, and counted on the Ethernet NIC."""
         lines = [f"{self.ethernet(node)} {node.name}" for node in self.topology.nodes]
         return "\n".join(["127.0.0.1 localhost", "::1 localhost ip6-localhost", *lines, ""])
 
 
-def bundle_bytes(mbit: float | None) -> int:
-    """The most that a NIC of `mbit` is handed at once: 3 ms at its rate, from two packets to 16 kB."""
-    return BUNDLE_BYTES if mbit is None else min(BUNDLE_BYTES, max(2 * MTU, int(mbit * 1e6 / 8 * BUNDLE_S)))
+def gso_bytes(mbit: float | None) -> int:
+    """Return the largest GSO bundle for a NIC of `mbit`: 3 ms at its rate, from two packets to 16 kB."""
+    return GSO_BYTES if mbit is None else min(GSO_BYTES, max(2 * MTU, int(mbit * 1e6 / 8 * GSO_S)))
 
 
-def shape(device: str, mbit: float) -> str:
-    """A line for ``tc -batch``: a token bucket of 1 ms (of a bundle at least), 50 ms of queue before packets drop."""
+def tbf_line(device: str, mbit: float) -> str:
+    """Return a line for ``tc -batch``: a token bucket of 1 ms (at least one bundle), with a queue of 50 ms."""
     bytes_per_s = mbit * 1e6 / 8
-    burst = max(int(BUCKET_OF_BUNDLE * bundle_bytes(mbit)), int(bytes_per_s * BURST_S))
-    limit = burst + max(4 * BUNDLE_BYTES, int(bytes_per_s * QUEUE_S))
+    burst = max(int(BUCKET_PER_GSO * gso_bytes(mbit)), int(bytes_per_s * BURST_S))
+    limit = burst + max(4 * GSO_BYTES, int(bytes_per_s * QUEUE_S))
     return f"qdisc replace dev {device} root tbf rate {int(mbit * 1e6)}bit burst {burst} limit {limit}"
 
 
 def free_subnet(prefix: str) -> str:
-    """A /16 that neither an address nor a route of this machine touches; where to look first depends on `prefix`."""
-    taken = list(_networks_in_use())
+    """Return a /16 that overlaps no address or route of this machine. The search starts at a point set by `prefix`."""
+    used_networks = list(_networks_in_use())
     candidates = [f"10.{n}.0.0/16" for n in range(64, 255)] + [f"172.{n}.0.0/16" for n in range(16, 32)]
     start = int(prefix[-4:], 16) % 191
     for text in candidates[start:191] + candidates[:start] + candidates[191:] + ["198.18.0.0/16", "198.19.0.0/16"]:
-        if not any(ipaddress.ip_network(text).overlaps(other) for other in taken):
+        if not any(ipaddress.ip_network(text).overlaps(used) for used in used_networks):
             return text
-    raise TestbedError("every private /16 is routed already", where="ip route", hint="free one, e.g. leave the VPN")
+    raise TestbedError("every private /16 is in use", where="ip route", hint="free one, e.g. leave the VPN")
 
 
 def free_ports(subnet: str) -> Iterator[int]:
-    """Yield TCP ports that nobody listens on, below the ephemeral range; testbeds have unlike subnets and so look in
-    unlike places."""
+    """Yield free TCP ports below the ephemeral range. The subnet sets the first one, so testbeds do not collide."""
     start = ipaddress.ip_network(subnet).network_address.packed[1] * 40
     ports = iter([*range(20001 + start, 32001), *range(20000, 20001 + start)])
     while (port := free_port(ports, "0.0.0.0")) is not None:
         yield port
     raise TestbedError(
-        "no TCP port between 20000 and 32000 is free", where="testbed", hint="end what listens on so many"
+        "no TCP port between 20000 and 32000 is free", where="testbed", hint="end the processes that use them"
     )
 
 
@@ -161,7 +160,7 @@ def _networks_in_use() -> Iterator[ipaddress.IPv4Network]:
 
 
 def names_in_use() -> list[str]:
-    """Namespaces and interfaces of this machine."""
+    """Return the names of this machine's namespaces and interfaces."""
     links = [str(row["ifname"]) for row in json.loads(run(["ip", "-j", "link"]) or "[]")]
     return links + ([path.name for path in RUN_NETNS.iterdir()] if RUN_NETNS.is_dir() else [])
 
@@ -174,24 +173,24 @@ _NO_BRIDGE = "this kernel lacks bridges; run on one that has them"
 
 
 def _batch(tool: str, namespace: str | None, lines: Iterable[str], hint: str = "") -> None:
-    within = ["-n", namespace] if namespace else []
+    namespace_options = ["-n", namespace] if namespace else []
     try:
-        run([tool, *within, "-batch", "-"], stdin="\n".join(lines) + "\n")
+        run([tool, *namespace_options, "-batch", "-"], stdin="\n".join(lines) + "\n")
     except TestbedError as error:
-        refused = "permitted" in error.what or not hint
-        raise TestbedError(error.what, where=error.where, hint=_NOT_ALLOWED if refused else hint) from None
+        is_refused = "permitted" in error.what or not hint
+        raise TestbedError(error.what, where=error.where, hint=_NOT_ALLOWED if is_refused else hint) from None
 
 
-def _set_kernel(namespace: str, values: dict[str, str]) -> None:
-    """Write /proc/sys values as seen from inside the namespace; those that this kernel lacks are left."""
+def _set_sysctls(namespace: str, values: dict[str, str]) -> None:
+    """Write /proc/sys values inside the namespace. Skip those that this kernel lacks."""
     script = 'while [ $# -gt 0 ]; do if [ -w "/proc/sys/$1" ]; then echo "$2" > "/proc/sys/$1"; fi; shift 2; done'
-    pairs = [word for key, value in values.items() for word in (key, value)]
-    run(["ip", "netns", "exec", namespace, "sh", "-c", script, "sh", *pairs])
+    arguments = [argument for pair in values.items() for argument in pair]
+    run(["ip", "netns", "exec", namespace, "sh", "-c", script, "sh", *arguments])
 
 
-# No neighbour discovery on data NICs (counters); no slow start after a paced pause, no memory of earlier connections;
-# and not BBR, some machines' default, which lets a connection stand still for 0.2 s every 10 s to probe its path.
-_NODE_KERNEL = {
+# No neighbour discovery, which would count as traffic of data NICs. No slow start after a pause for emulated compute,
+# no cached metrics of earlier connections. Not BBR, a default on some machines: it pauses 0.2 s every 10 s to probe.
+_NODE_SYSCTLS = {
     "net/ipv6/conf/default/disable_ipv6": "1",
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
@@ -199,13 +198,13 @@ _NODE_KERNEL = {
 }
 
 
-def make(wiring: Wiring) -> None:
-    """Make everything; the caller has recorded the names.
+def create(wiring: Wiring) -> None:
+    """Create the network. The caller has already recorded its names.
 
-    :raises TestbedError: the kernel or the container refuses; one line.
+    :raises TestbedError: the kernel or the container does not allow it.
     """
     _batch("ip", None, (f"netns add {name}" for name in wiring.namespaces))
-    _set_kernel(wiring.switch, {"net/ipv6/conf/default/disable_ipv6": "1"})
+    _set_sysctls(wiring.switch, {"net/ipv6/conf/default/disable_ipv6": "1"})
     _batch(
         "ip",
         wiring.switch,
@@ -231,38 +230,38 @@ def make(wiring: Wiring) -> None:
         ],
     )
     for node in wiring.topology.nodes:
-        _make_node(wiring, node)
+        _create_node(wiring, node)
     ports = [nic for node in wiring.topology.nodes for nic in wiring.nics(node) if nic.mbit is not None]
-    _batch("tc", wiring.switch, (shape(nic.port, nic.mbit) for nic in ports if nic.mbit is not None), _NO_TBF)
+    _batch("tc", wiring.switch, (tbf_line(nic.port, nic.mbit) for nic in ports if nic.mbit is not None), _NO_TBF)
 
 
-def _make_node(wiring: Wiring, node: NodeSpec) -> None:
+def _create_node(wiring: Wiring, node: NodeSpec) -> None:
     namespace = wiring.namespace(node.name)
     nics = wiring.nics(node)
-    _set_kernel(namespace, _NODE_KERNEL)
+    _set_sysctls(namespace, _NODE_SYSCTLS)
     lines = ["link set lo up"]
     for nic in nics:
         lines += [
             f"link add {nic.name} mtu {MTU} type veth peer name {nic.port} mtu {MTU} netns {wiring.switch}",
             f"addr add {nic.address} dev {nic.name}",
-            f"link set {nic.name} gso_max_size {bundle_bytes(nic.mbit)} up",
+            f"link set {nic.name} gso_max_size {gso_bytes(nic.mbit)} up",
         ]
     _batch("ip", namespace, lines)
     _batch(
         "ip",
         wiring.switch,
-        (f"link set {nic.port} gso_max_size {bundle_bytes(nic.mbit)} master {nic.bridge} up" for nic in nics),
+        (f"link set {nic.port} gso_max_size {gso_bytes(nic.mbit)} master {nic.bridge} up" for nic in nics),
     )
-    _batch("tc", namespace, (shape(nic.name, nic.mbit) for nic in nics if nic.mbit is not None), _NO_TBF)
+    _batch("tc", namespace, (tbf_line(nic.name, nic.mbit) for nic in nics if nic.mbit is not None), _NO_TBF)
 
 
-def complete(wiring: Wiring) -> bool:
-    """Whether all namespaces and the uplink are there (not after a reboot, or when somebody removed one)."""
+def is_complete(wiring: Wiring) -> bool:
+    """Return whether all namespaces and the uplink exist. They vanish in a reboot."""
     return {*wiring.namespaces, wiring.uplink} <= set(names_in_use())
 
 
-def run_netns_state() -> str:
-    """How /run/netns is before `ip` touches it: ``absent``, ``plain`` (a directory) or ``mounted`` (on itself)."""
+def netns_folder_state() -> str:
+    """Return the state of /run/netns: ``absent``, ``plain`` (a directory) or ``mounted`` (by `ip`, on itself)."""
     if not RUN_NETNS.is_dir():
         return "absent"
     mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
@@ -270,23 +269,23 @@ def run_netns_state() -> str:
 
 
 def remove(namespaces: Iterable[str], uplink: str, run_netns: str) -> None:
-    """Delete the namespaces (with them their bridges and NICs) and the uplink; what is not there is no error.
+    """Delete the namespaces, with their bridges and NICs, and the uplink. Skip those that do not exist.
 
-    `run_netns` is what `run_netns_state` said before they were made: /run/netns is left so, unless others use it.
+    `run_netns`: the state of /run/netns before `create`, which is restored unless others use it.
     """
     for name in namespaces:
         if (RUN_NETNS / name).exists():
             run(["ip", "netns", "del", name])
     if succeeds(["ip", "link", "show", uplink]):
         succeeds(["ip", "link", "del", uplink])
-    if run_netns != "mounted" and run_netns_state() == "mounted" and not os.listdir(RUN_NETNS):
+    if run_netns != "mounted" and netns_folder_state() == "mounted" and not os.listdir(RUN_NETNS):
         succeeds(["umount", "--lazy", str(RUN_NETNS)])
         if run_netns == "absent":
             RUN_NETNS.rmdir()
 
 
 def inode(namespace: str) -> int | None:
-    """What identifies the namespace in /proc/PID/ns/net."""
+    """Return the inode that identifies the namespace in /proc/PID/ns/net; None if it does not exist."""
     try:
         return (RUN_NETNS / namespace).stat().st_ino
     except OSError:

@@ -1,4 +1,4 @@
-"""The Debian packages a testbed needs: what is missing, and installing it with its services kept from starting."""
+"""The Debian packages of a testbed, and their installation without starting services."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.testbed.commands import last_error, present, succeeds, system_env
+from holmes_hpc.testbed.commands import is_installed, run_showing, succeeds, system_env
 
-# program -> packages that bring it, the first that apt knows is taken
+# program -> packages that contain it, of which the first that apt knows is installed
 NODES = {
     "ip": ("iproute2",),
     "tc": ("iproute2",),
@@ -36,7 +36,7 @@ SLURM = {
     "sacct": ("slurm-client",),
 }
 POLICY = Path("/usr/sbin/policy-rc.d")
-_ASIDE = ".holmes-testbed"
+_BACKUP_SUFFIX = ".holmes-testbed"
 _DENY = "#!/bin/sh\n# holmes testbed: no service starts while packages are installed\nexit 101\n"
 
 
@@ -53,51 +53,50 @@ BUILD = {
 }
 
 
-def _there(name: str) -> bool:
-    """Whether a program is installed; of a path, whether that file is."""
-    return Path(name).exists() if name.startswith("/") else present(name)
+def _exists(name: str) -> bool:
+    """Return whether a program is installed, or for a path, whether the file exists."""
+    return Path(name).exists() if name.startswith("/") else is_installed(name)
 
 
-def _package(choices: Sequence[str]) -> str:
-    *earlier, last = choices
-    return next((name for name in earlier if succeeds(["apt-cache", "show", name])), last)
+def _choose_package(choices: Sequence[str]) -> str:
+    *preferred, fallback = choices
+    return next((name for name in preferred if succeeds(["apt-cache", "show", name])), fallback)
 
 
 def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], None]) -> None:
-    """Install what is missing of `programs` (or files; with the packages that bring them); packages stay when the
-    testbed goes.
+    """Install the missing `programs` (or files) from their packages. `down` does not remove them.
 
-    :raises TestbedError: no apt, or apt failed; the line names the programs that are missing.
+    :raises TestbedError: no apt, or apt failed; with the names of the missing programs.
     """
-    lacking = [program for program in programs if not _there(program)]
-    if not lacking:
+    missing = [program for program in programs if not _exists(program)]
+    if not missing:
         return
-    if not present("apt-get"):
+    if not is_installed("apt-get"):
         raise TestbedError(
-            f"missing programs: {', '.join(lacking)}",
+            f"missing programs: {', '.join(missing)}",
             where="testbed",
-            hint="install Slurm, munge and MariaDB (this machine has no apt-get to do it)",
+            hint="install Slurm, munge and MariaDB by hand (this machine has no apt-get)",
         )
     with _no_services():
-        names = sorted({_package(programs[program]) for program in lacking})
+        names = sorted({_choose_package(programs[program]) for program in missing})
         progress(f"installing {', '.join(names)}")
-        said = _apt(["install", "--no-install-recommends", *names], progress)
-        if said is not None:
+        error = _apt(["install", "--no-install-recommends", *names], progress)
+        if error is not None:
             progress("fetching apt's package lists")
             _apt(["update"], progress)
-            names = sorted({_package(programs[program]) for program in lacking})
-            said = _apt(["install", "--no-install-recommends", *names], progress)
-    lacking = [program for program in programs if not _there(program)]
-    if said is not None or lacking:
+            names = sorted({_choose_package(programs[program]) for program in missing})
+            error = _apt(["install", "--no-install-recommends", *names], progress)
+    missing = [program for program in programs if not _exists(program)]
+    if error is not None or missing:
         raise TestbedError(
-            f"apt-get could not install {', '.join(names)}: {said or 'programs still missing'}",
+            f"apt-get could not install {', '.join(names)}: {error or 'programs still missing'}",
             where="testbed",
             hint=f"install {', '.join(names)} by hand",
         )
 
 
 def _apt(arguments: list[str], progress: Callable[[str], None]) -> str | None:
-    """None when it worked, else its last error."""
+    """Run apt-get. Return None, or its last error if it fails."""
     argv = [
         "apt-get",
         "-q",
@@ -119,16 +118,16 @@ def _apt(arguments: list[str], progress: Callable[[str], None]) -> str | None:
         if line.startswith(("Setting up ", "Need to get ")):
             progress(line)
 
-    return last_error(argv, env, show)
+    return run_showing(argv, env, show)
 
 
 @contextlib.contextmanager
 def _no_services() -> Iterator[None]:
-    """A policy-rc.d that keeps services from starting; the machine's own is put aside and back."""
+    """Install a policy-rc.d that prevents the start of services. Restore the machine's own afterwards."""
     restore_policy()
-    aside = POLICY.with_name(POLICY.name + _ASIDE)
+    backup = POLICY.with_name(POLICY.name + _BACKUP_SUFFIX)
     if os.path.lexists(POLICY):
-        POLICY.rename(aside)
+        POLICY.rename(backup)
     try:
         POLICY.write_text(_DENY, encoding="utf-8")
         POLICY.chmod(0o755)
@@ -138,10 +137,10 @@ def _no_services() -> Iterator[None]:
 
 
 def restore_policy() -> None:
-    """Undo `_no_services`, also that of a killed `up`; harmless when there is nothing to undo."""
-    aside = POLICY.with_name(POLICY.name + _ASIDE)
+    """Restore the machine's policy-rc.d after `_no_services`, also after a killed `up`."""
+    backup = POLICY.with_name(POLICY.name + _BACKUP_SUFFIX)
     with contextlib.suppress(OSError):
         if POLICY.is_file() and not POLICY.is_symlink() and POLICY.read_text(encoding="utf-8") == _DENY:
             POLICY.unlink()
-    if os.path.lexists(aside):
-        aside.rename(POLICY)
+    if os.path.lexists(backup):
+        backup.rename(POLICY)

@@ -1,8 +1,8 @@
-"""Finding and ending the processes of one testbed, and no others.
+"""Search and termination of the processes of one testbed.
 
-Ours are: everything inside our network namespaces (slurmd, and the jobs below it), everything that was started with our
-mark in its environment, and the servers whose command line or working directory names our state directory (a server may
-overwrite its environment). Process ids are never remembered: after a crash or a reboot they would name somebody else.
+They are all processes in its network namespaces (slurmd and its jobs), all with its mark in their environment, and the
+servers whose command line or working directory is in its state directory (a server may overwrite its environment).
+Process ids are not stored: after a crash or a reboot they would belong to other processes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from holmes_hpc.errors import TestbedError
 
 SERVERS = ("munged", "mariadbd", "slurmdbd", "slurmctld")
 DAEMONS = (*SERVERS, "slurmd")
-MARK = "HOLMES_TESTBED_OF"  # in the environment of what a testbed starts: its directory
+MARK = "HOLMES_TESTBED_OF"  # variable with the testbed's directory, in the environment of its processes
 
 
 @dataclass(frozen=True)
-class Found:
-    """A process of ours; `program` is its executable's name, `namespace` the inode of its network namespace."""
+class TestbedProcess:
+    """A process of the testbed. `program`: name of its executable; `namespace`: inode of its network namespace."""
 
     pid: int
     program: str
@@ -40,73 +40,73 @@ def _namespace(pid: int) -> int:
 
 
 def _program(executable: str) -> str:
-    """``slurmctld`` for /usr/sbin/slurmctld-wlm, as Debian's alternatives call it."""
+    """Return ``slurmctld`` for /usr/sbin/slurmctld-wlm, a name of Debian's alternatives."""
     return os.path.basename(executable.removesuffix(" (deleted)")).removesuffix("-wlm")
 
 
-def _mentions(process: psutil.Process, directory: Path) -> bool:
-    """Whether a path below `directory` is in its command line, or is where it works."""
-    below = re.compile(rf"(^|[=,:]){re.escape(str(directory))}/")  # /bed is neither /bed2 nor /other/bed
-    return any(below.search(word) for word in (*process.cmdline(), f"{process.cwd()}/"))
+def _uses_directory(process: psutil.Process, directory: Path) -> bool:
+    """Return whether the process works below `directory`, or has a path below it in its command line."""
+    pattern = re.compile(rf"(^|[=,:]){re.escape(str(directory))}/")  # /bed matches neither /bed2 nor /other/bed
+    return any(pattern.search(argument) for argument in (*process.cmdline(), f"{process.cwd()}/"))
 
 
-def find(directory: Path, namespaces: Collection[int]) -> list[Found]:
-    """All living processes of the testbed in `directory`, whose namespaces have these inodes."""
-    return _living(
+def find(directory: Path, namespaces: Collection[int]) -> list[TestbedProcess]:
+    """Return all live processes of the testbed in `directory`. `namespaces`: the inodes of its namespaces."""
+    return _live_processes(
         lambda process, namespace: (
             namespace in namespaces
             or process.environ().get(MARK) == str(directory)
-            or (_program(process.exe()) in DAEMONS and _mentions(process, directory))
+            or (_program(process.exe()) in DAEMONS and _uses_directory(process, directory))
         )
     )
 
 
-def _living(ours: Callable[[psutil.Process, int], bool]) -> list[Found]:
-    """The living processes, but for this one, of which `ours(process, its network namespace's inode)` holds."""
-    found = []
+def _live_processes(belongs: Callable[[psutil.Process, int], bool]) -> list[TestbedProcess]:
+    """Return the live processes, except this one, for which `belongs(process, inode of its network namespace)`."""
+    matches = []
     for process in psutil.process_iter():
         try:
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            each = Found(process.pid, _program(process.exe()), _namespace(process.pid))
-            if ours(process, each.namespace):
-                found.append(each)
+            match = TestbedProcess(process.pid, _program(process.exe()), _namespace(process.pid))
+            if belongs(process, match.namespace):
+                matches.append(match)
         except (psutil.Error, OSError):
             continue
-    return found
+    return matches
 
 
-def end_all(directory: Path, namespaces: Collection[int], timeout_s: float = 15) -> None:
-    """Kill until none is left: the data is thrown away, so no daemon needs to write anything more.
+def kill_all(directory: Path, namespaces: Collection[int], timeout_s: float = 15) -> None:
+    """Kill the processes of the testbed until none is left. SIGKILL, because its data is deleted.
 
-    :raises TestbedError: some process does not die.
+    :raises TestbedError: a process survives.
     """
     _kill_until_none(lambda: find(directory, namespaces), str(directory), timeout_s)
 
 
-def end_inside(namespace: int, timeout_s: float = 15) -> None:
-    """Kill all that lives in the network namespace of this inode, also what is forked meanwhile: a node's power is cut.
+def kill_namespace(namespace: int, timeout_s: float = 15) -> None:
+    """Kill all processes in the network namespace with this inode, also those forked meanwhile, as a power cut does.
 
-    :raises TestbedError: some process does not die.
+    :raises TestbedError: a process survives.
     """
-    _kill_until_none(lambda: _living(lambda _, own: own == namespace), f"network namespace {namespace}", timeout_s)
+    _kill_until_none(lambda: _live_processes(lambda _, inode: inode == namespace), f"netns {namespace}", timeout_s)
 
 
-def _kill_until_none(look: Callable[[], list[Found]], where: str, timeout_s: float) -> None:
+def _kill_until_none(find_processes: Callable[[], list[TestbedProcess]], where: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while found := look():
+    while survivors := find_processes():
         if time.monotonic() > deadline:
-            names = ", ".join(f"{f.program} ({f.pid})" for f in found[:5])
+            names = ", ".join(f"{p.program} ({p.pid})" for p in survivors[:5])
             raise TestbedError(f"still alive after SIGKILL: {names}", where=where, hint="see dmesg, then `down` again")
-        for each in found:
+        for process in survivors:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(each.pid, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.05)
 
 
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """A SIGTERM undoes like an interrupt does, where this thread may say so."""
+def sigterm_as_exit() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM in the block, so that it is undone as after Ctrl-C. Only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -114,8 +114,8 @@ def terminable() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise SystemExit(143)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    previous = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

@@ -1,6 +1,6 @@
-"""A Slurm that lies elsewhere than Debian's packages put theirs: below the prefix that its `make install` filled.
+"""A Slurm installed by `make install` below a prefix, instead of Debian's packages.
 
-It may be built here from its public source, a folder or a tarball, into a folder that later testbeds find again.
+It can be built here from Slurm's source, a folder or a tarball. Later testbeds reuse the build.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holmes_hpc.testbed.commands import run, system_env
 from holmes_hpc.testbed.record import locked
 from holmes_hpc.testbed.slurmconf import MUNGE, SLURM
 
-OLDEST, NEWEST = (22, 5), (26, 5)  # the releases that this project was tried with, and their likes between
+OLDEST, NEWEST = (22, 5), (26, 5)  # the range of tested releases
 RANGE = "22.05 to 26.05"
 PROGRAMS = (
     "sbin/slurmctld",
@@ -37,44 +37,44 @@ PROGRAMS = (
     "bin/squeue",
     "bin/scancel",
 )
-# From here on one munged takes a launch's credential for a replay when a second node's slurmd shows it, unless Slurm
-# was configured with --enable-multiple-slurmd (Debian's is); and from here on commands can be told where auth/slurm's
-# socket is.
-DISTRUSTS = (25, 5)
+# The first release that needs auth/slurm here. With one munged for all nodes, it rejects a launch's credential as a
+# replay on the second node, unless configured with --enable-multiple-slurmd as Debian's is. It is also the first in
+# which commands accept another path for auth/slurm's socket.
+AUTH_SLURM_SINCE = (25, 5)
 
 
-def path_of(prefix: Path) -> str:
-    """The folders of its programs, as PATH has them."""
+def program_path(prefix: Path) -> str:
+    """Return the folders of its programs for PATH."""
     return f"{prefix}/bin:{prefix}/sbin"
 
 
-def release_of(version: str) -> tuple[int, int]:
-    """(22, 5) of ``slurm-wlm 22.05.8``; (0, 0) where it says none."""
-    found = re.search(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+def parse_release(version: str) -> tuple[int, int]:
+    """Return (22, 5) for ``slurm-wlm 22.05.8``; (0, 0) if there is no number."""
+    match = re.search(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def check(prefix: Path) -> str:
-    """Its version (``slurm 26.05.3``). TestbedError for a folder without Slurm, or with one out of range."""
-    lacking = [name for name in PROGRAMS if not (prefix / name).is_file()]
-    if lacking:
+def check_prefix(prefix: Path) -> str:
+    """Return the version (``slurm 26.05.3``) at `prefix`. TestbedError if there is no Slurm, or one out of range."""
+    missing = [name for name in PROGRAMS if not (prefix / name).is_file()]
+    if missing:
         raise TestbedError(
-            f"holds no {lacking[0]}",
+            f"contains no {missing[0]}",
             where=f"--slurm {prefix}",
-            hint="give the folder that Slurm was configured with as --prefix, after its `make install`",
+            hint="give the --prefix of Slurm's configure, after its `make install`",
         )
     version = run([str(prefix / "sbin/slurmd"), "-V"]).strip()
-    if not OLDEST <= release_of(version) <= NEWEST:
+    if not OLDEST <= parse_release(version) <= NEWEST:
         raise TestbedError(f"is {version}", where=f"--slurm {prefix}", hint=f"give a Slurm of {RANGE}")
     return version
 
 
-def auth_of(prefix: Path, version: str) -> str:
-    """By what the daemons of this Slurm trust each other. TestbedError where it has nothing that would do."""
-    built = {path.stem for path in prefix.glob("lib*/**/auth_*.so")}
-    if release_of(version) >= DISTRUSTS and "auth_slurm" in built:
+def auth_plugin(prefix: Path, version: str) -> str:
+    """Return the auth plugin for this Slurm's daemons. TestbedError if it has neither of the two."""
+    plugins = {path.stem for path in prefix.glob("lib*/**/auth_*.so")}
+    if parse_release(version) >= AUTH_SLURM_SINCE and "auth_slurm" in plugins:
         return SLURM
-    if "auth_munge" in built:
+    if "auth_munge" in plugins:
         return MUNGE
     raise TestbedError(
         f"{version} was built without auth/slurm and without auth/munge",
@@ -83,41 +83,41 @@ def auth_of(prefix: Path, version: str) -> str:
     )
 
 
-# --- building one ----------------------------------------------------------------------------------------------------
+# --- build from source -----------------------------------------------------------------------------------------------
 
-# One munged may then serve the daemons of several nodes; what a testbed has no use for is left out.
+# The first option lets one munged serve the daemons of several nodes; the others omit unused parts.
 OPTIONS = ("--enable-multiple-slurmd", "--disable-debug", "--disable-x11", "--disable-slurmrestd")
 FLAGS = "-O1 -g0 -pipe"
-TELL_S = 8
-DONE = "built"  # lies in a prefix whose build went to its end
+PROGRESS_S = 8  # between two progress lines
+MARKER = "built"  # file that shows a complete build
 
 
-def cache() -> Path:
-    """Where what was built lies: below $XDG_CACHE_HOME, or ~/.cache."""
+def cache_folder() -> Path:
+    """Return the folder of all builds, below $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holmes" / "slurm"
 
 
-def built(source: Path, progress: Callable[[str], None]) -> Path:
-    """The prefix of `source`, built now or before. Some minutes of all cores, 200 MB.
+def build(source: Path, progress: Callable[[str], None]) -> Path:
+    """Build `source` unless the cache has it, and return its prefix. A build takes minutes on all cores and 200 MB.
 
     :param source: Slurm's source, unpacked or as a tarball.
-    :raises TestbedError: no source, or it does not build: the last line of its log, and where the rest is.
+    :raises TestbedError: no source, or the build fails; with the last line of its log and the log's path.
     """
     source = source.absolute()
     if not source.exists():
         raise TestbedError("does not exist", where=f"--slurm-source {source}", hint="give a folder or a tarball")
-    place = cache() / _digest(source)
-    with locked(place, create=True):
-        if not (place / DONE).exists():
-            _build(source, place, progress)
-    return place / "slurm"
+    folder = cache_folder() / _digest(source)
+    with locked(folder, create=True):
+        if not (folder / MARKER).exists():
+            _build(source, folder, progress)
+    return folder / "slurm"
 
 
-def _build(source: Path, place: Path, progress: Callable[[str], None]) -> None:
-    unpacked, work, prefix, log = place / "source", place / "build", place / "slurm", place / "build.log"
-    for half_made in (unpacked, work, prefix):
-        shutil.rmtree(half_made, ignore_errors=True)
-    tree = _unpacked(source, unpacked)
+def _build(source: Path, folder: Path, progress: Callable[[str], None]) -> None:
+    unpacked, work, prefix, log = folder / "source", folder / "build", folder / "slurm", folder / "build.log"
+    for leftover in (unpacked, work, prefix):
+        shutil.rmtree(leftover, ignore_errors=True)
+    tree = _unpack(source, unpacked)
     packages.install(packages.BUILD, progress)
     work.mkdir()
     with log.open("wb") as out:
@@ -126,62 +126,63 @@ def _build(source: Path, place: Path, progress: Callable[[str], None]) -> None:
             ["make", f"-j{len(os.sched_getaffinity(0))}"],
             ["make", "install"],
         ):
-            _step(argv, work, out=out.fileno(), log=log, where=f"--slurm-source {source}", progress=progress)
+            _run_step(argv, work, out=out.fileno(), log=log, where=f"--slurm-source {source}", progress=progress)
     shutil.rmtree(work)
     shutil.rmtree(unpacked, ignore_errors=True)
-    (place / DONE).touch()
+    (folder / MARKER).touch()
 
 
 def _digest(source: Path) -> str:
-    """Names what would be built: the same for the same files."""
-    found = hashlib.sha256()
-    inside = [source] if source.is_file() else sorted(source.rglob("*"))
-    for path in (p for p in inside if p.is_file() and ".git" not in p.parts):
-        found.update(str(path.relative_to(source)).encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+    """Return a digest of the source's files."""
+    digest = hashlib.sha256()
+    paths = [source] if source.is_file() else sorted(source.rglob("*"))
+    for path in (p for p in paths if p.is_file() and ".git" not in p.parts):
+        digest.update(str(path.relative_to(source)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def _unpacked(source: Path, into: Path) -> Path:
-    """The folder with `configure`."""
+def _unpack(source: Path, target: Path) -> Path:
+    """Unpack a tarball into `target`. Return the folder with `configure`."""
     where = f"--slurm-source {source}"
     tree = source
     if source.is_file():
         try:
             with tarfile.open(source) as archive:
-                archive.extractall(into, filter="data")
+                archive.extractall(target, filter="data")
         except (tarfile.TarError, OSError) as e:
             raise TestbedError(f"no tarball: {e}", where=where, hint="give slurm-VERSION.tar.bz2 or .tar.gz") from None
-        tree = next((path.parent for path in sorted(into.glob("*/configure"))), into)
+        tree = next((path.parent for path in sorted(target.glob("*/configure"))), target)
     if not (tree / "configure").is_file() or not (tree / "META").is_file():
         raise TestbedError(
-            "holds no Slurm (configure, META)",
+            "contains no Slurm (configure, META)",
             where=where,
             hint="give the folder, or the tarball, of a release of Slurm's source",
         )
     return tree
 
 
-def _step(argv: Sequence[str], work: Path, out: int, log: Path, where: str, progress: Callable[[str], None]) -> None:
-    began, name = time.monotonic(), Path(argv[0]).name + "".join(f" {word}" for word in argv[1:] if word == "install")
+def _run_step(
+    argv: Sequence[str], work: Path, out: int, log: Path, where: str, progress: Callable[[str], None]
+) -> None:
+    start, name = time.monotonic(), Path(argv[0]).name + "".join(f" {arg}" for arg in argv[1:] if arg == "install")
     with subprocess.Popen(
         argv, cwd=work, env=system_env(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
     ) as process:
         try:
             while process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(TELL_S)
+                    process.wait(PROGRESS_S)
                     break
-                progress(f"building Slurm: {name}, {time.monotonic() - began:.0f} s: {_last(log)[:80]}")
+                progress(f"building Slurm: {name}, {time.monotonic() - start:.0f} s: {_last_line(log)[:80]}")
         except BaseException:
             os.killpg(process.pid, 9)
             raise
     if process.returncode:
-        raise TestbedError(f"{name} failed: {_last(log)}", where=where, hint=f"the rest is in {log}")
+        raise TestbedError(f"{name} failed: {_last_line(log)}", where=where, hint=f"see {log}")
 
 
-def _last(log: Path) -> str:
-    """The last line of a log that may be long."""
+def _last_line(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = file.read().decode(errors="replace").strip().splitlines()

@@ -1,4 +1,4 @@
-"""The text of Slurm's configuration files for one testbed; pure functions."""
+"""The text of Slurm's configuration files for one testbed. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.topology import PRIORITY, Topology
 
 CLUSTER = "holmes"
-MUNGE, SLURM = "munge", "slurm"  # by what Slurm's daemons trust each other: AuthType, a testbed's `auth`
+MUNGE, SLURM = "munge", "slurm"  # auth plugins, values of a testbed's `auth`
 
 
-class Places:
-    """Where each file of a testbed lies, below its state directory."""
+class Paths:
+    """The paths of a testbed's files, below its state directory."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.etc, self.run = root, root / "etc", root / "run"
@@ -29,46 +29,46 @@ class Places:
         self.spool = root / "spool"
         self.save = root / "save"
 
-    def sack(self, daemon: str) -> Path:
-        """Return where a daemon lays the socket by which commands ask it for auth/slurm's credentials."""
+    def sack_folder(self, daemon: str) -> Path:
+        """Return the folder of the socket from which commands get auth/slurm's credentials of a daemon."""
         return self.root / "sack" / daemon
 
 
-def machine() -> str:
-    """What Slurm compares SlurmctldHost and DbdHost with: the host's name up to the first dot."""
+def host_name() -> str:
+    """Return the host's name up to the first dot, with which Slurm compares SlurmctldHost and DbdHost."""
     return socket.gethostname().split(".")[0]
 
 
-def _trust(places: Places, auth: str) -> dict[str, str]:
-    # A requeued job starts again after cred_expire; the default of 120 s makes recovery tests crawl.
+def _auth_settings(paths: Paths, auth: str) -> dict[str, str]:
+    # A requeued job restarts only after cred_expire. The default of 120 s would slow down recovery tests.
     if auth == SLURM:
         return {"AuthType": "auth/slurm", "CredType": "cred/slurm", "AuthInfo": "cred_expire=5"}
     return {
         "AuthType": "auth/munge",
-        "AuthInfo": f"cred_expire=5,socket={places.munge_socket}",
-        # Connections to slurmdbd do not use AuthInfo: for them this setting names munge's socket.
-        "AccountingStoragePass": str(places.munge_socket),
+        "AuthInfo": f"cred_expire=5,socket={paths.munge_socket}",
+        # Connections to slurmdbd ignore AuthInfo and read munge's socket from this setting.
+        "AccountingStoragePass": str(paths.munge_socket),
     }
 
 
-def slurm_conf(places: Places, wiring: Wiring, ports: dict[str, int], auth: str = MUNGE) -> str:
-    """slurm.conf. Nodes claim more CPUs than the machine has; one file serves all daemons and clients."""
+def slurm_conf(paths: Paths, wiring: Wiring, ports: dict[str, int], auth: str = MUNGE) -> str:
+    """Return slurm.conf for all daemons and clients. Its nodes have more CPUs than the machine."""
     topology = wiring.topology
     settings = {
         "ClusterName": CLUSTER,
-        "SlurmctldHost": f"{machine()}({wiring.gateway})",
+        "SlurmctldHost": f"{host_name()}({wiring.gateway})",
         "SlurmctldPort": str(ports["slurmctld"]),
         "SlurmdPort": str(ports["slurmd"]),
         "SlurmUser": "root",
         "SlurmdUser": "root",
-        **_trust(places, auth),
-        "StateSaveLocation": str(places.save),
-        "SlurmdSpoolDir": f"{places.spool}/%n",
-        "SlurmctldPidFile": f"{places.run}/slurmctld.pid",
-        "SlurmdPidFile": f"{places.run}/slurmd.%n.pid",
-        "SlurmctldLogFile": f"{places.log}/slurmctld.log",
-        "SlurmdLogFile": f"{places.log}/slurmd.%n.log",
-        "SlurmctldParameters": "enable_expedited_requeue",  # from 25.11 on: sbatch --requeue=expedite
+        **_auth_settings(paths, auth),
+        "StateSaveLocation": str(paths.save),
+        "SlurmdSpoolDir": f"{paths.spool}/%n",
+        "SlurmctldPidFile": f"{paths.run}/slurmctld.pid",
+        "SlurmdPidFile": f"{paths.run}/slurmd.%n.pid",
+        "SlurmctldLogFile": f"{paths.log}/slurmctld.log",
+        "SlurmdLogFile": f"{paths.log}/slurmd.%n.log",
+        "SlurmctldParameters": "enable_expedited_requeue",  # for sbatch --requeue=expedite, since 25.11
         "SlurmctldTimeout": "30",
         "SlurmdTimeout": "10",
         "SlurmdParameters": "config_overrides",
@@ -81,7 +81,7 @@ def slurm_conf(places: Places, wiring: Wiring, ports: dict[str, int], auth: str 
         "SelectTypeParameters": "CR_CPU",
         "SchedulerType": "sched/backfill",
         "SchedulerParameters": "bf_interval=1,sched_interval=1,bf_hetjob_immediate",
-        # Lets tests add partitions that preempt each other: scontrol create PartitionName=… PriorityTier=…
+        # Tests can add partitions that preempt each other: scontrol create PartitionName=… PriorityTier=…
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "REQUEUE",
         "MailProg": "/bin/true",
@@ -91,9 +91,9 @@ def slurm_conf(places: Places, wiring: Wiring, ports: dict[str, int], auth: str 
         "JobAcctGatherType": "jobacct_gather/none",
         "JobCompType": "jobcomp/none",
     }
-    given = {key.lower() for key in topology.slurm}
+    overridden = {key.lower() for key in topology.slurm}
     lines = [
-        *(f"{key}={value}" for key, value in settings.items() if key.lower() not in given),
+        *(f"{key}={value}" for key, value in settings.items() if key.lower() not in overridden),
         *(f"{key}={value}" for key, value in topology.slurm.items()),
         *(
             f"NodeName={node.name} NodeHostname={node.name} NodeAddr={wiring.management(node)} "
@@ -123,20 +123,20 @@ def _partitions(topology: Topology) -> Iterator[str]:
         )
 
 
-def slurmdbd_conf(places: Places, wiring: Wiring, ports: dict[str, int], password: str, auth: str = MUNGE) -> str:
-    """slurmdbd.conf; it must lie beside slurm.conf and be readable by root only."""
+def slurmdbd_conf(paths: Paths, wiring: Wiring, ports: dict[str, int], password: str, auth: str = MUNGE) -> str:
+    """Return slurmdbd.conf, which must be in slurm.conf's folder and readable only by root."""
     return (
         "\n".join(
             [
                 f"AuthType=auth/{auth}",
-                *([f"AuthInfo=socket={places.munge_socket}"] if auth == MUNGE else []),
-                f"DbdHost={machine()}",
+                *([f"AuthInfo=socket={paths.munge_socket}"] if auth == MUNGE else []),
+                f"DbdHost={host_name()}",
                 f"DbdAddr={wiring.gateway}",
                 f"DbdPort={ports['slurmdbd']}",
                 "SlurmUser=root",
                 "DebugLevel=info",
-                f"LogFile={places.log}/slurmdbd.log",
-                f"PidFile={places.run}/slurmdbd.pid",
+                f"LogFile={paths.log}/slurmdbd.log",
+                f"PidFile={paths.run}/slurmdbd.pid",
                 "StorageType=accounting_storage/mysql",
                 "StorageHost=127.0.0.1",
                 f"StoragePort={ports['database']}",
@@ -150,7 +150,7 @@ def slurmdbd_conf(places: Places, wiring: Wiring, ports: dict[str, int], passwor
 
 
 def database_sql(password: str) -> str:
-    """What MariaDB runs at each start: Slurm's user and its rights."""
+    """Return the SQL that MariaDB runs at each start: Slurm's user and its rights."""
     return (
         f"CREATE USER IF NOT EXISTS slurm@'127.0.0.1' IDENTIFIED BY '{password}';\n"
         "GRANT ALL ON slurm_acct_db.* TO slurm@'127.0.0.1';\n"

@@ -1,4 +1,4 @@
-"""What a testbed looks like: fabrics, nodes, rates, partitions; read from YAML, checked when made. Data only."""
+"""The topology of a testbed: fabrics, nodes, rates and partitions, read from YAML and checked. Data only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FOLDER = Path(__file__).parent / "topologies"  # in the repository slurm/testbed
 NICS = ("ib", "roce", "ethernet")
 PREEMPT = ("off", "requeue", "cancel")
 MAX_NODES = 200  # one /24 per network
-PRIORITY = 10  # of the fabrics' own partitions; a partition below it can be preempted by them
+PRIORITY = 10  # of the fabrics' partitions, which can preempt a partition of lower priority
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 _PREFIX = re.compile(r"[a-z][a-z0-9-]{0,5}")  # prefix, number and "-mgmt0" are an interface name: 15 characters
 _SETTING = re.compile(r"[A-Za-z]+")
 _VALUE = re.compile(r"[^\s#\"'\\]{1,400}")
-# What the testbed itself must decide, or two testbeds (or the machine's own Slurm) would collide.
+# Settings that the testbed sets itself, to avoid conflicts with other testbeds and the machine's own Slurm.
 RESERVED = frozenset(
     key.lower()
     for key in (
@@ -54,46 +54,46 @@ RESERVED = frozenset(
 )
 
 
-def rate(mbit: float) -> str:
-    """A rate as the features spell it: 400 Mbit/s is ``0.4g``, 25000 is ``25g``."""
+def format_rate(mbit: float) -> str:
+    """Return a rate as written in features: 400 Mbit/s is ``0.4g``, 25000 is ``25g``."""
     return f"{mbit / 1000:.6f}".rstrip("0").rstrip(".") + "g"
 
 
-def _fail(what: str, where: str, hint: str) -> TestbedError:
-    return TestbedError(what, where=where, hint=hint)
+def _error(problem: str, where: str, hint: str) -> TestbedError:
+    return TestbedError(problem, where=where, hint=hint)
 
 
 def _matches(pattern: re.Pattern[str], value: Any) -> bool:
     return isinstance(value, str) and pattern.fullmatch(value) is not None
 
 
-def _name(key: str, value: Any, pattern: re.Pattern[str], where: str) -> None:
+def _check_name(key: str, value: Any, pattern: re.Pattern[str], where: str) -> None:
     if not _matches(pattern, value):
-        raise _fail(f"{key} is {value!r}, must match {pattern.pattern}", where, f"rename {key}")
+        raise _error(f"{key} is {value!r}, must match {pattern.pattern}", where, f"rename {key}")
 
 
 @dataclass(frozen=True)
 class FabricSpec:
-    """Nodes on one bridge."""
+    """The nodes on one bridge."""
 
-    name: Annotated[str, key("of the fabric")]
-    nic: Annotated[str, key("what its fast NIC stands for", one_of=NICS)]
-    partition: Annotated[str, key("Slurm's partition of its nodes")]
-    nodes: Annotated[int, key("how many", ge=1, lt=10**7)]
-    prefix: Annotated[str, key("of its nodes' names; the partition's name unless said")] = ""
+    name: Annotated[str, key("name of the fabric")]
+    nic: Annotated[str, key("type of its fast NIC", one_of=NICS)]
+    partition: Annotated[str, key("Slurm partition of its nodes")]
+    nodes: Annotated[int, key("number of nodes", ge=1, lt=10**7)]
+    prefix: Annotated[str, key("prefix of its nodes' names; default: the partition's name in lower case")] = ""
     rdma_mbit: Annotated[
-        float | None, key("rate of the RDMA NIC; none where nic is ethernet", unit="Mbit/s", gt=0, lt=10**7)
+        float | None, key("rate of the RDMA NIC; none if nic is ethernet", unit="Mbit/s", gt=0, lt=10**7)
     ] = None
-    ranks: Annotated[int, key("that each of its nodes holds", ge=1, le=64)] = 1
+    ranks: Annotated[int, key("ranks per node", ge=1, le=64)] = 1
 
     def __post_init__(self) -> None:
         where = f"fabric {self.name}"
         check(self, where, TestbedError)
-        _name("name", self.name, _NAME, "a fabric")
-        _name("partition", self.partition, _NAME, where)
+        _check_name("name", self.name, _NAME, "a fabric")
+        _check_name("partition", self.partition, _NAME, where)
         if not self.prefix:
             object.__setattr__(self, "prefix", self.partition.lower())
-        _name("prefix", self.prefix, _PREFIX, where)
+        _check_name("prefix", self.prefix, _PREFIX, where)
         is_ethernet, has_rdma = self.nic == "ethernet", self.rdma_mbit is not None
         refuse(
             where,
@@ -104,31 +104,31 @@ class FabricSpec:
 
     @property
     def interface(self) -> str | None:
-        """The kernel's name of the RDMA NIC in its nodes: ``ib0``, ``roce0`` or None."""
+        """The interface name of the RDMA NIC in its nodes: ``ib0``, ``roce0`` or None."""
         return None if self.nic == "ethernet" else f"{self.nic}0"
 
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """A further partition over nodes that have their own."""
+    """A further partition over nodes of the fabrics."""
 
-    name: Annotated[str, key("of the partition")]
-    fabrics: Annotated[tuple[str, ...], key("[ib-a]: whose nodes it has")]
-    priority: Annotated[int, key("a partition below another can be preempted by it", ge=1, lt=10**7)] = PRIORITY
-    preempt: Annotated[str, key("what happens to its jobs when their nodes are needed", one_of=PREEMPT)] = "off"
-    grace_s: Annotated[int, key("between telling a preempted job and ending it", unit="s", ge=0, le=3600)] = 0
+    name: Annotated[str, key("name of the partition")]
+    fabrics: Annotated[tuple[str, ...], key("fabrics whose nodes it has: [ib-a]")]
+    priority: Annotated[int, key("partitions of higher priority can preempt its jobs", ge=1, lt=10**7)] = PRIORITY
+    preempt: Annotated[str, key("preemption mode of its jobs", one_of=PREEMPT)] = "off"
+    grace_s: Annotated[int, key("time from the signal to the end of a preempted job", unit="s", ge=0, le=3600)] = 0
 
     def __post_init__(self) -> None:
         where = f"partition {self.name}"
         if self.preempt is False:
             object.__setattr__(self, "preempt", "off")  # YAML reads a bare off as false
         check(self, where, TestbedError)
-        _name("name", self.name, _NAME, "a partition")
+        _check_name("name", self.name, _NAME, "a partition")
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """One node: its number over all fabrics (from 0) and its fabric (and the fabric's own number)."""
+    """One node. `index`: its index over all fabrics, from 0; `fabric_index`: the index of its fabric."""
 
     name: str
     index: int
@@ -138,20 +138,20 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class Topology:
-    """A whole testbed."""
+    """The topology of a testbed."""
 
-    name: Annotated[str, key("of the topology")]
+    name: Annotated[str, key("name of the topology")]
     ethernet_mbit: Annotated[float, key("every node's Ethernet rate", unit="Mbit/s", gt=0, lt=10**7)]
-    fabrics: Annotated[tuple[FabricSpec, ...], key("list at least one")]
-    partitions: Annotated[tuple[PartitionSpec, ...], key("further ones, over the fabrics' nodes")] = ()
-    cpus_per_node: Annotated[int, key("that Slurm is told", ge=1, lt=10**7)] = 8
-    memory_mib: Annotated[int, key("of a node, that Slurm is told", unit="MiB", ge=1, lt=10**7)] = 16384
+    fabrics: Annotated[tuple[FabricSpec, ...], key("fabrics, at least one")]
+    partitions: Annotated[tuple[PartitionSpec, ...], key("further partitions over the fabrics' nodes")] = ()
+    cpus_per_node: Annotated[int, key("CPUs per node in slurm.conf", ge=1, lt=10**7)] = 8
+    memory_mib: Annotated[int, key("memory per node in slurm.conf", unit="MiB", ge=1, lt=10**7)] = 16384
     slurm: Annotated[Mapping[str, Any], key("further lines of slurm.conf: {KillWait: 5}")] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         where = f"topology {self.name}"
         check(self, where, TestbedError)
-        _name("name", self.name, _NAME, "topology")
+        _check_name("name", self.name, _NAME, "topology")
         count = sum(fabric.nodes for fabric in self.fabrics)
         refuse(
             where,
@@ -160,35 +160,35 @@ class Topology:
             error=TestbedError,
         )
         partitions = [*dict.fromkeys(f.partition for f in self.fabrics), *(p.name for p in self.partitions)]
-        known, nodes = [f.name for f in self.fabrics], [n.name for n in self.nodes]
+        fabrics, nodes = [f.name for f in self.fabrics], [n.name for n in self.nodes]
         refuse(
             where,
             *(
                 (names.count(name) > 1, f"two {kind}s are named {name!r}", "rename one")
-                for kind, names in (("fabric", known), ("partition", partitions), ("node", nodes))
+                for kind, names in (("fabric", fabrics), ("partition", partitions), ("node", nodes))
                 for name in names
             ),
             *(
-                (name not in known, f"partition {p.name} names the fabric {name!r}", nearest(name, known))
+                (name not in fabrics, f"partition {p.name} names the fabric {name!r}", nearest(name, fabrics))
                 for p in self.partitions
                 for name in p.fabrics or ("",)
             ),
             error=TestbedError,
         )
         for name, value in self.slurm.items():
-            is_word = not isinstance(value, bool) and _VALUE.fullmatch(str(value))
+            is_valid = not isinstance(value, bool) and _VALUE.fullmatch(str(value))
             refuse(
                 where,
                 (not _matches(_SETTING, name), f"{name!r} is not a setting of slurm.conf", "correct its name"),
-                (str(name).lower() in RESERVED, f"slurm.{name} is the testbed's own to decide", f"remove slurm.{name}"),
-                (not is_word, f"slurm.{name} is {value!r}", "write one word, without blanks and quotes"),
+                (str(name).lower() in RESERVED, f"slurm.{name} is set by the testbed itself", f"remove slurm.{name}"),
+                (not is_valid, f"slurm.{name} is {value!r}", "write one word, without blanks and quotes"),
                 error=TestbedError,
             )
         object.__setattr__(self, "slurm", {name: str(value) for name, value in self.slurm.items()})
 
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
-        """All nodes, fabric after fabric: ``ib1, ib2, …, roce1, …``."""
+        """All nodes in order of their fabrics: ``ib1, ib2, …, roce1, …``."""
         names = [
             (f"{fabric.prefix}{number}", fabric, position)
             for position, fabric in enumerate(self.fabrics)
@@ -197,60 +197,60 @@ class Topology:
         return tuple(NodeSpec(name, index, fabric, position) for index, (name, fabric, position) in enumerate(names))
 
     def features(self, fabric: FabricSpec) -> tuple[str, ...]:
-        """The features that Slurm shows for a node of this fabric."""
-        fast = self.ethernet_mbit if fabric.rdma_mbit is None else fabric.rdma_mbit
+        """Return the Slurm features of this fabric's nodes."""
+        nic_mbit = self.ethernet_mbit if fabric.rdma_mbit is None else fabric.rdma_mbit
         return (
             f"nic_{fabric.nic}",
-            f"nic_{rate(fast)}",
-            f"eth_{rate(self.ethernet_mbit)}",
+            f"nic_{format_rate(nic_mbit)}",
+            f"eth_{format_rate(self.ethernet_mbit)}",
             f"fabric_{fabric.name}",
             *([f"ranks_{fabric.ranks}"] if fabric.ranks > 1 else []),
         )
 
 
 def parse(text: str, where: str) -> Topology:
-    """A topology from YAML text.
+    """Return the topology in a YAML text.
 
-    :raises TestbedError: one line, naming `where` and what is wrong.
+    :raises TestbedError: one line with `where` and the error.
     """
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
-        at = f" in line {line + 1}" if line is not None else ""
-        raise _fail(f"not YAML{at}", where, "correct it; see slurm/testbed/default.yaml") from None
+        position = f" in line {line + 1}" if line is not None else ""
+        raise _error(f"not YAML{position}", where, "correct it; see slurm/testbed/default.yaml") from None
     if not isinstance(data, dict):
-        raise _fail("not a map", where, "see slurm/testbed/default.yaml")
+        raise _error("not a map", where, "see slurm/testbed/default.yaml")
     try:
         return make(Topology, data, "topology", TestbedError)
     except TestbedError as error:
-        raise _fail(f"{error.where}: {error.what}", where, error.hint) from None
+        raise _error(f"{error.where}: {error.what}", where, error.hint) from None
 
 
-def find(path: str | Path | None) -> Path:
-    """The topology file that `path` names: a file, or the name of one under slurm/testbed/; None is the default one."""
+def find_file(path: str | Path | None) -> Path:
+    """Return the topology file for `path`: a file, or a name under slurm/testbed/; None for the default topology."""
     path = Path("default" if path is None else path)
     for candidate in (path, FOLDER / path, FOLDER / f"{path}.yaml"):
         if candidate.is_file():
             return candidate
-    known = [p.stem for p in FOLDER.glob("*.yaml")] if FOLDER.is_dir() else []
-    raise _fail("no such topology file", str(path), nearest(path.stem, known) if known else "name a YAML file")
+    names = [p.stem for p in FOLDER.glob("*.yaml")] if FOLDER.is_dir() else []
+    raise _error("no such topology file", str(path), nearest(path.stem, names) if names else "give a YAML file")
 
 
-def text_of(path: str | Path | None) -> str:
-    """Return the text of the file that `path` names (see `find`), which is a topology.
+def read_text(path: str | Path | None) -> str:
+    """Return the text of the topology file for `path` (see `find_file`).
 
-    :raises TestbedError: the file is missing, unreadable or wrong; one line.
+    :raises TestbedError: the file is missing, unreadable or no topology.
     """
-    file = find(path)
+    file = find_file(path)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _fail(f"cannot be read: {error}", str(file), "name a readable YAML file") from None
+        raise _error(f"cannot be read: {error}", str(file), "give a readable YAML file") from None
     parse(text, str(file))
     return text
 
 
 def read(path: str | Path | None) -> Topology:
-    """The topology in a file; see `text_of`."""
-    return parse(text_of(path), str(path))
+    """Return the topology in the file for `path` (see `find_file`)."""
+    return parse(read_text(path), str(path))

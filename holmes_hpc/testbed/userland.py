@@ -1,8 +1,8 @@
-"""Another Debian release's programs on this machine: debootstrap once, then its /usr and /etc over the machine's own.
+"""The programs of another Debian release on this machine: from debootstrap, mounted over the machine's /usr and /etc.
 
-Not a chroot proper: a process gets a mount namespace of its own in which /usr/bin, /usr/lib, … and /etc are the
-release's, and everything else (the checkout, home directories, /tmp, the state directory, /proc) is the machine's,
-under the same paths. The mounts go with the process, so nothing is left in the machine's mount table.
+This is no chroot. A process gets a private mount namespace in which /usr/bin, /usr/lib, … and /etc are the release's.
+Everything else (the checkout, home directories, /tmp, the state directory, /proc) is the machine's, at the same paths.
+The mounts end with the process, so the machine's mount table stays unchanged.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.schema import refuse
-from holmes_hpc.testbed.commands import last_error, present, system_env
+from holmes_hpc.testbed.commands import is_installed, run_showing, system_env
 
-NATIVE = "bookworm"  # the machine's own Slurm, whatever its release is
+NATIVE = "bookworm"  # stands for the machine's own Slurm, whatever its release is
 RELEASES = (NATIVE, "trixie")
 PACKAGES = (
     "slurmctld",
@@ -35,10 +35,9 @@ PACKAGES = (
     "make",
     "git",
 )
-# What the release's /etc must share with the machine: who users are, how names are resolved, whom the machine trusts
-# and where it gets Python's packages from.
-SHARED = ("passwd", "group", "hosts", "resolv.conf", "localtime", "ssl/certs/ca-certificates.crt", "pip.conf")
-PARTS = ("lib", "lib64", "libexec", "share", "include", "sbin", "bin")  # libraries first: `mount` runs with newer ones
+# Files copied from the machine's /etc into the release's: users, name resolution, certificates, Python's package index.
+SHARED_FILES = ("passwd", "group", "hosts", "resolv.conf", "localtime", "ssl/certs/ca-certificates.crt", "pip.conf")
+PARTS = ("lib", "lib64", "libexec", "share", "include", "sbin", "bin")  # libraries first, which `mount` then uses
 
 # $0 is the release's root. /usr/local stays the machine's.
 _ENTER = (
@@ -52,23 +51,24 @@ exec "$@"'''
 )
 
 
-def root_of(directory: Path, release: str) -> Path | None:
-    """Where the release's files lie below the state directory; None for the machine's own."""
+def release_root(directory: Path, release: str) -> Path | None:
+    """Return the folder of the release's files below the state directory; None for the machine's own release."""
     return None if release == NATIVE else directory / release
 
 
-def entering(root: Path | None, argv: Sequence[str]) -> list[str]:
-    """`argv` among the release's programs; the caller's own mount namespace is changed, so it must be a private one."""
+def enter_command(root: Path | None, argv: Sequence[str]) -> list[str]:
+    """Return the command that runs `argv` with the release's programs. It mounts in the caller's mount namespace, which
+    must be private."""
     return list(argv) if root is None else ["sh", "-c", _ENTER, str(root), *argv]
 
 
-def private(root: Path | None, argv: Sequence[str]) -> list[str]:
-    """`argv` among the release's programs, in a mount namespace of its own."""
-    return list(argv) if root is None else ["unshare", "--mount", *entering(root, argv)]
+def private_command(root: Path | None, argv: Sequence[str]) -> list[str]:
+    """Return the command that runs `argv` with the release's programs in a private mount namespace."""
+    return list(argv) if root is None else ["unshare", "--mount", *enter_command(root, argv)]
 
 
-def make(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[str], None]) -> None:
-    """Fetch the release: a minute or two, half a gigabyte.
+def create(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[str], None]) -> None:
+    """Fetch the release. It takes a minute or two and half a gigabyte.
 
     :raises TestbedError: debootstrap failed, or this machine's /bin and /lib are not below /usr.
     """
@@ -77,7 +77,7 @@ def make(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[
     refuse(
         f"testbed --release {release}",
         (not is_merged, "/bin and /lib are not links into /usr", merged_hint),
-        (not present("debootstrap"), "missing programs: debootstrap", "install it"),
+        (not is_installed("debootstrap"), "missing programs: debootstrap", "install it"),
         error=TestbedError,
     )
     argv = [
@@ -90,22 +90,22 @@ def make(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[
         str(root),
     ]
     progress(f"fetching Debian {release} (half a gigabyte, a minute or two)")
-    told = time.monotonic()
+    last_shown = time.monotonic()
 
     def show(line: str) -> None:
-        nonlocal told
-        if time.monotonic() - told > 5:
-            told = time.monotonic()
+        nonlocal last_shown
+        if time.monotonic() - last_shown > 5:
+            last_shown = time.monotonic()
             progress(line.removeprefix("I: "))
 
-    error = last_error(argv, system_env(mark), show, kill=True)
+    error = run_showing(argv, system_env(mark), show, kill=True)
     if error is not None:
         raise TestbedError(
             f"debootstrap failed: {error}",
             where=f"testbed --release {release}",
-            hint="see that the Debian mirror can be reached",
+            hint="check that the Debian mirror can be reached",
         )
-    for name in SHARED:
+    for name in SHARED_FILES:
         source, target = Path("/etc") / name, root / "etc" / name
         if source.exists():
             target.unlink(missing_ok=True)
@@ -113,7 +113,7 @@ def make(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[
 
 
 def write_wrappers(root: Path, folder: Path) -> None:
-    """Slurm's client commands under their own names, and `in-release COMMAND`, as scripts in `folder`."""
+    """Write scripts into `folder`: Slurm's client commands under their names, and `in-release COMMAND`."""
     folder.mkdir(mode=0o755, exist_ok=True)
     clients = [path.name for path in (root / "usr" / "bin").iterdir() if path.name in CLIENTS]
     for name in (*clients, "in-release"):

@@ -22,7 +22,7 @@ from holmes_hpc.errors import TestbedError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.testbed import packages
-from holmes_hpc.testbed.network import shape
+from holmes_hpc.testbed.network import tbf_line
 
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking]
 
@@ -145,7 +145,7 @@ def down(testbed, node: str, nic: str):
 
 def shaped(testbed, node: str, share: float):
     nic, mbit = rdma(node), MBIT[node.rstrip("0123456789")]
-    return broken(testbed, node, [f"tc {shape(nic, share * mbit)}"], [f"tc {shape(nic, mbit)}"])
+    return broken(testbed, node, [f"tc {tbf_line(nic, share * mbit)}"], [f"tc {tbf_line(nic, mbit)}"])
 
 
 def features(testbed, node: str) -> str:

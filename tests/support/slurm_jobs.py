@@ -18,7 +18,7 @@ import submitit
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.plan_job import submit_plan
-from holmes_hpc.testbed.slurm_prefix import release_of
+from holmes_hpc.testbed.slurm_prefix import parse_release
 
 THREE = [
     {"partition": "ib", "constraint": "nic_ib", "nodes": 2},
@@ -56,7 +56,7 @@ def job_ids() -> list[str]:
 
 def slurm_release() -> tuple[int, int]:
     """Return the release of the Slurm that the tests run on."""
-    return release_of(subprocess.run(["sinfo", "-V"], capture_output=True, text=True).stdout)
+    return parse_release(subprocess.run(["sinfo", "-V"], capture_output=True, text=True).stdout)
 
 
 def skip_where_a_requeue_cancels() -> None:

@@ -1,4 +1,4 @@
-"""The session's testbed, as every test marked `slurm` gets it."""
+"""The session's testbed, which every test marked `slurm` uses."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.slurm
-def test_the_sessions_testbed_is_up_under_the_tests_environment(testbed: object) -> None:
+def test_testbed_of_the_session_is_up_in_the_tests_environment(testbed: object) -> None:
     env, nodes = testbed.env, testbed.nodes  # type: ignore[attr-defined]
     assert Path(env["SLURM_CONF"]).is_file() and "ib1" in nodes
     assert testbed.exec("ib1", "hostname").stdout == "ib1\n"  # type: ignore[attr-defined]

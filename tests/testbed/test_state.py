@@ -1,4 +1,4 @@
-"""The record, the lock, the processes that are ours, and what is put aside during an installation."""
+"""The testbed's record, lock and processes, package installation, and progress messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.testbed import commands, daemons, network, packages, processes, record, testbed
 from holmes_hpc.testbed.record import FILE, Record, locked, state_dir
-from holmes_hpc.testbed.topology import find
+from holmes_hpc.testbed.topology import find_file
 
 
 def example(**values: object) -> Record:
@@ -40,19 +40,19 @@ def example(**values: object) -> Record:
     )
 
 
-def test_a_record_reads_back_and_only_root_may_read_it(tmp_path: Path) -> None:
+def test_record_round_trip_and_file_mode(tmp_path: Path) -> None:
     example(ready=True).write(tmp_path)
     assert Record.read(tmp_path) == example(ready=True)
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == [FILE]
 
 
-def test_no_record_means_no_testbed(tmp_path: Path) -> None:
+def test_missing_record_means_no_testbed(tmp_path: Path) -> None:
     assert Record.read(tmp_path) is None and Record.read(tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 99}', '{"version": 1}'])
-def test_a_damaged_record_is_one_line(tmp_path: Path, text: str) -> None:
+def test_damaged_record_is_a_one_line_error(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(TestbedError) as caught:
         Record.read(tmp_path)
@@ -60,19 +60,19 @@ def test_a_damaged_record_is_one_line(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/" + "x" * 70, "/a b", "/a'b", "/", "/a:b"])
-def test_a_directory_that_slurm_could_not_use_is_refused(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_unsuitable_directory_is_refused(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setenv("HOLMES_TESTBED", path)
     with pytest.raises(TestbedError, match="HOLMES_TESTBED"):
         state_dir()
 
 
-def test_the_lock_admits_one_at_a_time(tmp_path: Path) -> None:
-    inside, most = [], []
+def test_lock_is_exclusive(tmp_path: Path) -> None:
+    inside, counts = [], []
 
     def enter() -> None:
         with locked(tmp_path, create=False):
             inside.append(1)
-            most.append(len(inside))
+            counts.append(len(inside))
             threading.Event().wait(0.02)
             inside.pop()
 
@@ -81,30 +81,30 @@ def test_the_lock_admits_one_at_a_time(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == [1, 1, 1, 1]
+    assert counts == [1, 1, 1, 1]
 
 
-def test_who_waited_for_a_removed_directory_makes_it_anew(tmp_path: Path) -> None:
+def test_waiter_recreates_a_removed_directory(tmp_path: Path) -> None:
     directory = tmp_path / "bed"
-    made = []
+    results = []
 
     def later() -> None:
-        with locked(directory, create=True) as mine:
-            made.append((mine, directory.is_dir()))
+        with locked(directory, create=True) as is_new:
+            results.append((is_new, directory.is_dir()))
 
-    with locked(directory, create=True) as mine:
-        assert mine
+    with locked(directory, create=True) as is_new:
+        assert is_new
         thread = threading.Thread(target=later)
         thread.start()
         threading.Event().wait(0.1)
         directory.rmdir()
     thread.join(10)
-    assert made == [(True, True)]
+    assert results == [(True, True)]
 
 
 @pytest.fixture
-def pretend(tmp_path: Path) -> Iterator[Callable[..., int]]:
-    """Starts `sleep` under another program's name, and ends it."""
+def start_process(tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """Start copies of `sleep` under another program's name. Kill them after the test."""
     started = []
 
     def start(program: str, *, cwd: Path, argv: tuple[str, ...] = (), env: dict[str, str] | None = None) -> int:
@@ -126,47 +126,47 @@ def pretend(tmp_path: Path) -> Iterator[Callable[..., int]]:
 
 
 @pytest.mark.integration
-def test_only_servers_of_this_directory_are_ours(tmp_path: Path, pretend: Callable[..., int]) -> None:
-    mine, other, below = tmp_path / "bed", tmp_path / "bed2", tmp_path / "x" / "bed"
-    ours = {
-        pretend("slurmctld-wlm", cwd=mine / "run"),
-        pretend("debootstrap", cwd=tmp_path, env={processes.MARK: str(mine)}),
+def test_only_servers_of_this_directory_are_found(tmp_path: Path, start_process: Callable[..., int]) -> None:
+    directory, other, below = tmp_path / "bed", tmp_path / "bed2", tmp_path / "x" / "bed"
+    expected = {
+        start_process("slurmctld-wlm", cwd=directory / "run"),
+        start_process("debootstrap", cwd=tmp_path, env={processes.MARK: str(directory)}),
     }
-    pretend("debootstrap", cwd=tmp_path, env={processes.MARK: str(other)})
-    pretend("slurmctld-wlm", cwd=other)  # another testbed, whose path starts alike
-    pretend("munged", cwd=below)
-    pretend("munged", cwd=tmp_path)  # the machine's own
-    pretend("somebodys-shell", cwd=mine)  # standing in our directory is no crime
-    assert {found.pid for found in processes.find(mine, ())} == ours
-    processes.end_all(mine, ())
-    assert not processes.find(mine, ())
+    start_process("debootstrap", cwd=tmp_path, env={processes.MARK: str(other)})
+    start_process("slurmctld-wlm", cwd=other)  # another testbed, whose path has the same start
+    start_process("munged", cwd=below)
+    start_process("munged", cwd=tmp_path)  # of the machine's own Slurm
+    start_process("somebodys-shell", cwd=directory)  # any program may work in the directory
+    assert {process.pid for process in processes.find(directory, ())} == expected
+    processes.kill_all(directory, ())
+    assert not processes.find(directory, ())
     assert len(processes.find(other, ())) == 2 and len(processes.find(below, ())) == 1
 
 
 @pytest.mark.integration
-def test_a_server_is_known_by_a_file_in_its_command_line(tmp_path: Path, pretend: Callable[..., int]) -> None:
-    # sleep takes no such option, so it is given as its own name
-    mine = tmp_path / "bed"
-    pid = pretend("slurmdbd", cwd=tmp_path, argv=(f"--conf={mine}/etc/x",))
-    pretend("slurmdbd", cwd=tmp_path, argv=(f"--conf=/other{mine}/etc/x",))
-    pretend("slurmdbd", cwd=tmp_path, argv=(f"--conf={mine}2/etc/x",))
-    assert [found.pid for found in processes.find(mine, ())] == [pid]
+def test_server_is_found_by_a_path_in_its_command_line(tmp_path: Path, start_process: Callable[..., int]) -> None:
+    # sleep has no such option, so it is passed as the program name
+    directory = tmp_path / "bed"
+    pid = start_process("slurmdbd", cwd=tmp_path, argv=(f"--conf={directory}/etc/x",))
+    start_process("slurmdbd", cwd=tmp_path, argv=(f"--conf=/other{directory}/etc/x",))
+    start_process("slurmdbd", cwd=tmp_path, argv=(f"--conf={directory}2/etc/x",))
+    assert [process.pid for process in processes.find(directory, ())] == [pid]
 
 
 @pytest.mark.integration
-def test_everything_in_our_namespaces_is_ours() -> None:
-    own = os.stat("/proc/self/ns/net").st_ino
+def test_processes_in_the_namespaces_are_found() -> None:
+    namespace = os.stat("/proc/self/ns/net").st_ino
     child = subprocess.Popen(["sleep", "600"])
     try:
-        assert child.pid in {found.pid for found in processes.find(Path("/nowhere"), {own})}
-        assert os.getpid() not in {found.pid for found in processes.find(Path("/nowhere"), {own})}
+        assert child.pid in {process.pid for process in processes.find(Path("/nowhere"), {namespace})}
+        assert os.getpid() not in {process.pid for process in processes.find(Path("/nowhere"), {namespace})}
     finally:
         child.kill()
         child.wait()
 
 
 @pytest.mark.integration
-def test_a_node_is_killed_with_what_it_forks_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_namespace_kills_forks_and_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     forks = ["sh", "-c", "while :; do sleep 600 & sleep 0.01; done"]
     node, other = subprocess.Popen(forks, start_new_session=True), subprocess.Popen(["sleep", "600"])
 
@@ -175,17 +175,17 @@ def test_a_node_is_killed_with_what_it_forks_and_no_other(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(processes, "_namespace", namespace)
     try:
-        processes.end_inside(7)
+        processes.kill_namespace(7)
         assert node.wait(5) == -9 and other.poll() is None
         assert not [p for p in Path("/proc").glob("[0-9]*") if f" {node.pid} " in _session(p)]
     finally:
-        for each in (node, other):
-            each.kill()
-            each.wait()
+        for process in (node, other):
+            process.kill()
+            process.wait()
 
 
 def _session(process: Path) -> str:
-    """The session of a process that lives, between blanks."""
+    """Return the session id of a live process between blanks, else ""."""
     try:
         state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
     except (OSError, ValueError):
@@ -202,40 +202,40 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", ["none", "file", "link"])
-def test_the_machines_policy_is_put_aside_and_back(policy: Path, kind: str) -> None:
+def test_policy_of_the_machine_is_restored(policy: Path, kind: str) -> None:
     if kind == "file":
         policy.write_text("own")
         policy.chmod(0o741)
     elif kind == "link":
         policy.symlink_to("/bin/true")
-    before = [
+    old_files = [
         (p.name, p.lstat().st_mode, os.readlink(p) if p.is_symlink() else p.read_text())
         for p in policy.parent.iterdir()
     ]
     with packages._no_services():
         assert subprocess.run([policy]).returncode == 101
-    after = [
+    new_files = [
         (p.name, p.lstat().st_mode, os.readlink(p) if p.is_symlink() else p.read_text())
         for p in policy.parent.iterdir()
     ]
-    assert after == before
+    assert new_files == old_files
 
 
-def test_a_killed_installation_is_undone_later(policy: Path) -> None:
+def test_policy_is_restored_after_a_killed_installation(policy: Path) -> None:
     policy.write_text("own")
-    packages._no_services().__enter__()  # and never left
+    packages._no_services().__enter__()  # as in a killed process, without exit
     packages.restore_policy()
     assert policy.read_text() == "own" and len(os.listdir(policy.parent)) == 1
 
 
-def test_without_apt_the_missing_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "present", lambda program: program in packages.NODES)
+def test_missing_programs_are_named_without_apt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "is_installed", lambda program: program in packages.NODES)
     with pytest.raises(TestbedError) as caught:
         packages.install({**packages.NODES, **packages.SLURM}, lambda _: None)
     assert "slurmctld" in str(caught.value) and "munged" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_only_root_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_up_needs_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(commands, "is_root", lambda: False)
     monkeypatch.setenv("HOLMES_TESTBED", str(tmp_path / "bed"))
     with pytest.raises(TestbedError, match="root"):
@@ -243,9 +243,9 @@ def test_only_root_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not (tmp_path / "bed").exists()
 
 
-def test_a_directory_with_other_files_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_with_other_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "is_root", lambda: True)
-    monkeypatch.setattr(testbed.packages, "install", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(testbed.packages, "install", lambda *_: pytest.fail("continued"))
     with pytest.MonkeyPatch.context() as patch:
         import tempfile
 
@@ -258,18 +258,18 @@ def test_a_directory_with_other_files_is_left_alone(monkeypatch: pytest.MonkeyPa
             assert (Path(folder) / "thesis.tex").read_text() == "dear"
 
 
-def test_asking_a_testbed_that_is_not_up_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_without_a_testbed_have_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLMES_TESTBED", "/nonexistent/bed")
-    for ask in (testbed.env, testbed.nodes, lambda: testbed.exec_in("ib1", ["true"])):
+    for query in (testbed.env, testbed.nodes, lambda: testbed.exec_in("ib1", ["true"])):
         with pytest.raises(TestbedError, match="holmes testbed up"):
-            ask()
+            query()
     assert testbed.status() == {"up": False, "state_dir": "/nonexistent/bed"}
     assert testbed.down() is False
     assert Path("/var/lib/holmes-testbed") == record.DEFAULT_DIRECTORY
 
 
-def test_a_node_that_waits_for_somebody_is_no_broken_one() -> None:
-    """Else `up`, after one slurmd died, would wait for nodes that jobs or people hold, and then make all anew."""
+def test_drained_and_reserved_nodes_count_as_registered() -> None:
+    """Otherwise `up` would wait for drained nodes after the death of one slurmd, and then recreate everything."""
     assert [
         state
         for state in (
@@ -288,69 +288,67 @@ def test_a_node_that_waits_for_somebody_is_no_broken_one() -> None:
             "failing",
             "completing",
         )
-        if not testbed.registered(state)
+        if not testbed.is_registered(state)
     ] == ["idle*", "drained*", "down", "down*", "unknown*", "failing"]
 
 
 @pytest.mark.integration
-def test_a_daemon_that_is_slow_to_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemons, "TELL_S", 0.0)
-    said: list[str] = []
-    slow = daemons.Daemon("slurmctld", ("sleep", "600"), lambda: len(said) > 1, entered=True)
-    own = SimpleNamespace(places=SimpleNamespace(log=tmp_path, run=tmp_path), env=dict, mark={})
+def test_progress_names_a_slow_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemons, "PROGRESS_S", 0.0)
+    messages: list[str] = []
+    slow = daemons.Daemon("slurmctld", ("sleep", "600"), lambda: len(messages) > 1, enters_release=True)
+    fake_testbed = SimpleNamespace(paths=SimpleNamespace(log=tmp_path, run=tmp_path), env=dict, mark={})
     try:
-        daemons.start([slow], own, 60, said.append)  # type: ignore[arg-type]
+        daemons.start([slow], fake_testbed, 60, messages.append)  # type: ignore[arg-type]
     finally:
         process = daemons._CHILDREN.pop()
         process.kill()
         process.wait()
-    assert len(said) == 2 and all(line.startswith("waiting for slurmctld to answer, ") for line in said)
+    assert len(messages) == 2 and all(line.startswith("waiting for slurmctld to answer, ") for line in messages)
 
 
-def test_nodes_that_are_slow_to_register_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_names_unregistered_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [{"ib1": "unknown*", "ib2": "idle", "eth1": "down*"}, {"ib1": "idle", "ib2": "idle", "eth1": "idle"}]
     monkeypatch.setattr(testbed, "_node_states", lambda _: states.pop(0))
-    monkeypatch.setattr(daemons, "TELL_S", -1.0)
-    said: list[str] = []
-    testbed._wait_for_nodes(None, said.append, lambda: None)  # type: ignore[arg-type]
-    assert len(said) == 1 and said[0].startswith("waiting for ib1, eth1 to register, ")
+    monkeypatch.setattr(daemons, "PROGRESS_S", -1.0)
+    messages: list[str] = []
+    testbed._wait_for_nodes(None, messages.append, lambda: None)  # type: ignore[arg-type]
+    assert len(messages) == 1 and messages[0].startswith("waiting for ib1, eth1 to register, ")
 
 
-def test_two_testbeds_that_begin_at_once_share_no_subnet_and_no_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_testbeds_share_no_subnet_or_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subnets = ["10.70.0.0/16", "10.71.0.0/16"]
     used: list[str] = []
-    began = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
-    def make(wiring: network.Wiring) -> None:
-        time.sleep(0.1)  # as long as the other one could look for its own
+    def create(wiring: network.Wiring) -> None:
+        time.sleep(0.1)  # long enough for the other one to choose a subnet
         used.append(wiring.subnet)
 
-    def nothing(*_: object) -> Callable[[], None]:
+    def do_nothing(*_: object) -> Callable[[], None]:
         return lambda: None
 
-    monkeypatch.setattr(network, "free_subnet", lambda _: next(each for each in subnets if each not in used))
+    monkeypatch.setattr(network, "free_subnet", lambda _: next(subnet for subnet in subnets if subnet not in used))
     monkeypatch.setattr(network, "names_in_use", list)
-    monkeypatch.setattr(network, "make", make)
-    for place, name in (
+    monkeypatch.setattr(network, "create", create)
+    for module, name in (
         (packages, "install"),
         (testbed.daemons, "write_files"),
-        (testbed.daemons, "make_database"),
+        (testbed.daemons, "create_database"),
         (testbed.daemons, "start"),
         (testbed, "_start_servers"),
         (testbed, "_wait_for_nodes"),
     ):
-        monkeypatch.setattr(place, name, nothing)
-    text = find("default").read_text()
+        monkeypatch.setattr(module, name, do_nothing)
+    text = find_file("default").read_text()
 
-    def build(name: str) -> None:
+    def set_up(name: str) -> None:
         (tmp_path / name).mkdir()
-        began.wait()
-        testbed._build(tmp_path / name, text, "bookworm", "", True, lambda _: None)
+        barrier.wait()
+        testbed._create(tmp_path / name, text, "bookworm", "", True, lambda _: None)
 
-    with ThreadPoolExecutor() as both:
-        list(both.map(build, "ab"))
-    made = [Record.read(tmp_path / name) for name in "ab"]
-    assert sorted(each.subnet for each in made if each) == subnets == sorted(used)
-    assert len({port for each in made if each for port in each.ports.values()}) == 8
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(set_up, "ab"))
+    records = [Record.read(tmp_path / name) for name in "ab"]
+    assert sorted(record.subnet for record in records if record) == subnets == sorted(used)
+    assert len({port for record in records if record for port in record.ports.values()}) == 8

@@ -1,4 +1,4 @@
-"""A real testbed of this module's own, beside the session's: what it shows, how it breaks, what it leaves."""
+"""A separate real testbed beside the session's: its Slurm and network, its repair, and complete removal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from holmes_hpc import testbed as beds
+from holmes_hpc import testbed as testbed_module
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.testbed import network, processes, userland
 from holmes_hpc.testbed.commands import SYSTEM_PATH
@@ -28,33 +28,35 @@ UP = "from holmes_hpc import testbed; testbed.up('default')"
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Path]:
-    """A state directory of this module's own; whatever happens, nothing stays in it."""
+def state_directory() -> Iterator[Path]:
+    """Return a state directory for this module. It is removed in any case."""
     with tempfile.TemporaryDirectory(prefix="hb", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(os.path.realpath(folder)) / "bed"
         patch.setenv("HOLMES_TESTBED", str(path))
         patch.setenv("SLURM_CONF", str(path / "etc" / "slurm.conf"))
         yield path
-        beds.down()
+        testbed_module.down()
 
 
 @pytest.fixture
-def bed(place: Path) -> Path:
-    """The testbed in that directory, up and whole."""
-    beds.up("default")
-    return place
+def testbed_directory(state_directory: Path) -> Path:
+    """Return the state directory of a complete testbed."""
+    testbed_module.up("default")
+    return state_directory
 
 
-def traces(place: Path, prefix: str) -> list[str]:
-    """All that is left of a testbed on this machine."""
-    left = [name for name in network.names_in_use() if name.startswith(prefix)]
-    left += [f"{found.program} {found.pid}" for found in processes.find(place, ())]
-    left += [line for line in Path("/proc/mounts").read_text().splitlines() if str(place) in line or prefix in line]
-    return left + ([str(place)] if place.exists() else [])
+def leftovers(state_directory: Path, prefix: str) -> list[str]:
+    """Return everything that remains of a testbed on this machine."""
+    names = [name for name in network.names_in_use() if name.startswith(prefix)]
+    names += [f"{process.program} {process.pid}" for process in processes.find(state_directory, ())]
+    names += [
+        line for line in Path("/proc/mounts").read_text().splitlines() if str(state_directory) in line or prefix in line
+    ]
+    return names + ([str(state_directory)] if state_directory.exists() else [])
 
 
-def prefix_of(place: Path) -> str:
-    record = Record.read(place)
+def prefix_of(state_directory: Path) -> str:
+    record = Record.read(state_directory)
     assert record is not None
     return record.prefix
 
@@ -67,34 +69,42 @@ def slurm(*argv: str, timeout_s: float = 60) -> str:
         timeout=timeout_s,
         check=False,
         cwd="/tmp",
-        env={**os.environ, **beds.env()},
+        env={**os.environ, **testbed_module.env()},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def pids(program: str, place: Path) -> list[int]:
-    record = Record.read(place)
+def pids_of(program: str, state_directory: Path) -> list[int]:
+    record = Record.read(state_directory)
     assert record is not None
     inodes = {network.inode(name) for name in record.namespaces} - {None}
-    return [found.pid for found in processes.find(place, inodes) if found.program == program]  # type: ignore[arg-type]
+    return [process.pid for process in processes.find(state_directory, inodes) if process.program == program]  # type: ignore[arg-type]
 
 
-def test_up_twice_is_the_same_testbed(bed: Path) -> None:
-    before = (Record.read(bed), sorted(pids("slurmd", bed)), pids("slurmctld", bed))
-    said: list[str] = []
-    beds.up("default", progress=said.append)
-    assert (Record.read(bed), sorted(pids("slurmd", bed)), pids("slurmctld", bed)) == before
-    assert said == []
-    assert beds.status()["up"] is True
+def test_second_up_keeps_the_testbed(testbed_directory: Path) -> None:
+    old_state = (
+        Record.read(testbed_directory),
+        sorted(pids_of("slurmd", testbed_directory)),
+        pids_of("slurmctld", testbed_directory),
+    )
+    messages: list[str] = []
+    testbed_module.up("default", progress=messages.append)
+    assert (
+        Record.read(testbed_directory),
+        sorted(pids_of("slurmd", testbed_directory)),
+        pids_of("slurmctld", testbed_directory),
+    ) == old_state
+    assert messages == []
+    assert testbed_module.status()["up"] is True
 
 
-def test_another_topology_is_refused_while_one_is_up(bed: Path) -> None:
+def test_another_topology_is_refused_while_one_is_up(testbed_directory: Path) -> None:
     with pytest.raises(TestbedError, match=r"another one is up \(default.*holmes testbed down"):
-        beds.up("two-ib")
+        testbed_module.up("two-ib")
 
 
-def test_slurm_shows_partitions_and_features(bed: Path) -> None:
+def test_slurm_shows_partitions_and_features(testbed_directory: Path) -> None:
     rows = {tuple(line.split()) for line in slurm("sinfo", "-h", "-N", "-o", "%R %N %f %T").splitlines()}
     assert len(rows) == 10
     assert ("ib", "ib1", "nic_ib,nic_0.4g,eth_0.05g,fabric_ib-a", "idle") in rows
@@ -102,9 +112,9 @@ def test_slurm_shows_partitions_and_features(bed: Path) -> None:
     assert ("eth", "eth2", "nic_ethernet,nic_0.05g,eth_0.05g,fabric_eth-a", "idle") in rows
 
 
-def test_a_hetjob_step_spans_three_components_and_each_task_sees_its_own_nics(bed: Path) -> None:
-    out = bed / "het.out"
-    script = bed / "het.sh"
+def test_hetjob_step_spans_three_components_with_their_nics(testbed_directory: Path) -> None:
+    out = testbed_directory / "het.out"
+    script = testbed_directory / "het.sh"
     script.write_text(f"""#!/bin/bash
 #SBATCH -p ib -N2 --ntasks-per-node=1 -C nic_ib&nic_0.4g -o {out}
 #SBATCH hetjob
@@ -124,7 +134,7 @@ srun --het-group=0-2 --kill-on-bad-exit=1 sh -c 'echo $SLURM_PROCID $(hostname) 
     ]
 
 
-def test_accounting_answers(bed: Path) -> None:
+def test_accounting_shows_the_job(testbed_directory: Path) -> None:
     job = slurm("sbatch", "--parsable", "--wait", "-p", "eth", "-o", "/dev/null", "--wrap", "true").strip()
     for _ in range(100):
         states = slurm("sacct", "-X", "-n", "-P", "-j", job, "-o", "state").split()
@@ -134,7 +144,7 @@ def test_accounting_answers(bed: Path) -> None:
     assert states == ["COMPLETED"]
 
 
-def test_a_low_partition_made_at_run_time_is_preempted_and_requeued(bed: Path) -> None:
+def test_low_priority_partition_added_at_run_time_is_preempted(testbed_directory: Path) -> None:
     slurm("scontrol", "create", "PartitionName=low", "Nodes=ib[1-4]", "PriorityTier=1", "PreemptMode=REQUEUE")
     try:
         low = slurm(
@@ -152,21 +162,21 @@ def test_a_low_partition_made_at_run_time_is_preempted_and_requeued(bed: Path) -
 
 def wait_for(job: str, state: str) -> None:
     for _ in range(400):
-        found = re.search(r"JobState=(\w+)", slurm("scontrol", "show", "job", job))
-        if found and found[1] == state:
+        match = re.search(r"JobState=(\w+)", slurm("scontrol", "show", "job", job))
+        if match and match[1] == state:
             return
         time.sleep(0.1)
-    pytest.fail(f"job {job} is {found and found[1]}, not {state}")
+    pytest.fail(f"job {job} is {match and match[1]}, not {state}")
 
 
 def address(node: str, interface: str) -> str:
-    rows = json.loads(beds.exec_in(node, ["ip", "-j", "addr", "show", interface], capture=True).stdout)
+    rows = json.loads(testbed_module.exec_in(node, ["ip", "-j", "addr", "show", interface], capture=True).stdout)
     return str(rows[0]["addr_info"][0]["local"])
 
 
 def counters(node: str) -> dict[str, tuple[int, int]]:
-    """Interface -> bytes sent and received, of a node's data NICs."""
-    rows = json.loads(beds.exec_in(node, ["ip", "-j", "-s", "link"], capture=True).stdout)
+    """Return (bytes sent, bytes received) of each of a node's data NICs."""
+    rows = json.loads(testbed_module.exec_in(node, ["ip", "-j", "-s", "link"], capture=True).stdout)
     return {
         row["ifname"]: (row["stats64"]["tx"]["bytes"], row["stats64"]["rx"]["bytes"])
         for row in rows
@@ -175,21 +185,23 @@ def counters(node: str) -> dict[str, tuple[int, int]]:
 
 
 def transfer(sender: str, receiver: str, interface: str, count: int) -> float:
-    """Send `count` bytes to the receiver's address on `interface`; Mbit/s as the receiver saw it."""
-    goal = address(receiver, interface)
+    """Send `count` bytes to the receiver's address on `interface`. Return the receiver's rate in Mbit/s."""
+    target = address(receiver, interface)
     code = "import sys; from holmes_hpc import testbed; sys.exit(testbed.exec_in(sys.argv[1], sys.argv[2:]).returncode)"
     server = subprocess.Popen(
-        [sys.executable, "-c", code, receiver, sys.executable, str(PEER), "serve", goal],
+        [sys.executable, "-c", code, receiver, sys.executable, str(PEER), "serve", target],
         stdout=subprocess.PIPE,
         text=True,
     )
     with server:
         assert server.stdout is not None
         port = server.stdout.readline().strip()
-        done = beds.exec_in(sender, [sys.executable, str(PEER), "send", goal, port, str(count)], capture=True)
+        done = testbed_module.exec_in(
+            sender, [sys.executable, str(PEER), "send", target, port, str(count)], capture=True
+        )
         assert done.returncode == 0, done.stderr
-        got, seconds = server.stdout.readline().split()
-    assert int(got) == count
+        num_bytes, seconds = server.stdout.readline().split()
+    assert int(num_bytes) == count
     return count * 8 / 1e6 / float(seconds)
 
 
@@ -202,108 +214,108 @@ def transfer(sender: str, receiver: str, interface: str, count: int) -> float:
         ("eth1", "eth2", "eth0", 50),
     ],
 )
-def test_bytes_go_over_the_nic_they_are_sent_to_at_its_rate(
-    bed: Path, sender: str, receiver: str, interface: str, mbit: float
+def test_bytes_use_the_addressed_nic_at_its_rate(
+    testbed_directory: Path, sender: str, receiver: str, interface: str, mbit: float
 ) -> None:
     count = int(mbit * 1e6 / 8)  # a second's worth
-    before = {node: counters(node) for node in (sender, receiver)}
-    # Never faster than the rate (a bucket's content aside); how much slower depends on what else the machine does.
+    old = {node: counters(node) for node in (sender, receiver)}
+    # Never faster than the rate, apart from the bucket's content. How much slower depends on the machine's load.
     assert 0.4 * mbit < transfer(sender, receiver, interface, count) < 1.02 * mbit
-    after = {node: counters(node) for node in (sender, receiver)}
-    for name in before[sender]:
-        sent = after[sender][name][0] - before[sender][name][0]
+    new = {node: counters(node) for node in (sender, receiver)}
+    for name in old[sender]:
+        sent = new[sender][name][0] - old[sender][name][0]
         assert count <= sent <= 1.05 * count if name == interface else sent < 10_000, name
-    for name in before[receiver]:
-        received = after[receiver][name][1] - before[receiver][name][1]
+    for name in old[receiver]:
+        received = new[receiver][name][1] - old[receiver][name][1]
         assert count <= received <= 1.05 * count if name == interface else received < 10_000, name
 
 
-def test_fabrics_do_not_reach_each_other(bed: Path) -> None:
-    goal = address("roce1", "roce0")
-    done = beds.exec_in("ib1", [sys.executable, str(PEER), "send", goal, "9", "1"], capture=True)
+def test_fabrics_cannot_reach_each_other(testbed_directory: Path) -> None:
+    target = address("roce1", "roce0")
+    done = testbed_module.exec_in("ib1", [sys.executable, str(PEER), "send", target, "9", "1"], capture=True)
     assert done.returncode != 0 and "unreachable" in done.stderr
 
 
-def test_a_nodes_name_is_its_ethernet_address(bed: Path) -> None:
+def test_node_name_resolves_to_its_ethernet_address(testbed_directory: Path) -> None:
     for node in ("ib1", "eth2"):
-        done = beds.exec_in("roce1", ["getent", "hosts", node], capture=True)
+        done = testbed_module.exec_in("roce1", ["getent", "hosts", node], capture=True)
         assert done.stdout.split()[0] == address(node, "eth0")
 
 
-def test_exec_passes_the_exit_code_and_refuses_unknown_nodes(bed: Path) -> None:
-    assert beds.exec_in("ib2", ["sh", "-c", "hostname; exit 7"], capture=True).returncode == 7
-    assert beds.exec_in("ib2", ["hostname"], capture=True).stdout == "ib2\n"
+def test_exec_passes_the_exit_code_and_refuses_unknown_nodes(testbed_directory: Path) -> None:
+    assert testbed_module.exec_in("ib2", ["sh", "-c", "hostname; exit 7"], capture=True).returncode == 7
+    assert testbed_module.exec_in("ib2", ["hostname"], capture=True).stdout == "ib2\n"
     with pytest.raises(TestbedError, match="did you mean 'roce1'"):
-        beds.exec_in("roc1", ["true"])
+        testbed_module.exec_in("roc1", ["true"])
 
 
-def test_two_testbeds_stand_side_by_side(bed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_testbeds_run_side_by_side(testbed_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="hb", dir="/tmp") as folder:
         monkeypatch.setenv("HOLMES_TESTBED", folder)
         monkeypatch.setenv("SLURM_CONF", f"{folder}/etc/slurm.conf")
         try:
-            beds.up("two-ib")
+            testbed_module.up("two-ib")
             prefix = prefix_of(Path(folder))
             assert len(slurm("sinfo", "-h", "-N", "-o", "%N").split()) == 8
             assert slurm("srun", "-p", "ib-b", "hostname") == "ibb1\n"
         finally:
-            assert beds.down() is True
-        assert os.listdir(folder) == []  # the directory was there before, so it stays
-        assert traces(Path(folder), prefix) == [folder]
-    monkeypatch.setenv("HOLMES_TESTBED", str(bed))
-    monkeypatch.setenv("SLURM_CONF", f"{bed}/etc/slurm.conf")
-    assert beds.status()["up"] is True
+            assert testbed_module.down() is True
+        assert os.listdir(folder) == []  # the directory existed before, so it stays
+        assert leftovers(Path(folder), prefix) == [folder]
+    monkeypatch.setenv("HOLMES_TESTBED", str(testbed_directory))
+    monkeypatch.setenv("SLURM_CONF", f"{testbed_directory}/etc/slurm.conf")
+    assert testbed_module.status()["up"] is True
     assert slurm("srun", "-p", "ib", "hostname") == "ib1\n"
 
 
 @pytest.mark.parametrize("program", ["munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd"])
-def test_up_starts_again_what_has_died(bed: Path, program: str) -> None:
-    others = {name: pids(name, bed) for name in processes.DAEMONS if name != program}
-    victims = pids(program, bed)
-    if not victims and program == "munged":
-        pytest.skip("the daemons of this Slurm trust a key")
-    for pid in victims:
+def test_up_restarts_dead_daemons(testbed_directory: Path, program: str) -> None:
+    others = {name: pids_of(name, testbed_directory) for name in processes.DAEMONS if name != program}
+    killed = pids_of(program, testbed_directory)
+    if not killed and program == "munged":
+        pytest.skip("this Slurm uses auth/slurm")
+    for pid in killed:
         os.kill(pid, signal.SIGKILL)
-    while set(victims) & set(pids(program, bed)):  # a process of many threads takes a while to die
+    while set(killed) & set(pids_of(program, testbed_directory)):  # a process with many threads takes a while to end
         time.sleep(0.01)
-    assert beds.status()["up"] is False
-    said: list[str] = []
-    beds.up(progress=said.append)
-    assert said and said[0].startswith("starting again: ") and program in said[0]
-    assert not set(victims) & set(pids(program, bed))
-    assert {name: pids(name, bed) for name in others} == others
+    assert testbed_module.status()["up"] is False
+    messages: list[str] = []
+    testbed_module.up(progress=messages.append)
+    assert messages and messages[0].startswith("restarting: ") and program in messages[0]
+    assert not set(killed) & set(pids_of(program, testbed_directory))
+    assert {name: pids_of(name, testbed_directory) for name in others} == others
     assert slurm("srun", "-p", "roce", "hostname") == "roce1\n"
 
 
-def test_up_makes_a_broken_network_anew(bed: Path) -> None:
-    subprocess.run(["ip", "netns", "del", f"{prefix_of(bed)}-ib3"], check=True)
-    said: list[str] = []
-    beds.up(progress=said.append)
-    assert "the testbed is broken: making it anew" in said
+def test_up_recreates_a_broken_network(testbed_directory: Path) -> None:
+    subprocess.run(["ip", "netns", "del", f"{prefix_of(testbed_directory)}-ib3"], check=True)
+    messages: list[str] = []
+    testbed_module.up(progress=messages.append)
+    assert "the testbed is broken: recreating it" in messages
     assert slurm("srun", "-w", "ib3", "hostname") == "ib3\n"
 
 
-def test_down_after_killed_daemons_and_with_a_running_job_leaves_nothing(bed: Path) -> None:
-    prefix = prefix_of(bed)
+def test_down_with_killed_daemons_and_a_running_job_is_complete(testbed_directory: Path) -> None:
+    prefix = prefix_of(testbed_directory)
     job = slurm("sbatch", "--parsable", "-p", "ib", "-N2", "-o", "/dev/null", "--wrap", "srun sleep 300").strip()
     wait_for(job, "RUNNING")
-    for pid in pids("slurmd", bed) + pids("slurmctld", bed):
+    for pid in pids_of("slurmd", testbed_directory) + pids_of("slurmctld", testbed_directory):
         os.kill(pid, signal.SIGKILL)
-    assert beds.down() is True
-    assert traces(bed, prefix) == []
-    assert beds.down() is False
+    assert testbed_module.down() is True
+    assert leftovers(testbed_directory, prefix) == []
+    assert testbed_module.down() is False
 
 
-def test_down_does_not_delete_through_a_mount(bed: Path, tmp_path: Path) -> None:
+def test_down_deletes_nothing_through_a_mount(testbed_directory: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("dear")
-    (bed / "log" / "x").mkdir()
-    subprocess.run(["mount", "--bind", str(tmp_path), str(bed / "log" / "x")], check=True)
-    assert beds.down() is True
+    (testbed_directory / "log" / "x").mkdir()
+    subprocess.run(["mount", "--bind", str(tmp_path), str(testbed_directory / "log" / "x")], check=True)
+    assert testbed_module.down() is True
     assert (tmp_path / "thesis.tex").read_text() == "dear"
-    assert str(bed) not in Path("/proc/mounts").read_text()
+    assert str(testbed_directory) not in Path("/proc/mounts").read_text()
 
 
-def test_another_releases_files_are_seen_inside_only(tmp_path: Path) -> None:
+def test_files_of_another_release_are_visible_only_inside(tmp_path: Path) -> None:
     root = tmp_path / "release"
     (root / "etc").mkdir(parents=True)
     (root / "etc" / "of-the-release").write_text("yes")
@@ -326,58 +338,63 @@ def test_another_releases_files_are_seen_inside_only(tmp_path: Path) -> None:
     assert not Path("/etc/of-the-release").exists()
 
 
-def test_a_failure_half_way_undoes_itself(place: Path, tmp_path: Path) -> None:
-    beds.down()
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(
+def test_failed_up_removes_everything(state_directory: Path, tmp_path: Path) -> None:
+    testbed_module.down()
+    topology_file = tmp_path / "wrong.yaml"
+    topology_file.write_text(
         "name: wrong\nethernet_mbit: 5\nfabrics: [{name: e, nic: ethernet, partition: e, nodes: 2}]\n"
         "slurm: {SelectType: select/nonsense}\n"
     )
-    seen: list[str] = []
+    prefixes: list[str] = []
     with pytest.raises(TestbedError) as caught:
-        beds.up(wrong, progress=lambda line: seen.append(prefix_of(place) if (place / FILE).exists() else ""))
+        testbed_module.up(
+            topology_file,
+            progress=lambda line: prefixes.append(
+                prefix_of(state_directory) if (state_directory / FILE).exists() else ""
+            ),
+        )
     assert "\n" not in str(caught.value)
-    prefix = next(filter(None, seen))
-    assert traces(place, prefix) == []
+    prefix = next(filter(None, prefixes))
+    assert leftovers(state_directory, prefix) == []
 
 
 @pytest.mark.parametrize("capability", ["sys_admin", "net_admin"])
-def test_a_container_without_the_capability_is_told_so_and_left_clean(place: Path, capability: str) -> None:
-    beds.down()
-    less = ["setpriv", f"--bounding-set=-{capability}", f"--inh-caps=-{capability}"]
-    done = subprocess.run([*less, sys.executable, "-c", UP], capture_output=True, text=True)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and f"CAP_{capability.upper()}" in last and "not permitted" in last, last
-    assert not place.exists()
+def test_missing_capability_is_named_and_leaves_nothing(state_directory: Path, capability: str) -> None:
+    testbed_module.down()
+    setpriv = ["setpriv", f"--bounding-set=-{capability}", f"--inh-caps=-{capability}"]
+    done = subprocess.run([*setpriv, sys.executable, "-c", UP], capture_output=True, text=True)
+    last_line = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and f"CAP_{capability.upper()}" in last_line and "not permitted" in last_line, last_line
+    assert not state_directory.exists()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("when", ["record", "servers"])
-def test_a_killed_up_leaves_nothing_after_down(place: Path, how: signal.Signals, when: str) -> None:
-    beds.down()
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("stage", ["record", "servers"])
+def test_down_after_a_killed_up_is_complete(state_directory: Path, signal_number: signal.Signals, stage: str) -> None:
+    testbed_module.down()
     with subprocess.Popen([sys.executable, "-c", UP], stderr=subprocess.PIPE) as process:
-        mark = place / (FILE if when == "record" else "log/slurmdbd.out")
+        marker = state_directory / (FILE if stage == "record" else "log/slurmdbd.out")
         for _ in range(3000):
-            if mark.exists() or process.poll() is not None:
+            if marker.exists() or process.poll() is not None:
                 break
             time.sleep(0.01)
-        prefix = prefix_of(place)
-        process.send_signal(how)
+        prefix = prefix_of(state_directory)
+        process.send_signal(signal_number)
     assert process.returncode != 0
-    if how == signal.SIGTERM:
-        assert traces(place, prefix) == []
+    if signal_number == signal.SIGTERM:
+        assert leftovers(state_directory, prefix) == []
     else:
-        assert traces(place, prefix) != []
-        assert beds.status()["up"] is False
-        assert beds.down() is True
-        assert traces(place, prefix) == []
+        assert leftovers(state_directory, prefix) != []
+        assert testbed_module.status()["up"] is False
+        assert testbed_module.down() is True
+        assert leftovers(state_directory, prefix) == []
 
 
-def test_up_after_a_killed_up_starts_anew(place: Path) -> None:
-    beds.down()
+def test_up_after_a_killed_up_recreates_the_testbed(state_directory: Path) -> None:
+    testbed_module.down()
     with subprocess.Popen([sys.executable, "-c", UP]) as process:
-        while not (place / "log").exists() and process.poll() is None:
+        while not (state_directory / "log").exists() and process.poll() is None:
             time.sleep(0.01)
         process.kill()
-    beds.up("default")
-    assert beds.status()["up"] is True
+    testbed_module.up("default")
+    assert testbed_module.status()["up"] is True

@@ -251,7 +251,7 @@ def node_share(
 ) -> dict[str, Value | None]:
     """Return the default `cpus_per_task` and `mem` of a component that uses `gpus` of the GPUs of each node.
 
-    Its share of the node's CPUs is split evenly over its `ranks` per node. A whole node gives all its memory (--mem=0).
+    Its share of a node's CPUs is split evenly over its `ranks` per node. A whole node gives all its memory (--mem=0).
     None for a size that Slurm does not report.
     """
     is_whole_node = exclusive or gpus >= gpus_per_node
