@@ -32,7 +32,7 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2)  # sub
 
 
 @dataclass(frozen=True)
-class Bed:
+class SessionTestbed:
     """A testbed that is up; the environment of the tests points Slurm's commands at it."""
 
     env: dict[str, str]
@@ -156,19 +156,19 @@ def place_of_testbed() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def testbed(place_of_testbed: None) -> Iterator[Bed]:
-    """The testbed that is up (it stays), or one that is brought up for this session and taken down after it."""
-    from holmes_hpc import testbed as beds
+def testbed(place_of_testbed: None) -> Iterator[SessionTestbed]:
+    """Return the present testbed, which stays up, or create one for this session and remove it afterwards."""
+    from holmes_hpc import testbed as testbed_module
 
     if reason := why_no_testbed():
         pytest.skip(reason)
-    found = bool(beds.status()["up"])
-    beds.up(release=os.environ.get("HOLMES_TESTBED_RELEASE"), progress=_tell)
+    was_up = bool(testbed_module.status()["up"])
+    testbed_module.up(release=os.environ.get("HOLMES_TESTBED_RELEASE"), progress=_tell)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for key, value in beds.env().items():
+            for key, value in testbed_module.env().items():
                 patch.setenv(key, value)
-            yield Bed(beds.env(), beds.nodes())
+            yield SessionTestbed(testbed_module.env(), testbed_module.nodes())
     finally:
-        if not found:
-            beds.down(_tell)
+        if not was_up:
+            testbed_module.down(_tell)

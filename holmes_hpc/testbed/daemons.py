@@ -95,10 +95,8 @@ def _with_socket_folder(testbed: Testbed, name: str, daemon: str, argv: Sequence
 
 def cgroup_plugin(version: str) -> str:
     """Return the cgroup plugin with which Slurm ignores control groups. `version`: as in ``slurm-wlm 22.05.8``.
-
     A node's own /sys has no control groups. Older Slurms do not start with `disabled` or `cgroup/v2`; their v1 plugin
-    does nothing unless another plugin uses it.
-    """
+    does nothing unless another plugin uses it."""
     return "disabled" if slurm_prefix.parse_release(version) >= (23, 11) else "cgroup/v1"
 
 

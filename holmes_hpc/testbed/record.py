@@ -97,10 +97,8 @@ def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
 @contextlib.contextmanager
 def locked(directory: Path, create: bool) -> Iterator[bool]:
     """Lock the directory against another `up` or `down`. Yield whether this call created it.
-
     The lock is on the directory itself, so it needs no file elsewhere. `down` removes the directory while others wait
-    for the lock. A lock on a removed directory is dropped and taken again on the new one.
-    """
+    for the lock. A lock on a removed directory is dropped and taken again on the new one."""
     has_created = False
     while True:
         if create and not directory.is_dir():

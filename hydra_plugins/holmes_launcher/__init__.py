@@ -1,6 +1,6 @@
-"""Registers the launchers holmes_slurm and holmes_local with Hydra (code: holmes_hpc.submission.sweeps.launcher).
+"""The launchers holmes_slurm and holmes_local, registered with Hydra (code: holmes_hpc.submission.sweeps.launcher).
 
-Hydra loads all plugins for every configuration that it composes: what a launcher needs is loaded when a sweep begins.
+Hydra loads all plugins whenever it composes a configuration, so a launcher's imports wait until a sweep starts.
 """
 
 from abc import abstractmethod
@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 from holmes_hpc.submission.sweeps.launcher_settings import LocalLauncherConf, SlurmLauncherConf
 
 
-class _Late(Launcher):
-    """A launcher that becomes what it stands for when it is made."""
+class _LazyLauncher(Launcher):
+    """A launcher that imports its implementation when it is created."""
 
     def __init__(self, **params: Any) -> None:
         self._launcher = self.load()(**params)
@@ -33,8 +33,8 @@ class _Late(Launcher):
         return self._launcher.launch(job_overrides, initial_job_idx)
 
 
-class HolmesSlurmLauncher(_Late):
-    """hydra/launcher=holmes_slurm"""
+class HolmesSlurmLauncher(_LazyLauncher):
+    """The launcher of ``hydra/launcher=holmes_slurm``."""
 
     @staticmethod
     def load() -> type[Launcher]:
@@ -43,8 +43,8 @@ class HolmesSlurmLauncher(_Late):
         return SlurmLauncher
 
 
-class HolmesLocalLauncher(_Late):
-    """hydra/launcher=holmes_local"""
+class HolmesLocalLauncher(_LazyLauncher):
+    """The launcher of ``hydra/launcher=holmes_local``."""
 
     @staticmethod
     def load() -> type[Launcher]:

@@ -171,10 +171,8 @@ class JobRequest:
 
     def _signal_option(self) -> str | None:
         """Return the value of ``--signal``; None for no signal.
-
         Slurm may send the signal a minute early, and a task needs time to install its handler. So the default delay is
-        shorter in short jobs, and the shortest get no signal.
-        """
+        shorter in short jobs, and the shortest get no signal."""
         delay = self.signal_delay_s
         if delay is None:
             max_delay = 60 * self.timeout_min - 90 if isinstance(self.timeout_min, int) else SIGNAL_DELAY_S
@@ -184,10 +182,8 @@ class JobRequest:
 
 def _redirecting_shell(job: JobRequest, setup: Sequence[str] = ()) -> str:
     """Return the shell command that runs `setup` and then a task, with its output in the files of its rank.
-
     srun's own file patterns are wrong in a step over several components: ``%j`` is each component's job id, and ``%t``
-    is the rank plus the component's index (measured on 22.05). File names are arguments, so no shell parses them.
-    """
+    is the rank plus the component's index (measured on 22.05). File names are arguments, so no shell parses them."""
     patterns = [pattern.split("%t") for pattern in (job.rank_output, job.rank_error) if pattern is not None]
     arguments = [job.quote(part) for parts in patterns for part in parts]
     numbers = count(1)
@@ -286,10 +282,8 @@ def script_text(
     finish: Sequence[str] = (),
 ) -> str:
     """Return the batch script. `command`: the shell command of every task, or a list with one for each component.
-
     Lines of shell: `begin` before the set-up; `on_signal` after a signal, while the step still runs; `finish` after the
-    step. In the last two ``$status`` is the step's exit status so far, and ``$signalled`` the signal received.
-    """
+    step. In the last two ``$status`` is the step's exit status so far, and ``$signalled`` the signal received."""
     commands = [command] * len(job.components) if isinstance(command, str) else command
     step = _step(job, commands) if job.use_srun else " ".join(_program(job, job.components[0], commands[0]))
     record = None if job.exit_record is None else job.quote(job.exit_record)

@@ -66,9 +66,7 @@ MAX_VALUE_BYTES = 4000  # sbatch reads a directive into a buffer of 8 KiB
 
 def sbatch_word(value: object, name: str = "value") -> str:
     """Return `value` as one word of an ``#SBATCH`` line. SubmissionError if it does not fit on one line.
-
-    sbatch's parser differs from a shell: a backslash escapes everywhere, and ``#`` outside quotes ends the line.
-    """
+    sbatch's parser differs from a shell: a backslash escapes everywhere, and ``#`` outside quotes ends the line."""
     text = str(value)
     check_line(text, name)
     if _PLAIN.fullmatch(text):
@@ -250,10 +248,8 @@ def node_share(
     gpus: int, gpus_per_node: int, cpus: int | None, memory_gib: float | None, ranks: int, exclusive: bool = False
 ) -> dict[str, Value | None]:
     """Return the default `cpus_per_task` and `mem` of a component that uses `gpus` of the GPUs of each node.
-
     Its share of a node's CPUs is split evenly over its `ranks` per node. A whole node gives all its memory (--mem=0).
-    None for a size that Slurm does not report.
-    """
+    None for a size that Slurm does not report."""
     is_whole_node = exclusive or gpus >= gpus_per_node
     cpus_per_rank = ((cpus or 0) if is_whole_node else (cpus or 0) * gpus // gpus_per_node) // ranks
     even_cpus = cpus_per_rank - cpus_per_rank % 2 if cpus_per_rank > 1 else 1  # whole cores, if a core has two CPUs

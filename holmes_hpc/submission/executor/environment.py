@@ -77,9 +77,7 @@ def current_component(environ: Mapping[str, str] = os.environ) -> int:
 
 class TaskCount(int):
     """The number of a job's tasks, whose quotient by the number of nodes is this node's number of tasks.
-
-    submitit divides them for LOCAL_WORLD_SIZE (TorchDistributedEnvironment), which is wrong for unequal components.
-    """
+    submitit divides them for LOCAL_WORLD_SIZE (TorchDistributedEnvironment), which is wrong for unequal components."""
 
     def __floordiv__(self, nodes: int) -> int:
         is_of_job = nodes == sum(len(part.nodes) for part in ranks_of_job())

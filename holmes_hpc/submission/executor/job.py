@@ -95,10 +95,8 @@ class SlurmHetJob(core.Job[Any]):
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
         """Return outcome and result, as submitit does.
-
         Missing results are waited for once per job, not once per task. If there is none, the error contains the batch
-        script's own output.
-        """
+        script's own output."""
         ended = self.watcher.ended_at(self.job_id)
         if ended is not None and not self.paths.result_pickle.exists():
             self._results_timeout_s = max(0, int(ended + type(self)._results_timeout_s - time.monotonic()))

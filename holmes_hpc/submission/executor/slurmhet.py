@@ -149,11 +149,9 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
         """Return the generic parameters under this executor's names, and with them the slurm_* parameters.
-
         AutoExecutor silently drops slurm_* parameters for other clusters. Here they have the same effect as for
         SlurmExecutor: a specific one (slurm_time) wins over a generic one (timeout_min), and a generic one for Slurm
-        (slurm_timeout_min) over one for all clusters. AutoExecutor sets slurmhet_* parameters afterwards.
-        """
+        (slurm_timeout_min) over one for all clusters. AutoExecutor sets slurmhet_* parameters afterwards."""
         frame_locals = _locals_of_auto_executor("_internal_update_parameters")
         dropped, specific = _slurm_parameters(frame_locals), frame_locals.get("specific", ())
         for name in frame_locals.get("generics", {}).keys() & dropped.keys():
@@ -342,10 +340,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
 def _locals_of_auto_executor(function: str) -> Mapping[str, Any]:
     """Return the local variables of submitit's AutoExecutor if its `function` is the caller's caller, else nothing.
-
     AutoExecutor passes on only parameters with the executor's prefix and has no hook for others, so this reads its
-    frame. pyproject.toml pins submitit's version for this, and test_slurmhet.py fails if AutoExecutor changes.
-    """
+    frame. pyproject.toml limits submitit's version for this, and test_slurmhet.py fails if AutoExecutor changes."""
     frame = sys._getframe(2)
     is_auto_executor = frame.f_code.co_name == function and frame.f_globals.get("__name__") == "submitit.auto.auto"
     return frame.f_locals if is_auto_executor else {}

@@ -38,10 +38,8 @@ def errors_as_refused() -> Iterator[None]:
 
 def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
     """Submit a batch script whose comment contains the unique `token`. Return the leader's job id.
-
     Refused with Slurm's reason; SubmissionUnknown if the job may exist nevertheless. While the controller is away,
-    retry up to `patience_s` seconds. If it may have accepted the job, search for the token before a retry.
-    """
+    retry up to `patience_s` seconds. If it may have accepted the job, search for the token before a retry."""
     deadline, pause = time.monotonic() + patience_s, 1.0
     while True:
         answer = slurm("sbatch", "--parsable", str(path), timeout_s=120)

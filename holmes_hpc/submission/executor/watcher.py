@@ -193,10 +193,8 @@ class StateWatcher(core.InfoWatcher):
 
     def _state_without_row(self, job_id: str) -> JobState | None:
         """Return the state of a job that no source lists.
-
         Its exit record counts, but unless the controller answers, the job may have been requeued since. Without a
-        record, the job is lost if the controller answers and should know it.
-        """
+        record, the job is lost if the controller answers and should know it."""
         identity = self._identity(job_id)
         state = read_exit_record(identity.record, identity.submitted) if identity.record else None
         if state is not None:

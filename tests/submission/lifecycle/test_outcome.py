@@ -273,7 +273,7 @@ def test_a_requeue_is_asked_for_again_while_the_controller_is_away(run: RunDirec
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("most, restarts, error", [(0, 9, ""), (2, 1, ""), (2, 2, "2 times already")])
+@pytest.mark.parametrize("most, restarts, error", [(0, 9, ""), (2, 1, ""), (2, 2, "already requeued 2 times")])
 def test_submitits_requeue_waits_for_the_controller_and_keeps_its_cap(
     most: int, restarts: int, error: str, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,7 +242,7 @@ def test_a_lost_job_is_recorded_as_failed(tmp_path: Path, fake_slurm: Any) -> No
 def test_what_scancel_refuses_is_one_line(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     fake_slurm.answer("scancel", "echo 'scancel: error: Kill job error on job id 7: Access denied' >&2; exit 1")
-    with pytest.raises(SubmissionError, match=r"scancel 7: .*Access denied; see that"):
+    with pytest.raises(SubmissionError, match=r"scancel 7: .*Access denied; check that"):
         cancel_run(made)
 
 
