@@ -38,7 +38,7 @@ def main() -> None:
     classes = defaultdict(list)
     for run in runs:
         classes[class_of(run)].append(run)
-    print("# Made by benchmarks/published_spread.py: measured over predicted seconds, 5th and 95th percentile.")
+    print("# Written by benchmarks/published_spread.py: measured over predicted seconds, 5th and 95th percentile.")
     print("classes:")
     for (tp, flash), like in sorted(classes.items()):
         low, high = spread([ratios[r] for r in like])

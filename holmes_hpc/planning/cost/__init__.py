@@ -1,1 +1,1 @@
-"""What a layout costs: FLOPs, bytes, seconds and memory, from published figures or a calibration."""
+"""The cost of a layout in FLOPs, bytes, seconds and memory, from published figures or a calibration."""

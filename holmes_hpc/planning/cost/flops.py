@@ -1,11 +1,12 @@
-"""What a model needs: parameters, FLOPs and bytes of a layer, the embedding and the head. Arithmetic only.
+"""Parameters and FLOPs of a layer, the embedding and the head.
+Arithmetic only.
 
 Sources. Parameters and FLOPs: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM" (SC'21), section 5.1 and its appendix: a matrix of n parameters costs 2n FLOPs a token forward and 4n
-backward; attention scores and their product with the values cost 4*s*h a token and layer (the causal half is not
-subtracted; with heads of a width of their own, heads * head_dim in the place of h). For GPT with f=4h this gives their
-96*B*s*l*h^2*(1 + s/(6h) + V/(16*l*h)) with full recomputation. Grouped-query attention (Ainslie et al. 2023) has key
-and value matrices k/a as large; SwiGLU (Shazeer 2020) three FFN matrices instead of two.
+Megatron-LM" (SC'21), section 5.1 and its appendix. A matrix of n parameters costs 2n FLOPs per token forward and 4n
+backward. Attention scores and their product with the values cost 4*s*h per token and layer, or 4*s*heads*head_dim. The
+causal half is not subtracted. For GPT with f=4h this gives their 96*B*s*l*h^2*(1 + s/(6h) + V/(16*l*h)) with full
+recomputation. Grouped-query attention (Ainslie et al. 2023) has key and value matrices k/a as large. SwiGLU (Shazeer
+2020) has three FFN matrices instead of two.
 """
 
 from __future__ import annotations
@@ -16,67 +17,68 @@ from holmes_hpc.config.model import Batch, ModelSpec
 
 
 def attention_matrix(m: ModelSpec) -> int:
-    """Weights of one layer's attention: query and output h x (heads * head_dim), key and value h x (kv_heads *
-    head_dim)."""
+    """Return the weights of one layer's attention: query, key, value and output."""
     return 2 * m.hidden * (m.query_width + m.key_width)
 
 
 def ffn_matrix(m: ModelSpec) -> int:
-    """Weights of one layer's FFN: up, down, and with SwiGLU the gate."""
+    """Return the weights of one layer's FFN: up, down, and with SwiGLU the gate."""
     return (3 if m.swiglu else 2) * m.hidden * m.ffn
 
 
 def norm_parameters(m: ModelSpec, width: int | None = None) -> int:
-    """Of one normalisation, of the hidden width unless told another: RMSNorm a scale, LayerNorm scale and shift."""
+    """Return the parameters of one norm of `width`, by default hidden. RMSNorm has a scale, LayerNorm also a shift."""
     return (1 if m.rmsnorm else 2) * (width or m.hidden)
 
 
 def layer_parameters(m: ModelSpec, tp: int = 1) -> int:
-    """Of one transformer layer on one of `tp` ranks; norms and the biases of row-parallel matrices are on every one."""
+    """Return the parameters of one transformer layer on one of `tp` ranks.
+    Norms and biases of row-parallel matrices are on every rank."""
     split = attention_matrix(m) + ffn_matrix(m)
-    whole = 2 * norm_parameters(m) + (2 * norm_parameters(m, m.head_width) if m.qk_norm else 0)
+    replicated = 2 * norm_parameters(m) + (2 * norm_parameters(m, m.head_width) if m.qk_norm else 0)
     if m.bias or m.qkv_bias:
         split += m.query_width + 2 * m.key_width
     if m.bias:
         split += (2 if m.swiglu else 1) * m.ffn
-        whole += 2 * m.hidden
-    return split // tp + whole
+        replicated += 2 * m.hidden
+    return split // tp + replicated
 
 
 def embedding_parameters(m: ModelSpec, tp: int = 1) -> int:
-    """Of the input embedding on one of `tp` ranks: padded vocabulary x h, and learned positions (on every rank)."""
+    """Return the parameters of the input embedding on one of `tp` ranks. Learned positions are on every rank."""
     return m.padded_vocab(tp) // tp * m.hidden + (0 if m.rope else m.max_positions * m.hidden)
 
 
 def head_parameters(m: ModelSpec, tp: int = 1, own_matrix: bool = True) -> int:
-    """Of the final norm and the output matrix on one of `tp` ranks; a tied head on the embedding's stage has no matrix
-    of its own (`own_matrix` False)."""
+    """Return the parameters of the final norm and the output matrix on one of `tp` ranks.
+    A tied head on the embedding's stage has no matrix of its own (`own_matrix` False)."""
     return norm_parameters(m) + (m.padded_vocab(tp) // tp * m.hidden if own_matrix else 0)
 
 
 def parameters(m: ModelSpec) -> int:
-    """Of the whole model, unpadded beyond `vocab_multiple`."""
+    """Return the parameters of the complete model. Only `vocab_multiple` pads its vocabulary."""
     return m.layers * layer_parameters(m) + embedding_parameters(m) + head_parameters(m, own_matrix=not m.tied)
 
 
 def layer_score_flops(m: ModelSpec, tokens: int, sequence: int) -> float:
-    """Forward, one layer, scores and their product with the values: what selective recomputation does again."""
+    """Return the forward FLOPs of one layer's scores and their product with the values."""
     return 4.0 * tokens * sequence * m.query_width
 
 
 def layer_flops(m: ModelSpec, tokens: int, sequence: int) -> float:
-    """Forward, one layer: the matrices with weights, and the scores."""
+    """Return the forward FLOPs of one layer: the matrices with weights, and the scores."""
     return 2.0 * tokens * (attention_matrix(m) + ffn_matrix(m)) + layer_score_flops(m, tokens, sequence)
 
 
 def head_flops(m: ModelSpec, tokens: int, tp: int = 1) -> float:
-    """Forward, the output matrix with padded vocabulary (the embedding is a look-up)."""
+    """Return the forward FLOPs of the output matrix with padded vocabulary.
+    The embedding is a look-up without FLOPs."""
     return 2.0 * tokens * m.hidden * m.padded_vocab(tp)
 
 
 def part_flops(m: ModelSpec, part: str, tokens: int, sequence: int, tp: int) -> float:
-    """Forward, of a `part` that is measured: layer, head, or embedding, which computes nothing and is told by what it
-    writes. Of the whole micro-batch, on all `tp` ranks together."""
+    """Return the forward FLOPs of a measured `part` for the complete micro-batch, on all `tp` ranks.
+    The embedding computes nothing; its value is the number of elements that it writes."""
     return {
         "layer": layer_flops(m, tokens, sequence),
         "embedding": float(tokens * m.hidden),
@@ -85,7 +87,7 @@ def part_flops(m: ModelSpec, part: str, tokens: int, sequence: int, tp: int) -> 
 
 
 def model_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1) -> float:
-    """FLOPs of one step that the model itself needs: forward once, backward twice that."""
+    """Return the FLOPs of one step of the model itself: forward once, backward twice that."""
     tokens = batch.global_size * batch.sequence_length
     return 3 * (model.layers * layer_flops(model, tokens, batch.sequence_length) + head_flops(model, tokens, tp))
 
@@ -98,17 +100,18 @@ def hardware_flops_per_step(
     parts: Sequence[str] = ("scores",),
     layers: int | None = None,
 ) -> float:
-    """:func:`model_flops_per_step` and what is computed again: with `full` the forward of `layers` (None: of all), with
-    `selective` the `parts` of each, by default its attention scores (Korthikanti et al. 2022, arXiv 2205.05198)."""
+    """Return :func:`model_flops_per_step` plus recomputation.
+    `full` repeats the forward of `layers` (None: of all), `selective` the `parts` of each layer, by default its
+    attention scores (Korthikanti et al. 2022, arXiv 2205.05198)."""
     tokens = batch.global_size * batch.sequence_length
-    each = {
+    part_flops = {
         "scores": layer_score_flops(model, tokens, batch.sequence_length),
         "norms": 0.0,
         "ffn": 2.0 * tokens * ffn_matrix(model),
     }
-    again = {
+    recomputed = {
         "none": 0.0,
-        "selective": model.layers * sum(each[part] for part in parts),
+        "selective": model.layers * sum(part_flops[part] for part in parts),
         "full": (model.layers if layers is None else layers) * layer_flops(model, tokens, batch.sequence_length),
     }
-    return model_flops_per_step(model, batch, tp) + again[recompute]
+    return model_flops_per_step(model, batch, tp) + recomputed[recompute]

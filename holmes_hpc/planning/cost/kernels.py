@@ -1,9 +1,9 @@
-"""Seconds of the kernels that a layer is made of on one GPU: products, attention, what only moves memory, collectives.
+"""Seconds of a layer's kernels on one GPU: products, attention, memory-bound operations, collectives.
 
-Products: tiles of a fixed shape are handed to the GPU's multiprocessors in waves; the last wave takes as long as a full
-one, and a tile at the edge as long as a whole one (NVIDIA, "Matrix Multiplication Background User's Guide", 2023: tile
-and wave quantisation). Of several tile shapes the quickest is taken, as cuBLAS' heuristics do; smaller ones reuse less
-of what they load. Shares of the peak are data (kernel_figures.yaml).
+A product's tiles have a fixed shape and run on the GPU's multiprocessors in waves. The last wave takes as long as a
+full one, and an edge tile as long as a full tile (NVIDIA, "Matrix Multiplication Background User's Guide", 2023: tile
+and wave quantisation). The quickest of several tile shapes counts, as in cuBLAS' heuristics. Smaller tiles reuse less
+of their loads. The shares of the peak are data (kernel_figures.yaml).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import Checked, check, key, make
 
-# FLOPs per byte of A100, H100, H200 and B200 lie between 153 and 295; for an unknown GPU, take this many.
+# A100, H100, H200 and B200 have 153 to 295 FLOPs per byte. An unknown GPU gets this value.
 FLOPS_PER_BYTE = 200.0
-# Rows and columns of a tile, and its speed beside the best.
-FILL = 64  # rows of the inner side that filling a tile's pipeline takes
+FILL = 64  # rows of the inner dimension that fill a tile's pipeline
+# Rows and columns of a tile, and its speed relative to the best.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What kernels reach on one kind of GPU (kernel_figures.yaml). `known` False: without a table; guesses."""
+    """The kernel efficiencies of one kind of GPU (kernel_figures.yaml). `known` False: assumed, without a table."""
 
     name: str
     sms: Annotated[int, key("streaming multiprocessors", ge=1)]
     memory_gbps: Annotated[float, key("memory bandwidth", unit="GB/s", gt=0)]
-    fp32_tflops: Annotated[float, key("of products of fp32 tensors", unit="TFLOP/s", gt=0)]
+    fp32_tflops: Annotated[float, key("peak of fp32 products", unit="TFLOP/s", gt=0)]
     product: Annotated[float, key("share of the peak that large products reach", gt=0, le=1)]
     flash: Annotated[float, key("share of the peak that fused attention reaches", gt=0, le=1)]
     source: str = ""
@@ -45,21 +45,21 @@ class Kind:
 
 @cache
 def kinds() -> tuple[Kind, ...]:
-    """All kinds of kernel_figures.yaml, those of the longest names first."""
+    """Return all kinds of kernel_figures.yaml, the longest names first."""
     path = Path(__file__).with_name("kernel_figures.yaml")
-    made = [make(Kind, row, f"{path.name}: kinds") for row in read_yaml(path)["kinds"]]
-    return tuple(sorted(made, key=lambda k: -len(k.name)))
+    tables = [make(Kind, row, f"{path.name}: kinds") for row in read_yaml(path)["kinds"]]
+    return tuple(sorted(tables, key=lambda k: -len(k.name)))
 
 
 @cache
 def kind(gpu: Gpu) -> Kind:
-    """The table of a GPU by the kind that its name means, as Slurm's or a site file's; for one without, what its peak
-    lets expect."""
-    known = read_vocabulary().gpu(gpu.name)
-    for name in (known.name if known is not None else gpu.name, gpu.name):
-        for found in kinds():
-            if name.lower().startswith(found.name):
-                return found
+    """Return the table of a GPU, by the kind that its name in Slurm or a site file means.
+    Without a table, derive one from the GPU's peak."""
+    gpu_kind = read_vocabulary().gpu(gpu.name)
+    for name in (gpu_kind.name if gpu_kind is not None else gpu.name, gpu.name):
+        for table in kinds():
+            if name.lower().startswith(table.name):
+                return table
     return Kind(
         gpu.name,
         max(1, round(gpu.peak_tflops / 2.9)),
@@ -71,23 +71,23 @@ def kind(gpu: Gpu) -> Kind:
     )
 
 
-Share = Annotated[float, key("of a table's figure, of a bandwidth, or times what was counted", gt=0)]
+Share = Annotated[float, key("factor of a table's figure, a bandwidth or a count", gt=0)]
 Time = Annotated[float, key("seconds", unit="s", ge=0)]
 
 
 @dataclass(frozen=True)
 class Stack(Checked, where="stack"):
-    """What programs of today reach on top of the kinds' tables, one set of constants for all GPUs and programs, fitted
-    to published runs (benchmarks/published_fit.py).
+    """The efficiency of current programs, relative to the kinds' tables.
 
-    `product`, `flash`, `flash1`: of the table's share for large products, FlashAttention 2 and 1. `memory`, `stream`:
-    of the bandwidth for kernels of a token's width, and for those that go through one large array (scores, gradients,
-    optimizer, loss). `unfused`, `loose`: bytes that unfused attention, other unfused operations move, of those counted.
-    `loss_bytes`: of a logit, forward, by the loss. `launch_s`: of a kernel, on the CPU; `wait_s`: of one that the CPU
-    waits for, more; `gap_s`: between two of them on the GPU. `pass_s`: of every pass; `step_s`: of every step.
-    `ring_s`, `hop_s`: of a collective inside a node, and for each of its ranks (all-reduces of 2 to 8 A100,
-    github.com/VIA-Research/vTrain, trace/a100, f8dda84). `local`, `ib`, `transfer`: share of the nominal rate that
-    collectives in a node, those over InfiniBand and stage transfers reach.
+    One set of constants for all GPUs and programs, fitted to published runs (benchmarks/published_fit.py). `product`,
+    `flash`, `flash1`: of the table's share for large products, FlashAttention 2 and 1. `memory`, `stream`: of the
+    bandwidth, for kernels of a token's width and for kernels over one large array (scores, gradients, optimizer, loss).
+    `unfused`, `loose`: moved over counted bytes of unfused attention and of other unfused operations. `loss_bytes`: of
+    a logit, forward, by the loss. `launch_s`: CPU time of a kernel launch. `wait_s`: extra if the CPU waits for the
+    kernel. `gap_s`: between two kernels on the GPU. `pass_s`: of every pass. `step_s`: of every step. `ring_s`,
+    `hop_s`: of a collective inside a node, and per rank in it (all-reduces of 2 to 8 A100,
+    github.com/VIA-Research/vTrain, trace/a100, f8dda84). `local`, `ib`, `transfer`: shares of the nominal rate that
+    collectives in a node, collectives over InfiniBand and stage transfers reach.
     """
 
     product: Share = 0.965
@@ -113,9 +113,9 @@ class Stack(Checked, where="stack"):
 STACK = Stack()
 
 
-def _odd(width: int) -> float:
-    """How much longer products take whose sides are `width` bytes: best are multiples of 128, and below 16 no more than
-    a third of the speed is left (the same guide, on alignment)."""
+def _alignment_factor(width: int) -> float:
+    """Return the slowdown of products whose sides are `width` bytes.
+    Multiples of 128 are best; below 16, at most a third of the speed remains (the same guide, on alignment)."""
     return 1.0 if width % 128 == 0 else 1.15 if width % 16 == 0 else 3.0
 
 
@@ -141,17 +141,17 @@ class Device:
         """Bytes/s of memory."""
         return self.kind.memory_gbps * 1e9
 
-    def moved_s(self, moved: float) -> float:
-        """Seconds to move `moved` bytes in kernels of a token's width."""
-        return moved / (self.bandwidth * self.stack.memory)
+    def moved_s(self, moved_bytes: float) -> float:
+        """Return the seconds to move a number of bytes in kernels of a token's width."""
+        return moved_bytes / (self.bandwidth * self.stack.memory)
 
-    def streamed_s(self, moved: float) -> float:
-        """Seconds to move `moved` bytes in kernels that go through one large array."""
-        return moved / (self.bandwidth * self.stack.stream)
+    def streamed_s(self, moved_bytes: float) -> float:
+        """Return the seconds to move a number of bytes in kernels over one large array."""
+        return moved_bytes / (self.bandwidth * self.stack.stream)
 
     def product_s(self, m: int, n: int, k: int) -> float:
-        """Seconds of (m, k) x (k, n). Where tiles do not fill the GPU, several may share the sums of one (split-K),
-        whose parts are added up in fp32."""
+        """Return the seconds of (m, k) x (k, n).
+        If tiles do not fill the GPU, several may share the sums of one (split-K) and add their parts in fp32."""
         sms, best = self.kind.sms, math.inf
         rate = self.peak * self.kind.product * self.stack.product
         for rows, columns, speed in TILES:
@@ -159,29 +159,30 @@ class Device:
             for parts in (1, 2, 4) if tiles < 2 * sms else (1,):
                 flops = 2.0 * -(-tiles * parts // sms) * sms * rows * columns * (k / parts + FILL) / speed
                 best = min(best, flops / rate + (self.streamed_s(8.0 * parts * m * n) if parts > 1 else 0.0))
-        odd = max(_odd(side * self.element) for side in (m, n, k))
-        return max(odd * best, self.streamed_s(self.element * (m * k + k * n + m * n)))
+        alignment_factor = max(_alignment_factor(side * self.element) for side in (m, n, k))
+        return max(alignment_factor * best, self.streamed_s(self.element * (m * k + k * n + m * n)))
 
     def scores_s(self, pairs: float, width: int) -> float:
-        """Seconds of one of attention's two batched products, without its scores' traffic: `pairs` of a query and a
-        key, heads of `width`, which fill 64 columns or more (fitted to kernels.csv: widths 64, 80 and 128)."""
-        odd = 12 if width * self.element % 16 else 1  # no tensor cores: 19.5 of A100's 312 TFLOP/s
-        flops = 2.0 * pairs * -(-width // 64) * 64 * odd
+        """Return the seconds of one of attention's two batched products, without its scores' traffic.
+        `pairs`: of a query and a key. `width`: of a head; it fills at least 64 columns (fitted to kernels.csv:
+        widths 64, 80 and 128)."""
+        slowdown = 12 if width * self.element % 16 else 1  # no tensor cores: 19.5 of A100's 312 TFLOP/s
+        flops = 2.0 * pairs * -(-width // 64) * 64 * slowdown
         return flops / (self.peak * self.kind.product * self.stack.product)
 
     def flash_s(self, blocks: float, sequence: int, width: int, version1: bool) -> tuple[float, float]:
-        """Seconds of fused causal attention (forward, backward) for `blocks` = sequences x heads of this rank. Half of
-        the scores are masked and not computed; backward computes the scores again, five products in all. Short
-        sequences have few tiles beside the diagonal's, narrow heads fewer products for each exponential."""
-        flops = 2.0 * blocks * sequence * sequence * width  # 4 * s * s * width, half of it
+        """Return the seconds of fused causal attention (forward, backward) for `blocks` = sequences x heads of this
+        rank. The masked half of the scores is not computed. Backward computes the scores again, five products in
+        all. Short sequences have few tiles beside the diagonal's; narrow heads have fewer products per exponential."""
+        flops = 2.0 * blocks * sequence * sequence * width  # half of 4 * s * s * width
         share = self.kind.flash * (self.stack.flash1 if version1 else self.stack.flash)
         share *= sequence / (sequence + 384) * min(1.0, 0.7 + 0.3 * width / 128)
         tiles = blocks * -(-sequence // 128) / self.kind.sms
         forward = flops / (self.peak * share) * math.ceil(tiles) / tiles
         return forward, 2.5 * forward / 0.85
 
-    def ring_s(self, sent: float, ranks: int, calls: float = 1.0) -> float:
-        """Seconds of `calls` collectives inside a node in which a rank sends `sent` bytes in all."""
-        return sent / (self.gpu.intra_node_gbps * 1e9 / 8 * self.stack.local) + calls * (
+    def ring_s(self, sent_bytes: float, ranks: int, calls: float = 1.0) -> float:
+        """Return the seconds of `calls` collectives inside a node, in which a rank sends `sent_bytes` in all."""
+        return sent_bytes / (self.gpu.intra_node_gbps * 1e9 / 8 * self.stack.local) + calls * (
             self.stack.ring_s + ranks * self.stack.hop_s
         )

@@ -41,15 +41,15 @@ from holmes_hpc.planning.cost import flops as counts
         ("qwen3_32b", 32.762),
     ],
 )
-def test_parameters_are_those_published(name: str, billions: float) -> None:
-    """Hugging Face's counts of the released checkpoints (vocabularies unpadded there, hence 0.2%)."""
+def test_parameter_counts_match_published_ones(name: str, billions: float) -> None:
+    """Compare with Hugging Face's counts of the released checkpoints. Their vocabularies are unpadded, hence 0.2%."""
     assert counts.parameters(named(name)) / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
 @pytest.mark.parametrize(
     ("name", "billions"), [("gpt_3_6b", 3.6), ("gpt_7_5b", 7.5), ("gpt_39b", 39.1), ("gpt3_175b", 175)]
 )
-def test_parameters_of_papers_models(name: str, billions: float) -> None:
+def test_parameter_counts_match_those_of_the_papers(name: str, billions: float) -> None:
     model = named(name)
     untied = model.padded_vocab(1) * model.hidden  # the papers count the embedding once
     assert (counts.parameters(model) - untied) / 1e9 == pytest.approx(billions, rel=0.02)
@@ -62,15 +62,15 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int) -> ModelSpec:
 
 
 @given(st.integers(1, 128), st.integers(1, 64), st.integers(1, 4096), st.integers(1, 100000), st.integers(1, 64))
-def test_flops_are_the_96_factor_formula(layers: int, width: int, sequence: int, vocab: int, size: int) -> None:
-    """Narayanan et al. 2021, equation of their appendix, with full recomputation."""
+def test_flops_match_the_formula_with_factor_96(layers: int, width: int, sequence: int, vocab: int, size: int) -> None:
+    """Compare with Narayanan et al. 2021, equation of their appendix, with full recomputation."""
     h, s, v, b = 128 * width, sequence, vocab, size
-    found = counts.hardware_flops_per_step(gpt(layers, h, 1, v), Batch(b, 1, s), 1, "full")
+    flops = counts.hardware_flops_per_step(gpt(layers, h, 1, v), Batch(b, 1, s), 1, "full")
     formula = 96 * b * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
-    assert found == pytest.approx(formula, rel=1e-12)
+    assert flops == pytest.approx(formula, rel=1e-12)
 
 
-def test_recomputation_adds_what_it_repeats() -> None:
+def test_recomputation_adds_the_repeated_flops() -> None:
     model, batch = gpt(4, 256, 4, 1000), Batch(8, 2, 128)
     tokens = 8 * 128
     plain = counts.hardware_flops_per_step(model, batch)
@@ -84,20 +84,20 @@ def test_tensor_parallel_ranks_share_the_matrices(name: str, tp: int) -> None:
     model = named(name)
     if model.kv_heads % tp or model.ffn % tp:
         return
-    repeated = 2 * counts.norm_parameters(model) + (2 * model.hidden if model.bias else 0)
-    repeated += 2 * model.head_width if model.qk_norm else 0
-    whole = counts.layer_parameters(model)
-    assert tp * (counts.layer_parameters(model, tp) - repeated) == whole - repeated
+    replicated = 2 * counts.norm_parameters(model) + (2 * model.hidden if model.bias else 0)
+    replicated += 2 * model.head_width if model.qk_norm else 0
+    total = counts.layer_parameters(model)
+    assert tp * (counts.layer_parameters(model, tp) - replicated) == total - replicated
 
 
 def test_grouped_queries_have_smaller_matrices() -> None:
-    full, grouped = named("llama2_7b"), named("llama3_8b")  # same h and heads, 32 against 8 key-value heads
+    full, grouped = named("llama2_7b"), named("llama3_8b")  # equal h and heads, 32 and 8 key-value heads
     h = full.hidden
     assert counts.attention_matrix(full) == 4 * h * h
     assert counts.attention_matrix(grouped) == 2.5 * h * h
 
 
-def test_padding_is_to_a_multiple_of_tp() -> None:
+def test_the_vocabulary_is_padded_to_a_multiple_of_tp() -> None:
     model = named("gpt_small")
     assert [model.padded_vocab(tp) for tp in (1, 8)] == [50304, 51200]
 
@@ -107,8 +107,8 @@ def test_unknown_model_names_the_nearest() -> None:
         named("lama2_7b")
 
 
-def test_heads_of_a_width_of_their_own_are_counted() -> None:
-    """Twice as wide as hidden / heads: all of attention doubles, the rest stays; norms and biases come on top."""
+def test_head_dim_changes_parameters_and_flops() -> None:
+    """A head_dim of twice hidden / heads doubles attention and leaves the FFN. Norms and biases add to it."""
     plain = ModelSpec("m", 2, 64, 4, 128, ffn=96, kv_heads=2)
     wide = replace(plain, head_dim=32)
     assert counts.attention_matrix(wide) == 2 * counts.attention_matrix(plain)
