@@ -94,7 +94,7 @@ def least_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> float:
                 for more in range(DEEPER)
             }
             for layers, depth, size in product(_splits(model.layers, len(dps)), depths, BUCKETS):
-                layout = one.varied(Schedule("ahead", depth), bucket_bytes=size)
+                layout = one.with_settings(Schedule("ahead", depth), bucket_bytes=size)
                 best = min(best, float(step_s(layout, np.array(layers)[None, :, None])[0]))
     return best
 

@@ -54,7 +54,7 @@ def steps_s(run: Run, stacks: Sequence[Stack]) -> np.ndarray:
         made = layout(run, costs(run, stack))
         times = timing(made, layers(run, made))
         ends.append(times.replicas[0])
-        after.append(times.after()[0])
+        after.append(times.after_reduction_s()[0])
     names = Durations.__dataclass_fields__
     together = Durations(*(np.concatenate([getattr(d, name) for d in ends]) for name in names))
     return step_seconds(made.order, together, times.shared[0], ROUGH) + np.array(after)

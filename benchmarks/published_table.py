@@ -19,7 +19,7 @@ import numpy as np
 from published_runs import Run, costs, gpu, layers, layout, predicted_s, profiled, read
 
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step
-from holmes_hpc.planning.cost.memory import memory, room
+from holmes_hpc.planning.cost.memory import memory, stage_capacity
 
 
 def ideal_s(run: Run) -> float:
@@ -70,7 +70,7 @@ def seconds(run: Run) -> float:
 def accepted(run: Run) -> bool:
     """Whether the planner holds that it fits."""
     made = layout(run, costs(run))
-    return bool((memory(made, layers(run, made)).total() <= room(made)).all())
+    return bool((memory(made, layers(run, made)).total() <= stage_capacity(made)).all())
 
 
 def main() -> None:

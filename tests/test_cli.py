@@ -617,8 +617,8 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
         (("--gpu", "abacus"), "unknown GPU 'abacus'"),
         (("--sharding", "half"), "unknown sharding"),
         (("--kv-heads", "7"), "7 kv_heads"),
-        (("--attention", "flash", "--dtype", "fp32"), "attention is flash, which computes in fp16"),
-        (("--sharding", "full", "--overlap-grad-reduce", "no"), "not overlapped"),
+        (("--attention", "flash", "--dtype", "fp32"), "attention flash supports only fp16"),
+        (("--sharding", "full", "--overlap-grad-reduce", "no"), "sharding=full requires overlap"),
         (("--recompute", "none", "--recompute-layers", "2"), "recomputation is none"),
         (("--recompute", "selective", "--recompute-parts", "all"), "unknown part 'all'"),
     ):

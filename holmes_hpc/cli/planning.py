@@ -26,7 +26,7 @@ from holmes_hpc.config.composition import load, with_flags
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning import request
-from holmes_hpc.planning.cost.calibration import NONE, Calibration, Corrections, MeasuredFabric
+from holmes_hpc.planning.cost.calibration import NO_CORRECTIONS, Calibration, Corrections, MeasuredFabric
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.plan.plan import Plan
@@ -83,7 +83,7 @@ def plan(
     if learn is not None and config.plan_file:
         raise ConfigError("plan_file names a plan already", where="--learn", hint="leave one of them out")
     default_model = None if config.plan_file or any(w.startswith("model=") for w in words) else config.model.name
-    corrections = _learned(config, learn) if learn is not None else NONE
+    corrections = _learned(config, learn) if learn is not None else NO_CORRECTIONS
     known = None if config.plan_file else replace(request.costs(config), corrections=corrections)
     clock = Clock(seconds, console.note)
     ends = start.earliest_ends(config, clock, known) if earliest else []
@@ -209,6 +209,6 @@ def _learned(config: Configuration, runs: str) -> Corrections:
         found, others = request.learned(config, runs)
     if others:
         console.note(f"{len(others)} runs say nothing, the first: {others[0]}")
-    if found.hidden:
-        console.note(f"not shown by these runs, so left as it was: {', '.join(found.hidden)}")
+    if found.unidentified:
+        console.note(f"not shown by these runs, so left as it was: {', '.join(found.unidentified)}")
     return found.corrections

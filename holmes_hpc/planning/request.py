@@ -16,9 +16,9 @@ from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicType, Site
 from holmes_hpc.fabric.site_file import read_site_file
 from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.calibration import Calibration
-from holmes_hpc.planning.cost.corrections import Learned, Observed, learn
+from holmes_hpc.planning.cost.corrections import CorrectionFit, ObservedRun, fit_corrections
 from holmes_hpc.planning.cost.costs import Costs, Software
-from holmes_hpc.planning.cost.profile import from_csv, from_sailor, is_sailors
+from holmes_hpc.planning.cost.profile import from_csv, from_sailor, is_sailor_profile
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan, given_plan
 from holmes_hpc.planning.search.explore import Clock
@@ -100,7 +100,7 @@ def read_calibration(path: str, wanted: Plan | Configuration) -> Calibration:
         if path.endswith(".csv"):
             return from_csv(read_text(path), wanted.model, wanted.batch)
         data = read_yaml(path)
-        made = from_sailor(data, wanted.model, wanted.batch) if is_sailors(data) else Calibration.from_dict(data)
+        made = from_sailor(data, wanted.model, wanted.batch) if is_sailor_profile(data) else Calibration.from_dict(data)
         made.refuse_other_models(wanted.model)
         return made
     except HolmesError as e:
@@ -113,10 +113,10 @@ def pace(config: Configuration, plan: Plan | None) -> float | None:
     return said if said is not None or plan is None else plan.pace_layer_ms
 
 
-def learned(config: Configuration, root: str) -> tuple[Learned, list[str]]:
+def learned(config: Configuration, root: str) -> tuple[CorrectionFit, list[str]]:
     """What the runs at or below `root` say of the planner's figures (with the calibration of `config`, if it names
     one); and why the others say nothing. ConfigError where none of them says anything."""
-    runs, others = list[Observed](), list[str]()
+    runs, others = list[ObservedRun](), list[str]()
     for record in run_directories(root):
         try:
             runs.append(_observed(record, config.calibration))
@@ -128,10 +128,10 @@ def learned(config: Configuration, root: str) -> tuple[Learned, list[str]]:
             where=f"--learn {root}",
             hint=f"give a directory with runs of at least {WARM_UP + 2} steps",
         )
-    return learn(runs[-LEARNED:]), others
+    return fit_corrections(runs[-LEARNED:]), others
 
 
-def _observed(record: RunDirectory, calibration: str | None) -> Observed:
+def _observed(record: RunDirectory, calibration: str | None) -> ObservedRun:
     """A run as its record has it: its plan, and the medians of the latest attempt's steps after warm-up."""
     config, plan = recorded(record.config)[0], Plan.read(record.plan_path)
     if plan.is_per_stage:
@@ -142,7 +142,7 @@ def _observed(record: RunDirectory, calibration: str | None) -> Observed:
     if len(kept) < 2:
         raise RecordError(f"fewer than {WARM_UP + 2} steps", where=str(record.path), hint="let it run longer")
     computed = zip(*([float(stage["compute_s"]) for stage in line["breakdown"]] for line in kept), strict=True)
-    return Observed(
+    return ObservedRun(
         record.name,
         plan,
         costs(replace(config, calibration=calibration), plan),

@@ -1,5 +1,8 @@
-"""What was measured on real nodes: by `holmes calibrate`, fabric by fabric (the record that it writes and the planner
-reads), and by a site's own runs (corrections of all figures)."""
+"""Records of measurements on real nodes.
+
+`holmes calibrate` measures fabric by fabric; the planner reads its calibration. A site's own runs give corrections of
+all figures.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +22,34 @@ from holmes_hpc.schema import Checked, check, key, keys, make, refuse
 
 NETWORKS = ("local", *map(str, NicType))
 COLLECTIVES = ("reduce_scatter", "all_gather")
-LINKS = (*NETWORKS, *(f"{network}.{what}" for network in NETWORKS for what in COLLECTIVES))
+LINKS = (*NETWORKS, *(f"{network}.{collective}" for network in NETWORKS for collective in COLLECTIVES))
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Seconds of one part of a model for one micro-batch of `tokens` tokens, on one of `tp` ranks, tensor parallel's
-    collectives included.
+class MeasuredPart:
+    """The seconds of one part of a model for one micro-batch of `tokens` tokens, on one of `tp` ranks, with TP's
+    collectives.
 
-    `part`: layer, embedding or head. `flops`: the part's forward FLOPs (for the embedding: tokens * hidden), as
-    cost/flops.py gives them for the whole micro-batch. `sequence` 0: not known, an earlier release measured. Backward:
-    without recomputation.
+    `part`: layer, embedding or head. `flops`: the part's forward FLOPs (for the embedding: tokens * hidden) for the
+    complete micro-batch, as in cost/flops.py. `sequence` 0: unknown, from an earlier release. Backward: without
+    recomputation.
     """
 
-    part: Annotated[str, key("of a model", one_of=("layer", "embedding", "head"))]
+    part: Annotated[str, key("part of a model", one_of=("layer", "embedding", "head"))]
     hidden: Annotated[int, key("width of the residual stream", ge=1)]
-    tokens: Annotated[int, key("of a micro-batch", ge=1)]
-    tp: Annotated[int, key("tensor parallel", ge=1)]
-    flops: Annotated[float, key("forward, of the whole micro-batch", gt=0)]
+    tokens: Annotated[int, key("tokens of a micro-batch", ge=1)]
+    tp: Annotated[int, key("tensor-parallel size", ge=1)]
+    flops: Annotated[float, key("forward FLOPs of the complete micro-batch", gt=0)]
     forward_s: Annotated[float, key("seconds of a forward pass", unit="s", ge=0, le=1e4)]
     backward_s: Annotated[float, key("seconds of a backward pass", unit="s", ge=0, le=1e4)]
-    sequence: Annotated[int, key("tokens of a sequence; 0: not known", ge=0)] = 0
-    sequence_parallel: Annotated[bool, key("norms and residuals are shared out over TP")] = False
+    sequence: Annotated[int, key("tokens of a sequence; 0: unknown", ge=0)] = 0
+    sequence_parallel: Annotated[bool, key("norms and residuals are split over TP")] = False
 
     def __post_init__(self) -> None:
         check(self, "calibration")
         if self.sequence and self.tokens % self.sequence:
             raise ConfigError(
-                f"{self.tokens} tokens are no whole number of sequences of {self.sequence}",
+                f"{self.tokens} tokens are not a multiple of the sequence length {self.sequence}",
                 where="calibration",
                 hint="give the tokens of a micro-batch",
             )
@@ -54,63 +57,69 @@ class Measured:
 
 @dataclass(frozen=True)
 class MeasuredFabric:
-    """What was measured on the nodes of one fabric. `fabric`, `gpu`: as the site has them; empty: of any. `links`: ib,
-    roce, ethernet, local for messages, and `ib.reduce_scatter`, `ib.all_gather` and so on for the collectives over
-    them. What is None was not measured: `optimizer_s` of a parameter that a rank updates, `pass_s` of every pass of a
-    stage, beyond its parts."""
+    """The measurements on the nodes of one fabric.
+    `fabric`, `gpu`: as the site names them; empty: any. `links`: ib, roce, ethernet, local for messages, and
+    `ib.reduce_scatter`, `ib.all_gather` and so on for the collectives over them. `optimizer_s`: per parameter that a
+    rank updates. `pass_s`: per pass of a stage, beyond its parts. None: not measured."""
 
-    fabric: Annotated[str, key("of the site; empty: any")] = ""
-    gpu: Annotated[str, key("its kind of GPU, as the site names it; empty: see device")] = ""
-    device: Annotated[str, key("the GPU as its driver names it, or cpu")] = ""
-    parts: tuple[Measured, ...] = ()
+    fabric: Annotated[str, key("fabric of the site; empty: any")] = ""
+    gpu: Annotated[str, key("GPU kind as the site names it; empty: see device")] = ""
+    device: Annotated[str, key("GPU as its driver names it, or cpu")] = ""
+    parts: tuple[MeasuredPart, ...] = ()
     links: Mapping[str, Link] = field(default_factory=dict)
-    optimizer_s: Annotated[float | None, key("of one parameter", unit="s", ge=0, le=1)] = None
-    pass_s: Annotated[float | None, key("of every pass", unit="s", ge=0, le=1e4)] = None
+    optimizer_s: Annotated[float | None, key("optimizer time of one parameter", unit="s", ge=0, le=1)] = None
+    pass_s: Annotated[float | None, key("overhead of every pass", unit="s", ge=0, le=1e4)] = None
 
     def __post_init__(self) -> None:
         check(self, "calibration")
         unknown = [str(name) for name in self.links if name not in LINKS]
         refuse("calibration.links", *((True, f"unknown link {name!r}", nearest(name, LINKS)) for name in unknown))
 
-    def on(self, gpu: Gpu) -> bool:
-        """Whether its GPUs are of this kind: as the site names it, or as the vocabulary reads the device's name."""
+    def has_gpu(self, gpu: Gpu) -> bool:
+        """Return whether its GPUs are of this kind, by the site's name or the device's name."""
         if gpu.name == self.gpu or not (self.gpu or self.device):
             return True
-        own, other = _kind(self.gpu) or _kind(self.device), _kind(gpu.name) or gpu.name
-        return own == other or (not own and not self.gpu and not gpu.is_cpu)
+        measured, site = _gpu_kind(self.gpu) or _gpu_kind(self.device), _gpu_kind(gpu.name) or gpu.name
+        return measured == site or (not measured and not self.gpu and not gpu.is_cpu)
 
-    def of(self, part: str, hidden: int) -> list[Measured]:
-        """The measurements of `part`, of the width nearest to `hidden`."""
+    def measurements(self, part: str, hidden: int) -> list[MeasuredPart]:
+        """Return the measurements of `part` with the width nearest to `hidden`."""
         rows = [p for p in self.parts if p.part == part]
-        width = min((p.hidden for p in rows), key=lambda h: (_apart(h, hidden), h), default=0)
-        return [p for p in rows if p.hidden == width]
+        nearest_hidden = min((p.hidden for p in rows), key=lambda h: (_ratio(h, hidden), h), default=0)
+        return [p for p in rows if p.hidden == nearest_hidden]
 
 
 @dataclass(frozen=True)
 class Calibration(Checked, where="calibration"):
-    """`between`: rate and delay between fabrics, as a site file's `links:` say them. `pace_layer_ms`: layers waited
-    that long. `step_s`: seconds of every step that belong to none of its passes and none of its traffic."""
+    """All measurements of a site.
+    `between`: rate and delay between fabrics, as in a site file's `links:`. `pace_layer_ms`: the layers' emulated
+    time. `step_s`: seconds of every step that belong to none of its passes and none of its traffic."""
 
     fabrics: tuple[MeasuredFabric, ...] = ()
     between: tuple[FabricLink, ...] = ()
-    pace_layer_ms: Annotated[float | None, key("layers waited that long", unit="ms", gt=0)] = None
-    step_s: Annotated[float | None, key("of every step", unit="s", ge=0, le=1e4)] = None
-    dtype: Annotated[str | None, key("of weights", one_of=("fp32", "bf16", "fp16"))] = None
-    made: str = ""  # when and where, for people
+    pace_layer_ms: Annotated[float | None, key("emulated forward time of a layer", unit="ms", gt=0)] = None
+    step_s: Annotated[float | None, key("overhead of every step", unit="s", ge=0, le=1e4)] = None
+    dtype: Annotated[str | None, key("type of weights", one_of=("fp32", "bf16", "fp16"))] = None
+    made: str = ""  # date and place, for people
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Calibration:
-        """From plain data (a file's content), also as earlier releases wrote it: all GPUs together. ConfigError that
-        names the key, its value and what is allowed."""
+        """Return the calibration in plain data (a file's content).
+        It may come from an earlier release, which measured all GPUs together. ConfigError names the key, its value
+        and the allowed values."""
         if not isinstance(data, Mapping) or "fabrics" in data:
             return make(cls, data, "calibration")
-        own = {name: value for name, value in data.items() if name in keys(cls)}
-        rest = {name: value for name, value in data.items() if name not in own}
-        made = make(cls, own, "calibration")
-        return replace(made, fabrics=(make(MeasuredFabric, rest, "calibration"),)) if rest else made
+        own_data = {name: value for name, value in data.items() if name in keys(cls)}
+        fabric_data = {name: value for name, value in data.items() if name not in own_data}
+        calibration = make(cls, own_data, "calibration")
+        return (
+            replace(calibration, fabrics=(make(MeasuredFabric, fabric_data, "calibration"),))
+            if fabric_data
+            else calibration
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, accepted back by :meth:`from_dict`."""
+        """Return plain data that :meth:`from_dict` accepts."""
         return {
             **asdict(self),
             "fabrics": [
@@ -124,131 +133,137 @@ class Calibration(Checked, where="calibration"):
             "between": [{**asdict(b), "between": list(b.between)} for b in self.between],
         }
 
-    def of(self, fabric: Fabric) -> MeasuredFabric | None:
-        """What was measured on `fabric`, else on another with GPUs of its kind; None: on none."""
-        return next(self._near(fabric), None)
+    def best_match(self, fabric: Fabric) -> MeasuredFabric | None:
+        """Return the measurements on `fabric`, else on another with GPUs of its kind, else None."""
+        return next(self._matches(fabric), None)
 
-    def parts(self, fabric: Fabric, part: str, hidden: int) -> list[Measured]:
-        """Measurements of `part` on `fabric`, else on another with GPUs of its kind (not every fabric holds the
-        embedding), of the width nearest to `hidden`."""
-        return next((rows for m in self._near(fabric) if (rows := m.of(part, hidden))), [])
+    def parts(self, fabric: Fabric, part: str, hidden: int) -> list[MeasuredPart]:
+        """Return the measurements of `part` on `fabric`, with the width nearest to `hidden`.
+        Not every fabric holds the embedding. Another fabric with GPUs of the same kind stands in."""
+        return next((rows for m in self._matches(fabric) if (rows := m.measurements(part, hidden))), [])
 
-    def _near(self, fabric: Fabric) -> Iterator[MeasuredFabric]:
-        """Those with GPUs of the fabric's kind, the fabric itself first."""
-        same = [m for m in self.fabrics if m.on(fabric.gpu)]
-        yield from (m for m in same if m.fabric == fabric.name)
-        yield from (m for m in same if m.fabric != fabric.name)
+    def _matches(self, fabric: Fabric) -> Iterator[MeasuredFabric]:
+        """Yield the measured fabrics with GPUs of the fabric's kind, the fabric itself first."""
+        same_gpu = [m for m in self.fabrics if m.has_gpu(fabric.gpu)]
+        yield from (m for m in same_gpu if m.fabric == fabric.name)
+        yield from (m for m in same_gpu if m.fabric != fabric.name)
 
     def link(self, fabric: Fabric, network: str, collective: str = "") -> Link | None:
-        """What `network` reaches on `fabric`, in messages or a collective: as measured there, else with GPUs of its
-        kind, else, unless it is inside a node, on any."""
-        near = list(self._near(fabric))
+        """Return the measured link of `network` on `fabric`, for messages or a collective.
+        Fall back to fabrics with GPUs of its kind, then to any fabric, except for links inside a node."""
+        measured_fabrics = list(self._matches(fabric))
         if network != "local":
-            near += [m for m in self.fabrics if m not in near]
+            measured_fabrics += [m for m in self.fabrics if m not in measured_fabrics]
         return next(
-            (m.links[name] for name in (f"{network}.{collective}", network) for m in near if name in m.links), None
+            (
+                m.links[name]
+                for name in (f"{network}.{collective}", network)
+                for m in measured_fabrics
+                if name in m.links
+            ),
+            None,
         )
 
-    def on(self, site: Site) -> Site:
-        """`site` with what was measured between its fabrics, which goes before what it says itself; it says so where
-        the two are far apart."""
+    def with_measured_links(self, site: Site) -> Site:
+        """Return `site` with the measured links between its fabrics. A note reports large differences."""
         names, links = {f.name for f in site.fabrics}, {frozenset(link.between): link for link in site.links}
-        found = {frozenset(b.between): b for b in self.between if names.issuperset(b.between)}
-        if all(links.get(pair) == link for pair, link in found.items()):
+        measured_links = {frozenset(b.between): b for b in self.between if names.issuperset(b.between)}
+        if all(links.get(pair) == link for pair, link in measured_links.items()):
             return site
-        said = [
-            f"between {' and '.join(b.between)} {_words(b)}, as measured; the site says {_words(links[pair])}"
-            for pair, b in found.items()
+        notes = [
+            f"link between {' and '.join(b.between)}: measured {_describe_link(b)}, site says"
+            f" {_describe_link(links[pair])}"
+            for pair, b in measured_links.items()
             if pair in links and _differ(b, links[pair])
         ]
-        return replace(site, links=tuple({**links, **found}.values()), assumptions=(*site.assumptions, *said))
+        return replace(site, links=tuple({**links, **measured_links}.values()), assumptions=(*site.assumptions, *notes))
 
     def refuse_other_settings(self, pace_layer_ms: float | None, dtype: str | None) -> None:
-        """Raise ConfigError where layers were measured at another pace, or with another type than `dtype`, if given."""
+        """Raise ConfigError if layers were measured at another pace or with another type."""
         if not any(f.parts for f in self.fabrics):
             return
         refuse(
             "calibration",
             (
                 self.pace_layer_ms != pace_layer_ms,
-                f"measured with {_pace(self.pace_layer_ms)}, used for {_pace(pace_layer_ms)}",
+                f"calibration has {_pace_text(self.pace_layer_ms)}, the run has {_pace_text(pace_layer_ms)}",
                 f"set train.pace_layer_ms={self.pace_layer_ms or 'null'} (predict: --pace-layer-ms), or"
-                f" calibrate again with {_pace(pace_layer_ms)}",
+                f" calibrate again with {_pace_text(pace_layer_ms)}",
             ),
             (
                 dtype and self.dtype and dtype != self.dtype,
-                f"measured with {self.dtype}, used for {dtype}",
+                f"calibration has dtype={self.dtype}, the run has dtype={dtype}",
                 f"set train.dtype={self.dtype}, or calibrate again",
             ),
         )
 
     def refuse_other_models(self, model: ModelSpec) -> None:
-        """Raise ConfigError where layers of another shape than `model`'s were measured. Paced ones have no shape."""
+        """Raise ConfigError if the measured layers have another shape than `model`'s. Paced layers have no shape."""
         layers = [p for f in self.fabrics for p in f.parts if p.part == "layer"]
-        if self.pace_layer_ms is not None or not layers or any(_is_of(p, model) for p in layers):
+        if self.pace_layer_ms is not None or not layers or any(_is_layer_of(p, model) for p in layers):
             return
         widths = ", ".join(str(h) for h in sorted({p.hidden for p in layers}))
-        other = f"of width {widths}" if model.hidden not in {p.hidden for p in layers} else "with other FLOPs"
+        difference = f"hidden={widths}" if model.hidden not in {p.hidden for p in layers} else "other layer FLOPs"
         raise ConfigError(
-            f"it was measured for layers {other}, {model.name}'s are {model.hidden} wide",
+            f"calibration has {difference}, model {model.name} has hidden={model.hidden}",
             where="calibration",
-            hint=f"measure this model: `holmes calibrate model={model.name}`",
+            hint=f"calibrate this model: `holmes calibrate model={model.name}`",
         )
 
 
 @dataclass(frozen=True)
 class Corrections(Checked, where="corrections"):
-    """What a site's own runs say of the planner's figures. `compute`: how many times as long layers, embedding and head
-    take on a kind of GPU. `rates`: how many times the rate a network reaches (ib, roce, ethernet). `notes`: what they
-    were learned from, for a plan's assumptions."""
+    """Factors for the planner's figures, fitted to a site's own runs.
+    `compute`: of the time of layers, embedding and head on a GPU kind. `rates`: of the rate of a network (ib, roce,
+    ethernet). `notes`: their sources, for a plan's assumptions."""
 
-    compute: Annotated[Mapping[str, float], key("of seconds, by GPU kind", gt=0)] = field(default_factory=dict)
+    compute: Annotated[Mapping[str, float], key("of compute times, by GPU kind", gt=0)] = field(default_factory=dict)
     rates: Annotated[Mapping[str, float], key("of rates, by network", gt=0)] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-NONE = Corrections()
+NO_CORRECTIONS = Corrections()
 
 
-def _is_of(p: Measured, model: ModelSpec) -> bool:
-    """Return whether a measured layer can be one of `model`: its width, and its FLOPs to the percent."""
-    alike = not p.sequence or abs(p.flops / layer_flops(model, p.tokens, p.sequence) - 1) < 0.01
-    return p.hidden == model.hidden and alike
+def _is_layer_of(part: MeasuredPart, model: ModelSpec) -> bool:
+    """Return whether a measured layer can be one of `model`: equal width, and FLOPs within 1%."""
+    has_equal_flops = not part.sequence or abs(part.flops / layer_flops(model, part.tokens, part.sequence) - 1) < 0.01
+    return part.hidden == model.hidden and has_equal_flops
 
 
-def interpolated(rows: Sequence[tuple[tuple[float, ...], float]], at: tuple[float, ...]) -> float:
-    """Of rows (coordinates, value): the value at `at`, linear in the logarithm of one coordinate after the other; what
-    is beyond the rows has the nearest one's."""
-    if not at:
+def interpolate(rows: Sequence[tuple[tuple[float, ...], float]], point: tuple[float, ...]) -> float:
+    """Interpolate rows of (coordinates, value) at `point`, in the logarithm of one coordinate after the other.
+    Beyond the rows, the nearest value counts."""
+    if not point:
         return sum(value for _, value in rows) / len(rows)
-    known = sorted({c[0] for c, _ in rows})
-    low = max((k for k in known if k <= at[0]), default=known[0])
-    high = min((k for k in known if k >= at[0]), default=known[-1])
-    ends = [interpolated([(c[1:], v) for c, v in rows if c[0] == end], at[1:]) for end in (low, high)]
-    share = math.log(at[0] / low) / math.log(high / low) if low < high else 0.0
-    return ends[0] + share * (ends[1] - ends[0])
+    coordinates = sorted({c[0] for c, _ in rows})
+    low = max((k for k in coordinates if k <= point[0]), default=coordinates[0])
+    high = min((k for k in coordinates if k >= point[0]), default=coordinates[-1])
+    end_values = [interpolate([(c[1:], v) for c, v in rows if c[0] == end], point[1:]) for end in (low, high)]
+    share = math.log(point[0] / low) / math.log(high / low) if low < high else 0.0
+    return end_values[0] + share * (end_values[1] - end_values[0])
 
 
-def _kind(name: str) -> str:
-    """The kind of GPU that a name means; empty where nobody knows."""
-    found = read_vocabulary().gpu(name)
-    return "cpu" if name == "cpu" else found.name if found else ""
+def _gpu_kind(name: str) -> str:
+    """Return the GPU kind that a name means, or an empty text if it is unknown."""
+    gpu = read_vocabulary().gpu(name)
+    return "cpu" if name == "cpu" else gpu.name if gpu else ""
 
 
-def _words(link: FabricLink) -> str:
+def _describe_link(link: FabricLink) -> str:
     return " and ".join([f"{link.gbps:g} Gb/s"] * (link.gbps is not None) + [f"{link.delay_ms:g} ms"])
 
 
-def _differ(measured: FabricLink, said: FabricLink) -> bool:
-    """By more than a fifth in rate, or in delay, where that is more than a millisecond."""
-    rates = measured.gbps is not None and said.gbps is not None and abs(measured.gbps / said.gbps - 1) > 0.2
-    apart = abs(measured.delay_ms - said.delay_ms)
-    return rates or apart > max(1.0, 0.2 * said.delay_ms)
+def _differ(measured: FabricLink, stated: FabricLink) -> bool:
+    """Return whether two links differ by over 20% in rate, or by over 20% and 1 ms in delay."""
+    rates_differ = measured.gbps is not None and stated.gbps is not None and abs(measured.gbps / stated.gbps - 1) > 0.2
+    delay_gap_ms = abs(measured.delay_ms - stated.delay_ms)
+    return rates_differ or delay_gap_ms > max(1.0, 0.2 * stated.delay_ms)
 
 
-def _apart(a: int, b: int) -> float:
+def _ratio(a: int, b: int) -> float:
     return max(a, b) / min(a, b)
 
 
-def _pace(layer_ms: float | None) -> str:
-    return f"layers paced to {layer_ms:g} ms" if layer_ms else "layers not paced"
+def _pace_text(layer_ms: float | None) -> str:
+    return f"layers paced to {layer_ms:g} ms" if layer_ms else "unpaced layers"

@@ -1,10 +1,10 @@
-"""Corrections of the planner's figures from runs that it predicted: those under which the steps come out as measured.
+"""Corrections of the planner's figures, fitted to measured runs.
 
-Unknown are the logarithms of one factor for each kind of GPU and each network that the runs used. What is made small is
-the sum of squares of log(predicted / measured): of each run's step, and of the time that each of its stages computes,
-which tells apart GPUs of several kinds in one run. A small weight on the logarithms themselves keeps at 1 what no run
-shows, such as a network whose traffic computing hides (Levenberg, "A method for the solution of certain non-linear
-problems in least squares", 1944, with a fixed damping).
+The unknowns are the logarithms of one factor per GPU kind and network of the runs. The fit minimises the sum of squares
+of log(predicted / measured) over each run's step time and each stage's compute time. The stages' times tell apart
+several GPU kinds of one run. A small weight on the logarithms keeps factors at 1 that no run identifies, such as that
+of a network whose traffic overlaps with computing (Levenberg, "A method for the solution of certain non-linear problems
+in least squares", 1944, with a fixed damping).
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.timing import step_s, timing
 from holmes_hpc.planning.plan.plan import Plan
 
-MOST = math.log(8.0)  # a factor further from 1 would be a wrong site, not a correction
-SHOWS = 0.03  # slope of a step's logarithm over a factor's: what has less in every run is not learned
-SMALL = 1e-3  # weight of a factor's own logarithm
-ROUNDS = 12
-DELTA = 0.01
+MAX_LOG_FACTOR = math.log(8.0)  # a larger factor means a wrong site
+MIN_SLOPE = 0.03  # d log(step) / d log(factor): a factor with less in every run is not fitted
+DAMPING = 1e-3  # weight of a factor's logarithm
+MAX_ITERATIONS = 12
+STEP = 0.01  # of a logarithm, for numerical slopes
 
 
 @dataclass(frozen=True)
-class Observed:
-    """One run: its plan, what the planner says that things cost there, the median seconds of a step, and those that
-    each of its stages computed in it."""
+class ObservedRun:
+    """A measured run: its plan, its costs, the median seconds of a step and of each stage's computing."""
 
     name: str
     plan: Plan
@@ -42,94 +41,99 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Learned:
-    """`before`, `after`: mean error of the runs' steps, without the corrections and with them; `hidden`: what the runs
-    used and did not show."""
+class CorrectionFit:
+    """Fitted corrections and their quality.
+    `error_before`, `error_after`: mean error of the runs' step times without and with the corrections.
+    `unidentified`: factors of GPU kinds and networks that the runs used but do not determine."""
 
     corrections: Corrections
     runs: int
-    before: float
-    after: float
-    hidden: tuple[str, ...]
+    error_before: float
+    error_after: float
+    unidentified: tuple[str, ...]
 
 
-def learn(runs: Sequence[Observed]) -> Learned:
-    """The corrections that `runs`, one at least, ask for."""
-    used = {g.transport for r in runs for g in r.plan.transports()}
+def fit_corrections(runs: Sequence[ObservedRun]) -> CorrectionFit:
+    """Fit corrections to `runs`, at least one."""
+    transports = {g.transport for r in runs for g in r.plan.transports()}
     gpus = {r.plan.site.fabric(c.fabric).gpu for r in runs if not r.costs.pace_layer_ms for c in r.plan.components}
     names = sorted(
-        {*(("compute", gpu.name) for gpu in gpus), *(("rates", str(t.nic)) for t in used if t.nic is not None)}
+        {*(("compute", gpu.name) for gpu in gpus), *(("rates", str(t.nic)) for t in transports if t.nic is not None)}
     )
-    at = np.zeros(len(names))
-    start = _residuals(runs, names, at)
-    slopes = _slopes(runs, names, at, start)
-    seen = (np.abs(slopes) > SHOWS).any(axis=0)
-    for _ in range(ROUNDS):
-        now = _residuals(runs, names, at)
-        slopes = _slopes(runs, names, at, now) * seen
-        system = np.vstack([slopes, SMALL * np.eye(len(names))])
-        change = np.linalg.lstsq(system, -np.concatenate([now, SMALL * at]), rcond=None)[0]
-        at = np.clip(at + np.clip(change, -1, 1), -MOST, MOST)
+    logs = np.zeros(len(names))
+    first_residuals = _residuals(runs, names, logs)
+    slopes = _slopes(runs, names, logs, first_residuals)
+    is_identified = (np.abs(slopes) > MIN_SLOPE).any(axis=0)
+    for _ in range(MAX_ITERATIONS):
+        residuals = _residuals(runs, names, logs)
+        slopes = _slopes(runs, names, logs, residuals) * is_identified
+        system = np.vstack([slopes, DAMPING * np.eye(len(names))])
+        change = np.linalg.lstsq(system, -np.concatenate([residuals, DAMPING * logs]), rcond=None)[0]
+        logs = np.clip(logs + np.clip(change, -1, 1), -MAX_LOG_FACTOR, MAX_LOG_FACTOR)
         if np.abs(change).max(initial=0.0) < 1e-4:
             break
-    steps = len(runs)  # residuals of steps come first
-    before, after = (float(np.mean(np.abs(np.expm1(r[:steps])))) for r in (start, _residuals(runs, names, at)))
-    made = _corrections(names, at * seen)
-    return Learned(
-        replace(made, notes=tuple(_notes(made, runs, before, after))),
+    steps = len(runs)  # the residuals of steps come first
+    error_before, error_after = (
+        float(np.mean(np.abs(np.expm1(r[:steps])))) for r in (first_residuals, _residuals(runs, names, logs))
+    )
+    corrections = _corrections(names, logs * is_identified)
+    return CorrectionFit(
+        replace(corrections, notes=tuple(_notes(corrections, runs, error_before, error_after))),
         len(runs),
-        before,
-        after,
-        tuple(name for (_, name), shown in zip(names, seen, strict=True) if not shown),
+        error_before,
+        error_after,
+        tuple(name for (_, name), identified in zip(names, is_identified, strict=True) if not identified),
     )
 
 
-def _notes(made: Corrections, runs: Sequence[Observed], before: float, after: float) -> list[str]:
-    said = [f"{name} computes {factor:.2f} times as long" for name, factor in made.compute.items()]
-    said += [f"{name} reaches {factor:.2f} times the rate" for name, factor in made.rates.items()]
-    said = [text for text in said if " 1.00 " not in text]
-    named = ", ".join(r.name for r in runs[:4]) + (", …" if len(runs) > 4 else "")
+def _notes(corrections: Corrections, runs: Sequence[ObservedRun], error_before: float, error_after: float) -> list[str]:
+    changes = [f"compute time on {name} x{factor:.2f}" for name, factor in corrections.compute.items()]
+    changes += [f"rate of {name} x{factor:.2f}" for name, factor in corrections.rates.items()]
+    changes = [text for text in changes if not text.endswith("x1.00")]
+    run_names = ", ".join(r.name for r in runs[:4]) + (", …" if len(runs) > 4 else "")
     return [
-        f"learned from {len(runs)} run{'s' * (len(runs) != 1)} ({named}): {'; '.join(said) or 'nothing'}; their"
-        f" steps were {before:.1%} off without it, {after:.1%} with it"
+        f"corrections from {len(runs)} run{'s' * (len(runs) != 1)} ({run_names}): {'; '.join(changes) or 'none'}; error"
+        f" of their step times: {error_before:.1%} without, {error_after:.1%} with them"
     ]
 
 
-def _corrections(names: Sequence[tuple[str, str]], at: np.ndarray) -> Corrections:
-    found: dict[str, dict[str, float]] = {"compute": {}, "rates": {}}
-    for (what, name), value in zip(names, at.tolist(), strict=True):
+def _corrections(names: Sequence[tuple[str, str]], logs: np.ndarray) -> Corrections:
+    factors: dict[str, dict[str, float]] = {"compute": {}, "rates": {}}
+    for (group, name), value in zip(names, logs.tolist(), strict=True):
         if value:
-            found[what][name] = math.exp(value)
-    return Corrections(found["compute"], found["rates"])
+            factors[group][name] = math.exp(value)
+    return Corrections(factors["compute"], factors["rates"])
 
 
-def _residuals(runs: Sequence[Observed], names: Sequence[tuple[str, str]], at: np.ndarray) -> np.ndarray:
-    """log(predicted / measured): of all steps, then of what each stage computes, which weighs as much as one step in
-    each run."""
-    made = _corrections(names, at)
+def _residuals(runs: Sequence[ObservedRun], names: Sequence[tuple[str, str]], logs: np.ndarray) -> np.ndarray:
+    """Return log(predicted / measured) of all steps, then of each stage's compute time.
+    The stages of a run weigh as much as its step."""
+    corrections = _corrections(names, logs)
     steps, stages = [], []
     for run in runs:
-        layout = Layout.of(run.plan, replace(run.costs, corrections=made))
+        layout = Layout.of(run.plan, replace(run.costs, corrections=corrections))
         layers = layer_array(run.plan)
         steps.append(math.log(float(step_s(layout, layers)[0]) / run.step_s))
-        for predicted, measured in zip(computing_s(layout, layers), run.compute_s, strict=False):
+        for predicted, measured in zip(stage_compute_s(layout, layers), run.compute_s, strict=False):
             if measured > 0 and run.costs.pace_layer_ms is None:
                 stages.append(math.log(predicted / measured) / math.sqrt(len(run.compute_s)))
     return np.array(steps + stages)
 
 
-def _slopes(runs: Sequence[Observed], names: Sequence[tuple[str, str]], at: np.ndarray, now: np.ndarray) -> np.ndarray:
+def _slopes(
+    runs: Sequence[ObservedRun], names: Sequence[tuple[str, str]], logs: np.ndarray, residuals: np.ndarray
+) -> np.ndarray:
     columns = []
     for i in range(len(names)):
-        moved = at.copy()
-        moved[i] += DELTA
-        columns.append((_residuals(runs, names, moved) - now) / DELTA)
-    return np.array(columns).T.reshape(len(now), len(names))
+        changed = logs.copy()
+        changed[i] += STEP
+        columns.append((_residuals(runs, names, changed) - residuals) / STEP)
+    return np.array(columns).T.reshape(len(residuals), len(names))
 
 
-def computing_s(layout: Layout, layers: np.ndarray) -> list[float]:
-    """Seconds of a step that each stage computes, as metrics have it: the mean over its ranks."""
+def stage_compute_s(layout: Layout, layers: np.ndarray) -> list[float]:
+    """Return the seconds that each stage computes in a step, as in the metrics: the mean over its ranks."""
     replicas = timing(layout, layers).replicas
     weights = [layout.pipelines(stages[0]) for stages in layout.replicas]
-    each = np.array([(d.forward + d.backward)[0].sum(axis=1) for d in replicas]) * layout.order.micro_batches
-    return np.average(each, axis=0, weights=weights).tolist()
+    seconds = np.array([(d.forward + d.backward)[0].sum(axis=1) for d in replicas]) * layout.order.micro_batches
+    return np.average(seconds, axis=0, weights=weights).tolist()

@@ -1,4 +1,4 @@
-"""What each concrete process group makes its ranks send over NICs in a step, in bytes of payload."""
+"""Payload bytes that each process group sends over NICs in a step."""
 
 from __future__ import annotations
 
@@ -15,49 +15,51 @@ from holmes_hpc.planning.plan.transport import GroupTransport, Place, places
 
 
 def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransport, int, float]]:
-    """Yield every group that leaves a node, each rank that sends for it over its node's NIC, and the bytes of payload
-    that it sends in a step. `layers`: one split, (1, S, C)."""
-    p, costs, where = layout.parallel, layout.costs, places(layout.components)
+    """Yield (group, sending rank, payload bytes per step) for every group that leaves a node.
+    Each sending rank uses its node's NIC. `layers`: one split, (1, S, C)."""
+    p, costs, place_of = layout.parallel, layout.costs, places(layout.components)
     count = parameters(layout, layers)[0].sum(axis=1)
     component_of = {c.fabric: c for c in layout.components}
     routes = layout.order.routes
-    shared = Counter((s, *pair) for s in range(len(routes) - 1) for pair in zip(routes[s], routes[s + 1], strict=True))
+    edge_counts = Counter(
+        (s, *pair) for s in range(len(routes) - 1) for pair in zip(routes[s], routes[s + 1], strict=True)
+    )
     for group in groups(p, layout.batch.micro_batches(1), layout.model.tied):
-        transport = layout.rule.of_members([where[rank] for rank in group.ranks])
+        transport = layout.transport_rule.of_members([place_of[rank] for rank in group.ranks])
         if transport.kind == "local":
             continue
-        component = component_of[where[group.ranks[0]].fabric]
+        component = component_of[place_of[group.ranks[0]].fabric]
         gpu = layout.fabric(component).gpu
-        how, n, stage = costs.collectives(gpu), len(group.ranks), group.stages[0]
+        factors, n, stage = costs.collectives(gpu), len(group.ranks), group.stages[0]
         senders, amount = group.ranks, 0.0
         if group.kind == "edge":
             view = layout.views[stage] if layout.is_per_stage else layout
-            tensor = activation_bytes(view, transport, component) * _overlap(p, group)
+            tensor = activation_bytes(view, transport, component) * _tensor_share(p, group)
             (_, a, _), (_, b, _) = (p.coordinates(rank) for rank in group.ranks)
-            amount = tensor * (shared[stage, a, b] if layout.is_per_stage else _transfers(layout, group))
+            amount = tensor * (edge_counts[stage, a, b] if layout.is_per_stage else _transfer_count(layout, group))
         elif group.kind == "embd" and layout.model.tied:
-            parts = 1 if layout.is_per_stage else p.tp
-            senders = one_of_each_node(group.ranks, where)
-            amount = how.all_reduce * embedding_bytes(layout) / parts * (n - 1) / n
+            tp = 1 if layout.is_per_stage else p.tp
+            senders = first_rank_per_node(group.ranks, place_of)
+            amount = factors.all_reduce * embedding_bytes(layout) / tp * (n - 1) / n
         elif group.kind == ("intra_dp" if p.optimizer_instances > 1 else "dp"):
-            senders = one_of_each_node(group.ranks, where)
-            each = how.reduce_scatter * costs.gradient_size + how.all_gather * costs.weight_bytes(gpu)
+            senders = first_rank_per_node(group.ranks, place_of)
+            per_parameter = factors.reduce_scatter * costs.gradient_size + factors.all_gather * costs.weight_bytes(gpu)
             if not p.distributed_optimizer:
-                each = how.all_reduce * costs.gradient_size
-            amount = each * float(count[stage]) * (n - 1) / n
+                per_parameter = factors.all_reduce * costs.gradient_size
+            amount = per_parameter * float(count[stage]) * (n - 1) / n
         elif group.kind == "inter_dp":
-            amount = how.all_reduce * (n - 1) / n * float(count[stage]) * costs.gradient_size / layout.run
+            amount = factors.all_reduce * (n - 1) / n * float(count[stage]) * costs.gradient_size / layout.intra_dp_size
         for rank in senders if amount else ():
             yield GroupTransport(group.kind, group.ranks, transport, group.stages), rank, amount
 
 
-def one_of_each_node(ranks: Sequence[int], where: Sequence[Place]) -> tuple[int, ...]:
-    """Return the first of the ranks on each node: a ring leaves each of its nodes once."""
-    return tuple({where[rank]: rank for rank in reversed(ranks)}.values())
+def first_rank_per_node(ranks: Sequence[int], place_of: Sequence[Place]) -> tuple[int, ...]:
+    """Return the first of the ranks on each node, as a ring leaves each of its nodes once."""
+    return tuple({place_of[rank]: rank for rank in reversed(ranks)}.values())
 
 
-def _overlap(p: Parallel, group: Group) -> float:
-    """Return the share of the first rank's part of a tensor that the second rank of an edge has a part of."""
+def _tensor_share(p: Parallel, group: Group) -> float:
+    """Return the share of the first rank's part of a tensor that the second rank of an edge receives."""
     (upper, _, i), (lower, _, j) = (p.coordinates(rank) for rank in group.ranks)
     above, below = p.tp_of(upper), p.tp_of(lower)
     if above == below:
@@ -65,10 +67,10 @@ def _overlap(p: Parallel, group: Group) -> float:
     return max(0.0, min((i + 1) / above, (j + 1) / below) - max(i / above, j / below)) * above
 
 
-def _transfers(layout: Layout, group: Group) -> int:
+def _transfer_count(layout: Layout, group: Group) -> int:
     """Return the stage transfers of a step, one way, over an edge of a grid."""
     chunks, micro_batches = layout.parallel.virtual_stages, layout.order.micro_batches
     transfers = micro_batches * (chunks if group.stages[0] < group.stages[1] else chunks - 1)
-    if layout.parallel.pp == 2:  # the way back to the first stage is between the same two ranks
+    if layout.parallel.pp == 2:  # the edge back to the first stage joins the same ranks
         transfers += micro_batches * (chunks - 1)
     return transfers

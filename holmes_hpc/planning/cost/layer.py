@@ -1,13 +1,13 @@
-"""Seconds of a transformer layer, the embedding and the head for which nothing was measured.
+"""Seconds of a transformer layer, the embedding and the head without measurements.
 
-On a GPU kernel by kernel: counted are the layer's products with weights (forward; backward the gradients of input and
-weight of each), attention by what computes it, bytes of what only moves memory, tensor parallel's collectives, and for
-each kernel a gap. A CPU that cannot launch as quickly as the GPU computes is waited for: a pass takes no less than its
-kernels take to launch, and where each is waited for before the next (CUDA_LAUNCH_BLOCKING=1) as much longer.
+On a GPU, the model goes kernel by kernel. It counts the layer's products with weights (forward; backward the gradients
+of input and weight of each), attention, bytes of memory-bound operations, TP's collectives, and a gap per kernel. A
+pass takes at least the time in which the CPU launches its kernels. If the CPU waits for each kernel
+(CUDA_LAUNCH_BLOCKING=1), the launches add to the pass.
 
-On a CPU a roofline (Williams et al. 2009) in two terms: matrix products at a share of the peak, and everything else at
-a share of the memory's bandwidth. Elements moved are counted from Korthikanti et al. 2022 (arXiv 2205.05198), section
-4: what is counted there as stored was written once and is read once.
+On a CPU, the model is a roofline (Williams et al. 2009) in two terms: matrix products at a share of the peak, and other
+work at a share of the memory bandwidth. Moved elements follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4:
+each stored element is written once and read once.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from holmes_hpc.planning.cost.software import Software
 
 Seconds = tuple[float, float]  # forward, backward
 PARTS = ("layer", "embedding", "head")
-# Kernels of a layer's forward pass: four products with their casts and views, two norms, residuals and what attention
-# is made of; each operation that is not fused is one more. Backward has about twice as many. Under TP there are two
-# collectives, which wait for the slowest rank too: the more ranks, the longer.
-KERNELS, KERNELS_NORM, KERNELS_LOOSE, KERNELS_TP = 16, 5, 6, 3
+# Kernels of a layer's forward pass: four products with their casts and views, two norms, residuals, attention.
+# Each unfused operation adds one. Backward has about twice as many. TP adds two collectives, which wait for the
+# slowest rank: their cost grows with the number of ranks.
+KERNELS, KERNELS_NORM, KERNELS_UNFUSED, KERNELS_TP = 16, 5, 6, 3
 KERNELS_ATTENTION = {"flash": 4, "flash1": 4, "sdpa": 4, "softmax": 8, "unfused": 14}
 
 
-def reduction_s(device: Device, model: ModelSpec, tokens: int, tp: int, sequence_parallel: bool) -> float:
-    """Seconds of an all-reduce of T x h over the TP ranks; sequence parallel: a reduce-scatter and an all-gather."""
+def all_reduce_s(device: Device, model: ModelSpec, tokens: int, tp: int, sequence_parallel: bool) -> float:
+    """Return the seconds of an all-reduce of T x h over the TP ranks.
+    With sequence parallel, a reduce-scatter and an all-gather replace it."""
     if tp == 1:
         return 0.0
-    sent = 2.0 * (tp - 1) / tp * tokens * model.hidden * device.element
-    return device.ring_s(sent, tp, 2.0 if sequence_parallel else 1.0)
+    sent_bytes = 2.0 * (tp - 1) / tp * tokens * model.hidden * device.element
+    return device.ring_s(sent_bytes, tp, 2.0 if sequence_parallel else 1.0)
 
 
 @dataclass(frozen=True)
-class Work:
-    """One part of a model on one of `tp` ranks, for one micro-batch. `gradient_bytes`: of an element that is added
-    up."""
+class LayerTimes:
+    """The times of a model's parts on one of `tp` ranks, for one micro-batch.
+    `gradient_bytes`: of an accumulated element."""
 
     device: Device
     software: Software
@@ -62,12 +63,12 @@ class Work:
         return self.software.attention_of(self.model.heads // self.tp or 1, self.sequence, self.micro_size)
 
     def product(self, columns: int, rows: int) -> Seconds:
-        """A product of all tokens with a matrix of `rows` inputs and `columns` outputs on this rank."""
+        """Return the seconds of a product of all tokens with a matrix of `rows` inputs and `columns` outputs."""
         t, d = self.tokens, self.device
         return d.product_s(t, columns, rows), d.product_s(t, rows, columns) + d.product_s(columns, rows, t)
 
     def products(self) -> Seconds:
-        """The layer's: query, key and value in one, output, up (with the gate), down."""
+        """Return the seconds of the layer's products: query, key and value in one; output; up with the gate; down."""
         m, tp = self.model, self.tp
         shapes = (
             ((m.query_width + 2 * m.key_width) // tp, m.hidden),
@@ -75,42 +76,45 @@ class Work:
             ((2 if m.swiglu else 1) * m.ffn // tp, m.hidden),
             (m.hidden, m.ffn // tp),
         )
-        each = [self.product(*shape) for shape in shapes]
-        return sum(f for f, _ in each), sum(b for _, b in each)
+        products = [self.product(*shape) for shape in shapes]
+        return sum(f for f, _ in products), sum(b for _, b in products)
 
     def scores(self) -> Seconds:
-        """Attention between its two products with weights: scores, softmax, dropout, product with the values."""
+        """Return the seconds of attention's core: scores, softmax, dropout, product with values."""
         m, d, heads = self.model, self.device, self.model.heads / self.tp
         blocks = self.micro_size * heads
         if self.software.flash:
             return d.flash_s(blocks, self.sequence, m.head_width, self.attention == "flash1")
         pairs = blocks * self.sequence * self.sequence
-        passes = 4.0 * d.element + (2.0 * d.element + 1 if m.dropout else 0)  # written, softmax in and out, read
+        passes = 4.0 * d.element + (2.0 * d.element + 1 if m.dropout else 0)  # write, softmax in and out, read
         if self.attention == "unfused":
-            passes = d.stack.unfused * (passes + 4.0 * d.element + 12)  # scaled, masked; softmax in fp32
-        moved = d.streamed_s(pairs * passes)
-        computed = 2 * d.scores_s(pairs, m.head_width)
-        return computed + moved, 2 * (computed + moved)
+            passes = d.stack.unfused * (passes + 4.0 * d.element + 12)  # scale, mask; softmax in fp32
+        moved_s = d.streamed_s(pairs * passes)
+        compute_s = 2 * d.scores_s(pairs, m.head_width)
+        return compute_s + moved_s, 2 * (compute_s + moved_s)
 
     def moved(self) -> Seconds:
-        """What only moves memory: norms, residuals with dropout, the activation, rotary positions or biases. In
-        elements per token: of the hidden width, on every rank unless sequence parallel; of the FFN's width; of queries
-        and keys."""
+        """Return the seconds of memory-bound operations.
+        These are norms, residuals with dropout, the activation, rotary positions or biases. Their elements per token
+        scale with the hidden width (on every rank unless sequence parallel), with the FFN's width, and with the
+        queries and keys."""
         m, d, s = self.model, self.device, self.software
-        loose = not s.fused_elementwise
-        residual = 3 + (1 / d.element + (2 if loose else 0) if m.dropout else 0) + (2 if loose and m.bias else 0)
-        whole = 2 * m.hidden * (self.norm_bytes + residual * d.element) / (self.tp if self.sequence_parallel else 1)
-        wide = (5.0 if loose else 3.0) if m.swiglu else 2.0 + (2 if loose and m.bias else 0)
-        turned = m.query_width + m.key_width
-        split = wide * m.ffn + turned * ((5.0 if loose else 2.0) if m.rope else 2.0)
-        split += turned * self.norm_bytes / d.element if m.qk_norm else 0
-        bytes_each = (whole + split * d.element / self.tp) * (d.stack.loose if loose else 1)
-        forward = d.moved_s(self.tokens * bytes_each)
+        unfused = not s.fused_elementwise
+        residual = 3 + (1 / d.element + (2 if unfused else 0) if m.dropout else 0) + (2 if unfused and m.bias else 0)
+        hidden_bytes = (
+            2 * m.hidden * (self.norm_bytes + residual * d.element) / (self.tp if self.sequence_parallel else 1)
+        )
+        ffn_passes = (5.0 if unfused else 3.0) if m.swiglu else 2.0 + (2 if unfused and m.bias else 0)
+        rotary_elements = m.query_width + m.key_width
+        split_elements = ffn_passes * m.ffn + rotary_elements * ((5.0 if unfused else 2.0) if m.rope else 2.0)
+        split_elements += rotary_elements * self.norm_bytes / d.element if m.qk_norm else 0
+        token_bytes = (hidden_bytes + split_elements * d.element / self.tp) * (d.stack.loose if unfused else 1)
+        forward = d.moved_s(self.tokens * token_bytes)
         return forward, 2 * forward
 
-    def again(self) -> float:
-        """Forward, of the parts that selective recomputation computes again: scores; norms; the FFN with its activation
-        and, under TP, its collective."""
+    def selective_s(self) -> float:
+        """Return the forward seconds of the parts that selective recomputation repeats.
+        These are the scores, the norms, and the FFN with its activation and its TP collective."""
         m, d, s, seconds = self.model, self.device, self.software, 0.0
         if "scores" in s.recompute_parts:
             seconds += self.scores()[0]
@@ -120,74 +124,74 @@ class Work:
             )
         if "ffn" in s.recompute_parts:
             up, down = ((2 if m.swiglu else 1) * m.ffn // self.tp, m.hidden), (m.hidden, m.ffn // self.tp)
-            seconds += self.product(*up)[0] + self.product(*down)[0] + self.reduction()
+            seconds += self.product(*up)[0] + self.product(*down)[0] + self.all_reduce()
             seconds += d.moved_s(self.tokens * (3.0 if m.swiglu else 2.0) * m.ffn * d.element / self.tp)
         return seconds
 
     @property
     def norm_bytes(self) -> float:
-        """Moved by a norm, for each token and hidden unit; not fused: half a dozen passes in fp32."""
+        """Bytes that a norm moves per token and hidden unit. Unfused, it makes half a dozen passes in fp32."""
         return 2.0 * self.device.element + (0 if self.software.fused_norm else 32)
 
-    def reduction(self) -> float:
-        return reduction_s(self.device, self.model, self.tokens, self.tp, self.sequence_parallel)
+    def all_reduce(self) -> float:
+        return all_reduce_s(self.device, self.model, self.tokens, self.tp, self.sequence_parallel)
 
     def kernels(self) -> int:
-        """Launched in a layer's forward pass."""
-        s, loose = self.software, 0 if self.software.fused_elementwise else KERNELS_LOOSE
+        """Return the number of kernels in a layer's forward pass."""
+        s, unfused = self.software, 0 if self.software.fused_elementwise else KERNELS_UNFUSED
         return (
             KERNELS
             + KERNELS_ATTENTION[self.attention]
-            + loose
+            + unfused
             + (0 if s.fused_norm else 2 * KERNELS_NORM)
             + (KERNELS_TP + self.tp // 2 if self.tp > 1 else 0)
         )
 
     def accumulated(self, weights: int) -> float:
-        """Adding a micro-batch's weight gradients to the sum: written, read, and the sum read and written."""
+        """Return the seconds of accumulating weight gradients: write, read, then read and write the sum."""
         return self.device.streamed_s(2.0 * weights * (self.device.element + self.gradient_bytes))
 
     def layer(self, recompute: str) -> Seconds:
-        """(forward, backward) of one layer; what is computed again counts as backward."""
+        """Return the seconds of one layer's (forward, backward). Recomputation counts as backward."""
         stack = self.device.stack
-        talk = self.reduction()
-        parts = (self.products(), self.scores(), self.moved(), (2 * talk, self.software.backward_reductions * talk))
+        comm_s = self.all_reduce()
+        parts = (self.products(), self.scores(), self.moved(), (2 * comm_s, self.software.backward_reductions * comm_s))
         count = self.kernels()
         forward = sum(f for f, _ in parts) + count * stack.gap_s
         backward = sum(b for _, b in parts) + 2 * count * stack.gap_s
         backward += self.accumulated(layer_parameters(self.model, self.tp))
-        again = {"none": 0.0, "selective": self.again(), "full": forward}[recompute]
-        launched = count * stack.launch_s
-        more = {"none": 2, "selective": 2, "full": 3}[recompute]
+        recomputed_s = {"none": 0.0, "selective": self.selective_s(), "full": forward}[recompute]
+        launch_s = count * stack.launch_s
+        launches = {"none": 2, "selective": 2, "full": 3}[recompute]
         if self.software.awaited_launches:
-            launched += count * stack.wait_s
-            return forward + launched, backward + again + more * launched
-        return max(forward, launched), max(backward + again, more * launched)
+            launch_s += count * stack.wait_s
+            return forward + launch_s, backward + recomputed_s + launches * launch_s
+        return max(forward, launch_s), max(backward + recomputed_s, launches * launch_s)
 
     def embedding(self) -> Seconds:
-        """Rows of T x h read and written; under TP their sum over the ranks."""
-        rows = self.device.moved_s(2.0 * self.tokens * self.model.hidden * self.device.element)
-        return rows + self.reduction(), 2 * rows
+        """Return the seconds of reading and writing rows of T x h, and under TP of their sum over the ranks."""
+        rows_s = self.device.moved_s(2.0 * self.tokens * self.model.hidden * self.device.element)
+        return rows_s + self.all_reduce(), 2 * rows_s
 
     def head(self) -> Seconds:
-        """Final norm, output matrix and loss: logits in the weights' type, and in fp32 for the loss."""
+        """Return the seconds of final norm, output matrix and loss. Logits also exist in fp32 for the loss."""
         m, d = self.model, self.device
-        width = m.padded_vocab(self.tp) // self.tp
-        forward, backward = self.product(width, m.hidden)
-        logits, gather = self.tokens * width, 0.0
+        columns = m.padded_vocab(self.tp) // self.tp
+        forward, backward = self.product(columns, m.hidden)
+        logits, gather_s = self.tokens * columns, 0.0
         if self.software.gathered_logits and self.tp > 1:
             logits *= self.tp
-            gather = d.ring_s((self.tp - 1) / self.tp * logits * d.element, self.tp) + d.streamed_s(
+            gather_s = d.ring_s((self.tp - 1) / self.tp * logits * d.element, self.tp) + d.streamed_s(
                 2.0 * logits * d.element
             )
-        loss = d.streamed_s(logits * d.stack.loss_bytes)
-        return forward + loss + gather, backward + loss + self.reduction() + self.accumulated(
+        loss_s = d.streamed_s(logits * d.stack.loss_bytes)
+        return forward + loss_s + gather_s, backward + loss_s + self.all_reduce() + self.accumulated(
             head_parameters(m, self.tp)
         )
 
 
 @lru_cache(maxsize=16384)
-def times(
+def part_times(
     device: Device,
     software: Software,
     model: ModelSpec,
@@ -197,8 +201,8 @@ def times(
     gradient_bytes: int,
     recompute: str,
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """((forward, backward) of a layer, of the embedding, of the head), as PARTS has them."""
-    work = Work(
+    """Return ((forward, backward) of a layer, of the embedding, of the head), in the order of PARTS."""
+    layer_times = LayerTimes(
         device,
         software,
         model,
@@ -208,12 +212,12 @@ def times(
         sequence_parallel=sequence_parallel,
         gradient_bytes=gradient_bytes,
     )
-    return work.layer(recompute), work.embedding(), work.head()
+    return layer_times.layer(recompute), layer_times.embedding(), layer_times.head()
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU that stands for an accelerator, and the bytes of its weights and gradients; `flash`: fused attention."""
+    """A CPU that emulates an accelerator, and the bytes of its weights and gradients. `flash`: fused attention."""
 
     gpu: Gpu
     weight_bytes: int
@@ -221,43 +225,45 @@ class Cpu:
     flash: bool
 
     def accumulate_s(self, weights: int) -> float:
-        """Return the seconds of adding a micro-batch's weight gradients to the sum: written, read, and the sum read and
-        written."""
+        """Return the seconds of accumulating weight gradients: write, read, then read and write the sum."""
         return self.memory_s(2.0 * weights * (self.weight_bytes + self.gradient_bytes))
 
     def matrix_s(self, flops: float) -> float:
         return flops / (self.gpu.peak_tflops * 1e12 * FITTED.matrix)
 
-    def memory_s(self, moved: float) -> float:
-        gbps = CPU_MEMORY_GBPS if self.gpu.is_cpu else kind(self.gpu).memory_gbps  # a GPU's layers may be paced
-        return moved / (gbps * 1e9 * FITTED.memory)
+    def memory_s(self, moved_bytes: float) -> float:
+        # Emulated layers of a GPU use its table.
+        gbps = CPU_MEMORY_GBPS if self.gpu.is_cpu else kind(self.gpu).memory_gbps
+        return moved_bytes / (gbps * 1e9 * FITTED.memory)
 
     def embedding_s(self, model: ModelSpec, tokens: int) -> Seconds:
-        """Return the seconds of (forward, backward): rows of T x h read and written."""
-        moved = self.memory_s(2.0 * tokens * model.hidden * self.weight_bytes)
-        return moved, 2 * moved
+        """Return the seconds of (forward, backward), which read and write rows of T x h."""
+        moved_s = self.memory_s(2.0 * tokens * model.hidden * self.weight_bytes)
+        return moved_s, 2 * moved_s
 
     def head_s(self, model: ModelSpec, tokens: int, tp: int) -> Seconds:
-        """Return the seconds of (forward, backward): logits in the weights' type, and once in fp32 for the loss."""
-        moved = self.memory_s(tokens * model.padded_vocab(tp) / tp * (2.0 * self.weight_bytes + 8))
-        forward = self.matrix_s(head_flops(model, tokens, tp) / tp) + moved
+        """Return the seconds of (forward, backward), with logits in the weights' type and once in fp32 for the loss."""
+        moved_s = self.memory_s(tokens * model.padded_vocab(tp) / tp * (2.0 * self.weight_bytes + 8))
+        forward = self.matrix_s(head_flops(model, tokens, tp) / tp) + moved_s
         return forward, 2 * forward + self.accumulate_s(head_parameters(model, tp))
 
-    def rest_s(self, model: ModelSpec, tokens: int, sequence: int, tp: int, sequence_parallel: bool) -> float:
-        """Return the seconds of a forward pass, all but matrix products. Per token and hidden unit, in elements: two
-        norms (read, write), two residual additions with dropout (two read, one written), all on every rank unless
-        sequence parallel; the FFN's activation (read f or 2f, write f) and rotary or bias on q, k, v."""
-        whole = (
+    def non_matrix_s(self, model: ModelSpec, tokens: int, sequence: int, tp: int, sequence_parallel: bool) -> float:
+        """Return the seconds of a forward pass without its matrix products.
+        Per token and hidden unit, two norms read and write an element each, and two residual additions with dropout
+        read two and write one. All are on every rank unless sequence parallel. The FFN's activation reads f or 2f
+        and writes f. Rotary positions or biases act on q, k, v."""
+        hidden_elements = (
             model.hidden / (tp if sequence_parallel else 1) * (10.0 + (4 / self.weight_bytes if model.dropout else 0))
         )
-        wide, keys = (3.0 if model.swiglu else 2.0) * model.ffn, 2 * model.key_width
-        split = (wide + (4.0 if model.qk_norm else 2.0) * (model.query_width + keys)) / tp
-        moved = tokens * (whole + split) * self.weight_bytes
-        return self.memory_s(moved) + self.score_traffic_s(model, tokens, sequence, tp)
+        ffn_elements, keys = (3.0 if model.swiglu else 2.0) * model.ffn, 2 * model.key_width
+        split_elements = (ffn_elements + (4.0 if model.qk_norm else 2.0) * (model.query_width + keys)) / tp
+        moved_bytes = tokens * (hidden_elements + split_elements) * self.weight_bytes
+        return self.memory_s(moved_bytes) + self.score_traffic_s(model, tokens, sequence, tp)
 
     def score_traffic_s(self, model: ModelSpec, tokens: int, sequence: int, tp: int) -> float:
-        """Return the seconds of unfused attention's memory: it writes a x s scores a token, reads and writes them in
-        the (masked) softmax, if need be in dropout, which writes a mask too, and reads them once more."""
+        """Return the seconds of unfused attention's memory traffic.
+        It writes a x s scores per token, reads and writes them in the (masked) softmax and in dropout, which also
+        writes a mask, and reads them once more."""
         if self.flash:
             return 0.0
         passes = (6.0 * self.weight_bytes + 1) if model.dropout else 4.0 * self.weight_bytes

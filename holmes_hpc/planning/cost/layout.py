@@ -1,5 +1,8 @@
-"""A plan without its layers, as the cost model sees it: what runs where, and which network each kind of traffic takes,
-found without listing every rank's groups (a plan may have tens of thousands of ranks)."""
+"""A plan without its layers, as the cost model sees it.
+
+It says which component runs a stage and which network carries each kind of traffic. It never lists the groups of every
+rank: a plan may have tens of thousands of ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, Site
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.hardware import UNMEASURED
+from holmes_hpc.planning.cost.hardware import UNMEASURED_NICS
 from holmes_hpc.planning.cost.kernels import kind, kinds
 from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Schedule
@@ -27,36 +30,36 @@ from holmes_hpc.planning.schedule.kinds import PER_STAGE, ScheduleKind
 from holmes_hpc.planning.schedule.order import Order
 
 T = TypeVar("T")
-_OF_THE_PLAN = (  # fields that a layout has of its plan
+_PLAN_FIELDS = (  # fields of Plan that Layout copies
     *("model", "batch", "parallel", "recompute", "schedule", "components"),
     *("transport_mode", "edge_dtype", "edge_connections", "bucket_bytes"),
 )
-_order = lru_cache(maxsize=4096)(Order)  # a search asks for the same ones over and over
+_order = lru_cache(maxsize=4096)(Order)  # a search repeats the same arguments
 schedule_of = lru_cache(maxsize=4096)(Schedule)
 
 
-def remembered(*settings: str) -> Callable[[Callable[[Layout], T]], Callable[[Layout], T]]:
-    """Have a function of a layout computed once for all its variants in which these `settings` are equal."""
+def memoised(*settings: str) -> Callable[[Callable[[Layout], T]], Callable[[Layout], T]]:
+    """Compute a function of a layout once for all variants in which these `settings` are equal."""
     values = [attrgetter(name) for name in settings]
 
     def decorate(compute: Callable[[Layout], T]) -> Callable[[Layout], T]:
         @wraps(compute)
-        def once(layout: Layout) -> T:
+        def memoised_compute(layout: Layout) -> T:
             return layout.memo.of(compute, *(value(layout) for value in values), compute=partial(compute, layout))
 
-        return once
+        return memoised_compute
 
     return decorate
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All of a Plan but its layers per stage, and the costs it is judged by.
+    """A Plan without its layers per stage, and the costs that apply.
 
-    `memo`: what was computed of where the ranks are; variants of a layout share it. `common`: what does not even depend
-    on that, but on fabrics alone (by name); layouts that differ in nothing but their components, schedule,
-    recomputation, virtual stages and buckets may share one. A stage of a layout that is per stage costs what it would
-    in a uniform one with its TP and DP: :attr:`views`.
+    `memo`: results that depend on the placement of ranks; variants of a layout share it. `fabric_memo`: results that
+    depend only on fabrics, by name. Layouts that differ only in components, schedule, recomputation, virtual stages and
+    buckets may share it. A stage of a layout with per-stage TP/DP costs as much as in a uniform layout with its TP and
+    DP: :attr:`views`.
     """
 
     model: ModelSpec
@@ -71,44 +74,47 @@ class Layout:
     edge_dtype: str = "same"
     edge_connections: int = 1
     bucket_bytes: int = 40_000_000
-    common: Memo = field(repr=False, compare=False, default_factory=Memo)
+    fabric_memo: Memo = field(repr=False, compare=False, default_factory=Memo)
     fabrics: dict[str, Fabric] = field(init=False, repr=False, compare=False)
     memo: Memo = field(init=False, repr=False, compare=False, default_factory=Memo)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fabrics", {f.name: f for f in self.site.fabrics})
 
-    def varied(
+    def with_settings(
         self,
         schedule: Schedule | None = None,
         bucket_bytes: int | None = None,
         recompute: str | None = None,
         virtual_stages: int | None = None,
     ) -> Layout:
-        """With another schedule, bucket size, recomputation or number of virtual stages: where the ranks are stays, so
-        that what was worked out of their networks does too (`memo`)."""
-        made = copy(self)  # nothing to check: a search makes thousands
+        """Return the layout with other settings. The placement of ranks stays, so the variant shares `memo`."""
+        layout = copy(self)  # without checks: a search makes thousands
         if virtual_stages is not None and virtual_stages != self.parallel.virtual_stages:
-            object.__setattr__(made, "parallel", replace(self.parallel, virtual_stages=virtual_stages))
+            object.__setattr__(layout, "parallel", replace(self.parallel, virtual_stages=virtual_stages))
         for name, value in (("schedule", schedule), ("bucket_bytes", bucket_bytes), ("recompute", recompute)):
             if value is not None:
-                object.__setattr__(made, name, value)
-        made.__dict__.pop("order", None)  # the only thing computed that these change
-        return made
+                object.__setattr__(layout, name, value)
+        layout.__dict__.pop("order", None)  # the only cached property that these settings change
+        return layout
 
-    def scheduled(self, kind: ScheduleKind, chunks: int | None = None, recompute: str | None = None) -> Layout:
-        """Return the layout under a schedule, with as few passes in flight as that has at least."""
+    def with_schedule(self, kind: ScheduleKind, chunks: int | None = None, recompute: str | None = None) -> Layout:
+        """Return the layout under a schedule, with that schedule's fewest passes in flight."""
         p, chunks = self.parallel, chunks or self.parallel.virtual_stages
         depths = kind.in_flight(p.pp, self.batch.micro_batches(p.dp), chunks)
-        return self.varied(schedule_of(kind.name, depths), recompute=recompute, virtual_stages=chunks)
+        return self.with_settings(schedule_of(kind.name, depths), recompute=recompute, virtual_stages=chunks)
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Layout:
-        return cls(site=costs.on(plan.site), costs=costs, **{name: getattr(plan, name) for name in _OF_THE_PLAN})
+        return cls(
+            site=costs.with_measured_links(plan.site),
+            costs=costs,
+            **{name: getattr(plan, name) for name in _PLAN_FIELDS},
+        )
 
     @cached_property
     def is_per_stage(self) -> bool:
-        """As :attr:`Plan.is_per_stage`."""
+        """Return whether TP and DP differ between stages, see :attr:`Plan.is_per_stage`."""
         return not self.parallel.is_grid(self.batch.micro_batches(1))
 
     @cached_property
@@ -130,27 +136,27 @@ class Layout:
         )
 
     @property
-    @remembered("recompute")
+    @memoised("recompute")
     def views(self) -> tuple[Layout, ...]:
-        """Where the layout is per stage: for each stage the uniform layout of its TP and DP, of which nothing but that
-        stage counts. Its replicas compute as many micro-batches as the one that has most."""
+        """The uniform layout of each stage's TP and DP, for per-stage TP/DP; only that stage of it counts.
+        Its replicas compute as many micro-batches as the replica with the most."""
         return tuple(self._view(stage) for stage in range(self.parallel.pp))
 
     def _view(self, stage: int) -> Layout:
         sizes, p = self.parallel.stages[stage], self.parallel
         count = max(len(self.order.own(self.order.row(stage, r))) for r in range(sizes.dp))
-        own = self.replicas[0][stage]
-        micro = self.batch.micro_size
-        padding = p.vocabulary_parts // sizes.tp  # the vocabulary is padded for every stage's TP
+        component = self.replicas[0][stage]
+        micro_size = self.batch.micro_size
+        padding = p.vocabulary_parts // sizes.tp  # the vocabulary is padded for the TP of every stage
         return self.memo.of(
-            *("view", self.recompute, sizes.tp, sizes.dp, count, own.gpus_per_node),
+            *("view", self.recompute, sizes.tp, sizes.dp, count, component.gpus_per_node),
             compute=lambda: Layout(
                 replace(self.model, vocab_multiple=self.model.vocab_multiple * padding) if padding > 1 else self.model,
-                Batch(micro * sizes.dp * count, micro, self.batch.sequence_length),
+                Batch(micro_size * sizes.dp * count, micro_size, self.batch.sequence_length),
                 Parallel.uniform(sizes.tp, p.pp, sizes.dp, sequence_parallel=p.sequence_parallel and sizes.tp > 1),
                 recompute=self.recompute,
                 schedule=Schedule(PER_STAGE.name, (1,) * p.pp),
-                components=tuple(replace(c, gpus_per_node=own.gpus_per_node) for c in self.components),
+                components=tuple(replace(c, gpus_per_node=component.gpus_per_node) for c in self.components),
                 site=self.site,
                 costs=self.costs,
                 transport_mode=self.transport_mode,
@@ -160,8 +166,8 @@ class Layout:
         )
 
     def by_stage(self, name: str, setting: object, compute: Callable[[Layout], np.ndarray]) -> np.ndarray:
-        """Return, for each stage and each number of layers from one to all, what `compute` gives of its view, (layers,
-        S). It is computed once for all variants of this layout with an equal `setting`."""
+        """Return `compute` of each stage's view for each number of layers from one to all, (layers, S).
+        It is computed once for all variants of this layout with an equal `setting`."""
 
         def columns() -> np.ndarray:
             tables = [view.memo.of(name, setting, compute=partial(compute, view)) for view in self.views]
@@ -171,115 +177,118 @@ class Layout:
 
     @property
     def all_layers(self) -> np.ndarray:
-        """From one layer on every stage to all on every stage, (layers, S, 1)."""
+        """Layer splits from one layer on every stage to all on every stage, (layers, S, 1)."""
         counts = np.arange(1, self.model.layers + 1)
         return np.repeat(counts, self.parallel.pp).reshape(-1, self.parallel.pp, 1)
 
     @property
-    def hierarchical(self) -> bool:
+    def is_hierarchical(self) -> bool:
         return self.parallel.order != PIPELINE_ORDER
 
     @cached_property
     def replicas(self) -> tuple[tuple[Component, ...], ...]:
-        """Per kind of pipeline replica, the component of each of its stages: there is one kind, or one per component if
-        hierarchical."""
-        if self.hierarchical:
+        """The component of each stage, per kind of pipeline replica.
+        There is one kind, or one per component if hierarchical."""
+        if self.is_hierarchical:
             return tuple((c,) * self.parallel.pp for c in self.components)
-        at: dict[int, Component] = {s: c for c in self.components for s in c.stages}
-        if sorted(at) != list(range(self.parallel.pp)):
+        component_of: dict[int, Component] = {s: c for c in self.components for s in c.stages}
+        if sorted(component_of) != list(range(self.parallel.pp)):
             raise PlanError(
-                f"components hold stages {sorted(at)} of PP {self.parallel.pp}",
+                f"components hold stages {sorted(component_of)}, PP is {self.parallel.pp}",
                 where="components",
-                hint="give every stage to one component",
+                hint="assign each stage to one component",
             )
-        return (tuple(at[s] for s in range(self.parallel.pp)),)
+        return (tuple(component_of[s] for s in range(self.parallel.pp)),)
 
     @cached_property
-    def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """(first, end) of each run of stages of one component, for each kind of pipeline replica."""
-        found = []
+    def stage_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """(first, end) of each range of stages of one component, per kind of pipeline replica."""
+        ranges = []
         for stages in self.replicas:
             starts = [s for s in range(len(stages)) if s == 0 or stages[s] is not stages[s - 1]]
-            found.append(tuple(zip(starts, [*starts[1:], len(stages)], strict=True)))
-        return tuple(found)
+            ranges.append(tuple(zip(starts, [*starts[1:], len(stages)], strict=True)))
+        return tuple(ranges)
 
     def pipelines(self, component: Component) -> int:
-        """Pipelines that run in `component`, if hierarchical; else all of them go through it."""
-        return component.ranks // (self.parallel.pp * self.parallel.tp) if self.hierarchical else self.parallel.dp
+        """Return the number of pipelines through `component`: its own if hierarchical, else all."""
+        return component.ranks // (self.parallel.pp * self.parallel.tp) if self.is_hierarchical else self.parallel.dp
 
     @property
-    def run(self) -> int:
-        """Ranks of a data-parallel group that reduce-scatter among themselves (all, or one optimizer instance's)."""
+    def intra_dp_size(self) -> int:
+        """The ranks of a data-parallel group within one optimizer instance."""
         return self.parallel.dp // self.parallel.optimizer_instances
 
     def fabric(self, component: Component) -> Fabric:
         return self.fabrics[component.fabric]
 
     @cached_property
-    def rule(self) -> TransportRule:
-        """As the Plan has it; here, where a group's members run is found out without listing them."""
+    def transport_rule(self) -> TransportRule:
+        """The transport rule of the Plan. Its callers find the nodes of a group without listing its members."""
         return TransportRule.of_job(self.site, self.transport_mode, self.components)
 
     @cached_property
     def edges(self) -> tuple[tuple[Transport, ...], ...]:
-        """For each kind of pipeline replica, the transport of the stage transfer from each stage to the next (the
-        last's: back to the first). Local if it never leaves a node."""
-        known: dict[tuple[str, str, bool], Transport] = {}
-        found = []
+        """The transport of the stage transfer from each stage to the next, per kind of pipeline replica.
+        The last stage's leads back to the first. The transport is local if the transfer never leaves a node."""
+        transports: dict[tuple[str, str, bool], Transport] = {}
+        edges = []
         for replica, stages in enumerate(self.replicas):
-            ends = [(here.fabric, there.fabric) for here, there in zip(stages, (*stages[1:], stages[0]), strict=True)]
-            keys = [(*end, self._local(replica, s)) for s, end in enumerate(ends)]
-            for here, there, local in keys:
-                if (here, there, local) not in known:
-                    known[here, there, local] = self.rule.of({here, there}, local)
-            found.append(tuple(known[key] for key in keys))
-        return tuple(found)
+            ends = [
+                (source.fabric, target.fabric) for source, target in zip(stages, (*stages[1:], stages[0]), strict=True)
+            ]
+            keys = [(*end, self._is_local(replica, s)) for s, end in enumerate(ends)]
+            for source, target, is_local in keys:
+                if (source, target, is_local) not in transports:
+                    transports[source, target, is_local] = self.transport_rule.of({source, target}, is_local)
+            edges.append(tuple(transports[key] for key in keys))
+        return tuple(edges)
 
-    def _local(self, replica: int, stage: int) -> bool:
-        """Whether the stage transfer from `stage` to the next never leaves a node."""
+    def _is_local(self, replica: int, stage: int) -> bool:
+        """Return whether the stage transfer from `stage` to the next never leaves a node."""
         p, stages = self.parallel, self.replicas[replica]
-        here, there = stages[stage], stages[(stage + 1) % p.pp]
-        if self.hierarchical:
-            per_node = here.gpus_per_node // p.tp
-            whole = per_node % p.pp == 0  # pipelines that never leave their node, nor does their way back
-            return here.nodes == 1 or whole or (stage + 1 < p.pp and (stage + 1) % math.gcd(p.pp, per_node) != 0)
-        block, first = p.dp * p.tp, stage - here.stages[0]
-        ahead = (stage + 1) % p.pp - stage
-        span = first * block % here.gpus_per_node + (abs(ahead) + 1) * block
-        return here is there and (here.nodes == 1 or (ahead > 0 and span <= here.gpus_per_node))
+        source, target = stages[stage], stages[(stage + 1) % p.pp]
+        if self.is_hierarchical:
+            per_node = source.gpus_per_node // p.tp
+            # If a node holds whole pipelines, even the edge back to the first stage stays inside it.
+            stays_inside = stage + 1 < p.pp and (stage + 1) % math.gcd(p.pp, per_node) != 0
+            return source.nodes == 1 or per_node % p.pp == 0 or stays_inside
+        block, first = p.dp * p.tp, stage - source.stages[0]
+        distance = (stage + 1) % p.pp - stage
+        span = first * block % source.gpus_per_node + (abs(distance) + 1) * block
+        return source is target and (source.nodes == 1 or (distance > 0 and span <= source.gpus_per_node))
 
-    def nodes_of_run(self, replica: int, stage: int) -> int:
-        """Nodes that the ranks of one data-parallel run are spread over."""
-        p, here = self.parallel, self.replicas[replica][stage]
-        per_node = here.gpus_per_node // p.tp
-        if self.hierarchical:
+    def intra_dp_nodes(self, replica: int, stage: int) -> int:
+        """Return the number of nodes of one intra-DP group."""
+        p, component = self.parallel, self.replicas[replica][stage]
+        per_node = component.gpus_per_node // p.tp
+        if self.is_hierarchical:
             per_node = max(1, per_node // p.pp)
-        elif here.gpus_per_node % (p.dp * p.tp) and here.nodes > 1 and p.dp * p.tp < here.gpus_per_node:
-            return 2  # a stage that straddles two nodes
-        return max(1, -(-self.run // per_node))
+        elif component.gpus_per_node % (p.dp * p.tp) and component.nodes > 1 and p.dp * p.tp < component.gpus_per_node:
+            return 2  # the stage straddles two nodes
+        return max(1, -(-self.intra_dp_size // per_node))
 
-    def reduction(self, replica: int, stage: int) -> Transport:
-        """Of one data-parallel run of `stage`."""
-        one_node = self.run == 1 or self.nodes_of_run(replica, stage) == 1
-        return self.rule.of({self.replicas[replica][stage].fabric}, one_node)
+    def intra_dp_transport(self, replica: int, stage: int) -> Transport:
+        """Return the transport of the intra-DP groups of `stage`."""
+        one_node = self.intra_dp_size == 1 or self.intra_dp_nodes(replica, stage) == 1
+        return self.transport_rule.of({self.replicas[replica][stage].fabric}, one_node)
 
-    def across(self) -> Transport:
-        """Between optimizer instances."""
-        return self.rule.of(self.rule.fabrics, self.rule.one_node)
+    def inter_dp_transport(self) -> Transport:
+        """Return the transport between optimizer instances."""
+        return self.transport_rule.of(self.transport_rule.fabrics, self.transport_rule.one_node)
 
-    def ends(self, replica: int = 0) -> Transport:
-        """Between the first and the last stage: a tied embedding's gradients."""
+    def embedding_transport(self, replica: int = 0) -> Transport:
+        """Return the transport between the first and the last stage, for a tied embedding's gradients."""
         first, last = self.replicas[replica][0], self.replicas[replica][-1]
-        whole = self.hierarchical and first.gpus_per_node // self.parallel.tp % self.parallel.pp == 0
-        local = self.parallel.pp == 1 or (first is last and (first.nodes == 1 or whole))
-        return self.rule.of({first.fabric, last.fabric}, local)
+        has_whole_pipelines = self.is_hierarchical and first.gpus_per_node // self.parallel.tp % self.parallel.pp == 0
+        is_local = self.parallel.pp == 1 or (first is last and (first.nodes == 1 or has_whole_pipelines))
+        return self.transport_rule.of({first.fabric, last.fabric}, is_local)
 
     def rate(
         self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None
     ) -> float:
-        """Payload bytes a second that one node (locally: one rank) can send, in messages or in a collective; `peer`: to
-        whom, if that may be another fabric."""
-        return self.common.of(
+        """Return the payload bytes per second of one node (locally: one rank), in messages or a collective.
+        `peer`: the receiver, if it may be on another fabric."""
+        return self.fabric_memo.of(
             *("rate", transport.kind, component.fabric, collective, peer.fabric if peer else ""),
             compute=lambda: self._rate(transport, component, collective, peer),
         )
@@ -292,68 +301,67 @@ class Layout:
     def latency(
         self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None
     ) -> float:
-        """Seconds before a message's first byte."""
+        """Return the seconds before a message's first byte."""
         fabric = self.fabric(component)
         delay_s = self.site.delay_s(transport.kind, fabric, self.fabric(peer) if peer else None)
         return self.costs.link(transport, fabric, collective).latency_s + delay_s
 
     @property
-    def linked(self) -> tuple[tuple[Component, Component], ...]:
-        """Who sends to whom in a ring over all components, (from, to), where the site says what lies between them."""
+    def ring_links(self) -> tuple[tuple[Component, Component], ...]:
+        """The (from, to) pairs of a ring over all components for which the site has a link."""
         ring = zip(self.components, (*self.components[1:], self.components[0]), strict=True)
         return tuple((a, b) for a, b in ring if self.site.link(a.fabric, b.fabric))
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What was not measured and therefore supposed."""
+        """Notes on all figures that were not measured."""
         if self.is_per_stage:
             return tuple(dict.fromkeys(note for view in self.views for note in view.assumptions))
-        calibration, said = self.costs.calibration, list[str]()
+        calibration, notes = self.costs.calibration, list[str]()
         for fabric in dict.fromkeys(self.fabric(c) for c in self.components):
             gpu = fabric.gpu
             if self.costs.pace_layer_ms:
-                said.append(f"layers are paced: {self.costs.pace_layer_ms:g} ms forward, twice that backward")
-            elif self.costs.measured(fabric):
-                said += self._of_the_calibration(fabric)
+                notes.append(f"emulated compute: {self.costs.pace_layer_ms:g} ms a layer forward, twice that backward")
+            elif self.costs.is_measured(fabric):
+                notes += self._calibration_notes(fabric)
             else:
-                others = (
-                    ": the calibration has other GPUs"
+                suffix = (
+                    "; the calibration has other GPUs"
                     if calibration and any(f.parts for f in calibration.fabrics)
                     else ""
                 )
-                said.append(
+                notes.append(
                     f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
-                    f" fitted efficiency), not measured{others}"
+                    f" fitted efficiency), not measured{suffix}"
                 )
                 if not gpu.is_cpu and not kind(gpu).known:
-                    said.append(
-                        f"no table of kernels for {gpu.name}: its shares of the peak are guessed; known are "
+                    notes.append(
+                        f"no kernel table for {gpu.name}: its shares of the peak are assumed; tables exist for "
                         + ", ".join(sorted(k.name for k in kinds()))
                     )
             if not gpu.is_cpu and gpu.attention is None and self.costs.software.flash:
-                said.append("attention is fused, by Transformer Engine or torch: where it is not, a run stops at once")
-            if str(fabric.nic) in UNMEASURED and not self.costs.measured(fabric):
-                said.append(f"{fabric.nic} ({fabric.name}) carries what RoCE of its rate does: no figures are known")
+                notes.append("fused attention by Transformer Engine or torch; without it, a run stops at its start")
+            if str(fabric.nic) in UNMEASURED_NICS and not self.costs.is_measured(fabric):
+                notes.append(f"no figures for {fabric.nic} ({fabric.name}): RoCE's efficiency assumed")
             if calibration is None or not any(f.links for f in calibration.fabrics):
-                said.append("link latencies and efficiencies from published figures, not measured")
-        return tuple(dict.fromkeys([*said, *self.costs.corrections.notes]))
+                notes.append("link latencies and efficiencies from published figures, not measured")
+        return tuple(dict.fromkeys([*notes, *self.costs.corrections.notes]))
 
-    def _of_the_calibration(self, fabric: Fabric) -> Iterator[str]:
-        """What of a fabric's layers the calibration does not say itself."""
-        found = self.costs.calibration.of(fabric) if self.costs.calibration is not None else None
-        assert found is not None
-        if found.fabric and found.fabric != fabric.name:
-            yield f"layers on {fabric.name} take what they took on {found.fabric}, with the same GPUs"
-        kinds_here = {f.gpu.name for f in self.fabrics.values()}
-        if not found.fabric and not found.gpu and len(kinds_here) > 1:
+    def _calibration_notes(self, fabric: Fabric) -> Iterator[str]:
+        """Yield the gaps in a calibration for a fabric's layers."""
+        measured = self.costs.calibration.best_match(fabric) if self.costs.calibration is not None else None
+        assert measured is not None
+        if measured.fabric and measured.fabric != fabric.name:
+            yield f"layer times on {fabric.name} assumed as measured on {measured.fabric}, with the same GPUs"
+        gpu_kinds = {f.gpu.name for f in self.fabrics.values()}
+        if not measured.fabric and not measured.gpu and len(gpu_kinds) > 1:
             yield (
-                f"the calibration does not tell {' and '.join(sorted(kinds_here))} apart (earlier releases measured"
-                " all GPUs together; a profile need not name its own): calibrate again"
+                f"the calibration names no GPU kind, the site has {' and '.join(sorted(gpu_kinds))}: calibrate again"
+                " (profiles and files of earlier releases may lack it)"
             )
-        measured = {p.tp for p in found.parts if p.part == "layer"}
-        if measured and self.parallel.tp not in measured:
+        measured_tps = {p.tp for p in measured.parts if p.part == "layer"}
+        if measured_tps and self.parallel.tp not in measured_tps:
             yield (
-                f"layers at TP {self.parallel.tp} reckoned from TP {', '.join(map(str, sorted(measured)))}, with"
-                " collectives added: measure it with `holmes calibrate plan.tp="
-                f"{self.parallel.tp}`"
+                f"layers at TP {self.parallel.tp} estimated from TP {', '.join(map(str, sorted(measured_tps)))}, with"
+                f" collectives added; to measure them: `holmes calibrate plan.tp={self.parallel.tp}`"
             )

@@ -1,9 +1,10 @@
 """Memory of one GPU of each stage: weights, gradients, optimizer shards, activations in flight, buffers.
 
-Activations: Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for any element size, with rotary positions,
-grouped-query attention, SwiGLU, with and without fused modules. Weights and optimizer: Megatron-Core's buffers, that
-is weights and gradients whole, Adam's two moments and, beside half-precision weights, fp32 master weights, in fp32,
-sharded over a data-parallel run by the distributed optimizer (Rajbhandari et al. 2020, arXiv 1910.02054, stage 1).
+Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4. They cover any element size, rotary positions,
+grouped-query attention, SwiGLU, and fused or unfused modules. Weights and optimizer follow Megatron-Core's buffers.
+Weights and gradients are complete on each rank. The optimizer holds Adam's two moments in fp32 and, for half-precision
+weights, fp32 master weights. The distributed optimizer shards them over an intra-DP group (Rajbhandari et al. 2020,
+arXiv 1910.02054, stage 1).
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from holmes_hpc.planning.plan.plan import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import Order
 
-# What a CUDA process holds beside tensors: context, NCCL's channels, cuBLAS workspaces, and the allocator's slack.
+# A CUDA process holds more than tensors: context, NCCL's channels, cuBLAS workspaces, and the allocator's slack.
 CUDA_BYTES = 2 * 2**30
-SLACK = 0.96
+USABLE_SHARE = 0.96  # of a GPU's memory; fragmentation takes the remainder
 
 
 @dataclass(frozen=True)
@@ -57,24 +58,24 @@ def layer_activation_bytes(
     recompute: str,
     fused: bool,
     flash: bool,
-    loose_norm: bool = False,
-    loose: bool = False,
+    unfused_norm: bool = False,
+    unfused_elementwise: bool = False,
     fp32_scores: bool = False,
     parts: Sequence[str] = ("scores",),
 ) -> tuple[float, float]:
-    """(held from forward to backward, needed beside it while the layer's backward pass runs) of one layer and
-    micro-batch, on one of `tp` ranks. `element`: bytes of an activation.
+    """Return the bytes of one layer and micro-batch on one of `tp` ranks: (held from forward to backward, extra during
+    its backward pass).
 
-    Not `fused` is what Megatron-Core's own modules keep on a CPU, tensor by tensor as autograd saves them
-    (benchmarks/planner_memory.py); fused is what Transformer Engine's keep. `flash`: of scores only a number a row is
-    kept. `loose_norm`, `loose`, `fp32_scores`: on a GPU, what autograd saves of norms computed in fp32, of
-    rotary positions and gates, operation by operation, and of a softmax in fp32. `parts`: what selective recomputation
-    computes again, which keeps what goes into them: of the FFN and norms all but their input.
+    `element`: bytes of an activation. Unless `fused`, Megatron-Core's own modules on a CPU keep each tensor that
+    autograd saves (benchmarks/planner_memory.py). Fused are the modules of Transformer Engine. `flash`: attention keeps
+    one number per row of scores. `unfused_norm`, `unfused_elementwise`, `fp32_scores`: on a GPU, autograd saves the
+    tensors of norms in fp32, of separate rotary and gate operations, and of a softmax in fp32. `parts`: selective
+    recomputation repeats them and keeps their inputs; of the FFN and norms, it drops all but the input.
     """
     m, h, queries, keys = model, model.hidden, model.query_width, 2 * model.key_width
     norm = 3 if m.rmsnorm and not fused else 2  # input, (normalised input,) output
-    mask = 1 if fused else element  # a dropout mask's element
-    whole = 2 * norm * h * element + (2 * h * mask if m.dropout else 0)
+    mask = 1 if fused else element  # bytes of a dropout mask's element
+    hidden_bytes = 2 * norm * h * element + (2 * h * mask if m.dropout else 0)
     if flash:
         attention = queries + keys + (queries + keys // 2 if m.rope else 0)  # q, k, v and rotated q, k
     elif m.kv_heads < m.heads:
@@ -82,59 +83,60 @@ def layer_activation_bytes(
     else:
         attention = 3 * queries + (2 * queries if m.rope else 0)
     attention += (norm - 1) * (queries + keys // 2) if m.qk_norm else 0
-    wide = ((3 if fused else 5) if m.swiglu else 2) * m.ffn  # before, in and after the FFN's activation
-    if loose_norm:
-        whole += 2 * 8 * h  # input and normalised input in fp32
-    if loose and fused:
-        wide += m.ffn if m.swiglu else 0
-        attention += 2 * (queries + keys // 2) if m.rope else 0  # both halves of a rotation's products
-    dropped = element + mask if m.dropout else 0
-    wider = 4 if fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
-    scores = m.heads * (4 if flash else sequence * (element + dropped + wider))  # fused: a number for each row
-    everything = tokens * (
-        whole / (tp if sequence_parallel else 1) + ((attention + queries + wide) * element + scores) / tp
+    ffn = ((3 if fused else 5) if m.swiglu else 2) * m.ffn  # before, in and after the FFN's activation
+    if unfused_norm:
+        hidden_bytes += 2 * 8 * h  # input and normalised input in fp32
+    if unfused_elementwise and fused:
+        ffn += m.ffn if m.swiglu else 0
+        attention += 2 * (queries + keys // 2) if m.rope else 0  # both halves of the rotation's products
+    dropout_bytes = element + mask if m.dropout else 0
+    fp32_extra = 4 if fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
+    scores = m.heads * (4 if flash else sequence * (element + dropout_bytes + fp32_extra))  # fused: one number per row
+    total = tokens * (
+        hidden_bytes / (tp if sequence_parallel else 1) + ((attention + queries + ffn) * element + scores) / tp
     )
-    everything += 0 if flash else sequence * sequence  # the causal mask, one for all heads and sequences
-    gradients = tokens * (3 * m.ffn * element + (0 if flash else m.heads * sequence * (element + wider))) / tp
-    kept = tokens * h * element / (tp if sequence_parallel else 1)
+    total += 0 if flash else sequence * sequence  # the causal mask, one for all heads and sequences
+    gradients = tokens * (3 * m.ffn * element + (0 if flash else m.heads * sequence * (element + fp32_extra))) / tp
+    input_bytes = tokens * h * element / (tp if sequence_parallel else 1)
     if recompute == "full":
-        return kept, everything + gradients
+        return input_bytes, total + gradients
     if recompute == "selective":
-        norms = 2 * ((norm - 1) * h * element + (8 * h if loose_norm else 0)) / (tp if sequence_parallel else 1)
-        again = tokens * sum({"scores": scores / tp, "norms": norms, "ffn": wide * element / tp}[p] for p in parts)
-        return everything - again, max(again, gradients)
-    return everything, gradients
+        norms = 2 * ((norm - 1) * h * element + (8 * h if unfused_norm else 0)) / (tp if sequence_parallel else 1)
+        recomputed = tokens * sum({"scores": scores / tp, "norms": norms, "ffn": ffn * element / tp}[p] for p in parts)
+        return total - recomputed, max(recomputed, gradients)
+    return total, gradients
 
 
 def memory(layout: Layout, layers: np.ndarray) -> StageMemory:
-    """Peak memory of a rank of each stage for layer splits of shape (plans, S, C), the most of all pipeline
-    replicas."""
+    """Return the peak memory of a rank of each stage for layer splits of shape (plans, S, C), the maximum over
+    pipeline replicas."""
     if layout.is_per_stage:
         return _memory_per_stage(layout, layers)
-    parts = [_replica(layout, replica, layers) for replica in range(len(layout.replicas))]
+    parts = [_replica_memory(layout, replica, layers) for replica in range(len(layout.replicas))]
     return StageMemory(*(np.max([getattr(p, f.name) for p in parts], axis=0) for f in fields(StageMemory)))
 
 
 def _memory_per_stage(layout: Layout, layers: np.ndarray) -> StageMemory:
-    """:func:`memory` of a layout that is per stage, of each stage the replica with most neighbours."""
+    """Return :func:`memory` of a layout with per-stage TP/DP.
+    Each stage counts its replica with the most neighbours."""
     p, batch = layout.parallel, layout.batch
-    own = _own_memory(layout, layers)
-    posted = np.zeros(p.pp)
+    base = _base_memory(layout, layers)
+    buffers = np.zeros(p.pp)
     for s, component in enumerate(layout.replicas[0]):
         element = layout.costs.weight_bytes(layout.fabric(component).gpu)
         tensor = batch.micro_size * batch.sequence_length * layout.model.hidden * element / p.tp_of(s)
-        counted = 2 * ((s > 0) + (s < p.pp - 1))  # windows of one, in the view
-        posted[s] = max(0, layout.order.buffers(s) - counted) * tensor
-    return replace(own, buffers=own.buffers + posted)
+        included = 2 * ((s > 0) + (s < p.pp - 1))  # the view counts windows of one
+        buffers[s] = max(0, layout.order.buffers(s) - included) * tensor
+    return replace(base, buffers=base.buffers + buffers)
 
 
-def _own_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
-    """Return :func:`memory` of a layout that is per stage, without its buffers of transfers beyond the first ones."""
+def _base_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
+    """Return :func:`memory` of a layout with per-stage TP/DP, with one buffer per transfer window."""
     pp, stages = layout.parallel.pp, np.arange(layout.parallel.pp)
 
     def of_view(view: Layout, depth: int) -> StageMemory:
         schedule = Schedule(PER_STAGE.name, (depth,) * pp)
-        return view.memo.of("memory at", depth, compute=lambda: memory(view.varied(schedule), view.all_layers))
+        return view.memo.of("memory at", depth, compute=lambda: memory(view.with_settings(schedule), view.all_layers))
 
     tables = [of_view(view, depth) for view, depth in zip(layout.views, layout.schedule.in_flight, strict=True)]
     rows = layers[:, :, 0] - 1
@@ -143,12 +145,12 @@ def _own_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
     )
 
 
-def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
+def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     p, m, costs = layout.parallel, layout.model, layout.costs
     tokens = layout.batch.micro_size * layout.batch.sequence_length
     count = parameters(layout, layers).sum(axis=2)
 
-    def of(component: Component) -> tuple[float, ...]:
+    def component_bytes(component: Component) -> tuple[float, ...]:
         gpu = layout.fabric(component).gpu
         return (
             costs.weight_bytes(gpu),
@@ -169,50 +171,54 @@ def _replica(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
             )[0],
         )
 
-    element, gradient, moments, outside, kept, more, whole = layout.memo.of(
+    element, gradient, moments, cuda_bytes, held_bytes, backward_bytes, full_bytes = layout.memo.of(
         *("memory", replica, layout.recompute),
-        compute=lambda: by_stage(layout, replica, ("memory", layout.recompute), of).T,
+        compute=lambda: by_stage(layout, replica, ("memory", layout.recompute), component_bytes).T,
     )
     weights, gradients = count * element, count * gradient
-    optimizer = count * moments / (layout.run if p.distributed_optimizer else 1)
+    optimizer = count * moments / (layout.intra_dp_size if p.distributed_optimizer else 1)
     gathered = np.zeros_like(count)
-    if costs.software.sharding in ("gradients", "full"):  # FSDP: shards, and two layers' whole at a time
-        two = 2 * layer_parameters(m, p.tp) * element
-        gradients = gradients / layout.run
+    if costs.software.sharding in ("gradients", "full"):  # FSDP: shards, and two complete layers at a time
+        two_layers = 2 * layer_parameters(m, p.tp) * element
+        gradients = gradients / layout.intra_dp_size
         if costs.software.sharding == "full":
-            weights, gathered = weights / layout.run, np.minimum(weights, two) + np.zeros_like(count)
+            weights, gathered = weights / layout.intra_dp_size, np.minimum(weights, two_layers) + np.zeros_like(count)
 
-    again = recomputed(layout, layers) if layout.recompute == "full" else layers
-    held = again * kept[:, None] + (layers - again) * whole[:, None]  # of a pass of each chunk
-    if (layers == layers[:, :, :1]).all():  # as many in every chunk: it does not matter which chunk's passes are held
-        held = held[:, :, 0] * np.array([layout.order.depths[s] for s in range(p.pp)])
+    recomputed_layers = recomputed(layout, layers) if layout.recompute == "full" else layers
+    # of one pass of each chunk
+    activations = recomputed_layers * held_bytes[:, None] + (layers - recomputed_layers) * full_bytes[:, None]
+    if (layers == layers[:, :, :1]).all():  # equal chunks: any chunk's passes may be held
+        activations = activations[:, :, 0] * np.array([layout.order.depths[s] for s in range(p.pp)])
     else:
-        held = np.stack([(held[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)], axis=1)
-    beside = np.zeros_like(count) + more
+        activations = np.stack(
+            [(activations[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)], axis=1
+        )
+    transient = np.zeros_like(count) + backward_bytes
     transfer = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
-    held[:, 0] += transfer[0] * layout.order.depths[0] * (1 if m.dropout else 0)
+    activations[:, 0] += transfer[0] * layout.order.depths[0] * (1 if m.dropout else 0)
     logits = tokens * m.padded_vocab(p.tp) / (1 if costs.software.gathered_logits else p.tp)
-    held[:, -1] += 3 * transfer[-1]  # the final norm
-    copy = element[-1] if element[-1] < 4 else 0  # of the logits, in half precision
-    matrix = m.padded_vocab(p.tp) / p.tp * m.hidden * element[-1]  # the head's gradient, until it is added to the sum
-    # torch's own loss: their parts, log-probabilities, a cast gradient
-    lost = 12 if costs.software.gathered_logits else 0
-    beside[:, -1] = np.maximum(beside[:, -1], logits * (4 + copy + lost) + matrix)  # softmax becomes its gradient
-    buffers = gathered + beside + np.array(_posted(layout.order)) * transfer
-    buffers += outside
-    return StageMemory(weights, gradients, optimizer, held, buffers)
+    activations[:, -1] += 3 * transfer[-1]  # the final norm
+    copy_bytes = element[-1] if element[-1] < 4 else 0  # a half-precision copy of the logits
+    matrix = m.padded_vocab(p.tp) / p.tp * m.hidden * element[-1]  # the head's gradient until it is accumulated
+    # torch's loss holds parts of the logits, log-probabilities and a cast gradient.
+    loss_bytes = 12 if costs.software.gathered_logits else 0
+    # The softmax turns into its gradient in place.
+    transient[:, -1] = np.maximum(transient[:, -1], logits * (4 + copy_bytes + loss_bytes) + matrix)
+    buffers = gathered + transient + np.array(_transfer_buffers(layout.order)) * transfer
+    buffers += cuda_bytes
+    return StageMemory(weights, gradients, optimizer, activations, buffers)
 
 
 def moment_bytes(costs: Costs, gpu: Gpu) -> float:
-    """Of the optimizer, for each parameter: Adam's two moments, and master weights beside half-precision ones."""
+    """Return the optimizer's bytes per parameter: Adam's two moments, and master weights for half-precision ones."""
     return 12.0 if costs.weight_bytes(gpu) < 4 else 8.0
 
 
 def _activation_bytes(
     model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp: int, sequence_parallel: bool, recompute: str
 ) -> tuple[float, float]:
-    """:func:`layer_activation_bytes` as the training program keeps them."""
-    does = costs.software_on(gpu)
+    """Return :func:`layer_activation_bytes` for the training program on a kind of GPU."""
+    software = costs.software_on(gpu)
     return layer_activation_bytes(
         model,
         batch.micro_size * batch.sequence_length,
@@ -221,16 +227,16 @@ def _activation_bytes(
         element=costs.weight_bytes(gpu),
         sequence_parallel=sequence_parallel,
         recompute=recompute,
-        fused=does.flash and not gpu.is_cpu,
-        flash=does.flash and not (gpu.is_cpu and model.dropout),
-        loose_norm=not (does.fused_norm or gpu.is_cpu),
-        loose=not (does.fused_elementwise or gpu.is_cpu),
-        fp32_scores=does.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4,
-        parts=does.recompute_parts,
+        fused=software.flash and not gpu.is_cpu,
+        flash=software.flash and not (gpu.is_cpu and model.dropout),
+        unfused_norm=not (software.fused_norm or gpu.is_cpu),
+        unfused_elementwise=not (software.fused_elementwise or gpu.is_cpu),
+        fp32_scores=software.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4,
+        parts=software.recompute_parts,
     )
 
 
-def most_layers(
+def max_layers(
     model: ModelSpec,
     batch: Batch,
     costs: Costs,
@@ -238,45 +244,45 @@ def most_layers(
     tp: int,
     sequence_parallel: bool,
     recompute: str,
-    run: int,
+    shards: int,
     depth: np.ndarray,
-    most_gib: float | None = None,
+    max_gib: float | None = None,
 ) -> np.ndarray:
-    """Layers that a stage holds at most, of their own weights, gradients, share of the optimizer (`run` ranks have one)
-    and activations alone; `depth`: passes in flight per chunk of each stage, (S,). No stage holds more; most hold
-    less."""
-    kept, _ = _activation_bytes(
+    """Return an upper bound of the layers of a stage, (S,).
+    It counts only the layers' weights, gradients, optimizer share (one of `shards`) and activations. `depth`: passes
+    in flight per chunk of each stage, (S,)."""
+    held_bytes, _ = _activation_bytes(
         model, batch, costs, gpu=gpu, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute
     )
-    held = layer_parameters(model, tp) * (
-        costs.weight_bytes(gpu) + costs.gradient_size + moment_bytes(costs, gpu) / run
+    layer_bytes = layer_parameters(model, tp) * (
+        costs.weight_bytes(gpu) + costs.gradient_size + moment_bytes(costs, gpu) / shards
     )
     if costs.software.sharding in ("gradients", "full"):
-        held = 0.0
-    left = capacity(gpu, most_gib) - (0 if gpu.is_cpu else CUDA_BYTES)
-    return np.asarray(np.floor(np.maximum(0, left) / (held + depth * kept)))
+        layer_bytes = 0.0
+    free_bytes = capacity(gpu, max_gib) - (0 if gpu.is_cpu else CUDA_BYTES)
+    return np.asarray(np.floor(np.maximum(0, free_bytes) / (layer_bytes + depth * held_bytes)))
 
 
 @lru_cache(maxsize=1024)
 def held_passes(order: Order, stage: int) -> np.ndarray:
-    """Passes of each chunk that `stage` holds at its fullest moments, (moments, C): it has done its depth of forward
-    passes, and goes on with one backward and one forward pass in turn."""
+    """Return the passes of each chunk that `stage` holds at its fullest moments, (moments, C).
+    The stage has then done its depth of forward passes and alternates one backward and one forward pass."""
     if order.chunks == 1:
         return np.array([[order.depths[stage]]])
     depth = order.depths[stage]
-    chunk = np.array([c for _, c in replace(order, micro_batches=min(order.micro_batches, 4 * order.group)).turns()])
-    gone = [
+    chunks = np.array([c for _, c in replace(order, micro_batches=min(order.micro_batches, 4 * order.group)).turns()])
+    done = [
         np.concatenate([np.zeros((1, order.chunks), int), np.cumsum(np.eye(order.chunks, dtype=int)[c], axis=0)])
-        for c in (chunk, order.chunks - 1 - chunk)
+        for c in (chunks, order.chunks - 1 - chunks)
     ]
-    moments = range(max(1, len(chunk) - depth + 1))
-    return np.unique([gone[0][min(depth + k, len(chunk))] - gone[1][k] for k in moments], axis=0)
+    moments = range(max(1, len(chunks) - depth + 1))
+    return np.unique([done[0][min(depth + k, len(chunks))] - done[1][k] for k in moments], axis=0)
 
 
 @lru_cache(maxsize=1024)
-def _posted(order: Order) -> tuple[int, ...]:
-    """Stage transfers that each stage holds buffers for: received and sent, ahead of need where it exchanges in the
-    background."""
+def _transfer_buffers(order: Order) -> tuple[int, ...]:
+    """Return the number of stage transfers, received and sent, that each stage holds buffers for.
+    A stage that exchanges in the background posts them early."""
     if order.stages == 1:
         return (0,)
     if order.schedule.megatron:
@@ -285,24 +291,24 @@ def _posted(order: Order) -> tuple[int, ...]:
     return tuple(2 * (above + below) for above, below in pairwise(windows))
 
 
-def capacity(gpu: Gpu, most_gib: float | None = None) -> float:
-    """Bytes of a GPU that a plan may use: all but what fragmentation takes."""
-    return (most_gib or gpu.memory_gib) * 2**30 * SLACK
+def capacity(gpu: Gpu, max_gib: float | None = None) -> float:
+    """Return the bytes of a GPU that a plan may use: all but fragmentation."""
+    return (max_gib or gpu.memory_gib) * 2**30 * USABLE_SHARE
 
 
-def fits(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> np.ndarray:
-    """Which layer splits fit on every stage, (plans,)."""
-    if layout.is_per_stage and not (_own_memory(layout, layers).total() <= room(layout, most_gib)).all():
-        return np.zeros(len(layers), dtype=bool)  # much quicker than with all buffers, and often enough
-    return np.asarray((memory(layout, layers).total() <= room(layout, most_gib)).all(axis=1))
+def fits(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> np.ndarray:
+    """Return whether each layer split fits on every stage, (plans,)."""
+    if layout.is_per_stage and not (_base_memory(layout, layers).total() <= stage_capacity(layout, max_gib)).all():
+        return np.zeros(len(layers), dtype=bool)  # much quicker than the full memory, and often enough
+    return np.asarray((memory(layout, layers).total() <= stage_capacity(layout, max_gib)).all(axis=1))
 
 
-def room(layout: Layout, most_gib: float | None = None) -> np.ndarray:
-    """Bytes of a GPU of each stage that a plan may use, the least of all pipeline replicas, (S,)."""
+def stage_capacity(layout: Layout, max_gib: float | None = None) -> np.ndarray:
+    """Return the usable bytes of a GPU of each stage, the minimum over pipeline replicas, (S,)."""
     return np.asarray(
         np.min(
             [
-                by_stage(layout, replica, ("room", most_gib), lambda c: capacity(layout.fabric(c).gpu, most_gib))
+                by_stage(layout, replica, ("capacity", max_gib), lambda c: capacity(layout.fabric(c).gpu, max_gib))
                 for replica in range(len(layout.replicas))
             ],
             axis=0,
@@ -311,7 +317,7 @@ def room(layout: Layout, most_gib: float | None = None) -> np.ndarray:
 
 
 class Shortage(NamedTuple):
-    """The stage whose GPUs lack most memory for what they `need`, in bytes; at most 0 is enough."""
+    """The stage with the largest shortage in `bytes`, at most 0 if it fits, and its `need` in bytes."""
 
     bytes: float
     need: float
@@ -322,22 +328,22 @@ class Shortage(NamedTuple):
         return f"stage {self.stage} needs {self.need / gib:.1f} GiB a GPU, {self.bytes / gib:.1f} GiB more"
 
 
-def shortage(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> Shortage:
-    """Return what one layer split, (1, S, C), lacks most."""
+def shortage(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> Shortage:
+    """Return the largest shortage of one layer split, (1, S, C)."""
     need = memory(layout, layers).total()[0]
-    short = need - room(layout, most_gib)
-    stage = int(short.argmax())
-    return Shortage(float(short[stage]), float(need[stage]), stage)
+    missing = need - stage_capacity(layout, max_gib)
+    stage = int(missing.argmax())
+    return Shortage(float(missing[stage]), float(need[stage]), stage)
 
 
-def refuse(layout: Layout, layers: np.ndarray, most_gib: float | None = None) -> None:
-    """Raise PlanError that names the stage and the shortfall if one layer split, (1, S, C), does not fit."""
-    short = shortage(layout, layers, most_gib)
-    if short.bytes > 0:
-        gpus = [layout.fabric(replica[short.stage]).gpu for replica in layout.replicas]
+def refuse(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> None:
+    """Raise PlanError with the stage and the shortage if one layer split, (1, S, C), does not fit."""
+    missing = shortage(layout, layers, max_gib)
+    if missing.bytes > 0:
+        gpus = [layout.fabric(replica[missing.stage]).gpu for replica in layout.replicas]
         raise PlanError(
-            f"{short} than {min(gpus, key=lambda gpu: gpu.memory_gib).name} has to give",
+            f"{missing} than a plan may use on {min(gpus, key=lambda gpu: gpu.memory_gib).name}",
             where="memory",
             hint=f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of"
-            f" {short.need / 2**30 / SLACK:.0f} GiB",
+            f" {missing.need / 2**30 / USABLE_SHARE:.0f} GiB",
         )

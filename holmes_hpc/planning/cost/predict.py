@@ -1,9 +1,8 @@
-"""What a plan will do: step time and its parts, throughput, memory, bytes per NIC kind, and its timeline; and how far a
-prediction may be off: what it was off, nine times of ten, on published runs like it.
+"""Predictions for a plan: step time and its parts, throughput, memory, bytes per NIC kind, timeline, 90% interval.
 
-The table of that (uncertainty.yaml) is made by benchmarks/published_spread.py: measured over predicted step time, its
-5th and 95th percentile, by what told most of the errors apart: width of tensor parallelism, and whether attention is
-fused.
+benchmarks/published_spread.py writes the table of intervals (uncertainty.yaml). It holds the 5th and 95th percentile of
+measured over predicted step time of published runs. Its classes, TP size and fused attention, separate most of the
+errors.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from holmes_hpc.planning.schedule.simulation import ends as row_ends
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import Checked, key, make
 
-# A kind whose shares are supposed, or that has no table: known kinds' shares lie between 0.49 and 0.86.
-SUPPOSED, UNKNOWN = 1.15, 1.35
+# Wider intervals for GPU kinds with assumed shares or without a table. Known shares are 0.49 to 0.86 of the peak.
+ASSUMED, UNLISTED = 1.15, 1.35
 
 
 def layer_array(plan: Plan) -> np.ndarray:
-    """Layers of each stage and chunk, (1, S, C)."""
+    """Return the layers of each stage and chunk, (1, S, C)."""
     return np.array([[s.chunks for s in plan.stages]])
 
 
 def predict(plan: Plan, costs: Costs) -> Predicted:
-    """Predict one plan as it is."""
+    """Predict one plan."""
     return predict_layout(Layout.of(plan, costs), layer_array(plan))
 
 
@@ -74,49 +73,49 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
 
 
 def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
-    """Model TFLOP/s of one GPU of each kind: what its stages' layers, and on the last the head, need in a step of
-    `seconds`, over all GPUs of that kind."""
+    """Return the model TFLOP/s of one GPU of each kind in a step of `seconds`.
+    The FLOPs of its stages' layers, and of the head on the last stage, are divided by all GPUs of that kind."""
     p, model, batch = plan.parallel, plan.model, plan.batch
     tokens = batch.global_size * batch.sequence_length
     layer, head = layer_flops(model, tokens, batch.sequence_length), head_flops(model, tokens, p.vocabulary_parts)
-    done, ranks = defaultdict[Gpu, float](float), defaultdict[Gpu, int](int)
+    flops_of, ranks_of = defaultdict[Gpu, float](float), defaultdict[Gpu, int](int)
     for component in plan.components:
         gpu = plan.site.fabric(component.fabric).gpu
         share = component.ranks / p.world_size if p.order != PIPELINE_ORDER else 1.0  # of the pipelines
         for stage in component.stages:
-            done[gpu] += 3 * share * (plan.stages[stage].layers * layer + head * (stage == p.pp - 1))
-        ranks[gpu] += component.ranks
-    return {gpu: flops / ranks[gpu] / seconds / 1e12 for gpu, flops in done.items()}
+            flops_of[gpu] += 3 * share * (plan.stages[stage].layers * layer + head * (stage == p.pp - 1))
+        ranks_of[gpu] += component.ranks
+    return {gpu: flops / ranks_of[gpu] / seconds / 1e12 for gpu, flops in flops_of.items()}
 
 
 def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, float]:
-    """Seconds of the step of the stage that computes longest: computing, waiting for other stages and their transfers,
-    gradients' and parameters' traffic that nothing hides, the optimizer and what else follows. They sum up to the
-    step."""
+    """Return the seconds of a step by part, for the stage that computes longest.
+    The parts are computing, waiting for other stages and transfers, exposed gradient and parameter traffic, and the
+    optimizer with the remaining work. They sum to the step."""
     if layout.is_per_stage:
         return _breakdown_per_stage(layout, layers)
     times = timing(layout, layers)
     ends = [float(step_seconds(layout.order, d, nic)[0]) for d, nic in zip(times.replicas, times.shared, strict=True)]
     replica = int(np.argmax(ends))
     d = times.replicas[replica]
-    work = (d.forward + d.backward)[0].sum(axis=1) * layout.order.micro_batches
-    stage = int(np.argmax(work))
-    after = float(times.after()[0])
-    sync = float(d.tail[0, stage].max())
-    ready = float(d.ready[0, stage, 0])
-    waits = max(0.0, seconds - after - float(work[stage]) - sync - ready)
-    sync = seconds - after - float(work[stage]) - ready - waits
+    compute_s = (d.forward + d.backward)[0].sum(axis=1) * layout.order.micro_batches
+    stage = int(np.argmax(compute_s))
+    after_s = float(times.after_reduction_s()[0])
+    sync_s = float(d.tail[0, stage].max())
+    gather_s = float(d.ready[0, stage, 0])
+    wait_s = max(0.0, seconds - after_s - float(compute_s[stage]) - sync_s - gather_s)
+    sync_s = seconds - after_s - float(compute_s[stage]) - gather_s - wait_s
     return {
-        "compute_s": float(work[stage]),
-        "pipeline_wait_s": waits,
-        "grad_sync_s": sync + times.tied + times.norm,
-        "param_sync_s": ready + float(times.gather[0].max()),
+        "compute_s": float(compute_s[stage]),
+        "pipeline_wait_s": wait_s,
+        "grad_sync_s": sync_s + times.tied + times.norm,
+        "param_sync_s": gather_s + float(times.gather[0].max()),
         "optimizer_s": float(times.optimizer[0]) + times.other,
     }
 
 
 def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
-    """Payload bytes that all nodes together send in a step, by fabric (RDMA) or ``ethernet`` (TCP)."""
+    """Return the payload bytes that all nodes send in a step, by fabric (RDMA) or ``ethernet`` (TCP)."""
     p = layout.parallel
     total: defaultdict[str, float] = defaultdict(float)
 
@@ -131,72 +130,80 @@ def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
     count = parameters(layout, layers)[0].sum(axis=1)
     for replica, stages in enumerate(layout.replicas):
         pipelines = layout.pipelines(stages[0])
-        runs = pipelines // layout.run
+        groups = pipelines // layout.intra_dp_size
         for s, component in enumerate(stages):
-            _add_synchronisation(layout, replica, s, component=component, count=float(count[s]), runs=runs, add=add)
+            _add_sync_bytes(layout, replica, s, component=component, count=float(count[s]), groups=groups, add=add)
             if p.pp > 1 and (s < p.pp - 1 or p.virtual_stages > 1):
                 transport = layout.edges[replica][s]
                 transfers = layout.order.micro_batches * (p.virtual_stages if s < p.pp - 1 else p.virtual_stages - 1)
                 add(transport, 2 * transfers * pipelines * p.tp * activation_bytes(layout, transport, component))
         if layout.model.tied and p.pp > 1:
-            how, whole = layout.costs.collectives(layout.fabric(stages[0]).gpu), embedding_bytes(layout) / p.tp
-            add(layout.ends(replica), how.all_reduce / 2 * whole * 2 * pipelines * p.tp)
+            factors, gradient_bytes = (
+                layout.costs.collectives(layout.fabric(stages[0]).gpu),
+                embedding_bytes(layout) / p.tp,
+            )
+            add(layout.embedding_transport(replica), factors.all_reduce / 2 * gradient_bytes * 2 * pipelines * p.tp)
     return dict(sorted(total.items()))
 
 
-def _add_synchronisation(
-    layout: Layout, replica: int, stage: int, component: Component, count: float, runs: int, add: Any
+def _add_sync_bytes(
+    layout: Layout, replica: int, stage: int, component: Component, count: float, groups: int, add: Any
 ) -> None:
-    """Gradients and parameters of one stage: a ring leaves each of its nodes once."""
+    """Add the bytes of one stage's gradients and parameters. A ring leaves each of its nodes once."""
     p, gpu = layout.parallel, layout.fabric(component).gpu
-    how, n = layout.costs.collectives(gpu), layout.run
+    factors, n = layout.costs.collectives(gpu), layout.intra_dp_size
     gradients, weights = count * layout.costs.wire_size, count * layout.costs.weight_bytes(gpu)
-    reduced = how.all_reduce if layout.costs.software.all_reduced else how.reduce_scatter
-    amount = reduced * gradients + how.all_gather * weights if p.distributed_optimizer else how.all_reduce * gradients
-    nodes = layout.nodes_of_run(replica, stage)
-    add(layout.reduction(replica, stage), runs * p.tp * nodes * amount * (n - 1) / n)
+    reduce_factor = factors.all_reduce if layout.costs.software.all_reduced else factors.reduce_scatter
+    amount = (
+        reduce_factor * gradients + factors.all_gather * weights
+        if p.distributed_optimizer
+        else factors.all_reduce * gradients
+    )
+    nodes = layout.intra_dp_nodes(replica, stage)
+    add(layout.intra_dp_transport(replica, stage), groups * p.tp * nodes * amount * (n - 1) / n)
     k = p.optimizer_instances
-    if k > 1:  # every rank of this replica sends as one member of its ring across instances
-        add(layout.across(), runs * n * p.tp * how.all_reduce * (k - 1) / k * gradients / n)
+    if k > 1:  # every rank is a member of one ring across instances
+        add(layout.inter_dp_transport(), groups * n * p.tp * factors.all_reduce * (k - 1) / k * gradients / n)
 
 
 def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
-    """The simulated step as events: {stage, name, kind, micro_batch, chunk, start_s, end_s}, sorted by stage and start.
+    """Return the simulated step as events, sorted by stage and start.
 
-    `kind`: forward, backward, send (a stage transfer, listed at its sender), grad_sync, param_sync. Of a plan that is
-    per stage `stage` counts replicas, stage by stage.
+    An event is {stage, name, kind, micro_batch, chunk, start_s, end_s}. `kind`: forward, backward, send (a stage
+    transfer, listed at its sender), grad_sync, param_sync. With per-stage TP/DP, `stage` counts replicas, stage by
+    stage.
     """
     layout, layers = Layout.of(plan, costs), layer_array(plan)
     if layout.is_per_stage:
         return sorted((e for e in events(layout, layers) if e["end_s"] > e["start_s"]), key=_event_order)
     times = timing(layout, layers)
-    return [event for replica in range(len(times.replicas)) for event in _events(layout, times, replica)]
+    return [event for replica in range(len(times.replicas)) for event in _replica_events(layout, times, replica)]
 
 
-def _events(layout: Layout, times: Timing, replica: int) -> list[dict[str, Any]]:
-    made, numbers = graph(layout.order, times.shared[replica]), Numbers(layout.order)
+def _replica_events(layout: Layout, times: Timing, replica: int) -> list[dict[str, Any]]:
+    step_graph, numbers = graph(layout.order, times.shared[replica]), Numbers(layout.order)
     table = times.replicas[replica].table()
-    ends, lasts = made.ends(table)[0], table[0, made.column]
+    ends, durations = step_graph.ends(table)[0], table[0, step_graph.column]
     rows = [
         {
-            **(what := numbers.describe(int(made.node[i]))),
-            "stage": what["stage"] + replica * layout.parallel.pp,
-            "start_s": float(ends[i] - lasts[i]),
+            **(labels := numbers.describe(int(step_graph.node[i]))),
+            "stage": labels["stage"] + replica * layout.parallel.pp,
+            "start_s": float(ends[i] - durations[i]),
             "end_s": float(ends[i]),
         }
-        for i in np.flatnonzero(lasts > 0).tolist()
+        for i in np.flatnonzero(durations > 0).tolist()
     ]
     return sorted(rows, key=_event_order)
 
 
 def events(layout: Layout, layers: np.ndarray) -> list[dict[str, Any]]:
-    """Return the simulated step of one layer split of a layout that is per stage: events as of :func:`timeline`."""
+    """Return the simulated step of one layer split with per-stage TP/DP, as events of :func:`timeline`."""
     order, durations = layout.order, row_durations(times := timing(layout, layers), 0)
-    tail = times.replicas[0].tail[0, :, 0].tolist()
-    passes, made = list[Went](), list[dict[str, Any]]()
+    tails = times.replicas[0].tail[0, :, 0].tolist()
+    passes, simulated = list[Went](), list[dict[str, Any]]()
 
     def add(row: int, kind: str, start: float, end: float, micro_batch: int | None = None) -> None:
-        made.append(dict(stage=row, kind=kind, chunk=0, micro_batch=micro_batch, start_s=start, end_s=end))
+        simulated.append(dict(stage=row, kind=kind, chunk=0, micro_batch=micro_batch, start_s=start, end_s=end))
 
     last_ends = row_ends(order, durations, passes)
     for w in passes:
@@ -206,25 +213,25 @@ def events(layout: Layout, layers: np.ndarray) -> list[dict[str, Any]]:
         if w.sent is not None:
             add(w.row, "send", *w.sent, micro_batch=w.micro_batch)
     for row, end in enumerate(last_ends):
-        add(row, "grad_sync", end, end + tail[order.stage_of(row)])
-    return made
+        add(row, "grad_sync", end, end + tails[order.stage_of(row)])
+    return simulated
 
 
 def _breakdown_per_stage(layout: Layout, layers: np.ndarray) -> dict[str, float]:
-    """Return seconds of the step of the replica that computes longest, by part, as :func:`breakdown` has them."""
+    """Return :func:`breakdown` with per-stage TP/DP, for the replica that computes longest."""
     times, simulated = timing(layout, layers), events(layout, layers)
-    work: defaultdict[int, float] = defaultdict(float)
+    compute_s: defaultdict[int, float] = defaultdict(float)
     for e in simulated:
-        work[e["stage"]] += e["end_s"] - e["start_s"] if e["kind"] in ("forward", "backward") else 0.0
-    row = max(work, key=lambda r: work[r])
-    gather = next(e["end_s"] - e["start_s"] for e in simulated if e["stage"] == row and e["kind"] == "param_sync")
+        compute_s[e["stage"]] += e["end_s"] - e["start_s"] if e["kind"] in ("forward", "backward") else 0.0
+    row = max(compute_s, key=lambda r: compute_s[r])
+    gather_s = next(e["end_s"] - e["start_s"] for e in simulated if e["stage"] == row and e["kind"] == "param_sync")
     end = max(e["end_s"] for e in simulated)
-    sync = max(0.0, end - max(e["end_s"] for e in simulated if e["kind"] != "grad_sync"))
+    sync_s = max(0.0, end - max(e["end_s"] for e in simulated if e["kind"] != "grad_sync"))
     return {
-        "compute_s": work[row],
-        "pipeline_wait_s": end - work[row] - gather - sync,
-        "grad_sync_s": sync + times.tied + times.norm,
-        "param_sync_s": gather + float(times.gather[0].max()),
+        "compute_s": compute_s[row],
+        "pipeline_wait_s": end - compute_s[row] - gather_s - sync_s,
+        "grad_sync_s": sync_s + times.tied + times.norm,
+        "param_sync_s": gather_s + float(times.gather[0].max()),
         "optimizer_s": float(times.optimizer[0]) + times.other,
     }
 
@@ -234,16 +241,16 @@ def _event_order(event: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def chrome_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Events as a Chrome/Perfetto trace: one process a stage, computing and traffic as its threads."""
+    """Return events as a Chrome/Perfetto trace: one process per stage, with computing and traffic as threads."""
     threads = {"forward": 0, "backward": 0, "send": 1}
-    lines: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for stage in sorted({e["stage"] for e in events}):
-        lines.append({"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}})
-        lines += [
+        entries.append({"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}})
+        entries += [
             {"ph": "M", "pid": stage, "tid": tid, "name": "thread_name", "args": {"name": name}}
             for tid, name in enumerate(("compute", "send", "synchronise"))
         ]
-    lines += [
+    entries += [
         {
             "ph": "X",
             "pid": e["stage"],
@@ -255,44 +262,44 @@ def chrome_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for e in events
     ]
-    return {"traceEvents": lines, "displayTimeUnit": "ms"}
+    return {"traceEvents": entries, "displayTimeUnit": "ms"}
 
 
 @dataclass(frozen=True)
 class Spread(Checked, where="uncertainty"):
-    """Measured over predicted seconds of nine of ten runs of a class: TP up to `tp`, attention fused or not."""
+    """The 90% interval of measured over predicted seconds of a class: TP up to `tp`, fused or unfused attention."""
 
-    tp: Annotated[int, key("tensor parallel, at most", ge=1)]
+    tp: Annotated[int, key("largest tensor-parallel size", ge=1)]
     flash: bool
     low: Annotated[float, key("5th percentile", gt=0)]
     high: Annotated[float, key("95th percentile", gt=0)]
-    rows: Annotated[int, key("runs that it was seen on", ge=1)]
+    rows: Annotated[int, key("number of runs", ge=1)]
 
 
 @cache
 def spreads() -> tuple[Spread, ...]:
-    """The table's rows, narrowest TP first."""
+    """Return the table's rows, smallest TP first."""
     path = Path(__file__).with_name("uncertainty.yaml")
     return tuple(make(Spread, row, f"{path.name}: classes") for row in read_yaml(path)["classes"])
 
 
 def spread(tp: int, flash: bool) -> Spread:
-    """The class of a run; beyond the widest TP of the table, the last."""
-    like = [s for s in spreads() if s.flash == flash]
-    return next((s for s in like if tp <= s.tp), like[-1])
+    """Return the class of a run. Beyond the table's largest TP, the last class counts."""
+    same_attention = [s for s in spreads() if s.flash == flash]
+    return next((s for s in same_attention if tp <= s.tp), same_attention[-1])
 
 
-def widened(table: Kind) -> float:
-    """How much wider an interval is for a GPU kind whose figures were not all measured."""
-    return UNKNOWN if not table.known else SUPPOSED if "S" in table.source.split() else 1.0
+def interval_factor(table: Kind) -> float:
+    """Return the factor by which an interval widens for a GPU kind with assumed or unknown figures."""
+    return UNLISTED if not table.known else ASSUMED if "S" in table.source.split() else 1.0
 
 
 def interval_s(layout: Layout, seconds: float) -> tuple[float, float] | None:
-    """(low, high) seconds of a step predicted to take `seconds`; None where computing was measured or waits, since
-    published runs say nothing of that."""
-    if not all(layout.costs.modelled(layout.fabric(c)) for c in layout.components):
+    """Return the (low, high) seconds of a step predicted to take `seconds`.
+    None for measured or emulated compute, which published runs do not cover."""
+    if not all(layout.costs.is_modelled(layout.fabric(c)) for c in layout.components):
         return None
     gpus = {layout.fabric(c).gpu for c in layout.components}
-    found = spread(layout.parallel.tp_of(0), all(layout.costs.software_on(gpu).flash for gpu in gpus))
-    wider = max(widened(kind(gpu)) for gpu in gpus)
-    return seconds * found.low / wider, seconds * found.high * wider
+    row = spread(layout.parallel.tp_of(0), all(layout.costs.software_on(gpu).flash for gpu in gpus))
+    factor = max(interval_factor(kind(gpu)) for gpu in gpus)
+    return seconds * row.low / factor, seconds * row.high * factor

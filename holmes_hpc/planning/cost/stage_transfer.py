@@ -1,4 +1,4 @@
-"""What the slowest transfer between pipeline stages costs a plan, and how much of that its schedule hides."""
+"""The cost of the slowest stage transfer of a plan, and the share of it that the schedule hides."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from holmes_hpc.planning.schedule.simulation import step_seconds
 
 @dataclass(frozen=True)
 class StageTransferCost:
-    """`stages`: above and below the slowest edge; `transport`: its. `one_way_s`: one transfer, the mean of down and up.
-    `ratio`: that over the longest time a stage computes for a micro-batch. `wire_s`: all transfers of a step over this
-    edge, both ways. `exposed_s`: what the transfers make the step longer; `waiting_s`: what they would under
+    """The cost of transfers over the slowest edge.
+    `stages`: above and below the edge. `transport`: the edge's. `one_way_s`: one transfer, the mean of down and up.
+    `ratio`: `one_way_s` over the longest compute time of a stage per micro-batch. `wire_s`: all transfers of a step
+    over this edge, both directions. `exposed_s`: time that transfers add to the step. `waiting_s`: the same under
     Megatron-Core's own schedule."""
 
     stages: tuple[int, int]
@@ -33,17 +34,17 @@ class StageTransferCost:
 
     @property
     def hidden(self) -> float:
-        """Share of the time on the wire that the step does not notice."""
+        """Share of the time on the wire that overlaps with computing."""
         return max(0.0, 1 - self.exposed_s / self.wire_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, `hidden` included."""
+        """Return plain data, `hidden` included."""
         return {**asdict(self), "stages": list(self.stages), "hidden": self.hidden}
 
 
 def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
-    """Of `plan`; None where it has no transfers, or they take no time, or stages of unequal widths: Megatron-Core's own
-    schedule, beside which it is held, has none such."""
+    """Return the cost of `plan`'s stage transfers, None if they take no time.
+    None too with per-stage TP/DP, which Megatron-Core's own schedule does not support."""
     p, layers = plan.parallel, layer_array(plan)
     if p.pp == 1 or plan.is_per_stage:
         return None
@@ -51,31 +52,31 @@ def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
     times = timing(layout, layers)
     replica = int(np.argmax([d.down[0, :-1].max() + d.up[0, 1:].max() for d in times.replicas]))
     d = times.replicas[replica]
-    both = d.down[0, :-1] + d.up[0, 1:]
-    at = int(np.argmax(both))
-    if both[at] <= 0:
+    round_trips_s = d.down[0, :-1] + d.up[0, 1:]
+    edge = int(np.argmax(round_trips_s))
+    if round_trips_s[edge] <= 0:
         return None
     chunks = p.virtual_stages
-    computing = float((d.forward + d.backward)[0].sum(axis=1).max())
-    one_way_s = float(both[at]) / 2
+    compute_s = float((d.forward + d.backward)[0].sum(axis=1).max())
+    one_way_s = float(round_trips_s[edge]) / 2
     return StageTransferCost(
-        (at, at + 1),
-        str(layout.edges[replica][at]),
+        (edge, edge + 1),
+        str(layout.edges[replica][edge]),
         one_way_s,
-        ratio=one_way_s / computing,
-        wire_s=float(both[at]) * layout.order.micro_batches * chunks,
+        ratio=one_way_s / compute_s,
+        wire_s=float(round_trips_s[edge]) * layout.order.micro_batches * chunks,
         exposed_s=_exposed_s(layout, layers),
-        waiting_s=_exposed_s(layout.scheduled(megatrons_own(chunks)), layers),
+        waiting_s=_exposed_s(layout.with_schedule(megatrons_own(chunks)), layers),
     )
 
 
 def _exposed_s(layout: Layout, layers: np.ndarray) -> float:
-    """How much longer the step is than with transfers that take no time."""
+    """Return the seconds that stage transfers add to the step."""
     times = timing(layout, layers)
     ends = []
-    for without in (False, True):
+    for is_free in (False, True):
         replicas = [
-            replace(d, down=0 * d.down, up=0 * d.up, last_up=d.last_up - d.up) if without else d for d in times.replicas
+            replace(d, down=0 * d.down, up=0 * d.up, last_up=d.last_up - d.up) if is_free else d for d in times.replicas
         ]
         ends.append(
             max(float(step_seconds(layout.order, d, nic)[0]) for d, nic in zip(replicas, times.shared, strict=True))

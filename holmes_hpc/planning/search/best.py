@@ -46,7 +46,7 @@ def best_plan(
 
     Raises PlanError, one line: what cannot be divided, or how much memory is short and on what it would fit.
     """
-    clock, question = clock or Clock(), Question(model, batch, costs.on(site), options, costs)
+    clock, question = clock or Clock(), Question(model, batch, costs.with_measured_links(site), options, costs)
     reason = obstacle(options, costs) if options.unequal == "true" else None
     what, hint = f"stages cannot have TP and DP of their own with {reason}", f"plan.unequal=true or {reason}"
     PlanError.refuse((reason, what, "plan.unequal", f"leave one of the two out: {hint}"))
@@ -132,7 +132,7 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     choose. What does not fit in memory is predicted all the same, and said."""
     sizes = ("tp", "pp", "dp")
     PlanError.refuse(*((not getattr(options, n), f"{n} is not given", "layout", f"give {n}") for n in sizes))
-    site, chunks = costs.on(site), options.virtual_stages or 1
+    site, chunks = costs.with_measured_links(site), options.virtual_stages or 1
     schedule = megatrons_own(chunks).name if options.schedule == "auto" else options.schedule
     fixed = replace(
         options,

@@ -16,7 +16,7 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
-from holmes_hpc.planning.cost.memory import fits, most_layers
+from holmes_hpc.planning.cost.memory import fits, max_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s
 from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.plan.plan import RECOMPUTE, Component
@@ -107,7 +107,7 @@ class Evaluator:
         run = placement.dp // placement.instances if self.options.distributed_optimizer else 1
         parallel = placement.tp > 1 and self.options.sequence_parallel is not False
         most = [
-            most_layers(
+            max_layers(
                 self.model,
                 batch,
                 self.costs,
@@ -115,9 +115,9 @@ class Evaluator:
                 tp=placement.tp,
                 sequence_parallel=parallel,
                 recompute=recompute,
-                run=run,
+                shards=run,
                 depth=depth,
-                most_gib=self.options.max_memory_gib,
+                max_gib=self.options.max_memory_gib,
             )
             for b in placement.blocks
         ]
@@ -137,7 +137,7 @@ class Evaluator:
         """The layout under the schedule `kind`, with as many passes in flight as it has at least."""
         if self._last is None or self._last[0] is not placement:
             self._last = placement, self._layout(placement)
-        return self._last[1].scheduled(schedule_kind(kind), chunks, recompute=recompute)
+        return self._last[1].with_schedule(schedule_kind(kind), chunks, recompute=recompute)
 
     def _layout(self, placement: Placement) -> Layout:
         o, hierarchical = self.options, placement.strategy == "hierarchical-dp"
@@ -210,7 +210,11 @@ class Evaluator:
         bounds, whole = least_s(layout, both, np.append(sizes, layout.bucket_bytes))
         at = int(np.argmin(whole[:-1]))
         return Candidate(
-            placement, layout.varied(bucket_bytes=int(sizes[at])), layers, float(min(bounds[at], bounds[-1])), full=full
+            placement,
+            layout.with_settings(bucket_bytes=int(sizes[at])),
+            layers,
+            float(min(bounds[at], bounds[-1])),
+            full=full,
         )
 
     def _told_layers(self, layout: Layout) -> np.ndarray:
@@ -272,7 +276,7 @@ class Evaluator:
         if not deep:
             return candidate
         wanted = extra_depth(s, candidate.layers)
-        ahead = replace(candidate, layout=s.varied(schedule_of(deep[0], s.schedule.in_flight)))
+        ahead = replace(candidate, layout=s.with_settings(schedule_of(deep[0], s.schedule.in_flight)))
         most, _ = next(self._depths(ahead, wanted))
         return (
             candidate
@@ -305,7 +309,7 @@ class Evaluator:
             other = self._together(order)
             best = other if other.seconds < best.seconds * (1 - 1e-6) else best
         for size in () if self.options.bucket_bytes else (BUCKET_BYTES, *BUCKETS):
-            other = self._timed(replace(best, layout=best.layout.varied(bucket_bytes=size)))
+            other = self._timed(replace(best, layout=best.layout.with_settings(bucket_bytes=size)))
             best = other if other.seconds < best.seconds * (1 - 1e-4) else best
         return best
 
@@ -337,7 +341,7 @@ class Evaluator:
         s = candidate.layout
         if self.options.schedule != "auto" or s.order.schedule.megatron:
             return candidate
-        other = self._timed(replace(candidate, layout=s.scheduled(megatrons_own(s.parallel.virtual_stages))))
+        other = self._timed(replace(candidate, layout=s.with_schedule(megatrons_own(s.parallel.virtual_stages))))
         return other if other.seconds <= candidate.seconds * (1 + PLAINER) else candidate
 
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:

@@ -10,7 +10,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
-from holmes_hpc.planning.cost.memory import SLACK, Shortage, shortage
+from holmes_hpc.planning.cost.memory import USABLE_SHARE, Shortage, shortage
 from holmes_hpc.planning.plan.parallel import abridged, not_inside_a_node, undivided
 from holmes_hpc.planning.schedule.kinds import in_question
 from holmes_hpc.planning.search import layers as split
@@ -115,7 +115,7 @@ def nothing_fits(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
     else:
         o = replace(o, **{name: FREE[name] for name in FREE})
         free = _searched(evaluator, batch, evaluator.site, o) or found
-        hint = f"use GPUs of {free.memory.need / 2**30 / SLACK:.0f} GiB" + "".join(
+        hint = f"use GPUs of {free.memory.need / 2**30 / USABLE_SHARE:.0f} GiB" + "".join(
             f", or {other}" for other in _what_fits(evaluator, o, free.memory)
         )
     raise PlanError(what, where=where, hint=hint)

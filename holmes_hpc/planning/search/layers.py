@@ -14,7 +14,7 @@ from math import ceil
 import numpy as np
 
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
-from holmes_hpc.planning.cost.memory import memory, room
+from holmes_hpc.planning.cost.memory import memory, stage_capacity
 from holmes_hpc.planning.cost.timing import step_s, timing
 from holmes_hpc.planning.cost.traffic import transfers_s
 from holmes_hpc.planning.schedule.kinds import schedule_kind
@@ -156,7 +156,7 @@ def _most(layout: Layout, most_gib: float | None) -> np.ndarray:
     chunks = layout.parallel.virtual_stages
     one, two = memory(layout, _one_and_two(layout)).total()
     each = (two - one) / chunks
-    left = room(layout, most_gib) - (one - each * chunks)
+    left = stage_capacity(layout, most_gib) - (one - each * chunks)
     return np.floor(left / each).astype(int)
 
 
@@ -209,7 +209,7 @@ def deepened(layout: Layout, extra: list[int]) -> Layout:
     base = layout.order.schedule.in_flight(p.pp, total, p.virtual_stages)
     depths = tuple(min(total * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
     order = replace(layout.order, in_flight=depths)
-    return layout.varied(schedule_of(order.kind, tuple(order.depths[s] for s in range(p.pp))))
+    return layout.with_settings(schedule_of(order.kind, tuple(order.depths[s] for s in range(p.pp))))
 
 
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:

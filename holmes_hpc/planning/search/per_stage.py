@@ -17,10 +17,10 @@ import numpy as np
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Layout, remembered
+from holmes_hpc.planning.cost.layout import Layout, memoised
 from holmes_hpc.planning.cost.memory import fits
 from holmes_hpc.planning.cost.timing import step_s, timing
-from holmes_hpc.planning.cost.traffic import edges
+from holmes_hpc.planning.cost.traffic import edge_times
 from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
 from holmes_hpc.planning.plan.plan import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
@@ -96,7 +96,7 @@ class Variant:
 
     def simulated(self, layers: np.ndarray | None = None, **changes: Any) -> Variant:
         """Return the variant with other layers, depths or buckets, and its seconds."""
-        layout = self.layout.varied(**changes) if changes else self.layout
+        layout = self.layout.with_settings(**changes) if changes else self.layout
         layers = self.layers if layers is None else layers
         return Variant(self.shape, layout, layers, float(step_s(layout, layers)[0]))
 
@@ -181,7 +181,7 @@ def _first_variant(question: Question, chosen: list[Offer], shape: Shape) -> Var
             recompute=shape.recompute,
             schedule=Schedule(PER_STAGE.name, least_in_flight(tuple(s.dp for s in sizes))),
             components=tuple(components),
-            site=costs.on(site),
+            site=costs.with_measured_links(site),
             costs=costs,
             transport_mode=options.transport,
             edge_dtype=options.edge_dtype,
@@ -205,7 +205,7 @@ def _deeper(layout: Layout, layers: np.ndarray, more: int) -> Layout:
     extra = tuple(h + more * (s < pp - 1) for s, h in enumerate(_hiding_depths(layout, layers)))
     available = [len(order.own(order.row(s, 0))) for s in range(pp)]
     depths = tuple(min(d, a) for d, a in zip(least_in_flight(dps, extra), available, strict=True))
-    return layout.varied(Schedule(PER_STAGE.name, depths))
+    return layout.with_settings(Schedule(PER_STAGE.name, depths))
 
 
 def _hiding_depths(layout: Layout, layers: np.ndarray) -> tuple[int, ...]:
@@ -218,11 +218,11 @@ def _hiding_depths(layout: Layout, layers: np.ndarray) -> tuple[int, ...]:
 
 def _moved_s(layout: Layout) -> list[float]:
     """Return the seconds of a stage transfer down and one up over each edge."""
-    e = edges(layout)
+    e = edge_times(layout)
     return [sum(down) + sum(up) for down, up in zip(e.down, e.up, strict=True)]
 
 
-@remembered("bucket_bytes")
+@memoised("bucket_bytes")
 def _busy(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """Return, by the number of its layers, (layers, S): seconds of a step that each stage is busy (its replicas'
     largest share of the micro-batches, its gradients' and parameters' traffic that nothing hides), and by how much it
@@ -306,7 +306,9 @@ def _improved(first: Variant, options: PlanOptions, passes: int) -> tuple[Varian
 def _buckets(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
     """Yield other sizes of buckets that leave less of the data-parallel traffic in the open."""
     for size in () if options.bucket_bytes else BUCKETS:
-        if _open_s(variant.layout.varied(bucket_bytes=size), variant.layers) < _open_s(variant.layout, variant.layers):
+        if _open_s(variant.layout.with_settings(bucket_bytes=size), variant.layers) < _open_s(
+            variant.layout, variant.layers
+        ):
             yield {"bucket_bytes": size}
 
 

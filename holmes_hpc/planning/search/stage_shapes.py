@@ -18,7 +18,7 @@ from math import factorial, inf
 import numpy as np
 
 from holmes_hpc.config.plan_options import RECOMPUTE
-from holmes_hpc.planning.cost.memory import most_layers
+from holmes_hpc.planning.cost.memory import max_layers
 from holmes_hpc.planning.search.problem import Offer, Question, allowed, micro_sizes, offers, tensor_sizes
 from holmes_hpc.planning.search.stage_rows import Stages, StageTable, changed, orders
 from holmes_hpc.planning.search.uniform import OneSize
@@ -111,7 +111,7 @@ class _OneKind:
         fit = np.array(
             [
                 float(
-                    most_layers(
+                    max_layers(
                         self.model,
                         self.batch,
                         self.costs,
@@ -119,9 +119,9 @@ class _OneKind:
                         tp=tp,
                         sequence_parallel=parallel,
                         recompute=self.recompute,
-                        run=int(d),
+                        shards=int(d),
                         depth=np.ones(1),
-                        most_gib=self.options.max_memory_gib,
+                        max_gib=self.options.max_memory_gib,
                     )[0]
                 )
                 for d in dp

@@ -22,7 +22,7 @@ import yaml
 
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import RunFailed
-from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric, MeasuredPart
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import part_flops
 from holmes_hpc.planning.cost.layout import Layout
@@ -247,9 +247,9 @@ def _merged(ranks: Sequence[dict[str, Any]]) -> Times:
     }
 
 
-def _measured(plan: Plan, name: str, shape: Shape, forward_s: float, backward_s: float) -> Measured:
+def _measured(plan: Plan, name: str, shape: Shape, forward_s: float, backward_s: float) -> MeasuredPart:
     m, p, tokens = plan.model, plan.parallel, math.prod(shape)
-    return Measured(
+    return MeasuredPart(
         name,
         hidden=m.hidden,
         tokens=tokens,
@@ -300,7 +300,7 @@ def _write(
         )
     for fabric in made.fabrics:
         own = replace(fabric, gpu="", fabric="")
-        if not own.on(plan.site.fabric(fabric.fabric).gpu):
+        if not own.has_gpu(plan.site.fabric(fabric.fabric).gpu):
             say(f"{fabric.fabric}: the site says {fabric.gpu}, and the device is {fabric.device}: correct the site")
     write_whole(Path(run.path, FILE), yaml.safe_dump(made.to_dict(), sort_keys=False))
     # what the planner now says of these very steps: how well its model holds here

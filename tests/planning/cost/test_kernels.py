@@ -1,4 +1,4 @@
-"""Seconds of kernels against sums done by hand, and the tables of GPU kinds."""
+"""Seconds of kernels against hand calculations, and the tables of GPU kinds."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PEAK = 312e12 * kind(A100).product * STACK.product
 MODEL, BATCH = named("llama2_7b"), Batch(64, 1, 2048)
 
 
-def test_a_wave_takes_as_long_as_a_full_one() -> None:
-    """108 multiprocessors: 108 tiles of 256 x 128 are one wave, one more row of tiles a second one."""
+def test_a_partial_wave_takes_as_long_as_a_full_one() -> None:
+    """On 108 multiprocessors, 108 tiles of 256 x 128 are one wave. One more row of tiles needs a second wave."""
     k = 8192
     one, two = DEVICE.product_s(256 * 9, 128 * 12, k), DEVICE.product_s(256 * 9, 128 * 13, k)
     assert one == pytest.approx(2 * 256 * 9 * 128 * 12 * (k + 64) / PEAK)
@@ -31,37 +31,38 @@ def test_a_wave_takes_as_long_as_a_full_one() -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
-def test_products_never_beat_their_flops(m: int, n: int, k: int) -> None:
+def test_products_never_exceed_the_peak(m: int, n: int, k: int) -> None:
     m, n, k = 64 * m, 64 * n, 64 * k
     assert DEVICE.product_s(m, n, k) >= 2 * m * n * k / PEAK
 
 
-def test_narrow_and_odd_products_reach_less() -> None:
-    """A product cut into 8 takes more than an eighth; sides that are not a multiple of 128 bytes take longer."""
-    whole = DEVICE.product_s(2048, 4096, 4096)
-    assert 8 * DEVICE.product_s(2048, 512, 4096) > 1.1 * whole
-    assert DEVICE.product_s(2048, 4096, 4096 - 8) > 1.1 * whole
-    assert DEVICE.product_s(2048, 4096, 4096 - 1) > 2.5 * whole
+def test_narrow_and_unaligned_products_are_slower() -> None:
+    """An eighth of a product takes more than an eighth of its time.
+    Sides that are not a multiple of 128 bytes take longer."""
+    full_s = DEVICE.product_s(2048, 4096, 4096)
+    assert 8 * DEVICE.product_s(2048, 512, 4096) > 1.1 * full_s
+    assert DEVICE.product_s(2048, 4096, 4096 - 8) > 1.1 * full_s
+    assert DEVICE.product_s(2048, 4096, 4096 - 1) > 2.5 * full_s
 
 
-def test_fused_attention_does_half_of_the_scores() -> None:
+def test_fused_attention_computes_half_of_the_scores() -> None:
     forward, backward = DEVICE.flash_s(32, 65536, 128, version1=False)
     assert forward == pytest.approx(2 * 32 * 65536**2 * 128 / (312e12 * kind(A100).flash * STACK.flash), rel=0.02)
     assert backward > 2.5 * forward
     assert DEVICE.flash_s(32, 65536, 128, version1=True)[0] > 1.5 * forward
 
 
-def test_a_kind_is_found_by_its_longest_name() -> None:
+def test_the_longest_matching_kind_name_wins() -> None:
     assert kind(replace(A100, name="a100-40gb")).memory_gbps == 1555 and kind(A100).memory_gbps == 2039
     for name, memory_gbps in (("NVIDIA A100-SXM4-80GB", 2039), ("a100-sxm4-40gb", 1555), ("a100-80g", 2039)):
-        assert kind(replace(A100, name=name)).memory_gbps == memory_gbps  # by the kind that the name means
+        assert kind(replace(A100, name=name)).memory_gbps == memory_gbps  # the vocabulary reads the kind from the name
     assert kind(Gpu("gh200", 989, 96, 3600)).name == "gh200" != kind(Gpu("h200", 989, 141, 3600)).name
     assert all(k.source for k in kinds()) and len({k.name for k in kinds()}) == len(kinds())
 
 
-def test_a_kind_without_a_table_is_guessed_and_known_to_be() -> None:
-    found = kind(Gpu("tpu-v9", 1000, 100, 1000))
-    assert not found.known and found.sms > 0
+def test_a_kind_without_a_table_gets_assumed_figures() -> None:
+    table = kind(Gpu("tpu-v9", 1000, 100, 1000))
+    assert not table.known and table.sms > 0
     with pytest.raises(ConfigError, match=r"product is 1\.2"):
         Kind("x", 108, 1555, 156, 1.2, 0.5)
 
@@ -78,22 +79,22 @@ def test_tiny_passes_take_as_long_as_their_launches() -> None:
     assert Costs().layer_s(model, replace(tiny, micro_size=2), 1, ON)[0] == forward
 
 
-def test_launches_that_are_waited_for_come_on_top() -> None:
-    """CUDA_LAUNCH_BLOCKING=1: more for TP, whose ranks do less for each launch."""
+def test_blocking_launches_add_to_the_kernels() -> None:
+    """CUDA_LAUNCH_BLOCKING=1 costs more with TP, whose ranks do less work per launch."""
     waits = Costs(software=Software(awaited_launches=True))
-    more = [sum(layer(waits, tp=tp)) / sum(layer(tp=tp)) for tp in (1, 8)]
-    assert 1 < more[0] < more[1]
+    slowdowns = [sum(layer(waits, tp=tp)) / sum(layer(tp=tp)) for tp in (1, 8)]
+    assert 1 < slowdowns[0] < slowdowns[1]
 
 
 def test_tensor_parallel_is_never_free() -> None:
-    """Of a layer cut into 8, each rank does more than an eighth, and its ranks exchange."""
+    """Each of 8 ranks does more than an eighth of a layer's work and communicates."""
     one, eight = layer(batch=Batch(64, 8, 2048)), layer(batch=Batch(64, 8, 2048), tp=8)
     assert eight[0] > 1.2 * one[0] / 8 and eight[1] > 1.2 * one[1] / 8
-    parts = layer(Costs(software=Software(backward_reductions=5)), Batch(64, 8, 2048), 8)
-    assert parts[0] == eight[0] and parts[1] > eight[1]
+    separate = layer(Costs(software=Software(backward_reductions=5)), Batch(64, 8, 2048), 8)
+    assert separate[0] == eight[0] and separate[1] > eight[1]
 
 
-def test_what_is_not_fused_takes_longer() -> None:
+def test_unfused_operations_take_longer() -> None:
     fused = layer()
     for software in (
         Software(attention="flash1"),
@@ -103,8 +104,8 @@ def test_what_is_not_fused_takes_longer() -> None:
         Software(fused_elementwise=False),
     ):
         assert sum(layer(Costs(software=software))) > 1.02 * sum(fused)
-    full = Costs(software=Software(gathered_logits=True))
-    assert sum(full.part_s("head", MODEL, BATCH, 8, ON)) > 1.5 * sum(Costs().part_s("head", MODEL, BATCH, 8, ON))
+    gathered = Costs(software=Software(gathered_logits=True))
+    assert sum(gathered.part_s("head", MODEL, BATCH, 8, ON)) > 1.5 * sum(Costs().part_s("head", MODEL, BATCH, 8, ON))
 
 
 def test_megatrons_fused_softmax_falls_back_for_odd_shapes() -> None:
@@ -122,8 +123,8 @@ def test_fp32_products_have_their_own_peak() -> None:
     assert Device(A100, 4).product_s(4096, 4096, 4096) == pytest.approx(2 * DEVICE.product_s(4096, 4096, 4096))
 
 
-def test_contradictions_are_refused() -> None:
+def test_contradictory_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="attention is 'fast'"):
         Software(attention="fast")
-    with pytest.raises(ConfigError, match="not overlapped"):
+    with pytest.raises(ConfigError, match="sharding=full requires overlap"):
         Software(sharding="full", overlap=False)

@@ -1,4 +1,4 @@
-"""The cost model finds out by arithmetic where groups run; their networks must be those that the plan writes."""
+"""The cost model derives transports by arithmetic, and they must equal those of the plan."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SLOWER = {"local": 0, "rdma": 1, "tcp": 2}
 
 def sites() -> Iterator[Site]:
     two = two_clusters(2)
-    one, other = two.fabrics
+    first, second = two.fabrics
     yield two
-    yield replace(two, fabrics=(one,))
-    yield replace(two, fabrics=(replace(one, nodes=1),))
-    yield replace(two, fabrics=(one, replace(other, nic=NicType.ETHERNET, rdma_gbps=None)))
+    yield replace(two, fabrics=(first,))
+    yield replace(two, fabrics=(replace(first, nodes=1),))
+    yield replace(two, fabrics=(first, replace(second, nic=NicType.ETHERNET, rdma_gbps=None)))
 
 
 def plans(mode: str) -> Iterator[Plan]:
@@ -50,12 +50,12 @@ def plans(mode: str) -> Iterator[Plan]:
                             continue
 
 
-def slowest(found: Iterable[Transport]) -> Transport:
-    return max(found, key=lambda t: SLOWER[t.kind], default=LOCAL)
+def slowest(transports: Iterable[Transport]) -> Transport:
+    return max(transports, key=lambda t: SLOWER[t.kind], default=LOCAL)
 
 
-def written(plan: Plan, fabrics: set[str], kind: str, *stages: int) -> Transport:
-    """The slowest transport that the plan gives to groups of `kind` inside `fabrics`."""
+def slowest_in_plan(plan: Plan, fabrics: set[str], kind: str, *stages: int) -> Transport:
+    """Return the slowest transport that the plan gives to groups of `kind` inside `fabrics`."""
     return slowest(
         g.transport
         for g in plan.transports()
@@ -65,42 +65,47 @@ def written(plan: Plan, fabrics: set[str], kind: str, *stages: int) -> Transport
 
 @pytest.mark.integration
 @pytest.mark.parametrize("mode", ["holmes", "single"])
-def test_transports_are_the_plans(mode: str) -> None:
-    """Of several groups the slowest: that is what a step waits for."""
+def test_derived_transports_equal_those_of_the_plan(mode: str) -> None:
+    """Compare the slowest of several groups, which determines the step."""
     seen: set[tuple[str, str]] = set()
     for plan in plans(mode):
         layout, p = Layout.of(plan, Costs()), plan.parallel
         for number, replica in enumerate(layout.replicas):
-            here = {c.fabric for c in replica}
+            fabrics = {c.fabric for c in replica}
 
             for s in range(p.pp):
-                found = {}
+                pairs = {}
                 if s + 1 < p.pp:
-                    found["edge"] = layout.edges[number][s], written(plan, here, "edge", s, s + 1)
-                if layout.run > 1:
+                    pairs["edge"] = layout.edges[number][s], slowest_in_plan(plan, fabrics, "edge", s, s + 1)
+                if layout.intra_dp_size > 1:
                     kind = "intra_dp" if p.optimizer_instances > 1 else "dp"
-                    found[kind] = layout.reduction(number, s), written(plan, here, kind, s)
-                for kind, (derived, said) in found.items():
-                    assert derived == said, (kind, s, plan.parallel, plan.components)
+                    pairs[kind] = layout.intra_dp_transport(number, s), slowest_in_plan(plan, fabrics, kind, s)
+                for kind, (derived, expected) in pairs.items():
+                    assert derived == expected, (kind, s, plan.parallel, plan.components)
                     seen.add((kind, derived.kind))
             if p.pp > 1:
-                assert layout.ends(number) == written(plan, here, "embd", 0, p.pp - 1), (plan.parallel, plan.components)
+                assert layout.embedding_transport(number) == slowest_in_plan(plan, fabrics, "embd", 0, p.pp - 1), (
+                    plan.parallel,
+                    plan.components,
+                )
         if p.optimizer_instances > 1:
-            assert layout.across() == slowest(g.transport for g in plan.transports() if g.kind == "inter_dp")
+            assert layout.inter_dp_transport() == slowest(
+                g.transport for g in plan.transports() if g.kind == "inter_dp"
+            )
     assert {kind for kind, _ in seen} == {"edge", "dp", "intra_dp"}
     assert {network for _, network in seen} == {"local", "rdma", "tcp"}
 
 
 @pytest.mark.integration
-def test_control_has_what_the_whole_job_shares_but_rdma() -> None:
+def test_control_traffic_uses_tcp_or_stays_local() -> None:
     for plan in plans("holmes"):
         control = plan.transport_of(range(plan.world_size), host_memory=True)
         assert control == (LOCAL if sum(c.nodes for c in plan.components) == 1 else TCP)
 
 
-def test_a_variant_costs_what_a_layout_made_anew_does() -> None:
-    """What a variant takes over of another layout is nothing that its own schedule, recomputation or virtual stages
-    change: pipelines across fabrics and inside nodes, hierarchical ones."""
+def test_a_variant_costs_as_much_as_a_fresh_layout() -> None:
+    """A variant shares no memoised result that its schedule, recomputation or virtual stages change.
+    The pipelines cross fabrics, stay inside nodes, or are hierarchical."""
     site = Site("three", (*two_clusters(2).fabrics, replace(one_fabric(H100, "h", 2), ethernet_gbps=5.0)))
     for options in (
         PlanOptions(tp=2, pp=12, dp=2),
@@ -117,16 +122,16 @@ def test_a_variant_costs_what_a_layout_made_anew_does() -> None:
             ("none", 2, "ahead", 10**9),
         ):
             depths = in_flight(options.pp or 1, layout.order.micro_batches, chunks)
-            made = layout.varied(Schedule(kind, depths), size, recompute, chunks)
-            new = replace(
+            variant = layout.with_settings(Schedule(kind, depths), size, recompute, chunks)
+            fresh = replace(
                 layout,
                 schedule=Schedule(kind, depths),
                 bucket_bytes=size,
                 recompute=recompute,
                 parallel=replace(layout.parallel, virtual_stages=chunks),
-                common=Memo(),
+                fabric_memo=Memo(),
             )
-            assert made == new
-            layers = uniform(new)
-            assert step_s(made, layers)[0] == step_s(new, layers)[0]
-            assert (memory(made, layers).total() == memory(new, layers).total()).all()
+            assert variant == fresh
+            layers = uniform(fresh)
+            assert step_s(variant, layers)[0] == step_s(fresh, layers)[0]
+            assert (memory(variant, layers).total() == memory(fresh, layers).total()).all()

@@ -1,4 +1,4 @@
-"""What a site file says of the network between two fabrics counts in every prediction that crosses it."""
+"""A site file's links between two fabrics affect every prediction that crosses them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def with_links(*links: FabricLink) -> Site:
 
 
 def pipeline(site: Site, **options: object) -> Plan:
-    given = {"tp": 2, "pp": 3, "dp": 8, "strategy": "pipeline", **options}
-    return given_plan(MODEL, BATCH, site, PlanOptions(**given), Costs())  # type: ignore[arg-type]
+    settings = {"tp": 2, "pp": 3, "dp": 8, "strategy": "pipeline", **options}
+    return given_plan(MODEL, BATCH, site, PlanOptions(**settings), Costs())  # type: ignore[arg-type]
 
 
 def down_s(site: Site) -> list[float]:
@@ -39,7 +39,7 @@ def seconds(plan: Plan) -> float:
     return plan.predicted.step_time_s
 
 
-def test_rate_and_delay_are_of_the_pair_alone() -> None:
+def test_rate_and_delay_apply_to_one_pair_of_fabrics() -> None:
     plain = down_s(SITE)
     slow = down_s(with_links(FabricLink(("b", "a"), gbps=5.0)))
     late = down_s(with_links(FabricLink(("b", "c"), delay_ms=7)))
@@ -49,19 +49,19 @@ def test_rate_and_delay_are_of_the_pair_alone() -> None:
 
 
 @pytest.mark.parametrize("link", [FabricLink(("a", "b"), gbps=1.0), FabricLink(("a", "b"), delay_ms=50)])
-def test_data_parallel_across_waits_for_the_slowest_pair(link: FabricLink) -> None:
+def test_data_parallel_across_fabrics_waits_for_the_slowest_pair(link: FabricLink) -> None:
     options = {"strategy": "hierarchical-dp", "pp": 1, "tp": 8, "dp": 6}
     assert seconds(pipeline(with_links(link), **options)) > 1.02 * seconds(pipeline(SITE, **options))
 
 
-def test_fabrics_with_a_slow_link_are_not_put_side_by_side() -> None:
+def test_fabrics_with_a_slow_link_do_not_become_neighbours() -> None:
     options = PlanOptions(tp=2, pp=3, dp=8)
     plan = best_plan(MODEL, BATCH, with_links(FabricLink(("a", "b"), gbps=0.5)), options, Costs())
     assert [c.fabric for c in plan.components] in (["a", "c", "b"], ["b", "c", "a"])
     assert seconds(plan) == pytest.approx(seconds(best_plan(MODEL, BATCH, SITE, options, Costs())))
 
 
-def test_a_plan_keeps_the_links_and_a_site_without_is_written_as_before() -> None:
+def test_a_plan_keeps_links_and_a_site_without_links_writes_none() -> None:
     linked = with_links(FabricLink(("a", "b"), gbps=5, delay_ms=1.5))
     assert Site.from_dict(linked.to_dict()) == linked and linked.digest() != SITE.digest()
     assert "links" not in SITE.to_dict() and Site.from_dict(SITE.to_dict()) == SITE

@@ -1,5 +1,7 @@
-"""The planner's memory against the tensors of real ranks (benchmarks/planner_memory.py has more cases), and what fused
-attention saves of it."""
+"""The planner's memory against the tensors of real ranks, and the savings of fused attention.
+
+benchmarks/planner_memory.py has more cases.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.search.best import best_plan
 
-SEQUENCE = 1024  # long enough that scores in memory would be most of it
+SEQUENCE = 1024  # long enough for unfused scores to dominate the memory
 
 
 @pytest.mark.integration
-def test_layers_with_fused_attention_hold_what_is_predicted(tmp_path: Path) -> None:
+def test_memory_with_fused_attention_is_as_predicted(tmp_path: Path) -> None:
     case = planner_memory.Case(
         {"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [3, 1]},
         {"layers": 4, "max_positions": SEQUENCE},
@@ -40,18 +42,18 @@ def test_layers_with_fused_attention_hold_what_is_predicted(tmp_path: Path) -> N
     assert measured == pytest.approx(plan.predicted.memory_bytes_per_gpu, rel=0.08)
 
 
-def test_gpt_3_6b_fits_with_fused_attention_and_not_without() -> None:
-    """On four nodes of H100 and four of A100, as its plan has it."""
+def test_gpt_3_6b_fits_only_with_fused_attention() -> None:
+    """Check its plan on four nodes of H100 and four of A100."""
     site = replace(two_clusters(4), fabrics=(one_fabric(H100, nodes=4), two_clusters(4).fabrics[1]))
     plan = best_plan(named("gpt_3_6b"), Batch(768, 4, 2048), site, PlanOptions(recompute="none"), Costs())
     unfused = predict(plan, Costs(software=Software(attention="softmax")))
     assert plan.predicted is not None
-    most, without = (max(p.memory_bytes_per_gpu) / 2**30 for p in (plan.predicted, unfused))
-    assert most < 80 < without
+    fused_gib, unfused_gib = (max(p.memory_bytes_per_gpu) / 2**30 for p in (plan.predicted, unfused))
+    assert fused_gib < 80 < unfused_gib
 
 
-def test_the_proof_compares_tensors_with_tensors() -> None:
-    """torch's allocator does not count what a CUDA process holds beside them."""
+def test_the_gpu_benchmark_compares_only_tensors() -> None:
+    """Exclude the CUDA process's other memory, which torch's allocator does not count."""
     plan = best_plan(named("gpt_3_6b"), Batch(64, 1, 2048), two_clusters(1), PlanOptions(pp=1, tp=1), Costs())
     assert plan.predicted is not None
     assert gpu.tensor_bytes(plan) == max(plan.predicted.memory_bytes_per_gpu) - CUDA_BYTES

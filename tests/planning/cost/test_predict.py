@@ -1,4 +1,4 @@
-"""Times, bytes and memory of given plans against sums done by hand."""
+"""Times, bytes and memory of given plans against hand calculations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.cost import flops as counts
-from holmes_hpc.planning.cost.calibration import Calibration, Measured, MeasuredFabric
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric, MeasuredPart
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.layout import Layout
@@ -34,32 +34,32 @@ def plan(
     return given_plan(model, batch, site, PlanOptions(**options), costs)
 
 
-def pipeline(**more: Any) -> Plan:
-    return plan(tp=1, pp=2, dp=2, nodes={"ib-a": 2, "roce-a": 2}, **more)
+def pipeline(**options: Any) -> Plan:
+    return plan(tp=1, pp=2, dp=2, nodes={"ib-a": 2, "roce-a": 2}, **options)
 
 
-def stage_parameters(made: Plan) -> list[int]:
-    each = counts.layer_parameters(TINY)
-    sizes = [s.layers * each for s in made.stages]
+def stage_parameters(plan: Plan) -> list[int]:
+    layer_size = counts.layer_parameters(TINY)
+    sizes = [s.layers * layer_size for s in plan.stages]
     sizes[0] += counts.embedding_parameters(TINY)
     sizes[-1] += counts.head_parameters(TINY)
     return sizes
 
 
-def test_bytes_of_the_demo_are_those_of_gloo() -> None:
-    """Two nodes a stage: gradients all-reduced (gloo's reduce-scatter), parameters gathered, in fp32; activations of
-    4 micro-batches of each of 2 pipelines cross Ethernet, both ways."""
+def test_bytes_of_the_demo_match_gloo() -> None:
+    """Check two nodes per stage in fp32: all-reduced gradients (gloo's reduce-scatter) and gathered parameters.
+    Activations of 4 micro-batches of each of 2 pipelines cross Ethernet in both directions."""
     made = pipeline()
     assert made.predicted is not None
-    found, sizes = made.predicted.nic_bytes_per_step, stage_parameters(made)
+    nic_bytes, sizes = made.predicted.nic_bytes_per_step, stage_parameters(made)
     for fabric, size in (("ib-a", sizes[0]), ("roce-a", sizes[1])):
         all_reduce, gather = 2 * (2 - 1) / 2 * 4 * size, (2 - 1) / 2 * 4 * size
-        assert found[fabric] == pytest.approx(2 * (all_reduce + gather))
-    assert found["ethernet"] == pytest.approx(2 * 4 * 2 * (2 * 64 * 256 * 4))
+        assert nic_bytes[fabric] == pytest.approx(2 * (all_reduce + gather))
+    assert nic_bytes["ethernet"] == pytest.approx(2 * 4 * 2 * (2 * 64 * 256 * 4))
 
 
 def test_bytes_sum_up_over_the_groups_of_the_plan() -> None:
-    """Every NIC kind's bytes, group by group from the plan's own list of groups; nodes hold several ranks."""
+    """Sum the bytes per NIC kind over the plan's own list of groups. Nodes hold several ranks."""
     made = plan(two_clusters(2), named("gpt_3_6b"), Batch(64, 2, 2048), tp=2, pp=2, dp=8)
     sent: dict[str, float] = {}
     layout = Layout.of(made, Costs())
@@ -77,11 +77,11 @@ def test_bytes_sum_up_over_the_groups_of_the_plan() -> None:
             sent[key] = sent.get(key, 0) + len(nodes) * (n - 1) / n * size * (gradient + weight)
         elif g.kind == "edge":
             sent[key] = sent.get(key, 0) + 2 * made.micro_batches * 2 * 2048 * 3072 * weight
-    assert made.predicted is not None and layout.run == 8
+    assert made.predicted is not None and layout.intra_dp_size == 8
     assert made.predicted.nic_bytes_per_step == pytest.approx(sent)
 
 
-def test_plain_megatron_sends_all_by_ethernet() -> None:
+def test_plain_megatron_sends_everything_over_ethernet() -> None:
     holmes, single = pipeline(), pipeline(transport="single")
     assert holmes.predicted is not None and single.predicted is not None
     assert set(single.predicted.nic_bytes_per_step) == {"ethernet"}
@@ -91,8 +91,8 @@ def test_plain_megatron_sends_all_by_ethernet() -> None:
     assert single.predicted.step_time_s > 1.4 * holmes.predicted.step_time_s
 
 
-def test_paced_layers_take_their_time() -> None:
-    """One rank alone: 8 layers of 10 ms forward and 20 ms backward, 8 micro-batches, and little else."""
+def test_paced_layers_take_their_pace() -> None:
+    """One rank has 8 layers of 10 ms forward and 20 ms backward, 8 micro-batches, and little else."""
     costs = Costs(pace_layer_ms=10)
     made = plan(tp=1, pp=1, dp=1, nodes={"ib-a": 1}, costs=costs)
     assert made.predicted is not None
@@ -101,7 +101,7 @@ def test_paced_layers_take_their_time() -> None:
     assert full.breakdown["compute_s"] == pytest.approx(8 * 8 * 0.04, rel=0.05)
 
 
-def test_parts_of_the_step_sum_up_to_it() -> None:
+def test_parts_sum_to_the_step() -> None:
     for made in (pipeline(), pipeline(schedule="ahead"), pipeline(transport="single")):
         assert made.predicted is not None
         assert sum(made.predicted.breakdown.values()) == pytest.approx(made.predicted.step_time_s)
@@ -109,15 +109,15 @@ def test_parts_of_the_step_sum_up_to_it() -> None:
         assert made.predicted.samples_per_s == pytest.approx(16 / made.predicted.step_time_s)
 
 
-def test_measured_layers_and_links_go_before_published_ones() -> None:
+def test_measurements_override_published_figures() -> None:
     tokens = 2 * 64
     measured = Calibration(
         (
             MeasuredFabric(
                 parts=(
-                    Measured("layer", 256, tokens, 1, counts.layer_flops(TINY, tokens, 64), 0.1, 0.3),
-                    Measured("head", 256, tokens, 1, counts.head_flops(TINY, tokens), 0.0, 0.0),
-                    Measured("embedding", 256, tokens, 1, tokens * 256.0, 0.0, 0.0),
+                    MeasuredPart("layer", 256, tokens, 1, counts.layer_flops(TINY, tokens, 64), 0.1, 0.3),
+                    MeasuredPart("head", 256, tokens, 1, counts.head_flops(TINY, tokens), 0.0, 0.0),
+                    MeasuredPart("embedding", 256, tokens, 1, tokens * 256.0, 0.0, 0.0),
                 ),
                 links={"ethernet": Link(0.5, 1.0)},
                 optimizer_s=0.0,
@@ -125,53 +125,55 @@ def test_measured_layers_and_links_go_before_published_ones() -> None:
         ),
         step_s=0.25,
     )
-    alone = plan(tp=1, pp=1, dp=1, nodes={"ib-a": 1}, costs=Costs(measured))
-    assert alone.predicted is not None
-    assert alone.predicted.step_time_s == pytest.approx(8 * 8 * 0.4 + 0.25)
-    both = pipeline(costs=Costs(measured))
-    assert both.predicted is not None
-    assert both.predicted.step_time_s > (4 + 1) * 4 * 0.4 + (4 + 1) * 0.5  # each transfer waits half a second
+    one_rank = plan(tp=1, pp=1, dp=1, nodes={"ib-a": 1}, costs=Costs(measured))
+    assert one_rank.predicted is not None
+    assert one_rank.predicted.step_time_s == pytest.approx(8 * 8 * 0.4 + 0.25)
+    two_stages = pipeline(costs=Costs(measured))
+    assert two_stages.predicted is not None
+    # Each transfer has half a second of latency.
+    assert two_stages.predicted.step_time_s > (4 + 1) * 4 * 0.4 + (4 + 1) * 0.5
     assert Calibration.from_dict(measured.to_dict()) == measured
 
 
-def paced(**more: Any) -> Calibration:
-    """Measured with layers of 10 ms."""
+def paced(**figures: Any) -> Calibration:
+    """Return a calibration with layers of 10 ms."""
     return Calibration(
-        (MeasuredFabric(parts=(Measured("layer", 256, 128, 1, 1e6, 0.011, 0.022),), **more),), pace_layer_ms=10
+        (MeasuredFabric(parts=(MeasuredPart("layer", 256, 128, 1, 1e6, 0.011, 0.022),), **figures),), pace_layer_ms=10
     )
 
 
-def test_a_paced_calibration_is_for_that_pace_alone() -> None:
-    fabric, twice = small_testbed().fabrics[0], Batch(16, 4, 64)
-    assert Costs(paced(), 10).layer_s(TINY, twice, 1, fabric) == (0.011, 0.022)  # waiting does not grow with the layer
-    assert Costs(paced(), 10).layer_s(TINY, twice, 1, fabric, recompute="full") == (0.011, 0.033)
-    for calibration, pace, said in (
-        (paced(), None, "measured with layers paced to 10 ms, used for layers not paced"),
-        (paced(), 20, "used for layers paced to 20 ms"),
-        (replace(paced(), pace_layer_ms=None), 10, "measured with layers not paced"),
+def test_a_calibration_of_another_pace_is_refused() -> None:
+    fabric, larger = small_testbed().fabrics[0], Batch(16, 4, 64)
+    # The pace does not grow with the micro-batch.
+    assert Costs(paced(), 10).layer_s(TINY, larger, 1, fabric) == (0.011, 0.022)
+    assert Costs(paced(), 10).layer_s(TINY, larger, 1, fabric, recompute="full") == (0.011, 0.033)
+    for calibration, pace, message in (
+        (paced(), None, "calibration has layers paced to 10 ms, the run has unpaced layers"),
+        (paced(), 20, "the run has layers paced to 20 ms"),
+        (replace(paced(), pace_layer_ms=None), 10, "calibration has unpaced layers"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             Costs(calibration, pace)
 
 
-def test_a_calibration_is_for_the_type_it_was_measured_with() -> None:
+def test_a_calibration_of_another_dtype_is_refused() -> None:
     measured = replace(paced(), dtype="bf16")
     assert Costs(measured, 10).dtype_of(A100) == Costs(measured, 10, dtype="bf16").dtype_of(A100) == "bf16"
-    with pytest.raises(ConfigError, match="measured with bf16, used for fp32"):
+    with pytest.raises(ConfigError, match="calibration has dtype=bf16, the run has dtype=fp32"):
         Costs(measured, 10, dtype="fp32")
 
 
-def test_a_plan_knows_its_pace() -> None:
+def test_a_plan_keeps_its_pace() -> None:
     made = plan(tp=1, pp=2, dp=2, nodes={"ib-a": 2, "roce-a": 2}, costs=Costs(pace_layer_ms=10))
-    again = Plan.from_dict(made.to_dict())
-    assert again == made and again.pace_layer_ms == 10
-    assert again.id != pipeline().id and "pace_layer_ms" not in pipeline().to_dict()
+    copied = Plan.from_dict(made.to_dict())
+    assert copied == made and copied.pace_layer_ms == 10
+    assert copied.id != pipeline().id and "pace_layer_ms" not in pipeline().to_dict()
     with pytest.raises(PlanError, match="pace_layer_ms is -1"):
         replace(made, pace_layer_ms=-1)
 
 
-def test_collectives_and_passes_cost_what_was_measured_of_them() -> None:
-    """A slower all-gather shows in the gathering of parameters alone, and a pass's own time once for each pass."""
+def test_measured_collectives_and_passes_are_used() -> None:
+    """A slower all-gather affects only the gathering of parameters; a pass's overhead counts once per pass."""
     links = {name: Link(0, 1) for name in ("ib", "roce", "ethernet")}
     base = pipeline(costs=Costs(paced(links=links), 10))
     gather = pipeline(costs=Costs(paced(links={**links, "roce.all_gather": Link(0, 0.25)}), 10))
@@ -184,9 +186,9 @@ def test_collectives_and_passes_cost_what_was_measured_of_them() -> None:
     )
 
 
-def test_pipelines_inside_a_node_send_nothing_around_their_ring() -> None:
-    """Hierarchical, two stages of two chunks on the two GPUs of a node: the way back from the last stage to the first
-    stays in the node too."""
+def test_pipelines_inside_a_node_have_only_local_edges() -> None:
+    """Check hierarchical pipelines of two stages of two chunks on a node's two GPUs.
+    The edge from the last stage back to the first stays in the node."""
     gpus = replace(small_testbed(), fabrics=tuple(replace(f, gpus_per_node=2) for f in small_testbed().fabrics[:2]))
     made = best_plan(
         TINY,
@@ -201,8 +203,8 @@ def test_pipelines_inside_a_node_send_nothing_around_their_ring() -> None:
     assert {g.transport.kind for g in edges} == {"local"}
 
 
-def test_instances_reduce_beside_computing_on_gpus_only() -> None:
-    """Megatron-Core does it by CUDA streams; on CPUs all of it follows the last backward pass."""
+def test_optimizer_instances_overlap_reduction_only_on_gpus() -> None:
+    """Megatron-Core overlaps by CUDA streams; on CPUs, all reduction follows the last backward pass."""
     site = replace(small_testbed(), fabrics=tuple(replace(f, gpus_per_node=2) for f in small_testbed().fabrics[:2]))
     options = {
         "strategy": "hierarchical-dp",
@@ -213,29 +215,29 @@ def test_instances_reduce_beside_computing_on_gpus_only() -> None:
         "nodes": {"ib-a": 2, "roce-a": 2},
     }
     cpu = plan(site, **options)
-    there = timing(Layout.of(cpu, Costs()), layer_array(cpu)).replicas[0]
-    assert (there.tail == there.reduce).all() and (there.tail[:, :, 0] > 0).all() and not there.tail[:, :, 1:].any()
+    d = timing(Layout.of(cpu, Costs()), layer_array(cpu)).replicas[0]
+    assert (d.tail == d.reduce).all() and (d.tail[:, :, 0] > 0).all() and not d.tail[:, :, 1:].any()
     gpus = plan(replace(site, fabrics=tuple(replace(f, gpu=A100) for f in site.fabrics)), **options)
-    there = timing(Layout.of(gpus, Costs()), layer_array(gpus)).replicas[0]
-    assert (there.tail <= there.reduce).all() and (there.reduce[:, :, 1:] > 0).all()
+    d = timing(Layout.of(gpus, Costs()), layer_array(gpus)).replicas[0]
+    assert (d.tail <= d.reduce).all() and (d.reduce[:, :, 1:] > 0).all()
 
 
-def test_traffic_that_nothing_hides_is_counted_whole() -> None:
+def test_traffic_without_overlap_counts_completely() -> None:
     def times(**software: bool) -> Timing:
         costs = Costs(pace_layer_ms=10, software=Software(**software))
         made = pipeline(costs=costs, bucket_bytes=2_000_000)
         return timing(Layout.of(made, costs), layer_array(made))
 
-    every = times(), times(overlap_gather=False), times(overlap=False)
-    both, gather, neither = (t.replicas[0] for t in every)
+    timings = times(), times(overlap_gather=False), times(overlap=False)
+    both, gather, neither = (t.replicas[0] for t in timings)
     assert (both.tail < both.reduce).all() and (gather.tail == both.tail).all() and (neither.tail == both.reduce).all()
-    # the optimizer gathers for all stages at once, where not each before its first pass
-    assert both.ready.all() and not gather.ready.any() and not neither.ready.any() and not every[0].gather.any()
-    assert (every[1].gather > both.ready.sum(axis=2)).all() and (every[2].gather == every[1].gather).all()
-    assert every[1].after() - every[0].after() == pytest.approx(every[1].gather.max())
+    # Without overlap, the optimizer gathers for all stages at once instead of each before its first pass.
+    assert both.ready.all() and not gather.ready.any() and not neither.ready.any() and not timings[0].gather.any()
+    assert (timings[1].gather > both.ready.sum(axis=2)).all() and (timings[2].gather == timings[1].gather).all()
+    assert timings[1].after_reduction_s() - timings[0].after_reduction_s() == pytest.approx(timings[1].gather.max())
 
 
-def test_a_calibration_with_a_typing_error_says_so() -> None:
+def test_unknown_keys_of_a_calibration_are_refused() -> None:
     with pytest.raises(Exception, match="unknown key 'link'; did you mean 'links'"):
         Calibration.from_dict({"link": {}})
     with pytest.raises(Exception, match="unknown link 'infiniband'"):
@@ -262,9 +264,10 @@ def test_faster_ethernet_never_slows_a_pipeline_over_it() -> None:
 @pytest.mark.parametrize("first", ["ib-a", "roce-a"])
 @pytest.mark.parametrize("schedule", ["auto", "1f1b"])
 @pytest.mark.parametrize("rdma_gbps", [0.25, 0.05])
-def test_the_stage_that_ends_last_has_not_the_longest_reduction(rdma_gbps: float, schedule: str, first: str) -> None:
-    """The first stage does the last backward pass. Gradients of the slower fabric go on while it does: that fabric gets
-    the last stage, whichever the site names first, and the step is shorter than the other way round."""
+def test_the_slower_fabric_gets_the_last_stage(rdma_gbps: float, schedule: str, first: str) -> None:
+    """The first stage does the last backward pass, during which the last stage's gradients travel.
+    So the slower fabric gets the last stage in any order of the site, and the step is shorter than the other way
+    round."""
     fabrics = [replace(f, rdma_gbps={"ib-a": 0.4, "roce-a": rdma_gbps}[f.name]) for f in small_testbed().fabrics[:2]]
     site = replace(small_testbed(), fabrics=tuple(sorted(fabrics, key=lambda f: f.name != first)))
     options = PlanOptions(strategy="pipeline", nodes={"ib-a": 2, "roce-a": 2}, tp=1, pp=2, dp=2, schedule=schedule)
@@ -275,40 +278,40 @@ def test_the_stage_that_ends_last_has_not_the_longest_reduction(rdma_gbps: float
     events = timeline(made, costs)
     ends = [max(e["end_s"] for e in events if e["stage"] == s and e["kind"] == "backward") for s in (0, 1)]
     assert ends[0] > ends[1] and reduce[0] < reduce[1]
-    turned = best_plan(TINY, batch, site, replace(options, fabric_order=("roce-a", "ib-a")), costs)
-    assert [stage.fabric for stage in turned.stages] == ["roce-a", "ib-a"]
-    assert made.predicted and turned.predicted and made.predicted.step_time_s < 0.99 * turned.predicted.step_time_s
+    swapped = best_plan(TINY, batch, site, replace(options, fabric_order=("roce-a", "ib-a")), costs)
+    assert [stage.fabric for stage in swapped.stages] == ["roce-a", "ib-a"]
+    assert made.predicted and swapped.predicted and made.predicted.step_time_s < 0.99 * swapped.predicted.step_time_s
 
 
-def test_stage_transfers_wait_for_gradients_only_where_both_take_one_nic() -> None:
+def test_stage_transfers_wait_for_gradients_only_on_a_shared_nic() -> None:
     for transport in ("holmes", "single"):
         layout = Layout.of(pipeline(transport=transport), Costs())
         d = timing(layout, layer_array(pipeline())).replicas[0]
         assert (d.last_up[0, 1] > d.up[0, 1]) == (transport == "single")
 
 
-@pytest.mark.parametrize(("depth", "coming"), [(1, 1), (2, 2), (4, 4)])
-def test_gathering_waits_for_micro_batches_that_come_in_by_its_nic(depth: int, coming: int) -> None:
-    """As many as receives are posted, under the schedule that posts them ahead; on one NIC alone."""
+@pytest.mark.parametrize(("depth", "received"), [(1, 1), (2, 2), (4, 4)])
+def test_gathering_waits_for_received_micro_batches_on_its_nic(depth: int, received: int) -> None:
+    """The delay covers the posted receives of the eager schedule, if both use one NIC."""
     costs = Costs(pace_layer_ms=10)
     for transport in ("holmes", "single"):
-        told = pipeline(transport=transport, partition="uniform")
-        waits, ahead = (
-            timing(Layout.of(replace(told, schedule=Schedule(kind, depths)), costs), layer_array(told)).replicas[0]
+        base = pipeline(transport=transport, partition="uniform")
+        megatron, eager = (
+            timing(Layout.of(replace(base, schedule=Schedule(kind, depths)), costs), layer_array(base)).replicas[0]
             for kind, depths in (("1f1b", (2, 1)), ("ahead", (depth, 1)))
         )
-        longer = (ahead.ready - waits.ready)[0, :, 0]
-        assert longer[0] == 0
-        assert longer[1] == pytest.approx(coming * waits.down[0, 0] if transport == "single" else 0)
-        assert longer[1] < waits.ready[0, 1, 0]
+        extra_s = (eager.ready - megatron.ready)[0, :, 0]
+        assert extra_s[0] == 0
+        assert extra_s[1] == pytest.approx(received * megatron.down[0, 0] if transport == "single" else 0)
+        assert extra_s[1] < megatron.ready[0, 1, 0]
 
 
-def test_the_timeline_holds_every_pass_and_ends_with_the_gradients() -> None:
+def test_the_timeline_contains_every_pass_and_ends_with_gradients() -> None:
     made, costs = pipeline(), Costs(pace_layer_ms=5)
     events = timeline(made, costs)
     for kind in ("forward", "backward"):
-        found = [(e["stage"], e["micro_batch"]) for e in events if e["kind"] == kind]
-        assert sorted(found) == [(s, m) for s in range(2) for m in range(4)]
+        passes = [(e["stage"], e["micro_batch"]) for e in events if e["kind"] == kind]
+        assert sorted(passes) == [(s, m) for s in range(2) for m in range(4)]
     assert sum(e["kind"] == "send" for e in events) == 8
     assert max(events, key=lambda e: e["end_s"])["kind"] == "grad_sync"
     trace = chrome_trace(events)["traceEvents"]
@@ -321,26 +324,26 @@ def gpu_site(memory_gib: float) -> Site:
     return Site("one", (Fabric("ib-a", NicType.IB, "p", 1, 8, 25, gpu, rdma_gbps=200),))
 
 
-def test_weights_gradients_and_optimizer_take_what_megatron_gives_them() -> None:
-    """bf16: 2 + 4 bytes a parameter, and 12 more shared by the data-parallel ranks."""
+def test_weights_gradients_and_optimizer_take_megatrons_bytes() -> None:
+    """In bf16, a parameter takes 2 + 4 bytes, and 12 more sharded over the data-parallel ranks."""
     made = plan(gpu_site(80), named("gpt_3_6b"), Batch(64, 1, 2048), tp=1, pp=1, dp=8)
     part = memory(Layout.of(made, Costs()), layer_array(made))
     size = counts.parameters(made.model)
     assert (part.weights + part.gradients)[0, 0] == pytest.approx(6 * size)
     assert part.optimizer[0, 0] == pytest.approx(12 / 8 * size)
-    whole = memory(
+    unsharded = memory(
         Layout.of(replace(made, parallel=replace(made.parallel, distributed_optimizer=False)), Costs()),
         layer_array(made),
     )
-    assert whole.optimizer[0, 0] == pytest.approx(12 * size)
+    assert unsharded.optimizer[0, 0] == pytest.approx(12 * size)
 
 
-def test_stages_hold_what_is_in_flight() -> None:
-    """1F1B over four stages: the first holds four times what the last one's layers hold."""
+def test_stages_hold_the_activations_in_flight() -> None:
+    """Under 1F1B over four stages, the first holds four times the activations of the last."""
     made = plan(gpu_site(80), named("gpt_3_6b"), Batch(64, 1, 2048), tp=2, pp=4, dp=1, layers_per_stage=[8, 7, 8, 7])
-    held = memory(Layout.of(made, Costs()), layer_array(made)).activations[0]
-    assert held[0] / held[2] == pytest.approx(2, rel=0.01)
-    assert held[0] / held[1] == pytest.approx(4 * 8 / (3 * 7), rel=0.01)
+    activations = memory(Layout.of(made, Costs()), layer_array(made)).activations[0]
+    assert activations[0] / activations[2] == pytest.approx(2, rel=0.01)
+    assert activations[0] / activations[1] == pytest.approx(4 * 8 / (3 * 7), rel=0.01)
 
 
 def test_sequence_parallel_and_recomputation_save_memory() -> None:
@@ -353,23 +356,23 @@ def test_sequence_parallel_and_recomputation_save_memory() -> None:
     assert sizes[3] == tokens * 12288 * 2 / 8
 
 
-def test_sharded_parameters_are_shared_out_and_travel_with_every_pass() -> None:
-    """FSDP: a rank holds its part of weights and gradients; parameters are gathered for each micro-batch."""
+def test_fsdp_shards_memory_and_sends_parameters_every_pass() -> None:
+    """Under FSDP, a rank holds its shard of weights and gradients and gathers parameters for each micro-batch."""
     site = gpu_site(80)
     site = replace(site, fabrics=tuple(replace(f, nodes=4, gpus_per_node=2) for f in site.fabrics))
     made = plan(site, named("gpt_3_6b"), Batch(64, 1, 2048), tp=1, pp=1, dp=8)
-    full, some = (Costs(software=Software(sharding=what)) for what in ("full", "gradients"))
-    whole, shared, part = (memory(Layout.of(made, c), layer_array(made)) for c in (Costs(), full, some))
-    assert (8 * shared.weights == whole.weights).all() and (8 * shared.gradients == whole.gradients).all()
-    assert (part.weights == whole.weights).all() and (8 * part.gradients == whole.gradients).all()
-    assert predict(made, full).step_time_s > predict(made, some).step_time_s
+    full, gradients = (Costs(software=Software(sharding=sharding)) for sharding in ("full", "gradients"))
+    plain, full_fsdp, grad_fsdp = (memory(Layout.of(made, c), layer_array(made)) for c in (Costs(), full, gradients))
+    assert (8 * full_fsdp.weights == plain.weights).all() and (8 * full_fsdp.gradients == plain.gradients).all()
+    assert (grad_fsdp.weights == plain.weights).all() and (8 * grad_fsdp.gradients == plain.gradients).all()
+    assert predict(made, full).step_time_s > predict(made, gradients).step_time_s
 
 
 def test_unfused_modules_and_gathered_logits_take_more_memory() -> None:
     made = plan(gpu_site(80), named("llama2_7b"), Batch(64, 2, 2048), tp=2, pp=1, dp=4)
     sizes = [
-        memory(Layout.of(made, Costs(software=Software(**more))), layer_array(made)).total()[0, 0]
-        for more in (
+        memory(Layout.of(made, Costs(software=Software(**settings))), layer_array(made)).total()[0, 0]
+        for settings in (
             {},
             {"fused_norm": False},
             {"fused_elementwise": False},
@@ -381,30 +384,31 @@ def test_unfused_modules_and_gathered_logits_take_more_memory() -> None:
     assert min(sizes[1:]) > sizes[0] and sizes[4] > sizes[3]
 
 
-def test_what_does_not_fit_names_stage_and_shortfall() -> None:
+def test_out_of_memory_errors_name_stage_and_shortage() -> None:
     made = plan(gpu_site(20), named("gpt_7_5b"), Batch(64, 4, 2048), tp=1, pp=2, dp=4)
     layout, layers = Layout.of(made, Costs()), layer_array(made)
     assert not fits(layout, layers)[0]
     with pytest.raises(PlanError, match=r"stage [01] needs .* GiB a GPU, .* GiB more than a100-80gb"):
         refuse(layout, layers)
     assert any("does not fit" in line for line in made.assumptions)
-    assert fits(layout, layers, most_gib=500)[0]
+    assert fits(layout, layers, max_gib=500)[0]
 
 
-def test_weights_that_fit_on_no_gpu_name_what_is_short() -> None:
+def test_a_model_too_large_for_the_site_names_the_shortage() -> None:
     with pytest.raises(PlanError, match=r"gpt3_175b fits nowhere here: .* GiB a GPU, .* GiB more than there is"):
         best_plan(named("gpt3_175b"), Batch(1536, 4, 2048), gpu_site(80), PlanOptions(), Costs())
 
 
-def test_recomputation_by_part_lies_between_none_and_all() -> None:
-    """Of selective recomputation the parts, of full the layers: each more costs time and saves memory; what nothing is
-    known of is refused."""
+def test_partial_recomputation_lies_between_none_and_full() -> None:
+    """Each further part (selective) or layer (full) costs time and saves memory.
+    Parts with unknown times are refused."""
 
-    def figures(recompute: str, **said: object) -> tuple[float, float, float]:
-        costs = Costs(software=Software(attention="softmax", **said))  # type: ignore[arg-type]
+    def figures(recompute: str, **settings: object) -> tuple[float, float, float]:
+        costs = Costs(software=Software(attention="softmax", **settings))  # type: ignore[arg-type]
         made = plan(gpu_site(80), named("gpt_7_5b"), Batch(32, 2, 2048), tp=2, pp=2, dp=2, recompute=recompute)
-        found = predict(made, costs)
-        return found.step_time_s, max(found.memory_bytes_per_gpu), found.hardware_tflops_per_gpu * found.step_time_s
+        predicted = predict(made, costs)
+        flops = predicted.hardware_tflops_per_gpu * predicted.step_time_s
+        return predicted.step_time_s, max(predicted.memory_bytes_per_gpu), flops
 
     rising = [
         figures("none"),
@@ -420,12 +424,12 @@ def test_recomputation_by_part_lies_between_none_and_all() -> None:
         figures("full"),
     ]
     assert blocks[0] == pytest.approx(blocks[1], rel=0.02) and blocks[0][0] == pytest.approx(blocks[1][0])
-    for one, more in (*pairwise(rising), *pairwise(blocks[1:])):
-        assert more[0] > one[0] and more[1] < one[1] and more[2] >= one[2]
+    for less, more in (*pairwise(rising), *pairwise(blocks[1:])):
+        assert more[0] > less[0] and more[1] < less[1] and more[2] >= less[2]
     assert blocks[2][1] - blocks[4][1] == pytest.approx(13 / 18 * (blocks[1][1] - blocks[4][1]), rel=0.02)
     with pytest.raises(ConfigError, match="unknown part 'heads'"):
         Software(recompute_parts=("heads",))
     made = plan(gpu_site(80), named("gpt_7_5b"), Batch(32, 2, 2048), tp=2, pp=2, dp=2, recompute="selective")
     cpus = replace(made, site=replace(made.site, fabrics=tuple(replace(f, gpu=CPU) for f in made.site.fabrics)))
-    with pytest.raises(ConfigError, match="norms are computed again"):
+    with pytest.raises(ConfigError, match="recomputing norms is not supported"):
         predict(cpus, Costs(software=Software(recompute_parts=("norms",))))

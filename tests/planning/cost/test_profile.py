@@ -1,4 +1,4 @@
-"""Layer profiles that others measured, in a calibration's place."""
+"""Third-party layer profiles in place of a calibration."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ layer,1,2,2048,0.008,0.016,,h100-80gb,
 """
 
 
-def sailors(layers: int = MODEL.layers) -> dict[str, object]:
-    def parts(each: float) -> dict[str, list[float]]:
+def sailor_profile(layers: int = MODEL.layers) -> dict[str, object]:
+    def parts(seconds: float) -> dict[str, list[float]]:
         return {
             "0": [0.001, 1e-6, 5e-4],
-            **{str(i + 1): [each, 2 * each, 1e-3] for i in range(layers)},
+            **{str(i + 1): [seconds, 2 * seconds, 1e-3] for i in range(layers)},
             str(layers + 1): [0.004, 0.006, 5e-4],
         }
 
     return {"2": {"1": parts(0.02), "4": parts(0.007)}, "4": {"1": parts(0.038)}}
 
 
-def test_a_csv_counts_for_the_gpus_that_it_names() -> None:
+def test_csv_times_apply_to_the_gpu_kinds_that_it_names() -> None:
     costs = Costs(from_csv(CSV, MODEL, BATCH))
     a100, h100 = one_fabric(A100), one_fabric(H100)
     assert costs.layer_s(MODEL, BATCH, 1, a100) == pytest.approx((0.019, 0.040))
@@ -56,8 +56,8 @@ def test_a_csv_counts_for_the_gpus_that_it_names() -> None:
     assert costs.optimizer_s(layer_parameters(MODEL), a100) == pytest.approx(0.001)
 
 
-def test_sailors_profile_counts() -> None:
-    costs, fabric = Costs(from_sailor(sailors(), MODEL, BATCH)), one_fabric(A100)
+def test_sailor_times_are_used() -> None:
+    costs, fabric = Costs(from_sailor(sailor_profile(), MODEL, BATCH)), one_fabric(A100)
     assert costs.layer_s(MODEL, BATCH, 1, fabric) == pytest.approx((0.02, 0.04))
     assert costs.layer_s(MODEL, BATCH, 4, fabric) == pytest.approx((0.007, 0.014))
     assert costs.part_s("head", MODEL, BATCH, 1, fabric) == pytest.approx((0.004, 0.006))
@@ -67,53 +67,53 @@ def test_sailors_profile_counts() -> None:
 
 def test_a_smaller_micro_batch_takes_no_longer_than_a_larger_one() -> None:
     noisy = CSV.replace("layer,1,1,2048,0.010", "layer,1,1,2048,0.030")
-    found = Costs(from_csv(noisy, MODEL, BATCH)).layer_s(MODEL, replace(BATCH, micro_size=1), 1, one_fabric(A100))
-    assert found == pytest.approx((0.019, 0.020))
+    seconds = Costs(from_csv(noisy, MODEL, BATCH)).layer_s(MODEL, replace(BATCH, micro_size=1), 1, one_fabric(A100))
+    assert seconds == pytest.approx((0.019, 0.020))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "message"),
     [
         ("hidden\n", "widht\n", "unknown column 'widht'"),
         ("part,tp,", "part,", "no column tp"),
         ("layer,1,1,2048", "layr,1,1,2048", "line 2: part is 'layr'; use layer, embedding, head"),
         ("0.010,0.020", "fast,0.020", "line 2: forward_s is 'fast'; use a number"),
         ("0.010,0.020", "-1,0.020", "line 2: forward_s is -1.0; use a number from 0"),
-        ("0.010,0.020", "0.010", "line 2: another number of values than columns"),
+        ("0.010,0.020", "0.010", "line 2: the number of values differs from the number of columns"),
         ("0.010,0.020", ",0.020", "line 2: a value is missing"),
-        (",3072\nlayer,1,2", ",1024\nlayer,1,2", "it is of a model of width 1024, gpt_3_6b is 3072 wide"),
+        (",3072\nlayer,1,2", ",1024\nlayer,1,2", "profile has hidden=1024, gpt_3_6b has hidden=3072"),
     ],
 )
-def test_a_wrong_csv_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
+def test_errors_in_a_csv_name_file_and_line(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = tmp_path / "layers.csv"
     path.write_text(CSV.replace(old, new, 1))
     with pytest.raises(ConfigError) as refused:
         request.costs(load(["model=gpt_3_6b", f"calibration={path}"]))
-    assert says in str(refused.value) and str(refused.value).startswith(f"{path}: profile") and refused.value.hint
+    assert message in str(refused.value) and str(refused.value).startswith(f"{path}: profile") and refused.value.hint
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
-        (sailors(12), "it is of a model of 12 layers, gpt_3_6b has 30"),
+        (sailor_profile(12), "profile has 12 layers, gpt_3_6b has 30"),
         ({"1": 3}, "not Sailor's profile"),
         ({"1": {"1": {"0": [1, 2]}}}, "not Sailor's profile"),
         ({"1": {"1": {"0": "x"}}}, "not Sailor's profile"),
         ({"1": {}}, "no rows"),
     ],
 )
-def test_another_profile_is_refused(tmp_path: Path, data: object, says: str) -> None:
+def test_other_json_profiles_are_refused(tmp_path: Path, data: object, message: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         request.costs(load(["model=gpt_3_6b", f"calibration={path}"]))
-    path.write_text(json.dumps(sailors()))
+    path.write_text(json.dumps(sailor_profile()))
     assert request.costs(load(["model=gpt_3_6b", f"calibration={path}"])).calibration is not None
 
 
 def test_runs_are_predicted_by_their_layer_profile() -> None:
-    """OPT-350 on GH200 in micro-batches of 8, of whose times the profile is sure; benchmarks/published_table.py has the
-    other rows too."""
+    """Predict OPT-350 on GH200 with micro-batches of 8, whose profile is precise.
+    benchmarks/published_table.py has the other rows."""
     runs = [r for r in read(["sailor"]) if profiled(r) and r.micro_size == 8]
     errors = [predicted_s(r, profile=True) / (r.seconds or 1) - 1 for r in runs]
     assert len(runs) == 9 and np.abs(errors).mean() < 0.1

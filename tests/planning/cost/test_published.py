@@ -1,5 +1,7 @@
-"""Predictions of training runs that others measured (benchmarks/published/): a few of each set, against loose bounds;
-benchmarks/published_table.py has all of them."""
+"""Predictions of published training runs (benchmarks/published/), a few of each set, against loose bounds.
+
+benchmarks/published_table.py covers all of them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from published_fit import sample
 from published_runs import costs as costs_of
 from published_runs import layers, layout, predicted_s, read
 
-from holmes_hpc.planning.cost.memory import memory, room
+from holmes_hpc.planning.cost.memory import memory, stage_capacity
 
 pytestmark = pytest.mark.integration
 
@@ -23,25 +25,25 @@ SETS = ("sc21", "holmes", "vtrain_multi", "vtrain_single", "bloom", "aleph", "mo
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_steps_are_predicted(name: str) -> None:
-    """Mean error of ten runs; that of all runs is 3 to 11%."""
+def test_step_times_of_published_runs_are_predicted(name: str) -> None:
+    """Check the mean error of ten runs. That of all runs is 3 to 11%."""
     runs = sample([r for r in read([name]) if r.seconds and r.expressible], 10)
     errors = [predicted_s(r) / (r.seconds or 1) - 1 for r in runs]
     assert np.abs(errors).mean() < (0.2 if name == "vtrain_single" else 0.15)
 
 
-def test_what_fitted_is_told_from_what_did_not() -> None:
-    """Of every tenth run of the sweep with runs out of memory, at most a tenth is on the wrong side."""
+def test_out_of_memory_runs_are_predicted() -> None:
+    """Check every tenth run of the sweep with out-of-memory runs: at most a tenth is misjudged."""
     runs = read(["aleph"])[::10]
     wrong = 0
     for run in runs:
-        made = layout(run, costs_of(run))
-        fits = bool((memory(made, layers(run, made)).total() <= room(made)).all())
+        run_layout = layout(run, costs_of(run))
+        fits = bool((memory(run_layout, layers(run, run_layout)).total() <= stage_capacity(run_layout)).all())
         wrong += fits != run.fits
     assert wrong <= 0.1 * len(runs)
 
 
-def test_rows_say_what_their_set_does_not() -> None:
+def test_rows_complete_the_figures_of_their_set() -> None:
     runs = read()
     assert {r.set for r in runs} == set(SETS) and len(runs) > 2800
     assert {r.attention for r in runs if r.set == "aleph"} == {"flash2", "flash1", "softmax", "torch"}

@@ -1,4 +1,4 @@
-"""What a plan says of its stage transfers: their cost, what is hidden, and a depth that memory cuts short."""
+"""The stage transfer cost of a plan, the hidden share of it, and a depth limited by memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.memory import SLACK, fits, memory
+from holmes_hpc.planning.cost.memory import USABLE_SHARE, fits, memory
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.stage_transfer import StageTransferCost, stage_transfer_cost
 from holmes_hpc.planning.plan.plan import Plan, Schedule
@@ -51,36 +51,38 @@ def plan(
     return best_plan(named("gpt_tiny"), batch, site, options, COSTS)
 
 
-def cost(made: Plan) -> StageTransferCost:
-    found = stage_transfer_cost(made, COSTS)
-    assert found is not None
-    return found
+def cost(plan: Plan) -> StageTransferCost:
+    transfer_cost = stage_transfer_cost(plan, COSTS)
+    assert transfer_cost is not None
+    return transfer_cost
 
 
-def test_a_stage_transfers_costs_its_bytes_and_running_ahead_hides_them() -> None:
-    ahead, waits = cost(plan()), cost(plan("1f1b"))
-    assert ahead.one_way_s == pytest.approx(2 * 256 * 256 * 4 / (0.05e9 / 8), rel=0.1)  # T x h in fp32 at 50 Mbit/s
-    assert ahead.ratio == pytest.approx(ahead.one_way_s / (4 * 3 * 0.01), rel=0.1)
-    assert ahead.wire_s == pytest.approx(2 * 16 * ahead.one_way_s)
-    assert ahead.one_way_s < ahead.exposed_s < 2.1 * ahead.one_way_s  # to fill and to drain
-    assert 1 - 1.05 / 16 < ahead.hidden < 1 - 0.5 / 16
-    assert waits.exposed_s == pytest.approx(ahead.waiting_s) and waits.hidden < 0.6
-    assert stage_transfer_cost(replace(plan(), edge_dtype="fp16", predicted=None), COSTS).ratio < 0.6 * ahead.ratio  # type: ignore[union-attr]
+def test_eager_1f1b_hides_stage_transfers() -> None:
+    eager, megatron = cost(plan()), cost(plan("1f1b"))
+    assert eager.one_way_s == pytest.approx(2 * 256 * 256 * 4 / (0.05e9 / 8), rel=0.1)  # T x h in fp32 at 50 Mbit/s
+    assert eager.ratio == pytest.approx(eager.one_way_s / (4 * 3 * 0.01), rel=0.1)
+    assert eager.wire_s == pytest.approx(2 * 16 * eager.one_way_s)
+    assert eager.one_way_s < eager.exposed_s < 2.1 * eager.one_way_s  # filling and draining the pipeline
+    assert 1 - 1.05 / 16 < eager.hidden < 1 - 0.5 / 16
+    assert megatron.exposed_s == pytest.approx(eager.waiting_s) and megatron.hidden < 0.6
+    assert stage_transfer_cost(replace(plan(), edge_dtype="fp16", predicted=None), COSTS).ratio < 0.6 * eager.ratio  # type: ignore[union-attr]
 
 
-def test_the_plan_says_so_in_words() -> None:
+def test_the_plan_text_reports_the_hidden_share() -> None:
     made = plan()
     text = " ".join(explain(made, COSTS))
     assert "from stage 0 to 1 by tcp over ethernet" in text and f"{cost(made).hidden:.0%} of that is hidden" in text
     assert "(Megatron's 1F1B: " in text
 
 
-def test_the_json_of_a_plan_has_it_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_json_of_a_plan_has_the_stage_transfer_cost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for sizes, transfers in ((("plan.pp=2", "plan.dp=1"), True), (("plan.pp=1", "plan.dp=2"), False)):
         monkeypatch.setattr(sys, "argv", ["holmes", "plan", "launcher=local", *sizes, "--json"])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
-        assert not ended.value.code
+        assert not exit_info.value.code
         transfer = json.loads(capsys.readouterr().out)["hop"]
         assert (transfer is not None) == transfers
         if transfer:
@@ -88,27 +90,27 @@ def test_the_json_of_a_plan_has_it_too(capsys: pytest.CaptureFixture[str], monke
             assert {"transport", "one_way_s", "wire_s", "exposed_s", "waiting_s"} <= transfer.keys()
 
 
-def test_a_depth_that_memory_lacks_is_smaller_and_said() -> None:
+def test_a_depth_limited_by_memory_is_reported() -> None:
     deep = plan()
     assert deep.predicted is not None and not any("memory allows" in a for a in deep.assumptions)
-    held = deep.schedule.in_flight[0]
-    assert held > 3
-    one_less = (deep.predicted.memory_bytes_per_gpu[0] - 1) / 2**30 / SLACK
-    shallow = plan(max_memory_gib=one_less)
-    assert shallow.schedule.in_flight[0] == held - 1
+    depth = deep.schedule.in_flight[0]
+    assert depth > 3
+    max_gib = (deep.predicted.memory_bytes_per_gpu[0] - 1) / 2**30 / USABLE_SHARE
+    shallow = plan(max_memory_gib=max_gib)
+    assert shallow.schedule.in_flight[0] == depth - 1
     assert any("memory allows" in a and "would hide it" in a for a in shallow.assumptions)
     assert shallow.predicted is not None and shallow.predicted.step_time_s > deep.predicted.step_time_s
 
 
-def gib(made: Plan, in_flight: tuple[int, int] | None) -> float:
-    """GiB of a GPU that `made` needs just about, as it is or when it runs ahead with so many in flight."""
-    schedule = made.schedule if in_flight is None else Schedule("ahead", in_flight)
-    layout = Layout.of(replace(made, schedule=schedule, predicted=None), COSTS)
-    return (float(memory(layout, layer_array(made)).total().max()) + 1) / 2**30 / SLACK
+def gib(plan: Plan, in_flight: tuple[int, int] | None) -> float:
+    """Return the GiB of a GPU that a plan just needs, as it is or under eager 1F1B with `in_flight` passes."""
+    schedule = plan.schedule if in_flight is None else Schedule("ahead", in_flight)
+    layout = Layout.of(replace(plan, schedule=schedule, predicted=None), COSTS)
+    return (float(memory(layout, layer_array(plan)).total().max()) + 1) / 2**30 / USABLE_SHARE
 
 
-def test_a_plainer_schedule_for_lack_of_memory_says_so_too() -> None:
-    """Stage transfers that take next to nothing, and memory for 1F1B's depth only: there running ahead gains too
+def test_a_schedule_chosen_for_lack_of_memory_is_reported() -> None:
+    """Stage transfers take almost no time, and memory suffices only for 1F1B's depth, at which eager 1F1B gains too
     little."""
     slow = small_testbed()
     site = replace(slow, fabrics=tuple(replace(f, ethernet_gbps=100, rdma_gbps=20) for f in slow.fabrics[:2]))
@@ -119,30 +121,30 @@ def test_a_plainer_schedule_for_lack_of_memory_says_so_too() -> None:
     assert any("memory allows 0 more" in a and "would hide it" in a for a in shallow.assumptions)
 
 
-def test_memory_for_nothing_but_megatrons_schedule_is_enough() -> None:
-    """The schedule that runs ahead holds some more buffers, even with no more passes in flight."""
-    own = plan("1f1b")
-    most = gib(own, None)
-    assert most < gib(own, (2, 1))
-    made = plan("auto", max_memory_gib=most)
-    assert made.schedule == own.schedule and made.stages == own.stages
+def test_memory_for_megatrons_schedule_alone_is_enough() -> None:
+    """Eager 1F1B holds more buffers, even with equal passes in flight."""
+    megatron = plan("1f1b")
+    max_gib = gib(megatron, None)
+    assert max_gib < gib(megatron, (2, 1))
+    made = plan("auto", max_memory_gib=max_gib)
+    assert made.schedule == megatron.schedule and made.stages == megatron.stages
     assert any("memory allows 0 more" in a and "would hide it" in a for a in made.assumptions)
 
 
 @pytest.mark.parametrize(("ethernet_gbps", "depth"), [(0.05, 2), (0.05, 6), (0.02, 2), (0.02, 3), (0.02, 5)])
-def test_the_depth_that_is_said_to_be_lacking_is_that_of_the_final_layers(ethernet_gbps: float, depth: int) -> None:
-    """Little memory is first met by fewer passes in flight, and then by fewer layers on the stage that holds many."""
+def test_the_reported_depth_belongs_to_the_final_layers(ethernet_gbps: float, depth: int) -> None:
+    """Little memory first reduces the passes in flight, then the layers on the stage that holds many."""
     fabrics = tuple(replace(f, ethernet_gbps=ethernet_gbps) for f in small_testbed().fabrics)
     site = replace(small_testbed(), fabrics=fabrics)
-    most = gib(plan(site=site), (depth, 1))
-    made = plan(layers=None, site=site, max_memory_gib=most)
+    max_gib = gib(plan(site=site), (depth, 1))
+    made = plan(layers=None, site=site, max_memory_gib=max_gib)
     layout, layers = Layout.of(made, COSTS), layer_array(made)
-    wanted = extra_depth(layout, layers)
-    said = [a for a in made.assumptions if "memory allows" in a]
-    enough = fits(deepened(layout, wanted), layers, most)[0]
-    assert len(said) == (not enough), said
-    if said:
-        allowed = int(said[0].split()[2])
-        assert f"{max(wanted)} would hide it" in said[0] and allowed < max(wanted)
-        assert fits(deepened(layout, [allowed, 0]), layers, most)[0]
-        assert not fits(deepened(layout, [allowed + 1, 0]), layers, most)[0]
+    missing = extra_depth(layout, layers)
+    notes = [a for a in made.assumptions if "memory allows" in a]
+    has_memory = fits(deepened(layout, missing), layers, max_gib)[0]
+    assert len(notes) == (not has_memory), notes
+    if notes:
+        allowed = int(notes[0].split()[2])
+        assert f"{max(missing)} would hide it" in notes[0] and allowed < max(missing)
+        assert fits(deepened(layout, [allowed, 0]), layers, max_gib)[0]
+        assert not fits(deepened(layout, [allowed + 1, 0]), layers, max_gib)[0]

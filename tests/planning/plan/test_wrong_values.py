@@ -206,7 +206,7 @@ def test_a_calibration_of_an_earlier_release_is_read(tmp_path: Path) -> None:
         (
             ("fabrics", 0, "parts", 0, "tokens"),
             100,
-            "fabrics[0].parts[0]: 100 tokens are no whole number of sequences of",
+            "fabrics[0].parts[0]: 100 tokens are not a multiple of the sequence length",
         ),
         (
             ("fabrics", 0, "parts", 0, "forward_s"),
