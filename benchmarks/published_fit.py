@@ -20,7 +20,7 @@ from holmes_hpc.planning.cost.timing import timing
 from holmes_hpc.planning.schedule.simulation import ROUGH, Durations, step_seconds
 
 NAMES = tuple(f.name for f in fields(Stack))
-FREE = tuple(n for n in NAMES if n not in ("ring_s", "hop_s", "memory", "flash", "transfer"))  # those are measured
+FREE = tuple(n for n in NAMES if n not in ("ring_s", "rank_s", "memory", "flash", "transfer"))  # those are measured
 # Where a fit starts, and stays where no row says otherwise: round figures from before any fit.
 START = Stack(
     product=1.0,
@@ -28,8 +28,8 @@ START = Stack(
     stream=0.85,
     flash=1.0,
     flash1=0.6,
-    unfused=1.0,
-    loose=1.5,
+    unfused_attention=1.0,
+    unfused_elementwise=1.5,
     loss_bytes=12.0,
     launch_s=2.5e-5,
     wait_s=1e-5,
@@ -37,7 +37,7 @@ START = Stack(
     pass_s=1e-3,
     step_s=5e-3,
     ring_s=2e-5,
-    hop_s=7e-6,
+    rank_s=7e-6,
     local=0.77,
     ib=0.6,
     transfer=0.9,
@@ -57,7 +57,7 @@ def steps_s(run: Run, stacks: Sequence[Stack]) -> np.ndarray:
         after.append(times.after_reduction_s()[0])
     names = Durations.__dataclass_fields__
     together = Durations(*(np.concatenate([getattr(d, name) for d in ends]) for name in names))
-    return step_seconds(made.order, together, times.shared[0], ROUGH) + np.array(after)
+    return step_seconds(made.order, together, times.one_nic[0], ROUGH) + np.array(after)
 
 
 def fit(

@@ -82,10 +82,10 @@ class Stack(Checked, where="stack"):
     One set of constants for all GPUs and programs, fitted to published runs (benchmarks/published_fit.py). `product`,
     `flash`, `flash1`: of the table's share for large products, FlashAttention 2 and 1. `memory`, `stream`: of the
     bandwidth, for kernels of a token's width and for kernels over one large array (scores, gradients, optimizer, loss).
-    `unfused`, `loose`: moved over counted bytes of unfused attention and of other unfused operations. `loss_bytes`: of
-    a logit, forward, by the loss. `launch_s`: CPU time of a kernel launch. `wait_s`: extra if the CPU waits for the
-    kernel. `gap_s`: between two kernels on the GPU. `pass_s`: of every pass. `step_s`: of every step. `ring_s`,
-    `hop_s`: of a collective inside a node, and per rank in it (all-reduces of 2 to 8 A100,
+    `unfused_attention`, `unfused_elementwise`: moved over counted bytes of unfused attention and of other unfused
+    operations. `loss_bytes`: of a logit, forward, by the loss. `launch_s`: CPU time of a kernel launch. `wait_s`: extra
+    if the CPU waits for the kernel. `gap_s`: between two kernels on the GPU. `pass_s`: of every pass. `step_s`: of
+    every step. `ring_s`, `rank_s`: of a collective inside a node, and per rank in it (all-reduces of 2 to 8 A100,
     github.com/VIA-Research/vTrain, trace/a100, f8dda84). `local`, `ib`, `transfer`: shares of the nominal rate that
     collectives in a node, collectives over InfiniBand and stage transfers reach.
     """
@@ -95,8 +95,8 @@ class Stack(Checked, where="stack"):
     stream: Share = 0.817
     flash: Share = 1.0
     flash1: Share = 0.576
-    unfused: Share = 0.916
-    loose: Share = 1.87
+    unfused_attention: Share = 0.916
+    unfused_elementwise: Share = 1.87
     loss_bytes: Share = 8.48
     launch_s: Time = 2.82e-5
     wait_s: Time = 4e-5
@@ -104,7 +104,7 @@ class Stack(Checked, where="stack"):
     pass_s: Time = 1.5e-3
     step_s: Time = 2.47e-3
     ring_s: Time = 2e-5
-    hop_s: Time = 7e-6
+    rank_s: Time = 7e-6
     local: Share = 0.679
     ib: Share = 0.92
     transfer: Share = 0.9
@@ -184,5 +184,5 @@ class Device:
     def ring_s(self, sent_bytes: float, ranks: int, calls: float = 1.0) -> float:
         """Return the seconds of `calls` collectives inside a node, in which a rank sends `sent_bytes` in all."""
         return sent_bytes / (self.gpu.intra_node_gbps * 1e9 / 8 * self.stack.local) + calls * (
-            self.stack.ring_s + ranks * self.stack.hop_s
+            self.stack.ring_s + ranks * self.stack.rank_s
         )

@@ -88,7 +88,7 @@ class LayerTimes:
         pairs = blocks * self.sequence * self.sequence
         passes = 4.0 * d.element + (2.0 * d.element + 1 if m.dropout else 0)  # write, softmax in and out, read
         if self.attention == "unfused":
-            passes = d.stack.unfused * (passes + 4.0 * d.element + 12)  # scale, mask; softmax in fp32
+            passes = d.stack.unfused_attention * (passes + 4.0 * d.element + 12)  # scale, mask; softmax in fp32
         moved_s = d.streamed_s(pairs * passes)
         compute_s = 2 * d.scores_s(pairs, m.head_width)
         return compute_s + moved_s, 2 * (compute_s + moved_s)
@@ -108,7 +108,9 @@ class LayerTimes:
         rotary_elements = m.query_width + m.key_width
         split_elements = ffn_passes * m.ffn + rotary_elements * ((5.0 if unfused else 2.0) if m.rope else 2.0)
         split_elements += rotary_elements * self.norm_bytes / d.element if m.qk_norm else 0
-        token_bytes = (hidden_bytes + split_elements * d.element / self.tp) * (d.stack.loose if unfused else 1)
+        token_bytes = (hidden_bytes + split_elements * d.element / self.tp) * (
+            d.stack.unfused_elementwise if unfused else 1
+        )
         forward = d.moved_s(self.tokens * token_bytes)
         return forward, 2 * forward
 

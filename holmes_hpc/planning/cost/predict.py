@@ -95,7 +95,7 @@ def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, f
     if layout.is_per_stage:
         return _breakdown_per_stage(layout, layers)
     times = timing(layout, layers)
-    ends = [float(step_seconds(layout.order, d, nic)[0]) for d, nic in zip(times.replicas, times.shared, strict=True)]
+    ends = [float(step_seconds(layout.order, d, nic)[0]) for d, nic in zip(times.replicas, times.one_nic, strict=True)]
     replica = int(np.argmax(ends))
     d = times.replicas[replica]
     compute_s = (d.forward + d.backward)[0].sum(axis=1) * layout.order.micro_batches
@@ -110,7 +110,7 @@ def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, f
         "pipeline_wait_s": wait_s,
         "grad_sync_s": sync_s + times.tied + times.norm,
         "param_sync_s": gather_s + float(times.gather[0].max()),
-        "optimizer_s": float(times.optimizer[0]) + times.other,
+        "optimizer_s": float(times.optimizer[0]) + times.overhead,
     }
 
 
@@ -181,7 +181,7 @@ def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
 
 
 def _replica_events(layout: Layout, times: Timing, replica: int) -> list[dict[str, Any]]:
-    step_graph, numbers = graph(layout.order, times.shared[replica]), Numbers(layout.order)
+    step_graph, numbers = graph(layout.order, times.one_nic[replica]), Numbers(layout.order)
     table = times.replicas[replica].table()
     ends, durations = step_graph.ends(table)[0], table[0, step_graph.column]
     rows = [
@@ -232,7 +232,7 @@ def _breakdown_per_stage(layout: Layout, layers: np.ndarray) -> dict[str, float]
         "pipeline_wait_s": end - compute_s[row] - gather_s - sync_s,
         "grad_sync_s": sync_s + times.tied + times.norm,
         "param_sync_s": gather_s + float(times.gather[0].max()),
-        "optimizer_s": float(times.optimizer[0]) + times.other,
+        "optimizer_s": float(times.optimizer[0]) + times.overhead,
     }
 
 

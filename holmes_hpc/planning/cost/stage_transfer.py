@@ -79,6 +79,6 @@ def _exposed_s(layout: Layout, layers: np.ndarray) -> float:
             replace(d, down=0 * d.down, up=0 * d.up, last_up=d.last_up - d.up) if is_free else d for d in times.replicas
         ]
         ends.append(
-            max(float(step_seconds(layout.order, d, nic)[0]) for d, nic in zip(replicas, times.shared, strict=True))
+            max(float(step_seconds(layout.order, d, nic)[0]) for d, nic in zip(replicas, times.one_nic, strict=True))
         )
     return ends[0] - ends[1]

@@ -55,21 +55,22 @@ class ComputeTimes:
 @dataclass(frozen=True)
 class Timing:
     """Seconds for each of several layer splits of one layout.
-    `replicas`: of the pipelines. `tied`, `norm`, `optimizer` (plans,), `gather`, `other`: of the work after all
-    gradients are reduced. `gather` (plans, S) holds the parameter gather of all stages at once, if it does not
-    precede their first passes. `edges`: only for a layout with per-stage TP/DP."""
+    `replicas`: of the pipelines. `one_nic`: see :func:`_shared_nics`. `tied`, `norm`, `optimizer` (plans,),
+    `gather`, `overhead`: of the work after all gradients are reduced. `gather` (plans, S) holds the parameter gather
+    of all stages at once, if it does not precede their first passes. `edges`: only for a layout with per-stage
+    TP/DP."""
 
     replicas: tuple[Durations, ...]
-    shared: tuple[tuple[bool, ...], ...]
+    one_nic: tuple[tuple[bool, ...], ...]
     tied: float
     norm: float
     optimizer: np.ndarray
     gather: np.ndarray
-    other: float
+    overhead: float
     edges: RowDurations | None = None
 
     def after_reduction_s(self) -> np.ndarray:
-        return self.tied + self.norm + self.other + self.optimizer + self.gather.max(axis=1)
+        return self.tied + self.norm + self.overhead + self.optimizer + self.gather.max(axis=1)
 
 
 def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None = None) -> Timing:
@@ -91,7 +92,7 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
         norm=networks.norm,
         optimizer=(updated * networks.optimizer).max(axis=1),
         gather=np.max([gather for _, gather in replica_times], axis=0),
-        other=networks.other,
+        overhead=networks.overhead,
     )
 
 
@@ -120,7 +121,7 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
         norm=first_times.norm,
         optimizer=(shares * updates).max(axis=1),
         gather=_select(layout.by_stage("gather", bucket, lambda view: of_view(view).gather), layers),
-        other=first_times.other,
+        overhead=first_times.overhead,
         edges=edge_times(layout),
     )
 
@@ -156,7 +157,7 @@ def step_s(layout: Layout, layers: np.ndarray, passes: int = WHOLE) -> np.ndarra
     times = timing(layout, layers)
     if layout.is_per_stage:
         return _ends_per_stage(layout, times) + times.after_reduction_s()
-    ends = [step_seconds(layout.order, d, nic, passes) for d, nic in zip(times.replicas, times.shared, strict=True)]
+    ends = [step_seconds(layout.order, d, nic, passes) for d, nic in zip(times.replicas, times.one_nic, strict=True)]
     return np.max(ends, axis=0) + times.after_reduction_s()
 
 
@@ -168,7 +169,7 @@ def least_s(
     times = timing(layout, layers, bucket_bytes)
     bound = (
         np.max(
-            [least_seconds(layout.order, d, nic) for d, nic in zip(times.replicas, times.shared, strict=True)], axis=0
+            [least_seconds(layout.order, d, nic) for d, nic in zip(times.replicas, times.one_nic, strict=True)], axis=0
         )
         + times.after_reduction_s()
     )
