@@ -342,7 +342,7 @@ def refuse(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> 
     if missing.bytes > 0:
         gpus = [layout.fabric(replica[missing.stage]).gpu for replica in layout.replicas]
         raise PlanError(
-            f"{missing} than a plan may use on {min(gpus, key=lambda gpu: gpu.memory_gib).name}",
+            f"{missing} than {min(gpus, key=lambda gpu: gpu.memory_gib).name} provides",
             where="memory",
             hint=f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of"
             f" {missing.need / 2**30 / USABLE_SHARE:.0f} GiB",

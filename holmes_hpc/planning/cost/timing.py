@@ -101,7 +101,9 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
     bucket = layout.bucket_bytes
 
     def of_view(view: Layout) -> Timing:
-        return view.memo.of("timing", bucket, compute=lambda: timing(view.varied(bucket_bytes=bucket), view.all_layers))
+        return view.memo.of(
+            "timing", bucket, compute=lambda: timing(view.with_settings(bucket_bytes=bucket), view.all_layers)
+        )
 
     def part(name: str) -> np.ndarray:
         def first_chunk(view: Layout) -> np.ndarray:

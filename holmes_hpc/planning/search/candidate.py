@@ -173,7 +173,7 @@ class Evaluator:
             edge_dtype=o.edge_dtype,
             edge_connections=o.edge_connections,
             bucket_bytes=o.bucket_bytes or BUCKET_BYTES,
-            common=self._memo.of("common", *alike, compute=Memo),
+            fabric_memo=self._memo.of("common", *alike, compute=Memo),
         )
 
     def _component(self, b: Block, first: int) -> Component:

@@ -111,7 +111,7 @@ def test_layouts_that_share_what_they_have_in_common_cost_what_each_does_alone()
     evaluator, tried = Evaluator(model, batch, site, PlanOptions(), Costs()), 0
     for placement in space.placements()[::4]:
         for way in evaluator.ways(placement):
-            alone = replace(way.layout, common=Memo())
+            alone = replace(way.layout, fabric_memo=Memo())
             assert step_s(way.layout, way.layers)[0] == step_s(alone, way.layers)[0]
             assert (memory(way.layout, way.layers).total() == memory(alone, way.layers).total()).all()
             tried += 1
