@@ -156,7 +156,7 @@ def processes(run: RunDirectory, rank: int) -> list[int]:
             arguments = (proc / "cmdline").read_text().split("\0")
             if (
                 (environment.get("HOLMES_LEADER_JOB_ID"), environment.get("SLURM_PROCID")) == (job, str(rank))
-                and "submitit.core._submit" in arguments[:6]
+                and "holmes_hpc.submission.executor.task" in arguments[:6]
                 and folder in arguments
                 and "python" in arguments[0]
             ):

@@ -41,7 +41,7 @@ def process_of(run: RunDirectory, rank: int) -> int:
         leader = environment.get("SLURM_HET_JOB_ID") or environment.get("SLURM_JOB_ID")
         is_rank = (
             "python" in Path(arguments[0]).name
-            and "submitit.core._submit" in arguments[:6]
+            and "holmes_hpc.submission.executor.task" in arguments[:6]
             and any(argument.startswith(str(run.path)) for argument in arguments)
         )  # jobs of other testbeds may have the same number
         if is_rank and leader == str(job) and environment.get("SLURM_PROCID") == str(rank):

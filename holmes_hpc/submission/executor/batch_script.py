@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from holmes_hpc.errors import SubmissionError
+from holmes_hpc.interpreter import module_arguments
 from holmes_hpc.schema import refuse
 from holmes_hpc.submission.executor.component import (
     ComponentRequest,
@@ -289,7 +290,7 @@ def script_text(
     record = None if job.exit_record is None else job.quote(job.exit_record)
     errors = job.quote(job.step_errors) if job.step_errors else ""
     unset_names = " \\\n  ".join(textwrap.wrap(" ".join(FIRST_COMPONENT_VARIABLES), 100))
-    release = f"{shlex.quote(sys.executable)} -m holmes_hpc.submission.executor.throttle"
+    release = shlex.join([sys.executable, *module_arguments("holmes_hpc.submission.executor.throttle")])
     lines = [
         "#!/bin/bash",
         *directives(job),

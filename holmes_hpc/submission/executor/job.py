@@ -13,6 +13,7 @@ from submitit.core import core, utils
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.logs import tail
+from holmes_hpc.records.ownership import refuse_other_writers
 from holmes_hpc.records.untrusted import read_object
 from holmes_hpc.slurm.commands import slurm_with_retries
 from holmes_hpc.slurm.job_states import JobState, out_of_memory
@@ -96,7 +97,8 @@ class SlurmHetJob(core.Job[Any]):
     def _get_outcome_and_result(self) -> tuple[str, Any]:
         """Return outcome and result, as submitit does.
         Missing results are waited for once per job, not once per task. If there is none, the error contains the batch
-        script's own output."""
+        script's own output. RecordError if other users may write the result: unpickling it would run their code."""
+        refuse_other_writers(self.paths.result_pickle)
         ended = self.watcher.ended_at(self.job_id)
         if ended is not None and not self.paths.result_pickle.exists():
             self._results_timeout_s = max(0, int(ended + type(self)._results_timeout_s - time.monotonic()))

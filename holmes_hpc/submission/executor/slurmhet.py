@@ -43,6 +43,7 @@ from holmes_hpc.submission.executor.environment import (
 from holmes_hpc.submission.executor.job import SlurmHetJob, batch_log
 from holmes_hpc.submission.executor.preflight import preflight
 from holmes_hpc.submission.executor.submit import Refused, cancel_on_error, errors_as_refused, submit_file
+from holmes_hpc.submission.executor.task import task_arguments
 from holmes_hpc.submission.executor.throttle import Throttle
 
 # parameter of the executor -> field of JobRequest
@@ -224,7 +225,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return self._command(self.python)
 
     def _command(self, python: str) -> str:
-        return f"{python} -u -m submitit.core._submit {shlex.quote(str(self.folder))}"
+        is_other_python = python != shlex.quote(sys.executable)
+        return f"{python} {shlex.join(task_arguments(self.folder, any_version=is_other_python))}"
 
     def _commands(self, request: JobRequest, command: str) -> list[str]:
         """Return the task command of each component: `command`, or the same with the component's Python."""

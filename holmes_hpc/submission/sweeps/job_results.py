@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import sys
 import time
 from collections import Counter
@@ -17,11 +18,11 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from submitit.core import utils
 from submitit.local.local import LocalJob
 
 from holmes_hpc import console
 from holmes_hpc.errors import RunFailed
+from holmes_hpc.records.ownership import open_own_file
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob
@@ -71,7 +72,8 @@ def wait(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], None]) -> J
         on_poll()
         time.sleep(0.5)
     if job.is_cached:
-        return utils.pickle_load(result_pickle(manifest, job.entry))[1]
+        with open_own_file(result_pickle(manifest, job.entry)) as file:
+            return pickle.load(file)[1]  # noqa: S301 (only this user can have written it)
     entry = job.entry
     submitit_job = job.submitit_job or LocalJob(manifest.resolve(entry.folder), entry.job_id, list(range(entry.tasks)))
     return submitit_job.results()[0]

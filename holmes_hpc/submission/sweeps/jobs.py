@@ -15,7 +15,7 @@ from submitit.core.job_environment import JobPaths
 
 from holmes_hpc.errors import RunFailed, SubmissionError
 from holmes_hpc.records.files import to_json, write_whole
-from holmes_hpc.records.ownership import other_writers
+from holmes_hpc.records.ownership import open_own_file, other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import read_object
 from holmes_hpc.slurm.job_states import JobState
@@ -125,7 +125,7 @@ def plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
     if (reason := untrusted_reason(manifest, job)) is not None:
         return "unread", reason
     try:
-        with path.open("rb") as file:
+        with open_own_file(path) as file:
             kind, value = _LenientUnpickler(file).load()
     except Exception as e:
         return "failed", f"its result cannot be read: {type(e).__name__}: {e}"

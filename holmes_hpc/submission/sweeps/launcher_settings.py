@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.slurm.scontrol import minutes
+from holmes_hpc.submission.executor.task import LocalTaskExecutor
 
 # keys of the launcher that are no parameters of the executor
 LAUNCHER_KEYS = ("detach", "reuse", "submitit_folder", "max_num_timeout", "array_parallelism")
@@ -59,6 +60,8 @@ def create_executor(config: DictConfig, prefix: str) -> Any:
     }
     init = {f"{prefix}_max_num_timeout": params["max_num_timeout"]} if "max_num_timeout" in params else {}
     executor = submitit.AutoExecutor(folder=params["submitit_folder"], cluster=prefix, **init)
+    if prefix == "local":
+        executor._executor = LocalTaskExecutor(params["submitit_folder"], params.get("max_num_timeout", 3))
     shared = set(OmegaConf.structured(BaseQueueConf).keys())
     executor_params = {k: v for k, v in params.items() if k not in LAUNCHER_KEYS}
     if executor_params.get("signal_delay_s") == SIGNAL_DELAY_S and 60 * (
