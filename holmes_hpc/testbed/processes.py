@@ -1,8 +1,8 @@
 """Search and termination of the processes of one testbed.
 
-They are all processes in its network namespaces (slurmd and its jobs), all with its mark in their environment, and the
-servers whose command line or working directory is in its state directory (a server may overwrite its environment).
-Process ids are not stored: after a crash or a reboot they would belong to other processes.
+They are all processes in its network namespaces (slurmd and its jobs) and all with its mark in their environment. A
+server may overwrite its environment, so servers are also found by a command line or working directory in the state
+directory. Process ids are not stored: after a crash or a reboot they would belong to other processes.
 """
 
 from __future__ import annotations

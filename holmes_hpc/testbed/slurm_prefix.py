@@ -37,9 +37,9 @@ PROGRAMS = (
     "bin/squeue",
     "bin/scancel",
 )
-# The first release that needs auth/slurm here. With one munged for all nodes, it rejects a launch's credential as a
-# replay on the second node, unless configured with --enable-multiple-slurmd as Debian's is. It is also the first in
-# which commands accept another path for auth/slurm's socket.
+# The first release that needs auth/slurm here. With one munged for all nodes, it rejects a launch's credential on the
+# second node as a replay, except with --enable-multiple-slurmd (as Debian's). It is also the first in which commands
+# accept another path for auth/slurm's socket.
 AUTH_SLURM_SINCE = (25, 5)
 
 

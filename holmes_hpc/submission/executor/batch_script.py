@@ -183,8 +183,8 @@ class JobRequest:
 
 def _redirecting_shell(job: JobRequest, setup: Sequence[str] = ()) -> str:
     """Return the shell command that runs `setup` and then a task, with its output in the files of its rank.
-    srun's own file patterns are wrong in a step over several components: ``%j`` is each component's job id, and ``%t``
-    is the rank plus the component's index (measured on 22.05). File names are arguments, so no shell parses them."""
+    srun's own file patterns are wrong in a step over several components (measured on 22.05). ``%j`` is each component's
+    job id, ``%t`` the rank plus the component's index. File names are arguments, so no shell parses them."""
     patterns = [pattern.split("%t") for pattern in (job.rank_output, job.rank_error) if pattern is not None]
     arguments = [job.quote(part) for parts in patterns for part in parts]
     numbers = count(1)

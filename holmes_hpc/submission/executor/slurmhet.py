@@ -92,7 +92,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
     folder: folder of submissions, logs and results, visible to every node; ``%j`` is the leader's job id.
     components: list of mappings (see :class:`ComponentRequest`); None: one component from the plain parameters.
     max_num_timeout: maximum number of requeues of a checkpointable function after a time-out.
-    max_requeues: maximum number of restarts of any kind; a job that Slurm restarts more often ends. 0: no limit.
+    max_requeues: maximum number of restarts of any kind, after which a job ends; 0: only `max_num_timeout` applies.
     python: the command that starts Python on the nodes (shell, as in submitit).
     preflight: test each component alone before a heterogeneous job is submitted, and log warnings.
     """
@@ -151,8 +151,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
         """Return the generic parameters under this executor's names, and with them the slurm_* parameters.
         AutoExecutor silently drops slurm_* parameters for other clusters. Here they have the same effect as for
-        SlurmExecutor: a specific one (slurm_time) wins over a generic one (timeout_min), and a generic one for Slurm
-        (slurm_timeout_min) over one for all clusters. AutoExecutor sets slurmhet_* parameters afterwards."""
+        SlurmExecutor. A specific one (slurm_time) wins over a generic one (timeout_min). A generic one for Slurm
+        (slurm_timeout_min) wins over one for all clusters. AutoExecutor sets slurmhet_* parameters afterwards."""
         frame_locals = _locals_of_auto_executor("_internal_update_parameters")
         dropped, specific = _slurm_parameters(frame_locals), frame_locals.get("specific", ())
         for name in frame_locals.get("generics", {}).keys() & dropped.keys():

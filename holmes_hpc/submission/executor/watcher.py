@@ -1,7 +1,7 @@
 """States of submitted jobs: from sacct, else squeue, else scontrol, else the batch script's exit record.
 
-Job ids repeat. The unique name of the batch script, or else the job's name and submission time, show whether a row
-belongs to another job with the same id.
+Job ids repeat. A row of another job with the same id has another batch script name, which is unique. If that name is
+unknown, the job's name and submission time are compared.
 """
 
 from __future__ import annotations
