@@ -1,4 +1,4 @@
-"""Many jobs of one process on a real Slurm: throttled ones whose client is gone, and 300 that are watched.
+"""Many jobs of one process on a real Slurm: a throttle without its client, and status queries for 300 jobs.
 
 make submission-contract
 """
@@ -43,7 +43,7 @@ def sixth(x: int) -> int:
 
 
 @pytest.mark.parametrize("parts", [ONE, TWO], ids=["an array", "heterogeneous jobs"])
-def test_eight_jobs_two_at_a_time_without_their_client(folder: Path, parts: list[dict[str, Any]]) -> None:
+def test_throttle_works_without_its_client(folder: Path, parts: list[dict[str, Any]]) -> None:
     text = CLIENT.format(here=str(Path(__file__).parents[2] / "support"), folder=str(folder), parts=parts)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     jobs = [SlurmHetJob(folder, job_id) for job_id in done.stdout.split()]
@@ -52,14 +52,14 @@ def test_eight_jobs_two_at_a_time_without_their_client(folder: Path, parts: list
     assert [job.results() for job in jobs] == [["slept"] * len(parts)] * 8
     times = _times({job.job_id.partition("_")[0] for job in jobs})
     assert len(times) == 8 * len(parts), times
-    took = max(end for _, end in times) - min(start for start, _ in times)
+    total_s = max(end for _, end in times) - min(start for start, _ in times)
     running = max(sum(start <= moment < end for start, end in times) for moment, _ in times) / len(parts)
-    print(f"{len(parts)} components: {took} s from the first start to the last end, at most {running:g} at a time")
-    assert took <= 30 and running <= 2
+    print(f"{len(parts)} components: {total_s} s from the first start to the last end, at most {running:g} at a time")
+    assert total_s <= 30 and running <= 2
 
 
 def _times(ids: set[str]) -> list[tuple[int, int]]:
-    """(start, end) of every component, in epoch seconds, once the database has all of them."""
+    """Return (start, end) of every component in epoch seconds, once the database has all of them."""
 
     def read() -> list[tuple[int, int]]:
         rows = subprocess.run(
@@ -68,22 +68,22 @@ def _times(ids: set[str]) -> list[tuple[int, int]]:
             text=True,
             env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
         ).stdout.split()
-        found = [row.split("|") for row in rows]
-        return [(int(a), int(b)) for a, b in found] if all(b.isdigit() for _, b in found) else []
+        times = [row.split("|") for row in rows]
+        return [(int(a), int(b)) for a, b in times] if all(b.isdigit() for _, b in times) else []
 
-    found: list[tuple[int, int]] = until(read)
-    return found
+    component_times: list[tuple[int, int]] = until(read)
+    return component_times
 
 
 @pytest.mark.parametrize("parts", [ONE, TWO], ids=["an array", "heterogeneous jobs"])
-def test_many_jobs_in_one_query_a_poll(
+def test_one_query_per_poll_for_many_jobs(
     folder: Path, parts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = submitit.AutoExecutor(folder / "log", cluster="slurmhet")
-    made.update_parameters(timeout_min=30, slurmhet_components=parts)
-    began = time.monotonic()
-    jobs = made.map_array(sixth, range(JOBS))
-    submitted = time.monotonic() - began
+    executor = submitit.AutoExecutor(folder / "log", cluster="slurmhet")
+    executor.update_parameters(timeout_min=30, slurmhet_components=parts)
+    start = time.monotonic()
+    jobs = executor.map_array(sixth, range(JOBS))
+    submitted = time.monotonic() - start
     manifest = open_manifest(folder, time.time())
     for num, job in enumerate(jobs):
         manifest.jobs.append(
@@ -104,28 +104,28 @@ def test_many_jobs_in_one_query_a_poll(
     manifest.put(manifest.jobs.pop())
     queries: list[str] = []
 
-    def counted(command: list[str]) -> Answer:
+    def count_query(command: list[str]) -> Answer:
         queries.append(command[0])
         return type(WATCHER)._query(command)
 
-    monkeypatch.setattr(WATCHER, "_query", counted)
+    monkeypatch.setattr(WATCHER, "_query", count_query)
     screen = Console(file=io.StringIO(), width=120, height=40)
-    polls, most, drawn = 0, 0, 0.0
+    polls, max_queries, max_draw_s = 0, 0, 0.0
     while True:
         queries.clear()
-        at = time.monotonic()
+        poll_start = time.monotonic()
         rows = sweep_status(folder)
         screen.print(live_table(str(folder), rows, 40))
-        drawn = max(drawn, time.monotonic() - at)
-        polls, most = polls + 1, max(most, len(queries))
+        max_draw_s = max(max_draw_s, time.monotonic() - poll_start)
+        polls, max_queries = polls + 1, max(max_queries, len(queries))
         if all(job.done() for job in jobs):
             break
         time.sleep(2)
     print(
         f"{JOBS} jobs of {len(parts)} components: submitted in {submitted:.0f} s, ended after "
-        f"{time.monotonic() - began:.0f} s; {polls} polls, at most {most} queries in one, "
-        f"at most {drawn:.2f} s until the table is drawn"
+        f"{time.monotonic() - start:.0f} s; {polls} polls, at most {max_queries} queries in one, "
+        f"at most {max_draw_s:.2f} s until the table is drawn"
     )
     assert [job.results() for job in jobs] == [[6 * x] * len(parts) for x in range(JOBS)]
     until(lambda: {job.slurm_state().state for job in jobs} == {"COMPLETED"})
-    assert most <= 1 and f"{JOBS} jobs" in screen.file.getvalue()  # type: ignore[attr-defined]
+    assert max_queries <= 1 and f"{JOBS} jobs" in screen.file.getvalue()  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""What submitit's own tests expect of an executor, expected of ``slurm`` and of ``slurmhet`` with one and with two
-components, on a real Slurm: the same assertions for all. What differs stands at the end, and in docs/submission.md.
+"""The assertions of submitit's tests, for ``slurm`` and for ``slurmhet`` with one and two components, on a real Slurm.
+The differences are at the end, and in docs/submission.md.
 
     make submission-contract
 """
@@ -38,17 +38,17 @@ pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("testbed")]
 
 @dataclass(frozen=True)
 class Kind:
-    """An executor as a user would make it, of jobs with so many `tasks`."""
+    """An executor as a user would create it. `tasks`: tasks per job."""
 
     name: str
     cluster: str
     tasks: int
     parameters: dict[str, Any] = field(default_factory=dict)
 
-    def executor(self, folder: Path, **more: Any) -> submitit.AutoExecutor:
-        made = submitit.AutoExecutor(folder, cluster=self.cluster)
-        made.update_parameters(**{"timeout_min": 3, **self.parameters, **more})
-        return made
+    def executor(self, folder: Path, **parameters: Any) -> submitit.AutoExecutor:
+        executor = submitit.AutoExecutor(folder, cluster=self.cluster)
+        executor.update_parameters(**{"timeout_min": 3, **self.parameters, **parameters})
+        return executor
 
 
 KINDS = [
@@ -71,8 +71,8 @@ KINDS = [
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
 def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
-    return found
+    executor_kind: Kind = request.param
+    return executor_kind
 
 
 def three_times(x: int) -> int:
@@ -81,12 +81,12 @@ def three_times(x: int) -> int:
     return 3 * x
 
 
-def naps(seconds: float) -> float:
+def nap(seconds: float) -> float:
     time.sleep(seconds)
     return seconds
 
 
-def dies() -> None:
+def exit_abruptly() -> None:
     print("last words", file=sys.stderr, flush=True)
     os._exit(7)
 
@@ -94,7 +94,7 @@ def dies() -> None:
 # --- core -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_from_submission_to_result(kind: Kind, tmp_path: Path) -> None:
+def test_job_from_submission_to_result(kind: Kind, tmp_path: Path) -> None:
     job = kind.executor(tmp_path / "%j").submit(three_times, x=4)
     assert job.num_tasks == kind.tasks and repr(job) and job.job_id in repr(job)
     assert job.paths.submission_file.exists() and job.paths.submitted_pickle.exists()
@@ -109,119 +109,119 @@ def test_a_job_from_submission_to_result(kind: Kind, tmp_path: Path) -> None:
     assert copied.results() == [12] * kind.tasks
 
 
-def test_an_error_in_the_function(kind: Kind, tmp_path: Path) -> None:
+def test_error_in_the_function(kind: Kind, tmp_path: Path) -> None:
     job = kind.executor(tmp_path).submit(three_times, "x")
     job.wait()
-    found = job.exception()
-    assert isinstance(found, utils.FailedJobError) and "no whole number" in str(found)
+    error = job.exception()
+    assert isinstance(error, utils.FailedJobError) and "no whole number" in str(error)
     with pytest.raises(utils.FailedJobError, match="TypeError: no whole number"):
         job.results()
     assert "no whole number" in (job.task(0).stderr() or "")
 
 
-def test_a_job_that_dies_tells_its_last_words(kind: Kind, tmp_path: Path) -> None:
-    job = kind.executor(tmp_path).submit(dies)
+def test_error_of_a_dead_job_contains_its_stderr(kind: Kind, tmp_path: Path) -> None:
+    job = kind.executor(tmp_path).submit(exit_abruptly)
     with pytest.raises(utils.UncompletedJobError, match="last words"):
         job.results()
 
 
-def test_what_it_prints(kind: Kind, tmp_path: Path) -> None:
+def test_output_of_a_job(kind: Kind, tmp_path: Path) -> None:
     def speak() -> None:
         print("hello")
         print("world", file=sys.stderr)
 
-    apart, together = (kind.executor(tmp_path, stderr_to_stdout=one).submit(speak) for one in (False, True))
-    for job in (apart, together):
+    separate, combined = (kind.executor(tmp_path, stderr_to_stdout=flag).submit(speak) for flag in (False, True))
+    for job in (separate, combined):
         job.wait()
-    assert "hello" in (apart.task(0).stdout() or "") and "world" in (apart.task(0).stderr() or "")
-    assert "hello" in (together.task(0).stdout() or "") and "world" in (together.task(0).stdout() or "")
-    assert not together.paths.stderr.exists()
+    assert "hello" in (separate.task(0).stdout() or "") and "world" in (separate.task(0).stderr() or "")
+    assert "hello" in (combined.task(0).stdout() or "") and "world" in (combined.task(0).stdout() or "")
+    assert not combined.paths.stderr.exists()
 
 
-def test_a_cancelled_job(kind: Kind, tmp_path: Path) -> None:
-    made = kind.executor(tmp_path)
-    one, other = made.submit(naps, 300), made.submit(naps, 300).cancel_at_deletion()
-    left = other.job_id
-    until(lambda: one.watcher.get_state(one.job_id, mode="force") == "RUNNING")
-    one.cancel()
-    until(lambda: one.watcher.get_state(one.job_id, mode="force").startswith("CANCELLED"))
-    assert one.done(force_check=True)
-    del other
-    until(lambda: left not in subprocess.run(["squeue", "-h", "-o", "%i"], capture_output=True, text=True).stdout)
+def test_cancelled_job(kind: Kind, tmp_path: Path) -> None:
+    executor = kind.executor(tmp_path)
+    cancelled, deleted = executor.submit(nap, 300), executor.submit(nap, 300).cancel_at_deletion()
+    deleted_id = deleted.job_id
+    until(lambda: cancelled.watcher.get_state(cancelled.job_id, mode="force") == "RUNNING")
+    cancelled.cancel()
+    until(lambda: cancelled.watcher.get_state(cancelled.job_id, mode="force").startswith("CANCELLED"))
+    assert cancelled.done(force_check=True)
+    del deleted
+    until(lambda: deleted_id not in subprocess.run(["squeue", "-h", "-o", "%i"], capture_output=True, text=True).stdout)
 
 
 def test_batches(kind: Kind, tmp_path: Path) -> None:
-    made = kind.executor(tmp_path)
-    with made.batch():
-        first = made.submit(three_times, 1)
+    executor = kind.executor(tmp_path)
+    with executor.batch():
+        first = executor.submit(three_times, 1)
         assert isinstance(first, core.DelayedJob)
-        second = made.submit(three_times, 2)
-    with made.batch(allow_implicit_submissions=True):
-        third = made.submit(three_times, 3)
+        second = executor.submit(three_times, 2)
+    with executor.batch(allow_implicit_submissions=True):
+        third = executor.submit(three_times, 3)
         assert third.job_id
-    with pytest.raises(RuntimeError), made.batch():
-        made.update_parameters(timeout_min=4)
-    with pytest.raises(RuntimeError), made.batch(), made.batch():
+    with pytest.raises(RuntimeError), executor.batch():
+        executor.update_parameters(timeout_min=4)
+    with pytest.raises(RuntimeError), executor.batch(), executor.batch():
         pass
-    with pytest.raises(AttributeError), made.batch():
-        made.submit(three_times, 4).job_id  # noqa: B018
-    with pytest.warns(RuntimeWarning), made.batch():
+    with pytest.raises(AttributeError), executor.batch():
+        executor.submit(three_times, 4).job_id  # noqa: B018
+    with pytest.warns(RuntimeWarning), executor.batch():
         pass
-    jobs = [first, second, third, *made.map_array(three_times, [4, 5])]
+    jobs = [first, second, third, *executor.map_array(three_times, [4, 5])]
     assert [job.results() for job in jobs] == [[3 * i] * kind.tasks for i in range(1, 6)]
     assert len({job.job_id for job in jobs}) == 5
 
 
-def test_a_pickle_that_is_too_large(kind: Kind, tmp_path: Path) -> None:
+def test_pickle_above_the_size_limit_is_refused(kind: Kind, tmp_path: Path) -> None:
     key = "slurm_max_pickle_size_gb" if kind.cluster == "slurm" else "slurmhet_max_pickle_size_gb"
-    made = submitit.AutoExecutor(tmp_path, cluster=kind.cluster, **{key: 0})
-    made.update_parameters(**kind.parameters)
+    executor = submitit.AutoExecutor(tmp_path, cluster=kind.cluster, **{key: 0})
+    executor.update_parameters(**kind.parameters)
     with pytest.raises(RuntimeError, match="through pickle"):
-        made.submit(three_times, 1)
+        executor.submit(three_times, 1)
 
 
-def test_the_environment_of_a_task(kind: Kind, tmp_path: Path) -> None:
-    def look() -> tuple[Any, ...]:
-        own = submitit.JobEnvironment()
-        return own.activated(), own.num_tasks, own.global_rank, own.hostname in own.hostnames, own.cluster
+def test_environment_of_a_task(kind: Kind, tmp_path: Path) -> None:
+    def describe_task() -> tuple[Any, ...]:
+        env = submitit.JobEnvironment()
+        return env.activated(), env.num_tasks, env.global_rank, env.hostname in env.hostnames, env.cluster
 
-    job = kind.executor(tmp_path).submit(look)
+    job = kind.executor(tmp_path).submit(describe_task)
     assert job.results() == [(True, kind.tasks, rank, True, kind.cluster) for rank in range(kind.tasks)]
 
 
 # --- auto -------------------------------------------------------------------------------------------------------------
 
 
-def test_parameters_that_do_not_exist(kind: Kind, tmp_path: Path) -> None:
-    made = kind.executor(tmp_path)
+def test_unknown_parameters_are_refused(kind: Kind, tmp_path: Path) -> None:
+    executor = kind.executor(tmp_path)
     with pytest.raises(NameError):
-        made.update_parameters(blublu=1)
+        executor.update_parameters(blublu=1)
     with pytest.raises(NameError):
-        made.update_parameters(**{f"{kind.cluster}_blublu": 1})
+        executor.update_parameters(**{f"{kind.cluster}_blublu": 1})
     with pytest.raises(NameError, match="unknown"):
-        made.update_parameters(unknown_time=1)
+        executor.update_parameters(unknown_time=1)
 
 
-def test_a_refusal(kind: Kind, tmp_path: Path) -> None:
-    made = kind.executor(tmp_path)
-    made.update_parameters(slurm_additional_parameters={"reservation": "no-such"})
+def test_job_refused_by_sbatch_is_an_error(kind: Kind, tmp_path: Path) -> None:
+    executor = kind.executor(tmp_path)
+    executor.update_parameters(slurm_additional_parameters={"reservation": "no-such"})
     with pytest.raises(utils.FailedJobError if kind.cluster == "slurm" else utils.FailedSubmissionError):
-        made.submit(three_times, 1)  # each says what sbatch said
+        executor.submit(three_times, 1)
 
 
-def test_set_up_and_teardown(kind: Kind, tmp_path: Path) -> None:
-    made = kind.executor(tmp_path, slurm_setup=["export FOUND='a word'"], slurm_teardown=[f"touch {tmp_path}/down"])
+def test_setup_and_teardown(kind: Kind, tmp_path: Path) -> None:
+    executor = kind.executor(tmp_path, slurm_setup=["export FOUND='a word'"], slurm_teardown=[f"touch {tmp_path}/down"])
 
     def found() -> str | None:
         return os.environ.get("FOUND")
 
-    job = made.submit(found)
+    job = executor.submit(found)
     assert job.results() == ["a word"] * kind.tasks
     until((tmp_path / "down").exists)
 
 
 @pytest.mark.parametrize("name", ["it's two $(touch b) ü", "%j/deeper"])
-def test_folders_with_hard_names(kind: Kind, tmp_path: Path, name: str) -> None:
+def test_folders_with_special_characters(kind: Kind, tmp_path: Path, name: str) -> None:
     job = kind.executor(tmp_path / name).submit(three_times, 2)
     assert job.results() == [6] * kind.tasks
     assert job.task(0).stdout() is not None and not (tmp_path / "b").exists()
@@ -230,31 +230,31 @@ def test_folders_with_hard_names(kind: Kind, tmp_path: Path, name: str) -> None:
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def test_jobs_as_they_end(kind: Kind, tmp_path: Path) -> None:
-    jobs = kind.executor(tmp_path).map_array(naps, [20, 0.1, 0.1])
+def test_as_completed_yields_jobs_in_order_of_their_ends(kind: Kind, tmp_path: Path) -> None:
+    jobs = kind.executor(tmp_path).map_array(nap, [20, 0.1, 0.1])
     ended = [job for job in as_completed(jobs, poll_frequency=0.5)]
     assert ended[-1] is jobs[0] and {id(job) for job in ended[:2]} == {id(job) for job in jobs[1:]}
 
 
-def test_monitored_jobs(kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = kind.executor(tmp_path)
-    good, bad = made.submit(three_times, 2), made.submit(three_times, "x")
-    monitor_jobs([good, bad], poll_frequency=1, test_mode=True)
-    assert good.done() and bad.done()
-    until(lambda: bad.watcher.get_state(bad.job_id, mode="force") == "FAILED")
+def test_monitor_jobs(kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    executor = kind.executor(tmp_path)
+    good, failing = executor.submit(three_times, 2), executor.submit(three_times, "x")
+    monitor_jobs([good, failing], poll_frequency=1, test_mode=True)
+    assert good.done() and failing.done()
+    until(lambda: failing.watcher.get_state(failing.job_id, mode="force") == "FAILED")
     assert good.state == "COMPLETED"
 
 
-def test_functions_of_the_helpers(kind: Kind, tmp_path: Path) -> None:
-    several = FunctionSequence()
-    several.add(three_times, 4)
-    several.add(three_times, 5)
-    much = "for i in range(2000): print('-' * 1024)\nprint('all of it')"
-    made = kind.executor(tmp_path)
+def test_helper_functions(kind: Kind, tmp_path: Path) -> None:
+    sequence = FunctionSequence()
+    sequence.add(three_times, 4)
+    sequence.add(three_times, 5)
+    long_output = "for i in range(2000): print('-' * 1024)\nprint('all of it')"
+    executor = kind.executor(tmp_path)
     jobs = [
-        made.submit(several),
-        made.submit(CommandFunction([sys.executable, "-c", much])),
-        made.submit(CommandFunction([sys.executable, "-c", "raise SystemExit('too bad')"])),
+        executor.submit(sequence),
+        executor.submit(CommandFunction([sys.executable, "-c", long_output])),
+        executor.submit(CommandFunction([sys.executable, "-c", "raise SystemExit('too bad')"])),
     ]
     assert jobs[0].results() == [[12, 15]] * kind.tasks
     assert all("all of it" in text for text in jobs[1].results())
@@ -263,118 +263,119 @@ def test_functions_of_the_helpers(kind: Kind, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="no rsync")
-def test_a_snapshot(kind: Kind, tmp_path: Path) -> None:
-    made = kind.executor(tmp_path / "log")
+def test_snapshot(kind: Kind, tmp_path: Path) -> None:
+    executor = kind.executor(tmp_path / "log")
     with RsyncSnapshot(snapshot_dir=tmp_path / "snap"):
-        job = made.submit(os.getcwd)
+        job = executor.submit(os.getcwd)
     assert set(job.results()) == {str(tmp_path / "snap")}
 
 
-def test_a_job_that_submits_in_a_clean_environment(kind: Kind, tmp_path: Path) -> None:
-    def inside() -> Any:
+def test_job_submits_in_a_clean_environment(kind: Kind, tmp_path: Path) -> None:
+    def submit_inner() -> Any:
         if submitit.JobEnvironment().global_rank:
             return 6
         with clean_env():
             return submitit.AutoExecutor(tmp_path / "inner", cluster="debug").submit(three_times, 2).result()
 
-    assert kind.executor(tmp_path / "outer").submit(inside).results() == [6] * kind.tasks
+    assert kind.executor(tmp_path / "outer").submit(submit_inner).results() == [6] * kind.tasks
 
 
-def test_what_torch_is_told(kind: Kind, tmp_path: Path) -> None:
-    def look() -> tuple[Any, ...]:
-        found = TorchDistributedEnvironment()
-        return found.world_size, found.rank, found.local_rank, found.local_world_size, found.master_addr
+def test_torch_distributed_environment(kind: Kind, tmp_path: Path) -> None:
+    def describe_task() -> tuple[Any, ...]:
+        env = TorchDistributedEnvironment()
+        return env.world_size, env.rank, env.local_rank, env.local_world_size, env.master_addr
 
-    seen = kind.executor(tmp_path).submit(look).results()
-    assert [(world, rank) for world, rank, *_ in seen] == [(kind.tasks, rank) for rank in range(kind.tasks)]
-    assert len({where for *_, where in seen}) == 1
-    together = kind.tasks if kind.cluster == "slurm" else 1  # tasks of two components are on two nodes
-    assert {own for *_, own, _ in seen} == {together}
+    results = kind.executor(tmp_path).submit(describe_task).results()
+    assert [(world, rank) for world, rank, *_ in results] == [(kind.tasks, rank) for rank in range(kind.tasks)]
+    assert len({address for *_, address in results}) == 1
+    local_world = kind.tasks if kind.cluster == "slurm" else 1  # tasks of two components are on two nodes
+    assert {local_size for *_, local_size, _ in results} == {local_world}
 
 
 # --- async ------------------------------------------------------------------------------------------------------------
 
 
-def test_awaited_jobs(kind: Kind, tmp_path: Path) -> None:
+def test_awaitable_jobs(kind: Kind, tmp_path: Path) -> None:
     async def wait(job: core.Job[Any]) -> tuple[list[Any], list[Any]]:
-        every = await job.awaitable().results(poll_interval=0.5)
-        ended = itertools.islice(job.awaitable().results_as_completed(poll_interval=0.5), kind.tasks)
-        each = [await one for one in ended]  # of several tasks submitit awaits once too often
+        results = await job.awaitable().results(poll_interval=0.5)
+        tasks = itertools.islice(job.awaitable().results_as_completed(poll_interval=0.5), kind.tasks)
+        in_order = [await task for task in tasks]  # with several tasks, submitit awaits once too often
         if kind.tasks == 1:
-            assert await job.awaitable().result(poll_interval=0.5) == every[0]
-        return every, each
+            assert await job.awaitable().result(poll_interval=0.5) == results[0]
+        return results, in_order
 
     job = kind.executor(tmp_path).submit(three_times, 8)
     assert asyncio.run(wait(job)) == ([24] * kind.tasks, [24] * kind.tasks)
 
 
-# --- what differs, each with its reason in docs/submission.md ---------------------------------------------------------
+# --- differences, explained in docs/submission.md ---------------------------------------------------------------------
 
 
-def _differs(name: str, seen: dict[str, Any], slurm: Any, ours: Any) -> None:
-    for kind, found in seen.items():
-        assert found == (slurm if kind.startswith("slurm,") or kind == "slurm" else ours), (name, kind, found)
+def _assert_difference(name: str, values: dict[str, Any], slurm: Any, slurmhet: Any) -> None:
+    for kind, value in values.items():
+        assert value == (slurm if kind.startswith("slurm,") or kind == "slurm" else slurmhet), (name, kind, value)
 
 
-def _of_each(tmp_path: Path, look: Callable[[Kind, Path], Any], kinds: list[Kind]) -> dict[str, Any]:
-    return {kind.name: look(kind, tmp_path / str(index)) for index, kind in enumerate(kinds)}
+def _for_each_kind(tmp_path: Path, measure: Callable[[Kind, Path], Any], kinds: list[Kind]) -> dict[str, Any]:
+    return {kind.name: measure(kind, tmp_path / str(index)) for index, kind in enumerate(kinds)}
 
 
 def test_differs_when_one_task_fails(tmp_path: Path) -> None:
-    def one_of_two() -> str:
+    def fail_in_second_task() -> str:
         if submitit.JobEnvironment().global_rank:
             raise ValueError("the second")
         time.sleep(20)
         return "the first"
 
-    def look(kind: Kind, folder: Path) -> Any:
-        job = kind.executor(folder).submit(one_of_two)
+    def other_task_continues(kind: Kind, folder: Path) -> Any:
+        job = kind.executor(folder).submit(fail_in_second_task)
         with pytest.raises(utils.FailedJobError, match="the second"):
             raise job.exception()
         return job.task(0).exception() is None
 
-    seen = _of_each(tmp_path, look, [kind for kind in KINDS if kind.tasks == 2])
-    _differs("whether the others go on", seen, slurm=True, ours=False)
+    values = _for_each_kind(tmp_path, other_task_continues, [kind for kind in KINDS if kind.tasks == 2])
+    _assert_difference("whether the other tasks continue", values, slurm=True, slurmhet=False)
 
 
-def test_differs_what_sbatch_is_asked_for(tmp_path: Path) -> None:
-    def look(kind: Kind, folder: Path) -> Any:
+def test_differs_in_sbatch_options(tmp_path: Path) -> None:
+    def has_options(kind: Kind, folder: Path) -> Any:
         text = kind.executor(folder, gpus_per_node=0).submit(three_times, 1).paths.submission_file.read_text()
         return "--wckey=submitit" in text, "--gpus-per-node=0" in text, "--comment=" in text
 
-    _differs("wckey, no GPUs, a comment", _of_each(tmp_path, look, KINDS), (True, True, False), (False, False, True))
+    values = _for_each_kind(tmp_path, has_options, KINDS)
+    _assert_difference("wckey, no GPUs, a comment", values, (True, True, False), (False, False, True))
 
 
-def test_differs_ids_of_several_jobs(tmp_path: Path) -> None:
-    def look(kind: Kind, folder: Path) -> Any:
+def test_differs_in_ids_of_several_jobs(tmp_path: Path) -> None:
+    def has_array_ids(kind: Kind, folder: Path) -> Any:
         jobs = kind.executor(folder).map_array(three_times, [1, 2])
         assert [job.results()[0] for job in jobs] == [3, 6]
         return {"_" in job.job_id for job in jobs}
 
-    seen = _of_each(tmp_path, look, KINDS)
-    assert seen.pop("slurmhet, two components") == {False}  # Slurm has no arrays of heterogeneous jobs
-    assert all(found == {True} for found in seen.values()), seen
+    values = _for_each_kind(tmp_path, has_array_ids, KINDS)
+    assert values.pop("slurmhet, two components") == {False}  # Slurm has no arrays of heterogeneous jobs
+    assert all(value == {True} for value in values.values()), values
 
 
 # --- slurmhet alone ---------------------------------------------------------------------------------------------------
 
-OURS = [kind for kind in KINDS if kind.cluster == "slurmhet"]
+SLURMHET_KINDS = [kind for kind in KINDS if kind.cluster == "slurmhet"]
 
 
-@pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.name, indirect=True)
-def test_names_that_slurm_stores_otherwise(kind: Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SLURMHET_KINDS, ids=lambda kind: kind.name, indirect=True)
+def test_jobs_whose_names_slurm_changes(kind: Kind, tmp_path: Path) -> None:
     names = ["☃🚀", "", "n" * 255, "a \"b\" 'c' `d` \\e", "renamed"]
-    jobs = [kind.executor(tmp_path, name=name).submit(naps, 10) for name in names]
+    jobs = [kind.executor(tmp_path, name=name).submit(nap, 10) for name in names]
     subprocess.run(["scontrol", "update", f"JobId={jobs[-1].job_id}", "name=x"], check=True)
     for job in jobs:
-        job.watcher._registered_at[job.job_id] -= 120  # as if it had been known for two minutes
+        job.watcher._registered_at[job.job_id] -= 120  # as if registered two minutes ago
     assert all(job.slurm_state().source != "nobody" for job in jobs)  # type: ignore[attr-defined]
     assert [job.results() for job in jobs] == [[10] * kind.tasks] * len(jobs)
     until(lambda: {job.slurm_state().state for job in jobs} == {"COMPLETED"})  # type: ignore[attr-defined]
 
 
-class Noting:
-    """A checkpointable function that notes that it was asked for its checkpoint."""
+class MarkingFunction:
+    """A checkpointable function that creates a file when its checkpoint is requested."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -388,15 +389,16 @@ class Noting:
         return submitit.helpers.DelayedSubmission(self)
 
 
-def test_the_signal_before_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = []
-    for kind in OURS:
+def test_signal_before_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+    for kind in SLURMHET_KINDS:
         for signal in ("USR1", "USR2"):
             monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", signal)
-            note = tmp_path / f"{kind.tasks}-{signal}"
-            job = kind.executor(tmp_path / "log", timeout_min=2, slurm_signal_delay_s=20).submit(Noting(str(note)))
+            marker = tmp_path / f"{kind.tasks}-{signal}"
+            executor = kind.executor(tmp_path / "log", timeout_min=2, slurm_signal_delay_s=20)
+            job = executor.submit(MarkingFunction(str(marker)))
             assert f"--signal={signal}@20" in job.paths.submission_file.read_text()
-            notes.append((job, note))
-    until(lambda: all(note.exists() for _, note in notes))
-    for job, _ in notes:
+            jobs.append((job, marker))
+    until(lambda: all(marker.exists() for _, marker in jobs))
+    for job, _ in jobs:
         job.cancel()

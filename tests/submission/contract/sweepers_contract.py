@@ -1,5 +1,5 @@
-"""Hydra's sweepers over our launchers: as many evaluations as trials, whatever the sampler asks for twice. Needs
-hydra-optuna-sweeper.
+"""Hydra's sweepers with our launchers: one evaluation per trial, even if a sampler repeats a point.
+Needs hydra-optuna-sweeper.
 
     make submission-contract
 """
@@ -46,19 +46,19 @@ app()
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
-def test_optuna_has_every_trial_evaluated(tmp_path: Path, sampler: str) -> None:
-    started = {name: _study(tmp_path / name.replace(" ", "-"), name, sampler) for name in LAUNCHERS}
-    ended = {name: (study.communicate()[0], study.returncode) for name, study in started.items()}
-    assert not any(code for _, code in ended.values()), [text[-1500:] for text, code in ended.values() if code]
-    made = {name: len(list((tmp_path / name.replace(" ", "-") / "mark").iterdir())) for name in LAUNCHERS}
-    print(f"{sampler}: evaluations of {TRIALS} trials by launcher: {made}")
-    assert set(made.values()) == {made["basic"]} and (sampler == "grid" or made["basic"] == TRIALS)
+def test_every_optuna_trial_is_evaluated(tmp_path: Path, sampler: str) -> None:
+    processes = {name: _start_study(tmp_path / name.replace(" ", "-"), name, sampler) for name in LAUNCHERS}
+    results = {name: (study.communicate()[0], study.returncode) for name, study in processes.items()}
+    assert not any(code for _, code in results.values()), [text[-1500:] for text, code in results.values() if code]
+    evaluations = {name: len(list((tmp_path / name.replace(" ", "-") / "mark").iterdir())) for name in LAUNCHERS}
+    print(f"{sampler}: evaluations of {TRIALS} trials by launcher: {evaluations}")
+    assert set(evaluations.values()) == {evaluations["basic"]} and (sampler == "grid" or evaluations["basic"] == TRIALS)
 
 
-def _study(place: Path, launcher: str, sampler: str) -> subprocess.Popen[str]:
-    mark = place / "mark"
+def _start_study(folder: Path, launcher: str, sampler: str) -> subprocess.Popen[str]:
+    mark = folder / "mark"
     mark.mkdir(parents=True)
-    (place / "app.py").write_text(NOISY)
+    (folder / "app.py").write_text(NOISY)
     return subprocess.Popen(
         [
             sys.executable,
@@ -70,17 +70,17 @@ def _study(place: Path, launcher: str, sampler: str) -> subprocess.Popen[str]:
             "hydra.sweeper.n_jobs=2",
             "+x=choice(1,2)",
             f"+mark={mark}",
-            f"hydra.sweep.dir={place / 'sweep'}",
+            f"hydra.sweep.dir={folder / 'sweep'}",
             *LAUNCHERS[launcher],
         ],
-        cwd=place,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def test_an_application_that_names_the_launcher_in_its_own_configuration(tmp_path: Path) -> None:
+def test_launcher_from_the_application_config(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(EXAMPLE)
     (tmp_path / "config.yaml").write_text(
         "defaults:\n  - override hydra/launcher: holmes_slurm\ntask: 1\n"

@@ -1,4 +1,4 @@
-"""Eight ways to wait, made on a real Slurm: each reason is told within 10 s, and still after 90 s.
+"""Eight reasons for pending jobs on a real Slurm: each is shown within 10 s, and still after 90 s.
 
 make submission-contract
 """
@@ -20,33 +20,37 @@ import submitit
 from slurm_jobs import executor, folder, functions_travel_with_the_pickle, sleeper, start, until  # noqa: F401 (fixtures)
 from submitit.core import utils
 
-from holmes_hpc import testbed as beds
+from holmes_hpc import testbed as testbed_module
 from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.executor.job import SlurmHetJob
 
 pytestmark = pytest.mark.slurm
-AT_ONCE_S, LATER_S = 10, 90
+SHOWN_WITHIN_S, STILL_SHOWN_S = 10, 90
 TOPOLOGY = Path(__file__).parents[3] / "slurm" / "testbed" / "default.yaml"
 
 
-def slurm(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+def slurm(*argv: str) -> str:
+    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.fixture(scope="module")
 def limits() -> Iterator[None]:
-    """A testbed of its own, where limits hold and nothing can be launched in partition roce."""
-    with tempfile.TemporaryDirectory(prefix="w", dir="/tmp") as place, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOLMES_TESTBED", f"{place}/bed")
-        prolog = Path(place) / "prolog"
+    """Create a separate testbed that enforces limits and cannot launch jobs in partition roce."""
+    with tempfile.TemporaryDirectory(prefix="w", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOLMES_TESTBED", f"{folder}/bed")
+        prolog = Path(folder) / "prolog"
         prolog.write_text('#!/bin/sh\ntest "$SLURM_JOB_PARTITION" != roce\n')
         prolog.chmod(0o755)
-        Path(place).chmod(0o755)
-        shape = Path(place) / "limits.yaml"
-        shape.write_text(TOPOLOGY.read_text() + f"slurm: {{AccountingStorageEnforce: limits, Prolog: {prolog}}}\n")
-        beds.up(shape, progress=lambda line: print(f"testbed: {line}", file=sys.__stderr__, flush=True))
+        Path(folder).chmod(0o755)
+        topology_file = Path(folder) / "limits.yaml"
+        topology_file.write_text(
+            TOPOLOGY.read_text() + f"slurm: {{AccountingStorageEnforce: limits, Prolog: {prolog}}}\n"
+        )
+        testbed_module.up(
+            topology_file, progress=lambda line: print(f"testbed: {line}", file=sys.__stderr__, flush=True)
+        )
         try:
-            for key, value in beds.env().items():
+            for key, value in testbed_module.env().items():
                 patch.setenv(key, value)
             slurm("sacctmgr", "-i", "add", "qos", "one", "MaxJobsPerUser=1")
             slurm("sacctmgr", "-i", "modify", "user", "root", "set", "qos+=one")
@@ -56,23 +60,25 @@ def limits() -> Iterator[None]:
             preflight.clear_cache()
             yield
         finally:
-            beds.down()
+            testbed_module.down()
 
 
-def waiting(where: Path, partition: str, seconds: float = 900, **more: Any) -> SlurmHetJob:
-    made = submitit.AutoExecutor(where, cluster="slurmhet")
-    own = {key: more.pop(key) for key in list(more) if key in ("cpus_per_task", "nodes")}
-    made.update_parameters(timeout_min=30, slurm_partition=partition, slurm_additional_parameters=more, **own)
-    return made.submit(sleeper, seconds)  # type: ignore[return-value]
+def submit_waiting(folder: Path, partition: str, seconds: float = 900, **options: Any) -> SlurmHetJob:
+    executor = submitit.AutoExecutor(folder, cluster="slurmhet")
+    parameters = {key: options.pop(key) for key in list(options) if key in ("cpus_per_task", "nodes")}
+    executor.update_parameters(
+        timeout_min=30, slurm_partition=partition, slurm_additional_parameters=options, **parameters
+    )
+    return executor.submit(sleeper, seconds)  # type: ignore[return-value]
 
 
-def test_eight_ways_to_wait(limits: None, folder: Path) -> None:
-    full = waiting(folder, "eth", nodes=2, exclusive=True)
+def test_eight_pending_reasons(limits: None, folder: Path) -> None:
+    full = submit_waiting(folder, "eth", nodes=2, exclusive=True)
     until(lambda: full.slurm_state().state == "RUNNING")
-    alone = waiting(folder, "ib", qos="one")
+    alone = submit_waiting(folder, "ib", qos="one")
     until(lambda: alone.slurm_state().state == "RUNNING")
-    began = {}
-    for reason, words in (
+    submitted = {}
+    for reason, options in (
         ("Resources", {"partition": "eth", "exclusive": True}),
         ("Priority", {"partition": "eth", "exclusive": True}),
         ("JobHeldAdmin", {"begin": "now+1hour"}),
@@ -82,20 +88,23 @@ def test_eight_ways_to_wait(limits: None, folder: Path) -> None:
         ("Dependency", {"dependency": f"afterany:{full.job_id}"}),
         ("BeginTime", {"begin": "now+1hour"}),
     ):
-        began[reason] = waiting(folder, **{"partition": "ib", **words}), time.monotonic()  # type: ignore[arg-type]
-    slurm("scontrol", "hold", began["JobHeldAdmin"][0].job_id)
-    told: dict[str, float] = {}
-    while len(told) < 8 and time.monotonic() < max(at for _, at in began.values()) + 3 * AT_ONCE_S:
-        for reason, (job, at) in began.items():
-            if reason not in told and job.slurm_state("standard").reason.replace("_", " ") == reason:
-                told[reason] = time.monotonic() - at
+        submitted[reason] = submit_waiting(folder, **{"partition": "ib", **options}), time.monotonic()  # type: ignore[arg-type]
+    slurm("scontrol", "hold", submitted["JobHeldAdmin"][0].job_id)
+    shown_after_s: dict[str, float] = {}
+    while (
+        len(shown_after_s) < 8
+        and time.monotonic() < max(submitted_at for _, submitted_at in submitted.values()) + 3 * SHOWN_WITHIN_S
+    ):
+        for reason, (job, submitted_at) in submitted.items():
+            if reason not in shown_after_s and job.slurm_state("standard").reason.replace("_", " ") == reason:
+                shown_after_s[reason] = time.monotonic() - submitted_at
         time.sleep(0.5)
-    print(*(f"{reason}: after {seconds:.1f} s" for reason, seconds in told.items()), sep="\n")
-    assert len(told) == 8 and max(told.values()) <= AT_ONCE_S
-    time.sleep(max(0.0, LATER_S + max(at for _, at in began.values()) - time.monotonic()))
-    for reason, (job, at) in began.items():
+    print(*(f"{reason}: after {seconds:.1f} s" for reason, seconds in shown_after_s.items()), sep="\n")
+    assert len(shown_after_s) == 8 and max(shown_after_s.values()) <= SHOWN_WITHIN_S
+    time.sleep(max(0.0, STILL_SHOWN_S + max(submitted_at for _, submitted_at in submitted.values()) - time.monotonic()))
+    for reason, (job, submitted_at) in submitted.items():
         state = job.slurm_state("standard")
-        print(f"after {time.monotonic() - at:.0f} s: {state.state} ({state.why})")
+        print(f"after {time.monotonic() - submitted_at:.0f} s: {state.state} ({state.why})")
         assert state.reason.replace("_", " ") == reason and state.waits and not job.done()
 
 
@@ -104,7 +113,7 @@ def test_more_components_than_a_qos_allows_are_refused(limits: None, folder: Pat
         executor(folder, [{"partition": "ib", "qos": "one"}, {"partition": "eth", "qos": "one"}]).submit(sleeper, 0)
 
 
-def test_verbs_say_why_a_run_waits(limits: None, folder: Path) -> None:
+def test_status_shows_the_pending_reason(limits: None, folder: Path) -> None:
     run = start(folder, plans.quick, {"additional": {"begin": "now+1hour"}})
-    (shown,) = json.loads(slurm(sys.executable, "-m", "holmes_hpc.cli", "status", str(run.path), "--json"))
-    assert shown["state"] == "pending" and shown["why"].startswith("BeginTime, starts about ")
+    (row,) = json.loads(slurm(sys.executable, "-m", "holmes_hpc.cli", "status", str(run.path), "--json"))
+    assert row["state"] == "pending" and row["why"].startswith("BeginTime, starts about ")
