@@ -1,1 +1,1 @@
-"""What `holmes calibrate` measures: layers of the model, and networks."""
+"""The measurements of `holmes calibrate`: layers of the model, and networks."""

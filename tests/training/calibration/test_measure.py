@@ -1,4 +1,4 @@
-"""What `holmes calibrate` measures, by ranks of this machine, and that the planner believes it."""
+"""Calibration by ranks of this machine, and its use by the planner."""
 
 from __future__ import annotations
 
@@ -26,27 +26,29 @@ from holmes_hpc.planning.search.best import given_plan
 from holmes_hpc.training.calibration import measure, networks
 from holmes_hpc.training.calibration.networks import Sample
 
-PACE_MS = 30.0  # a busy machine's delays are small beside it
+PACE_MS = 30.0  # long compared to the delays of a busy machine
 BATCH = replace(spawn.BATCH, global_size=4)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[spawn.FinishedRun, Calibration]:
-    """Two stages of two ranks, paced."""
-    ended = spawn.train(
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[spawn.FinishedRun, Calibration]:
+    """Calibrate two stages of two ranks with emulated compute."""
+    finished = spawn.train(
         tmp_path_factory.mktemp("measured"),
         spawn.plan(pp=2, dp=2, batch=BATCH),
         {"train": {"measure": True, "steps": 8, "pace_layer_ms": PACE_MS}},
     )
-    assert set(ended.codes) == {0}, ended.output
-    return ended, Calibration.from_dict(yaml.safe_load((ended.run.path / "calibration.yaml").read_text()))
+    assert set(finished.codes) == {0}, finished.output
+    return finished, read_calibration(finished)
+
+
+def read_calibration(finished: spawn.FinishedRun) -> Calibration:
+    return Calibration.from_dict(yaml.safe_load((finished.run.path / "calibration.yaml").read_text()))
 
 
 @pytest.mark.integration
-def test_the_file_holds_every_part_and_the_only_network_of_one_host(
-    made: tuple[spawn.FinishedRun, Calibration],
-) -> None:
-    calibration = made[1]
+def test_calibration_has_all_parts_and_the_local_network(measured: tuple[spawn.FinishedRun, Calibration]) -> None:
+    calibration = measured[1]
     assert {f.fabric: [p.part for p in f.parts] for f in calibration.fabrics} == {
         "ib-0": ["layer", "embedding"],
         "roce-1": ["layer", "head"],
@@ -62,20 +64,20 @@ def test_the_file_holds_every_part_and_the_only_network_of_one_host(
 
 
 @pytest.mark.integration
-def test_a_paced_layer_takes_its_pace(made: tuple[spawn.FinishedRun, Calibration]) -> None:
-    """Never less; how much more is the machine's business, but a pace that counts twice would show."""
-    layer = made[1].fabrics[0].parts[0]
+def test_emulated_layer_takes_its_configured_time(measured: tuple[spawn.FinishedRun, Calibration]) -> None:
+    """The upper bound is loose, but shows a time that counts twice."""
+    layer = measured[1].fabrics[0].parts[0]
     assert 0.97 < layer.forward_s / (PACE_MS / 1e3) < 1.6
     assert 0.97 < layer.backward_s / (2 * PACE_MS / 1e3) < 1.6
 
 
 @pytest.mark.integration
-def test_predict_uses_what_was_measured(made: tuple[spawn.FinishedRun, Calibration]) -> None:
-    plan, calibration = spawn.plan(pp=2, dp=2, batch=BATCH), made[1]
+def test_predict_uses_the_measured_layer(measured: tuple[spawn.FinishedRun, Calibration]) -> None:
+    plan, calibration = spawn.plan(pp=2, dp=2, batch=BATCH), measured[1]
     costs = Costs(calibration, PACE_MS)
     layer = calibration.fabrics[0].parts[0]
-    found = costs.layer_s(plan.model, plan.batch, 1, plan.site.fabrics[0])
-    assert found == pytest.approx((layer.forward_s, layer.backward_s))
+    layer_s = costs.layer_s(plan.model, plan.batch, 1, plan.site.fabrics[0])
+    assert layer_s == pytest.approx((layer.forward_s, layer.backward_s))
     slower = replace(
         calibration,
         fabrics=tuple(
@@ -83,23 +85,23 @@ def test_predict_uses_what_was_measured(made: tuple[spawn.FinishedRun, Calibrati
             for f in calibration.fabrics
         ),
     )
-    least = 3 * (layer.forward_s + layer.backward_s) * plan.micro_batches  # of one stage: three layers
-    assert predict(plan, costs).step_time_s > least
-    assert predict(plan, Costs(slower, PACE_MS)).step_time_s > 2 * least
+    stage_s = 3 * (layer.forward_s + layer.backward_s) * plan.micro_batches  # three layers
+    assert predict(plan, costs).step_time_s > stage_s
+    assert predict(plan, Costs(slower, PACE_MS)).step_time_s > 2 * stage_s
 
 
 @pytest.mark.integration
-def test_its_own_steps_are_in_the_record(made: tuple[spawn.FinishedRun, Calibration]) -> None:
-    ended = made[0]
-    assert len(ended.run.metrics()) == 8
-    said = ended.run.read_run()["calibration"]
-    assert said["step_time_s"] > 0 and said["predicted_step_time_s"] > 0
+def test_run_record_has_measured_and_predicted_step_time(measured: tuple[spawn.FinishedRun, Calibration]) -> None:
+    finished = measured[0]
+    assert len(finished.run.metrics()) == 8
+    record = finished.run.read_run()["calibration"]
+    assert record["step_time_s"] > 0 and record["predicted_step_time_s"] > 0
 
 
-def test_every_network_of_a_fabric_and_every_two_that_exchange_have_a_pair() -> None:
+def test_pairs_cover_all_networks_inside_and_between_fabrics() -> None:
     plan = spawn.plan(pp=2, dp=2, tp=2)  # an InfiniBand and a RoCE fabric, two nodes each
-    found = networks.pairs(plan, one_host=False)
-    assert {(p.link, p.fabrics) for p in found} == {
+    pairs = networks.pairs(plan, one_host=False)
+    assert {(p.link, p.fabrics) for p in pairs} == {
         ("local", ("ib-0",)),
         ("ib", ("ib-0",)),
         ("ethernet", ("ib-0",)),
@@ -108,30 +110,32 @@ def test_every_network_of_a_fabric_and_every_two_that_exchange_have_a_pair() -> 
         ("ethernet", ("roce-1",)),
         ("ethernet", ("ib-0", "roce-1")),
     }
-    for p in found:
+    for p in pairs:
         places = [plan.places[r] for r in p.ranks]
         assert tuple(dict.fromkeys(place.fabric for place in places)) == p.fabrics
         assert (places[0] == places[1]) == (p.link == "local") and networks.link_name(p.transport) == p.link
-    alone = networks.pairs(spawn.plan(dp=2), one_host=False)
-    assert {p.link: p.transport.kind for p in alone} == {"ib": "rdma", "ethernet": "tcp"}
+    pairs_of_one_fabric = networks.pairs(spawn.plan(dp=2), one_host=False)
+    assert {p.link: p.transport.kind for p in pairs_of_one_fabric} == {"ib": "rdma", "ethernet": "tcp"}
 
 
 @given(st.floats(0, 1e-2), st.floats(0.1, 1.4), st.lists(st.floats(1e-6, 1e-1), min_size=2, max_size=6, unique=True))
-def test_the_fit_finds_a_link_that_keeps_to_the_model(latency: float, efficiency: float, sent: list[float]) -> None:
-    rows = [Sample(("a",), "ib", "", 1 + i % 2, s, (1 + i % 2) * latency + s / efficiency) for i, s in enumerate(sent)]
-    found = networks.fit(rows)
-    for row in rows:
-        assert networks.fitted_s(row, found) == pytest.approx(row.seconds, rel=1e-2)
+def test_fit_reproduces_samples_of_the_model(latency: float, efficiency: float, sent: list[float]) -> None:
+    samples = [
+        Sample(("a",), "ib", "", 1 + i % 2, s, (1 + i % 2) * latency + s / efficiency) for i, s in enumerate(sent)
+    ]
+    fitted = networks.fit(samples)
+    for sample in samples:
+        assert networks.fitted_s(sample, fitted) == pytest.approx(sample.seconds, rel=1e-2)
 
 
 def messages(fabrics: tuple[str, ...], latency: float, efficiency: float) -> list[Sample]:
     return [Sample(fabrics, "ethernet", "", 1, s, latency + s / efficiency) for s in (1e-6, 1e-2, 1e-1)]
 
 
-def test_what_two_fabrics_have_between_them_is_their_own() -> None:
-    """A quarter of the Ethernet and 20 ms to c; b is no slower than inside the fabrics."""
+def test_links_between_fabrics_have_their_own_rate_and_delay() -> None:
+    """From b to c: a quarter of the Ethernet's rate and 20 ms. From a to b: as inside the fabrics."""
     site = Site("three", tuple(one_fabric(A100, name, 2) for name in "abc"))
-    found = networks.fit(
+    fitted = networks.fit(
         [
             *messages(("a",), 1e-3, 0.9),
             *messages(("b",), 1e-3, 0.9),
@@ -139,24 +143,24 @@ def test_what_two_fabrics_have_between_them_is_their_own() -> None:
             *messages(("b", "c"), 21e-3, 0.225),
         ]
     )
-    links = networks.of_fabrics(found)
+    links = networks.links_of_fabrics(fitted)
     assert set(links) == {"a", "b"} and links["a"]["ethernet"].efficiency == pytest.approx(0.9)
-    known = Calibration(tuple(MeasuredFabric(name, A100.name, links=own) for name, own in links.items()))
-    between = {b.between: (b.gbps, b.delay_ms) for b in networks.between(found, known, site)}
-    assert between == {
+    calibration = Calibration(tuple(MeasuredFabric(name, A100.name, links=links[name]) for name in links))
+    fabric_links = networks.links_between_fabrics(fitted, calibration, site)
+    assert {link.between: (link.gbps, link.delay_ms) for link in fabric_links} == {
         ("a", "b"): (pytest.approx(25, rel=0.01), pytest.approx(0, abs=0.01)),
         ("b", "c"): (pytest.approx(25 / 4, rel=0.01), pytest.approx(20, rel=0.01)),
     }
 
 
-def test_single_nodes_have_the_ethernet_that_the_quickest_two_have() -> None:
-    found = networks.fit([*messages(("a", "b"), 5e-3, 0.5), *messages(("b", "c"), 1e-3, 0.9)])
-    links = networks.of_fabrics(found)
+def test_fastest_link_counts_as_ethernet_of_single_nodes() -> None:
+    fitted = networks.fit([*messages(("a", "b"), 5e-3, 0.5), *messages(("b", "c"), 1e-3, 0.9)])
+    links = networks.links_of_fabrics(fitted)
     assert set(links) == {"b", "c"} and links["b"]["ethernet"].latency_s == pytest.approx(1e-3)
 
 
-def test_each_fabric_has_the_figures_of_its_own_ranks() -> None:
-    """An A100 and an H100 fabric of two ranks each: two sets, and no median over both."""
+def test_each_fabric_has_the_times_of_its_own_ranks() -> None:
+    """An A100 and an H100 fabric have two ranks each; no median includes both."""
     gpus = {"a": A100, "h": H100}
     site = Site("two", tuple(replace(one_fabric(gpu, name, 2), gpus_per_node=1) for name, gpu in gpus.items()))
     plan = given_plan(spawn.MODEL, BATCH, site, PlanOptions(tp=1, pp=2, dp=2), Costs())
@@ -164,65 +168,66 @@ def test_each_fabric_has_the_figures_of_its_own_ranks() -> None:
         {
             "device": f"NVIDIA {gpu}",
             "times": [
-                ["layer", 1, 16, took, 2 * took],
-                ["layer", 2, 16, 2 * took, 4 * took],
-                ["pass", 1, 16, took / 10, took / 10],
+                ["layer", 1, 16, layer_s, 2 * layer_s],
+                ["layer", 2, 16, 2 * layer_s, 4 * layer_s],
+                ["pass", 1, 16, layer_s / 10, layer_s / 10],
             ],
         }
-        for gpu, took in (("A100-SXM4-80GB", 0.02), ("A100-SXM4-80GB", 0.04), ("H100", 0.01), ("H100", 0.012))
+        for gpu, layer_s in (("A100-SXM4-80GB", 0.02), ("A100-SXM4-80GB", 0.04), ("H100", 0.01), ("H100", 0.012))
     ]
     lines = [{"breakdown": [{"optimizer_s": s, "other_s": 0.001} for s in (0.3, 0.1)]}] * 3
-    made = measure.calibration(plan, ranks, {}, lines, meeting_s=0.002, dtype="bf16", pace_layer_ms=None)
-    assert [(f.fabric, f.gpu, f.device) for f in made.fabrics] == [
+    calibration = measure.build_calibration(
+        plan, ranks, {}, lines, all_reduce_s=0.002, dtype="bf16", pace_layer_ms=None
+    )
+    assert [(f.fabric, f.gpu, f.device) for f in calibration.fabrics] == [
         ("a", "a100-80gb", "NVIDIA A100-SXM4-80GB"),
         ("h", "h100-80gb", "NVIDIA H100"),
     ]
-    assert [[(p.tokens, p.forward_s) for p in f.parts] for f in made.fabrics] == [
+    assert [[(p.tokens, p.forward_s) for p in f.parts] for f in calibration.fabrics] == [
         [(16, pytest.approx(0.03)), (32, pytest.approx(0.06))],
         [(16, pytest.approx(0.011)), (32, pytest.approx(0.022))],
     ]
-    assert [f.pass_s for f in made.fabrics] == [pytest.approx(0.003), pytest.approx(0.0011)]
-    optimizer = [f.optimizer_s for f in made.fabrics]
-    assert optimizer[0] and optimizer[1] and optimizer[0] > 2 * optimizer[1]
-    assert made.step_s == pytest.approx(0.003)
-    costs = Costs(made)
+    assert [f.pass_s for f in calibration.fabrics] == [pytest.approx(0.003), pytest.approx(0.0011)]
+    optimizer_s = [f.optimizer_s for f in calibration.fabrics]
+    assert optimizer_s[0] and optimizer_s[1] and optimizer_s[0] > 2 * optimizer_s[1]
+    assert calibration.step_s == pytest.approx(0.003)
+    costs = Costs(calibration)
     assert costs.layer_s(spawn.MODEL, BATCH, 1, site.fabric("h"))[0] == pytest.approx(0.011)
 
 
-def test_past_the_deadline_there_is_no_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks agree: one that is late is enough."""
+def test_deadline_ends_for_all_ranks_when_one_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networks.dist, "all_reduce", lambda tensor, **_: None)
-    assert networks.Deadline(None, 1e6).left() and not networks.Deadline(None, 0).left()
+    assert networks.Deadline(None, 1e6).has_time_left() and not networks.Deadline(None, 0).has_time_left()
     monkeypatch.setattr(networks.dist, "all_reduce", lambda tensor, **_: tensor.fill_(1))
-    assert not networks.Deadline(None, 1e6).left()
+    assert not networks.Deadline(None, 1e6).has_time_left()
 
 
 @pytest.mark.integration
-def test_unpaced_layers_are_measured_in_several_shapes_under_tp(tmp_path: Path) -> None:
+def test_real_layers_are_measured_in_several_shapes_with_tp(tmp_path: Path) -> None:
     plan = spawn.plan(tp=2, batch=replace(BATCH, micro_size=2))
-    ended = spawn.train(tmp_path, plan, {"train": {"measure": True, "steps": 4}})
-    assert set(ended.codes) == {0}, ended.output
-    (fabric,) = Calibration.from_dict(yaml.safe_load((ended.run.path / "calibration.yaml").read_text())).fabrics
+    finished = spawn.train(tmp_path, plan, {"train": {"measure": True, "steps": 4}})
+    assert set(finished.codes) == {0}, finished.output
+    (fabric,) = read_calibration(finished).fabrics
     shapes = {(p.tokens // p.sequence, p.sequence) for p in fabric.parts if p.part == "layer"}
     assert shapes == {(2, 16), *measure.other_shapes(plan)} and len(shapes) > 5
     assert all(p.tp == 2 and p.forward_s > 0 for p in fabric.parts)
 
 
-def test_other_shapes_are_of_several_sizes_and_lengths_and_fit() -> None:
+def test_other_shapes_have_several_sizes_and_lengths_and_limited_tokens() -> None:
     plan = spawn.plan(pp=2, dp=2, batch=Batch(64, 4, 32))
-    found = measure.other_shapes(plan)
-    assert {m for m, s in found if s == 32} >= {1, 2, 8, 16} and {s for _, s in found} == {32, 16, 8}
-    assert (4, 32) not in found and all(m * s <= 4 * 4 * 32 for m, s in found) and len(set(found)) == len(found)
+    shapes = measure.other_shapes(plan)
+    assert {m for m, s in shapes if s == 32} >= {1, 2, 8, 16} and {s for _, s in shapes} == {32, 16, 8}
+    assert (4, 32) not in shapes and all(m * s <= 4 * 4 * 32 for m, s in shapes) and len(set(shapes)) == len(shapes)
 
 
-def test_a_fit_of_what_no_link_can_do_is_still_a_link() -> None:
+def test_fit_of_impossible_times_gives_a_valid_link() -> None:
     faster = networks.fit([Sample(("a",), "local", "", 1, s, 0.1) for s in (1.0, 2.0)])[("a",), "local"]
     assert faster.efficiency > 5 and faster.latency_s >= 0
 
 
 @pytest.mark.slurm
-def test_a_job_over_three_fabrics_measures_their_networks(testbed, tmp_path: Path) -> None:
-    """Two nodes of each fabric; the planner then names no published link as an assumption."""
+def test_job_on_three_fabrics_measures_their_networks(testbed, tmp_path: Path) -> None:
+    """Two nodes of each fabric. With this calibration the planner assumes no published link."""
     file = tmp_path / "site.cal.yaml"
     holmes = str(Path(sys.executable).with_name("holmes"))
     environment = {**os.environ, "HOLMES_RUNS": str(tmp_path)}
@@ -244,12 +249,12 @@ def test_a_job_over_three_fabrics_measures_their_networks(testbed, tmp_path: Pat
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = Calibration.from_dict(yaml.safe_load(file.read_text()))
-    assert {f.fabric: set(f.links) for f in found.fabrics} == {
-        fabric: {"ethernet", *(f"{nic}{what}" for what in ("", ".reduce_scatter", ".all_gather"))}
+    calibration = Calibration.from_dict(yaml.safe_load(file.read_text()))
+    assert {f.fabric: set(f.links) for f in calibration.fabrics} == {
+        fabric: {"ethernet", *(f"{nic}{suffix}" for suffix in ("", ".reduce_scatter", ".all_gather"))}
         for fabric, nic in (("ib-a", "ib"), ("roce-a", "roce"), ("eth-a", "ethernet"))
     }
-    assert {frozenset(b.between) for b in found.between} >= {frozenset(("ib-a", "roce-a"))}
+    assert {frozenset(b.between) for b in calibration.between} >= {frozenset(("ib-a", "roce-a"))}
     planned = subprocess.run(
         [holmes, "plan", f"calibration={file}", "train.pace_layer_ms=20", "plan.nodes={ib-a: 2, roce-a: 2}", "--json"],
         env=environment,
