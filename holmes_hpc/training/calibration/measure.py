@@ -44,7 +44,7 @@ FILE = "calibration.yaml"
 WARM_UP = 3  # steps, or passes through a layer
 REPEATS = 12
 DEADLINE_S, SHAPES_S = 150.0, 75.0  # time limits: of all optional measurements, of other shapes
-MAX_TOKEN_RATIO = 4  # of another shape to the micro-batch: one layer of it fits where a stage does
+MAX_TOKEN_RATIO = 4  # of another shape to the plan's micro-batch, so that a layer fits into the memory of a stage
 PASS = "pass"  # the time of a pass beyond its parts
 Shape = tuple[int, int]  # micro-batch size, sequence length
 Times = dict[tuple[str, Shape], tuple[float, float]]  # of a part, or PASS: seconds (forward, backward)
@@ -62,7 +62,7 @@ def _measure(config: Configuration, session: Session, watchdog: Watchdog, signal
     trainer, plan, rank = Trainer(config, session, watchdog), session.plan, session.launch.rank
     trainer.record_start()
     if trainer.run(signals).get("preempted"):
-        raise RunFailed("a signal ended the calibration", where="calibrate", hint="start it again")
+        raise RunFailed("a signal ended the calibration", where="calibrate", hint="run it again")
     log = say if rank == 0 else lambda text: None
     exchange_all = partial(exchange, session.store, member=rank, members=range(plan.world_size))
     watchdog.alive("measuring the parts of a step")
@@ -212,8 +212,8 @@ def build_calibration(
 ) -> Calibration:
     """Return the calibration: each fabric has the times and links of its own ranks.
 
-    `ranks`: `device` and `times` (rows of name, micro size, sequence, forward and backward seconds) of each rank;
-    `steps`: the lines of metrics.jsonl after warm-up; `all_reduce_s`: seconds of an all-reduce of one number.
+    `ranks`: `device` and `times` (rows of name, micro size, sequence, forward and backward seconds) of each rank.
+    `steps`: the lines of metrics.jsonl after warm-up. `all_reduce_s`: seconds of an all-reduce of one number.
     """
     links, optimizer, fabrics = networks.links_of_fabrics(fitted), _optimizer_s(plan, steps), []
     for name in dict.fromkeys(place.fabric for place in plan.places):
@@ -231,9 +231,11 @@ def build_calibration(
                 pass_s=max(0.0, *passes) if passes else None,
             )
         )
-    other_s = statistics.median(statistics.mean(s["other_s"] for s in line["breakdown"]) for line in steps)
-    result = Calibration(tuple(fabrics), (), pace_layer_ms, other_s + all_reduce_s, dtype, f"{now()}, plan {plan.id}")
-    return replace(result, between=networks.links_between_fabrics(fitted, result, plan.site))
+    step_s = all_reduce_s + statistics.median(
+        statistics.mean(s["other_s"] for s in line["breakdown"]) for line in steps
+    )
+    calibration = Calibration(tuple(fabrics), (), pace_layer_ms, step_s, dtype, f"{now()}, plan {plan.id}")
+    return replace(calibration, between=networks.links_between_fabrics(fitted, calibration, plan.site))
 
 
 def _median_times(ranks: Sequence[dict[str, Any]]) -> Times:

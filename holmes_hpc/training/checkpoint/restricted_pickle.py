@@ -1,9 +1,9 @@
 """Safe loading of a checkpoint's pickles: untrusted input must not execute code.
 
 Checksums do not help, since whoever writes a checkpoint also writes its checksums. PyTorch's format has three kinds of
-pickles: ``.metadata`` (the index of the tensors), which PyTorch loads without restriction; ``common.pt`` and small
-objects beside the weights, which it loads as the caller specifies; and Transformer Engine's fp8 state, bytes that hold
-another pickle. :func:`enforce` restricts the first two in this process, :func:`check_extra_states` checks the third.
+pickles. It loads ``.metadata``, the index of the tensors, without restriction. It loads ``common.pt`` and small objects
+beside the weights as the caller specifies. Transformer Engine's fp8 state is bytes that contain another pickle.
+:func:`enforce` restricts the first two in this process, :func:`check_extra_states` checks the third.
 """
 
 from __future__ import annotations

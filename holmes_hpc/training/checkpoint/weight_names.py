@@ -1,7 +1,7 @@
 """The mapping between Megatron-Core's weights and rows of Hugging Face tensors: one table per family, for both ways.
 
-Megatron-Core has queries, keys and values in one matrix, by group of heads (the group's queries, its key, its value),
-and SwiGLU's gate and up matrices in one. GPT-2's matrices are transposed. Only names and shapes: no torch.
+Megatron-Core has one matrix of queries, keys and values, by group of heads (the group's queries, its key, its value).
+It also has one matrix of SwiGLU's gate and up. GPT-2's matrices are transposed. Only names and shapes: no torch.
 """
 
 from __future__ import annotations

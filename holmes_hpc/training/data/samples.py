@@ -122,14 +122,14 @@ def sample_rows(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, sta
             yield rows
 
 
-def prefetch(items: Iterator[Any]) -> Iterator[Any]:
-    """Yield `items`, which a thread computes :data:`DEPTH` ahead. An error is raised in place of its item."""
+def prefetch(stream: Iterator[Any]) -> Iterator[Any]:
+    """Yield from `stream`, which a thread computes :data:`DEPTH` steps ahead. An error is raised in its place."""
     end = object()
     with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
-        futures = deque(thread.submit(next, items, end) for _ in range(DEPTH))
-        while (item := futures.popleft().result()) is not end:
-            futures.append(thread.submit(next, items, end))
-            yield item
+        futures = deque(thread.submit(next, stream, end) for _ in range(DEPTH))
+        while (batch := futures.popleft().result()) is not end:
+            futures.append(thread.submit(next, stream, end))
+            yield batch
 
 
 def copy_to_gpu(host_rows: Iterator[np.ndarray], device: torch.device) -> Iterator[torch.Tensor]:
