@@ -56,8 +56,8 @@ def test_ranks_of_one_node_and_local_groups_need_no_link() -> None:
     infos = [info("a", "ib-a", (0, 1), 2, 1), info("b", "ib-a", (2, 3), 2, 2)]
     same_node = [CommunicationGroup("tp", "local", (0, 1)), CommunicationGroup("tp", "rdma", (0, 1))]
     assert peer_links(infos, same_node, "a") == []
-    both = [CommunicationGroup("dp", "rdma", (0, 2)), CommunicationGroup("dp", "rdma", (1, 3))]
-    assert [link.receiver for link in peer_links(infos, both, "a")] == ["b"]
+    dp_groups = [CommunicationGroup("dp", "rdma", (0, 2)), CommunicationGroup("dp", "rdma", (1, 3))]
+    assert [link.receiver for link in peer_links(infos, dp_groups, "a")] == ["b"]
 
 
 groups_strategy = st.lists(
