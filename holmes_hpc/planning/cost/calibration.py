@@ -110,13 +110,9 @@ class Calibration(Checked, where="calibration"):
         if not isinstance(data, Mapping) or "fabrics" in data:
             return make(cls, data, "calibration")
         own_data = {name: value for name, value in data.items() if name in keys(cls)}
-        fabric_data = {name: value for name, value in data.items() if name not in own_data}
+        legacy = {name: value for name, value in data.items() if name not in own_data}
         calibration = make(cls, own_data, "calibration")
-        return (
-            replace(calibration, fabrics=(make(MeasuredFabric, fabric_data, "calibration"),))
-            if fabric_data
-            else calibration
-        )
+        return replace(calibration, fabrics=(make(MeasuredFabric, legacy, "calibration"),)) if legacy else calibration
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that :meth:`from_dict` accepts."""
@@ -151,17 +147,11 @@ class Calibration(Checked, where="calibration"):
     def link(self, fabric: Fabric, network: str, collective: str = "") -> Link | None:
         """Return the measured link of `network` on `fabric`, for messages or a collective.
         Fall back to fabrics with GPUs of its kind, then to any fabric, except for links inside a node."""
-        measured_fabrics = list(self._matches(fabric))
+        sources = list(self._matches(fabric))
         if network != "local":
-            measured_fabrics += [m for m in self.fabrics if m not in measured_fabrics]
+            sources += [m for m in self.fabrics if m not in sources]
         return next(
-            (
-                m.links[name]
-                for name in (f"{network}.{collective}", network)
-                for m in measured_fabrics
-                if name in m.links
-            ),
-            None,
+            (m.links[name] for name in (f"{network}.{collective}", network) for m in sources if name in m.links), None
         )
 
     def with_measured_links(self, site: Site) -> Site:

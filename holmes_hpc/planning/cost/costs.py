@@ -172,7 +172,7 @@ class Costs:
             forward, backward = matrix_s + non_matrix_s, 2 * (matrix_s + non_matrix_s)
             scores_s = cpu.matrix_s(layer_score_flops(model, tokens, sequence) / tp)
             scores_s += cpu.score_traffic_s(model, tokens, sequence, tp)
-            comm_s = self._tp_comm_s("layer", model, tokens, tp, fabric, sequence_parallel)
+            comm_s = self._comm_s("layer", model, tokens, tp, fabric, sequence_parallel)
             forward += comm_s[0]
             backward += comm_s[1] + cpu.accumulate_s(layer_parameters(model, tp))
         part_seconds = {"scores": scores_s, "ffn": forward * 2.0 * tokens * ffn_matrix(model) / flops}
@@ -284,31 +284,27 @@ class Costs:
         """Interpolate the measured/modelled ratio between shapes and scale the modelled time by it.
         `rows`: one part's measurements, of which those at the TP nearest to `tp` count."""
         part, sequence, tokens = rows[0].part, batch.sequence_length, batch.micro_size * batch.sequence_length
-        near_tp = min({p.tp for p in rows}, key=lambda t: (abs(math.log(t / tp)), t))
-        ratios: list[tuple[tuple[float, ...], Seconds]] = []
-        for p in (p for p in rows if p.tp == near_tp):
+        near = min({p.tp for p in rows}, key=lambda t: (abs(math.log(t / tp)), t))
+        is_exact, ratios = near == tp, list[tuple[tuple[float, ...], Seconds]]()
+        for p in (p for p in rows if p.tp == near):
             row_sequence = p.sequence or sequence
-            comm_s = (
-                (0.0, 0.0)
-                if near_tp == tp
-                else self._tp_comm_s(part, model, p.tokens, near_tp, fabric, p.sequence_parallel)
-            )
+            comm_s = (0.0, 0.0) if is_exact else self._comm_s(part, model, p.tokens, near, fabric, p.sequence_parallel)
             modelled_s = self._modelled_shape_s(
                 part,
                 model,
                 p.tokens,
                 sequence=row_sequence,
-                tp=near_tp,
+                tp=near,
                 fabric=fabric,
                 sequence_parallel=p.sequence_parallel,
-                collectives=near_tp == tp,
+                collectives=is_exact,
                 flops=p.flops,
             )
             compute_s = tuple(
                 max(s - t, MIN_COMPUTE_SHARE * s) for s, t in zip((p.forward_s, p.backward_s), comm_s, strict=True)
             )
             ratios.append(((row_sequence, p.tokens), (compute_s[0] / modelled_s[0], compute_s[1] / modelled_s[1])))
-        comm_s = (0.0, 0.0) if near_tp == tp else self._tp_comm_s(part, model, tokens, tp, fabric, sequence_parallel)
+        comm_s = (0.0, 0.0) if is_exact else self._comm_s(part, model, tokens, tp, fabric, sequence_parallel)
         modelled_s = self._modelled_shape_s(
             part,
             model,
@@ -317,7 +313,7 @@ class Costs:
             tp=tp,
             fabric=fabric,
             sequence_parallel=sequence_parallel,
-            collectives=near_tp == tp,
+            collectives=is_exact,
         )
         forward, backward = (
             interpolate([(shape, r[i]) for shape, r in ratios], (sequence, tokens)) * modelled_s[i] + comm_s[i]
@@ -354,7 +350,7 @@ class Costs:
         forward, backward = (max(s - t, MIN_COMPUTE_SHARE * s) * share for s, t in zip(modelled_s, comm_s, strict=True))
         return forward, backward
 
-    def _tp_comm_s(
+    def _comm_s(
         self, part: str, model: ModelSpec, tokens: int, tp: int, fabric: Fabric, sequence_parallel: bool
     ) -> Seconds:
         """Return the seconds of TP's collectives in a part's (forward, backward)."""

@@ -233,9 +233,7 @@ class Layout:
         transports: dict[tuple[str, str, bool], Transport] = {}
         edges = []
         for replica, stages in enumerate(self.replicas):
-            ends = [
-                (source.fabric, target.fabric) for source, target in zip(stages, (*stages[1:], stages[0]), strict=True)
-            ]
+            ends = [(a.fabric, b.fabric) for a, b in zip(stages, (*stages[1:], stages[0]), strict=True)]
             keys = [(*end, self._is_local(replica, s)) for s, end in enumerate(ends)]
             for source, target, is_local in keys:
                 if (source, target, is_local) not in transports:

@@ -67,7 +67,7 @@ def layer_activation_bytes(
     its backward pass).
 
     `element`: bytes of an activation. Unless `fused`, Megatron-Core's own modules on a CPU keep each tensor that
-    autograd saves (benchmarks/planner_memory.py). Fused are the modules of Transformer Engine. `flash`: attention keeps
+    autograd saves (benchmarks/planner_memory.py). Transformer Engine's modules are fused. `flash`: attention keeps
     one number per row of scores. `unfused_norm`, `unfused_elementwise`, `fp32_scores`: on a GPU, autograd saves the
     tensors of norms in fp32, of separate rotary and gate operations, and of a softmax in fp32. `parts`: selective
     recomputation repeats them and keeps their inputs; of the FFN and norms, it drops all but the input.

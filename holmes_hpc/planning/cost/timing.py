@@ -205,15 +205,11 @@ def _compute_times(layout: Layout, replica: int) -> ComputeTimes:
 
     seconds = layer("none" if layout.recompute == "full" else layout.recompute)
     recomputed_s = layer("full")[1] - seconds[1] if layout.recompute == "full" else np.zeros(p.pp)
-    end_fabrics = layout.fabric(stages[0]), layout.fabric(stages[-1])
+    first, last = layout.fabric(stages[0]), layout.fabric(stages[-1])
     embedding = layout.fabric_memo.of(
-        "embedding",
-        end_fabrics[0].name,
-        compute=lambda: costs.part_s("embedding", m, layout.batch, p.tp, end_fabrics[0]),
+        "embedding", first.name, compute=lambda: costs.part_s("embedding", m, layout.batch, p.tp, first)
     )
-    head = layout.fabric_memo.of(
-        "head", end_fabrics[1].name, compute=lambda: costs.part_s("head", m, layout.batch, p.tp, end_fabrics[1])
-    )
+    head = layout.fabric_memo.of("head", last.name, compute=lambda: costs.part_s("head", m, layout.batch, p.tp, last))
     return ComputeTimes(
         seconds,
         recomputed_s,

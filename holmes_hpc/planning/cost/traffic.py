@@ -97,10 +97,8 @@ def activation_bytes(layout: Layout, transport: Transport, component: Component)
     if transport.kind == "tcp" and layout.edge_dtype != "same":
         element = BYTES[layout.edge_dtype]
     elements = layout.batch.micro_size * layout.batch.sequence_length * layout.model.hidden
-    is_split = layout.parallel.sequence_parallel or (
-        layout.costs.software.scatter_transfers and transport.kind != "local"
-    )
-    return elements * element / (layout.parallel.tp if is_split else 1)
+    scatters = layout.costs.software.scatter_transfers and transport.kind != "local"
+    return elements * element / (layout.parallel.tp if layout.parallel.sequence_parallel or scatters else 1)
 
 
 def transfer_s(layout: Layout, transport: Transport, source: Component, target: Component) -> float:
