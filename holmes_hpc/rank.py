@@ -15,8 +15,8 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.extras import missing
 from holmes_hpc.records.ownership import careful_umask
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.lifecycle.requirements import check_engine
-from holmes_hpc.submission.local_ranks import loads_first
+from holmes_hpc.submission.lifecycle.requirements import check_megatron_core
+from holmes_hpc.submission.local_ranks import preload_with
 from holmes_hpc.training.rank.log import one_line
 
 
@@ -24,7 +24,7 @@ def _preload(config: dict[str, Any]) -> None:
     _task(recorded(config)[0])
 
 
-@loads_first(_preload)
+@preload_with(_preload)
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     """Train, or measure with `train.measure`, as one rank of `config["plan_file"]`; return the final figures.
 
@@ -32,7 +32,7 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     careful_umask()
     with _record_failure(RunDirectory(config["run_dir"])):
         settings, unrecorded = recorded(config)
-        check_engine(settings.train.optimizer)
+        check_megatron_core(settings.train.optimizer)
         return _task(settings)(settings, unrecorded)
 
 

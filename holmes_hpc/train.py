@@ -29,9 +29,9 @@ from holmes_hpc.planning.request import given_site, local_site, make_plan, node_
 from holmes_hpc.rank import rank_and_size, run_rank
 from holmes_hpc.records.ownership import careful_umask
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.lifecycle.create import facts, new_run
-from holmes_hpc.submission.lifecycle.outcome import judge
-from holmes_hpc.submission.plan_job import Planned
+from holmes_hpc.submission.lifecycle.create import create_run, record_fields
+from holmes_hpc.submission.lifecycle.outcome import build_result
+from holmes_hpc.submission.plan_job import PlannedJob
 
 
 def _local_plan(config: Configuration) -> Configuration:
@@ -42,7 +42,7 @@ def _local_plan(config: Configuration) -> Configuration:
     plan = make_plan(config, local_site(size, config.train.device))
     config = replace(config, plan_file=str(Path(config.run_dir) / "plan.yaml"))
     if rank == 0:
-        new_run(config, plan, list(HydraConfig.get().overrides.task))
+        create_run(config, plan, list(HydraConfig.get().overrides.task))
     return config
 
 
@@ -56,7 +56,7 @@ def _run_and_record(config: Configuration) -> float | None:
         return loss
     finally:
         if rank_and_size()[0] == 0:
-            run.write_result(judge(run, code), writer="follower")
+            run.write_result(build_result(run, code), writer="follower")
 
 
 def app(cfg: DictConfig) -> float | None:
@@ -73,13 +73,13 @@ def app(cfg: DictConfig) -> float | None:
         _end(e)
 
 
-def plan_job(cfg: DictConfig, where: str) -> Planned:
+def plan_job(cfg: DictConfig, where: str) -> PlannedJob:
     """Return one planned job of a sweep for the launchers holmes_slurm and holmes_local; every rank runs it."""
     config = replace(resolve(cfg), launcher=LauncherConfig(where))
     site = None if where == "local" or config.plan_file else _site(config.site_file, node_settings(config))
     plan = make_plan(config, site)
     config = replace(config, model=plan.model, batch=plan.batch).with_data()
-    return Planned(plan, config.to_dict(), run_rank, config.slurm, facts(config, plan))
+    return PlannedJob(plan, config.to_dict(), run_rank, config.slurm, record_fields(config, plan))
 
 
 _site = functools.cache(given_site)  # read once for all jobs of a sweep

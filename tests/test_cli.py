@@ -1,4 +1,4 @@
-"""The `holmes` command as people type it: exit codes, one line for bad input, JSON that parses."""
+"""The `holmes` command: exit codes, one line for bad input, JSON that parses."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def test_plan_for_a_site_file_is_written_and_read_back(holmes, site, tmp_path):
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_what_is_doubtful_of_a_site_is_said_before_its_plan(holmes, tmp_path):
+def test_a_doubtful_site_is_reported_before_its_plan(holmes, tmp_path):
     target, path = tmp_path / "plan.yaml", tmp_path / "site.yaml"
     path.write_text(TWO.replace("nic: ib, rdma_gbps: 200", "nic: ib, rdma_gbps: 25"))
     code, _, err = holmes(
@@ -58,9 +58,9 @@ def test_what_is_doubtful_of_a_site_is_said_before_its_plan(holmes, tmp_path):
     assert code == 0 and "its 200 Gb/s are counted as" in " ".join(out.split())  # as the plan has it
 
 
-def test_deep_pipelines_name_their_networks_too(holmes, site):
-    told = ("plan.strategy=one-fabric", "plan.pp=16", "plan.tp=1", "plan.dp=2")
-    code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", *told, "--site", str(site))
+def test_deep_pipelines_show_their_networks(holmes, site):
+    fixed = ("plan.strategy=one-fabric", "plan.pp=16", "plan.tp=1", "plan.dp=2")
+    code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", *fixed, "--site", str(site))
     text = " ".join(out.replace("|", " ").split())  # however wide the terminal is
     assert code == 0 and "stages 0 to 15: 1, 2, 2" in text and "data parallel by local" in text
 
@@ -136,7 +136,7 @@ def test_bad_site_files(holmes, tmp_path):
     refused(holmes("plan", "--site", str(tmp_path / "none.yaml")), "none.yaml")
 
 
-def test_what_nothing_can_be_learned_from_is_refused(holmes, site, tmp_path):
+def test_learning_without_runs_is_refused(holmes, site, tmp_path):
     refused(holmes("plan", "--learn", str(tmp_path), "--site", str(site)), "no run to learn from", "--learn")
     plan = tmp_path / "plan.yaml"
     assert holmes("plan", "--site", str(site), "model=gpt_3_6b", "-o", str(plan))[0] == 0
@@ -149,7 +149,7 @@ def test_a_bad_calibration_file_is_named(holmes, site, tmp_path):
     refused(holmes("plan", f"calibration={path}", "--site", str(site)), "bad.cal.yaml", "pats")
 
 
-def test_status_says_that_there_are_no_runs(holmes, tmp_path):
+def test_status_without_runs(holmes, tmp_path):
     code, out, err = holmes("status")
     assert code == 0 and not out and "no runs in" in err
     assert holmes("status", "--json")[1].strip() == "[]"
@@ -159,9 +159,9 @@ def local(*more: str) -> list[str]:
     return ["launcher=local", "plan.pp=2", "plan.dp=2", *more]
 
 
-def test_data_are_looked_at_before_anything_is_planned(holmes, tmp_path):
-    """Of another vocabulary, too short, without their group, or not there: one line each, and no run directory.
-    Megatron, whose import takes seconds, is not loaded for it."""
+def test_data_are_checked_before_planning(holmes, tmp_path):
+    """Wrong vocabulary, too short, without group, or missing: one line each, and no run directory.
+    The check does not import Megatron, which takes seconds."""
     prefix = tmp_path / "text"
     (tmp_path / "a.txt").write_text("all work and no play " * 2000)
     assert holmes("data", "prepare", str(tmp_path / "a.txt"), "-o", str(prefix))[0] == 0
@@ -169,18 +169,18 @@ def test_data_are_looked_at_before_anything_is_planned(holmes, tmp_path):
     refused(holmes("run", *local(*data, "model.vocab=100")), "text.bin", "token id", "vocabulary of 100")
     refused(holmes("run", *local(*data, "batch.global_size=1024")), "training part has", "a step takes 1024")
     refused(holmes("run", *local(f"data.prefix={prefix}")), "data.kind is not given", "add data=indexed")
-    refused(holmes("run", *local("checkpoint=/nope/step-3")), "checkpoint is '/nope/step-3', which is not there")
+    refused(holmes("run", *local("checkpoint=/nope/step-3")), "checkpoint is '/nope/step-3', which does not exist")
     assert not list((tmp_path / "runs").glob("*"))
     code = "import sys; from holmes_hpc.training.data import prefix; sys.exit('megatron' in str(sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_plan_does_not_load_what_submits():
+def test_plan_does_not_import_submitit():
     code = "import sys; import holmes_hpc.cli.planning; sys.exit('submitit' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_data_are_not_tokenized_without_what_joins_them(holmes, tmp_path, monkeypatch):
+def test_data_are_not_tokenized_without_torch(holmes, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("all work and no play")
     monkeypatch.setattr("holmes_hpc.extras.find_spec", lambda name: None if name == "torch" else name)
     done = holmes("data", "prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "d"))
@@ -188,7 +188,7 @@ def test_data_are_not_tokenized_without_what_joins_them(holmes, tmp_path, monkey
     assert not list(tmp_path.glob("d*"))
 
 
-def test_data_are_not_overwritten_unasked(holmes, tmp_path):
+def test_data_are_not_overwritten_without_force(holmes, tmp_path):
     (tmp_path / "texts" / "below").mkdir(parents=True)
     for name in ("texts/a.txt", "texts/below/b.txt", "texts/.hidden", "c.txt"):
         (tmp_path / name).write_text(f"the text of {name}")
@@ -202,21 +202,21 @@ def test_data_are_not_overwritten_unasked(holmes, tmp_path):
     refused(holmes("data", "prepare", str(tmp_path / "empty"), "-o", prefix), "no file in this folder")
 
 
-def test_a_run_that_made_no_step_makes_room_and_one_is_removed_after_a_question(holmes, tmp_path, capsys):
-    from holmes_hpc.cli import start
+def test_a_run_without_a_step_is_replaced_and_rm_asks_first(holmes, tmp_path, capsys):
+    from holmes_hpc.submission.lifecycle.create import remove_unused_run
 
     target = tmp_path / "plan.yaml"
     assert holmes("plan", *local(), "-o", str(target))[0] == 0
     run = RunDirectory.create(tmp_path / "runs" / "mine", plan_text=target.read_text())
-    start._make_room(run)
-    assert not run.exists() and not any(run.path.iterdir())  # the directory stays, with the lock of who starts it
+    remove_unused_run(run)
+    assert not run.exists() and not any(run.path.iterdir())  # the directory stays, for the lock
     run = RunDirectory.create(run.path, plan_text=target.read_text())
     (run.path / "notes.txt").write_text("somebody's")
-    start._make_room(run)
+    remove_unused_run(run)
     assert run.exists()
     (run.path / "notes.txt").unlink()
     run.append_metrics({"step": 1, "loss": 1.0})
-    start._make_room(run)
+    remove_unused_run(run)
     assert run.exists()
     capsys.readouterr()
     refused(holmes("rm", "mine"), "--yes")
@@ -228,7 +228,7 @@ def test_a_run_that_made_no_step_makes_room_and_one_is_removed_after_a_question(
     refused(holmes("rm", str(tmp_path / "sweep"), "--yes"), "name its runs")
 
 
-def test_tables_break_no_words_whatever_the_width(holmes, monkeypatch):
+def test_tables_break_no_words_at_any_width(holmes, monkeypatch):
     for width in (40, 60, 80, 100, 160):
         monkeypatch.setenv("COLUMNS", str(width))
         code, out, _ = holmes("models")
@@ -251,7 +251,7 @@ def test_an_ascii_terminal_gets_ascii(tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr and "gr??e...-" in done.stderr
 
 
-def test_a_plan_is_told_as_wide_as_the_terminal(holmes, site, monkeypatch):
+def test_a_plan_is_printed_as_wide_as_the_terminal(holmes, site, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "plan.tp=1", "plan.pp=2", "--site", str(site))
     assert code == 0 and max(map(len, out.splitlines())) <= 60 and "\n|     gpu-ib\n" in out and " 0%" not in out
@@ -260,11 +260,11 @@ def test_a_plan_is_told_as_wide_as_the_terminal(holmes, site, monkeypatch):
     assert 100 < max(map(len, out.splitlines())) <= 160
 
 
-def test_the_manual_page_is_that_of_the_verbs():
+def test_the_manual_page_is_up_to_date():
     assert man.PAGE.read_text(encoding="utf-8") == man.page(), "run python -m holmes_hpc.cli.man"
 
 
-def test_small_doors(holmes):
+def test_version_help_and_batches(holmes):
     assert holmes("-V")[1].startswith("holmes_hpc ") and "Usage" in holmes("plan", "-h")[1]
     assert json.loads(holmes("batches", "--json")[1])["llama2_7b"]["tokens"] == 4 << 20
 
@@ -309,11 +309,11 @@ def test_a_broken_plan_file(holmes, tmp_path):
 
 
 def test_unknown_runs_are_named(holmes):
-    for verb in ("status", "logs", "cancel", "report"):
-        refused(holmes(verb, "no-such-run"), "no-such-run")
+    for command in ("status", "logs", "cancel", "report"):
+        refused(holmes(command, "no-such-run"), "no-such-run")
 
 
-def test_unknown_verbs_and_options(holmes):
+def test_unknown_commands_and_options(holmes):
     refused(holmes("pln"), "pln")
     refused(holmes("plan", "--sight", "x"), "--sight")
     refused(holmes("plan", "--partition", "exact"), "--partition", "plan.partition=…")
@@ -323,7 +323,7 @@ def test_unknown_verbs_and_options(holmes):
     refused(holmes("plan", "--steps", "3x"), "--steps")
 
 
-def test_what_other_programs_call_it_and_what_the_shell_took_apart(holmes):
+def test_keys_of_other_programs_and_unquoted_mappings_get_a_hint(holmes):
     for word, key in (
         ("train.learning_rate=1", "train.lr"),
         ("train.batch_size=8", "batch.global_size"),
@@ -336,35 +336,35 @@ def test_what_other_programs_call_it_and_what_the_shell_took_apart(holmes):
     refused(holmes("plan", "plan.layers_per_stage=[4,", "4]"), "quote the whole word", "'KEY=[1, 2]'")
 
 
-def test_predict_says_where_a_layout_lies_and_cuts_activations_as_plan_does(holmes, site):
+def test_predict_shows_the_placement_and_uses_sequence_parallelism_as_plan_does(holmes, site):
     layout = ("--site", str(site), "--model", "gpt_3_6b", "--tp", "2", "--pp", "2", "--dp", "16", "--json")
-    own, cut, whole = (
+    default, split, unsplit = (
         json.loads(holmes("predict", *layout, *more)[1])
         for more in ((), ("--sequence-parallel",), ("--no-sequence-parallel",))
     )
-    assert own == cut and whole["step_time_s"] > own["step_time_s"]
-    assert own["strategy"] == "pipeline" and [c["fabric"] for c in own["components"]] == ["ib-a", "roce-a"]
+    assert default == split and unsplit["step_time_s"] > default["step_time_s"]
+    assert default["strategy"] == "pipeline" and [c["fabric"] for c in default["components"]] == ["ib-a", "roce-a"]
     across = json.loads(holmes("predict", *layout, "--strategy", "hierarchical-dp")[1])
-    assert across["strategy"] == "hierarchical-dp" and across["nic_bytes_per_step"] != own["nic_bytes_per_step"]
-    assert "lies on" in holmes("predict", *layout[:-1])[1]
+    assert across["strategy"] == "hierarchical-dp" and across["nic_bytes_per_step"] != default["nic_bytes_per_step"]
+    assert "placement" in holmes("predict", *layout[:-1])[1]
 
 
-def test_generate_says_at_once_what_it_lacks(holmes, tmp_path, monkeypatch):
+def test_generate_reports_a_missing_package_at_once(holmes, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setitem(sys.modules, "holmes_hpc.training.checkpoint.generate", None)  # torch: not before
+    monkeypatch.setitem(sys.modules, "holmes_hpc.training.checkpoint.generate", None)  # it imports torch
     refused(holmes("generate", str(tmp_path), "--prompt", "x"), "transformers", "pip install")
 
 
 @pytest.mark.parametrize(
-    "verb, module, args",
+    "command, module, args",
     [
         ("generate", "generate", ["--prompt", "x"]),
         ("export", "export", ["--safetensors", "out"]),
         ("import", "hugging_face_folder", ["-o", "out"]),
     ],
 )
-def test_what_takes_long_with_weights_is_not_done_in_silence(holmes, tmp_path, monkeypatch, verb, module, args):
-    """The import of torch too."""
+def test_slow_work_with_weights_is_shown(holmes, tmp_path, monkeypatch, command, module, args):
+    """The import of torch is part of it."""
 
     class Slow:
         def __getattr__(self, name):
@@ -378,11 +378,16 @@ def test_what_takes_long_with_weights_is_not_done_in_silence(holmes, tmp_path, m
     monkeypatch.setattr(console, "waiting", lambda what: waiting(what, after_s=0.05))
     monkeypatch.setattr("holmes_hpc.cli.models.need", lambda _: None)
     monkeypatch.setitem(sys.modules, f"holmes_hpc.training.checkpoint.{module}", Slow())
-    assert "the weights: 0 s" in holmes(verb, str(tmp_path), *args)[2]
+    assert "the weights: 0 s" in holmes(command, str(tmp_path), *args)[2]
 
 
-def test_every_verb_shows_an_example(holmes):
-    for verb in (
+def test_every_command_shows_an_example_and_its_summary_fits(holmes, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ("--help", "data --help", "sweep --help", "testbed --help"):
+        lines = holmes(*command.split())[1].partition("Commands:\n")[2].splitlines()
+        summaries = [line.split(maxsplit=1)[1] for line in lines if line.strip()]
+        assert summaries and all(len(s) <= 60 and s.endswith(".") and "..." not in s for s in summaries), summaries
+    for command in (
         "nodes",
         "probe",
         "label",
@@ -411,16 +416,16 @@ def test_every_verb_shows_an_example(holmes):
         "testbed exec",
         "testbed down",
     ):
-        code, out, _ = holmes(*verb.split(), "--help")
-        assert code == 0 and "Example: " in " ".join(out.split()) and f"holmes {verb}" in out, verb
+        code, out, _ = holmes(*command.split(), "--help")
+        assert code == 0 and "Example: " in " ".join(out.split()) and f"holmes {command}" in out, command
 
 
-def test_configuration_names_what_is_missing():
+def test_a_missing_key_is_named():
     with pytest.raises(ConfigError, match="prefix"):
         load(["data=indexed"])
 
 
-def test_predict_takes_a_layout_by_its_sizes(holmes, site, tmp_path):
+def test_predict_accepts_the_sizes_of_a_model(holmes, site, tmp_path):
     layout = [
         "predict",
         "--site",
@@ -461,7 +466,7 @@ def test_predict_takes_a_layout_by_its_sizes(holmes, site, tmp_path):
     refused(holmes("predict", "--site", str(site), "--layers", "30", "--global-batch", "8"), "--sequence")
 
 
-def test_predict_takes_what_plan_chose_by_default(holmes, site):
+def test_predict_has_the_defaults_of_plan(holmes, site):
     """The plan's layout, predicted without a batch, a schedule and a recomputation, is the plan's own prediction."""
     code, out, _ = holmes("plan", "model=llama2_7b", "plan.pp=2", "--site", str(site), "--json")
     assert code == 0
@@ -484,7 +489,7 @@ def test_predict_takes_what_plan_chose_by_default(holmes, site):
     assert json.loads(out)["step_time_s"] == pytest.approx(plan["predicted"]["step_time_s"], rel=1e-3)
 
 
-def test_a_plan_says_its_tokens_and_how_long_a_budget_takes(holmes, site):
+def test_a_plan_shows_its_tokens_and_how_long_a_budget_takes(holmes, site):
     words = ("plan", "model=llama2_7b", "plan.pp=2", "plan.tp=1", "--site", str(site))
     code, out, _ = holmes(*words, "--tokens", "2e12")
     text = " ".join(out.split())
@@ -503,7 +508,7 @@ def test_a_plan_says_its_tokens_and_how_long_a_budget_takes(holmes, site):
     refused(holmes("predict"), "neither a PLAN nor --site")
 
 
-def test_random_tokens_are_not_trained_on_unasked(holmes, site, tmp_path):
+def test_random_tokens_must_be_requested(holmes, site, tmp_path):
     refused(holmes("run", "model=gpt_small", "launcher=local"), "no data are given for gpt_small", "data=synthetic")
     plan = tmp_path / "plan.yaml"
     assert holmes("plan", "model=gpt_3_6b", "plan.pp=2", "plan.tp=1", "--site", str(site), "-o", str(plan))[0] == 0
@@ -518,12 +523,12 @@ def test_random_tokens_are_not_trained_on_unasked(holmes, site, tmp_path):
     )
     assert shellcheck.returncode == 0, shellcheck.stdout
     assert json.loads(holmes(*words, "--dry-run", "--json")[1])["script"] == out
-    assert "# The job finds a mistyped KEY=VALUE only when it begins; `holmes submit PLAN KEY=VALUE... --dry-run" in out
+    assert "# The job finds a mistyped KEY=VALUE only when it starts." in out
     refused(holmes(*words, "train.stpes=5", "--template", str(tmp_path / "other")), "did you mean 'train.steps'?")
     assert not (tmp_path / "other").exists()
 
 
-def test_predict_says_the_days_of_a_budget(holmes, site):
+def test_predict_shows_the_days_of_a_budget(holmes, site):
     layout = ["--model", "gpt_3_6b", "--tp", "8", "--pp", "1", "--dp", "2", "--global-batch", "64", "--nodes", "ib-a=2"]
     words = ["predict", "--site", str(site), *layout]
     code, out, err = holmes(*words, "--tokens", "300B", "--json")
@@ -538,8 +543,8 @@ def test_predict_says_the_days_of_a_budget(holmes, site):
     refused(holmes(*words, "--steps", "0"), "steps")
 
 
-def test_predict_searches_for_nothing(holmes, site):
-    """Layers not given are even, also where the planner would not have them so; what does not fit is predicted."""
+def test_predict_does_not_search(holmes, site):
+    """Layers are even by default, even if the planner would choose others. A layout that does not fit is predicted."""
     layout = [
         "predict",
         "--site",
@@ -569,7 +574,7 @@ def test_predict_searches_for_nothing(holmes, site):
     assert code == 0 and "it does not fit: " in " ".join(out.split())
 
 
-def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
+def test_predict_has_options_for_the_software(holmes, site, tmp_path):
     layout = [
         "predict",
         "--site",
@@ -609,8 +614,8 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
     for more in (("--gpu", "h100"), ("--grad-dtype", "bf16", "--kv-heads", "8")):
         assert predicted(*more)["step_time_s"] < plain["step_time_s"], more
     assert predicted("--sharding", "none")["memory_bytes_per_gpu"] > plain["memory_bytes_per_gpu"]
-    assert "nine of ten like runs" in holmes(*layout)[1]
-    for more, said in (
+    assert "90% interval" in holmes(*layout)[1]
+    for more, message in (
         (("--attention", "fast"), "attention is 'fast'"),
         (("--fused-norm", "maybe"), "neither yes nor"),
         (("--grad-dtype", "fp8"), "unknown dtype 'fp8'"),
@@ -622,32 +627,32 @@ def test_predict_is_told_what_the_software_does(holmes, site, tmp_path):
         (("--recompute", "none", "--recompute-layers", "2"), "recomputation is none"),
         (("--recompute", "selective", "--recompute-parts", "all"), "unknown part 'all'"),
     ):
-        refused(holmes(*layout, *more), said)
+        refused(holmes(*layout, *more), message)
     path = tmp_path / "plan.yaml"
     assert holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "-o", str(path))[0] == 0
     for option, value in (("--gpu", "h100"), ("--transport", "single"), ("--pp", "4"), ("--layers-per-stage", "16,16")):
-        refused(holmes("predict", str(path), option, value), "a PLAN has its own", option)
+        refused(holmes("predict", str(path), option, value), "the PLAN sets it", option)
 
 
-def test_plan_and_predict_take_options_and_keys_alike(holmes, site):
-    """Every option sets the key that it names, in both commands."""
+def test_plan_and_predict_accept_the_same_options_and_keys(holmes, site):
+    """Every option sets its key, in both commands."""
     options = ["--model", "gpt_3_6b", "--global-batch", "64", "--micro-batch", "2", "--tp", "2", "--pp", "2"]
     options += ["--nodes", "ib-a=1,roce-a=1", "--layers-per-stage", "16,14", "--no-distributed-optimizer"]
     options += ["--recompute", "full", "--overlap-grad-reduce", "no", "--dtype", "fp16", "--vocab", "60000"]
     keys = ["model=gpt_3_6b", "batch.global_size=64", "batch.micro_size=2", "plan.tp=2", "plan.pp=2"]
     keys += ["plan.nodes={ib-a: 1, roce-a: 1}", "plan.layers_per_stage=[16,14]", "plan.distributed_optimizer=false"]
     keys += ["plan.recompute=full", "train.overlap_grad_reduce=false", "train.dtype=fp16", "model.vocab=60000"]
-    for verb, more in (("plan", []), ("predict", ["--dp", "4"])):
+    for command, more in (("plan", []), ("predict", ["--dp", "4"])):
         results = [
-            json.loads(holmes(verb, f"site_file={site}", "--json", *more, *words)[1]) for words in (options, keys)
+            json.loads(holmes(command, f"site_file={site}", "--json", *more, *words)[1]) for words in (options, keys)
         ]
-        mixed = holmes(verb, "--site", str(site), "--json", *more, *options, *keys)  # the same twice
-        assert results[0] == results[1] == json.loads(mixed[1]), verb
+        mixed = holmes(command, "--site", str(site), "--json", *more, *options, *keys)  # the same twice
+        assert results[0] == results[1] == json.loads(mixed[1]), command
         assert "gpt_tiny" not in mixed[2]
 
 
-@pytest.mark.parametrize("verb", ["plan", "predict"])
-def test_two_spellings_with_different_values_are_refused(holmes, site, verb):
+@pytest.mark.parametrize("command", ["plan", "predict"])
+def test_two_spellings_with_different_values_are_refused(holmes, site, command):
     for option, value, key in (
         ("--tp", "2", "plan.tp=4"),
         ("--nodes", "ib-a=2", "plan.nodes={ib-a: 3}"),
@@ -656,18 +661,18 @@ def test_two_spellings_with_different_values_are_refused(holmes, site, verb):
         ("--site", str(site), "site_file=other.yaml"),
     ):
         words = [option, value, *([] if option == "--site" else ["--site", str(site)])]
-        refused(holmes(verb, key, *words), option, key, "differ")
-    refused(holmes(verb, "--site", str(site), "--nodes", "ib-a"), "--nodes", "FABRIC=NODES")
-    refused(holmes(verb, "--site", str(site), "--layers-per-stage", "a,b"), "--layers-per-stage", "write 26,22")
-    refused(holmes(verb, "--site", str(site), "--model", "gpt_3_6b", "tp=2"), "did you mean 'plan.tp'?")
-    refused(holmes(verb, "--site", str(site), "--model", "gpt_3_6"), "did you mean 'gpt_3_6b'?")
+        refused(holmes(command, key, *words), option, key, "differ")
+    refused(holmes(command, "--site", str(site), "--nodes", "ib-a"), "--nodes", "FABRIC=NODES")
+    refused(holmes(command, "--site", str(site), "--layers-per-stage", "a,b"), "--layers-per-stage", "write 26,22")
+    refused(holmes(command, "--site", str(site), "--model", "gpt_3_6b", "tp=2"), "did you mean 'plan.tp'?")
+    refused(holmes(command, "--site", str(site), "--model", "gpt_3_6"), "did you mean 'gpt_3_6b'?")
 
 
-def test_what_a_plan_has_fixed_is_not_predicted_otherwise(holmes, site, tmp_path):
+def test_predict_refuses_options_that_the_plan_sets(holmes, site, tmp_path):
     path = tmp_path / "plan.yaml"
     assert holmes("plan", "model=gpt_3_6b", "--site", str(site), "-o", str(path))[0] == 0
     for key in ("plan.tp=2", "batch.global_size=8", "model=gpt_tiny"):
-        refused(holmes("predict", str(path), key), "a PLAN has its own", key)
+        refused(holmes("predict", str(path), key), "the PLAN sets it", key)
     by_key, by_name = (
         holmes("predict", word, "train.steps=5", "--json")[1] for word in (f"plan_file={path}", str(path))
     )
@@ -677,14 +682,14 @@ def test_what_a_plan_has_fixed_is_not_predicted_otherwise(holmes, site, tmp_path
     refused(holmes(*given, "--sharding", "none", "--distributed-optimizer"), "--sharding none")
 
 
-def test_a_plan_without_a_model_says_which_it_plans(holmes, site):
+def test_plan_without_a_model_names_the_default(holmes, site):
     code, out, err = holmes("plan", "--site", str(site), "--nodes", "ib-a=1")
     assert code == 0 and "this plans gpt_tiny" in err and out.startswith("no model is given: this plans gpt_tiny")
     code, out, err = holmes("plan", "--site", str(site), "--nodes", "ib-a=1", "--json")
     assert json.loads(out)["model"]["name"] == "gpt_tiny" and err.count("gpt_tiny") == 1
 
 
-def test_the_planner_counts_the_type_that_training_uses(holmes, site):
+def test_the_planner_assumes_the_dtype_of_training(holmes, site):
     memory = {}
     for dtype in ("auto", "bf16", "fp32"):
         code, out, _ = holmes(
@@ -716,11 +721,11 @@ def test_a_record_without_a_configuration_is_not_resumed(holmes, tmp_path):
     refused(holmes("resume", "mine"), "configuration", str(run.path))
 
 
-def test_probe_of_a_tree_that_is_not_there(holmes, tmp_path):
+def test_probe_of_a_missing_tree(holmes, tmp_path):
     refused(holmes("probe", "--sysfs", str(tmp_path / "none")), "none")
 
 
-def test_output_and_names_that_cannot_be(holmes, site, tmp_path):
+def test_bad_output_paths_and_names_are_refused(holmes, site, tmp_path):
     refused(holmes("plan", "--site", str(site), "-o", str(tmp_path / "none" / "plan.yaml")), "plan.yaml")
     refused(holmes("plan", "--site", str(site), "-o", str(tmp_path)), str(tmp_path))
     refused(holmes("predict", "plan.yaml", "--trace", str(tmp_path / "none" / "x")), "none/x")
@@ -730,15 +735,15 @@ def test_output_and_names_that_cannot_be(holmes, site, tmp_path):
         refused(holmes("run", *local(name)), "%" if name == "name=%j" else "name")
 
 
-def test_a_run_directory_with_other_files_is_let_be(holmes, tmp_path):
+def test_a_run_directory_with_other_files_is_refused(holmes, tmp_path):
     mine = tmp_path / "work"
     mine.mkdir()
     (mine / "thesis.tex").write_text("all of it")
-    refused(holmes("run", *local(f"run_dir={mine}")), "other files are there")
+    refused(holmes("run", *local(f"run_dir={mine}")), "the directory has other files")
     assert [p.name for p in mine.iterdir()] == ["thesis.tex"]
 
 
-def test_what_a_plan_has_fixed_cannot_be_overridden(holmes, tmp_path, monkeypatch):
+def test_keys_that_the_plan_sets_cannot_be_overridden(holmes, tmp_path, monkeypatch):
     target = tmp_path / "plan.yaml"
     assert holmes("plan", *local(), "-o", str(target))[0] == 0
     for override in ("model=gpt_small", "batch.global_size=4", "plan.tp=2"):
@@ -752,12 +757,12 @@ def test_layers_of_another_number_of_stages_are_refused(holmes, site):
     refused(holmes("plan", "model=gpt_3_6b", "--site", str(site), "plan.layers_per_stage=[10,10]"))
 
 
-def test_an_unknown_option_of_a_group_is_told_the_known_ones(holmes, site):
+def test_an_unknown_option_of_a_group_gets_the_allowed_ones(holmes, site):
     code, _, err = holmes("plan", "--site", str(site), "data=nope")
     assert code == 2 and err == "holmes: overrides: no data 'nope'; choose one of: default, indexed, synthetic\n"
 
 
-def test_a_named_model_takes_another_vocabulary(holmes, site):
+def test_a_named_model_accepts_another_vocabulary(holmes, site):
     def predicted(*more: str) -> float:
         code, out, _ = holmes(
             "predict",
@@ -794,12 +799,12 @@ def test_the_hydra_application_refuses_in_one_line(words, tmp_path):
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_a_reader_that_has_seen_enough_is_no_error(site, form):
+def test_a_closed_pipe_is_no_error(site, form):
     """`holmes ... | head`: the pipe is closed before anything is written."""
     words = ["plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), *form]
     with subprocess.Popen(
         [sys.executable, "-m", "holmes_hpc.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         process.stdout.close()
-        said = process.stderr.read()
-    assert process.returncode == 0 and "Traceback" not in said, said
+        error_output = process.stderr.read()
+    assert process.returncode == 0 and "Traceback" not in error_output, error_output

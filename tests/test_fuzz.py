@@ -32,8 +32,8 @@ from holmes_hpc.records.schema import parse_run
 from holmes_hpc.slurm import hostlist, job_queries, scontrol
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.lifecycle import status
-from holmes_hpc.submission.lifecycle.failed_rank import complaints, culprit
-from holmes_hpc.submission.lifecycle.outcome import judge
+from holmes_hpc.submission.lifecycle.failed_rank import find_failed_rank, parse_srun_errors
+from holmes_hpc.submission.lifecycle.outcome import build_result
 
 SITE = yaml.safe_load("""
 name: two-clusters
@@ -201,7 +201,7 @@ def test_run_records(document: Any) -> None:
             run.read_exits,
             run.read_result,
             run.metrics,
-            lambda: judge(run, 1),
+            lambda: build_result(run, 1),
             lambda: stands(run),
             lambda: run.attempt,
             lambda: run.config,
@@ -258,7 +258,7 @@ TEXTS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "hostlist": ("ib[1-3,7],roce[01-04]x[1-2]", hostlist.expand),
     "minutes": ("1-12:00:00", scontrol.minutes),
     "config": ("SlurmctldHost[0] = head\nSLURM_VERSION = 22.05.8\n", scontrol.parse_config),
-    "srun": (SAID, lambda text: culprit([], complaints(text), 4)),
+    "srun": (SAID, lambda text: find_failed_rank([], parse_srun_errors(text), 4)),
     "run.yaml": (yaml.safe_dump(RUN), parse_run),
 }
 

@@ -14,7 +14,7 @@ from command_line import holmes  # noqa: F401 (a fixture)
 
 from holmes_hpc.config.composition import load
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.lifecycle.status import OnThisMachine
+from holmes_hpc.submission.lifecycle.status import LocalJob
 
 pytestmark = pytest.mark.integration
 
@@ -41,7 +41,7 @@ def test_a_rank_whose_packages_are_absent_says_so_and_its_run_has_failed(
     for name in ("1_0_log.out", "1_0_result.pkl"):  # submitit's, of a local job: an exception is a result as well
         (run.path / "submission").mkdir(exist_ok=True)
         (run.path / "submission" / name).write_bytes(b"")
-    assert OnThisMachine(run, 1, socket.gethostname(), 0.0).state().state == "FAILED"
+    assert LocalJob(run, 1, socket.gethostname(), 0.0).state().state == "FAILED"
     run.logs.mkdir(exist_ok=True)
     run.log_path(0).write_text(done.stdout)
     run.update_run(local={"pid": 2**23, "host": socket.gethostname(), "started": 1.0})  # no process has that number

@@ -1,4 +1,4 @@
-"""What all verbs share: the application they hang on, and the options that many have."""
+"""The application that all commands belong to, and the options that many of them share."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def with_keys(*groups: str) -> type[TyperCommand]:
-    """Return a command whose ``--help`` ends with the keys of these groups that it has no options for."""
+def command_with_keys(*groups: str) -> type[TyperCommand]:
+    """Return a command class whose ``--help`` ends with the keys of these groups that have no option."""
 
     class Command(TyperCommand):
         def format_epilog(self, ctx: Any, formatter: Any) -> None:
             from holmes_hpc.config.document import help_text
 
-            own = {FLAGS[name].key for param in self.params for name in param.opts if name in FLAGS}
-            self.epilog = help_text(*groups, without=own)
+            keys_with_option = {FLAGS[name].key for param in self.params for name in param.opts if name in FLAGS}
+            self.epilog = help_text(*groups, without=keys_with_option)
             super().format_epilog(ctx, formatter)
 
     return Command
 
 
-def takes(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Let a command take these options of config/flags.py, all of them where none is named. The command gets those
-    that were given as `flags`: name -> value."""
+def with_options(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Add options of config/flags.py to a command, all of them by default.
+    The command's parameter `flags` maps the names of the options on the command line to their values."""
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         flags = {name.strip("-").replace("-", "_"): FLAGS[name] for name in names or FLAGS}
         hints = get_type_hints(function, include_extras=True)
-        own = [
+        parameters = [
             p.replace(annotation=hints[name])
             for name, p in inspect.signature(function).parameters.items()
             if name != "flags"
@@ -57,11 +57,11 @@ def takes(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
         @functools.wraps(function)
         def command(**values: Any) -> T:
-            given = {name: value for name in flags if (value := values.pop(name)) is not None}
-            return function(**values, flags={flags[name].name: value for name, value in given.items()})
+            flag_values = {flag.name: value for name, flag in flags.items() if (value := values.pop(name)) is not None}
+            return function(**values, flags=flag_values)
 
-        command.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
+        command.__signature__ = inspect.Signature([*parameters, *options])  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in (*parameters, *options)}
         return command
 
     return decorate
@@ -86,56 +86,56 @@ app = typer.Typer(
     help="Train one large model over clusters that do not share a fast network.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of tables.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Configuration overrides, KEY=VALUE.", show_default=False)]
 Earliest = Annotated[
     bool,
     typer.Option(
-        "--earliest", help="Of plans for parts of the site, the one that ends first: Slurm says when each could start."
+        "--earliest", help="Plan for parts of the site too, and choose the plan that ends first in Slurm's estimate."
     ),
 ]
 Tokens = Annotated[
-    str | None, typer.Option("--tokens", metavar="T", help="How long that many tokens take: 2e12, 300B.")
+    str | None, typer.Option("--tokens", metavar="T", help="Print how long so many tokens take: 2e12, 300B.")
 ]
-Run = Annotated[str, typer.Argument(help="A run directory, its name under runs/, or the leader's job id.")]
+Run = Annotated[str, typer.Argument(help="Run directory, its name under runs/, or its Slurm job id.")]
 
 
-def asked_steps(
+def requested_steps(
     config: Configuration, overrides: Sequence[str], flags: Mapping[str, Any], tokens: str | None, batch: Batch
 ) -> int | None:
-    """Return the steps that --tokens (a number that may end with K, M, B or T), --steps or train.steps ask for; None
-    where none of them is given."""
+    """Return the number of steps from --tokens, --steps or train.steps; None if none of them is given.
+    --tokens is a number that may end with K, M, B or T."""
     if tokens is None:
-        return config.train.steps if any(word.startswith("train.steps=") for word in overrides) else None
+        return config.train.steps if any(o.startswith("train.steps=") for o in overrides) else None
     if "--steps" in flags:
-        raise ConfigError("--steps and --tokens", where="--tokens", hint="leave one of them out")
+        raise ConfigError("--steps and --tokens are mutually exclusive", where="--tokens", hint="leave one of them out")
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(tokens[-1:].upper())
     try:
         count = float(tokens[:-1]) * scale if scale else float(tokens)
     except ValueError:
         count = math.nan
     if not 0 < count < math.inf:
-        raise ConfigError(f"{tokens!r} is no number above 0", where="--tokens", hint="write 3e11, or 300B")
+        raise ConfigError(f"{tokens!r} is not a number above 0", where="--tokens", hint="write 3e11, or 300B")
     return math.ceil(count / batch.tokens)
 
 
 def check_output(file: str | None) -> None:
-    """Refuse, before anything is done, a file that cannot be written."""
+    """Raise ConfigError if `file` cannot be written, before any work is done."""
     if file is not None and (not Path(file).absolute().parent.is_dir() or Path(file).is_dir()):
-        raise ConfigError("not a file in a directory that exists", where=file, hint="give another FILE")
+        raise ConfigError("not a file in an existing directory", where=file, hint="give another FILE")
 
 
-def is_file_argument(word: str) -> bool:
-    """Tell whether the first argument of a command names a file, not KEY=VALUE."""
-    return "=" not in word or Path(word).exists()
+def is_file_argument(argument: str) -> bool:
+    """Return whether the first argument of a command names a file, not KEY=VALUE."""
+    return "=" not in argument or Path(argument).exists()
 
 
-def asked_site(config: Configuration) -> Site:
-    """The site of a configuration; says that Slurm is asked where it takes long to answer."""
+def load_site(config: Configuration) -> Site:
+    """Return the site of a configuration. Show that Slurm is asked, if it takes long to answer."""
     from holmes_hpc.planning.request import site
 
     with console.waiting("asking Slurm"):
-        found = site(config)
-    for remark in found.assumptions if config.site_file else ():  # at a plan's end, under Supposed, they come late
-        console.note(f"{config.site_file}: {remark}")
-    return found
+        loaded_site = site(config)
+    for assumption in loaded_site.assumptions if config.site_file else ():  # shown early, not only at the plan's end
+        console.note(f"{config.site_file}: {assumption}")
+    return loaded_site

@@ -1,7 +1,7 @@
-"""The manual page holmes(1), written from the verbs' own help and the declared keys.
+"""The manual page holmes(1), generated from the commands' help and the declared keys.
 
-``python -m holmes_hpc.cli.man`` writes docs/holmes.1; a test holds the one in the repository equal to that. Wheels
-bring it as share/man/man1/holmes.1.
+``python -m holmes_hpc.cli.man`` writes docs/holmes.1, and a test compares it. Wheels install it as
+share/man/man1/holmes.1.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from holmes_hpc.config.configuration import GROUPS, Configuration
 from holmes_hpc.schema import allowed, keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "holmes.1"
-_EXIT = (("0", "success"), ("1", "a job that failed"), ("2", "bad input: one line says where, what, and what to do"))
-_FILES = (("runs/", "run directories; $HOLMES_RUNS names another place"),)
+_EXIT = (("0", "success"), ("1", "a job that failed"), ("2", "bad input; one line shows where, what and what to do"))
+_FILES = (("runs/", "run directories; $HOLMES_RUNS sets another place"),)
 
 
 def page() -> str:
-    """The whole page, for man(7)'s macros."""
+    """Return the page, in man(7)'s macros."""
     root = typer.main.get_command(load())
-    what = " ".join((root.help or "").split()).rstrip(".")
-    declared = [
+    summary = " ".join((root.help or "").split()).rstrip(".")
+    key_entries = [
         (f"{group}.{key.name}" if group else key.name, f"{key.spec.help} [{allowed(key).removeprefix('use ')}]")
-        for group, keys_of in (("", Configuration), *GROUPS.items())
-        for key in keys(keys_of).values()
+        for group, group_class in (("", Configuration), *GROUPS.items())
+        for key in keys(group_class).values()
         if group or key.name not in GROUPS
     ]
     lines = [
         f'.TH HOLMES 1 "" "holmes_hpc {__version__}"',
         ".SH NAME",
-        f"holmes \\- {_text(what[0].lower() + what[1:])}",
+        f"holmes \\- {_text(summary[0].lower() + summary[1:])}",
         ".SH SYNOPSIS",
         ".B holmes",
-        ".I VERB",
+        ".I COMMAND",
         "[OPTIONS] [ARGUMENTS]",
-        ".SH VERBS",
-        *(line for name, verb in _verbs(root) for line in _verb(name, verb)),
+        ".SH COMMANDS",
+        *(line for name, command in _commands(root) for line in _command_lines(name, command)),
         ".SH KEYS",
-        "KEY=VALUE on the command line of verbs that take OVERRIDES.",
-        *_entries(declared),
+        "Write KEY=VALUE on the command line of commands that accept OVERRIDES.",
+        *_entries(key_entries),
         ".SH EXIT STATUS",
         *_entries(_EXIT),
         ".SH FILES",
@@ -55,36 +55,36 @@ def page() -> str:
 
 
 def _entries(entries: Iterable[tuple[str, str]]) -> list[str]:
-    """Return names in bold, each with what it is below it."""
-    return [line for name, what in entries for line in (".TP", f".B {_text(name)}", _text(what))]
+    """Return names in bold, each with its description below."""
+    return [line for name, description in entries for line in (".TP", f".B {_text(name)}", _text(description))]
 
 
-def _verbs(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
-    """Every verb with its name, those of groups among them (``data prepare``)."""
+def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every command with its name, including those of groups (``data prepare``)."""
     for name, command in sorted(group.commands.items()):
         if hasattr(command, "commands"):
-            yield from _verbs(command, f"{before}{name} ")
+            yield from _commands(command, f"{prefix}{name} ")
         else:
-            yield f"{before}{name}", command
+            yield f"{prefix}{name}", command
 
 
-def _verb(name: str, verb: Any) -> list[str]:
-    """A verb: what it takes, what it does, an example, its options."""
-    arguments = " ".join(_argument(p) for p in verb.params if p.param_type_name == "argument")
-    what, _, example = " ".join((verb.help or "").split()).partition("Example: ")
+def _command_lines(name: str, command: Any) -> list[str]:
+    """Return the section of a command: its arguments, its description, an example and its options."""
+    arguments = " ".join(_argument(p) for p in command.params if p.param_type_name == "argument")
+    description, _, example = " ".join((command.help or "").split()).partition("Example: ")
     return [
         f'.SS "{_text(f"holmes {name} [OPTIONS] {arguments}")}"',
-        _text(what.strip()),
+        _text(description.strip()),
         *([".PP", ".nf", f".RS\n{_text(example)}\n.RE", ".fi"] if example else []),
-        *_entries(_option(p) for p in verb.params if p.param_type_name == "option" and "--help" not in p.opts),
+        *_entries(_option(p) for p in command.params if p.param_type_name == "option" and "--help" not in p.opts),
     ]
 
 
 def _option(param: Any) -> tuple[str, str]:
-    """An option's names with its value, and its help with its default."""
+    """Return an option's names with its value, and its help with its default."""
     value = "" if param.is_flag or param.count else f" {param.metavar or 'VALUE'}"
-    is_shown = param.default not in (None, "") and not param.is_flag and "[" not in (param.help or "")
-    default = f" [default: {param.default}]" if is_shown else ""
+    has_default = param.default not in (None, "") and not param.is_flag and "[" not in (param.help or "")
+    default = f" [default: {param.default}]" if has_default else ""
     return ", ".join([*param.opts, *param.secondary_opts]) + value, f"{param.help or ''}{default}"
 
 
@@ -95,9 +95,9 @@ def _argument(param: Any) -> str:
 
 
 def _text(text: str) -> str:
-    """`text` such that roff prints it as it is."""
-    plain = " ".join(text.split()).replace("\\", "\\e").replace("-", "\\-").replace('"', "\\(dq")
-    return re.sub(r"^([.'])", r"\\&\1", plain)
+    """Return `text` escaped for roff."""
+    escaped = " ".join(text.split()).replace("\\", "\\e").replace("-", "\\-").replace('"', "\\(dq")
+    return re.sub(r"^([.'])", r"\\&\1", escaped)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Verbs about what to run where: plan and calibrate."""
+"""Commands that decide what runs where: plan, calibrate."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from holmes_hpc.cli.app import (
     Overrides,
     Tokens,
     app,
-    asked_site,
-    asked_steps,
     check_output,
-    takes,
-    with_keys,
+    command_with_keys,
+    load_site,
+    requested_steps,
+    with_options,
 )
 from holmes_hpc.config.composition import load, with_flags
 from holmes_hpc.config.configuration import Configuration
@@ -35,9 +35,9 @@ from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.records.files import read_yaml, write_whole
 
 if TYPE_CHECKING:
-    from holmes_hpc.submission.queue_estimate import PlannedStart
+    from holmes_hpc.submission.queue_estimate import QueueEstimate
 
-# A short run, unless overrides say otherwise.
+# Overrides that make a short run. Those of the user replace them.
 CALIBRATION = (
     "train.measure=true",
     "train.steps=10",
@@ -47,8 +47,8 @@ CALIBRATION = (
 )
 
 
-@app.command(cls=with_keys("plan", "batch"))
-@takes()
+@app.command(cls=command_with_keys("plan", "batch"))
+@with_options()
 def plan(
     *,
     overrides: Overrides = None,
@@ -57,52 +57,54 @@ def plan(
     earliest: Earliest = False,
     seconds: Annotated[
         float | None,
-        typer.Option(metavar="S", help="Search that long at most; the plan says how much better one could still be."),
+        typer.Option(
+            metavar="S", help="Limit the search to S seconds. The plan shows how much a full search could gain."
+        ),
     ] = None,
     tokens: Tokens = None,
     learn: Annotated[
-        str | None, typer.Option(metavar="RUNS", help="Correct computing and networks by the runs in this directory.")
+        str | None, typer.Option(metavar="RUNS", help="Correct compute and network costs by these runs.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """The best plan for a model, why, and the runners-up; with --earliest the one that ends first in today's queue.
+    """Find the fastest plan for a model, and explain it. With --earliest, find the plan that ends first in the queue.
 
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
     """
-    words = with_flags(flags, overrides)
-    config = load(words)
+    overrides = with_flags(flags, overrides)
+    config = load(overrides)
     if earliest:
-        from holmes_hpc.cli import start  # what talks to Slurm takes long to import, and a plan seldom needs it
+        from holmes_hpc.cli import submit  # a slow import that most plans do not need
 
-        start.check_choice(config)
+        submit.check_earliest(config)
     batch = Plan.read(config.plan_file).batch if config.plan_file and tokens is not None else config.batch
-    asked = asked_steps(config, words, flags, tokens, batch)
-    if asked is not None:
-        config = config.with_train(steps=asked)
+    steps = requested_steps(config, overrides, flags, tokens, batch)
+    if steps is not None:
+        config = config.with_train(steps=steps)
     check_output(output)
     if learn is not None and config.plan_file:
         raise ConfigError("plan_file names a plan already", where="--learn", hint="leave one of them out")
-    default_model = None if config.plan_file or any(w.startswith("model=") for w in words) else config.model.name
-    corrections = _learned(config, learn) if learn is not None else NO_CORRECTIONS
-    known = None if config.plan_file else replace(request.costs(config), corrections=corrections)
+    default_model = None if config.plan_file or any(o.startswith("model=") for o in overrides) else config.model.name
+    corrections = _learned_corrections(config, learn) if learn is not None else NO_CORRECTIONS
+    search_costs = None if config.plan_file else replace(request.costs(config), corrections=corrections)
     clock = Clock(seconds, console.note)
-    ends = start.earliest_ends(config, clock, known) if earliest else []
-    site = None if ends or config.plan_file else asked_site(config)
-    chosen = ends[0].plan if ends else request.make_plan(config, site, clock, known)
+    estimates = submit.earliest_ends(config, clock, search_costs) if earliest else []
+    site = None if estimates or config.plan_file else load_site(config)
+    chosen = estimates[0].plan if estimates else request.make_plan(config, site, clock, search_costs)
     if output:
         chosen.write(output)
     costs = replace(request.costs(config, chosen), corrections=corrections)
     if default_model:
         console.note(_NO_MODEL.format(default_model))
     if json:
-        console.as_json(_document(chosen, costs, asked, ends))
+        console.as_json(_document(chosen, costs, steps, estimates))
         return
     if default_model:
         console.text(_NO_MODEL.format(default_model))
-    if ends:
-        start.show_ends(ends, config.train.steps)
+    if estimates:
+        submit.show_estimates(estimates, config.train.steps)
         console.text()
-    for line in explain(chosen, costs, asked, console.width()):
+    for line in explain(chosen, costs, steps, console.width()):
         console.text(line)
     if output:
         console.note(f"written: {output}")
@@ -111,40 +113,40 @@ def plan(
 _NO_MODEL = "no model is given: this plans {}; model=NAME plans another (`holmes models`)"
 
 
-def _document(chosen: Plan, costs: Costs, steps: int | None, ends: Sequence[PlannedStart]) -> dict[str, Any]:
-    """Return what `holmes plan --json` writes."""
+def _document(chosen: Plan, costs: Costs, steps: int | None, estimates: Sequence[QueueEstimate]) -> dict[str, Any]:
+    """Return the JSON document of `holmes plan`."""
     slowest = stage_transfer_cost(chosen, costs)
     return {
         **chosen.to_dict(),
         "hop": slowest.to_dict() if slowest else None,
         "throughput": throughput(chosen, steps),
-        **({"earliest": [end.to_dict() for end in ends]} if ends else {}),
+        **({"earliest": [estimate.to_dict() for estimate in estimates]} if estimates else {}),
     }
 
 
 @app.command()
-@takes("--site")
+@with_options("--site")
 def calibrate(
     *,
     overrides: Overrides = None,
     flags: Mapping[str, Any],
-    output: Annotated[str, typer.Option("-o", "--output", help="Write what was measured here.")] = "calibration.yaml",
+    output: Annotated[str, typer.Option("-o", "--output", help="Write the measurements here.")] = "calibration.yaml",
     json: Json = False,
 ) -> None:
-    """Measure layers and links in a short job on two nodes of each fabric; plan and predict take its file.
+    """Measure layers and links in a short job. It uses two nodes of each fabric; plan and predict read its file.
 
     Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
     """
-    from holmes_hpc.cli.start import start
+    from holmes_hpc.cli.submit import create_and_submit
     from holmes_hpc.submission.lifecycle import progress
 
     check_output(output)
-    words = with_flags(flags, overrides)
-    config = request.for_calibration(load([*CALIBRATION, *words])).with_data()
+    overrides = with_flags(flags, overrides)
+    config = request.for_calibration(load([*CALIBRATION, *overrides])).with_data()
     chosen = request.make_plan(config)
-    record, job = start(chosen, config, words)
+    record, job = create_and_submit(chosen, config, overrides)
     console.note(f"job {job.id}: {record.path}")
-    if code := progress.follow(record, job, show=console.note if json else console.text):
+    if code := progress.report_progress(record, job, show=console.note if json else console.text):
         raise typer.Exit(code)
     measured = read_yaml(record.path / "calibration.yaml")
     write_whole(Path(output), (record.path / "calibration.yaml").read_text(encoding="utf-8"))
@@ -164,7 +166,7 @@ def calibrate(
 
 
 def _show_fabric(fabric: MeasuredFabric, title: str) -> None:
-    """Print what was measured on a fabric."""
+    """Print the measurements of a fabric."""
     rows = [
         (
             f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens",
@@ -179,36 +181,36 @@ def _show_fabric(fabric: MeasuredFabric, title: str) -> None:
     console.table(
         title,
         ("measured", "forward or latency", "backward or efficiency"),
-        [*rows, ("rest of a pass", f"{(fabric.pass_s or 0.0) * 1e3:.4g} ms", "")],
-        caption="efficiency: payload's share of the rate that the site gives",
+        [*rows, ("remaining pass time", f"{(fabric.pass_s or 0.0) * 1e3:.4g} ms", "")],
+        caption="efficiency: payload rate divided by the site's rate",
     )
-    above = [f"{name} {link.efficiency:.3g}" for name, link in fabric.links.items() if link.efficiency > 1]
-    if above:
+    too_fast = [f"{name} {link.efficiency:.3g}" for name, link in fabric.links.items() if link.efficiency > 1]
+    if too_fast:
         console.note(
-            f"{fabric.fabric}: {', '.join(above)} times the rate that the site gives: a network is faster than"
-            " it is said to be (correct the site's figure), or its ranks share a node and never leave it"
+            f"{fabric.fabric}: {', '.join(too_fast)} times the site's rate: correct that rate if the network is faster,"
+            " or check whether the ranks share a node"
         )
 
 
-def _compare(measured_s: float, predicted_s: float, rest_s: float) -> None:
+def _compare(measured_s: float, predicted_s: float, unattributed_s: float) -> None:
     """Print the measured step time beside the one that the calibration predicts."""
     console.text(
-        f"Its own steps took {measured_s:.4g} s; from these figures they would take {predicted_s:.4g} s,"
-        f" {rest_s * 1e3:.4g} ms of it in no part."
+        f"Measured step time: {measured_s:.4g} s; predicted from this calibration: {predicted_s:.4g} s,"
+        f" of which {unattributed_s * 1e3:.4g} ms belong to no measured part."
     )
     if not 0.8 < predicted_s / measured_s < 1.25:
         console.note(
-            "these are far apart: the nodes had other work while one of the two was measured, or steps wait"
-            " for what no part has; calibrate again on idle nodes"
+            "they differ much: the nodes had other work during a measurement, or steps wait for something that is"
+            " not measured; calibrate again on idle nodes"
         )
 
 
-def _learned(config: Configuration, runs: str) -> Corrections:
-    """The corrections that the runs below a directory ask for; says which runs say nothing, and what stays unknown."""
+def _learned_corrections(config: Configuration, runs: str) -> Corrections:
+    """Return the corrections learned from the runs below a directory. Report unusable runs and uncorrected costs."""
     with console.waiting("learning from runs"):
-        found, others = request.learned(config, runs)
-    if others:
-        console.note(f"{len(others)} runs say nothing, the first: {others[0]}")
-    if found.unidentified:
-        console.note(f"not shown by these runs, so left as it was: {', '.join(found.unidentified)}")
-    return found.corrections
+        learned, unusable = request.learned(config, runs)
+    if unusable:
+        console.note(f"{len(unusable)} runs cannot be used, the first: {unusable[0]}")
+    if learned.unidentified:
+        console.note(f"these runs do not show, so it is not corrected: {', '.join(learned.unidentified)}")
+    return learned.corrections

@@ -1,4 +1,4 @@
-"""`holmes predict`: the step time, throughput and memory of a given layout, or of a plan."""
+"""The command predict: step time, throughput and memory of a layout or a plan."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from holmes_hpc.cli.app import (
     Overrides,
     Tokens,
     app,
-    asked_steps,
     check_output,
+    command_with_keys,
     is_file_argument,
-    takes,
-    with_keys,
+    requested_steps,
+    with_options,
 )
 from holmes_hpc.config.composition import composed, is_fixed_by_plan, with_flags
 from holmes_hpc.config.configuration import Configuration, from_dict
@@ -44,56 +44,53 @@ def _fused_norm(text: str) -> bool:
     return yes_or_no(text, "--fused-norm")
 
 
-@app.command(cls=with_keys("plan"))
-@takes()
+@app.command(cls=command_with_keys("plan"))
+@with_options()
 def predict(
     *,
     plan_path: Annotated[
         str | None,
-        typer.Argument(
-            metavar="PLAN", show_default=False, help="A file of `holmes plan -o`, whose layout is not given again."
-        ),
+        typer.Argument(metavar="PLAN", show_default=False, help="A file of `holmes plan -o`, in place of a layout."),
     ] = None,
     overrides: Overrides = None,
     flags: Mapping[str, Any],
     recompute_parts: Annotated[
-        str | None, typer.Option(help="What selective recomputation computes again: scores,norms,ffn. [scores]")
+        str | None, typer.Option(help="Parts that selective recomputation covers: scores,norms,ffn. [scores]")
     ] = None,
     recompute_layers: Annotated[
-        int | None, typer.Option(help="Layers of each stage that full recomputation computes again. [all]")
+        int | None, typer.Option(help="Layers per stage that full recomputation covers. [all]")
     ] = None,
     attention: Annotated[
         str | None,
         typer.Option(
-            help="flash, flash1 (its first version), sdpa, softmax (Megatron's fused softmax) or unfused. [as the site"
-            " says, or flash]"
+            help="flash, flash1 (its first version), sdpa, softmax (Megatron's fused softmax) or unfused."
+            " [the site's, or flash]"
         ),
     ] = None,
     fused_norm: Annotated[
-        str | None, typer.Option(metavar="yes|no", parser=_fused_norm, help="[as the site says, or yes]")
+        str | None, typer.Option(metavar="yes|no", parser=_fused_norm, help="Fused normalization. [the site's, or yes]")
     ] = None,
-    grad_dtype: Annotated[str | None, typer.Option(help="Of gradients' sums and traffic. [fp32]")] = None,
+    grad_dtype: Annotated[str | None, typer.Option(help="Type of gradient sums and traffic. [fp32]")] = None,
     sharding: Annotated[
         str | None,
         typer.Option(
-            help="What data-parallel ranks share out: none, optimizer, or full (FSDP). [as --distributed-optimizer]"
+            help="State that data-parallel ranks shard: none, optimizer or full (FSDP). [as --distributed-optimizer]"
         ),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="Another GPU kind than the site's, in every fabric.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU kind of every fabric. [the site's]")] = None,
     tokens: Tokens = None,
     trace: Annotated[str | None, typer.Option(help="Write the simulated timeline here (Perfetto).")] = None,
     json: Json = False,
 ) -> None:
-    """Step time, throughput and memory of one given layout. What is not given is 1 (TP, PP, DP, model chunks), the
-    model's own (batch), as equal as can be (layers), or as `plan` would choose it.
+    """Predict step time, throughput and memory of a layout. Defaults: 1 for TP, PP, DP and model chunks, the model's
+    batch, equal layers per stage; the rest is chosen as by `plan`.
 
     Example: holmes predict --site site.yaml --model gpt_3_6b --tp 1 --pp 2 --dp 32 --micro-batch 4 --global-batch 768
     """
     check_output(trace)
-    words = overrides or []
     if plan_path is not None and not is_file_argument(plan_path):
-        words, plan_path = [plan_path, *words], None
-    words = with_flags(flags, words)
+        overrides, plan_path = [plan_path, *(overrides or [])], None
+    overrides = with_flags(flags, overrides)
     software = _Software(
         attention=attention,
         fused_norm=fused_norm,
@@ -103,21 +100,21 @@ def predict(
         recompute_parts=recompute_parts,
         recompute_layers=recompute_layers,
     )
-    config = _configuration(words, plan_path)
+    config = _configuration(overrides, plan_path)
     if config.plan_file:
-        _refuse_layout([*flags, *software.of_layout], words)
+        _refuse_layout([*flags, *software.of_layout], overrides)
         plan = Plan.read(config.plan_file)
         plan = replace(plan, site=software.on(plan.site))
         costs = software.costs(config, plan.recompute, plan)
     else:
-        plan, costs = _of_layout(config, software, words)
+        plan, costs = _of_layout(config, software, overrides)
     predicted = simulation.predict(plan, costs)
-    steps = asked_steps(config, words, flags, tokens, plan.batch)
+    steps = requested_steps(config, overrides, flags, tokens, plan.batch)
     plan = replace(plan, predicted=predicted)
     rates = throughput(plan, steps)
     if trace is not None:
-        text = json_text.dumps(simulation.chrome_trace(simulation.timeline(plan, costs)))
-        Path(trace).write_text(text, encoding="utf-8")
+        timeline = simulation.chrome_trace(simulation.timeline(plan, costs))
+        Path(trace).write_text(json_text.dumps(timeline), encoding="utf-8")
         console.note(f"written: {trace}")
     if json:
         console.as_json(
@@ -129,7 +126,7 @@ def predict(
 
 @dataclass(frozen=True)
 class _Software:
-    """What the training program does, as the command line says; None: as the site says, or its default."""
+    """Options that describe the training software. None: the site's value, or the default."""
 
     attention: str | None
     fused_norm: Any
@@ -140,68 +137,65 @@ class _Software:
     recompute_layers: int | None
 
     def __post_init__(self) -> None:
-        for flag, what, value, known in (
+        for flag, noun, value, allowed in (
             ("--grad-dtype", "dtype", self.grad_dtype, ("fp32", "bf16", "fp16")),
             ("--sharding", "sharding", self.sharding, ("none", "optimizer", "full")),
         ):
-            if value is not None and value not in known:
-                raise ConfigError(f"unknown {what} {value!r}", where=flag, hint=f"use {', '.join(known)}")
+            if value is not None and value not in allowed:
+                raise ConfigError(f"unknown {noun} {value!r}", where=flag, hint=f"use {', '.join(allowed)}")
 
     @property
     def of_layout(self) -> list[str]:
-        """The given options that a plan has fixed."""
+        """Return the given options that a plan sets itself."""
         return [name for name, value in (("--gpu", self.gpu), ("--sharding", self.sharding)) if value is not None]
 
     def on(self, site: Site) -> Site:
         """Return `site` with these GPUs and this software."""
-
         return request.with_software(
             request.with_gpu(site, self.gpu) if self.gpu else site, self.attention, self.fused_norm
         )
 
     def costs(self, config: Configuration, recompute: str, plan: Plan | None = None) -> Costs:
-        """Return what computing and sending cost. Raise ConfigError for parts of a recomputation that is not done."""
-
+        """Return the costs of compute and communication.
+        ConfigError for an option of a kind of recomputation that is not used."""
         parts = self.recompute_parts and tuple(self.recompute_parts.split(","))
         fields: dict[str, Any] = {"sharding": "full"} if self.sharding == "full" else {}
         for name, value, kind in (("parts", parts, "selective"), ("layers", self.recompute_layers, "full")):
             if value is not None and recompute != kind:
                 raise ConfigError(
-                    f"recomputation is {recompute}", where=f"--recompute-{name}", hint=f"it is of --recompute {kind}"
+                    f"recomputation is {recompute}", where=f"--recompute-{name}", hint=f"it needs --recompute {kind}"
                 )
             fields |= {} if value is None else {f"recompute_{name}": value}
         return request.costs(config, plan, fields, BYTES[self.grad_dtype] if self.grad_dtype else None)
 
 
-def _configuration(words: Sequence[str], plan_path: str | None) -> Configuration:
-    """Return the configuration of `words`, with the plan or the site of the prediction. A model without a name has
-    the sizes that are given."""
-
-    data = composed(words)
+def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configuration:
+    """Return the configuration of `overrides`, with the plan or the site of the prediction.
+    Without a name, the model has the given sizes."""
+    data = composed(overrides)
     plan_file, site = plan_path or data["plan_file"], data["site_file"]
     if data["plan_file"] not in (None, plan_file):
         raise ConfigError(f"PLAN is {plan_path}, plan_file is {data['plan_file']}", hint="leave one of them out")
     if (plan_file is None) == (site is None):
         raise ConfigError(
-            "a PLAN and --site: a plan has its own site" if site else "neither a PLAN nor --site",
+            "a PLAN and --site are mutually exclusive" if site else "neither a PLAN nor --site",
             where="predict",
-            hint="give one of them: a PLAN, or --site FILE with a layout",
+            hint="give a PLAN, or --site FILE with a layout",
         )
-    keys = [word.lstrip("+").partition("=")[0] for word in words]
+    keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     if plan_file is None and "model" not in keys:
         data |= _by_sizes(data, keys)
     return from_dict({**data, "plan_file": plan_file})
 
 
 def _by_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the groups model and batch of a GPT of the given sizes."""
-
+    """Return the groups model and batch for a GPT of the given sizes."""
     sizes, batch = ({k: v for k, v in data[group].items() if f"{group}.{k}" in keys} for group in ("model", "batch"))
     if "batch" in keys:
         batch = data["batch"]
     if not {"global_size", "sequence_length"} <= batch.keys():
         raise ConfigError(
-            "no batch is known for a model without a name", where="predict", hint="give --global-batch and --sequence"
+            "a model without a name has no default batch", where="predict", hint="give --global-batch and --sequence"
         )
     missing = [f"--{name}" for name in ("layers", "hidden", "heads") if name not in sizes]
     if missing:
@@ -210,17 +204,15 @@ def _by_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {"model": asdict(model), "batch": {"micro_size": 1, **batch}}
 
 
-def _refuse_layout(names: Sequence[str], words: Sequence[str]) -> None:
-    """Raise ConfigError for an option or an override that the plan has fixed."""
-
+def _refuse_layout(names: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raise ConfigError for an option or an override that the plan sets itself."""
     fixed = [name for name in names if name not in FLAGS or is_fixed_by_plan(f"{FLAGS[name].key}=")]
-    for word in [*fixed, *filter(is_fixed_by_plan, words)]:
-        raise ConfigError("a PLAN has its own", where=word, hint="leave it out, or give --site FILE with a layout")
+    for name in [*fixed, *filter(is_fixed_by_plan, overrides)]:
+        raise ConfigError("the PLAN sets it", where=name, hint="leave it out, or give --site FILE with a layout")
 
 
-def _of_layout(config: Configuration, software: _Software, words: Sequence[str]) -> tuple[Plan, Costs]:
-    """Return the plan of the given layout and what it costs."""
-
+def _of_layout(config: Configuration, software: _Software, overrides: Sequence[str]) -> tuple[Plan, Costs]:
+    """Return the plan of the given layout, and its costs."""
     plan, length = config.plan, config.batch.sequence_length
     tp = plan.tp or 1
     config = replace(
@@ -233,18 +225,18 @@ def _of_layout(config: Configuration, software: _Software, words: Sequence[str])
             dp=plan.dp or 1,
             virtual_stages=plan.virtual_stages or 1,
             sequence_parallel=tp > 1 and length % tp == 0 if plan.sequence_parallel is None else plan.sequence_parallel,
-            distributed_optimizer=_is_sharded(plan.distributed_optimizer, software.sharding, words),
+            distributed_optimizer=_is_sharded(plan.distributed_optimizer, software.sharding, overrides),
         ),
     )
     costs = software.costs(config, plan.recompute)
     return _chosen_layout(config, software.on(request.site(config)), costs), costs
 
 
-def _is_sharded(distributed: bool, sharding: str | None, words: Sequence[str]) -> bool:
-    """Tell whether the optimizer is sharded. Raise ConfigError where --sharding and the key contradict each other."""
+def _is_sharded(distributed: bool, sharding: str | None, overrides: Sequence[str]) -> bool:
+    """Return whether the optimizer is sharded. ConfigError if --sharding and the key contradict each other."""
     if sharding is None:
         return distributed
-    if any(w.startswith("plan.distributed_optimizer=") for w in words) and distributed == (sharding == "none"):
+    if any(o.startswith("plan.distributed_optimizer=") for o in overrides) and distributed == (sharding == "none"):
         raise ConfigError(
             f"--sharding {sharding} with plan.distributed_optimizer={str(distributed).lower()}",
             where="predict",
@@ -254,12 +246,11 @@ def _is_sharded(distributed: bool, sharding: str | None, words: Sequence[str]) -
 
 
 def _chosen_layout(config: Configuration, site: Site, costs: Costs) -> Plan:
-    """Return the plan of the given layout. Of schedules and recomputations that are not given, those with the shortest
-    step of the ones that fit are taken, the plainer of equals."""
-
+    """Return the plan of the given layout.
+    Choose the schedule and recomputation, if not given, with the shortest step that fits; the simpler one if equal."""
     plan = config.plan
     background = plan.transport == "holmes" and (plan.pp or 1) > 1
-    schedules = in_question(plan.schedule, plan.virtual_stages or 1, background)[::-1]  # the plainer first
+    schedules = in_question(plan.schedule, plan.virtual_stages or 1, background)[::-1]  # the simplest first
     candidates = [
         request.given_layout(replace(config, plan=replace(plan, recompute=recompute, schedule=schedule)), site, costs)
         for recompute in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,))
@@ -275,19 +266,18 @@ def _step_time(plan: Plan) -> float:
 
 def _show(plan: Plan, predicted: Predicted, costs: Costs, rates: Mapping[str, Any], steps: int | None) -> None:
     """Print the prediction as a table."""
-
     interval = predicted.interval_s
     console.table(
-        f"{plan.model.name}, {plan.batch.global_size} sequences of {plan.batch.sequence_length} tokens a "
+        f"{plan.model.name}, {plan.batch.global_size} sequences of {plan.batch.sequence_length} tokens per "
         f"step in micro-batches of {plan.batch.micro_size}: {plan.parallel}, schedule "
         f"{plan.schedule.kind}, recompute {plan.recompute}",
         ("figure", "predicted"),
         [
-            ("lies on", f"{plan.spread}: {where_stages_lie(plan)}"),
+            ("placement", f"{plan.spread}: {where_stages_lie(plan)}"),
             ("step time", console.seconds(predicted.step_time_s)),
-            *([("nine of ten like runs", f"{interval[0]:.4g} to {interval[1]:.4g} s")] if interval else []),
+            *([("90% interval", f"{interval[0]:.4g} to {interval[1]:.4g} s")] if interval else []),
             ("samples/s", f"{predicted.samples_per_s:.4g}"),
-            ("tokens a step", f"{rates['tokens_per_step']:,}"),
+            ("tokens per step", f"{rates['tokens_per_step']:,}"),
             ("tokens/s", f"{rates['tokens_per_s']:,.0f}"),
             *([(f"{steps:,} steps, {rates['tokens']:.3g} tokens", duration(rates["days"]))] if steps else []),
             ("model TFLOP/s per GPU", f"{predicted.model_tflops_per_gpu:.4g}"),
@@ -297,7 +287,7 @@ def _show(plan: Plan, predicted: Predicted, costs: Costs, rates: Mapping[str, An
                 for i, b in enumerate(predicted.memory_bytes_per_gpu)
             ),
             *((PART_NAMES[part], console.seconds(s)) for part, s in predicted.breakdown.items()),
-            *((f"bytes over {nic}, a step", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items()),
+            *((f"bytes per step over {nic}", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items()),
         ],
         caption="; ".join((*plan.assumptions, *counted_less(plan, costs))),
     )

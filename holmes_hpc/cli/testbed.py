@@ -1,4 +1,4 @@
-"""Verbs about the testbed: testbed up, status, exec, env, down."""
+"""Commands for the testbed: testbed up, status, exec, env, down."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from holmes_hpc import console
 from holmes_hpc.cli.app import Json, app
 from holmes_hpc.testbed import testbed
 
-group = typer.Typer(no_args_is_help=True, help="A real Slurm with shaped NICs on this machine.")
+group = typer.Typer(no_args_is_help=True, help="Run a real Slurm with shaped NICs on this machine.")
 app.add_typer(group, name="testbed")
 
 
 @group.command("up")
 def testbed_up(
     topology: Annotated[str | None, typer.Argument(metavar="[FILE]", show_default=False)] = None,
-    release: Annotated[str | None, typer.Option(help="Debian's, of its Slurm: bookworm or trixie.")] = None,
-    slurm: Annotated[str | None, typer.Option(metavar="PREFIX", help="An installed Slurm's folder.")] = None,
+    release: Annotated[str | None, typer.Option(help="Debian release of its Slurm: bookworm or trixie.")] = None,
+    slurm: Annotated[str | None, typer.Option(metavar="PREFIX", help="Prefix of an installed Slurm.")] = None,
     slurm_source: Annotated[
-        str | None, typer.Option(metavar="DIR|TARBALL", help="Slurm's source: built, once, and used.")
+        str | None, typer.Option(metavar="DIR|TARBALL", help="Source of Slurm, which is built once.")
     ] = None,
 ) -> None:
-    """Bring it up (again: nothing happens). Example: sudo holmes testbed up slurm/testbed/default.yaml"""
-    with console.steps("looking at the testbed that is there") as say:
-        testbed.up(topology, release=release, slurm=slurm, source=slurm_source, progress=say)
-    console.note('up; your shell: eval "$(holmes testbed env)"')
+    """Start the testbed, unless it runs already. Example: sudo holmes testbed up slurm/testbed/default.yaml"""
+    with console.steps("checking the testbed") as report:
+        testbed.up(topology, release=release, slurm=slurm, source=slurm_source, progress=report)
+    console.note('the testbed runs; to use it in your shell: eval "$(holmes testbed env)"')
 
 
 @group.command("status")
 def testbed_status(json: Json = False) -> None:
-    """What is up: exit code 0, or 1 where something is not. Example: holmes testbed status --json"""
-    found = testbed.status()
+    """Show which parts of the testbed run. Exit code 1 if one does not. Example: holmes testbed status --json"""
+    status = testbed.status()
     if json:
-        console.as_json(found)
-    elif "nodes" not in found:
-        console.text(f"no testbed in {found['state_dir']}")
+        console.as_json(status)
+    elif "nodes" not in status:
+        console.text(f"no testbed in {status['state_dir']}")
     else:
-        dead = [name for name, lives in found["daemons"].items() if not lives]
+        stopped = [name for name, is_running in status["daemons"].items() if not is_running]
         console.table(
-            f"{found['topology']}: {found['slurm']} ({found['release']}) in {found['state_dir']}",
+            f"{status['topology']}: {status['slurm']} ({status['release']}) in {status['state_dir']}",
             ("node", "partition", "state", "NICs, Mbit/s", "features"),
             [
                 (
@@ -51,28 +51,28 @@ def testbed_status(json: Json = False) -> None:
                     ", ".join(f"{k} {v}" if v else k for k, v in n["nics"].items()),
                     " ".join(n["features"]),
                 )
-                for n in found["nodes"]
+                for n in status["nodes"]
             ],
-            caption=f"not running: {', '.join(dead)}" if dead else "",
+            caption=f"not running: {', '.join(stopped)}" if stopped else "",
         )
-    raise typer.Exit(0 if found["up"] else 1)
+    raise typer.Exit(0 if status["up"] else 1)
 
 
 @group.command("exec", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def testbed_exec(node: str, command: Annotated[list[str], typer.Argument(metavar="-- CMD...")]) -> None:
-    """Run a command on a node. Example: holmes testbed exec ib1 -- ip addr"""
+    """Run a command on a node of the testbed. Example: holmes testbed exec ib1 -- ip addr"""
     raise typer.Exit(testbed.exec_in(node, command).returncode)
 
 
 @group.command("env")
 def testbed_env() -> None:
-    """Lines for a shell: eval "$(holmes testbed env)" """
+    """Print the testbed's environment for a shell. Example: eval "$(holmes testbed env)" """
     for key, value in testbed.env().items():
         print(f"export {key}={shlex.quote(value)}")
 
 
 @group.command("down")
 def testbed_down() -> None:
-    """Remove all that `up` made. Example: holmes testbed down"""
-    with console.steps("looking at the testbed that is there") as say:
-        testbed.down(progress=say)
+    """Stop the testbed and remove its files. Example: holmes testbed down"""
+    with console.steps("checking the testbed") as report:
+        testbed.down(progress=report)

@@ -1,4 +1,4 @@
-"""The same Plan as processes of this machine, through submitit's local executor: for trying, without a Slurm."""
+"""Execution of a plan on this machine without Slurm, through submitit's local executor, for trials."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import ignore_interrupts, uninterrupted
 from holmes_hpc.slurm.scontrol import minutes
 from holmes_hpc.submission import local_ranks
-from holmes_hpc.submission.lifecycle.status import Job, OnThisMachine
+from holmes_hpc.submission.lifecycle.status import Job, LocalJob
 from holmes_hpc.submission.plan_job import RankTask
 
 
 class LocalRankTask(RankTask):
-    """A rank as a local process: what srun or torchrun would say is said by variables of torchrun's names, but for an
-    address: the ranks meet in the run directory. `start` names this start."""
+    """A rank as a local process. It sets torchrun's variables, except an address: the ranks meet in the run directory.
+    `start`: the id of this start."""
 
     def __init__(self, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any], start: str) -> None:
         super().__init__(function, config)
         self.start = start
 
     def __call__(self) -> Any:
-        own = submitit.JobEnvironment()
+        environment = submitit.JobEnvironment()
         os.environ.update(
-            RANK=str(own.global_rank),
-            WORLD_SIZE=str(own.num_tasks),
-            LOCAL_RANK=str(own.local_rank),
-            LOCAL_WORLD_SIZE=str(own.num_tasks),
+            RANK=str(environment.global_rank),
+            WORLD_SIZE=str(environment.num_tasks),
+            LOCAL_RANK=str(environment.local_rank),
+            LOCAL_WORLD_SIZE=str(environment.num_tasks),
             TORCHELASTIC_RUN_ID=self.start,
         )
         for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
@@ -47,8 +47,8 @@ class LocalRankTask(RankTask):
         return super().__call__()
 
 
-class _LoadedOnce(LocalExecutor):
-    """Its one task forks the ranks (:mod:`holmes_hpc.submission.local_ranks`)."""
+class _ForkingExecutor(LocalExecutor):
+    """Executor whose one task forks the ranks (:mod:`holmes_hpc.submission.local_ranks`)."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         super().__init__(folder)
@@ -59,21 +59,21 @@ class _LoadedOnce(LocalExecutor):
         return shlex.join([sys.executable, "-u", "-m", local_ranks.__name__, str(self.folder), str(self.ranks)])
 
 
-def run_plan_here(
+def run_plan_locally(
     plan: Plan,
     run_dir: str | Path,
     function: Callable[[dict[str, Any]], Any],
     config: Mapping[str, Any],
     settings: SlurmSettings,
 ) -> Job:
-    """Start `plan`'s ranks as processes of this machine; they survive this process. The job to follow comes back."""
+    """Start `plan`'s ranks as processes of this machine, which survive this process. Return their job."""
     run = RunDirectory(Path(run_dir).absolute())
     ranks = plan.world_size
     gpus = sum(c.gpus_per_node for c in plan.components if plan.site.fabric(c.fabric).gres)
-    folder, forked = run.path / "submission", not gpus and sys.platform == "linux"
-    executor = _LoadedOnce(folder, ranks) if forked else LocalExecutor(folder)
+    folder, is_forked = run.path / "submission", not gpus and sys.platform == "linux"
+    executor = _ForkingExecutor(folder, ranks) if is_forked else LocalExecutor(folder)
     executor.update_parameters(
-        tasks_per_node=1 if forked else ranks,
+        tasks_per_node=1 if is_forked else ranks,
         gpus_per_node=gpus,
         stderr_to_stdout=True,
         timeout_min=int(minutes(settings.timeout_min) or 60),
@@ -84,23 +84,23 @@ def run_plan_here(
     host = socket.gethostname()
     with uninterrupted():
         with ignore_interrupts():
-            os.environ.setdefault("SUBMITIT_LOG_LEVEL", "ERROR")  # its processes say nothing that the ranks do not
+            os.environ.setdefault("SUBMITIT_LOG_LEVEL", "ERROR")  # submitit logs nothing that the ranks do not
             job = executor.submit(task)
         pid = int(job.job_id)
         run.update_run(local={"pid": pid, "host": host, "started": started})
-        for rank in range(ranks):  # submitit's own logs, under the names that run directories have
+        for rank in range(ranks):  # links to submitit's logs, with the names of a run directory
             link = run.log_path(rank)
             link.unlink(missing_ok=True)
             link.symlink_to(Path("..") / "submission" / f"{pid}_{rank}_log.out")
-    return _Child(run, pid, host, started, job)
+    return _ChildJob(run, pid, host, started, job)
 
 
-class _Child(OnThisMachine):
-    """A local job that this process started itself: its controller must be waited for, or it stays a zombie."""
+class _ChildJob(LocalJob):
+    """A local job that this process started. It waits for the controller, which would stay a zombie otherwise."""
 
     def __init__(self, run: RunDirectory, pid: int, host: str, started: float, job: Any) -> None:
         super().__init__(run, pid, host, started)
         self._job = job
 
-    def _alive(self) -> bool:
+    def _is_alive(self) -> bool:
         return not self._job.done()

@@ -1,8 +1,8 @@
-"""The ranks of a local job without GPUs: what takes long to load is loaded once, and every rank is forked from there.
+"""The ranks of a local job without GPUs: one process imports the slow modules, then forks every rank.
 
-Submitit's local controller starts this as the job's one task; each fork then is a task of submitit's, with the logs and
-the result of its own rank. A fork after CUDA was asked for devices cannot use them, so ranks with GPUs are processes of
-their own.
+Submitit's local controller starts this module as the job's one task. Each fork becomes a task of submitit's, with the
+logs and the result of its rank. A fork cannot use GPUs that CUDA opened before it, so ranks with GPUs are separate
+processes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, LocalJobEnvironment
 
 from holmes_hpc.lifetime import end_with
-from holmes_hpc.submission.lifecycle.failed_rank import note_ends
+from holmes_hpc.submission.lifecycle.failed_rank import record_local_exits
 
 F = TypeVar("F", bound=Callable[..., Any])
-PICKLE_WAIT_S = 60  # as submitit: the job's number, and so its pickle's name, is known only after its start
+PICKLE_WAIT_S = 60  # as in submitit: the job id, and thus the pickle's name, is known only after the start
 
 
-def loads_first(load: Callable[[dict[str, Any]], object]) -> Callable[[F], F]:
-    """A rank's function whose `load(config)` imports what takes long, so that the ranks of a machine share it."""
+def preload_with(load: Callable[[dict[str, Any]], object]) -> Callable[[F], F]:
+    """Decorate a rank's function with `load(config)`, whose slow imports the ranks of a machine then share."""
 
     def mark(function: F) -> F:
         function.load = load  # type: ignore[attr-defined]
@@ -38,67 +38,70 @@ def loads_first(load: Callable[[dict[str, Any]], object]) -> Callable[[F], F]:
     return mark
 
 
-def _load(pickle: Path) -> None:
-    """What the job's ranks need, as far as it can be had: what is missing each of them says itself."""
-    end = time.monotonic() + PICKLE_WAIT_S
-    while not pickle.exists() and time.monotonic() < end:
+def _preload(pickle: Path) -> None:
+    """Load the modules that the job's ranks need. Ignore errors, because each rank reports them."""
+    deadline = time.monotonic() + PICKLE_WAIT_S
+    while not pickle.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     with contextlib.suppress(Exception):
         task = DelayedSubmission.load(pickle).function
         getattr(task.function, "load", lambda _: None)(task.config)
 
 
-def _forked(ranks: int, folder: Path) -> int | None:
-    """None in a rank; here the exit code of the job, when all have ended. What this process is told, they are told."""
-    own, both = JobPaths(folder, os.environ["SUBMITIT_LOCAL_JOB_ID"]), bool(os.environ["SUBMITIT_STDERR_TO_STDOUT"])
+def _fork_ranks(ranks: int, folder: Path) -> int | None:
+    """Fork the ranks and pass signals on to them. Return None in a rank, else the job's exit code when all exited."""
+    paths = JobPaths(folder, os.environ["SUBMITIT_LOCAL_JOB_ID"])
     signals, parent = {signal.SIGTERM, LocalJobEnvironment._usr_sig()}, os.getpid()
-    living, told = dict[int, int](), set[int]()  # process: rank; what they were told
+    ranks_by_pid, received = dict[int, int](), set[int]()
 
-    def tell(number: int, _: FrameType | None) -> None:
-        told.add(number)
-        for pid in living:
+    def forward(number: int, _: FrameType | None) -> None:
+        received.add(number)
+        for pid in ranks_by_pid:
             os.kill(pid, number)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # those that come meanwhile arrive afterwards
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # delivered after the forks
     try:
         for rank in range(ranks):
             pid = os.fork()
             if not pid:
-                _be(rank, ranks, JobPaths(own.folder, own.job_id, rank), both, parent)
+                _become_rank(rank, ranks, JobPaths(paths.folder, paths.job_id, rank), parent)
                 return None
-            living[pid] = rank
+            ranks_by_pid[pid] = rank
         for number in signals:
-            signal.signal(number, tell)
+            signal.signal(number, forward)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    ends = []
-    while living:
+    exits = []
+    while ranks_by_pid:
         pid, status = os.wait()
-        ends.append((living.pop(pid), os.waitstatus_to_exitcode(status)))
-    note_ends(own.folder, own.job_id, signal.SIGTERM in told, ends)
-    codes = [code for _, code in ends]
+        exits.append((ranks_by_pid.pop(pid), os.waitstatus_to_exitcode(status)))
+    record_local_exits(paths.folder, paths.job_id, signal.SIGTERM in received, exits)
+    codes = [code for _, code in exits]
     return LOCAL_REQUEUE_RETURN_CODE if LOCAL_REQUEUE_RETURN_CODE in codes else int(any(codes))
 
 
-def _be(rank: int, ranks: int, paths: JobPaths, both: bool, parent: int) -> None:
-    """Make this fork the task `rank`; it ends with its parent, however that ends."""
+def _become_rank(rank: int, ranks: int, paths: JobPaths, parent: int) -> None:
+    """Make this fork the task `rank`. It ends with its parent, however that ends."""
     end_with(parent)
     os.environ.update(
         SUBMITIT_LOCAL_NTASKS=str(ranks), SUBMITIT_LOCAL_LOCALID=str(rank), SUBMITIT_LOCAL_GLOBALID=str(rank)
     )
-    for number, path in ((1, paths.stdout), (2, paths.stdout if both else paths.stderr)):
-        to = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        os.dup2(to, number)
-        os.close(to)
+    for number, path in (
+        (1, paths.stdout),
+        (2, paths.stdout if os.environ["SUBMITIT_STDERR_TO_STDOUT"] else paths.stderr),
+    ):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(handle, number)
+        os.close(handle)
 
 
 def main(folder: Path, ranks: int) -> None:
-    _load(JobPaths(folder, os.environ["SUBMITIT_LOCAL_JOB_ID"]).submitted_pickle)
+    _preload(JobPaths(folder, os.environ["SUBMITIT_LOCAL_JOB_ID"]).submitted_pickle)
     sys.stdout.flush()
     sys.stderr.flush()
-    ended = _forked(ranks, folder)
-    if ended is not None:
-        sys.exit(ended)
+    exit_code = _fork_ranks(ranks, folder)
+    if exit_code is not None:
+        sys.exit(exit_code)
     process_job(folder)
 
 

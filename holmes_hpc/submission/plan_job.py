@@ -1,4 +1,4 @@
-"""A Plan as a job: components, settings of the site, run directory, and the function that every rank calls."""
+"""The job of a plan: its components, the site's settings, its run directory and the function that ranks call."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from holmes_hpc.submission.executor.preflight import check_components
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
 from holmes_hpc.submission.executor.submit import cancel_on_error, errors_as_refused
 from holmes_hpc.submission.executor.throttle import Throttle
-from holmes_hpc.submission.lifecycle.attempts import START_MARK, gained, note_progress, start_of
+from holmes_hpc.submission.lifecycle.attempts import START_MARK, attempt_id, has_new_steps, record_attempt_end
 
-WHILE_IT_GAINS = 10**6  # time-outs that submitit allows: RankTask.checkpoint ends it sooner
+MAX_TIMEOUTS = 10**6  # for submitit; RankTask.checkpoint decides whether the job is requeued
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A job with a Plan: every rank calls ``function(config)``. `settings`: the site's (group slurm); `record`: more
-    keys for run.yaml."""
+class PlannedJob:
+    """A job with a plan, in which every rank calls ``function(config)``.
+    `settings`: group slurm; `record`: more keys of run.yaml."""
 
     plan: Plan
     config: dict[str, Any]
@@ -45,14 +45,14 @@ class Planned:
 
 
 class RankTask:
-    """What each task runs: `function(config)`; submitit's checkpoint protocol goes on as long as steps are gained. An
-    error of our own is a line of the log, without a stack, which submitit would add."""
+    """The function of each task. It calls `function(config)`; submitit calls it again while attempts make new steps.
+    A HolmesError becomes a line of the log, without submitit's stack trace."""
 
     def __init__(self, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any]) -> None:
         self.function, self.config = function, dict(config)
 
     def __call__(self) -> Any:
-        # submitit lets tasks live through SIGTERM until they are killed; so would a whole job whose one rank died.
+        # submitit's tasks ignore SIGTERM until they are killed, which would delay the end of a job whose rank failed.
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
@@ -62,32 +62,33 @@ class RankTask:
             sys.exit(e.exit_code)
 
     def checkpoint(self) -> utils.DelayedSubmission | None:
-        """Called in rank 0 when the job is preempted or out of time, if the function did not handle that itself."""
-        run, start = RunDirectory(self.config["run_dir"]), start_of(os.environ)
-        if not gained(run, start):
+        """Return the job to requeue after preemption or the time limit; None if this attempt made no new step.
+        submitit calls this in rank 0, unless the function handled the signal."""
+        run, attempt = RunDirectory(self.config["run_dir"]), attempt_id(os.environ)
+        if not has_new_steps(run, attempt):
             return None
-        note_progress(run, start, "preempted")
+        record_attempt_end(run, attempt, "preempted")
         return utils.DelayedSubmission(self)
 
 
 def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentRequest, ...]:
-    """What each component of `plan` asks for, with the site's settings and those of its fabric."""
-    fabrics, known = settings.fabrics or {}, [f.name for f in plan.site.fabrics]
+    """Return what each component of `plan` requests, with the site's settings and those of its fabric."""
+    fabrics, fabric_names = settings.fabrics or {}, [f.name for f in plan.site.fabrics]
     for name in fabrics:
-        if name not in known:
-            raise SubmissionError(f"no fabric {name!r}", where="slurm.fabrics", hint=nearest(name, known))
-    made = []
+        if name not in fabric_names:
+            raise SubmissionError(f"no fabric {name!r}", where="slurm.fabrics", hint=nearest(name, fabric_names))
+    requests = []
     for index, part in enumerate(plan.components):
-        own = fabrics.get(part.fabric) or FabricSettings()
+        fabric_settings = fabrics.get(part.fabric) or FabricSettings()
         values = {
             **settings.specified(),
-            **own.specified(),
-            "additional": {**(settings.additional or {}), **(own.additional or {})},
+            **fabric_settings.specified(),
+            "additional": {**(settings.additional or {}), **(fabric_settings.additional or {})},
         }
         fabric = plan.site.fabric(part.fabric)
         gpus = part.gpus_per_node if fabric.gres and not values.get("gres") else None
-        if fabric.gres and (settings.share if own.share is None else own.share) is not False:
-            said = {str(k).lstrip("-").replace("-", "_").partition("_per_")[0] for k in values["additional"]}
+        if fabric.gres and (settings.share if fabric_settings.share is None else fabric_settings.share) is not False:
+            specified = {str(k).lstrip("-").replace("-", "_").partition("_per_")[0] for k in values["additional"]}
             share = node_share(
                 part.gpus_per_node,
                 fabric.node_gpus or fabric.gpus_per_node,
@@ -96,9 +97,9 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
                 part.gpus_per_node,
                 values.get("exclusive") is True,
             )
-            values = {**{k: v for k, v in share.items() if k.partition("_per_")[0] not in said}, **values}
-        if own.container is not None and own.python is None:  # the image's own, or the one outside
-            values["python"] = "python3" if own.container else shlex.quote(sys.executable)
+            values = {**{k: v for k, v in share.items() if k.partition("_per_")[0] not in specified}, **values}
+        if fabric_settings.container is not None and fabric_settings.python is None:  # the image's, or this Python
+            values["python"] = "python3" if fabric_settings.container else shlex.quote(sys.executable)
         values |= {
             "partition": part.partition or None,
             "constraint": part.constraint or None,
@@ -106,12 +107,12 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
             "tasks_per_node": part.gpus_per_node,
             "gpus_per_node": gpus,
         }
-        made.append(parse_component(values, index))
-    return tuple(made)
+        requests.append(parse_component(values, index))
+    return tuple(requests)
 
 
 class PlanExecutor(SlurmHetExecutor):
-    """The executor, arranged around a run directory: logs/rank-N.txt, and result.json at the end."""
+    """Executor of a run: its ranks log to logs/rank-N.txt, and its batch script writes result.json."""
 
     def __init__(
         self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: SlurmSettings
@@ -120,8 +121,8 @@ class PlanExecutor(SlurmHetExecutor):
         super().__init__(
             self.run_path / "submission",
             components=list(parts),  # type: ignore[arg-type]
-            python="python3" if settings.container else None,  # the image's own
-            max_num_timeout=WHILE_IT_GAINS,
+            python="python3" if settings.container else None,  # the image's
+            max_num_timeout=MAX_TIMEOUTS,
         )
         self._internal_update_parameters(
             job_name=name,
@@ -138,10 +139,10 @@ class PlanExecutor(SlurmHetExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        return 1  # a script can be printed without a Slurm; submitting says itself that there is none
+        return 1  # printing a script needs no Slurm; submitting reports a missing one
 
     def _request(self, parameters: Mapping[str, Any], token: str = "") -> JobRequest:
-        """With its logs in the run directory, and the signal that training listens for."""
+        """Return the request with logs in the run directory and the signal that training handles."""
         request, logs = super()._request(parameters, token), self.run_path / "logs"
         return replace(
             request,
@@ -156,28 +157,30 @@ class PlanExecutor(SlurmHetExecutor):
         )
 
     def _text(self, request: JobRequest, command: str) -> str:
-        judge = finish_command(self.run_path)
-        begin = [
+        end = end_command(self.run_path)
+        first_commands = [
             f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}",
-            f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {finish_command(self.run_path, "1", "")} --again || exit',
+            f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {end_command(self.run_path, "1", "")} --again || exit',
         ]
         return script_text(
             request,
             self._commands(request, command),
-            begin=begin,
-            on_signal=[f"{judge} --so-far"],
-            finish=[f"{judge}; status=$?"],
+            begin=first_commands,
+            on_signal=[f"{end} --so-far"],
+            finish=[f"{end}; status=$?"],
         )
 
 
-def finish_command(run_path: Path, status: str = "$status", signalled: str = "$signalled") -> str:
-    """Words of shell that judge the run's end; their exit status is what the job's should be."""
+def end_command(run_path: Path, status: str = "$status", signalled: str = "$signalled") -> str:
+    """Return the shell command that requeues the job or records the run's end. Its exit status is the job's."""
     python = shlex.quote(sys.executable)  # the batch script runs outside any container
-    return f'{python} -m holmes_hpc.submission.lifecycle.finish {shlex.quote(str(run_path))} "{status}" "{signalled}"'
+    return (
+        f'{python} -m holmes_hpc.submission.lifecycle.batch_end {shlex.quote(str(run_path))} "{status}" "{signalled}"'
+    )
 
 
 def plan_executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None) -> PlanExecutor:
-    """Return the executor that submits `plan`; its `job_script()` is what Slurm is handed."""
+    """Return the executor that submits `plan`. Its `job_script()` is the batch script."""
     run = RunDirectory(run_dir)
     return PlanExecutor(run, plan_components(plan, settings), name or f"holmes-{run.name}", settings)
 
@@ -192,16 +195,16 @@ def submit_plan(
     name: str | None = None,
     throttle: Throttle | None = None,
 ) -> SlurmHetJob:
-    """Submit `plan`: every rank calls ``function(config)``, with `config["plan_file"]` and `config["run_dir"]` set.
+    """Submit `plan` as a job in which every rank calls ``function(config)``. Return the job.
 
-    `run_dir` must hold a run (RunDirectory.create); its run.yaml gets the job's ids. `name`: the job's, else made of
-    the run's; `throttle`: its sweep's limit on running jobs. Raises SubmissionError when a component is impossible or
-    Slurm refuses; nothing is submitted then.
+    `config` gets `plan_file` and `run_dir`. `run_dir` must hold a run (RunDirectory.create); its run.yaml gets the
+    job's ids. `name`: the job's, by default from the run's name; `throttle`: its sweep's limit on running jobs.
+    SubmissionError if a component is impossible or Slurm refuses; nothing is submitted then.
     """
     run = RunDirectory(Path(run_dir).absolute())
     executor = plan_executor(plan, run.path, settings, name)
     executor.throttle = throttle
-    with errors_as_refused():  # tested also if it is a single component: a refused sbatch leaves a failed job behind
+    with errors_as_refused():  # test a single component too, because a refused sbatch leaves a failed job behind
         request = executor.request()
         check_components(request.components, timeout_min=request.timeout_min)
     task = RankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)})
@@ -216,8 +219,8 @@ def submit_plan(
                     "submitted": time.time(),
                 }
             )
-        with contextlib.suppress(OSError):  # the job is Slurm's now: nothing may look like a failed submission
-            for rank in range(plan.world_size):  # where submitit looks for a task's output
+        with contextlib.suppress(OSError):  # the job is submitted: an error here must not look like a refusal
+            for rank in range(plan.world_size):  # links where submitit looks for a task's output
                 link = job.paths.folder / f"{job.job_id}_{rank}_log.out"
                 link.unlink(missing_ok=True)
                 link.symlink_to(Path("..") / "logs" / f"rank-{rank}.txt")

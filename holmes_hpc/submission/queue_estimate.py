@@ -1,4 +1,7 @@
-"""Which plan ends first? Slurm says when each could start, the Plan how long it takes; no job is submitted."""
+"""Queue estimates: the plan that would end first, from Slurm's estimated start and the predicted training time.
+
+No job is submitted.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ from holmes_hpc.submission.executor.preflight import check_components, start_tim
 from holmes_hpc.submission.plan_job import plan_components
 
 SHORTEST_MIN = 5
-START_UP_S = 60.0  # from a job's start to its first step: modules, imports, process groups
+START_UP_S = 60.0  # from a job's start to its first step: environment modules, imports, process groups
 
 
 @dataclass(frozen=True)
-class PlannedStart:
-    """A plan with its start (epoch seconds), training time and end; or `reason`, why it cannot run at all.
-    `timeout_min`: the time limit that Slurm was asked with, and that a submission needs to start then."""
+class QueueEstimate:
+    """A plan with its estimated start and end (epoch seconds) and training time; or the `reason` why it cannot run.
+    `timeout_min`: the time limit that Slurm assumed, which the submission needs too."""
 
     plan: Plan
     start: float | None
@@ -43,7 +46,7 @@ class PlannedStart:
         return None if self.start is None else self.start + self.duration_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; times as ISO 8601 with the offset of this machine's clock."""
+        """Return plain data, with times as ISO 8601 in this machine's time zone."""
 
         def iso(seconds: float | None) -> str | None:
             return None if seconds is None else datetime.fromtimestamp(seconds).astimezone().isoformat("T", "seconds")
@@ -59,36 +62,37 @@ class PlannedStart:
         }
 
 
-def plans_to_try(plan_for: Callable[[dict[str, int] | None], Plan], site: Site, most: int = 16) -> list[Plan]:
-    """The best plan, and the best ones for parts of the site: every choice of fabrics, with all, half and a quarter of
-    their nodes, largest first. `plan_for` plans for the given nodes (fabric -> nodes; None: free); what it finds
-    impossible is left out."""
-    found = {(best := plan_for(None)).id: best}
+def candidate_plans(plan_for: Callable[[dict[str, int] | None], Plan], site: Site, max_plans: int = 16) -> list[Plan]:
+    """Return the best plan, and the best ones for parts of the site, largest part first.
+
+    The parts are all sets of fabrics, with all, half and a quarter of their nodes. `plan_for` plans for a mapping of
+    fabric to nodes (None: any). Parts for which it raises an error are skipped."""
+    plans = {(best := plan_for(None)).id: best}
     parts = {
-        tuple((f.name, max(1, f.nodes // share)) for f in chosen)
+        tuple((f.name, max(1, f.nodes // share)) for f in fabrics)
         for share in (1, 2, 4)
         for size in range(1, len(site.fabrics) + 1)
-        for chosen in combinations(site.fabrics, size)
+        for fabrics in combinations(site.fabrics, size)
     }
     for part in sorted(parts, key=lambda part: (-sum(nodes for _, nodes in part), part)):
-        if len(found) >= most:
+        if len(plans) >= max_plans:
             break
         with contextlib.suppress(PlanError, ConfigError):
             plan = plan_for(dict(part))
-            found.setdefault(plan.id, plan)
-    return list(found.values())
+            plans.setdefault(plan.id, plan)
+    return list(plans.values())
 
 
 def training_time_s(plan: Plan, steps: int) -> float:
-    """Predicted seconds from start to the end of `steps` steps."""
+    """Return the predicted seconds from the job's start to the end of `steps` steps."""
     if plan.predicted is None:
-        raise SubmissionError("the plan holds no prediction", where="plan", hint="make it again with `holmes plan`")
+        raise SubmissionError("the plan has no prediction", where="plan", hint="create it again with `holmes plan`")
     return START_UP_S + steps * plan.predicted.step_time_s
 
 
-def slurm_start(requests: Sequence[ComponentRequest], timeout_min: int) -> float:
-    """When Slurm could start these components together (epoch seconds). Each is tested alone first: an infeasible one
-    inside a heterogeneous job can crash an old controller."""
+def slurm_start_time(requests: Sequence[ComponentRequest], timeout_min: int) -> float:
+    """Return when Slurm could start these components together (epoch seconds).
+    Test each alone first, because an infeasible one in a heterogeneous job can crash an old controller."""
     check_components(requests, timeout_min=timeout_min)
     job = JobRequest(tuple(requests), timeout_min=timeout_min, output="/dev/null")
     with TemporaryDirectory() as folder:
@@ -97,52 +101,55 @@ def slurm_start(requests: Sequence[ComponentRequest], timeout_min: int) -> float
         answer = slurm_with_retries(["sbatch", "--test-only", str(path)])
     start, where = start_time(answer), "sbatch --test-only"
     if not start:
-        raise SubmissionError(answer.reason, where=where, hint="ask for less")
+        raise SubmissionError(answer.reason, where=where, hint="request fewer resources")
     try:
-        return max(datetime.fromisoformat(start).timestamp(), time.time())  # a moment that has passed means now
+        return max(datetime.fromisoformat(start).timestamp(), time.time())  # a time in the past means now
     except ValueError as e:
         raise SubmissionError(f"start time {start!r}", where=where, hint="unset SLURM_TIME_FORMAT") from e
 
 
-def earliest(plans: Sequence[Plan], steps: int, settings: SlurmSettings) -> list[PlannedStart]:
-    """Candidates by end of training, those that cannot run last. A plan's own time limit is its predicted time with
-    half as much again, at least five minutes and at most the settings' `timeout_min`: a short job can start in a gap
-    that a long one cannot."""
-    found, most = [], minutes(settings.timeout_min)
+def estimate_ends(plans: Sequence[Plan], steps: int, settings: SlurmSettings) -> list[QueueEstimate]:
+    """Return the plans' estimates by end of training, those that cannot run last.
+
+    A plan's time limit is 1.5 times its predicted time, at least five minutes and at most the settings' `timeout_min`.
+    A short job can start in a gap that is too short for a long one."""
+    estimates, max_minutes = [], minutes(settings.timeout_min)
     for plan in plans:
         duration = training_time_s(plan, steps)
         limit = max(SHORTEST_MIN, round(duration * 1.5 / 60 + 0.5))
-        limit = limit if most is None else min(int(most), limit)
+        limit = limit if max_minutes is None else min(int(max_minutes), limit)
         try:
-            if most is not None and duration > 60 * most:
+            if max_minutes is not None and duration > 60 * max_minutes:
                 raise SubmissionError(f"needs {duration / 60:.0f} min", where="slurm.timeout_min", hint="raise it")
-            found.append(PlannedStart(plan, slurm_start(plan_components(plan, settings), limit), duration, limit))
+            estimates.append(
+                QueueEstimate(plan, slurm_start_time(plan_components(plan, settings), limit), duration, limit)
+            )
         except SubmissionError as e:
-            found.append(PlannedStart(plan, None, duration, limit, str(e)))
-    return sorted(found, key=lambda c: (c.end is None, c.end or 0.0))
+            estimates.append(QueueEstimate(plan, None, duration, limit, str(e)))
+    return sorted(estimates, key=lambda e: (e.end is None, e.end or 0.0))
 
 
-def start_rows(starts: Sequence[PlannedStart]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells of those that can run: what runs where, start, duration, end."""
+def estimate_rows(estimates: Sequence[QueueEstimate]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and cells of a table of the plans that can run."""
 
     def clock(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
     rows = [
         [
-            nodes_of(start.plan),
-            f"PP {p.pp} by stage" if start.plan.is_per_stage else f"TP {p.tp} PP {p.pp} DP {p.dp}",
-            clock(start.start),
-            f"{start.duration_s / 60:.1f} min",
-            clock(start.end),
+            nodes_text(e.plan),
+            f"PP {p.pp} by stage" if e.plan.is_per_stage else f"TP {p.tp} PP {p.pp} DP {p.dp}",
+            clock(e.start),
+            f"{e.duration_s / 60:.1f} min",
+            clock(e.end),
         ]
-        for start in starts
-        for p in [start.plan.parallel]
-        if start.start is not None and start.end is not None
+        for e in estimates
+        for p in [e.plan.parallel]
+        if e.start is not None and e.end is not None
     ]
     return ["nodes", "layout", "start", "duration", "end"], rows
 
 
-def nodes_of(plan: Plan) -> str:
-    """``ib-a: 4, roce-a: 2``"""
+def nodes_text(plan: Plan) -> str:
+    """Return the plan's nodes by fabric: ``ib-a: 4, roce-a: 2``."""
     return ", ".join(f"{c.fabric}: {c.nodes}" for c in plan.components)

@@ -1,6 +1,7 @@
-"""The batch scripts under slurm/, for those who want nothing but sbatch: made from the executor's own text.
+"""Batch scripts that users submit with sbatch alone: those under slurm/, and one for a plan.
 
-``python -m holmes_hpc.submission.templates DIR`` writes them; a test holds the ones in the repository equal to that.
+They are made from the executor's text. ``python -m holmes_hpc.submission.templates DIR`` writes those under slurm/; a
+test compares them.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.environment import LEADER, tasks_per_node
 from holmes_hpc.submission.plan_job import plan_components
 
-RUN, PLAN, PYTHON = "@RUN@", "@PLAN@", "@PYTHON@"  # become variables of the script
+RUN, PLAN, PYTHON = "@RUN@", "@PLAN@", "@PYTHON@"  # placeholders for variables of the script
 IB = ComponentRequest(2, 1, "ib", "nic_ib")
 ROCE = ComponentRequest(2, 1, "roce", "nic_roce")
 ETH = ComponentRequest(2, 1, "eth", "nic_ethernet")
 
 USAGE = """\
-# {what}
+# {summary}
 #
 #     PLAN=plan.yaml RUN=runs/mine sbatch {name} [KEY=VALUE of the configuration]...
 #
-# The job finds a mistyped KEY=VALUE only when it begins; `holmes submit plan.yaml KEY=VALUE... --dry-run >/dev/null`
-# finds it before anything queues.
+# The job finds a mistyped KEY=VALUE only when it starts. To find it before the job is queued, run
+# `holmes submit plan.yaml KEY=VALUE... --dry-run >/dev/null`.
 #
 # The components below must be those of the plan (`holmes plan -o plan.yaml` shows them), in its order: partition,
-# constraint, nodes, and one task a GPU (--ntasks-per-node, --gpus-per-node). Each states its own: Slurm resets these
-# from component to component. PYTHON: the Python that has holmes_hpc, on every node. The run directory must be on a
-# file system that all nodes share. Made by holmes_hpc.submission.templates.
+# constraint, nodes, and one task per GPU (--ntasks-per-node, --gpus-per-node). Each component needs its own options,
+# because Slurm resets them. PYTHON: the Python that has holmes_hpc, on every node. The run directory must be on a file
+# system that all nodes share. Made by holmes_hpc.submission.templates.
 """
 
 
@@ -44,19 +45,19 @@ USAGE_OF_PLAN = """\
 #
 #     sbatch FILE [KEY=VALUE of the configuration]...
 #
-# The job finds a mistyped KEY=VALUE only when it begins; `holmes submit PLAN KEY=VALUE... --dry-run >/dev/null` finds
-# it before anything queues, and so does writing this script with it (`--template FILE`).
+# The job finds a mistyped KEY=VALUE only when it starts. To find it before the job is queued, run
+# `holmes submit PLAN KEY=VALUE... --dry-run >/dev/null`, or write this script with it (`--template FILE`).
 #
-# It takes PLAN, RUN (the run directory, on a file system that all nodes share) and PYTHON (with holmes_hpc, on every
-# node) from the environment, or these:
+# It reads PLAN, RUN (the run directory, on a file system that all nodes share) and PYTHON (with holmes_hpc, on every
+# node) from the environment. The defaults are:
 """
 
 
-def script_for(
+def plan_script(
     plan: Plan, plan_path: Path, run_dir: str, settings: SlurmSettings, overrides: Sequence[str], restarts: int = 0
 ) -> str:
-    """The batch script of a plan for those who want nothing but sbatch; it makes its run directory itself, and Slurm
-    writes what the script says into the folder that sbatch is called in. Raises SubmissionError as submitting would."""
+    """Return the batch script of a plan, for sbatch alone. It creates its run directory itself.
+    Slurm writes its output into the folder in which sbatch is called. SubmissionError as for a submission."""
     text = _script(
         plan_components(plan, settings),
         restarts=restarts,
@@ -66,34 +67,34 @@ def script_for(
         setup=settings.setup,
         distribution=settings.distribution,
     )
-    text = text.replace("run=${RUN:-runs/$SLURM_JOB_ID}", f'run="${{RUN:-{_inside(run_dir)}}}"')
-    plan_variable = f"${{PLAN:-{_inside(str(plan_path.absolute()))}}}"
-    python = f"${{PYTHON:-{_inside(sys.executable)}}}"
-    return _finished(text, USAGE_OF_PLAN.format(plan=f"Plan {plan.id}"), plan_variable, python)
+    text = text.replace("run=${RUN:-runs/$SLURM_JOB_ID}", f'run="${{RUN:-{_quoted(run_dir)}}}"')
+    plan_default, python_default = _quoted(str(plan_path.absolute())), _quoted(sys.executable)
+    usage = USAGE_OF_PLAN.format(plan=f"Plan {plan.id}")
+    return _filled_in(text, usage, f"${{PLAN:-{plan_default}}}", f"${{PYTHON:-{python_default}}}")
 
 
-def _finished(text: str, usage: str, plan: str, python: str) -> str:
-    """Return the script with its variables in place of the marks, and `usage` after its first line."""
-    for mark, variable in ((RUN, "$run"), (PLAN, plan), (PYTHON, python)):
-        text = text.replace(mark, f'"{variable}"')
+def _filled_in(text: str, usage: str, plan: str, python: str) -> str:
+    """Return the script with its variables in place of the placeholders, and `usage` after its first line."""
+    for placeholder, variable in ((RUN, "$run"), (PLAN, plan), (PYTHON, python)):
+        text = text.replace(placeholder, f'"{variable}"')
     return text.replace("\n", f"\n{usage}", 1)
 
 
-def _inside(value: str) -> str:
-    """A text as it stands between double quotes of a shell."""
+def _quoted(value: str) -> str:
+    """Return a text escaped for double quotes of a shell."""
     if "}" in value or not value.isprintable():
         raise SubmissionError(
-            f"the path {value!r} holds a brace or a control character", where="template", hint="use another path"
+            f"the path {value!r} contains a brace or a control character", where="template", hint="use another path"
         )
     return re.sub(r'([\\"$`])', r"\\\1", value)
 
 
 def _template(
-    name: str, what: str, parts: tuple[ComponentRequest, ...], *, restarts: int = 0, container: str | None = None
+    name: str, summary: str, parts: tuple[ComponentRequest, ...], *, restarts: int = 0, container: str | None = None
 ) -> str:
-    return _finished(
+    return _filled_in(
         _script(parts, restarts=restarts, container=container),
-        USAGE.format(name=name, what=what),
+        USAGE.format(name=name, summary=summary),
         "${PLAN:-plan.yaml}",
         "${PYTHON:-python3}",
     )
@@ -109,7 +110,7 @@ def _script(
     distribution: str = "block:block",
     overrides: Sequence[str] = (),
 ) -> str:
-    """The script with marks for run directory, plan and Python."""
+    """Return the script with placeholders for run directory, plan and Python."""
     job = JobRequest(
         parts,
         name="holmes",
@@ -123,25 +124,24 @@ def _script(
         environment=((LEADER, "%j"), *tasks_per_node(parts)),
         container=container,
     )
-    judge = f'{PYTHON} -m holmes_hpc.submission.lifecycle.finish {RUN} "$status" "$signalled"'
-    inner = "python3" if container else PYTHON
-    own = [o for o in overrides if not o.startswith(("run_dir=", "name=", "plan_file="))]  # it says these
-    said = ["# shellcheck disable=SC2016 # no expansion wanted", f'set -- {shlex.join(own)} "$@"'] if own else []
+    end = f'{PYTHON} -m holmes_hpc.submission.lifecycle.batch_end {RUN} "$status" "$signalled"'
+    overrides = [o for o in overrides if not o.startswith(("run_dir=", "name=", "plan_file="))]  # the script sets these
+    set_overrides = ["# shellcheck disable=SC2016 # nothing is to be expanded", f'set -- {shlex.join(overrides)} "$@"']
     return script_text(
         job,
-        f'{inner} -m holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
+        f'{"python3" if container else PYTHON} -m holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
         begin=[
-            *said,
+            *(set_overrides if overrides else ()),
             "run=${RUN:-runs/$SLURM_JOB_ID}",
-            f'{PYTHON} -m holmes_hpc.submission.lifecycle.begin {RUN} {PLAN} {restarts} "$@" || exit',
+            f'{PYTHON} -m holmes_hpc.submission.lifecycle.batch_start {RUN} {PLAN} {restarts} "$@" || exit',
         ],
-        on_signal=[f"{judge} --so-far"],
-        finish=[f"{judge}; status=$?"],
+        on_signal=[f"{end} --so-far"],
+        finish=[f"{end}; status=$?"],
     )
 
 
 def templates() -> dict[str, str]:
-    """File name -> text of every template."""
+    """Return the text of every template by file name."""
     return {
         "one_fabric.sbatch": _template("one_fabric.sbatch", "A plan on one fabric: a plain job.", (IB,)),
         "two_components.sbatch": _template(
@@ -152,8 +152,8 @@ def templates() -> dict[str, str]:
         ),
         "requeue.sbatch": _template(
             "requeue.sbatch",
-            "As two_components, and it goes on after a failed rank or node too, at most 3 times,"
-            "\n# while it gains steps (after preemption and time-outs they all do).",
+            "As two_components, but it also restarts after a failed rank or node, at most 3 times, while attempts"
+            "\n# make new steps (after preemption and the time limit all of them restart).",
             (IB, ROCE),
             restarts=3,
         ),

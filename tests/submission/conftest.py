@@ -1,4 +1,4 @@
-"""A Slurm made of small scripts, for tests of what we send and how we read answers."""
+"""A stand-in for Slurm made of small scripts, which log their arguments and print given answers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from holmes_hpc.submission.executor.watcher import WATCHER
 
 
 class FakeSlurm:
-    """Commands on PATH that log their arguments and answer what a test says."""
+    """Commands on PATH that log their arguments and run the sh code of a test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def answer(self, command: str, body: str) -> None:
-        """`body` is a piece of sh; every call is logged first, one argument a line, calls apart by an empty line."""
+        """Make `command` run `body`, which is sh code. Calls are logged: one argument per line, then a blank line."""
         path = self.folder / command
         log = self.folder / f"{command}.log"
         path.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >> {log}; echo >> {log}\n{body}\n")
@@ -49,7 +49,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 @pytest.fixture(autouse=True)
 def fresh_watcher() -> Callable[[], None]:
-    """Job ids repeat between tests; what was learnt of one must not answer for another."""
+    """Clear the watcher, because job ids repeat between tests."""
 
     def clear() -> None:
         WATCHER.clear()
@@ -63,8 +63,8 @@ def fresh_watcher() -> Callable[[], None]:
 
 @pytest.fixture
 def busy_roce(testbed: object) -> Iterator[None]:
-    """All RoCE nodes taken for ten minutes."""
-    preflight.clear_cache()
+    """Occupy all RoCE nodes for ten minutes."""
+    preflight.forget()
     job = subprocess.run(
         ["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t10", "-o/dev/null", "--wrap", "sleep 600"],
         capture_output=True,

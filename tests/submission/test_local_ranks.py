@@ -1,4 +1,4 @@
-"""Ranks that are forked from the process that loaded what they need."""
+"""Local ranks forked from a process that imported their modules."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.local import run_plan_here
-from holmes_hpc.submission.local_ranks import loads_first
+from holmes_hpc.submission.local import run_plan_locally
+from holmes_hpc.submission.local_ranks import preload_with
 
 pytestmark = pytest.mark.integration
 
@@ -27,7 +27,7 @@ def load(config: dict[str, Any]) -> None:
         file.write(f"{os.getpid()}\n")
 
 
-@loads_first(load)
+@preload_with(load)
 def rank_here(config: dict[str, Any]) -> None:
     run = Path(config["run_dir"])
     print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
@@ -36,12 +36,12 @@ def rank_here(config: dict[str, Any]) -> None:
         time.sleep(0.05)
 
 
-def begin(tmp_path: Path) -> tuple[Any, RunDirectory, dict[int, int]]:
-    """The job, its directory, and each rank's (process: parent), when all ranks run."""
+def start_job(tmp_path: Path) -> tuple[Any, RunDirectory, dict[int, int]]:
+    """Return the job, its run and the parent of each rank's process, when all ranks run."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     plan = plans.local_plan()
     run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
-    job = run_plan_here(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
+    job = run_plan_locally(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
     while True:
         words = [text.split() for path in run.path.glob("pids-*") if (text := path.read_text())]
         if len(words) == 2:
@@ -49,8 +49,8 @@ def begin(tmp_path: Path) -> tuple[Any, RunDirectory, dict[int, int]]:
         time.sleep(0.05)
 
 
-def test_what_ranks_need_is_loaded_once_and_each_has_its_own_log(tmp_path: Path) -> None:
-    job, run, ranks = begin(tmp_path)
+def test_modules_are_loaded_once_and_each_rank_has_its_log(tmp_path: Path) -> None:
+    job, run, ranks = start_job(tmp_path)
     (run.path / "go").touch()
     while not job.state().ended:
         time.sleep(0.05)
@@ -59,8 +59,8 @@ def test_what_ranks_need_is_loaded_once_and_each_has_its_own_log(tmp_path: Path)
     assert [run.log_path(rank).read_text() for rank in range(2)] == ["rank 0 of 2\n", "rank 1 of 2\n"]
 
 
-def test_ranks_end_with_the_process_that_they_were_forked_from(tmp_path: Path) -> None:
-    job, _, ranks = begin(tmp_path)
+def test_ranks_end_with_the_process_that_forked_them(tmp_path: Path) -> None:
+    job, _, ranks = start_job(tmp_path)
     processes = [psutil.Process(pid) for pid in ranks]
     os.kill(next(iter(ranks.values())), signal.SIGKILL)
     assert not psutil.wait_procs(processes, 10)[1]

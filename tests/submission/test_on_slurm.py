@@ -1,4 +1,4 @@
-"""On a real Slurm: what submitit's users do, and what becomes of a plan's job when something goes wrong."""
+"""The executor as submitit's users call it, and the jobs of plans, on a real Slurm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.lifecycle.progress import follow
+from holmes_hpc.submission.lifecycle.progress import report_progress
 from holmes_hpc.submission.lifecycle.status import cancel_run, job_of, run_status
 from holmes_hpc.submission.plan_job import submit_plan
 
@@ -44,16 +44,16 @@ pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("testbed")]
 
 
 def where_am_i(word: str) -> dict[str, Any]:
-    own: Any = submitit.JobEnvironment()
+    environment: Any = submitit.JobEnvironment()
     print("said", word, flush=True)
     return {
-        "rank": own.global_rank,
-        "component": own.component,
-        "host": own.hostname,
-        "hosts": list(own.hostnames),
-        "job": own.job_id,
-        "size": own.num_tasks,
-        "nodes": own.num_nodes,
+        "rank": environment.global_rank,
+        "component": environment.component,
+        "host": environment.hostname,
+        "hosts": list(environment.hostnames),
+        "job": environment.job_id,
+        "size": environment.num_tasks,
+        "nodes": environment.num_nodes,
         "word": word,
     }
 
@@ -61,7 +61,7 @@ def where_am_i(word: str) -> dict[str, Any]:
 NASTY = "a b 'c' \"d\" $(touch pwned) `touch pwned`; touch pwned\n#SBATCH --array=0-9 ü☃\\"
 
 
-def test_ranks_components_and_words_arrive(folder: Path) -> None:
+def test_ranks_components_and_arguments_arrive(folder: Path) -> None:
     name = 'n "it\'s" #1; $(touch pwned) ü'
     job = executor(folder / "log %j", THREE, name=name).submit(where_am_i, NASTY)
     found = job.results()
@@ -74,10 +74,10 @@ def test_ranks_components_and_words_arrive(folder: Path) -> None:
     assert subprocess.run(["scontrol", "show", "job", job.job_id], capture_output=True, text=True).stdout.count(name)
 
 
-def test_cpus_and_memory_are_granted_as_a_plans_job_asks_for_them(folder: Path) -> None:
-    """Component 0 takes its nodes' whole memory, 1 a part of it. GPUs, with which they go, the testbed has none."""
-    asked = [{**THREE[0], "cpus_per_task": 4, "mem": "0"}, {**THREE[1], "cpus_per_task": 2, "mem": "4096M"}]
-    job = executor(folder, asked).submit(where_am_i, "x")
+def test_requested_cpus_and_memory_are_granted(folder: Path) -> None:
+    """Component 0 requests all memory of its nodes, 1 a part of it. The testbed has no GPUs."""
+    components = [{**THREE[0], "cpus_per_task": 4, "mem": "0"}, {**THREE[1], "cpus_per_task": 2, "mem": "4096M"}]
+    job = executor(folder, components).submit(where_am_i, "x")
     assert [f["component"] for f in job.results()] == [0, 0, 1, 1]
     shown = subprocess.run(["scontrol", "show", "job", "-o", job.job_id], capture_output=True, text=True).stdout
     lines = sorted(shown.splitlines(), key=lambda line: line.partition(" HetJobOffset=")[2])  # one digit
@@ -111,10 +111,10 @@ LINE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_s
     name=LINE | TEXT,
     place=LINE,
 )
-def test_names_paths_and_words_arrive_unchanged_or_are_refused(
+def test_names_paths_and_arguments_arrive_unchanged_or_are_refused(
     folder: Path, words: list[str], name: str, place: str
 ) -> None:
-    """No shell runs any of it: neither here, nor sbatch's parser, nor the batch script, nor a task."""
+    """No shell executes them, neither here nor in sbatch, the batch script or a task."""
     inner = folder / (place.replace("/", "").replace("\0", "").strip(".") or "x")
     control = any(ord(c) < 32 or ord(c) == 127 for c in name)
     try:
@@ -161,7 +161,7 @@ NEEDS = [
 
 
 @pytest.mark.parametrize("changes", [[], NEEDS], ids=["SlurmExecutor", "hetjobs"])
-def test_a_script_for_submitits_executor_needs_another_name_and_components(
+def test_a_script_for_submitits_executor_runs_after_three_changes(
     tmp_path: Path, changes: list[tuple[str, str]]
 ) -> None:
     text = SCRIPT
@@ -207,7 +207,7 @@ def test_cancelled(folder: Path, which: str) -> None:
     until(lambda: not any(j.startswith(job.job_id) for j in job_ids()))
 
 
-def test_a_chain_of_a_batch_never_runs_more_than_it_may(folder: Path) -> None:
+def test_a_throttled_batch_never_runs_more_jobs_than_allowed(folder: Path) -> None:
     made = executor(folder, [THREE[2], {**THREE[0], "nodes": 1}], slurmhet_array_parallelism=1)
     jobs = made.map_array(sleeper, [1.0, 0.5, 0.5])
     assert [job.results() for job in jobs] == [["slept"] * 2] * 3
@@ -238,8 +238,8 @@ def test_submitits_checkpoint_protocol_requeues_at_the_leader(folder: Path) -> N
     until(lambda: job.slurm_state().state == "COMPLETED")
 
 
-def test_an_infeasible_component_is_named_with_what_could_be(folder: Path) -> None:
-    preflight.clear_cache()
+def test_an_infeasible_component_is_named_with_a_hint(folder: Path) -> None:
+    preflight.forget()
     before = subprocess.run(["squeue", "--states=all", "-h", "-o", "%i"], capture_output=True, text=True).stdout
     with pytest.raises(SubmissionError, match=r"component 1 \(5 nodes of roce \[nic_roce\]\): .*at most 4 nodes"):
         executor(folder, [THREE[0], {**THREE[1], "nodes": 5}]).submit(sleeper, 0)
@@ -254,8 +254,8 @@ def test_an_infeasible_component_is_named_with_what_could_be(folder: Path) -> No
     assert subprocess.run(["scontrol", "ping"], capture_output=True, text=True).stdout.count("UP") == 1
 
 
-def test_a_time_limit_beyond_the_partitions_is_named(folder: Path) -> None:
-    """Slurm would take it, and let it wait for ever."""
+def test_a_time_limit_above_the_partitions_is_refused(folder: Path) -> None:
+    """Slurm would accept it, and the job would wait for ever."""
     subprocess.run(["scontrol", "create", "PartitionName=short", "Nodes=eth[1-2]", "MaxTime=2"], check=True)
     preflight.clear_cache()
     try:
@@ -270,7 +270,7 @@ def test_a_time_limit_beyond_the_partitions_is_named(folder: Path) -> None:
 
 def test_a_plans_job_completes(folder: Path) -> None:
     run = start(folder, plans.quick, note=NASTY)
-    assert follow(run, job_of(run)) == 0
+    assert report_progress(run, job_of(run)) == 0
     result = run.read_result()
     assert result is not None and (result["state"], result["writer"]) == ("completed", "batch")
     assert result["final"]["loss"] == 2
@@ -286,9 +286,9 @@ def test_a_plans_job_completes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_rank_ends_all_and_is_named(folder: Path, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_rank_ends_the_job_and_is_reported(folder: Path, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
     run = start(folder, plans.waiting_rank, die={str(rank): "kill"})
-    assert follow(run, job_of(run)) == 1
+    assert report_progress(run, job_of(run)) == 1
     result = run.read_result()
     assert result is not None and (result["state"], result["writer"]) == ("failed", "batch")
     assert result["failed_rank"] == rank
@@ -297,14 +297,14 @@ def test_a_killed_rank_ends_all_and_is_named(folder: Path, rank: int, capfd: pyt
     assert f"rank {rank} on {result['failed_node']}" in capfd.readouterr().err
 
 
-def test_a_raised_error_is_named_not_its_echo(folder: Path) -> None:
+def test_a_raised_error_is_reported_not_those_it_caused(folder: Path) -> None:
     run = start(folder, plans.waiting_rank, die={"3": "raise"})
-    assert follow(run, job_of(run)) == 1
+    assert report_progress(run, job_of(run)) == 1
     result = run.read_result()
     assert result is not None and (result["failed_rank"], result["error"]) == (3, "ValueError: on purpose")
 
 
-def test_a_cancelled_run_says_so(folder: Path) -> None:
+def test_a_cancelled_run_has_that_state(folder: Path) -> None:
     run = start(folder, plans.waiting_rank)
     until(lambda: len(list((run.path / "here").glob("*"))) == 4)
     assert cancel_run(run).state == "RUNNING"
@@ -312,45 +312,45 @@ def test_a_cancelled_run_says_so(folder: Path) -> None:
     until(lambda: run_status(run).state == "cancelled")
 
 
-def test_restarts_go_on_while_steps_are_gained(folder: Path) -> None:
+def test_restarts_continue_while_attempts_make_new_steps(folder: Path) -> None:
     run = start(
         folder, plans.waiting_rank, die={"1": "kill"}, steps_per_attempt=2, train={"steps": 9, "max_restarts": 2}
     )
-    assert follow(run, job_of(run)) == 1
+    assert report_progress(run, job_of(run)) == 1
     assert run.attempt == 3 and run_status(run).failed_rank == 1
     assert [m["step"] for m in run.metrics()] == [2, 4, 6]
 
 
-def test_restarts_stop_without_gain(folder: Path) -> None:
+def test_restarts_stop_without_a_new_step(folder: Path) -> None:
     run = start(folder, plans.waiting_rank, die={"1": "kill"}, train={"steps": 9, "max_restarts": 5})
-    assert follow(run, job_of(run)) == 1
-    assert run.attempt == 1 and "no step was gained" in (run.logs / "batch.txt").read_text()
+    assert report_progress(run, job_of(run)) == 1
+    assert run.attempt == 1 and "no new step" in (run.logs / "batch.txt").read_text()
 
 
 @pytest.mark.parametrize("fabrics", [("ib-a",), ("ib-a", "roce-a")], ids=["plain", "heterogeneous"])
-def test_an_expedited_job_that_fails_for_good_ends_as_failed(folder: Path, fabrics: tuple[str, ...]) -> None:
-    """Left alone, Slurm would queue it again, and hold it."""
+def test_an_expedited_job_without_restarts_ends_as_failed(folder: Path, fabrics: tuple[str, ...]) -> None:
+    """Otherwise Slurm would requeue it, and hold it."""
     if slurm_release() < (25, 11):
-        pytest.skip("sbatch --requeue=expedite is there from Slurm 25.11 on")
+        pytest.skip("sbatch --requeue=expedite needs Slurm 25.11")
     plan, config = plans.plan(*fabrics), {**plans.CONFIG, "die": {"1": "kill"}}
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=config)
     site = SlurmSettings(timeout_min=3, additional={"requeue": "expedite"})
     submit_plan(plan, run.path, plans.waiting_rank, config, site)
-    assert follow(run, job_of(run)) == 1
+    assert report_progress(run, job_of(run)) == 1
     until(lambda: job_of(run).id not in {job.partition("+")[0] for job in job_ids()})
     assert (run_status(run).state, job_of(run).state("force").state, run.attempt) == ("failed", "FAILED", 1)
 
 
-def test_when_the_batch_script_dies_the_follower_writes_the_result(folder: Path) -> None:
+def test_the_follower_writes_the_result_after_the_batch_script_died(folder: Path) -> None:
     run = start(folder, plans.waiting_rank)
     until(lambda: len(list((run.path / "here").glob("*"))) == 4)
     subprocess.run(["scancel", "--batch", "--signal=KILL", job_of(run).id], check=True)
-    assert follow(run, job_of(run)) == 1
+    assert report_progress(run, job_of(run)) == 1
     result = run.read_result()
     assert result is not None and result["writer"] == "follower" and result["state"] in ("failed", "cancelled")
 
 
-def test_a_job_made_again_from_its_run_directory(folder: Path) -> None:
+def test_a_job_is_restored_from_its_run_directory(folder: Path) -> None:
     run = start(folder, plans.quick)
     job = SlurmHetJob(run.path / "submission", job_of(run).id, tasks=range(4))
     assert job.results() == [{"loss": 2.0}] * 4

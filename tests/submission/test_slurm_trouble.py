@@ -1,4 +1,4 @@
-"""On a real Slurm with things that break: the state must be right within 30 s, nothing lost, nothing run twice."""
+"""A real Slurm whose daemons and nodes fail: the state is right within 30 s, no job is lost or run twice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.submission.executor.watcher import WATCHER
-from holmes_hpc.submission.lifecycle.progress import follow
+from holmes_hpc.submission.lifecycle.progress import report_progress
 from holmes_hpc.submission.lifecycle.status import cancel_run, job_of, run_status
 from holmes_hpc.submission.plan_job import submit_plan
 
@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.breaking, pytest.mark.usefixtures("
 
 @pytest.fixture
 def whole_again() -> Iterator[None]:
-    """What a test broke is repaired after it."""
+    """Repair the testbed after each test."""
     yield
     drained = subprocess.run(
         ["sinfo", "-h", "-N", "-t", "drain,drained,draining", "-o", "%N"], capture_output=True, text=True
@@ -65,7 +65,7 @@ def all_here(run: RunDirectory, ranks: int = 4) -> bool:
     return len(list((run.path / "here").glob("*"))) == ranks
 
 
-def test_slurmctld_restarted_in_mid_run(folder: Path) -> None:
+def test_slurmctld_restarts_during_a_run(folder: Path) -> None:
     run = start(folder, plans.waiting_rank, wait_s=12)
     until(lambda: all_here(run) and run_status(run).state == "running")
     kill("slurmctld", signal.SIGTERM)  # as a service is stopped: it saves its state
@@ -75,11 +75,11 @@ def test_slurmctld_restarted_in_mid_run(folder: Path) -> None:
         seen.add(run_status(run).state)
         time.sleep(0.5)
     assert seen == {"running"}
-    assert follow(run, job_of(run)) == 0
+    assert report_progress(run, job_of(run)) == 0
     assert run.attempt == 1 and run_status(run).state == "completed"
 
 
-def test_a_submission_waits_for_the_controller_and_is_made_once(folder: Path) -> None:
+def test_a_submission_waits_for_the_controller_and_happens_once(folder: Path) -> None:
     kill("slurmctld", signal.SIGTERM)  # as a service is stopped: it saves its state
     threading.Timer(4, beds.up).start()
     job = executor(folder, THREE[2:], name="once").submit(sleeper, 0)
@@ -92,7 +92,7 @@ def test_without_slurmdbd_the_controller_is_asked(folder: Path) -> None:
     kill("slurmdbd")
     try:
         run = start(folder, plans.waiting_rank, die={"2": "kill"})
-        assert follow(run, job_of(run)) == 1
+        assert report_progress(run, job_of(run)) == 1
         assert job_of(run).state().source == "squeue"
         found = run_status(run)
         assert (found.state, found.failed_rank) == ("failed", 2)
@@ -111,7 +111,7 @@ def test_a_node_that_dies_fails_the_job(folder: Path) -> None:
     assert node and name
     began = time.monotonic()
     beds.kill_node(name.group())
-    assert follow(run, job_of(run)) == 1
+    assert report_progress(run, job_of(run)) == 1
     assert time.monotonic() - began < 60
     result = run.read_result()
     assert result is not None and result["state"] == "failed"
@@ -120,14 +120,14 @@ def test_a_node_that_dies_fails_the_job(folder: Path) -> None:
 
 
 def test_the_batch_scripts_node_dies(folder: Path) -> None:
-    """Slurm requeues the job by itself; its next start finds that a failure came before, and that none is allowed."""
+    """Slurm itself requeues the job. The next attempt finds the failure, and that no restart is allowed."""
     run = start(folder, plans.waiting_rank, wait_s=120, steps_per_attempt=1)
     until(lambda: all_here(run))
     beds.kill_node(expand(job_of(run).state("force").component_nodes[0])[0])
-    assert follow(run, job_of(run)) == 1
+    assert report_progress(run, job_of(run)) == 1
     result = run.read_result()
     assert result is not None and (result["state"], result["writer"], run.attempt) == ("failed", "batch", 1)
-    assert "without a word" in result["error"]
+    assert "exited without a record" in result["error"]
     until(lambda: not _queued(job_of(run).id))
 
 
@@ -138,7 +138,7 @@ def _queued(job_id: str) -> bool:
 
 @pytest.fixture
 def low() -> Iterator[str]:
-    """A partition whose jobs are requeued for others."""
+    """Create a partition whose jobs are preempted by others."""
     subprocess.run(
         ["scontrol", "create", "PartitionName=low", "Nodes=ib[1-4],roce[1-4]", "PriorityTier=1", "PreemptMode=REQUEUE"],
         check=True,
@@ -149,9 +149,9 @@ def low() -> Iterator[str]:
 
 
 def test_preempted(folder: Path, low: str) -> None:
-    """Slurm requeues all components, and the run goes on, though no failure is allowed."""
-    own = replace(plans.site(), fabrics=tuple(replace(f, partition=low) for f in plans.site().fabrics[:2]))
-    plan = plans.plan("ib-a", "roce-a", site=own)
+    """Slurm requeues all components, and the run continues, though no failure is allowed."""
+    site = replace(plans.site(), fabrics=tuple(replace(f, partition=low) for f in plans.site().fabrics[:2]))
+    plan = plans.plan("ib-a", "roce-a", site=site)
     config = {**plans.CONFIG, "wait_s": 5, "steps_per_attempt": 2}
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=config)
     submit_plan(plan, run.path, plans.waiting_rank, config, SlurmSettings(timeout_min=3))
@@ -162,7 +162,7 @@ def test_preempted(folder: Path, low: str) -> None:
         text=True,
         check=True,
     ).stdout.strip()
-    code = follow(run, job_of(run))
+    code = report_progress(run, job_of(run))
     assert urgent
     result = run.read_result()
     assert result is not None and (code, result["state"], run.attempt) == (0, "completed", 2)
@@ -172,13 +172,13 @@ def test_timed_out_and_requeued_by_submitits_protocol(folder: Path) -> None:
     skip_where_a_requeue_cancels()
     job = executor(folder, THREE[:2]).submit(Counting(str(folder / "mark")))
     until(lambda: len(list(folder.glob("mark-0-*"))) == 4)
-    job._interrupt(timeout=True)  # USR2, what comes before the time is over
+    job._interrupt(timeout=True)  # USR2, the signal before the time limit
     until(lambda: all(job.task(i).paths.result_pickle.exists() for i in range(4)))
     assert job.results() == ["round 1"] * 4
 
 
 def test_slurms_own_requeues_count_too(folder: Path) -> None:
-    """As after preemption: the function is not asked."""
+    """As after preemption: the function is not called."""
     skip_where_a_requeue_cancels()
     job = executor(folder, THREE[:2], slurmhet_max_requeues=1).submit(Counting(str(folder / "mark")))
     for _ in range(2):
@@ -192,34 +192,34 @@ def test_slurms_own_requeues_count_too(folder: Path) -> None:
         job.result()
 
 
-def test_a_plans_job_out_of_time_goes_on_while_it_gains(folder: Path) -> None:
+def test_a_plans_job_restarts_after_its_time_limit_while_it_makes_new_steps(folder: Path) -> None:
     run = start(folder, plans.waiting_rank, steps_per_attempt=3, gaining_attempts=2, wait_s=60)
     for attempt in (1, 2, 3):
         until(lambda attempt=attempt: run.attempt == attempt and all_here(run, 4 * attempt))
         subprocess.run(["scancel", "--signal=USR2", job_of(run).id], check=True)
-    assert follow(run, job_of(run)) == 1
+    assert report_progress(run, job_of(run)) == 1
     assert run.attempt == 3 and [m["step"] for m in run.metrics()] == [3, 6]
 
 
 def test_slurms_time_limit_itself_requeues_a_plans_job(folder: Path) -> None:
-    """Nobody sends a signal but Slurm, some time before two minutes are over."""
+    """Slurm sends the signal, some time before two minutes have passed."""
     run = start(folder, plans.waiting_rank, {"timeout_min": 2}, steps_per_attempt=3, wait_s=200)
     began = time.monotonic()
     until(lambda: run.attempt == 2 and run_status(run).state == "running")
     assert time.monotonic() - began > 20
     assert [m["step"] for m in run.metrics()] == [3, 6]
     cancel_run(run)
-    assert follow(run, job_of(run)) == 1
+    assert report_progress(run, job_of(run)) == 1
     until(lambda: run_status(run).state == "cancelled")
 
 
-def test_a_full_log_disk_is_named(folder: Path) -> None:
+def test_a_full_log_disk_is_reported(folder: Path) -> None:
     plan = plans.plan("ib-a", "roce-a")
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
     run.log_path(2).symlink_to("/dev/full")
     (run.logs / "batch.txt").symlink_to("/dev/full")
     submit_plan(plan, run.path, plans.quick, plans.CONFIG, SlurmSettings(timeout_min=3))
-    assert follow(run, job_of(run)) == 1
+    assert report_progress(run, job_of(run)) == 1
     found: Any = run.read_result()
     assert (found["state"], found["failed_rank"], found["failed_node"][:4]) == ("failed", 2, "roce")
     until(lambda: run_status(run).state == "failed")

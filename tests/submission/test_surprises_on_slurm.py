@@ -1,4 +1,4 @@
-"""On a real Slurm: where the executor must not surprise a user of submitit's. One bed, few and short jobs."""
+"""Properties of the executor that submitit's users expect, on a real Slurm, with few and short jobs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def own_view() -> tuple[int, str | None, str | None]:
     return TorchDistributedEnvironment().local_world_size, os.environ.get("WHERE"), os.environ.get("TOOL")
 
 
-def test_components_of_their_own_kind_and_a_job_that_is_renamed(folder: Path) -> None:
+def test_components_have_their_own_settings_and_a_job_may_be_renamed(folder: Path) -> None:
     job = executor(folder, UNEQUAL, name="☃").submit(own_view)
     subprocess.run(["scontrol", "update", f"JobId={job.job_id}", "name=x"], check=True)
     assert job.results() == [(2, "an ib 'node'", "tool b")] * 2 + [(1, None, None)]
@@ -50,7 +50,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_long_job_in_line_holds_up_nobody_after_the_client_has_gone(folder: Path) -> None:
+def test_a_long_throttled_job_delays_no_other_after_the_client_died(folder: Path) -> None:
     script = LINE.format(here=str(Path(__file__).parents[1] / "support"), folder=str(folder))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     jobs = [SlurmHetJob(folder, job_id) for job_id in done.stdout.split()]
@@ -61,7 +61,7 @@ def test_a_long_job_in_line_holds_up_nobody_after_the_client_has_gone(folder: Pa
     jobs[0].cancel()
 
 
-def test_an_array_and_what_a_set_up_that_fails_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_array_and_the_output_of_a_failed_set_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = submitit.AutoExecutor(folder / "%j", cluster="slurmhet")
     made.update_parameters(
         timeout_min=2,
@@ -76,7 +76,7 @@ def test_an_array_and_what_a_set_up_that_fails_said(folder: Path, monkeypatch: p
     assert "nosuchtool: command not found" in (bad.stderr() or "")
 
 
-def test_why_a_job_waits_is_said_at_once_and_later(folder: Path) -> None:
+def test_the_reason_of_a_waiting_job_is_known_at_once_and_later(folder: Path) -> None:
     def waiting(**more: object) -> SlurmHetJob:
         made = executor(folder, [{"partition": "eth"}])
         made.update_parameters(slurm_additional_parameters=more)
@@ -84,10 +84,10 @@ def test_why_a_job_waits_is_said_at_once_and_later(folder: Path) -> None:
 
     held, later = waiting(hold=True), waiting(begin="now+1hour")
     after = waiting(dependency=f"afterany:{later.job_id}")
-    wanted = {held: "JobHeldUser", later: "BeginTime", after: "Dependency"}
-    until(lambda: {job: job.slurm_state().reason for job in wanted} == wanted)
+    expected = {held: "JobHeldUser", later: "BeginTime", after: "Dependency"}
+    until(lambda: {job: job.slurm_state().reason for job in expected} == expected)
     assert later.slurm_state("cache").why.startswith("BeginTime, starts about ")
-    for job in wanted:  # as when they have waited for a while, and the database knows them
+    for job in expected:  # as if they had waited for a while and the database knew them
         job.watcher._registered_at[job.job_id] -= 60
     time.sleep(0.01)
-    assert {job: job.slurm_state().reason for job in wanted} == wanted
+    assert {job: job.slurm_state().reason for job in expected} == expected

@@ -1,4 +1,4 @@
-"""The batch scripts under slurm/: the executor's own text, clean, and run by nothing but sbatch."""
+"""The batch scripts under slurm/: equal to the executor's text, and run with sbatch alone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.lifecycle.begin import begin
+from holmes_hpc.submission.lifecycle.batch_start import prepare_run
 from holmes_hpc.submission.templates import templates
 
 SLURM = Path(__file__).parents[2] / "slurm"
 
 
-def test_the_files_are_what_the_executor_would_write() -> None:
+def test_the_files_equal_the_executors_text() -> None:
     assert {p.name: p.read_text() for p in SLURM.glob("*.sbatch")} == templates(), (
         "python -m holmes_hpc.submission.templates slurm"
     )
@@ -29,27 +29,29 @@ def test_the_files_are_what_the_executor_would_write() -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", templates())
-def test_shellcheck_is_content(name: str) -> None:
+def test_shellcheck_finds_nothing(name: str) -> None:
     done = subprocess.run([Path(sys.executable).with_name("shellcheck"), SLURM / name], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.integration  # a record names the commit, which git tells
-def test_a_script_whose_components_are_not_the_plans_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.integration  # git prints the commit for the record
+def test_a_script_with_other_components_than_the_plan_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plans.plan("ib-a", "roce-a")
     plan.write(tmp_path / "plan.yaml")
     for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_HET_SIZE", "3")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"plan.yaml: the plan has 2 components, this job 3; .*--template FILE"):
-        begin(tmp_path / "run", tmp_path / "plan.yaml")
+        prepare_run(tmp_path / "run", tmp_path / "plan.yaml")
     monkeypatch.setenv("SLURM_HET_SIZE", "2")
     for index, part in enumerate(plan.components):
         monkeypatch.setenv(f"SLURM_JOB_NUM_NODES_HET_GROUP_{index}", str(part.nodes + index))
         monkeypatch.setenv(f"HOLMES_TASKS_PER_NODE_{index}", str(part.gpus_per_node))
     with pytest.raises(ConfigError, match=r"component 1 \(roce-a\) .* 2 nodes x \d ranks, this job's is 3 x"):
-        begin(tmp_path / "run", tmp_path / "plan.yaml")
+        prepare_run(tmp_path / "run", tmp_path / "plan.yaml")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES_HET_GROUP_1", str(plan.components[1].nodes))
-    assert begin(tmp_path / "run", tmp_path / "plan.yaml").exists()
+    assert prepare_run(tmp_path / "run", tmp_path / "plan.yaml").exists()
 
 
 RANK = """\
@@ -71,7 +73,7 @@ run.write_exit(rank, "completed")
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a Python whose holmes_hpc.train is small, and stand-ins for the container tools."""
+    """Return a folder with a Python whose holmes_hpc.train is short, and stand-ins for the container tools."""
     (tmp_path / "rank.py").write_text(RANK)
     scripts = {
         "python3": f'[ "$2" = holmes_hpc.train ] && {{ shift 2; exec {sys.executable} {tmp_path}/rank.py "$@"; }}\n'
@@ -93,7 +95,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slurm
 @pytest.mark.usefixtures("testbed")
 @pytest.mark.parametrize("name", templates())
-def test_each_is_submitted_for_real(bench: Path, name: str) -> None:
+def test_each_template_runs_on_slurm(bench: Path, name: str) -> None:
     fabrics = {"one_fabric.sbatch": ("ib-a",), "three_components.sbatch": ("ib-a", "roce-a", "eth-a")}.get(
         name, ("ib-a", "roce-a")
     )

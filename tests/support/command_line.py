@@ -30,7 +30,7 @@ def refused(result: tuple[int, str, str], *fragments: str) -> None:
     code, out, err = result
     assert code == 2, (out, err)
     assert out == ""
-    lines = [line for line in err.splitlines() if not re.match(r"(planning|looking at the data): |plan \w{12}: ", line)]
+    lines = [line for line in err.splitlines() if not re.match(r"(planning|checking the data): |plan \w{12}: ", line)]
     assert len(lines) == 1 and lines[0].startswith("holmes: "), err
     for fragment in fragments:
         assert fragment in lines[0], (fragment, err)

@@ -1,1 +1,1 @@
-"""The life of a run: begin, follow, status, outcome, finish."""
+"""The life of a run: its directory and job, their state and progress, and how and why the run ended."""

@@ -1,15 +1,18 @@
-"""Making a run: the directory and the record of a new one; whether one that ended may go on, with which configuration
-and plan."""
+"""Creation and continuation of a run: the lock held while its job is submitted, its directory and its record."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from holmes_hpc import console
 from holmes_hpc.commit import git_commit
 from holmes_hpc.config.composition import applied, check_overrides
 from holmes_hpc.config.configuration import Configuration, recorded
@@ -17,20 +20,64 @@ from holmes_hpc.errors import ConfigError, RecordError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import check_site, pace, site
 from holmes_hpc.records.find import runs_root
+from holmes_hpc.records.owner import LockOwner, has_owner, hold_lock
+from holmes_hpc.records.ownership import refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.schema import OWN_FILES
 from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED
-from holmes_hpc.submission.lifecycle.attempts import others
-from holmes_hpc.submission.lifecycle.outcome import is_end
-from holmes_hpc.submission.lifecycle.requirements import check_engine, installed_version
+from holmes_hpc.submission.lifecycle.outcome import is_final
+from holmes_hpc.submission.lifecycle.requirements import check_megatron_core, installed_version
+from holmes_hpc.submission.lifecycle.status import run_status
 
-VERSIONS = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
+PACKAGES = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
+LOCK = ".starting"  # held from the first look at a run until its job is recorded
 
 
-def new_run_path(config: Configuration, plan: Plan) -> Path:
-    """Where a new run's directory will be: `run_dir`, or `name` (else time, model and plan) under the runs' root."""
-    given = config.name
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.model.name}-{plan.id[:6]}" if given is None else str(given)
+@contextlib.contextmanager
+def hold_submission_lock(path: Path, command: str) -> Iterator[None]:
+    """Lock the run directory `path` while `command` submits its job. Create the directory if it does not exist.
+    RecordError if another process holds the lock, or if other users may write into the directory."""
+    refuse_other_writers(path)
+    is_new = not path.exists()
+    try:
+        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError as e:
+        raise RecordError(
+            e.strerror or str(e),
+            where=str(path),
+            hint="give a directory that you can create, on a file system all nodes share",
+        ) from e
+    refuse_other_writers(path)  # again: in a folder open to all, another user may have created it first
+    try:
+        with hold_lock(path / LOCK, LockOwner.current(command)):
+            try:
+                yield
+            finally:
+                if not RunDirectory(path).exists():  # no run was created
+                    with contextlib.suppress(OSError):
+                        os.unlink(path / LOCK)
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+
+
+def is_being_submitted(path: Path) -> bool:
+    """Return whether a process submits the job of the run in `path`, or was killed while it did."""
+    return has_owner(path / LOCK)
+
+
+def files_without_lock(path: Path) -> list[str]:
+    """Return the names of the files in `path` except the lock; none if it is no directory."""
+    return sorted(name for name in os.listdir(path) if name != LOCK) if path.is_dir() else []
+
+
+def run_directory_path(config: Configuration, plan: Plan) -> Path:
+    """Return the directory of a new run: `run_dir`, or `name` under the runs' root.
+    The default name consists of time, model and plan."""
+    name = config.name
+    name = str(name) if name is not None else f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.model.name}-{plan.id[:6]}"
     path = (Path(config.run_dir) if config.run_dir else runs_root() / name).absolute()
     refuse(
         "configuration",
@@ -42,96 +89,117 @@ def new_run_path(config: Configuration, plan: Plan) -> Path:
         (
             "%" in str(path) or not str(path).isprintable(),
             f"the run directory is {str(path)!r}",
-            "leave out '%', which Slurm gives a meaning of its own, and control characters",
+            "leave out control characters and '%', which Slurm replaces in paths",
         ),
     )
     return path
 
 
-def new_run(config: Configuration, plan: Plan, overrides: Sequence[str], alone: bool = False) -> RunDirectory:
-    """Make the run directory of a new run. `alone`: ConfigError where other files are in it."""
-    path = new_run_path(config, plan)
-    if alone and not RunDirectory(path).exists() and others(path):
-        raise ConfigError("other files are there", where=str(path), hint="give the run a directory of its own")
+def create_run(
+    config: Configuration, plan: Plan, overrides: Sequence[str], needs_empty_directory: bool = False
+) -> RunDirectory:
+    """Create the directory and the record of a new run.
+    ConfigError if it must be empty and is not; RecordError if it already holds a run."""
+    path = run_directory_path(config, plan)
+    if needs_empty_directory and not RunDirectory(path).exists() and files_without_lock(path):
+        raise ConfigError("the directory has other files", where=str(path), hint="give the run an empty directory")
     if RunDirectory(path).exists() and config.name is not None and path == (runs_root() / str(config.name)).absolute():
         raise RecordError(
-            "it already holds a run", where=str(path), hint="`holmes resume` goes on with it; or give another name"
+            "it already holds a run", where=str(path), hint="continue it with `holmes resume`, or give another name"
         )
-    filled = replace(config, run_dir=str(path), plan_file=str(path / "plan.yaml"))
     return RunDirectory.create(
         path,
         plan_text=plan.to_yaml(),
-        config=filled.to_dict(),
+        config=replace(config, run_dir=str(path), plan_file=str(path / "plan.yaml")).to_dict(),
         overrides=list(overrides),
         plan_id=plan.id,
-        **facts(config, plan),
+        **record_fields(config, plan),
     )
 
 
-def facts(config: Configuration, plan: Plan) -> dict[str, Any]:
-    """What a new run's record says besides configuration and plan: components, pace, versions, commit. ConfigError
-    where it could not train with what is installed."""
-    check_engine(config.train.optimizer)
+def record_fields(config: Configuration, plan: Plan) -> dict[str, Any]:
+    """Return the other fields of a new run's record: components, emulated layer time, versions and commit.
+    ConfigError if the installed Megatron-Core cannot train it."""
+    check_megatron_core(config.train.optimizer)
     return {
         "components": plan.layout,
         "pace_layer_ms": pace(config, plan),
-        "versions": versions(),
+        "versions": package_versions(),
         "git_commit": git_commit(),
     }
 
 
 @functools.cache
-def versions() -> dict[str, str]:
-    """Versions of what a run's figures depend on."""
-    return {package: found for package in VERSIONS if (found := installed_version(package)) is not None}
+def package_versions() -> dict[str, str]:
+    """Return the installed versions of the packages that influence a run's figures."""
+    return {name: version for name in PACKAGES if (version := installed_version(name)) is not None}
+
+
+def remove_unused_run(run: RunDirectory) -> None:
+    """Remove the files of a run without a step whose job ended or was never submitted, so that its name is free.
+    The directory stays, with the lock. A run beside other files stays too."""
+    if not run.exists() or run.metrics_bytes() or any(run.checkpoints.glob("*")):
+        return
+    state, names = run_status(run).state, files_without_lock(run.path)
+    if (is_final(state) or state == NOT_SUBMITTED.lower()) and OWN_FILES.issuperset(names):
+        console.note(f"{run.name} ended before its first step ({state}): it is replaced")
+        for path in map(run.path.joinpath, names):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a run goes on with. `before`: its recorded configuration. `missing`: keys of that one that an older version
-    did not know."""
+    """The plan and configuration of a continued run, and the configuration recorded so far.
+    `missing_keys`: keys that the recorded one lacks, because an older version wrote it."""
 
     plan: Plan
     config: Configuration
-    before: Configuration
-    missing: tuple[str, ...]
+    recorded_config: Configuration
+    missing_keys: tuple[str, ...]
 
 
-def continuation(record: RunDirectory, state: str, overrides: Sequence[str], plan_path: str | None) -> Continuation:
-    """How the run `record`, whose job is in `state`, goes on. ConfigError where it may not: it runs, it has made all
-    its steps, another model or batch; PlanError where the plan is for another site."""
-    if state != NOT_SUBMITTED.lower() and not is_end(state):
-        raise ConfigError(f"it is {state}", where=str(record.path), hint="wait for its end, or `holmes cancel` it")
-    if not {"launcher", "train", "slurm"} <= record.config.keys():
+def prepare_continuation(
+    run: RunDirectory, state: str, overrides: Sequence[str], plan_path: str | None
+) -> Continuation:
+    """Return how `run`, whose job is in `state`, continues with `overrides` and the plan at `plan_path` (or its own).
+
+    ConfigError if the run is active, has made all its steps, or if the plan is for another model or batch. PlanError if
+    the plan is for another site."""
+    if state != NOT_SUBMITTED.lower() and not is_final(state):
+        raise ConfigError(f"it is {state}", where=str(run.path), hint="wait for its end, or `holmes cancel` it")
+    if not {"launcher", "train", "slurm"} <= run.config.keys():
         raise RecordError(
-            "run.yaml has no whole configuration",
-            where=str(record.path),
-            hint="start a new run with its plan: `holmes submit`",
+            "run.yaml has no complete configuration",
+            where=str(run.path),
+            hint="submit a new run with its plan: `holmes submit`",
         )
-    before, missing = recorded(record.config)
+    recorded_config, missing_keys = recorded(run.config)
     check_overrides(overrides)
-    places: dict[str, Any] = {"run_dir": before.run_dir, "plan_file": before.plan_file, "site_file": before.site_file}
-    config = replace(applied(before, overrides), **places) if overrides else before
-    if state == "completed" and config.train.steps <= before.train.steps:
+    paths: dict[str, Any] = {key: getattr(recorded_config, key) for key in ("run_dir", "plan_file", "site_file")}
+    config = replace(applied(recorded_config, overrides), **paths) if overrides else recorded_config
+    if state == "completed" and config.train.steps <= recorded_config.train.steps:
         raise ConfigError(
-            f"it has made all of its {before.train.steps} steps",
-            where=str(record.path),
-            hint=f"for more: holmes resume {record.name} train.steps=N",
+            f"it has made all of its {recorded_config.train.steps} steps",
+            where=str(run.path),
+            hint=f"for more: holmes resume {run.name} train.steps=N",
         )
-    chosen, own = Plan.read(plan_path or record.plan_path), Plan.read(record.plan_path)
-    size, length = own.batch.global_size, own.batch.sequence_length  # which data come next hangs on them
+    plan, recorded_plan = Plan.read(plan_path or run.plan_path), Plan.read(run.plan_path)
+    batch_size, length = recorded_plan.batch.global_size, recorded_plan.batch.sequence_length  # they order the data
     refuse(
         plan_path or "",
-        (chosen.model != own.model, "the plan is for another model", "plan for this run's model"),
+        (plan.model != recorded_plan.model, "the plan is for another model", "plan for this run's model"),
         (
-            (chosen.batch.global_size, chosen.batch.sequence_length) != (size, length),
+            (plan.batch.global_size, plan.batch.sequence_length) != (batch_size, length),
             "the plan has another batch",
-            f"plan with batch.global_size={size} batch.sequence_length={length}",
+            f"plan with batch.global_size={batch_size} batch.sequence_length={length}",
         ),
     )
     if not config.local:
-        check_site(chosen, site(config))
-    elif plan_path:  # this machine starts as many ranks as are wanted
-        ranks = chosen.components[0].gpus_per_node
-        check_site(chosen, site(replace(config, plan=replace(config.plan, gpus_per_node=ranks))))
-    return Continuation(chosen, config, before, tuple(missing))
+        check_site(plan, site(config))
+    elif plan_path:  # this machine starts any number of ranks
+        plan_options = replace(config.plan, gpus_per_node=plan.components[0].gpus_per_node)
+        check_site(plan, site(replace(config, plan=plan_options)))
+    return Continuation(plan, config, recorded_config, tuple(missing_keys))

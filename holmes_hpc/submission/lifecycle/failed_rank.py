@@ -1,7 +1,7 @@
-"""Which rank ended a run, and how: from the ranks' own words and srun's complaints.
+"""The rank that ended a run, and its error, from the ranks' exit records and srun's error messages.
 
-A rank that was killed says nothing itself; srun names it (``srun: error: ib2: task 3: Killed``) before it kills the
-others. Of a local job the ranks' parent process notes what srun would say.
+A killed rank leaves no exit record. srun names it (``srun: error: ib2: task 3: Killed``) before it kills the others. In
+a local job the ranks' parent process records how they exited.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from holmes_hpc.slurm.hostlist import expand, numbers
 from holmes_hpc.slurm.job_states import out_of_memory
 from holmes_hpc.submission.executor.environment import ComponentRanks
 
-_COMPLAINT = re.compile(
+_SRUN_ERROR = re.compile(
     r"^(?:\d+: )?srun: error: ([^:\s]+): tasks? ([\d,\-\[\]]+): (.+?)\s*$"
     r"|^srun: error: Node failure on (\S+)\s*$",
     re.MULTILINE,
 )
 _NODE_FAILED = "node failure"
-_BY_SIGNAL = "killed by signal"  # of a local rank, whose parent knows the number; of srun's words the commonest
-_KILLED = "kill -9, or the kernel for lack of memory"
+_BY_SIGNAL = "killed by signal"  # our message for a local rank; the others are srun's commonest
+_SIGKILL_CAUSES = "kill -9, or the kernel for lack of memory"
 _SIGNALS = (
     _BY_SIGNAL,
     "Killed",
@@ -45,32 +45,33 @@ _SIGNALS = (
     "Hangup",
     "Interrupt",
 )
-_FOLLOWS = ("NetworkError", "Connection", "connection", "Broken pipe", "reset by peer", "timed out", "Timed out")
+# Errors that a rank has because another one failed first.
+_PEER_ERRORS = ("NetworkError", "Connection", "connection", "Broken pipe", "reset by peer", "timed out", "Timed out")
 
 
-def by_signal(number: int) -> str:
-    """How a rank ended that signal `number` killed."""
+def signal_message(number: int) -> str:
+    """Describe the exit of a rank killed by signal `number`."""
     with contextlib.suppress(ValueError):
-        why = f": {_KILLED}" if number == signal.SIGKILL else ""
-        return f"{_BY_SIGNAL} {number:d} ({signal.Signals(number).name}{why})"
+        causes = f": {_SIGKILL_CAUSES}" if number == signal.SIGKILL else ""
+        return f"{_BY_SIGNAL} {number:d} ({signal.Signals(number).name}{causes})"
     return f"{_BY_SIGNAL} {number}"
 
 
 @dataclass(frozen=True)
-class Complaint:
-    """One line of srun's: these tasks (global ranks, see :func:`complaints`) on these nodes ended like this."""
+class SrunError:
+    """One error line of srun: how these tasks (global ranks, see :func:`parse_srun_errors`) on these nodes ended."""
 
     nodes: str
     tasks: tuple[int, ...]
-    how: str
+    message: str
 
     @property
-    def by_signal(self) -> bool:
-        return self.how.startswith(_SIGNALS)
+    def is_signal(self) -> bool:
+        return self.message.startswith(_SIGNALS)
 
 
-def ranks_of_plan(plan: Plan, nodes: Sequence[str]) -> list[ComponentRanks]:
-    """The components of a plan's job that ran on `nodes` (a host list per component)."""
+def component_ranks(plan: Plan, nodes: Sequence[str]) -> list[ComponentRanks]:
+    """Return the components of a plan's job that ran on `nodes` (a host list per component)."""
     first_ranks = accumulate((component.ranks for component in plan.components), initial=0)
     return [
         ComponentRanks(tuple(expand(names)), first, component.gpus_per_node)
@@ -78,113 +79,121 @@ def ranks_of_plan(plan: Plan, nodes: Sequence[str]) -> list[ComponentRanks]:
     ]
 
 
-def complaints(text: str, parts: Sequence[ComponentRanks] = ()) -> list[Complaint]:
-    """srun's complaints about tasks, in its order; those about its own killing of the rest come last.
+def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> list[SrunError]:
+    """Return srun's errors about tasks, in the order of `text`; tasks that srun itself terminated come last there.
 
-    In a step over several components srun counts tasks from 0 in each (measured on 22.05); the node tells which one is
-    meant, so with `parts` the tasks are global ranks. A task that was killed where `text` tells of too little memory
-    was killed for that.
+    In a step over several components srun counts tasks from 0 in each component (measured on 22.05). With `components`,
+    the node shows which one is meant, and the tasks become global ranks. If `text` reports a lack of memory, that
+    becomes the cause of killed tasks.
     """
-    found, memory = [], out_of_memory(text)
-    for match in _COMPLAINT.finditer(text):
+    errors, memory = [], out_of_memory(text)
+    for match in _SRUN_ERROR.finditer(text):
         if match[4]:
-            found += [
-                Complaint(match[4], (p.first_rank + p.nodes.index(match[4]) * p.tasks_per_node,), _NODE_FAILED)
-                for p in parts
-                if match[4] in p.nodes
+            errors += [
+                SrunError(match[4], (c.first_rank + c.nodes.index(match[4]) * c.tasks_per_node,), _NODE_FAILED)
+                for c in components
+                if match[4] in c.nodes
             ][:1]
             continue
         if tasks := numbers(match[2].strip("[]")):
-            killed = f"{_BY_SIGNAL} 9 (SIGKILL): out of memory ({memory})" if memory else by_signal(signal.SIGKILL)
-            ranks = _ranks(match[1], tasks, parts)
-            found.append(Complaint(match[1], ranks, killed if match[3] == "Killed" else match[3]))
-    return found
+            killed = f"{_BY_SIGNAL} 9 (SIGKILL): out of memory ({memory})" if memory else signal_message(signal.SIGKILL)
+            ranks = _global_ranks(match[1], tasks, components)
+            errors.append(SrunError(match[1], ranks, killed if match[3] == "Killed" else match[3]))
+    return errors
 
 
-def _ranks(nodes: str, tasks: Sequence[int], parts: Sequence[ComponentRanks]) -> tuple[int, ...]:
-    first = expand(nodes)[0]
-    for part in parts:
-        if first in part.nodes:
-            is_local = tasks[0] // part.tasks_per_node == part.nodes.index(first)  # else they are global ranks already
-            return tuple(t + part.first_rank * is_local for t in tasks)
+def _global_ranks(nodes: str, tasks: Sequence[int], components: Sequence[ComponentRanks]) -> tuple[int, ...]:
+    first_node = expand(nodes)[0]
+    for component in components:
+        if first_node in component.nodes:
+            is_local = tasks[0] // component.tasks_per_node == component.nodes.index(first_node)  # else global already
+            return tuple(t + component.first_rank * is_local for t in tasks)
     return tuple(tasks)
 
 
 @dataclass(frozen=True)
-class Culprit:
-    """The rank that ended the run, and how."""
+class FailedRank:
+    """The rank that ended the run, its node and its error; None where unknown."""
 
     rank: int | None = None
     node: str | None = None
     error: str | None = None
 
 
-def culprit(
-    exits: Sequence[Mapping[str, Any]], srun: Sequence[Complaint], ranks: int = 0, hosts: Sequence[str] = ()
-) -> Culprit:
-    """The rank whose end came first and is not the echo of another's.
+def find_failed_rank(
+    exits: Sequence[Mapping[str, Any]], srun_errors: Sequence[SrunError], ranks: int = 0, hosts: Sequence[str] = ()
+) -> FailedRank:
+    """Return the rank that failed first, not one that failed because of it.
 
-    A rank killed by a signal leaves no exit record, and its peers' records are about lost connections. So, in this
-    order: the earliest record of a failure that is no lost connection; a task that died by a signal; a node that
-    failed; a task that srun complains about and that left no record; one of `ranks` without any record or complaint,
-    with what the earliest record of a failure says of it; that record; srun's first complaint. What srun itself
-    terminated is an echo. `hosts`: of every rank, as recorded.
+    A rank killed by a signal leaves no exit record, and its peers record lost connections. So return the first of: the
+    earliest recorded failure that is no lost connection; a task killed by a signal; a failed node; a task with an srun
+    error and no record; one of `ranks` with neither, together with the earliest recorded failure; that failure; srun's
+    first error. Tasks terminated by srun did not fail first. `hosts`: recorded host of each rank.
     """
-    spoke = {int(e["rank"]) for e in exits if "rank" in e}
-    failed = [e for e in exits if e.get("state") == "failed"]
-    for e in [e for e in failed if not any(word in str(e.get("error") or "") for word in _FOLLOWS)][:1]:
-        return Culprit(int(e["rank"]), e.get("host"), e.get("error") or f"rank {e['rank']} failed")
-    own = [(c, task) for c in srun if c.how != "Terminated" for task in c.tasks if task not in spoke]
-    for complaint, task in sorted(own, key=lambda pair: not (pair[0].by_signal or pair[0].how == _NODE_FAILED))[:1]:
-        died = f"rank {task} died: {complaint.how}"
-        what = f"node {complaint.nodes} failed" if complaint.how == _NODE_FAILED else died
-        return Culprit(task, _node(complaint, task), what)
-    mute = [rank for rank in range(ranks) if rank not in spoke]
-    if mute and (failed or len(mute) < ranks):
-        told = f"; rank {failed[0]['rank']} on {failed[0].get('host')}: {failed[0].get('error')}" if failed else ""
-        node = hosts[mute[0]] if mute[0] < len(hosts) else None
-        return Culprit(mute[0], node, f"rank {mute[0]} ended without a word{told}")
-    for e in failed[:1]:
-        return Culprit(int(e["rank"]), e.get("host"), e.get("error") or f"rank {e['rank']} failed")
-    for complaint in srun[:1]:
-        task = complaint.tasks[0]
-        return Culprit(task, _node(complaint, task), f"rank {task}: {complaint.how}")
-    return Culprit()
+    recorded_ranks = {int(e["rank"]) for e in exits if "rank" in e}
+    failures = [e for e in exits if e.get("state") == "failed"]
+    for e in [e for e in failures if not any(text in str(e.get("error") or "") for text in _PEER_ERRORS)][:1]:
+        return FailedRank(int(e["rank"]), e.get("host"), e.get("error") or f"rank {e['rank']} failed")
+    unrecorded = [
+        (error, task)
+        for error in srun_errors
+        if error.message != "Terminated"
+        for task in error.tasks
+        if task not in recorded_ranks
+    ]
+    for error, task in sorted(unrecorded, key=lambda e: not (e[0].is_signal or e[0].message == _NODE_FAILED))[:1]:
+        is_node = error.message == _NODE_FAILED
+        cause = f"node {error.nodes} failed" if is_node else f"rank {task} died: {error.message}"
+        return FailedRank(task, _node(error, task), cause)
+    silent_ranks = [rank for rank in range(ranks) if rank not in recorded_ranks]
+    if silent_ranks and (failures or len(silent_ranks) < ranks):
+        rank = silent_ranks[0]
+        peer = "".join(f"; rank {e['rank']} on {e.get('host')}: {e.get('error')}" for e in failures[:1])
+        node = hosts[rank] if rank < len(hosts) else None
+        return FailedRank(rank, node, f"rank {rank} exited without an exit record{peer}")
+    for e in failures[:1]:
+        return FailedRank(int(e["rank"]), e.get("host"), e.get("error") or f"rank {e['rank']} failed")
+    for error in srun_errors[:1]:
+        task = error.tasks[0]
+        return FailedRank(task, _node(error, task), f"rank {task}: {error.message}")
+    return FailedRank()
 
 
-def _node(complaint: Complaint, task: int) -> str:
-    nodes = expand(complaint.nodes)
-    return nodes[complaint.tasks.index(task)] if len(nodes) == len(complaint.tasks) else nodes[0]
+def _node(error: SrunError, task: int) -> str:
+    nodes = expand(error.nodes)
+    return nodes[error.tasks.index(task)] if len(nodes) == len(error.tasks) else nodes[0]
 
 
 @dataclass(frozen=True)
-class LocalEnds:
-    """`told`: the job was told to end, by SIGTERM; `codes`: (rank, exit code, below 0 of a signal), first end first."""
+class LocalExits:
+    """The exits of a local job's ranks. `told`: the job received SIGTERM.
+    `codes`: (rank, exit code) in the order of exits; a negative code is a signal."""
 
     told: bool = False
     codes: tuple[tuple[int, int], ...] = ()
 
-    def complaints(self, node: str) -> list[Complaint]:
-        """As of srun, about the ranks that did not end well."""
+    def srun_errors(self, node: str) -> list[SrunError]:
+        """Return the errors that srun would report about these ranks."""
         return [
-            Complaint(node, (rank,), f"exited with exit code {code}" if code > 0 else by_signal(-code))
+            SrunError(node, (rank,), f"exited with exit code {code}" if code > 0 else signal_message(-code))
             for rank, code in self.codes
             if code
         ]
 
 
-def note_ends(folder: Path, job_id: str, told: bool, codes: Sequence[tuple[int, int]]) -> None:
-    """In the ranks' parent, when all have ended."""
+def record_local_exits(folder: Path, job_id: str, terminated: bool, codes: Sequence[tuple[int, int]]) -> None:
+    """Record how the ranks of a local job exited. Their parent calls this when all have.
+    `terminated`: the job received SIGTERM."""
     with contextlib.suppress(HolmesError):
-        write_whole(_ends_path(folder, job_id), to_json({"told": told, "codes": codes}) + "\n")
+        write_whole(_exits_path(folder, job_id), to_json({"told": terminated, "codes": codes}) + "\n")
 
 
-def noted_ends(folder: Path, job_id: str) -> LocalEnds:
-    """What the parent of the ranks noted; nothing where it could not, or there was none (ranks with GPUs)."""
+def read_local_exits(folder: Path, job_id: str) -> LocalExits:
+    """Return how the ranks exited; nothing if their parent recorded nothing or there was none (ranks with GPUs)."""
     with contextlib.suppress(msgspec.ValidationError):
-        return msgspec.convert(read_object(_ends_path(folder, job_id)), LocalEnds, strict=False)
-    return LocalEnds()
+        return msgspec.convert(read_object(_exits_path(folder, job_id)), LocalExits, strict=False)
+    return LocalExits()
 
 
-def _ends_path(folder: Path, job_id: str) -> Path:
+def _exits_path(folder: Path, job_id: str) -> Path:
     return folder / f"{job_id}_ends.json"

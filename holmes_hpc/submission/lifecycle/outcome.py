@@ -1,6 +1,6 @@
-"""How a run ended, judged from what is left of it: exit status, the ranks' own records, srun's words, Slurm's state.
+"""The outcome of a run, from its exit status, the ranks' exit records, srun's errors and Slurm's state.
 
-One table lies between the states of a Slurm job and those of a run.
+One table maps the states of a Slurm job to those of a run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from holmes_hpc.records.logs import SPARSE_STEPS, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import STATES, RunState
 from holmes_hpc.slurm.job_states import JobState, SlurmState
-from holmes_hpc.submission.lifecycle.attempts import of_newest_start
-from holmes_hpc.submission.lifecycle.failed_rank import Complaint, Culprit, culprit
+from holmes_hpc.submission.lifecycle.attempts import latest_attempt_log
+from holmes_hpc.submission.lifecycle.failed_rank import FailedRank, SrunError, find_failed_rank
 
 TAIL_LINES = 20
 FINAL_FIGURES = (
@@ -32,8 +32,8 @@ FINAL_FIGURES = (
     "hardware_tflops_per_gpu",
 )
 _STEP = re.compile(r" step \d+: ")
-# Every end of a job; of several for one end of a run, the first is the run's.
-TABLE: dict[SlurmState, RunState] = {
+# Every final state of a job. If several map to one state of a run, the first one stands for it.
+RUN_STATES: dict[SlurmState, RunState] = {
     "COMPLETED": "completed",
     "CANCELLED": "cancelled",
     "TIMEOUT": "timeout",
@@ -45,131 +45,133 @@ TABLE: dict[SlurmState, RunState] = {
     "BOOT_FAIL": "failed",
     "OUT_OF_MEMORY": "failed",
 }
-_SLURM_STATES: dict[RunState, SlurmState] = {run: job for job, run in reversed(TABLE.items())}
+_SLURM_STATES: dict[RunState, SlurmState] = {run: job for job, run in reversed(RUN_STATES.items())}
 
 
 def run_state(slurm_state: SlurmState) -> RunState:
-    """Return the state of a run whose job ended in `slurm_state`; an end that the table lacks is a failure."""
-    return TABLE.get(slurm_state, "failed")
+    """Return the state of a run whose job ended in `slurm_state`; a state missing from the table is a failure."""
+    return RUN_STATES.get(slurm_state, "failed")
 
 
 def job_state(run_state: RunState) -> SlurmState:
-    """Return Slurm's word for how a run ended."""
+    """Return the Slurm state that stands for `run_state`."""
     return _SLURM_STATES[run_state]
 
 
-def is_end(word: str) -> bool:
-    """Return whether a word of a table is how a run ended; else it is Slurm's, in lower case, for what the job does."""
-    return word in STATES
+def is_final(state: str) -> bool:
+    """Return whether a state in a table is how a run ended. Else it is the state of an active job, in lower case."""
+    return state in STATES
 
 
 class StateRow:
-    """A row of a table whose `state` is the run's (completed, failed, …) when it ended, else Slurm's in lower case."""
+    """A row of a table whose `state` is the run's (completed, failed, …) if it ended, else Slurm's in lower case."""
 
     state: str
 
     @property
     def ended(self) -> bool:
-        return is_end(self.state)
+        return is_final(self.state)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload]
 
 
-def last_words(path: Path) -> list[str]:
-    """The last lines of a log that say something, fit for a terminal and for JSON, whatever is in it."""
-    return _legible(tail(path, 2 * TAIL_LINES))
+def last_log_lines(path: Path) -> list[str]:
+    """Return the last lines of a log that are not blank. They are safe for a terminal and for JSON."""
+    return _printable(tail(path, 2 * TAIL_LINES))
 
 
-def _legible(lines: Iterable[str]) -> list[str]:
-    shown = ("".join(c for c in line if c.isprintable() or c == "\t")[:500].rstrip() for line in lines)
-    return [line for line in shown if line][-TAIL_LINES:]
+def _printable(lines: Iterable[str]) -> list[str]:
+    printable = ("".join(c for c in line if c.isprintable() or c == "\t")[:500].rstrip() for line in lines)
+    return [line for line in printable if line][-TAIL_LINES:]
 
 
-def quoted(lines: Iterable[str], error: str, rank: int | None = None) -> list[str]:
-    """A log's last lines as they are shown, without those that only say `error` once more. That a rank but 0 does not
-    write every step is said, as it may have gone on after the last one there."""
-    shown = [f"  | {line}" for line in lines if not error or error not in line]
-    if rank and any(_STEP.search(line) for line in shown):
-        shown.append(f"  (ranks but 0 write every {SPARSE_STEPS}th step: it may have made more)")
-    return shown
+def quote_log(lines: Iterable[str], error: str, rank: int | None = None) -> list[str]:
+    """Return a log's last lines, marked as a quotation, without those that only repeat `error`.
+    Ranks other than 0 do not log every step, so add that such a rank may have got further."""
+    quotation = [f"  | {line}" for line in lines if not error or error not in line]
+    if rank and any(_STEP.search(line) for line in quotation):
+        quotation.append(f"  (ranks other than 0 log every {SPARSE_STEPS}th step: it may have made more)")
+    return quotation
 
 
-def judge(
+def build_result(
     run: RunDirectory,
     status: int | None,
     *,
     signalled: bool = False,
     slurm: JobState | None = None,
-    srun: Iterable[Complaint] = (),
+    srun_errors: Iterable[SrunError] = (),
 ) -> dict[str, Any]:
-    """The content of result.json. `status`: the step's exit status, None when nobody saw it."""
+    """Return the content of result.json. `status`: the step's exit status, None if unknown."""
     exits = run.read_exits()
-    preempted = any(e.get("state") == "preempted" for e in exits)
+    is_preempted = any(e.get("state") == "preempted" for e in exits)
     state: RunState | None = run_state(slurm.state) if slurm is not None and slurm.ended else None
     if state is None or state == "completed" or (state == "failed" and slurm is not None and slurm.state == "FAILED"):
         if status == 0 or (status is None and state == "completed"):
-            state = "completed" if not preempted else "cancelled" if signalled else "preempted"
-        elif preempted and not signalled:
+            state = "completed" if not is_preempted else "cancelled" if signalled else "preempted"
+        elif is_preempted and not signalled:
             state = "preempted"
         else:
             state = "cancelled" if signalled and not any(e.get("state") == "failed" for e in exits) else "failed"
-    found = Culprit()
+    failure = FailedRank()
     if state == "failed":
         hosts = run.read_run().get("hosts")
-        found = culprit(exits, list(srun), _world(run), [str(h) for h in hosts] if isinstance(hosts, list) else ())
+        failure = find_failed_rank(
+            exits, list(srun_errors), _count_ranks(run), [str(h) for h in hosts] if isinstance(hosts, list) else ()
+        )
         if (
-            found.rank is None
+            failure.rank is None
             and slurm is not None
             and slurm.ended
             and (slurm.state != "FAILED" or slurm.source == "nobody")
         ):
-            found = Culprit(
+            failure = FailedRank(
                 error=f"Slurm says {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"
                 f"{f' on {slurm.nodes}' if slurm.nodes else ''}"
             )
     return {
         "state": state,
         "exit_code": 0 if state == "completed" else status or 1,
-        "error": found.error or _error(run, state, status),
-        "failed_rank": found.rank,
-        "failed_node": found.node,
-        "log_tail": _log_tail(run, found.rank, state),
+        "error": failure.error or _error_without_rank(run, state, status),
+        "failed_rank": failure.rank,
+        "failed_node": failure.node,
+        "log_tail": _log_tail(run, failure.rank, state),
         "final": final_figures(run),
     }
 
 
-def _world(run: RunDirectory) -> int:
-    """How many ranks have written a log, but no more than the plan has now: an earlier attempt may have had more."""
+def _count_ranks(run: RunDirectory) -> int:
+    """Return how many ranks have a log, at most as many as the plan has: an earlier attempt may have had more."""
     logs = len(list(run.logs.glob("rank-*.txt")))
     with contextlib.suppress(HolmesError, OSError):
         return min(logs, Plan.read(run.plan_path).world_size)
     return logs
 
 
-def _error(run: RunDirectory, state: RunState, status: int | None) -> str | None:
-    """Return why a run ended of which no rank says why. Nobody writes where the directory is this machine's alone."""
+def _error_without_rank(run: RunDirectory, state: RunState, status: int | None) -> str | None:
+    """Return why a run ended if no rank has an error. There is no log if only this machine has the directory."""
     if state == "failed" and not any(run.logs.glob("rank-*.txt")) and not (run.logs / "batch.txt").exists():
         return f"no node wrote anything into {run.path}: is it on a file system that all nodes share?"
-    unseen = "the job ended before its batch script could say why"
+    unknown_cause = "the job ended before its batch script recorded the cause"
     return {
         "completed": None,
-        "failed": unseen if status is None else f"the step ended with exit code {status}",
-        "timeout": "its time was over",
+        "failed": unknown_cause if status is None else f"the step ended with exit code {status}",
+        "timeout": "time limit reached",
     }.get(state, state)
 
 
 def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
     if state == "completed":
         return []
-    if rank is not None and (lines := last_words(run.log_path(rank))):
+    if rank is not None and (lines := last_log_lines(run.log_path(rank))):
         return lines
-    batch = of_newest_start(run)
-    return [] if batch is None else _legible(batch) or last_words(run.logs / "srun.txt")
+    batch_log = latest_attempt_log(run)
+    return [] if batch_log is None else _printable(batch_log) or last_log_lines(run.logs / "srun.txt")
 
 
 def final_figures(run: RunDirectory) -> dict[str, Any]:
-    """The last step's figures."""
+    """Return the last step's figures; none if there is no step or the metrics cannot be read."""
     last: dict[str, Any] = {}
     with contextlib.suppress(HolmesError):
         last = (run.metrics() or [last])[-1]

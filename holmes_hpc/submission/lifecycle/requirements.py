@@ -1,4 +1,4 @@
-"""Whether the Megatron-Core that is installed is one that this package takes, and has the optimizer asked for."""
+"""Check of the installed Megatron-Core: its version, and whether it has the requested optimizer."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from holmes_hpc.errors import ConfigError
 
-# Megatron-Core's option `muon` (before 0.18 Muon was a module of its own), and the package that it takes Muon from
+# Megatron-Core has the option `muon` since 0.18 (before, Muon was a separate module), with Muon of another package.
 MUON = {"megatron-core": ">=0.18", "emerging-optimizers": ">=0.2"}
 
 
-def check_engine(optimizer: str = "adam") -> None:
-    """Raise ConfigError when another Megatron-Core is installed than pyproject.toml asks for, or one without
-    `optimizer`; none at all is left to who needs it, for a login node may have none."""
+def check_megatron_core(optimizer: str = "adam") -> None:
+    """Raise ConfigError if the installed Megatron-Core is outside the range of pyproject.toml or lacks `optimizer`.
+    A missing one is accepted, because a login node may have none."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
     try:
-        found = version("megatron-core")
-        asked = [Requirement(line) for line in requires("holmes-hpc") or []]
+        installed = version("megatron-core")
+        requirements = [Requirement(line) for line in requires("holmes-hpc") or []]
     except PackageNotFoundError:
         return
-    for requirement in asked:
-        if requirement.name == "megatron-core" and not requirement.specifier.contains(found, prereleases=True):
-            taken = ",".join(sorted((str(part) for part in requirement.specifier), reverse=True))
+    for requirement in requirements:
+        if requirement.name == "megatron-core" and not requirement.specifier.contains(installed, prereleases=True):
+            supported = ",".join(sorted((str(part) for part in requirement.specifier), reverse=True))
             raise ConfigError(
-                f"{found} is installed, this package takes {taken}",
+                f"{installed} is installed, this package supports {supported}",
                 where="megatron-core",
-                hint=f"pip install 'megatron-core{taken}'",
+                hint=f"pip install 'megatron-core{supported}'",
             )
-    for package, taken in MUON.items() if optimizer == "muon" else ():
-        have = installed_version(package)
-        if have is None or not SpecifierSet(taken).contains(have, prereleases=True):
+    for package, supported in MUON.items() if optimizer == "muon" else ():
+        package_version = installed_version(package)
+        if package_version is None or not SpecifierSet(supported).contains(package_version, prereleases=True):
             raise ConfigError(
-                f"muon needs {package}{taken}, {'none' if have is None else have} is installed",
+                f"muon needs {package}{supported}, {package_version or 'none'} is installed",
                 where="train.optimizer",
-                hint=f"pip install '{package}{taken}', which needs Python 3.12, or use train.optimizer=adam",
+                hint=f"pip install '{package}{supported}', which needs Python 3.12, or use train.optimizer=adam",
             )
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed package; None where it is missing."""
+    """Return the version of an installed package; None if it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -20,7 +20,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import read_object
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.lifecycle.status import Job, OnSlurm, OnThisMachine, job_of
+from holmes_hpc.submission.lifecycle.status import Job, LocalJob, SlurmJob, job_of
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 
 
@@ -40,14 +40,12 @@ def job_states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force"
 def job_handle(manifest: Manifest, job: SweepJob) -> Job:
     """Return a handle for the state and cancellation of a job. A local job's state is known only on its machine."""
     if job.where == "slurm":
-        return OnSlurm(manifest.resolve(job.folder), job.job_id)
+        return SlurmJob(manifest.resolve(job.folder), job.job_id)
     run = RunDirectory(manifest.resolve(job.directory))
     if job.kind == "plan" and run.exists():
         with contextlib.suppress(SubmissionError):
             return job_of(run)
-    return OnThisMachine(
-        run, int(job.job_id), job.host or os.uname().nodename, job.submitted, manifest.resolve(job.folder)
-    )
+    return LocalJob(run, int(job.job_id), job.host or os.uname().nodename, job.submitted, manifest.resolve(job.folder))
 
 
 def outcome_path(folder: Path, job_id: str) -> Path:

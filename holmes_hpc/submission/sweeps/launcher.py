@@ -1,7 +1,7 @@
 """Hydra launchers for sweeps in which every job is heterogeneous, with its own components, or plain.
 
 They extend hydra-submitit-launcher. If the task function has an attribute ``plan_job``, as in the training application,
-``plan_job(cfg, "slurm" | "local") -> Planned | None`` returns each job's plan. Other jobs run the task function itself
+``plan_job(cfg, "slurm" | "local") -> PlannedJob | None`` returns each job's plan. Other jobs run the task function itself
 with the launcher's `components`.
 """
 
@@ -31,9 +31,9 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import ignore_interrupts, uninterrupted
 from holmes_hpc.slurm.job_states import UNKNOWN
 from holmes_hpc.submission.executor.throttle import Throttle
-from holmes_hpc.submission.lifecycle.status import Job, OnSlurm
-from holmes_hpc.submission.local import run_plan_here
-from holmes_hpc.submission.plan_job import Planned, submit_plan
+from holmes_hpc.submission.lifecycle.status import Job, SlurmJob
+from holmes_hpc.submission.local import run_plan_locally
+from holmes_hpc.submission.plan_job import PlannedJob, submit_plan
 from holmes_hpc.submission.sweeps.job_results import (
     LaunchedJob,
     Progress,
@@ -184,7 +184,7 @@ class HolmesLauncher(BaseSubmititLauncher):
 
     def _plan_all(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Candidate]:
         """Compose and plan all jobs before the first submission. ConfigError with the first impossible job."""
-        hook: Callable[[DictConfig, str], Planned | None] | None = getattr(self.task_function, "plan_job", None)
+        hook: Callable[[DictConfig, str], PlannedJob | None] | None = getattr(self.task_function, "plan_job", None)
         candidates, errors = [], []
         for num, overrides in enumerate(job_overrides, first):
             config = self._sweep_config(list(overrides), num)
@@ -326,7 +326,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         return LaunchedJob(entry, job.config, handle=handle)
 
     def _start(
-        self, planned: Planned, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
+        self, planned: PlannedJob, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
     ) -> Job:
         raise TypeError("use SlurmLauncher or LocalLauncher")
 
@@ -340,12 +340,12 @@ class SlurmLauncher(HolmesLauncher):
     _EXECUTOR, WHERE = "slurmhet", "slurm"
 
     def _start(
-        self, planned: Planned, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
+        self, planned: PlannedJob, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
     ) -> Job:
         job = submit_plan(
             planned.plan, run.path, planned.function, config, settings, name=name, throttle=self._throttle
         )
-        return OnSlurm(run.path / "submission", job.job_id)
+        return SlurmJob(run.path / "submission", job.job_id)
 
 
 class LocalLauncher(HolmesLauncher):
@@ -363,6 +363,6 @@ class LocalLauncher(HolmesLauncher):
             time.sleep(0.5)
 
     def _start(
-        self, planned: Planned, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
+        self, planned: PlannedJob, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
     ) -> Job:
-        return run_plan_here(planned.plan, run.path, planned.function, config, settings)
+        return run_plan_locally(planned.plan, run.path, planned.function, config, settings)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from holmes_hpc import console
 from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
-from holmes_hpc.submission.plan_job import Planned
+from holmes_hpc.submission.plan_job import PlannedJob
 from holmes_hpc.submission.sweeps.job_results import task_config
 from holmes_hpc.submission.sweeps.jobs import is_completed
 from holmes_hpc.submission.sweeps.launcher_settings import ENVIRONMENT
@@ -40,7 +40,7 @@ class Candidate:
     num: int
     overrides: list[str]
     config: DictConfig
-    planned: Planned | None
+    planned: PlannedJob | None
     copy: int
     program: Program | None
 

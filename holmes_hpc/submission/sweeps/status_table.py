@@ -63,7 +63,7 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
         run = RunDirectory(manifest.resolve(job.directory))
         line = next(_last_lines(run.metrics_path), {})
         step, loss, rate = line.get("step"), line.get("loss"), run_rates(run).get("tokens_per_s")
-        why = attempts.why(run, state, step)
+        why = attempts.state_detail(run, state, step)
         result = run.read_result()
         if result is None and state.ended and run.exists():
             result = record_end(run, state)

@@ -20,7 +20,7 @@ from holmes_hpc.slurm.scontrol import Config, parse_partition
 from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.preflight import check_fit, eligible_nodes, find_warnings, time_limit_error
-from holmes_hpc.submission.queue_estimate import earliest, plans_to_try, start_rows, training_time_s
+from holmes_hpc.submission.queue_estimate import candidate_plans, estimate_ends, estimate_rows, training_time_s
 
 NODES = [node(f"ib{i}", "nic_ib,a", "ib,all") for i in range(4)] + [
     node(f"eth{i}", "nic_ethernet", "eth,all") for i in range(2)
@@ -81,11 +81,11 @@ echo "sbatch: Job 9 to start at $when using 4 processors on nodes n1 in partitio
 def test_smaller_plan_that_starts_now_beats_a_waiting_plan(fake_slurm: Any) -> None:
     fake_slurm.answer("sbatch", STARTS)
     fast, slow = plans.plan("ib-a", "roce-a", step_time_s=1.0), plans.plan("ib-a", step_time_s=2.0)
-    candidates = earliest([fast, slow], 3600, SlurmSettings(timeout_min=600))
+    candidates = estimate_ends([fast, slow], 3600, SlurmSettings(timeout_min=600))
     assert [c.plan.id for c in candidates] == [slow.id, fast.id]
     assert candidates[0].start == datetime(2030, 1, 1).timestamp()
     assert candidates[0].end == candidates[0].start + training_time_s(slow, 3600)
-    columns, rows = start_rows(candidates)
+    columns, rows = estimate_rows(candidates)
     assert columns[2:5] == ["start", "duration", "end"] and rows[0][2].startswith("2030-01-01 00:00")
 
 
@@ -99,18 +99,18 @@ def test_candidates_are_the_best_plans_of_site_subsets() -> None:
         fabrics = sorted(nodes or {"ib-a": 4, "roce-a": 4})
         return plans.plan(*fabrics, nodes=min((nodes or {"x": 4}).values()))
 
-    candidates = plans_to_try(plan_for, plans.site())
+    candidates = candidate_plans(plan_for, plans.site())
     layouts = [tuple((c.fabric, c.nodes) for c in plan.components) for plan in candidates]
     assert layouts[0] == (("ib-a", 4), ("roce-a", 4)) and len(set(layouts)) == len(layouts) == 9
     assert (("ib-a", 1),) in layouts and (("ib-a", 2), ("roce-a", 2)) in layouts
-    assert len(plans_to_try(plan_for, plans.site(), most=3)) == 3
+    assert len(candidate_plans(plan_for, plans.site(), max_plans=3)) == 3
 
 
 @pytest.mark.integration
 def test_impossible_candidates_come_last_with_their_reason(fake_slurm: Any) -> None:
     fake_slurm.answer("sbatch", STARTS)
     possible = plans.plan("ib-a")
-    candidates = earliest([plans.plan("ib-a", step_time_s=100), possible], 3600, SlurmSettings(timeout_min=600))
+    candidates = estimate_ends([plans.plan("ib-a", step_time_s=100), possible], 3600, SlurmSettings(timeout_min=600))
     assert candidates[0].plan.id == possible.id and candidates[1].end is None and "timeout_min" in candidates[1].reason
 
 
@@ -120,14 +120,14 @@ def test_slurm_queue_decides_which_plan_ends_first(request: pytest.FixtureReques
     request.getfixturevalue("busy_roce")
     preflight.clear_cache()
     waits, starts_now = plans.plan("ib-a", "roce-a", step_time_s=0.5), plans.plan("ib-a", step_time_s=1.0)
-    candidates = earliest([waits, starts_now], 30, SlurmSettings(timeout_min=10))
+    candidates = estimate_ends([waits, starts_now], 30, SlurmSettings(timeout_min=10))
     assert [c.plan.id for c in candidates] == [starts_now.id, waits.id]
     assert (
         candidates[1].start is not None
         and candidates[0].start is not None
         and candidates[1].start - candidates[0].start > 60
     )
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", start_rows(candidates)[1][0][2])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", estimate_rows(candidates)[1][0][2])
 
 
 def test_time_limit_above_that_of_the_partition_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""How local ranks ended, as their parent noted it."""
+"""Exits of local ranks, as their parent records them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from holmes_hpc.submission.lifecycle.failed_rank import LocalEnds, note_ends, noted_ends
+from holmes_hpc.submission.lifecycle.failed_rank import LocalExits, read_local_exits, record_local_exits
 
 
-def test_only_bad_ends_are_complaints_in_their_order(tmp_path: Path) -> None:
-    note_ends(tmp_path, "7", True, [(2, -11), (0, 0), (1, 3)])
-    ends = noted_ends(tmp_path, "7")
-    assert ends.told
-    assert [(c.nodes, c.tasks, c.how, c.by_signal) for c in ends.complaints("here")] == [
+def test_failed_exits_become_srun_errors_in_their_order(tmp_path: Path) -> None:
+    record_local_exits(tmp_path, "7", True, [(2, -11), (0, 0), (1, 3)])
+    exits = read_local_exits(tmp_path, "7")
+    assert exits.told
+    assert [(e.nodes, e.tasks, e.message, e.is_signal) for e in exits.srun_errors("here")] == [
         ("here", (2,), "killed by signal 11 (SIGSEGV)", True),
         ("here", (1,), "exited with exit code 3", False),
     ]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"told": true, "codes": [1]}', '{"told": 1, "codes": [["a", 1]]}'])
-def test_an_odd_note_says_nothing(tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_counts_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "7_ends.json").write_text(text)
-    assert noted_ends(tmp_path, "7") == LocalEnds() == noted_ends(tmp_path, "8")
+    assert read_local_exits(tmp_path, "7") == LocalExits() == read_local_exits(tmp_path, "8")

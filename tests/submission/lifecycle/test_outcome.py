@@ -1,4 +1,4 @@
-"""Who ended a run: judged from what is left of it."""
+"""The outcome of a run: its state, the rank that failed, and whether the job restarts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from submitit.core.utils import UncompletedJobError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState, read_cancellation
 from holmes_hpc.submission.executor.environment import ComponentRanks, SlurmHetJobEnvironment
-from holmes_hpc.submission.lifecycle import finish as finishing
-from holmes_hpc.submission.lifecycle.attempts import gained, note_progress
-from holmes_hpc.submission.lifecycle.failed_rank import complaints, culprit
-from holmes_hpc.submission.lifecycle.finish import finish, should_restart
-from holmes_hpc.submission.lifecycle.outcome import judge, last_words, quoted
+from holmes_hpc.submission.lifecycle import batch_end
+from holmes_hpc.submission.lifecycle.attempts import has_new_steps, record_attempt_end
+from holmes_hpc.submission.lifecycle.batch_end import end_attempt, reason_to_stop
+from holmes_hpc.submission.lifecycle.failed_rank import find_failed_rank, parse_srun_errors
+from holmes_hpc.submission.lifecycle.outcome import build_result, last_log_lines, quote_log
 from holmes_hpc.submission.lifecycle.status import record_end
 
-AWAY_TWICE = """
+UNREACHABLE_TWICE = """
 [ "$1" = requeue ] || exit 1
 n=$(cat "$0.count" 2>/dev/null || echo 0); n=$((n+1)); echo $n > "$0.count"
 [ $n -gt 2 ] || { echo "slurm_requeue error: Unable to contact slurm controller (connect failure)" >&2; exit 1; }"""
@@ -30,7 +30,7 @@ slurmstepd: error: *** STEP 8.0 ON ib1 CANCELLED AT 2024-01-01T00:00:00 ***
 srun: error: ib1: task 0: Exited with exit code 1
 srun: error: ib[2-3]: tasks 1,3: Terminated
 """
-SIGKILLED = "killed by signal 9 (SIGKILL: kill -9, or the kernel for lack of memory)"  # as of a local rank
+SIGKILLED = "killed by signal 9 (SIGKILL: kill -9, or the kernel for lack of memory)"  # the message of a local rank
 
 
 def exits(*records: tuple[int, str, str]) -> list[dict[str, Any]]:
@@ -44,14 +44,13 @@ def run(tmp_path: Path) -> RunDirectory:
     return made
 
 
-def test_complaints_are_read() -> None:
-    found = complaints(KILLED)
-    assert [(c.nodes, c.tasks, c.by_signal) for c in found] == [
+def test_srun_errors_are_parsed() -> None:
+    assert [(e.nodes, e.tasks, e.is_signal) for e in parse_srun_errors(KILLED)] == [
         ("roce1", (2,), True),
         ("ib1", (0,), False),
         ("ib[2-3]", (1, 3), False),
     ]
-    assert complaints("srun: error: eth1: tasks 4-6: Exited with exit code 1")[0].tasks == (4, 5, 6)
+    assert parse_srun_errors("srun: error: eth1: tasks 4-6: Exited with exit code 1")[0].tasks == (4, 5, 6)
 
 
 PARTS = [ComponentRanks(("ib1", "ib2"), 0, 2), ComponentRanks(("roce1",), 4, 2), ComponentRanks(("eth1", "eth2"), 6, 1)]
@@ -67,8 +66,8 @@ PARTS = [ComponentRanks(("ib1", "ib2"), 0, 2), ComponentRanks(("roce1",), 4, 2),
         ("srun: error: eth[1-2]: tasks 0-1: Killed", (6, 7)),
     ],
 )
-def test_tasks_of_a_component_are_counted_over_the_whole_job(line: str, ranks: tuple[int, ...]) -> None:
-    assert complaints(line, PARTS)[0].tasks == ranks
+def test_tasks_of_a_component_become_global_ranks(line: str, ranks: tuple[int, ...]) -> None:
+    assert parse_srun_errors(line, PARTS)[0].tasks == ranks
 
 
 @pytest.mark.parametrize(
@@ -81,48 +80,51 @@ def test_tasks_of_a_component_are_counted_over_the_whole_job(line: str, ranks: t
         ("slurmstepd: error: *** STEP 34+0.0 ON ib1 CANCELLED AT 2026 DUE TO TIME LIMIT ***", "TIMEOUT"),
     ],
 )
-def test_slurmds_notice_tells_why(text: str, state: str | None) -> None:
+def test_slurmds_message_gives_the_state(text: str, state: str | None) -> None:
     found = read_cancellation(text)
     assert (found.state if found else None) == state
 
 
-def test_a_killed_rank_is_blamed_not_its_peers() -> None:
-    echo = exits((0, "failed", "NetworkError: Connection closed by peer [10.0.0.3]"), (1, "failed", "connection reset"))
-    found = culprit(echo, complaints(KILLED))
+def test_a_killed_rank_is_the_failed_one_not_its_peers() -> None:
+    records = exits(
+        (0, "failed", "NetworkError: Connection closed by peer [10.0.0.3]"), (1, "failed", "connection reset")
+    )
+    found = find_failed_rank(records, parse_srun_errors(KILLED))
     assert (found.rank, found.node) == (2, "roce1") and found.error == f"rank 2 died: {SIGKILLED}"
 
 
-def test_the_first_own_error_is_blamed() -> None:
+def test_a_rank_with_its_own_error_failed_first() -> None:
     both = exits((3, "failed", "connection reset by peer"), (1, "failed", "ValueError: bad"))
-    found = culprit(both, complaints(KILLED))
+    found = find_failed_rank(both, parse_srun_errors(KILLED))
     assert (found.rank, found.node, found.error) == (1, "n1", "ValueError: bad")
 
 
-def test_a_node_that_failed_is_blamed_not_what_srun_terminated() -> None:
+def test_a_failed_node_comes_before_tasks_that_srun_terminated() -> None:
     text = (
         "srun: error: Node failure on eth2\nsrun: Job step aborted\n"
         "srun: error: ib2: task 2: Terminated\nsrun: error: roce1: tasks 0-1: Terminated\n"
     )
-    found = culprit([], complaints(text, PARTS), ranks=8)
+    found = find_failed_rank([], parse_srun_errors(text, PARTS), ranks=8)
     assert (found.rank, found.node, found.error) == (7, "eth2", "node eth2 failed")
 
 
-def test_a_rank_that_could_not_even_write_its_record() -> None:
+def test_a_rank_without_an_exit_record_failed() -> None:
     done = exits((0, "completed", ""), (1, "completed", ""))
-    found = culprit(done, complaints("srun: error: roce1: task 0: Exited with exit code 1", PARTS), ranks=4)
+    srun_errors = parse_srun_errors("srun: error: roce1: task 0: Exited with exit code 1", PARTS)
+    found = find_failed_rank(done, srun_errors, ranks=4)
     assert (found.rank, found.node) == (4, "roce1")
 
 
-def test_a_mute_rank_is_blamed_when_srun_said_nothing() -> None:
-    echo = exits((0, "failed", "Connection reset by peer"), (2, "failed", "Connection reset by peer"))
-    found = culprit(echo, [], ranks=3, hosts=["ib1", "ib2", "roce1"])
+def test_a_rank_without_record_failed_if_srun_reports_nothing() -> None:
+    peer_exits = exits((0, "failed", "Connection reset by peer"), (2, "failed", "Connection reset by peer"))
+    found = find_failed_rank(peer_exits, [], ranks=3, hosts=["ib1", "ib2", "roce1"])
     assert (found.rank, found.node) == (1, "ib2")
-    assert found.error is not None and found.error.startswith("rank 1 ended without a word; rank ")
-    assert str(echo[0]["error"]) in found.error  # what another rank says of its silence
+    assert found.error is not None and found.error.startswith("rank 1 exited without an exit record; rank ")
+    assert str(peer_exits[0]["error"]) in found.error
 
 
 def test_node_of_one_of_several_tasks() -> None:
-    found = culprit([], complaints("srun: error: ib[2-3]: tasks 1,3: Segmentation fault"))
+    found = find_failed_rank([], parse_srun_errors("srun: error: ib[2-3]: tasks 1,3: Segmentation fault"))
     assert (found.rank, found.node) == (1, "ib2")
 
 
@@ -145,7 +147,7 @@ def test_node_of_one_of_several_tasks() -> None:
         (1, True, "RUNNING", [(1, "failed", "x")], "failed"),
     ],
 )
-def test_states(
+def test_the_state_of_a_run(
     run: RunDirectory,
     status: int | None,
     signalled: bool,
@@ -153,32 +155,32 @@ def test_states(
     records: list[tuple[int, str, str]],
     state: str,
 ) -> None:
-    for rank, word, error in records:
-        run.write_exit(rank, word, error)
-    said = JobState(slurm, "", "ib1", components=(slurm,)) if slurm else None
-    found = judge(run, status, signalled=signalled, slurm=said)
-    assert found["state"] == state
-    assert (found["exit_code"] == 0) == (state == "completed")
+    for rank, exit_state, error in records:
+        run.write_exit(rank, exit_state, error)
+    job_state = JobState(slurm, "", "ib1", components=(slurm,)) if slurm else None
+    result = build_result(run, status, signalled=signalled, slurm=job_state)
+    assert result["state"] == state
+    assert (result["exit_code"] == 0) == (state == "completed")
     if slurm == "NODE_FAIL":
-        assert "NODE_FAIL" in found["error"] and "ib1" in found["error"]
+        assert "NODE_FAIL" in result["error"] and "ib1" in result["error"]
 
 
-def test_the_tail_of_the_blamed_ranks_log(run: RunDirectory) -> None:
-    run.log_path(2).write_bytes(b"x\n" * 3000 + b"\xff last words\n")
-    found = judge(run, 137, srun=complaints(KILLED))
+def test_the_result_has_the_last_lines_of_the_failed_ranks_log(run: RunDirectory) -> None:
+    run.log_path(2).write_bytes(b"x\n" * 3000 + b"\xff last line\n")
+    found = build_result(run, 137, srun_errors=parse_srun_errors(KILLED))
     assert (found["failed_rank"], found["failed_node"]) == (2, "roce1")
-    assert found["log_tail"][-1].endswith("last words") and len(found["log_tail"]) == 20
-    assert last_words(run.log_path(77)) == []
+    assert found["log_tail"][-1].endswith("last line") and len(found["log_tail"]) == 20
+    assert last_log_lines(run.log_path(77)) == []
 
 
-def test_a_rank_that_writes_few_steps_is_said_to() -> None:
+def test_the_log_of_a_rank_other_than_0_is_quoted_with_a_hint() -> None:
     lines = ["2026-01-01 10:00:00.000 step 21: 0.3 s, compute 0.2", "boom"]
-    assert quoted(lines, "boom", 0) == quoted(lines, "boom") == [f"  | {lines[0]}"]
-    assert quoted(lines, "", 3)[2:] == ["  (ranks but 0 write every 20th step: it may have made more)"]
-    assert quoted(["boom"], "", 3) == ["  | boom"]
+    assert quote_log(lines, "boom", 0) == quote_log(lines, "boom") == [f"  | {lines[0]}"]
+    assert quote_log(lines, "", 3)[2:] == ["  (ranks other than 0 log every 20th step: it may have made more)"]
+    assert quote_log(["boom"], "", 3) == ["  | boom"]
 
 
-def test_no_older_start_is_quoted(run: RunDirectory) -> None:
+def test_the_log_of_an_earlier_job_is_not_quoted(run: RunDirectory) -> None:
     run.update_run(slurm={"job_id": 8})
     first = "holmes: start of job 7, restart 0\nsrun: error: ib1: task 1: Killed\nholmes: failed: rank 1 died\n"
     batch = run.logs / "batch.txt"
@@ -186,56 +188,56 @@ def test_no_older_start_is_quoted(run: RunDirectory) -> None:
     batch.write_text(first)
     (run.logs / "srun.txt").write_text("srun: error: ib1: task 1: Killed\n")
     cancelled = JobState("CANCELLED", "", "ib1", components=("CANCELLED",))
-    assert judge(run, None, slurm=cancelled)["log_tail"] == []  # while it was pending
+    assert build_result(run, None, slurm=cancelled)["log_tail"] == []  # cancelled while it was pending
     failed = record_end(run, JobState("NODE_FAIL", "", "ib1", components=("NODE_FAIL",)))
     assert failed["failed_rank"] is None and failed["log_tail"] == []
     batch.write_text(first + "holmes: start of job 8, restart 0\nslurmstepd: error: *** JOB 8 ON ib1 CANCELLED ***\n")
-    found = judge(run, 143, signalled=True, slurm=cancelled)
+    found = build_result(run, 143, signalled=True, slurm=cancelled)
     assert found["state"] == "cancelled" and found["log_tail"] == ["slurmstepd: error: *** JOB 8 ON ib1 CANCELLED ***"]
-    assert "task 1" not in finishing.notices(run).partition("JOB 8")[0]
+    assert "task 1" not in batch_end.end_messages(run).partition("JOB 8")[0]
 
 
-NO_GAIN = "no step was gained since the last start"
+NO_NEW_STEP = "no new step since the last start"
 
 
-def test_restarts_stop_without_gain(run: RunDirectory) -> None:
-    assert [should_restart(run, state, "7/0") for state in ("failed", "preempted", "timeout")] == [NO_GAIN] * 3
-    assert should_restart(run, "preempted", "7/0", blameless=True) is None  # Slurm requeues it itself
+def test_restarts_stop_without_a_new_step(run: RunDirectory) -> None:
+    assert [reason_to_stop(run, state, "7/0") for state in ("failed", "preempted", "timeout")] == [NO_NEW_STEP] * 3
+    assert reason_to_stop(run, "preempted", "7/0", slurm_requeues=True) is None  # Slurm requeues it itself
     run.append_metrics({"step": 5, "attempt": 1})
-    assert should_restart(run, "failed", "7/0") is None
-    assert should_restart(run, "cancelled", "7/0") == "cancelled"
-    note_progress(run, "7/0", "failed")
-    assert not gained(run, "7/1")  # a start that ended before it made an attempt
+    assert reason_to_stop(run, "failed", "7/0") is None
+    assert reason_to_stop(run, "cancelled", "7/0") == "cancelled"
+    record_attempt_end(run, "7/0", "failed")
+    assert not has_new_steps(run, "7/1")  # rank 0 did not start in it
     run.start_attempt({})
-    run.append_metrics({"step": 5, "attempt": 2})  # the same step again: nothing gained
-    assert not gained(run, "7/1")
+    run.append_metrics({"step": 5, "attempt": 2})  # the same step again
+    assert not has_new_steps(run, "7/1")
     run.append_metrics({"step": 6, "attempt": 2})
-    assert gained(run, "7/1")
+    assert has_new_steps(run, "7/1")
 
 
 def test_failures_alone_count_against_max_restarts(run: RunDirectory) -> None:
-    """Of one job: `holmes resume` begins to count anew."""
+    """They are counted per job: `holmes resume` submits another one."""
     for number, ended in enumerate(["preempted", "failed", "timeout", "failed", "preempted"]):
         run.append_metrics({"step": number, "attempt": number + 1})
-        assert should_restart(run, ended, f"7/{number}") is None
-        note_progress(run, f"7/{number}", ended)
+        assert reason_to_stop(run, ended, f"7/{number}") is None
+        record_attempt_end(run, f"7/{number}", ended)
         run.start_attempt({})
     run.append_metrics({"step": 9, "attempt": 6})
-    assert should_restart(run, "failed", "7/5") == "restarted after 2 failures already"
-    assert should_restart(run, "timeout", "7/5") is None and should_restart(run, "failed", "8/0") is None
+    assert reason_to_stop(run, "failed", "7/5") == "already restarted after 2 failures"
+    assert reason_to_stop(run, "timeout", "7/5") is None and reason_to_stop(run, "failed", "8/0") is None
 
 
-@pytest.mark.parametrize("state, on", [("preempted", True), ("timeout", True), ("failed", False)])
-def test_without_restarts_only_failures_end_the_run(tmp_path: Path, state: str, on: bool) -> None:
+@pytest.mark.parametrize("state, restarts", [("preempted", True), ("timeout", True), ("failed", False)])
+def test_without_restarts_only_failures_end_the_run(tmp_path: Path, state: str, restarts: bool) -> None:
     run = RunDirectory.create(tmp_path / "none", config={"train": {"max_restarts": 0}})
     run.start_attempt({})
     run.append_metrics({"step": 1, "attempt": 1})
-    assert should_restart(run, state, "7/0") == (None if on else "train.max_restarts is 0")
+    assert reason_to_stop(run, state, "7/0") == (None if restarts else "train.max_restarts is 0")
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("restarts, code", [(0, 1), (2, 0)])
-def test_a_start_of_slurms_own_after_its_node_failed(
+def test_slurm_restarts_a_job_whose_node_failed(
     tmp_path: Path, restarts: int, code: int, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_slurm.answer("scontrol", "echo ExpeditedRequeue=Yes")
@@ -243,44 +245,44 @@ def test_a_start_of_slurms_own_after_its_node_failed(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     run = RunDirectory.create(tmp_path / "run", config={"train": {"max_restarts": restarts}})
     words = [str(run.path), "1", "", "--again"]
-    assert finishing.main(words) == 0  # nothing ran yet
+    assert batch_end.main(words) == 0  # nothing ran yet
     run.start_attempt({})
     run.append_metrics({"step": 1, "attempt": 1})
-    assert finishing.main(words) == code
+    assert batch_end.main(words) == code
     result = run.read_result()
-    assert (result is not None) == bool(code) and (not code or "without a word" in result["error"])  # type: ignore[index]
+    assert (result is not None) == bool(code) and (not code or "exited without a record" in result["error"])  # type: ignore[index]
     assert (["update", "JobId=7", "Requeue=0"] in fake_slurm.calls("scontrol")) == bool(code)
-    assert finishing.main(words) == 0  # judged: what starts it now is somebody's will
+    assert batch_end.main(words) == 0  # its end is recorded: somebody restarted it on purpose
     if not code:
-        assert run.read_run()["attempts"][0]["start"] == "7/0" and not gained(run, "7/1")
+        assert run.read_run()["attempts"][0]["start"] == "7/0" and not has_new_steps(run, "7/1")
 
 
 @pytest.mark.integration
-def test_a_requeue_that_rank_0_asked_for_is_no_failure(run: RunDirectory, fake_slurm: Any) -> None:
+def test_a_requeue_that_rank_0_requested_is_no_failure(run: RunDirectory, fake_slurm: Any) -> None:
     fake_slurm.answer("scontrol", 'echo "scontrol: error: Job is pending execution" >&2; exit 1')
     run.append_metrics({"step": 1, "attempt": 1})
-    note_progress(run, "23/0", "preempted")
-    finish(run, 255, False, "23", 0)
+    record_attempt_end(run, "23/0", "preempted")
+    end_attempt(run, 255, False, "23", 0)
     assert run.read_result() is None and run.read_run()["attempts"][0]["ended"] == "preempted"
 
 
 @pytest.mark.integration
-def test_a_requeue_is_asked_for_again_while_the_controller_is_away(run: RunDirectory, fake_slurm: Any) -> None:
-    fake_slurm.answer("scontrol", AWAY_TWICE)
+def test_a_requeue_is_retried_while_the_controller_is_unreachable(run: RunDirectory, fake_slurm: Any) -> None:
+    fake_slurm.answer("scontrol", UNREACHABLE_TWICE)
     run.append_metrics({"step": 1, "attempt": 1})
-    assert finish(run, 1, False, "23", 0) == 1
+    assert end_attempt(run, 1, False, "23", 0) == 1
     assert fake_slurm.calls("scontrol").count(["requeue", "23"]) == 3 and run.read_result() is None
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("most, restarts, error", [(0, 9, ""), (2, 1, ""), (2, 2, "already requeued 2 times")])
-def test_submitits_requeue_waits_for_the_controller_and_keeps_its_cap(
-    most: int, restarts: int, error: str, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("max_requeues, restarts, error", [(0, 9, ""), (2, 1, ""), (2, 2, "already requeued 2 times")])
+def test_submitits_requeue_retries_and_keeps_its_limit(
+    max_requeues: int, restarts: int, error: str, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "23")
-    monkeypatch.setenv("HOLMES_MAX_REQUEUES", str(most))
+    monkeypatch.setenv("HOLMES_MAX_REQUEUES", str(max_requeues))
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
-    fake_slurm.answer("scontrol", AWAY_TWICE)
+    fake_slurm.answer("scontrol", UNREACHABLE_TWICE)
     if error:
         with pytest.raises(UncompletedJobError, match=error):
             SlurmHetJobEnvironment()._requeue(3)
@@ -290,7 +292,7 @@ def test_submitits_requeue_waits_for_the_controller_and_keeps_its_cap(
 
 
 @pytest.mark.integration
-def test_a_requeue_that_slurm_refuses_is_said(fake_slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_requeue_is_reported(fake_slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "23")
     fake_slurm.answer("scontrol", 'echo "Requested operation is presently disabled" >&2; exit 1')
     with pytest.raises(UncompletedJobError, match="presently disabled"):
@@ -298,15 +300,15 @@ def test_a_requeue_that_slurm_refuses_is_said(fake_slurm: Any, monkeypatch: pyte
 
 
 @pytest.mark.integration
-def test_finish_requeues_at_the_leader_or_writes_the_result(run: RunDirectory, fake_slurm: Any) -> None:
+def test_the_end_of_an_attempt_is_a_requeue_or_a_result(run: RunDirectory, fake_slurm: Any) -> None:
     fake_slurm.answer("scontrol", 'case "$1" in requeue) exit 0;; *) exit 1;; esac')
     run.append_metrics({"step": 1, "attempt": 1, "loss": 2.5})
-    assert finish(run, 1, False, "23", 0) == 1
+    assert end_attempt(run, 1, False, "23", 0) == 1
     assert ["requeue", "23"] in fake_slurm.calls("scontrol") and run.read_result() is None
     for restart in (1, 2):
         run.start_attempt({})
         run.append_metrics({"step": 1 + restart, "attempt": 1 + restart, "loss": 2.5})
-        assert finish(run, 1, False, "23", restart) == 1
+        assert end_attempt(run, 1, False, "23", restart) == 1
     result = run.read_result()
     assert result is not None and result["state"] == "failed" and result["writer"] == "batch"
     assert result["final"]["loss"] == 2.5
@@ -315,22 +317,22 @@ def test_finish_requeues_at_the_leader_or_writes_the_result(run: RunDirectory, f
 
 @pytest.mark.integration
 @pytest.mark.parametrize("shown, updates", [("ExpeditedRequeue=Yes", [["update", "JobId=23", "Requeue=0"]]), ("", [])])
-def test_an_expedited_job_that_fails_for_good_is_not_queued_and_held(
+def test_an_expedited_job_without_restarts_is_not_requeued(
     shown: str, updates: list[list[str]], tmp_path: Path, fake_slurm: Any
 ) -> None:
     fake_slurm.answer("scontrol", f'echo "JobId=23 JobState=RUNNING {shown}"')
     run = RunDirectory.create(tmp_path / "none", config={"train": {"max_restarts": 0}})
-    assert finish(run, 1, False, "23", 0) == 1
+    assert end_attempt(run, 1, False, "23", 0) == 1
     assert [call for call in fake_slurm.calls("scontrol") if call[0] == "update"] == updates
 
 
-def test_finish_says_when_the_directory_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert finishing.main([str(tmp_path / "nothing"), "0", ""]) == 1
-    assert "could not be recorded" in capfd.readouterr().out
+def test_a_missing_run_directory_is_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert batch_end.main([str(tmp_path / "nothing"), "0", ""]) == 1
+    assert "cannot record the end" in capfd.readouterr().out
 
 
 def test_result_is_json_with_all_keys(run: RunDirectory) -> None:
-    finishing.main([str(run.path), "0", ""])
+    batch_end.main([str(run.path), "0", ""])
     data = json.loads(run.result_path.read_text())
     assert {"state", "exit_code", "error", "failed_rank", "failed_node", "log_tail", "final"} <= data.keys()
 
@@ -342,9 +344,9 @@ def test_result_is_json_with_all_keys(run: RunDirectory) -> None:
         "slurmstepd: error: Step 7.0 exceeded memory limit (1532 > 1024), being killed",
     ],
 )
-def test_a_rank_that_was_killed_for_its_memory_is_said_to_be(memory: str) -> None:
+def test_a_rank_killed_for_its_memory_is_reported_so(memory: str) -> None:
     killed = "srun: error: ib1: task 1: Killed\nsrun: error: ib2: task 0: Terminated\n"
-    first, second = complaints(f"{memory}\n{killed}")
-    assert first.how == f"killed by signal 9 (SIGKILL): out of memory ({memory})"
-    assert first.by_signal and second.how == "Terminated"
-    assert complaints(killed)[0].how == SIGKILLED
+    first, second = parse_srun_errors(f"{memory}\n{killed}")
+    assert first.message == f"killed by signal 9 (SIGKILL): out of memory ({memory})"
+    assert first.is_signal and second.message == "Terminated"
+    assert parse_srun_errors(killed)[0].message == SIGKILLED

@@ -1,4 +1,4 @@
-"""Following a job, the status of runs, and a plan as local processes."""
+"""Progress of a job, the status of runs, and a plan as local processes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from holmes_hpc.schema import make
 from holmes_hpc.slurm.commands import Answer
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.slurm.job_states import JobState
-from holmes_hpc.submission.lifecycle.progress import follow
+from holmes_hpc.submission.lifecycle.progress import report_progress
 from holmes_hpc.submission.lifecycle.status import (
-    OnSlurm,
+    SlurmJob,
     cancel_run,
     job_of,
     log_paths,
@@ -35,14 +35,14 @@ from holmes_hpc.submission.lifecycle.status import (
     run_status,
     run_statuses,
 )
-from holmes_hpc.submission.local import run_plan_here
+from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import plan_components, plan_executor
 
 pytestmark = pytest.mark.integration
 
 
-class Told:
-    """A job whose states a test tells; each may do something first."""
+class ScriptedJob:
+    """A job with the states given by a test. A function returns a state after it did something."""
 
     id = "7"
 
@@ -50,8 +50,8 @@ class Told:
         self.states, self.cancelled = list(states), False
 
     def state(self, mode: str = "standard") -> JobState:
-        found = self.states.pop(0) if len(self.states) > 1 else self.states[0]
-        return found() if callable(found) else found
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return state() if callable(state) else state
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -73,24 +73,24 @@ def test_states_reasons_and_the_log_are_shown(run: RunDirectory, capfd: pytest.C
         run.write_result({"state": "completed"})
         return JobState("COMPLETED", source="sacct")
 
-    job = Told(JobState("PENDING", "Resources", source="squeue"), runs, ends)
-    assert follow(run, job, poll_s=0.01, slurm_every_s=0.05) == 0
+    job = ScriptedJob(JobState("PENDING", "Resources", source="squeue"), runs, ends)
+    assert report_progress(run, job, poll_s=0.01, slurm_every_s=0.05) == 0
     out, err = capfd.readouterr()
     assert out == "step 1\nstep 2\n"
     assert "PENDING: Resources" in err and "RUNNING on ib[1-2]" in err and "run: completed" in err
 
 
-def test_what_a_job_waits_for_is_said(
+def test_the_phase_of_a_starting_job_is_shown(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.QUIET_S", 0.0)
 
-    def loads() -> JobState:
+    def load() -> JobState:
         time.sleep(0.1)
         run.log_path(0).touch()
         return JobState("RUNNING")
 
-    def speaks() -> JobState:
+    def set_up() -> JobState:
         time.sleep(0.1)
         run.log_path(0).write_text("4 ranks met\n")
         return JobState("RUNNING")
@@ -100,9 +100,9 @@ def test_what_a_job_waits_for_is_said(
         return JobState("COMPLETED")
 
     assert (
-        follow(
+        report_progress(
             run,
-            Told(JobState("RUNNING"), JobState("RUNNING"), loads, speaks, JobState("RUNNING"), ends),
+            ScriptedJob(JobState("RUNNING"), JobState("RUNNING"), load, set_up, JobState("RUNNING"), ends),
             poll_s=0.01,
             slurm_every_s=0.02,
         )
@@ -112,7 +112,7 @@ def test_what_a_job_waits_for_is_said(
     assert "the nodes start the ranks: " in before and "job 7: RUNNING, " in after
 
 
-def test_while_ranks_load_no_silence_grows(
+def test_the_phase_is_repeated_while_ranks_load(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.QUIET_S", 0.0)
@@ -126,30 +126,34 @@ def test_while_ranks_load_no_silence_grows(
         run.write_result({"state": "completed"})
         return JobState("COMPLETED")
 
-    assert follow(run, Told(JobState("RUNNING"), later, later, ends), poll_s=0.01, slurm_every_s=0.02) == 0
+    assert (
+        report_progress(run, ScriptedJob(JobState("RUNNING"), later, later, ends), poll_s=0.01, slurm_every_s=0.02) == 0
+    )
     assert "the nodes start the ranks: " in capfd.readouterr().err
 
 
-def test_the_follower_judges_when_nobody_did(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_follower_writes_a_missing_result(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.SETTLE_S", 0.1)
     assert (
-        follow(run, Told(JobState("NODE_FAIL", nodes="ib1", components=("NODE_FAIL",), source="sacct")), poll_s=0.01)
+        report_progress(
+            run, ScriptedJob(JobState("NODE_FAIL", nodes="ib1", components=("NODE_FAIL",), source="sacct")), poll_s=0.01
+        )
         == 1
     )
     result = run.read_result()
     assert result is not None and result["writer"] == "follower" and "NODE_FAIL" in result["error"]
 
 
-def test_a_cancelled_runs_last_step_is_recorded_though_its_batch_script_was_killed(run: RunDirectory) -> None:
+def test_the_last_step_of_a_cancelled_run_is_recorded_if_its_batch_script_was_killed(run: RunDirectory) -> None:
     run.append_metrics({"step": 1, "loss": 5.0, "attempt": 1})
-    run.write_result({"state": "cancelled", "final": {"step": 1}}, writer="follower")  # by finish --so-far
+    run.write_result({"state": "cancelled", "final": {"step": 1}}, writer="follower")  # by batch_end --so-far
     run.append_metrics({"step": 2, "loss": 4.0, "attempt": 1})  # the step after the signal
-    assert follow(run, Told(JobState("CANCELLED", source="sacct")), poll_s=0.01) == 1
+    assert report_progress(run, ScriptedJob(JobState("CANCELLED", source="sacct")), poll_s=0.01) == 1
     result = run.read_result()
     assert result is not None and (result["state"], result["final"]["step"]) == ("cancelled", 2)
 
 
-def test_a_full_disk_does_not_keep_the_end_from_being_told(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_is_returned_even_if_the_disk_is_full(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> bool:
         raise RunFailed("No space left on device", where="result.json", hint="free some space")
 
@@ -158,10 +162,10 @@ def test_a_full_disk_does_not_keep_the_end_from_being_told(run: RunDirectory, mo
     assert result["state"] == "failed" and "NODE_FAIL" in result["error"]
 
 
-def test_a_preempted_run_is_followed_on(run: RunDirectory) -> None:
+def test_progress_continues_after_a_preemption(run: RunDirectory) -> None:
     run.write_result({"state": "preempted"}, writer="follower")
 
-    def again() -> JobState:
+    def restart() -> JobState:
         run.start_attempt({})
         return JobState("RUNNING", source="squeue")
 
@@ -169,8 +173,8 @@ def test_a_preempted_run_is_followed_on(run: RunDirectory) -> None:
         run.write_result({"state": "completed"})
         return JobState("COMPLETED", source="sacct")
 
-    job = Told(JobState("PREEMPTED", unsettled=True), JobState("PENDING", "BeginTime"), again, ends)
-    assert follow(run, job, poll_s=0.01, slurm_every_s=0.02) == 0
+    job = ScriptedJob(JobState("PREEMPTED", unsettled=True), JobState("PENDING", "BeginTime"), restart, ends)
+    assert report_progress(run, job, poll_s=0.01, slurm_every_s=0.02) == 0
 
 
 @pytest.mark.parametrize("answer, code", [("detach", 130), ("cancel", 1)])
@@ -184,12 +188,12 @@ def test_ctrl_c_asks(run: RunDirectory, answer: str, code: int) -> None:
         run.write_result({"state": "cancelled"})
         return JobState("CANCELLED", source="squeue")
 
-    job = Told(JobState("RUNNING"), interrupt, after)
-    assert follow(run, job, poll_s=0.01, slurm_every_s=0.02, ask=lambda: answer) == code
+    job = ScriptedJob(JobState("RUNNING"), interrupt, after)
+    assert report_progress(run, job, poll_s=0.01, slurm_every_s=0.02, ask=lambda: answer) == code
     assert job.cancelled is (answer == "cancel")
 
 
-def test_states_of_many_runs_take_one_query(tmp_path: Path, fake_slurm: Any) -> None:
+def test_the_states_of_many_runs_need_one_query(tmp_path: Path, fake_slurm: Any) -> None:
     lines = []
     runs = []
     for i in range(1, 31):
@@ -217,7 +221,7 @@ def test_a_run_whose_end_is_recorded_is_not_cancelled(tmp_path: Path, fake_slurm
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     made.write_result({"state": "completed"}, writer="batch")
     assert cancel_run(made).state == "COMPLETED"
-    assert fake_slurm.calls("scancel") == []  # its number may be another job's by now
+    assert fake_slurm.calls("scancel") == []  # another job may have the id by now
 
 
 def test_a_job_that_the_controller_does_not_know_is_not_cancelled(tmp_path: Path, fake_slurm: Any) -> None:
@@ -239,7 +243,7 @@ def test_a_lost_job_is_recorded_as_failed(tmp_path: Path, fake_slurm: Any) -> No
     assert cancel_run(made).state == "FAILED" and fake_slurm.calls("scancel") == []
 
 
-def test_what_scancel_refuses_is_one_line(tmp_path: Path, fake_slurm: Any) -> None:
+def test_an_error_of_scancel_is_one_line(tmp_path: Path, fake_slurm: Any) -> None:
     made = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     fake_slurm.answer("scancel", "echo 'scancel: error: Kill job error on job id 7: Access denied' >&2; exit 1")
     with pytest.raises(SubmissionError, match=r"scancel 7: .*Access denied; check that"):
@@ -288,21 +292,21 @@ def test_settings_reach_their_components(tmp_path: Path) -> None:
         ({"fabrics": {"ib-a": {"qosx": 3}}}, "did you mean 'qos'"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], error: str) -> None:
+def test_bad_settings_are_refused(settings: dict[str, Any], error: str) -> None:
     with pytest.raises((SubmissionError, ConfigError), match=error):
         plan_components(plans.plan("ib-a", "eth-a"), make(SlurmSettings, settings, "slurm"))
 
 
-def test_gpus_are_asked_for_where_slurm_counts_them() -> None:
+def test_gpus_are_requested_if_slurm_has_them_as_gres() -> None:
     with_gpus = plans.plan("ib-a", site=plans.site(gres=True))
     assert plan_components(with_gpus, SlurmSettings())[0].gpus_per_node == 1
     assert plan_components(plans.plan("ib-a"), SlurmSettings())[0].gpus_per_node is None
-    own = plan_components(with_gpus, SlurmSettings(gres="gpu:a100:1"))[0]
-    assert own.gres == "gpu:a100:1" and own.gpus_per_node is None
+    part = plan_components(with_gpus, SlurmSettings(gres="gpu:a100:1"))[0]
+    assert part.gres == "gpu:a100:1" and part.gpus_per_node is None
 
 
-def a_cluster(**changes: Any) -> Plan:
-    """A plan on a node, with all its eight GPUs or as many as `gpus_per_node` says."""
+def one_node_plan(**changes: Any) -> Plan:
+    """Return a plan on a node, with all its eight GPUs or `gpus_per_node` of them."""
     one = plans.site(gres=True).fabric("ib-a")
     gpus = changes.pop("gpus_per_node", 8)
     fabric = replace(one, gpus_per_node=gpus, **{"node_cpus": 128, "node_memory_gib": 1000.0, **changes})
@@ -312,44 +316,44 @@ def a_cluster(**changes: Any) -> Plan:
 @pytest.mark.parametrize(
     ("plan", "settings", "cpus", "mem"),
     [
-        (a_cluster(), {}, 16, "0"),
-        (a_cluster(gpus_per_node=2, node_gpus=8), {}, 16, "256000M"),  # a part of the node
-        (a_cluster(gpus_per_node=2, node_gpus=8), {"exclusive": True}, 64, "0"),
-        (a_cluster(node_cpus=126), {}, 14, "0"),  # whole cores
-        (a_cluster(node_cpus=4), {}, 1, "0"),
-        (a_cluster(node_cpus=None, node_memory_gib=None), {}, None, "0"),
-        (a_cluster(), {"cpus_per_task": 3, "mem": "64G"}, 3, "64G"),
-        (a_cluster(), {"fabrics": {"ib-a": {"mem": "1G"}}}, 16, "1G"),
-        (a_cluster(), {"share": False}, None, None),
-        (a_cluster(), {"fabrics": {"ib-a": {"share": False}}}, None, None),
-        (a_cluster(), {"share": False, "fabrics": {"ib-a": {"share": True}}}, 16, "0"),
-        (a_cluster(), {"additional": {"mem-per-gpu": "90G"}}, 16, None),  # Slurm takes one of the two
-        (a_cluster(), {"additional": {"cpus_per_gpu": 8}}, None, "0"),
+        (one_node_plan(), {}, 16, "0"),
+        (one_node_plan(gpus_per_node=2, node_gpus=8), {}, 16, "256000M"),  # a part of the node
+        (one_node_plan(gpus_per_node=2, node_gpus=8), {"exclusive": True}, 64, "0"),
+        (one_node_plan(node_cpus=126), {}, 14, "0"),  # whole cores
+        (one_node_plan(node_cpus=4), {}, 1, "0"),
+        (one_node_plan(node_cpus=None, node_memory_gib=None), {}, None, "0"),
+        (one_node_plan(), {"cpus_per_task": 3, "mem": "64G"}, 3, "64G"),
+        (one_node_plan(), {"fabrics": {"ib-a": {"mem": "1G"}}}, 16, "1G"),
+        (one_node_plan(), {"share": False}, None, None),
+        (one_node_plan(), {"fabrics": {"ib-a": {"share": False}}}, None, None),
+        (one_node_plan(), {"share": False, "fabrics": {"ib-a": {"share": True}}}, 16, "0"),
+        (one_node_plan(), {"additional": {"mem-per-gpu": "90G"}}, 16, None),  # Slurm accepts one of the two
+        (one_node_plan(), {"additional": {"cpus_per_gpu": 8}}, None, "0"),
     ],
 )
-def test_a_job_asks_for_the_cpus_and_memory_that_go_with_its_gpus(
+def test_a_job_requests_the_share_of_cpus_and_memory_of_its_gpus(
     plan: Plan, settings: dict[str, Any], cpus: int | None, mem: str | None
 ) -> None:
     (part,) = plan_components(plan, make(SlurmSettings, settings, "slurm"))
     assert (part.cpus_per_task, part.mem) == (cpus, mem)
 
 
-def test_a_job_of_cpus_asks_for_none() -> None:
+def test_a_job_without_gpus_requests_no_cpus_or_memory() -> None:
     (part,) = plan_components(plans.plan("ib-a"), SlurmSettings())
     assert part.cpus_per_task is None and part.mem is None
 
 
-def test_the_script_says_how_ranks_lie(tmp_path: Path) -> None:
-    text = plan_executor(a_cluster(), tmp_path / "x", SlurmSettings()).job_script()
+def test_the_script_sets_the_distribution_of_ranks(tmp_path: Path) -> None:
+    text = plan_executor(one_node_plan(), tmp_path / "x", SlurmSettings()).job_script()
     assert "--distribution=block:block --cpus-per-task=16" in text
     for line in ("--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=16", "--mem=0"):
         assert f"#SBATCH {line}\n" in text
     assert (
         "--distribution=block:cyclic"
-        in plan_executor(a_cluster(), tmp_path / "x", SlurmSettings(distribution="block:cyclic")).job_script()
+        in plan_executor(one_node_plan(), tmp_path / "x", SlurmSettings(distribution="block:cyclic")).job_script()
     )
     with pytest.raises(ConfigError, match="use block:block, block:cyclic"):
-        SlurmSettings(distribution="cyclic")  # ranks would change their components
+        SlurmSettings(distribution="cyclic")  # ranks would be in other components
 
 
 # -- local processes -------------------------------------------------------------------------------------------------
@@ -375,8 +379,8 @@ def here(tmp_path: Path, **config: Any) -> RunDirectory:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     plan = plans.local_plan()
     run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, **config})
-    job = run_plan_here(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
-    code = follow(run, job, poll_s=0.1)
+    job = run_plan_locally(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
+    code = report_progress(run, job, poll_s=0.1)
     assert code == (0 if config.get("die") is None else 1)
     return run
 
@@ -390,47 +394,47 @@ def test_a_plan_runs_as_local_processes(tmp_path: Path) -> None:
     assert run_status(run).state == "completed" and job_of(run).state().state == "COMPLETED"
 
 
-def test_a_killed_local_rank_is_named(tmp_path: Path) -> None:
+def test_a_killed_local_rank_is_reported(tmp_path: Path) -> None:
     run = here(tmp_path, die=1)
     found = run_status(run)
     assert (found.state, found.failed_rank) == ("failed", 1)
     assert found.error == "rank 1 died: killed by signal 9 (SIGKILL: kill -9, or the kernel for lack of memory)"
 
 
-def stops_when_told(config: dict[str, Any]) -> None:
+def wait_for_signal(config: dict[str, Any]) -> None:
     rank, run = int(os.environ["RANK"]), RunDirectory(config["run_dir"])
-    told: list[int] = []
+    received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR2) if config.get("saves") else ():
-        signal.signal(number, lambda number, _: told.append(number))
+        signal.signal(number, lambda number, _: received.append(number))
     if rank == 0:
         run.start_attempt({})
     (run.path / f"here-{rank}").touch()
-    while not told:
+    while not received:
         time.sleep(0.05)
-    run.write_exit(rank, "preempted", signal=signal.Signals(told[0]).name)
+    run.write_exit(rank, "preempted", signal=signal.Signals(received[0]).name)
 
 
 @pytest.mark.parametrize(
-    "number, saves, word",
+    "number, saves, state",
     [(signal.SIGTERM, False, "cancelled"), (signal.SIGTERM, True, "cancelled"), (signal.SIGUSR2, True, "preempted")],
 )
-def test_a_local_run_that_a_signal_ended_has_one_word(
-    tmp_path: Path, number: signal.Signals, saves: bool, word: str
+def test_the_state_of_a_local_run_ended_by_a_signal(
+    tmp_path: Path, number: signal.Signals, saves: bool, state: str
 ) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     plan = plans.local_plan()
     run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, "saves": saves})
-    job = run_plan_here(plan, run.path, stops_when_told, run.config, SlurmSettings(timeout_min=1))
+    job = run_plan_locally(plan, run.path, wait_for_signal, run.config, SlurmSettings(timeout_min=1))
     while len(list(run.path.glob("here-*"))) < 2:
         time.sleep(0.05)
-    ranks = psutil.Process(int(job.id)).children()[0]  # what loaded for them, and forked them
-    os.kill(ranks.pid if number == signal.SIGUSR2 else int(job.id), number)  # its controller hands on SIGTERM only
-    assert follow(run, job, poll_s=0.1) == 1
-    assert run_status(run).state == word
-    assert cancel_run(run).state == word.upper()
+    ranks = psutil.Process(int(job.id)).children()[0]  # the process that forked them
+    os.kill(ranks.pid if number == signal.SIGUSR2 else int(job.id), number)  # its controller passes on SIGTERM only
+    assert report_progress(run, job, poll_s=0.1) == 1
+    assert run_status(run).state == state
+    assert cancel_run(run).state == state.upper()
 
 
-def waits_here(config: dict[str, Any]) -> None:
+def wait_for_file(config: dict[str, Any]) -> None:
     rank, run = int(os.environ["RANK"]), RunDirectory(config["run_dir"])
     if rank == 0:
         run.start_attempt({})
@@ -440,26 +444,26 @@ def waits_here(config: dict[str, Any]) -> None:
     run.write_exit(rank, "completed")
 
 
-@pytest.mark.parametrize("what", ["cancel", "go"])
-def test_a_local_run_does_not_hear_ctrl_c_and_can_be_cancelled(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("action", ["cancel", "go"])
+def test_a_local_run_ignores_ctrl_c_and_can_be_cancelled(tmp_path: Path, action: str) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.local_plan().to_yaml(), config=plans.CONFIG)
-    job = run_plan_here(plans.local_plan(), run.path, waits_here, run.config, SlurmSettings(timeout_min=1))
+    job = run_plan_locally(plans.local_plan(), run.path, wait_for_file, run.config, SlurmSettings(timeout_min=1))
     while not run.metrics():
         time.sleep(0.05)
-    os.kill(int(job.id), signal.SIGINT)  # as a terminal does, to all that was started in it
+    os.kill(int(job.id), signal.SIGINT)  # as a terminal does to all its processes
     time.sleep(0.3)
     assert job.state().state == "RUNNING" and run_status(run).state == "running"
-    if what == "cancel":
+    if action == "cancel":
         assert cancel_run(run).state == "RUNNING"
     else:
         (run.path / "go").touch()
-    assert follow(run, job, poll_s=0.1) == (what == "cancel")
-    assert run_status(run).state == ("cancelled" if what == "cancel" else "completed")
+    assert report_progress(run, job, poll_s=0.1) == (action == "cancel")
+    assert run_status(run).state == ("cancelled" if action == "cancel" else "completed")
 
 
-def test_a_cancel_that_slurm_does_not_hear_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    away = Answer(1, "", "scancel: error: Unable to contact slurm controller (connect failure)\n")
-    monkeypatch.setattr("holmes_hpc.submission.executor.job.slurm_with_retries", lambda *_, **__: away)
+def test_cancelling_without_slurm_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unreachable = Answer(1, "", "scancel: error: Unable to contact slurm controller (connect failure)\n")
+    monkeypatch.setattr("holmes_hpc.submission.executor.job.patient", lambda *_, **__: unreachable)
     with pytest.raises(SubmissionError, match=r"scancel 7: .*Unable to contact slurm controller.*; .*scontrol ping"):
-        OnSlurm(tmp_path / "submission", "7").cancel()
+        SlurmJob(tmp_path / "submission", "7").cancel()

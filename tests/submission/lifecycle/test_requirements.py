@@ -1,4 +1,4 @@
-"""Which versions of Megatron-Core are taken, and with which Muon is."""
+"""Supported versions of Megatron-Core, and those that Muon needs."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ import pytest
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.submission.lifecycle import requirements
 
-ASKED = ["einops>=0.8", "megatron-core<0.20,>=0.16.1", "triton>=3.2; python_version >= '3.12'"]
+REQUIRED = ["einops>=0.8", "megatron-core<0.20,>=0.16.1", "triton>=3.2; python_version >= '3.12'"]
 
 
 @pytest.mark.parametrize(
-    ("found", "taken"), [("0.15.3", False), ("0.16.0", False), ("0.16.1", True), ("0.19.2", True), ("0.20.0", False)]
+    ("installed", "supported"),
+    [("0.15.3", False), ("0.16.0", False), ("0.16.1", True), ("0.19.2", True), ("0.20.0", False)],
 )
-def test_a_version_out_of_range_is_said_with_the_range(
-    found: str, taken: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_version_out_of_range_is_reported_with_the_range(
+    installed: str, supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requirements, "version", lambda package: found)
-    monkeypatch.setattr(requirements, "requires", lambda package: ASKED)
-    if taken:
-        requirements.check_engine()
+    monkeypatch.setattr(requirements, "version", lambda package: installed)
+    monkeypatch.setattr(requirements, "requires", lambda package: REQUIRED)
+    if supported:
+        requirements.check_megatron_core()
         return
     with pytest.raises(ConfigError) as caught:
-        requirements.check_engine()
+        requirements.check_megatron_core()
     assert str(caught.value) == (
-        f"megatron-core: {found} is installed, this package takes >=0.16.1,<0.20; "
+        f"megatron-core: {installed} is installed, this package supports >=0.16.1,<0.20; "
         "pip install 'megatron-core>=0.16.1,<0.20'"
     )
     assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
-    ("installed", "says"),
+    ("installed", "message"),
     [
         ({"megatron-core": "0.16.1"}, "muon needs megatron-core>=0.18, 0.16.1 is installed"),
         ({"megatron-core": "0.19.2"}, "muon needs emerging-optimizers>=0.2, none is installed"),
@@ -40,8 +41,8 @@ def test_a_version_out_of_range_is_said_with_the_range(
         ({}, None),
     ],
 )
-def test_muon_is_refused_where_it_is_absent(
-    installed: dict[str, str], says: str | None, monkeypatch: pytest.MonkeyPatch
+def test_muon_is_refused_if_it_is_not_installed(
+    installed: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(package: str) -> str:
         if package not in installed:
@@ -49,11 +50,11 @@ def test_muon_is_refused_where_it_is_absent(
         return installed[package]
 
     monkeypatch.setattr(requirements, "version", version)
-    monkeypatch.setattr(requirements, "requires", lambda package: ASKED)
-    requirements.check_engine()
-    if says is None:
-        requirements.check_engine("muon")
+    monkeypatch.setattr(requirements, "requires", lambda package: REQUIRED)
+    requirements.check_megatron_core()
+    if message is None:
+        requirements.check_megatron_core("muon")
         return
-    with pytest.raises(ConfigError, match=says) as caught:
-        requirements.check_engine("muon")
+    with pytest.raises(ConfigError, match=message) as caught:
+        requirements.check_megatron_core("muon")
     assert caught.value.where == "train.optimizer" and caught.value.exit_code == 2

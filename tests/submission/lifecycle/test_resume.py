@@ -1,4 +1,4 @@
-"""What a run may go on with: a plan for where it runs, and a checkpoint once all its steps are made."""
+"""Continuation of a run: its plan must be for its site, and a completed run needs a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.lifecycle.create import continuation
+from holmes_hpc.submission.lifecycle.create import prepare_continuation
 
 
 @pytest.fixture
@@ -27,25 +27,25 @@ def record(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run", plans.local_plan().to_yaml(), config.to_dict())
 
 
-def written(plan: Plan, path: Path) -> str:
+def write_plan(plan: Plan, path: Path) -> str:
     plan.write(path)
     return str(path)
 
 
-def test_a_local_run_takes_no_plan_of_another_site(record: RunDirectory, tmp_path: Path) -> None:
-    other = written(plans.plan("ib-a", "roce-a", nodes=1), tmp_path / "other.yaml")
+def test_a_local_run_refuses_a_plan_for_another_site(record: RunDirectory, tmp_path: Path) -> None:
+    other = write_plan(plans.plan("ib-a", "roce-a", nodes=1), tmp_path / "other.yaml")
     with pytest.raises(PlanError, match="the plan is for site holmes, whose fabric 'ib-a' is not here"):
-        continuation(record, "failed", [], other)
+        prepare_continuation(record, "failed", [], other)
 
 
-def test_a_local_run_takes_a_plan_of_other_ranks(record: RunDirectory, tmp_path: Path) -> None:
-    own = plans.local_plan()
-    wide = replace(own.site, fabrics=(replace(own.site.fabrics[0], gpus_per_node=4),))
-    four = plans.plan("local", nodes=1, site=wide)
-    assert continuation(record, "failed", [], written(four, tmp_path / "four.yaml")).plan.world_size == 4
+def test_a_local_run_accepts_a_plan_with_another_number_of_ranks(record: RunDirectory, tmp_path: Path) -> None:
+    local_site = plans.local_plan().site
+    wide_site = replace(local_site, fabrics=(replace(local_site.fabrics[0], gpus_per_node=4),))
+    four = plans.plan("local", nodes=1, site=wide_site)
+    assert prepare_continuation(record, "failed", [], write_plan(four, tmp_path / "four.yaml")).plan.world_size == 4
 
 
-def test_a_run_that_kept_no_checkpoint_does_not_begin_again(
+def test_a_completed_run_without_a_checkpoint_is_not_resumed(
     record: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Completed:
@@ -54,12 +54,12 @@ def test_a_run_that_kept_no_checkpoint_does_not_begin_again(
     monkeypatch.setattr("holmes_hpc.submission.lifecycle.status.run_status", lambda _: Completed)
     with pytest.raises(ConfigError, match=r"holmes resume run train\.steps=N"):
         runs.resume(str(record.path), [], None)
-    with pytest.raises(ConfigError, match="kept no checkpoint to go on from"):
+    with pytest.raises(ConfigError, match="has no checkpoint to continue from"):
         runs.resume(str(record.path), ["train.steps=8"], None)
 
 
 @pytest.mark.parametrize(
-    ("words", "step", "says"),
+    ("settings", "step", "message"),
     [
         ({}, 21, "cosine now ends at step 60: at step 21 it is 0.000754, was 0.000515; train.lr_decay_steps=40 keeps"),
         ({}, 41, "cosine now ends at step 60: at step 41 it is 0.000305, was 0.0001; train.lr_decay_steps=40 keeps"),
@@ -69,10 +69,10 @@ def test_a_run_that_kept_no_checkpoint_does_not_begin_again(
         ({"lr_decay_steps": 50}, 21, None),
     ],
 )
-def test_more_steps_move_the_learning_rate(words: dict, step: int, says: str | None) -> None:
-    before = TrainConfig(steps=40, **words)
-    said = describe_lr_change(before, replace(before, steps=60), step)
-    assert said is None if says is None else says in str(said)
+def test_more_steps_move_the_learning_rate(settings: dict, step: int, message: str | None) -> None:
+    before = TrainConfig(steps=40, **settings)
+    change = describe_lr_change(before, replace(before, steps=60), step)
+    assert change is None if message is None else message in str(change)
     assert (
         describe_lr_change(before, before, step) is None
         and describe_lr_change(before, replace(before, lr=2e-3), step) is None
@@ -80,15 +80,18 @@ def test_more_steps_move_the_learning_rate(words: dict, step: int, says: str | N
     assert describe_lr_change(before, replace(before, steps=60, lr_decay_steps=40), step) is None
 
 
-def test_a_resume_says_where_the_learning_rate_now_ends(
+def test_resume_reports_where_the_learning_rate_now_ends(
     record: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lifecycle, directory = "holmes_hpc.submission.lifecycle", "holmes_hpc.training.checkpoint.checkpoint_directory"
     monkeypatch.setattr(f"{lifecycle}.status.run_status", lambda _: SimpleNamespace(state="failed"))
-    monkeypatch.setattr(f"{directory}.complete_checkpoints", lambda _: [SimpleNamespace(step=2, path="step-2")])
-    monkeypatch.setattr(f"{lifecycle}.follow.follow", lambda *_: 2)
+    monkeypatch.setattr(f"{directory}.complete", lambda _: [SimpleNamespace(step=2, path="step-2")])
+    monkeypatch.setattr(f"{lifecycle}.progress.report_progress", lambda *_: 2)
     monkeypatch.setattr(runs, "submit_run", lambda *_: SimpleNamespace(id="7"))
-    for words, told in ((["train.steps=8", "train.lr_decay_steps=4"], False), (["train.lr_decay_steps=null"], True)):
+    for overrides, is_reported in (
+        (["train.steps=8", "train.lr_decay_steps=4"], False),
+        (["train.lr_decay_steps=null"], True),
+    ):
         with pytest.raises(typer.Exit):
-            runs.resume(str(record.path), words, None)
-        assert ("the learning rate's cosine now ends at step 8: at step 3" in capsys.readouterr().err) == told
+            runs.resume(str(record.path), overrides, None)
+        assert ("the learning rate's cosine now ends at step 8: at step 3" in capsys.readouterr().err) == is_reported

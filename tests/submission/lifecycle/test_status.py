@@ -1,4 +1,4 @@
-"""What status, resume and sweeps make of records that are odd, damaged, another user's or another machine's."""
+"""Status, resume and sweeps with damaged records, and with records of other users or machines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holmes_hpc.schema import make
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.watcher import JobIdentity, StateWatcher
 from holmes_hpc.submission.lifecycle import status as track
-from holmes_hpc.submission.lifecycle.outcome import judge
+from holmes_hpc.submission.lifecycle.outcome import build_result
 from holmes_hpc.submission.plan_job import plan_executor
 from holmes_hpc.submission.sweeps import jobs as sweep
 from holmes_hpc.submission.sweeps.launcher import HolmesLauncher
@@ -44,8 +44,8 @@ def run_with(path: Path, result: dict[str, Any] | str | None = None, **record: A
     return run
 
 
-def test_a_run_that_no_job_of_ours_made_is_known_by_its_result(tmp_path: Path) -> None:
-    """python -m holmes_hpc.train, or torchrun: neither Slurm's id nor a process is recorded."""
+def test_a_run_without_a_job_has_the_state_of_its_result(tmp_path: Path) -> None:
+    """It was started with python -m holmes_hpc.train or torchrun, which record no job."""
     run = run_with(tmp_path / "a")
     assert track.run_status(run).state == "not_submitted"
     run.write_result({"state": "failed", "error": "rank 0: no"}, writer="follower")
@@ -53,7 +53,9 @@ def test_a_run_that_no_job_of_ours_made_is_known_by_its_result(tmp_path: Path) -
     assert (found.state, found.error, found.ended) == ("failed", "rank 0: no", True)
 
 
-def test_a_running_job_without_a_step_says_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_shows_what_a_job_does_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = run_with(tmp_path / "a", slurm={"job_id": "7"})
     state = JobState("RUNNING")
     monkeypatch.setattr(track, "job_of", lambda run: SimpleNamespace(id="7", state=lambda mode: state))
@@ -66,8 +68,8 @@ def test_a_running_job_without_a_step_says_what_it_does(tmp_path: Path, monkeypa
     assert track.run_status(run).why == ""
 
 
-def test_nothing_is_written_into_a_run_that_others_may_write(tmp_path: Path) -> None:
-    """A link of theirs would lead it anywhere."""
+def test_nothing_is_written_into_a_run_that_other_users_may_write(tmp_path: Path) -> None:
+    """Their links could redirect it."""
     ended = JobState("FAILED", exit_code=1)
     run = run_with(tmp_path / "run")
     run.path.chmod(0o777)
@@ -87,7 +89,9 @@ def test_nothing_is_written_into_a_run_that_others_may_write(tmp_path: Path) -> 
         ({"state": "later", "version": 99}, {}, "unreadable"),
     ],
 )
-def test_one_odd_record_is_a_row_among_others(tmp_path: Path, result: Any, record: dict[str, Any], state: str) -> None:
+def test_a_damaged_record_among_others_becomes_a_row(
+    tmp_path: Path, result: Any, record: dict[str, Any], state: str
+) -> None:
     odd, good = run_with(tmp_path / "odd", result, **record), run_with(tmp_path / "good")
     good.write_result({"state": "completed"})
     assert [s.state for s in track.run_statuses([odd, good])] == [state, "completed"]
@@ -96,10 +100,10 @@ def test_one_odd_record_is_a_row_among_others(tmp_path: Path, result: Any, recor
             track.run_status(odd)
 
 
-def test_of_two_jobs_of_one_id_the_ended_one_is_not_asked_about(
+def test_slurm_is_not_asked_about_an_ended_job_whose_id_is_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Slurm that was set up again counts from 1: an old run's exit record must not end the new one."""
+    """A reinstalled Slurm counts from 1: the record of an old run must not end the new one."""
     old, new = (run_with(tmp_path / name, slurm={"job_id": 7, "submitted": 5.0}) for name in ("old", "new"))
     old.write_result({"state": "completed"})
     asked: list[RunDirectory] = []
@@ -109,42 +113,44 @@ def test_of_two_jobs_of_one_id_the_ended_one_is_not_asked_about(
     assert asked == [new]
 
 
-def test_the_watcher_says_when_it_dropped_another_jobs_state() -> None:
+def test_the_watcher_reports_that_it_dropped_another_jobs_state() -> None:
     watcher = StateWatcher()
     assert [watcher.set_identity("7", JobIdentity(name)) for name in ("a", "a", "b", "a")] == [False, False, True, True]
 
 
-def test_following_ends_with_the_job_also_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_logs_ends_with_the_job_even_without_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(track, "run_status", lambda run, mode: track.Status("a", "a", "7", states.pop(0)))
     states = ["pending", "cancelled"]
-    over = track.ended(run_with(tmp_path / "a"), slurm_every_s=0)
-    assert [over(), over()] == [False, True] and states == []
+    has_ended = track.end_detector(run_with(tmp_path / "a"), slurm_every_s=0)
+    assert [has_ended(), has_ended()] == [False, True] and states == []
 
 
-def test_a_result_that_a_requeue_will_undo_ends_no_following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_logs_continues_after_a_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_with(tmp_path / "a")
     run.write_result({"state": "preempted"}, writer="follower")
     monkeypatch.setattr(track, "run_status", lambda run, mode: track.Status("a", "a", "7", "pending"))
-    assert not track.ended(run, slurm_every_s=0)()
+    assert not track.end_detector(run, slurm_every_s=0)()
     run.write_result({"state": "failed"}, writer="batch")
-    assert track.ended(run)()
+    assert track.end_detector(run)()
 
 
-def test_ranks_of_an_earlier_and_larger_plan_are_not_blamed(tmp_path: Path) -> None:
+def test_ranks_of_an_earlier_larger_plan_are_not_the_failed_ones(tmp_path: Path) -> None:
     run = run_with(tmp_path / "a")
     for rank in range(PLAN.world_size + 4):
         run.log_path(rank).write_text("")
     for rank in range(PLAN.world_size):
         run.write_exit(rank, "failed", "Connection closed by peer")
-    assert judge(run, 1)["failed_rank"] in range(PLAN.world_size)
+    assert build_result(run, 1)["failed_rank"] in range(PLAN.world_size)
 
 
-def test_setup_is_lines_and_not_a_text() -> None:
+def test_setup_must_be_a_list() -> None:
     with pytest.raises(ConfigError, match="setup is 'module load cuda'; use a list of texts"):
         make(SlurmSettings, {"setup": "module load cuda"}, "slurm")
 
 
-def test_no_setting_of_the_shell_keeps_the_ranks_without_their_environment() -> None:
+def test_ranks_get_the_environment_whatever_the_shell_sets() -> None:
     assert "srun --het-group=0,1 --export=ALL " in plan_executor(PLAN, "/somewhere/run", SlurmSettings()).job_script()
 
 
@@ -158,7 +164,7 @@ def manifest(tmp_path: Path, **job: Any) -> tuple[Manifest, SweepJob]:
     return made, entry
 
 
-def test_a_result_that_others_may_write_is_not_unpickled(tmp_path: Path) -> None:
+def test_a_result_that_other_users_may_write_is_not_unpickled(tmp_path: Path) -> None:
     made, entry = manifest(tmp_path)
     path = sweep.result_pickle(made, entry)
     path.parent.mkdir()
@@ -169,12 +175,12 @@ def test_a_result_that_others_may_write_is_not_unpickled(tmp_path: Path) -> None
     assert sweep.plain_outcome(made, entry) == ("unread", why)
     row = row_of(made, entry, JobState("COMPLETED", source="sacct"))
     assert (row.state, row.error) == ("completed", why)
-    path.unlink()  # it may come back as another one
+    path.unlink()  # another user could replace it
     with pytest.raises(SubmissionError, match=f"job 0: {why}"):
         HolmesLauncher._launch_all(SimpleNamespace(), made, [], [], True, None)  # type: ignore[arg-type]
 
 
-def test_a_local_job_is_told_about_by_its_own_machine_alone(tmp_path: Path) -> None:
+def test_the_state_of_a_local_job_is_known_only_on_its_machine(tmp_path: Path) -> None:
     made, entry = manifest(tmp_path, host="elsewhere")
     assert sweep.job_handle(made, entry).state().state == "UNKNOWN"
     with pytest.raises(SubmissionError, match="elsewhere"):
@@ -188,7 +194,7 @@ def test_a_local_job_is_told_about_by_its_own_machine_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.integration
-def test_overrides_are_put_onto_the_recorded_configuration(tmp_path: Path) -> None:
+def test_overrides_change_the_recorded_configuration(tmp_path: Path) -> None:
     recorded = load(["train.steps=7", "train.lr=0.5", "launcher=local"])
     made = applied(recorded, ["train.steps=9", "slurm.account=ml", "+labels.note='a b'"])
     assert made == replace(
@@ -201,7 +207,7 @@ def test_overrides_are_put_onto_the_recorded_configuration(tmp_path: Path) -> No
     assert other.data.kind == "indexed" and other.data.prefix == "/x/y" and other.train.lr == 0.5
     odd = replace(recorded, slurm=replace(recorded.slurm, setup=("source ${HOME}/env.sh", "echo ${")))
     assert applied(odd, ["train.steps=9"]).slurm.setup == ("source ${HOME}/env.sh", "echo ${")
-    for word, says in (
+    for word, message in (
         ("train.stps=1", "train.stps"),
         ("~train.lr", "KEY=VALUE"),
         ("train.lr=1,2", "KEY=VALUE"),
@@ -209,13 +215,13 @@ def test_overrides_are_put_onto_the_recorded_configuration(tmp_path: Path) -> No
         ("data=nope", "nope"),
         ("train.lr=[", "cannot be read"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             applied(recorded, [word])
 
 
-def test_an_older_record_is_read_and_what_it_lacks_is_named() -> None:
-    whole = load(["train.steps=7"]).to_dict()
-    older = {**whole, "train": {k: v for k, v in whole["train"].items() if k != "watchdog_s"}, "extra": {"of": "x"}}
+def test_missing_keys_of_an_older_record_are_named() -> None:
+    current = load(["train.steps=7"]).to_dict()
+    older = {**current, "train": {k: v for k, v in current["train"].items() if k != "watchdog_s"}, "extra": {"of": "x"}}
     del older["checkpoint"]
     config, missing = read_back(older)
     assert config == load(["train.steps=7"]) and missing == ["train.watchdog_s", "checkpoint"]
@@ -234,15 +240,15 @@ def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_local_run_is_alive_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_run_is_alive_after_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, now = RunDirectory.create(tmp_path / "r"), time.time()
     words = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
-    with subprocess.Popen([*words, str(run.path / "submission")]) as own, subprocess.Popen(words) as other:
+    with subprocess.Popen([*words, str(run.path / "submission")]) as process_of_run, subprocess.Popen(words) as other:
         try:
-            jobs = [track.OnThisMachine(run, process.pid, socket.gethostname(), now) for process in (own, other)]
+            jobs = [track.LocalJob(run, process.pid, socket.gethostname(), now) for process in (process_of_run, other)]
             assert [job.state().state for job in jobs] == ["RUNNING"] * 2
-            monkeypatch.setattr(psutil.Process, "create_time", lambda _: now - 3600)  # the kernel counts from the clock
+            monkeypatch.setattr(psutil.Process, "create_time", lambda _: now - 3600)  # creation times follow the clock
             assert [job.state().state for job in jobs] == ["RUNNING", "FAILED"]
         finally:
-            own.kill()
+            process_of_run.kill()
             other.kill()

@@ -48,7 +48,7 @@ from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.plan_job import Planned
+from holmes_hpc.submission.plan_job import PlannedJob
 cloudpickle.register_pickle_by_value(plans)
 
 def rank(config):
@@ -65,7 +65,7 @@ def plan_job(cfg, where):
     if cfg.x > 8:
         raise PlanError(f"x is {{cfg.x}}", where="plan", hint="use less")
     config = {{"x": cfg.x, "good": cfg.good, "train": {{"steps": 1, "max_restarts": 0}}}}
-    return Planned(plans.local_plan(), config, rank, SlurmSettings(timeout_min=1))
+    return PlannedJob(plans.local_plan(), config, rank, SlurmSettings(timeout_min=1))
 
 def app(cfg):
     raise AssertionError("a job with a plan is run by its ranks")

@@ -1,4 +1,4 @@
-"""submit, logs, cancel, plan --earliest and run --earliest as people type them."""
+"""The commands submit, logs, cancel, plan --earliest and run --earliest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Holmes = Callable[..., tuple[int, str, str]]
 def holmes(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, hydra_restore_singletons: object
 ) -> Holmes:
-    """Run `holmes ARGS`; (exit code, stdout, stderr) come back."""
+    """Return a function that runs `holmes ARGS` and returns (exit code, stdout, stderr)."""
     monkeypatch.setenv("HOLMES_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
@@ -44,7 +44,7 @@ def holmes(
 
 
 @pytest.mark.parametrize("args", [(), ("train.steps=3",)])
-def test_submit_without_a_plan_says_what_to_do(holmes: Holmes, args: tuple[str, ...]) -> None:
+def test_submit_without_a_plan_gives_a_hint(holmes: Holmes, args: tuple[str, ...]) -> None:
     code, out, err = holmes("submit", *args)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "no plan" in err and "`holmes plan" in err and "`holmes run`" in err
@@ -58,9 +58,9 @@ def test_submit_without_a_plan_says_what_to_do(holmes: Holmes, args: tuple[str, 
         (("plan_file=x.yaml",), "one plan"),
     ],
 )
-def test_earliest_is_refused_where_there_is_nothing_to_choose(holmes: Holmes, args: tuple[str, ...], word: str) -> None:
-    for verb in ("plan", "run"):
-        code, out, err = holmes(verb, "--earliest", *args)
+def test_earliest_is_refused_without_a_choice(holmes: Holmes, args: tuple[str, ...], word: str) -> None:
+    for command in ("plan", "run"):
+        code, out, err = holmes(command, "--earliest", *args)
         assert (code, out, err.count("\n")) == (2, "", 1) and word in err
 
 
@@ -82,18 +82,18 @@ def test_logs_and_cancel_in_json(holmes: Holmes, tmp_path: Path, fake_slurm: Any
     assert fake_slurm.calls("scancel") == [["7"]]
 
 
-def test_status_of_a_failed_run_ends_with_the_next_step(holmes: Holmes, tmp_path: Path) -> None:
+def test_status_of_a_failed_run_ends_with_a_hint(holmes: Holmes, tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "runs" / "r", config={"train": {"steps": 9}}, slurm={"job_id": 7})
     run.write_result({"state": "failed", "error": "rank 1 died", "failed_rank": 1, "failed_node": "ib1"})
     assert holmes("status", "r")[1].endswith("r: rank 1 on ib1: rank 1 died\n")
-    kept = run.checkpoints / "step-00000004"
-    kept.mkdir(parents=True)
-    (kept / ".metadata").write_bytes(b"ab")
-    (kept / "holmes.json").write_text(json.dumps({"files": {".metadata": [2, 0]}}))
-    assert holmes("status", "r")[1].endswith("rank 1 died\ngo on with `holmes resume r`, after step 4\n")
+    checkpoint = run.checkpoints / "step-00000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / ".metadata").write_bytes(b"ab")
+    (checkpoint / "holmes.json").write_text(json.dumps({"files": {".metadata": [2, 0]}}))
+    assert holmes("status", "r")[1].endswith("rank 1 died\ncontinue after step 4 with `holmes resume r`\n")
 
 
-def test_a_long_table_shows_what_is_worth_showing() -> None:
+def test_a_long_table_shows_the_most_important_rows() -> None:
     states = ["completed"] * 6 + ["pending"] * 2 + ["running", "failed", "completing"]
     rows = [SweepRow(i, (), str(i), state, "", None, None, None, None, "") for i, state in enumerate(states)]
     assert select_rows(rows, 11) == rows
@@ -101,15 +101,15 @@ def test_a_long_table_shows_what_is_worth_showing() -> None:
 
 
 @pytest.mark.parametrize("status, code", [(137, 1), (0, 0)])
-def test_run_json_has_one_exit_code_the_commands_own(
+def test_run_json_has_one_exit_code_that_of_the_command(
     holmes: Holmes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, code: int
 ) -> None:
     run = RunDirectory.create(tmp_path / "runs" / "one", plan_text="", config={}, overrides=[], plan_id="")
     run.write_result({"state": "failed" if status else "completed", "exit_code": status})
     plan, job = SimpleNamespace(id="0", spread="", components=()), SimpleNamespace(id="7")
-    monkeypatch.setattr(runs, "planned", lambda *_, **__: (plan, None))
-    monkeypatch.setattr(runs, "start", lambda *_: (run, job))
-    monkeypatch.setattr(progress, "follow", lambda *_, **__: code)
+    monkeypatch.setattr(runs, "plan_run", lambda *_, **__: (plan, None))
+    monkeypatch.setattr(runs, "create_and_submit", lambda *_: (run, job))
+    monkeypatch.setattr(progress, "report_progress", lambda *_, **__: code)
     found, out, _ = holmes("run", "--json")
     printed = json.loads(out)
     assert found == code == printed["exit_code"] and out.count('"exit_code"') == 1
@@ -138,7 +138,7 @@ def test_the_plan_that_ends_first_in_todays_queue(holmes: Holmes, tmp_path: Path
 
 @pytest.mark.slurm
 @pytest.mark.usefixtures("busy_roce")
-def test_run_takes_the_plan_that_ends_first(holmes: Holmes) -> None:
+def test_run_chooses_the_plan_that_ends_first(holmes: Holmes) -> None:
     code, out, err = holmes("run", "--earliest", "--steps", "2", "model=gpt_tiny", "--json")
     assert code == 0, err
     found = json.loads(out)

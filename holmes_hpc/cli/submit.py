@@ -1,0 +1,175 @@
+"""Planning and submission of a run, shared by several commands."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from holmes_hpc import console
+from holmes_hpc.cli.app import load_site
+from holmes_hpc.config.composition import check_overrides, load
+from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.config.hugging_face import folder_of
+from holmes_hpc.errors import ConfigError, SubmissionError
+from holmes_hpc.fabric.software import NEEDED, software
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.request import check_site, make_plan, site
+from holmes_hpc.planning.search.explore import Clock
+from holmes_hpc.rank import run_rank
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.schema import refuse
+from holmes_hpc.submission.executor.submit import SubmissionUnknown
+from holmes_hpc.submission.lifecycle.create import (
+    create_run,
+    hold_submission_lock,
+    remove_unused_run,
+    run_directory_path,
+)
+from holmes_hpc.submission.lifecycle.status import Job, job_of
+from holmes_hpc.submission.local import run_plan_locally
+from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.submission.queue_estimate import (
+    START_UP_S,
+    QueueEstimate,
+    candidate_plans,
+    estimate_ends,
+    estimate_rows,
+    nodes_text,
+)
+
+
+def plan_run(
+    overrides: Sequence[str], *, earliest: bool = False, plan_file: str | None = None
+) -> tuple[Plan, Configuration]:
+    """Return the plan and the configuration of a run, checked against its site and data.
+    `earliest`: choose the plan that ends first, and set the time limit with which Slurm estimated its start."""
+    config = load(overrides)
+    config = replace(config, plan_file=plan_file or config.plan_file)
+    if earliest:
+        check_earliest(config)
+    if config.plan_file:
+        check_overrides(overrides)
+        plan = make_plan(config)
+        config = replace(config, model=plan.model, batch=plan.batch)
+    config = config.with_data()
+    check_inputs(config)
+    if earliest:
+        estimates = earliest_ends(config)
+        show_estimates(estimates, config.train.steps, stderr=True)
+        return estimates[0].plan, replace(config, slurm=replace(config.slurm, timeout_min=estimates[0].timeout_min))
+    plan = make_plan(config, None if config.plan_file else load_site(config), Clock(say=console.note))
+    if config.plan_file:
+        check_site(plan, load_site(config))
+    return plan, config
+
+
+def check_inputs(config: Configuration) -> None:
+    """Raise ConfigError for missing files, data that do not fit the model, or packages missing for local ranks.
+    Called before planning, so that nothing is queued in vain."""
+    if config.local and (packages := missing_packages()):
+        raise ConfigError(
+            f"this Python has no {packages}",
+            where="launcher=local",
+            hint="pip install 'holmes-hpc[train]' (without a GPU: docs/install.md, torch's CPU build)",
+        )
+    for key, path in (("checkpoint", config.checkpoint), ("data.tokenizer", config.data.tokenizer)):
+        if path is not None and not path.startswith("hf:") and not Path(path).exists():
+            raise ConfigError(f"{key} is {path!r}, which does not exist", hint="give the path of one that exists")
+    if (folder := folder_of(config.checkpoint)) is not None:
+        from holmes_hpc.training.checkpoint.hugging_face_folder import Folder
+
+        with console.waiting("checking the weights"):
+            Folder(folder).check_model(config.model)
+    if config.data.kind == "indexed":
+        from holmes_hpc.training.data.prefix import check_data
+
+        with console.waiting("checking the data"):
+            check_data(config.data, config.model, config.batch, config.train.eval_interval > 0)
+
+
+def missing_packages() -> str | None:
+    """Return the names of the packages that ranks need and this Python does not have; None if there is none."""
+    installed = software()
+    return " and ".join(name for name in NEEDED if name not in installed) or None
+
+
+def create_and_submit(plan: Plan, config: Configuration, overrides: list[str] | None) -> tuple[RunDirectory, Job]:
+    """Create the run directory and submit the run. Return the run and its job.
+    If the submission fails, remove the directory, unless there is a job, or may be one."""
+    path = run_directory_path(config, plan)
+    with hold_submission_lock(path, "`holmes submit`"):
+        if config.name is not None or config.run_dir:
+            remove_unused_run(RunDirectory(path))
+        config = replace(config, run_dir=str(path))
+        run = create_run(config, plan, overrides or [], needs_empty_directory=True)
+        try:
+            job = submit_run(plan, run, config)
+        except SubmissionUnknown:
+            raise
+        except BaseException:
+            record = run.read_run()
+            if record["slurm"] or record.get("local"):
+                console.note(f"the job of {run.path} continues; `holmes cancel {run.path}` ends it")
+            else:
+                shutil.rmtree(run.path, ignore_errors=True)  # on NFS the open lock file stays until it is closed
+            raise
+    if not config.train.checkpoint_interval:
+        console.note("train.checkpoint_interval is 0: only an interrupted run saves a checkpoint")
+    return run, job
+
+
+def submit_run(plan: Plan, run: RunDirectory, config: Configuration) -> Job:
+    """Submit a run with the launcher of its configuration. Return its job."""
+    if config.local:
+        return run_plan_locally(plan, run.path, run_rank, config.to_dict(), config.slurm)
+    if not config.slurm.container and not config.slurm.setup and (packages := missing_packages()):
+        console.note(
+            f"this Python has no {packages}, and the ranks use it too: `holmes doctor` shows what the nodes have;"
+            " pip install 'holmes-hpc[train]' if they have none either"
+        )
+    submit_plan(plan, run.path, run_rank, config.to_dict(), config.slurm)
+    return job_of(run)
+
+
+def check_earliest(config: Configuration) -> None:
+    """Raise ConfigError if --earliest has nothing to choose from."""
+    fixed = ((config.site_file, "a site file"), (config.plan_file, "one plan only"), (config.local, "launcher=local"))
+    hint = "leave one of them out"
+    refuse("--earliest", *((value, f"{reason} leaves Slurm no choice", hint) for value, reason in fixed))
+
+
+def earliest_ends(config: Configuration, clock: Clock | None = None, costs: Costs | None = None) -> list[QueueEstimate]:
+    """Return the estimates of plans for the site and its parts, the one that ends first at the head.
+
+    `clock`: limits all searches together; `costs`: replace the configuration's. ConfigError if Slurm cannot be asked;
+    SubmissionError if no plan can run."""
+    check_earliest(config)
+    whole_site = site(config)
+
+    def plan_for(nodes: dict[str, int] | None) -> Plan:
+        part_config = config if nodes is None else replace(config, plan=replace(config.plan, nodes=nodes))
+        return make_plan(part_config, whole_site, clock, costs)
+
+    with console.waiting("planning for the site and its parts"):
+        plans = candidate_plans(plan_for, whole_site) if config.plan.nodes is None else [plan_for(None)]
+    with console.waiting("asking Slurm when each could start"):
+        estimates = estimate_ends(plans, config.train.steps, config.slurm)
+    if estimates[0].end is None:
+        raise SubmissionError(
+            f"none of {len(estimates)} plans can run; the best: {estimates[0].reason}",
+            where="--earliest",
+            hint="see `holmes nodes` and `holmes doctor`",
+        )
+    return estimates
+
+
+def show_estimates(estimates: Sequence[QueueEstimate], steps: int, *, stderr: bool = False) -> None:
+    """Print the table of --earliest, then the plans that cannot run."""
+    console.table(f"{steps} steps, including {START_UP_S:.0f} s to start up", *estimate_rows(estimates), stderr=stderr)
+    for estimate in estimates:
+        if estimate.reason:
+            console.note(f"cannot run on {nodes_text(estimate.plan)}: {estimate.reason}")
+    console.note(f"the first start assumes slurm.timeout_min={estimates[0].timeout_min}")

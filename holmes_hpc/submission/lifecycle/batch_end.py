@@ -1,0 +1,169 @@
+"""Last command of a job's batch script:
+``python -m holmes_hpc.submission.lifecycle.batch_end RUN_DIR STATUS SIGNAL [--so-far|--again]``.
+
+It determines how the ranks ended. Then it requeues the job (at the leader) or writes result.json. Its exit code is the
+job's. A job is requeued after preemption, after its time limit, and after at most train.max_restarts failures, provided
+that the attempt made steps that no earlier one made.
+
+With ``--so-far`` the job was signalled and its ranks still run: a provisional result is written, in case the final one
+cannot be. A requeued job runs it first with ``--again``: see :func:`check_requeued_job`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+from holmes_hpc.errors import HolmesError
+from holmes_hpc.records.logs import tail
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.commands import slurm
+from holmes_hpc.slurm.job_queries import disable_requeue, ending_state, requeue
+from holmes_hpc.slurm.job_states import read_cancellation
+from holmes_hpc.submission.executor.environment import ranks_of_job
+from holmes_hpc.submission.lifecycle.attempts import (
+    count_failures,
+    has_new_steps,
+    has_recorded_end,
+    latest_attempt_log,
+    record_attempt_end,
+)
+from holmes_hpc.submission.lifecycle.create import is_being_submitted
+from holmes_hpc.submission.lifecycle.failed_rank import parse_srun_errors
+from holmes_hpc.submission.lifecycle.outcome import build_result
+
+JOB_RECORD_WAIT_S = 30.0  # from sbatch's answer to the job id in the run's record
+
+
+def end_messages(run: RunDirectory) -> str:
+    """Return what slurmd logged about the end of the job, and srun about the end of its tasks."""
+    return "\n".join([*(latest_attempt_log(run) or ()), *tail(run.logs / "srun.txt", 200)])
+
+
+def reason_to_stop(run: RunDirectory, state: str, attempt: str, *, slurm_requeues: bool = False) -> str | None:
+    """Return why a job whose attempt ended in `state` is not requeued; None if it is.
+
+    Only failures count towards train.max_restarts. `slurm_requeues`: Slurm preempted the job and requeues it itself."""
+    if state in ("completed", "cancelled"):
+        return state
+    if state == "failed":
+        max_restarts, failures = int(run.config.get("train", {}).get("max_restarts") or 0), count_failures(run, attempt)
+        if failures >= max_restarts:
+            return f"already restarted after {failures} failures" if max_restarts else "train.max_restarts is 0"
+    return None if slurm_requeues or has_new_steps(run, attempt) else "no new step since the last start"
+
+
+def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, restarts: int) -> int:
+    """Requeue the job or write result.json. Return the job's exit code.
+    `status`: the exit status of the job's step; `signalled`: the job received a signal."""
+    if is_run_of_another_job(run, job_id):
+        return status or 1
+    messages = end_messages(run)
+    state = (read_cancellation(messages) or ending_state(job_id)) if status or signalled else None
+    result = build_result(
+        run, status, signalled=signalled, slurm=state, srun_errors=parse_srun_errors(messages, ranks_of_job(os.environ))
+    )
+    attempt, is_preempted = f"{job_id}/{restarts}", state is not None and state.state == "PREEMPTED"
+    if result["state"] == "failed" and has_recorded_end(run, attempt):  # rank 0 requested the requeue that ended it
+        result |= {"state": "preempted", "error": "preempted", "failed_rank": None, "failed_node": None}
+    stop_reason = (
+        reason_to_stop(run, result["state"], attempt, slurm_requeues=is_preempted) if job_id else "not in a job"
+    )
+    if stop_reason is None:
+        with contextlib.suppress(HolmesError, OSError):
+            record_attempt_end(run, attempt, result["state"])
+        stop_reason, is_requeued_by_slurm = requeue(job_id)
+        if stop_reason is None:
+            who, restart = ("Slurm ", "") if is_requeued_by_slurm else ("", f" (restart {restarts + 1})")
+            log(f"{result['state']}: {result['error']}; {who}requeued job {job_id}{restart}")
+            return int(result["exit_code"])
+    run.write_result(result, writer="batch")
+    if state is not None and state.state == "NODE_FAIL":  # Slurm has requeued it already
+        slurm("scancel", job_id, timeout_s=30)
+    elif result["exit_code"] and job_id:
+        disable_requeue(job_id)
+    if result["state"] not in ("completed", "cancelled"):
+        log(f"not restarted: {stop_reason}")
+    where = f"rank {result['failed_rank']} on {result['failed_node']}: " if result["failed_rank"] is not None else ""
+    log(f"{result['state']}{': ' + where + str(result['error']) if result['error'] else ''}")
+    return int(result["exit_code"])
+
+
+def log(message: str) -> None:
+    """Write a line into the batch script's log. Ignore a full disk or a removed log."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"holmes: {message}\n".encode(errors="replace"))
+
+
+def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
+    """Return 0 if a requeued job may continue, else 1.
+
+    Slurm itself requeues a job whose node failed. If the batch script ran on that node, nobody recorded the end of the
+    attempt. It is recorded here, as a failure."""
+    attempts, result = run.read_run()["attempts"], run.read_result()
+    if (
+        not attempts
+        or "start" in attempts[-1]
+        or (result is not None and (result["writer"] == "batch" or result["state"] == "preempted"))
+    ):
+        return 0
+    last_attempt = f"{job_id}/{restarts - 1}"
+    stop_reason = reason_to_stop(run, "failed", last_attempt)
+    if stop_reason is None:
+        record_attempt_end(run, last_attempt, "failed")
+        return 0
+    error = "the batch script exited without a record, as when its node fails"
+    run.write_result(
+        {**build_result(run, 1), "state": "failed", "error": error, "failed_rank": None, "failed_node": None}
+    )
+    log(f"failed: {error}")
+    log(f"not restarted: {stop_reason}")
+    disable_requeue(job_id)
+    return 1
+
+
+def is_run_of_another_job(run: RunDirectory, job_id: str) -> bool:
+    """Return whether the run is another job's, so that this job must not record its end; log that.
+    A job may end before its id is recorded. Then wait for the record."""
+    deadline = time.monotonic() + JOB_RECORD_WAIT_S
+    while (
+        str(recorded_id := (run.read_run()["slurm"] or {}).get("job_id")) != job_id
+        and is_being_submitted(run.path)
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.2)
+    is_another = bool(job_id) and recorded_id is not None and str(recorded_id) != job_id
+    if is_another:
+        log(f"{run.path} belongs to job {recorded_id}; the end of job {job_id} is not recorded")
+    return is_another
+
+
+def write_provisional_result(run: RunDirectory, status: int, job_id: str) -> int:
+    """Write a result while the ranks are shutting down. Any later result replaces it."""
+    if is_run_of_another_job(run, job_id):
+        return 1
+    state = read_cancellation(end_messages(run)) or ending_state(job_id)
+    run.write_result(build_result(run, status or 1, signalled=True, slurm=state), writer="follower")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    directory, step_status, signalled, *options = sys.argv[1:] if arguments is None else arguments
+    run, status, job_id = RunDirectory(Path(directory)), int(step_status), os.environ.get("SLURM_JOB_ID", "")
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    try:
+        if "--so-far" in options:
+            return write_provisional_result(run, status, job_id)
+        if "--again" in options:
+            return check_requeued_job(run, job_id, restarts)
+        return end_attempt(run, status, bool(signalled), job_id, restarts)
+    except (HolmesError, OSError) as e:
+        log(f"cannot record the end of the run: {e}")
+        return status or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""First command of a batch script that the user submits with sbatch:
+``python -m holmes_hpc.submission.lifecycle.batch_start RUN_DIR PLAN RESTARTS [KEY=VALUE]...``.
+
+It creates the run directory of a plan, with the configuration that the ranks will have, and records the job's id. After
+a requeue the directory exists and stays as it is. RESTARTS: train.max_restarts, unless an override sets it. A requeued
+job may end here: see :func:`holmes_hpc.submission.lifecycle.batch_end.check_requeued_job`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from holmes_hpc import console
+from holmes_hpc.config.composition import check_overrides, load
+from holmes_hpc.errors import ConfigError, HolmesError, RecordError
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.executor.environment import TASKS_PER_NODE
+from holmes_hpc.submission.lifecycle.batch_end import check_requeued_job
+from holmes_hpc.submission.lifecycle.create import create_run, hold_submission_lock
+from holmes_hpc.submission.lifecycle.status import job_of
+
+
+def prepare_run(directory: Path, plan_path: Path, restarts: int = 0, overrides: Sequence[str] = ()) -> RunDirectory:
+    """Return the run directory, complete.
+    PlanError for a plan that cannot be run, ConfigError for a bad override, RecordError for a bad directory."""
+    run, job_id = RunDirectory(directory), os.environ.get("SLURM_JOB_ID", "")
+    with hold_submission_lock(directory, "the batch script"):
+        if not run.exists():
+            check_overrides(overrides)
+            all_overrides, plan = [f"train.max_restarts={restarts}", *overrides], Plan.read(plan_path)
+            _check_components(plan, str(plan_path))
+            config = replace(load(all_overrides), model=plan.model, batch=plan.batch, run_dir=str(run.path))
+            create_run(config.with_data(), plan, all_overrides)
+        if job_id.isdecimal():
+            _check_earlier_job(run, job_id)
+            run.update_run(
+                slurm={
+                    "job_id": int(job_id),
+                    "components": int(os.environ.get("SLURM_HET_SIZE") or 1),
+                    "name": os.environ.get("SLURM_JOB_NAME", ""),
+                }
+            )
+    return run
+
+
+def _check_earlier_job(run: RunDirectory, job_id: str) -> None:
+    """Raise RecordError if another job of the run is still active."""
+    slurm_record = run.read_run()["slurm"]
+    if not slurm_record or str(slurm_record.get("job_id")) == job_id:
+        return
+    earlier_job = job_of(run)
+    state = earlier_job.state("force")
+    if not state.ended and not state.forgotten:
+        raise RecordError(
+            f"job {earlier_job.id} uses it ({state.state})",
+            where=str(run.path),
+            hint=f"wait for its end, or `scancel {earlier_job.id}`; or give RUN another directory",
+        )
+
+
+def _check_components(plan: Plan, where: str) -> None:
+    """Raise ConfigError if this job differs from the plan's in components, nodes or ranks per node."""
+    count = int(os.environ.get("SLURM_HET_SIZE") or 1)
+    if "SLURM_JOB_ID" not in os.environ:
+        return
+    hint = "write the script for this plan: `holmes submit PLAN --template FILE`"
+    if count != len(plan.components):
+        raise ConfigError(f"the plan has {len(plan.components)} components, this job {count}", where=where, hint=hint)
+    for index, part in enumerate(plan.components):
+        nodes = os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{index}") or (
+            os.environ.get("SLURM_JOB_NUM_NODES") if count == 1 else None
+        )
+        ranks = os.environ.get(TASKS_PER_NODE.format(index))
+        if (nodes or str(part.nodes), ranks or str(part.gpus_per_node)) != (str(part.nodes), str(part.gpus_per_node)):
+            raise ConfigError(
+                f"component {index} ({part.fabric}) of the plan is {part.nodes} nodes x"
+                f" {part.gpus_per_node} ranks, this job's is {nodes} x {ranks}",
+                where=where,
+                hint=hint,
+            )
+
+
+def main() -> int:
+    directory, plan_path, *options = sys.argv[1:]
+    try:
+        run = prepare_run(Path(directory), Path(plan_path), int(options[0]) if options else 0, options[1:])
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        return check_requeued_job(run, os.environ.get("SLURM_JOB_ID", ""), restarts) if restarts else 0
+    except (HolmesError, OSError) as e:
+        console.problem(e)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
