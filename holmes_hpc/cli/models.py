@@ -18,7 +18,10 @@ from holmes_hpc.training.checkpoint import checkpoint_directory
 
 @app.command()
 def models(json: Json = False) -> None:
-    """List the named models, each with its default batch. Example: holmes models"""
+    """List the named models, each with its default batch.
+
+    Example: holmes models
+    """
     rows = [
         (
             *(m.name, m.layers, m.hidden, m.heads, m.kv_heads, m.ffn, f"{m.vocab:,}"),
@@ -36,7 +39,10 @@ def models(json: Json = False) -> None:
 
 @app.command()
 def batches(json: Json = False) -> None:
-    """List the named batches, including those of models. Example: holmes batches"""
+    """List the named batches, including those of models.
+
+    Example: holmes batches
+    """
     rows = [
         (name, f"{b.global_size:,}", f"{b.micro_size:,}", f"{b.sequence_length:,}", f"{b.tokens:,}")
         for name, b in BATCHES.items()

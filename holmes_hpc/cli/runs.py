@@ -61,7 +61,10 @@ def submit(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Submit a plan as one heterogeneous job. Example: holmes submit plan.yaml train.steps=100 slurm.account=ml"""
+    """Submit a plan as one heterogeneous job.
+
+    Example: holmes submit plan.yaml train.steps=100 slurm.account=ml
+    """
     if plan_path is None or not is_file_argument(plan_path):
         raise ConfigError(
             "no plan",
@@ -97,7 +100,10 @@ def submit(
 def run(
     *, overrides: Overrides = None, flags: Mapping[str, Any], earliest: Earliest = False, json: Json = False
 ) -> None:
-    """Plan, submit, watch and report a run. Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
+    """Plan, submit, watch and report a run.
+
+    Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'
+    """
     overrides = with_flags(flags, overrides)
     plan, config = plan_run(overrides, earliest=earliest)
     console.note(f"plan {plan.id}: {plan.spread}, {where_stages_lie(plan)}")
@@ -192,7 +198,10 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: Json = False,
 ) -> None:
-    """Remove runs and their checkpoints, after a confirmation. Example: holmes rm my-run"""
+    """Remove runs and their checkpoints, after a confirmation.
+
+    Example: holmes rm my-run
+    """
     for name in runs:
         if is_sweep(name):
             raise ConfigError("it is a sweep", where=name, hint=f"name its runs: {name}/0 …")
@@ -224,7 +233,10 @@ def report(
     by: Annotated[str, typer.Option(help="Rank several runs by throughput or by loss.")] = "throughput",
     json: Json = False,
 ) -> None:
-    """Report throughput, step time and bytes per NIC type. Several runs are compared. Example: holmes report a b"""
+    """Report throughput, step time and bytes per NIC type. Several runs are compared.
+
+    Example: holmes report a b
+    """
     if by not in ("throughput", "loss"):
         raise ConfigError(f"--by is {by!r}", where="report", hint="use throughput or loss")
     for file in (html, trace):

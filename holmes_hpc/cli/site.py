@@ -22,7 +22,10 @@ Vocabulary = Annotated[str | None, typer.Option(help="The site's file of node fe
 
 @app.command()
 def nodes(vocabulary: Vocabulary = None, json: Json = False) -> None:
-    """List fabrics, partitions, NICs and GPUs known to Slurm. Example: holmes nodes --json"""
+    """List fabrics, partitions, NICs and GPUs known to Slurm.
+
+    Example: holmes nodes --json
+    """
     with console.waiting("asking Slurm"):
         listing = report.listing(NodeSettings(vocabulary=vocabulary))
     console.output(json, listing.to_dict(), *listing.tables())

@@ -24,7 +24,10 @@ def testbed_up(
         str | None, typer.Option(metavar="DIR|TARBALL", help="Source of Slurm, which is built once.")
     ] = None,
 ) -> None:
-    """Start the testbed, unless it runs already. Example: sudo holmes testbed up slurm/testbed/default.yaml"""
+    """Start the testbed, unless it runs already.
+
+    Example: sudo holmes testbed up slurm/testbed/default.yaml
+    """
     with console.steps("checking the testbed") as report:
         testbed.up(topology, release=release, slurm=slurm, source=slurm_source, progress=report)
     console.note('the testbed runs; to use it in your shell: eval "$(holmes testbed env)"')
@@ -32,7 +35,10 @@ def testbed_up(
 
 @group.command("status")
 def testbed_status(json: Json = False) -> None:
-    """Show which parts of the testbed run. Exit code 1 if one does not. Example: holmes testbed status --json"""
+    """Show which parts of the testbed run. Exit code 1 if one does not.
+
+    Example: holmes testbed status --json
+    """
     status = testbed.status()
     if json:
         console.as_json(status)
@@ -60,19 +66,28 @@ def testbed_status(json: Json = False) -> None:
 
 @group.command("exec", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def testbed_exec(node: str, command: Annotated[list[str], typer.Argument(metavar="-- CMD...")]) -> None:
-    """Run a command on a node of the testbed. Example: holmes testbed exec ib1 -- ip addr"""
+    """Run a command on a node of the testbed.
+
+    Example: holmes testbed exec ib1 -- ip addr
+    """
     raise typer.Exit(testbed.exec_in(node, command).returncode)
 
 
 @group.command("env")
 def testbed_env() -> None:
-    """Print the testbed's environment for a shell. Example: eval "$(holmes testbed env)" """
+    """Print the testbed's environment for a shell.
+
+    Example: eval "$(holmes testbed env)"
+    """
     for key, value in testbed.env().items():
         print(f"export {key}={shlex.quote(value)}")
 
 
 @group.command("down")
 def testbed_down() -> None:
-    """Stop the testbed and remove its files. Example: holmes testbed down"""
+    """Stop the testbed and remove its files.
+
+    Example: holmes testbed down
+    """
     with console.steps("checking the testbed") as report:
         testbed.down(progress=report)

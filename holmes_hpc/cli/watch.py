@@ -94,7 +94,10 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new lines until the run ends.")] = False,
     json: Json = False,
 ) -> None:
-    """Show the last lines of a run's logs. Example: holmes logs my-run --rank 0 -n 50"""
+    """Show the last lines of a run's logs.
+
+    Example: holmes logs my-run --rank 0 -n 50
+    """
     record = find_run(run)
     paths = [record.log_path(rank)] if rank is not None else log_paths(record)
     if rank is not None and not paths[0].exists():
@@ -118,7 +121,10 @@ def logs(
 
 @app.command()
 def cancel(run: Run, json: Json = False) -> None:
-    """Cancel a run's job with all its components. Example: holmes cancel my-run"""
+    """Cancel a run's job with all its components.
+
+    Example: holmes cancel my-run
+    """
     record = find_run(run)
     is_local_run = is_local(record.read_run())
     with console.waiting("waiting for its ranks to save and exit" if is_local_run else "asking Slurm"):
@@ -155,7 +161,10 @@ def _kill_wait() -> str:
 
 @group.command("status")
 def sweep_status(directory: Directory, json: Json = False) -> None:
-    """Show a live table of a sweep's jobs. Example: holmes sweep status runs/sweep-20260101-120000"""
+    """Show a live table of a sweep's jobs.
+
+    Example: holmes sweep status runs/sweep-20260101-120000
+    """
     if sys.stdout.isatty() and not json:
         status_table.show_live(directory)
     else:
@@ -165,7 +174,10 @@ def sweep_status(directory: Directory, json: Json = False) -> None:
 
 @group.command("collect")
 def sweep_collect(directory: Directory, json: Json = False) -> None:
-    """Show the results of a sweep's jobs. Example: holmes sweep collect runs/sweep-20260101-120000 --json"""
+    """Show the results of a sweep's jobs.
+
+    Example: holmes sweep collect runs/sweep-20260101-120000 --json
+    """
     jobs = status_table.collect(directory)
     if json:
         console.as_json(jobs)
@@ -191,7 +203,10 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
 
 @group.command("cancel")
 def sweep_cancel(directory: Directory) -> None:
-    """Cancel the active jobs of a sweep. Example: holmes sweep cancel runs/sweep-20260101-120000"""
+    """Cancel the active jobs of a sweep.
+
+    Example: holmes sweep cancel runs/sweep-20260101-120000
+    """
     manifest = read_manifest(directory)
     active = {row.num for row in status_table.sweep_status(directory) if not row.ended}
     jobs = [job for job in manifest.jobs if job.num in active]

@@ -2,8 +2,8 @@
 ``python -m holmes_hpc.submission.lifecycle.batch_end RUN_DIR STATUS SIGNAL [--so-far|--again]``.
 
 It determines how the ranks ended. Then it requeues the job (at the leader) or writes result.json. Its exit code is the
-job's. A job is requeued after preemption, after its time limit, and after at most train.max_restarts failures, provided
-that the attempt made steps that no earlier one made.
+job's. A job is requeued after preemption, after its time limit, and after at most train.max_restarts failures. In each
+case its last attempt must have made a new step.
 
 With ``--so-far`` the job was signalled and its ranks still run: a provisional result is written, in case the final one
 cannot be. A requeued job runs it first with ``--again``: see :func:`check_requeued_job`.

@@ -125,10 +125,15 @@ def find_failed_rank(
 ) -> FailedRank:
     """Return the rank that failed first, not one that failed because of it.
 
-    A rank killed by a signal leaves no exit record, and its peers record lost connections. So return the first of: the
-    earliest recorded failure that is no lost connection; a task killed by a signal; a failed node; a task with an srun
-    error and no record; one of `ranks` with neither, together with the earliest recorded failure; that failure; srun's
-    first error. Tasks terminated by srun did not fail first. `hosts`: recorded host of each rank.
+    A rank killed by a signal leaves no exit record, and its peers record lost connections. So return the first of:
+
+    1. the earliest recorded failure that is no lost connection
+    2. a task that has an srun error and no record: killed by a signal or on a failed node, else any
+    3. one of `ranks` with neither, with the earliest recorded failure as a hint
+    4. the earliest recorded failure
+    5. srun's first error
+
+    Tasks terminated by srun did not fail first. `hosts`: recorded host of each rank.
     """
     recorded_ranks = {int(e["rank"]) for e in exits if "rank" in e}
     failures = [e for e in exits if e.get("state") == "failed"]

@@ -280,8 +280,8 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
 def cancel_run(run: RunDirectory) -> JobState:
     """Cancel the run's job with all components. Return its state just before.
 
-    Nothing is cancelled if the run's end is recorded, because another job may have the id by now, or if Slurm does not
-    know the job. SubmissionError if Slurm refuses."""
+    If the run's end is recorded, nothing is cancelled, because another job may have the id by now. The same holds if
+    Slurm does not know the job. SubmissionError if Slurm refuses."""
     result = run.read_result()
     if result is not None and is_conclusive(result):
         return JobState(job_state(result["state"]), source="result.json")
