@@ -64,7 +64,7 @@ def fresh_watcher() -> Callable[[], None]:
 @pytest.fixture
 def busy_roce(testbed: object) -> Iterator[None]:
     """Occupy all RoCE nodes for ten minutes."""
-    preflight.forget()
+    preflight.clear_cache()
     job = subprocess.run(
         ["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t10", "-o/dev/null", "--wrap", "sleep 600"],
         capture_output=True,

@@ -239,7 +239,7 @@ def test_submitits_checkpoint_protocol_requeues_at_the_leader(folder: Path) -> N
 
 
 def test_an_infeasible_component_is_named_with_a_hint(folder: Path) -> None:
-    preflight.forget()
+    preflight.clear_cache()
     before = subprocess.run(["squeue", "--states=all", "-h", "-o", "%i"], capture_output=True, text=True).stdout
     with pytest.raises(SubmissionError, match=r"component 1 \(5 nodes of roce \[nic_roce\]\): .*at most 4 nodes"):
         executor(folder, [THREE[0], {**THREE[1], "nodes": 5}]).submit(sleeper, 0)

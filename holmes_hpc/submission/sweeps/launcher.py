@@ -1,8 +1,8 @@
 """Hydra launchers for sweeps in which every job is heterogeneous, with its own components, or plain.
 
 They extend hydra-submitit-launcher. If the task function has an attribute ``plan_job``, as in the training application,
-``plan_job(cfg, "slurm" | "local") -> PlannedJob | None`` returns each job's plan. Other jobs run the task function itself
-with the launcher's `components`.
+``plan_job(cfg, "slurm" | "local") -> PlannedJob | None`` returns each job's plan. Other jobs run the task function
+itself with the launcher's `components`.
 """
 
 from __future__ import annotations

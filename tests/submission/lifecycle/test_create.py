@@ -196,7 +196,9 @@ def test_cancel_reports_the_last_checkpoint(
         ([Checkpoint(15)], "so far its last checkpoint is of step 15"),
     ):
         submit_to(tmp_path / f"run{len(checkpoints)}")
-        monkeypatch.setattr(checkpoint_directory, "complete", lambda _, checkpoints=checkpoints: checkpoints)
+        monkeypatch.setattr(
+            checkpoint_directory, "complete_checkpoints", lambda _, checkpoints=checkpoints: checkpoints
+        )
         monkeypatch.setattr("holmes_hpc.slurm.scontrol.read_config", lambda: Config({"KillWait": "5 sec"}))
         watch.cancel(str(tmp_path / f"run{len(checkpoints)}"))
         expected = f"{message}; its ranks finish a step or two and save, if Slurm's KillWait (5 sec here) is"

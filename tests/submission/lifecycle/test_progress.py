@@ -464,6 +464,6 @@ def test_a_local_run_ignores_ctrl_c_and_can_be_cancelled(tmp_path: Path, action:
 
 def test_cancelling_without_slurm_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unreachable = Answer(1, "", "scancel: error: Unable to contact slurm controller (connect failure)\n")
-    monkeypatch.setattr("holmes_hpc.submission.executor.job.patient", lambda *_, **__: unreachable)
+    monkeypatch.setattr("holmes_hpc.submission.executor.job.slurm_with_retries", lambda *_, **__: unreachable)
     with pytest.raises(SubmissionError, match=r"scancel 7: .*Unable to contact slurm controller.*; .*scontrol ping"):
         SlurmJob(tmp_path / "submission", "7").cancel()

@@ -85,7 +85,7 @@ def test_resume_reports_where_the_learning_rate_now_ends(
 ) -> None:
     lifecycle, directory = "holmes_hpc.submission.lifecycle", "holmes_hpc.training.checkpoint.checkpoint_directory"
     monkeypatch.setattr(f"{lifecycle}.status.run_status", lambda _: SimpleNamespace(state="failed"))
-    monkeypatch.setattr(f"{directory}.complete", lambda _: [SimpleNamespace(step=2, path="step-2")])
+    monkeypatch.setattr(f"{directory}.complete_checkpoints", lambda _: [SimpleNamespace(step=2, path="step-2")])
     monkeypatch.setattr(f"{lifecycle}.progress.report_progress", lambda *_: 2)
     monkeypatch.setattr(runs, "submit_run", lambda *_: SimpleNamespace(id="7"))
     for overrides, is_reported in (
