@@ -107,7 +107,8 @@ def draw_layout(number: int) -> tuple[Site, dict[str, Any]]:
 
 def planned(part: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the plan of each case, as plain data."""
-    draw, make = (draw_search, best.best_plan) if part == "plans" else (draw_layout, best.given_plan)
+    fixed_plan = getattr(best, "fixed_plan", None) or getattr(best, "given_plan", None)  # its name in older checkouts
+    draw, make = (draw_search, best.best_plan) if part == "plans" else (draw_layout, fixed_plan)
     plans = 0
     for number in count():
         site, options = draw(number)

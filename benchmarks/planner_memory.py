@@ -25,7 +25,7 @@ from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.plan.plan import Plan, Schedule
-from holmes_hpc.planning.search.best import given_plan
+from holmes_hpc.planning.search.best import fixed_plan
 from holmes_hpc.records.run import RunDirectory
 
 MODEL = ModelSpec("memory", 12, 512, 8, 16000, ffn=1376, kv_heads=8, max_positions=512)
@@ -46,7 +46,7 @@ class Case:
     def plan(self) -> Plan:
         ranks = self.options["tp"] * self.options["pp"] * self.options["dp"]
         fabric = Fabric("here", NicType.ETHERNET, "here", 1, ranks, 10.0, replace(CPU, memory_gib=64), gres=False)
-        made = given_plan(
+        made = fixed_plan(
             replace(MODEL, **self.model),
             replace(BATCH, **self.batch),
             Site("here", (fabric,)),

@@ -24,7 +24,7 @@ from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.plan.plan import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import in_flight
-from holmes_hpc.planning.search.layers import chunked, uniform
+from holmes_hpc.planning.search.layers import chunk_layers, uniform_layers
 
 DATA = Path(__file__).parent / "published"
 KINDS = yaml.safe_load(Path(holmes_hpc.fabric.__file__).with_name("gpu_kinds.yaml").read_text())["gpus"]
@@ -181,7 +181,7 @@ def layout(run: Run, costs: Costs) -> Layout:
 
 def layers(run: Run, made: Layout) -> np.ndarray:
     """Layers of each stage and chunk, (1, S, C)."""
-    return chunked([int(n) for n in run.stages.split("+")], run.chunks) if run.stages else uniform(made)
+    return chunk_layers([int(n) for n in run.stages.split("+")], run.chunks) if run.stages else uniform_layers(made)
 
 
 def software(run: Run) -> Software:

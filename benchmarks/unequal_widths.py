@@ -37,7 +37,7 @@ from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.best import best_plan, to_plan
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.per_stage import variants
-from holmes_hpc.planning.search.problem import Question
+from holmes_hpc.planning.search.problem import Problem
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.audit import planned_loads
 
@@ -90,7 +90,7 @@ class Case:
         costs = Costs(pace_layer_ms=self.pace_ms, pace_factors=None if side and self.weights else factors or None)
         if side:
             return best_plan(model, batch, site, options, costs)
-        made = to_plan(variants(Question(model, batch, site, options, costs), Clock(), inf)[0], site, [])
+        made = to_plan(variants(Problem(model, batch, site, options, costs), Clock(), inf)[0], site, [])
         if self.weights:
             *others, last = made.parallel.stages
             half = self.layers // 2

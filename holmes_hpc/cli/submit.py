@@ -60,7 +60,7 @@ def plan_run(
         estimates = earliest_ends(config)
         show_estimates(estimates, config.train.steps, stderr=True)
         return estimates[0].plan, replace(config, slurm=replace(config.slurm, timeout_min=estimates[0].timeout_min))
-    plan = make_plan(config, None if config.plan_file else load_site(config), Clock(say=console.note))
+    plan = make_plan(config, None if config.plan_file else load_site(config), Clock(report=console.note))
     if config.plan_file:
         check_site(plan, load_site(config))
     return plan, config

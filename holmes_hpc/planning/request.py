@@ -20,7 +20,7 @@ from holmes_hpc.planning.cost.corrections import CorrectionFit, ObservedRun, fit
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.profile import from_csv, from_sailor, is_sailor_profile
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.search.best import best_plan, given_plan
+from holmes_hpc.planning.search.best import best_plan, fixed_plan
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.records.files import read_text, read_yaml
 from holmes_hpc.records.find import run_directories
@@ -164,7 +164,7 @@ def make_plan(
 def given_layout(config: Configuration, on: Site | None = None, known: Costs | None = None) -> Plan:
     """The plan of the one layout that the group `plan` of `config` gives, whether it fits or not, on `on` (else the
     configuration's site), judged by `known` (else the configuration's costs)."""
-    return given_plan(config.model, config.batch, on or site(config), config.plan, known or costs(config))
+    return fixed_plan(config.model, config.batch, on or site(config), config.plan, known or costs(config))
 
 
 def with_gpu(on: Site, name: str) -> Site:

@@ -18,7 +18,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.predict import kind_tflops
 from holmes_hpc.planning.plan_text import explain
-from holmes_hpc.planning.search.best import best_plan, given_plan, grown
+from holmes_hpc.planning.search.best import best_plan, fixed_plan, slowest_parts
 
 pytestmark = pytest.mark.integration
 
@@ -61,7 +61,7 @@ def test_nothing_is_said_where_runners_up_are_far_behind() -> None:
 
 def test_the_headline_says_how_long_sequences_are() -> None:
     """A plan for a batch that nobody chose is seen for what it is."""
-    plan = given_plan(MODEL, Batch(64, 1, 1024), SITE, PlanOptions(tp=1, pp=2, dp=8), Costs())
+    plan = fixed_plan(MODEL, Batch(64, 1, 1024), SITE, PlanOptions(tp=1, pp=2, dp=8), Costs())
     assert "gpt_3_6b, 64 sequences of 1024 tokens a step" in " ".join(explain(plan, Costs()))
 
 
@@ -92,7 +92,7 @@ def test_runners_up_come_in_the_order_of_their_speed_and_gains_say_what_they_hol
 def test_a_network_that_counts_for_much_less_than_its_rate_is_told() -> None:
     fabrics = (SITE.fabrics[0], replace(SITE.fabrics[1], name="roce-b", nic=NicType.ROCE, rdma_gbps=200.0))
     site, options = replace(SITE, fabrics=fabrics), PlanOptions(tp=1, pp=2, dp=16)
-    plan = given_plan(MODEL, BATCH, site, options, Costs())
+    plan = fixed_plan(MODEL, BATCH, site, options, Costs())
     told = "roce-b: its 200 Gb/s are counted as 63.8 (NCCL over RoCE, published runs); `holmes calibrate` measures"
     text = " ".join(explain(plan, Costs(), width=10_000))
     assert told in text and "a: its" not in text
@@ -101,7 +101,7 @@ def test_a_network_that_counts_for_much_less_than_its_rate_is_told() -> None:
 
 
 def test_a_part_that_takes_under_half_a_percent_has_its_time() -> None:
-    plan = given_plan(MODEL, BATCH, SITE, PlanOptions(tp=1, pp=2, dp=16), Costs())
+    plan = fixed_plan(MODEL, BATCH, SITE, PlanOptions(tp=1, pp=2, dp=16), Costs())
     assert plan.predicted is not None
     less = {**plan.predicted.breakdown, "optimizer_s": 3e-4 * plan.predicted.step_time_s, "param_sync_s": 1e-17}
     lines = explain(replace(plan, predicted=replace(plan.predicted, breakdown=less)), Costs())
@@ -122,4 +122,4 @@ def test_a_part_that_takes_under_half_a_percent_has_its_time() -> None:
     ],
 )
 def test_a_runner_up_names_the_one_or_two_parts_that_grow_most(more: dict[str, float], words: str) -> None:
-    assert grown(more) == words
+    assert slowest_parts(more) == words

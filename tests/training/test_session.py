@@ -21,7 +21,7 @@ from holmes_hpc.errors import ConfigError, NetworkError, PlanError, RecordError
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import local_site
-from holmes_hpc.planning.search.best import given_plan
+from holmes_hpc.planning.search.best import fixed_plan
 from holmes_hpc.records.owner import LockOwner, hold_lock
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
@@ -128,7 +128,7 @@ def test_ranks_name_nodes_of_the_job_and_addresses_of_their_own() -> None:
 
 
 def on_gpus() -> Plan:
-    return given_plan(named("gpt_3_6b"), Batch(64, 1, 1024), two_clusters(1), PlanOptions(tp=1, pp=2, dp=8), Costs())
+    return fixed_plan(named("gpt_3_6b"), Batch(64, 1, 1024), two_clusters(1), PlanOptions(tp=1, pp=2, dp=8), Costs())
 
 
 def own(one_host: bool) -> Any:
@@ -159,7 +159,7 @@ def test_a_gpu_that_cannot_be_used_ends_the_run_before_the_ranks_meet(
 
 def test_a_plan_of_cpus_never_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_check, "gather", lambda: pytest.fail("asked"))
-    plan = given_plan(named("gpt_tiny"), Batch(8, 1, 32), local_site(1, "cpu"), PlanOptions(tp=1, pp=1, dp=1), Costs())
+    plan = fixed_plan(named("gpt_tiny"), Batch(8, 1, 32), local_site(1, "cpu"), PlanOptions(tp=1, pp=1, dp=1), Costs())
     for made, device in ((plan, "auto"), (on_gpus(), "cpu")):
         assert session._check_cuda(made, own(False), False, TrainConfig(device=device)) == []
 

@@ -1,1 +1,1 @@
-"""Which of all placements is the best: the space of them, candidates, layers, refusals."""
+"""Search for the best plan: the space of placements, candidates, layers per stage, and errors if no plan exists."""

@@ -1,4 +1,4 @@
-"""The best Plan for a model, a batch and a site: rank all placements by estimate, try the best ones, keep the best."""
+"""The best plan for a model, a batch and a site: search, refine, compare with the runners-up."""
 
 from __future__ import annotations
 
@@ -17,121 +17,124 @@ from holmes_hpc.planning.cost.memory import refuse
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout
 from holmes_hpc.planning.plan.plan import Plan, Stage
 from holmes_hpc.planning.schedule.kinds import megatrons_own, schedule_kind
-from holmes_hpc.planning.search import infeasible
-from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
-from holmes_hpc.planning.search.explore import GAP, Clock, Explored, explored
-from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, obstacle, variants
-from holmes_hpc.planning.search.problem import Question, offers
-from holmes_hpc.planning.search.space import WORTH, Space, near_batch
+from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, Exploration, explore
+from holmes_hpc.planning.search.infeasible import raise_indivisible, raise_out_of_memory
+from holmes_hpc.planning.search.layers import idle_share
+from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, conflicting_option, variants
+from holmes_hpc.planning.search.problem import Problem, available_fabrics
+from holmes_hpc.planning.search.space import MIN_BATCH_GAIN, Space, nearby_batch
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 
-BETTER = 24  # candidates made better at most
-NEAR = 1.05  # candidates slower than the best by no more than this are made better
-FAR = 1.12  # and up to this those that a lower bound lets become the best: order, layers and depth gained up to 10%
-FEW_ORDERS = 3  # of the fabrics, tried of those
-ALIKE = 6  # of one kind that were made better, after which those that would have to gain twice as much are not
-GIVEN = 50  # choices of nodes for one given layout that are tried
-RUNNERS_UP = 5
-GAINED = 0.01  # what TP and DP by stage must gain at least: they are less plain
-PREDICTED = tuple(part for part in PARTS if part != "other_s")  # of a step's time
-SAID = 0.005  # a gap to the lower bound that a plan tells of
+MAX_REFINED = 24
+NEAR = 1.05  # candidates slower than the best by no more than this are refined
+FAR = 1.12  # up to this, too, if their bound is below the best: refinement gains up to 10%
+MAX_ORDERS_FAR = 3  # of fabrics, tried for the latter
+MIN_REFINED_OF_KIND = 6  # then a candidate is skipped if it had to gain twice the most that its kind has gained
+MAX_NODE_CHOICES = 50  # tried for one fixed layout
+MAX_RUNNERS_UP = 5
+MIN_PER_STAGE_GAIN = 0.01  # per-stage TP/DP is less simple and must gain at least this
+PREDICTED = tuple(part for part in PARTS if part != "other_s")  # parts of a step's time
+MIN_NOTED_GAP = 0.005  # smaller gaps to the lower bound are not noted
 
 
 def best_plan(
     model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock | None = None
 ) -> Plan:
-    """The Plan with the shortest predicted step, with its prediction and runners-up. `clock`: when to stop searching,
-    and who is told how far it is; without one it goes on until nothing is to be gained.
+    """Return the plan with the shortest predicted step, with its prediction and runners-up.
 
-    Raises PlanError, one line: what cannot be divided, or how much memory is short and on what it would fit.
+    `clock`: the time limit and progress log; without one the search goes on until nothing can be gained. Raise
+    PlanError, one line, if something does not divide, or with the missing memory and a change under which it fits.
     """
-    clock, question = clock or Clock(), Question(model, batch, costs.with_measured_links(site), options, costs)
-    reason = obstacle(options, costs) if options.unequal == "true" else None
-    what, hint = f"stages cannot have TP and DP of their own with {reason}", f"plan.unequal=true or {reason}"
-    PlanError.refuse((reason, what, "plan.unequal", f"leave one of the two out: {hint}"))
+    clock, problem = clock or Clock(), Problem(model, batch, costs.with_measured_links(site), options, costs)
+    conflict = conflicting_option(options, costs) if options.unequal == "true" else None
+    message, hint = f"per-stage TP/DP cannot be combined with {conflict}", f"plan.unequal=true or {conflict}"
+    PlanError.refuse((conflict, message, "plan.unequal", f"remove one of the two: {hint}"))
     try:
-        best, *others = search(*question, clock=clock)
-    except PlanError:  # of uniform layouts
-        plan = _per_stage_plan(question, clock)
+        best, *slower = search(*problem, clock=clock)
+    except PlanError:  # no uniform layout
+        plan = _per_stage_plan(problem, clock)
         if plan is None:
             raise
         return plan
-    plan = None
-    if not clock.is_over() and (options.unequal == "true" or _may_gain(best, question)):
-        plan = _per_stage_plan(question, clock, [best, *others])
-    plan = plan or to_plan(best, question.site, others)
-    return plan if clock.is_over() else _beside_a_near_batch(plan, best, question, clock)
+    is_tried = not clock.is_over() and (options.unequal == "true" or _may_gain_per_stage(best, problem))
+    per_stage = _per_stage_plan(problem, clock, [best, *slower]) if is_tried else None
+    plan = per_stage or to_plan(best, problem.site, slower)
+    return plan if clock.is_over() else _note_nearby_batch(plan, best, problem, clock)
 
 
-def _may_gain(best: Candidate, question: Question) -> bool:
-    """Return whether a layout with TP and DP by stage may be faster than the best uniform one: where that leaves nodes
-    out, fabrics are unlike, or its ranks wait for more than that may gain at least."""
-    usable = offers(question.site, question.options)
-    kinds = {(o.fabric.gpu, o.nodes, o.per_node) for o in usable}
-    used = sum(block.nodes for block in best.placement.blocks)
+def _may_gain_per_stage(best: Candidate, problem: Problem) -> bool:
+    """Return whether per-stage TP/DP may be faster than the best uniform layout.
+
+    It may if that layout leaves nodes unused, fabrics are unlike, or its ranks are idle for more than the least gain.
+    """
+    available = available_fabrics(problem.site, problem.options)
+    kinds = {(a.fabric.gpu, a.nodes, a.gpus_per_node) for a in available}
+    used_nodes = sum(block.nodes for block in best.placement.blocks)
     return (
         len(kinds) > 1
-        or used < sum(o.nodes for o in usable)
-        or split.idle_share(best.layout, best.layers, best.seconds) > GAINED
+        or used_nodes < sum(a.nodes for a in available)
+        or idle_share(best.layout, best.layers, best.seconds) > MIN_PER_STAGE_GAIN
     )
 
 
-def _per_stage_plan(question: Question, clock: Clock, uniform: Sequence[Candidate] = ()) -> Plan | None:
-    """Return the best plan with TP and DP by stage that is clearly faster than the best of the `uniform` ones; None
-    where there is none, or options forbid it."""
-    options = question.options
-    if options.unequal == "false" or obstacle(options, question.costs):
+def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate] = ()) -> Plan | None:
+    """Return the best plan with per-stage TP/DP that is clearly faster than the best of the `uniform` candidates.
+
+    Return None if there is none, or the options exclude it.
+    """
+    options = problem.options
+    if options.unequal == "false" or conflicting_option(options, problem.costs):
         return None
-    limit, effort = uniform[0].seconds * (1 - GAINED) if uniform else inf, THOROUGH
-    if uniform and options.unequal == "auto":  # with the micro-batches of the best uniform layout
+    max_s, effort = uniform[0].seconds * (1 - MIN_PER_STAGE_GAIN) if uniform else inf, THOROUGH
+    if uniform and options.unequal == "auto":  # keep the micro-batch size of the best uniform layout
         effort = QUICK
         options = replace(options, search_micro_size=False)
-        question = question._replace(batch=uniform[0].layout.batch, options=options)
-    for variant in variants(question, clock, limit, effort):
-        if variant.seconds >= limit:
+        problem = problem._replace(batch=uniform[0].layout.batch, options=options)
+    for variant in variants(problem, clock, max_s, effort):
+        if variant.seconds >= max_s:
             return None
         try:
-            plan = to_plan(variant, question.site, uniform)
-        except PlanError:  # one that could lock up
+            plan = to_plan(variant, problem.site, uniform)
+        except PlanError:  # may deadlock
             continue
         notes = [
-            f"{nodes} nodes of {fabric} are left out: no layout found has a shorter step with them"
+            f"{nodes} nodes of {fabric} are unused: no layout found has a shorter step with them"
             for fabric, nodes in plan.unused.items()
         ]
         return replace(plan, assumptions=(*plan.assumptions, *notes))
     return None
 
 
-def _beside_a_near_batch(plan: Plan, best: Candidate, question: Question, clock: Clock) -> Plan:
-    """Return `plan`, with a note where a global batch near the one asked for is much better. `best`: its best uniform
-    layout."""
+def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem, clock: Clock) -> Plan:
+    """Return `plan`, with a note if a nearby global batch is much faster. `best`: the best uniform layout."""
     assert plan.predicted is not None
-    batch, seconds = question.batch, plan.predicted.step_time_s
-    near = near_batch(question, best.placement, seconds)
-    if near is None:
+    batch, step_s = problem.batch, plan.predicted.step_time_s
+    nearby = nearby_batch(problem, best.placement, step_s)
+    if nearby is None:
         return plan
     try:
-        other = search(*question._replace(batch=near), clock=clock)[0]
+        candidate = search(*problem._replace(batch=nearby), clock=clock)[0]
     except PlanError:
         return plan
-    more = near.global_size / other.seconds / (batch.global_size / seconds) - 1
-    if more < WORTH:
+    gain = nearby.global_size / candidate.seconds / (batch.global_size / step_s) - 1
+    if gain < MIN_BATCH_GAIN:
         return plan
     note = (
-        f"a global batch of {batch.global_size} leaves few ways to share it out: batch.global_size="
-        f"{near.global_size} would give {more:.0%} more samples/s"
+        f"a global batch of {batch.global_size} has few divisors: batch.global_size={nearby.global_size} would give"
+        f" {gain:.0%} more samples/s"
     )
     return replace(plan, assumptions=(*plan.assumptions, note))
 
 
-def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
-    """The Plan of one layout that `options` give (tp, pp and dp at least), nothing searched for: layers as equal as can
-    be unless layers_per_stage says otherwise, Megatron-Core's schedule and no recomputation unless asked for, fabrics
-    in the order of `nodes` or of the site. Asked to run ahead, it is as deep and has the buckets that a search would
-    choose. What does not fit in memory is predicted all the same, and said."""
-    sizes = ("tp", "pp", "dp")
-    PlanError.refuse(*((not getattr(options, n), f"{n} is not given", "layout", f"give {n}") for n in sizes))
+def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
+    """Return the plan of one user-fixed layout without a search; `options` must give tp, pp and dp.
+
+    Defaults: layers as equal as possible, Megatron-Core's schedule, no recomputation, fabrics in the order of `nodes`
+    or of the site. Eager 1F1B gets the depth and buckets that a search would choose. A layout that does not fit in
+    memory is predicted all the same, with a note.
+    """
+    PlanError.refuse(*((not getattr(options, n), f"{n} is missing", "layout", f"give {n}") for n in ("tp", "pp", "dp")))
     site, chunks = costs.with_measured_links(site), options.virtual_stages or 1
     schedule = megatrons_own(chunks).name if options.schedule == "auto" else options.schedule
     fixed = replace(
@@ -146,36 +149,42 @@ def given_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         fabric_order=options.fabric_order or tuple(options.nodes or (f.name for f in site.fabrics)),
     )
     unlimited = replace(fixed, max_memory_gib=inf)
-    best = _given(model, batch, site, fixed, costs) or _given(model, batch, site, unlimited, costs)
+    best = _fixed_candidate(Problem(model, batch, site, fixed, costs)) or _fixed_candidate(
+        Problem(model, batch, site, unlimited, costs)
+    )
     if best is None:
         placements = Space(model, batch, site, unlimited, costs).placements()
         if not placements:
-            infeasible.nothing_divides(model, batch, site, fixed)
-        infeasible.nothing_fits(Evaluator(model, batch, site, unlimited, costs), placements)
-    made = to_plan(best, site, [])
+            raise_indivisible(model, batch, site, fixed)
+        raise_out_of_memory(Evaluator(model, batch, site, unlimited, costs), placements)
+    plan = to_plan(best, site, [])
     try:
-        refuse(Layout.of(made, costs), layer_array(made))
+        refuse(Layout.of(plan, costs), layer_array(plan))
     except PlanError as e:
-        return replace(made, assumptions=(*made.assumptions, f"it does not fit: {e.what}"))
-    return made
+        return replace(plan, assumptions=(*plan.assumptions, f"it does not fit: {e.what}"))
+    return plan
 
 
-def _given(model: ModelSpec, batch: Batch, site: Site, fixed: PlanOptions, costs: Costs) -> Candidate | None:
-    """The best way of the one layout that `fixed` gives, as deep as a search makes it; None where there is none."""
-    evaluator = Evaluator(model, batch, site, fixed, costs)
-    placements = Space(model, batch, site, fixed, costs).placements()
+def _fixed_candidate(problem: Problem) -> Candidate | None:
+    """Return the best candidate of the one layout that the options fix; None if there is none."""
+    evaluator = Evaluator(*problem)
+    placements = Space(*problem).placements()
     pipelines = [p for p in placements if p.strategy != "hierarchical-dp"]  # Megatron-Core's usual order of ranks
-    ways = [evaluator.simulated(way) for p in (pipelines or placements)[:GIVEN] for way in evaluator.ways(p)]
-    ways.sort(key=Candidate.key)
-    if ways and ways[0].layout.order.schedule.deepens:
-        ways = _improved(evaluator, Explored(ways, inf), Clock())
-    return ways[0] if ways else None
+    candidates = [
+        evaluator.simulate(candidate)
+        for placement in (pipelines or placements)[:MAX_NODE_CHOICES]
+        for candidate in evaluator.candidates(placement)
+    ]
+    candidates.sort(key=Candidate.sort_key)
+    if candidates and candidates[0].layout.order.schedule.deepens:
+        candidates = _refine(evaluator, Exploration(candidates, inf), Clock())
+    return candidates[0] if candidates else None
 
 
 def search(
     model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock
 ) -> list[Candidate]:
-    """The best candidate, and others from best to worst."""
+    """Return the candidates with uniform layouts, from best to worst."""
     space = Space(model, batch, site, options, costs)
     placements = space.placements()
     evaluator = Evaluator(model, batch, site, options, costs)
@@ -183,47 +192,48 @@ def search(
         unlimited = replace(options, max_memory_gib=float("inf"))
         too_large = Space(model, batch, site, unlimited, costs).placements()
         if too_large:
-            infeasible.nothing_fits(evaluator, too_large)
-        infeasible.nothing_divides(model, batch, site, options)
-    found = explored(evaluator, space, placements, clock)
-    if not found.candidates:
-        infeasible.nothing_fits(evaluator, placements)
-    return _improved(evaluator, found, clock)
+            raise_out_of_memory(evaluator, too_large)
+        raise_indivisible(model, batch, site, options)
+    exploration = explore(evaluator, space, placements, clock)
+    if not exploration.candidates:
+        raise_out_of_memory(evaluator, placements)
+    return _refine(evaluator, exploration, clock)
 
 
-def _improved(evaluator: Evaluator, found: Explored, clock: Clock) -> list[Candidate]:
-    """The candidates with those near the best made better, from best to worst."""
-    improved, rest, first = list[Candidate](), list[Candidate](), found.candidates[0].seconds
-    gains: dict[object, list[float]] = {}  # by strategy and number of fabrics: how much shorter steps became
-    for candidate in found.candidates:
-        least = min((c.seconds for c in improved), default=inf)
-        known = gains.setdefault((candidate.placement.strategy, len(candidate.placement.blocks)), [])
-        far = candidate.seconds > FAR * first or (candidate.seconds > NEAR * first and candidate.bound >= least)
-        hopeless = len(known) >= ALIKE and candidate.seconds * (1 - 2 * max(known) - GAP) > least
-        if improved and (far or hopeless or clock.is_over() or len(improved) == BETTER):
-            rest.append(candidate)
+def _refine(evaluator: Evaluator, exploration: Exploration, clock: Clock) -> list[Candidate]:
+    """Return the candidates from best to worst, with those near the best refined."""
+    refined, skipped, shortest_s = list[Candidate](), list[Candidate](), exploration.candidates[0].seconds
+    gains: dict[object, list[float]] = {}  # by kind: strategy and number of fabrics
+    for candidate in exploration.candidates:
+        best_s = min((c.seconds for c in refined), default=inf)
+        kind_gains = gains.setdefault((candidate.placement.strategy, len(candidate.placement.blocks)), [])
+        is_near = candidate.seconds <= NEAR * shortest_s
+        cannot_win = candidate.seconds > FAR * shortest_s or (not is_near and candidate.bound >= best_s)
+        is_hopeless = (
+            len(kind_gains) >= MIN_REFINED_OF_KIND and candidate.seconds * (1 - 2 * max(kind_gains) - MIN_GAIN) > best_s
+        )
+        if refined and (cannot_win or is_hopeless or clock.is_over() or len(refined) == MAX_REFINED):
+            skipped.append(candidate)
             continue
-        improved.append(evaluator.better(candidate, None if candidate.seconds <= NEAR * first else FEW_ORDERS))
-        known.append(1 - improved[-1].seconds / candidate.seconds)
-        clock.tell(
-            f"planning: layers and depth of {len(improved)} ways chosen, the best takes"
-            f" {min(c.seconds for c in improved):.4g} s a step"
+        refined.append(evaluator.refine(candidate, None if is_near else MAX_ORDERS_FAR))
+        kind_gains.append(1 - refined[-1].seconds / candidate.seconds)
+        clock.report(
+            f"planning: {len(refined)} candidates refined, the best takes"
+            f" {min(c.seconds for c in refined):.4g} s a step"
         )
-    improved.sort(key=Candidate.key)
-    gap = 1 - found.promised / improved[0].seconds
-    if gap > SAID and clock.is_over():
-        improved[0] = replace(
-            improved[0],
-            notes=(
-                *improved[0].notes,
-                f"the search was stopped: a step could be up to {gap:.1%} shorter, by lower bounds",
-            ),
-        )
-    return [evaluator.plainer(evaluator.noted(improved[0])), *sorted([*improved[1:], *rest], key=Candidate.key)]
+    refined.sort(key=Candidate.sort_key)
+    gap = 1 - exploration.bound_s / refined[0].seconds
+    if gap > MIN_NOTED_GAP and clock.is_over():
+        note = f"the search was stopped: by lower bounds, a step could be up to {gap:.1%} shorter"
+        refined[0] = replace(refined[0], notes=(*refined[0].notes, note))
+    return [
+        evaluator.simplify(evaluator.note_missing_depth(refined[0])),
+        *sorted([*refined[1:], *skipped], key=Candidate.sort_key),
+    ]
 
 
-def to_plan(candidate: Candidate | Variant, site: Site, others: Sequence[Candidate]) -> Plan:
-    """A candidate as the Plan that a run can be started from."""
+def to_plan(candidate: Candidate | Variant, site: Site, slower: Sequence[Candidate]) -> Plan:
+    """Return a candidate as a plan from which a run can start, with its runners-up from `slower`."""
     layout = candidate.layout
     stages = tuple(
         Stage(c.fabric, int(chunks.sum()), tuple(int(n) for n in chunks))
@@ -248,18 +258,17 @@ def to_plan(candidate: Candidate | Variant, site: Site, others: Sequence[Candida
         assumptions=(*site.assumptions, *layout.assumptions, *candidate.notes),
         pace_factors=layout.costs.pace_factors,
     )
-    return replace(plan, alternatives=_alternatives(candidate, others))
+    return replace(plan, alternatives=_alternatives(candidate, slower))
 
 
-def _alternatives(best: Candidate | Variant, others: Sequence[Candidate]) -> tuple[dict[str, Any], ...]:
-    """The best of each other kind of placement (strategy, fabrics, and parallel sizes), the fastest first."""
-    seen = {_kind(best)}
-    kept: list[dict[str, Any]] = []
-    for candidate in others:
-        if _kind(candidate) not in seen and len(kept) < RUNNERS_UP:
-            seen.add(_kind(candidate))
-            kept.append(alternative(best, candidate))
-    return tuple(sorted(kept, key=_step_time_s))
+def _alternatives(best: Candidate | Variant, slower: Sequence[Candidate]) -> tuple[dict[str, Any], ...]:
+    """Return the best of each other kind of placement (strategy, fabrics, and parallel sizes), the fastest first."""
+    kinds, runners_up = {_kind(best)}, list[dict[str, Any]]()
+    for candidate in slower:
+        if _kind(candidate) not in kinds and len(runners_up) < MAX_RUNNERS_UP:
+            kinds.add(_kind(candidate))
+            runners_up.append(alternative(best, candidate))
+    return tuple(sorted(runners_up, key=_step_time_s))
 
 
 def _step_time_s(runner_up: dict[str, Any]) -> float:
@@ -272,34 +281,42 @@ def _kind(candidate: Candidate | Variant) -> tuple[object, ...]:
 
 
 def alternative(best: Candidate | Variant, runner_up: Candidate) -> dict[str, Any]:
-    """Return a runner-up, whose layout is uniform, as plain data, with what it loses against the best."""
-    other, layers = runner_up.layout, runner_up.layers
-    first, second = predict_layout(best.layout, best.layers), predict_layout(other, layers)
-    slower = second.step_time_s / first.step_time_s - 1
-    more = {name: second.breakdown[name] - first.breakdown[name] for name in PREDICTED}
-    why = f"{slower:.1%} slower: {grown(more)}" if slower > 0.0005 else ("as fast, and less plain or with more GPUs")
-    p = other.parallel
+    """Return a runner-up, whose layout is uniform, as plain data, with the parts in which it is slower than `best`."""
+    layout, layers = runner_up.layout, runner_up.layers
+    best_prediction, prediction = predict_layout(best.layout, best.layers), predict_layout(layout, layers)
+    slowdown = prediction.step_time_s / best_prediction.step_time_s - 1
+    extra_s = {name: prediction.breakdown[name] - best_prediction.breakdown[name] for name in PREDICTED}
+    why = (
+        f"{slowdown:.1%} slower: {slowest_parts(extra_s)}"
+        if slowdown > 0.0005
+        else "as fast, but less simple or on more GPUs"
+    )
+    p = layout.parallel
     return {
         "strategy": runner_up.strategy,
         "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.dp, "virtual_stages": p.virtual_stages},
-        "micro_size": other.batch.micro_size,
-        "nodes": {c.fabric: c.nodes for c in other.components},
+        "micro_size": layout.batch.micro_size,
+        "nodes": {c.fabric: c.nodes for c in layout.components},
         "layers_per_stage": [int(n) for n in layers[0].sum(axis=1)],
-        "recompute": other.recompute,
-        "schedule": other.schedule.kind,
+        "recompute": layout.recompute,
+        "schedule": layout.schedule.kind,
         "why_not": why,
         "predicted": {
-            "step_time_s": second.step_time_s,
-            "samples_per_s": second.samples_per_s,
-            "memory_bytes_per_gpu": max(second.memory_bytes_per_gpu),
-            "breakdown": second.breakdown,
+            "step_time_s": prediction.step_time_s,
+            "samples_per_s": prediction.samples_per_s,
+            "memory_bytes_per_gpu": max(prediction.memory_bytes_per_gpu),
+            "breakdown": prediction.breakdown,
         },
     }
 
 
-def grown(more: Mapping[str, float]) -> str:
-    """In words the part of a step that takes longest beyond the best plan's, and the next where that is a third of it
-    or more. `more`: seconds of each, less where negative."""
-    first, second = sorted(more, key=lambda name: -more[name])[:2]
-    text = f"{PART_NAMES[first]} takes {more[first]:.3g} s longer"
-    return text + (f", {PART_NAMES[second]} {more[second]:.3g} s" if more[second] >= more[first] / 3 > 0 else "")
+def slowest_parts(extra_s: Mapping[str, float]) -> str:
+    """Return the part of a step with the most extra time as text, and the next one if it has a third of that or more.
+
+    `extra_s`: seconds of each part beyond the best plan's, negative where shorter.
+    """
+    first, second = sorted(extra_s, key=lambda name: -extra_s[name])[:2]
+    text = f"{PART_NAMES[first]} takes {extra_s[first]:.3g} s longer"
+    return text + (
+        f", {PART_NAMES[second]} {extra_s[second]:.3g} s" if extra_s[second] >= extra_s[first] / 3 > 0 else ""
+    )

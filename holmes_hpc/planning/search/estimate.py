@@ -1,5 +1,7 @@
-"""A quick estimate of a placement's step: arithmetic on numbers or on arrays of many placements at once. And which
-placements are listed by it: all where they are few, then those not far from the best."""
+"""Quick estimates of a placement's step, and the limit that prunes placements by them.
+
+An estimate is arithmetic on numbers, or on arrays of many placements at once.
+"""
 
 from __future__ import annotations
 
@@ -9,81 +11,87 @@ from typing import Any
 
 import numpy as np
 
-SMALL = 300  # placements up to which estimates drop none
+FEW_PLACEMENTS = 300  # up to this number, no placement is pruned
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step is made of, in seconds (numbers, or arrays of shape (placements,)).
+    """The parts of a step in seconds (numbers, or arrays of shape (placements,)).
 
-    `tau`: the slowest stage's layers for one micro-batch, forward and backward; `head`: a stage's share of the output
-    layer; `wire`: one transfer over the slowest edge; `transfers`: one micro-batch's way down the pipeline and up;
-    `reduce`: the gradients' traffic of a stage, `after`: what nothing hides; `early`: how much of both is left without
-    virtual stages, where the first stages run far ahead. `most_chunks`: virtual stages it may have.
+    `tau`: the slowest stage's layers, forward and backward, of one micro-batch. `head`: a stage's share of the output
+    layer. `transfer`: one stage transfer over the slowest edge. `round_trip`: all transfers of one micro-batch, down
+    and up the pipeline. `reduce`: a stage's gradient traffic. `exposed`: traffic that nothing hides.
+    `front_loaded_share`: the part of both that remains without virtual stages if the first stages have more layers.
+    `max_chunks`: the largest number of virtual stages.
     """
 
     micro_batches: Any
     stages: Any
     tau: Any
     head: Any
-    wire: Any
-    transfers: Any
+    transfer: Any
+    round_trip: Any
     reduce: Any
-    after: Any
-    early: Any
-    most_chunks: Any
+    exposed: Any
+    front_loaded_share: Any
+    max_chunks: Any
 
     def seconds(self, chunks: Any) -> Any:
-        """Of the step with so many virtual stages: all micro-batches through what is slowest, the slowest stage or the
-        slowest edge, the pipeline's fill and drain, and the gradients' traffic that the other stages' fill does not
-        hide."""
-        most = np.maximum if isinstance(self.tau, np.ndarray) else max  # of numbers Python's own is ten times quicker
+        """Return the step's seconds with `chunks` virtual stages.
+
+        The sum of: all micro-batches through the slowest stage or edge; filling and draining the pipeline; gradient
+        traffic that the fill of the other stages does not hide.
+        """
+        maximum = np.maximum if isinstance(self.tau, np.ndarray) else max  # on numbers, max is ten times faster
         fill = (self.stages - 1) * self.tau / chunks
-        computing = self.micro_batches * (self.tau + self.head) + self.transfers * chunks
-        sending = self.micro_batches * self.wire * chunks + most(0, self.transfers - 2 * self.wire)  # to it and from it
-        hides = (fill + self.transfers * chunks) / 2
-        left = 1 - (1 - self.early) * (chunks == 1)
-        return most(computing, sending) + fill + (most(0, self.reduce - hides) + self.after) * left
+        compute_bound = self.micro_batches * (self.tau + self.head) + self.round_trip * chunks
+        other_edges = maximum(0, self.round_trip - 2 * self.transfer)  # to and from the slowest edge
+        transfer_bound = self.micro_batches * self.transfer * chunks + other_edges
+        hidden = (fill + self.round_trip * chunks) / 2
+        share = 1 - (1 - self.front_loaded_share) * (chunks == 1)
+        return maximum(compute_bound, transfer_bound) + fill + (maximum(0, self.reduce - hidden) + self.exposed) * share
 
-    def least(self) -> Any:
-        """Seconds with the number of virtual stages that suits best: none, some, or as many as there may be."""
+    def least_seconds(self) -> Any:
+        """Return the step's seconds with the best number of virtual stages of three: 1, 3 and the maximum."""
         if not isinstance(self.tau, np.ndarray):
-            return min(self.seconds(chunks) for chunks in {1, min(3, self.most_chunks), self.most_chunks})
-        few = np.minimum(self.most_chunks, 3)
-        return np.minimum(self.seconds(1), np.minimum(self.seconds(few), self.seconds(self.most_chunks)))
+            return min(self.seconds(chunks) for chunks in {1, min(3, self.max_chunks), self.max_chunks})
+        few = np.minimum(self.max_chunks, 3)
+        return np.minimum(self.seconds(1), np.minimum(self.seconds(few), self.seconds(self.max_chunks)))
 
-    def at(self, row: int) -> Estimate:
-        """That of one placement of many."""
+    def at(self, index: int) -> Estimate:
+        """Return the estimate of one placement from arrays of many."""
         return Estimate(
-            *(float(v[row]) if isinstance(v := getattr(self, f.name), np.ndarray) else v for f in fields(self))
+            *(float(v[index]) if isinstance(v := getattr(self, f.name), np.ndarray) else v for f in fields(self))
         )
 
 
 class Limit:
-    """The least estimate so far, of all placements, and of those on each fabric, each pair and all fabrics: they are
-    looked at whatever the others promise. Up to SMALL placements all are allowed; then those whose estimate is at most
-    `margin` times that."""
+    """The pruning limit: `margin` times the least estimate so far.
 
-    def __init__(self, fabrics: int, margin: float) -> None:
-        self.fabrics, self.margin, self.count = fabrics, margin, 0
-        self.least: dict[frozenset[str], float] = {}
+    Each fabric alone, each pair and all fabrics have least estimates of their own, since the best placement on each is
+    always tried. The first FEW_PLACEMENTS placements are all kept.
+    """
 
-    def most(self, on: frozenset[str] = frozenset()) -> float:
-        """Seconds up to which placements on these fabrics are allowed."""
-        return inf if self.count <= SMALL else self.margin * self.least.get(self._kind(on), inf)
+    def __init__(self, fabric_count: int, margin: float) -> None:
+        self.fabric_count, self.margin, self.count = fabric_count, margin, 0
+        self.least_s: dict[frozenset[str], float] = {}
 
-    def allows(self, estimate: float, on: frozenset[str]) -> bool:
-        self.count += isfinite(estimate)
-        kind = self._kind(on)
-        for one in (kind, frozenset[str]()):
-            self.least[one] = min(self.least.get(one, inf), estimate)
-        return isfinite(estimate) and estimate <= self.most(on)
+    def max_s(self, fabrics: frozenset[str] = frozenset()) -> float:
+        """Return the longest estimate at which a placement on these fabrics is kept."""
+        return inf if self.count <= FEW_PLACEMENTS else self.margin * self.least_s.get(self._key(fabrics), inf)
 
-    def _kind(self, on: frozenset[str]) -> frozenset[str]:
-        """Which of the least ones counts; the empty set: that of all."""
-        return on if required(len(on), self.fabrics) else frozenset()
+    def admit(self, estimate_s: float, fabrics: frozenset[str]) -> bool:
+        """Record an estimate; return whether its placement is kept."""
+        self.count += isfinite(estimate_s)
+        for key in (self._key(fabrics), frozenset[str]()):
+            self.least_s[key] = min(self.least_s.get(key, inf), estimate_s)
+        return isfinite(estimate_s) and estimate_s <= self.max_s(fabrics)
+
+    def _key(self, fabrics: frozenset[str]) -> frozenset[str]:
+        """Return the fabrics whose least estimate counts; the empty set stands for all placements."""
+        return fabrics if is_always_tried(len(fabrics), self.fabric_count) else frozenset()
 
 
-def required(used: int, fabrics: int) -> bool:
-    """Whether the best placement on so many of a site's fabrics is always tried: one alone, a pair, all."""
-    return used in (1, 2, fabrics)
+def is_always_tried(used: int, fabric_count: int) -> bool:
+    """Return whether the best placement on `used` fabrics is always tried: one alone, a pair, all."""
+    return used in (1, 2, fabric_count)

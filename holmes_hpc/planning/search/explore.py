@@ -1,8 +1,8 @@
-"""Which placements and ways to run them are looked at, in which order, and when that is enough.
+"""The search loop: which placements and candidates are tried, in which order, and when the search ends.
 
-A queue holds placements, with their estimates, and ways to run them, with lower bounds of their steps. What promises
-most is next: a placement is taken apart into its ways, a way is simulated. When what is left promises less than the
-best has, the search is over; stopped before, it says how much there might still be to gain.
+One queue holds placements, with their estimates, and candidates, with lower bounds of their steps. The most promising
+entry is next: a placement is split into its candidates, a candidate is simulated. The search ends when no entry left
+promises a shorter step than the best. If the time limit ends it earlier, the plan notes the remaining gap.
 """
 
 from __future__ import annotations
@@ -16,97 +16,109 @@ from math import inf
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.schedule.simulation import ROUGH
 from holmes_hpc.planning.search.candidate import Candidate, Evaluator
-from holmes_hpc.planning.search.estimate import required
+from holmes_hpc.planning.search.estimate import is_always_tried
 from holmes_hpc.planning.search.placement import Placement
 from holmes_hpc.planning.search.space import MARGIN, Space
 
-OVER = 1.1  # an estimate is at most so much too long
-WIDER = 1.6  # how the margin grows at most within which placements are listed, where the best is slow beside estimates
-WIDEST = 4.0  # margin beyond which nothing is listed any more
-GAP = 0.002  # what is gained less than this is not looked for
-EVERY_S = 2.0  # between two lines of progress
+MAX_OVERESTIMATE = 1.1  # an estimate is too long by no more than this factor
+MAX_MARGIN_GROWTH = 1.6  # per extension of the list, if the best step is much longer than its estimate
+MAX_MARGIN = 4.0  # of an estimate over the least one; beyond it no placement is listed
+MIN_GAIN = 0.002  # smaller gains are not searched for
+PROGRESS_INTERVAL_S = 2.0
 
 
 class Clock:
-    """When to stop, and when to say how far it is. `seconds`: to search at most, None: until nothing is to be gained;
-    `say` is told a line of progress now and then."""
+    """The time limit and the progress log of a search.
 
-    def __init__(self, seconds: float | None = None, say: Callable[[str], None] | None = None) -> None:
+    `seconds`: the time limit; None: search until nothing can be gained. `report`: is called with a line of progress
+    at most every PROGRESS_INTERVAL_S seconds.
+    """
+
+    def __init__(self, seconds: float | None = None, report: Callable[[str], None] | None = None) -> None:
         if seconds is not None and not seconds > 0:
-            raise ConfigError(f"{seconds:g} s to search", where="--seconds", hint="give a number above 0")
-        self._begin = self._said = time.monotonic()
-        self._seconds, self._say = seconds, say
+            raise ConfigError(f"time limit is {seconds:g} s", where="--seconds", hint="give a number above 0")
+        self._start = self._last_report = time.monotonic()
+        self._seconds, self._report = seconds, report
 
     def is_over(self) -> bool:
-        return self._seconds is not None and time.monotonic() - self._begin > self._seconds
+        return self._seconds is not None and time.monotonic() - self._start > self._seconds
 
-    def tell(self, line: str) -> None:
+    def report(self, line: str) -> None:
         now = time.monotonic()
-        if self._say is not None and now - self._said > EVERY_S:
-            self._said = now
-            self._say(line)
+        if self._report is not None and now - self._last_report > PROGRESS_INTERVAL_S:
+            self._last_report = now
+            self._report(line)
 
 
 @dataclass(frozen=True)
-class Explored:
-    """Simulated `candidates` from best to worst; `promised`: seconds that a step of what was not looked at takes at
-    least, infinite where nothing is left."""
+class Exploration:
+    """The simulated candidates from best to worst.
+
+    `bound_s`: a lower bound of the step of everything not tried; infinite if nothing is left.
+    """
 
     candidates: list[Candidate]
-    promised: float
+    bound_s: float
 
 
-def explored(evaluator: Evaluator, space: Space, placements: list[Placement], clock: Clock) -> Explored:
-    """The best ways of all of `space`, of which the first `placements` are listed. Where they are few, estimates are
-    not trusted: every placement is taken apart."""
-    margin, done, placements = MARGIN, list[Candidate](), [*placements]
-    ways: list[Candidate] = []  # of the first placements, that wait
-    firsts = _firsts(placements, len(evaluator.site.fabrics))
-    for at in firsts:
-        if found := sorted(evaluator.ways(placements[at]), key=lambda w: (w.bound, w.key())):
-            done.append(evaluator.simulated(found[0], ROUGH))
-            ways += found[1:]
-    least, whole = min((c.seconds for c in done), default=inf), space.small
+def explore(evaluator: Evaluator, space: Space, placements: list[Placement], clock: Clock) -> Exploration:
+    """Return the best candidates of `space`, whose first placements are `placements`.
+
+    If the space has few placements, estimates are not trusted: every placement is split into candidates.
+    """
+    margin, simulated, placements = MARGIN, list[Candidate](), [*placements]
+    waiting: list[Candidate] = []  # further candidates of the placements that are always tried
+    always_tried = _always_tried(placements, len(evaluator.site.fabrics))
+    for index in always_tried:
+        if candidates := sorted(evaluator.candidates(placements[index]), key=lambda c: (c.bound, c.sort_key())):
+            simulated.append(evaluator.simulate(candidates[0], ROUGH))
+            waiting += candidates[1:]
+    least_s, is_complete = min((c.seconds for c in simulated), default=inf), space.is_complete
     queue: list[tuple[float, int, Placement | Candidate | None]] = [
-        (0.0 if whole else p.least_s / OVER, at, p) for at, p in enumerate(placements) if at not in firsts
+        (0.0 if is_complete else p.estimate_s / MAX_OVERESTIMATE, index, p)
+        for index, p in enumerate(placements)
+        if index not in always_tried
     ]
-    queue += [(way.bound, len(placements) + i, way) for i, way in enumerate(ways)]
-    if placements and not whole:
-        queue.append((margin * placements[0].least_s / OVER, -1, None))  # all that is not listed yet
-    count = len(placements) + len(ways)
+    queue += [(c.bound, len(placements) + i, c) for i, c in enumerate(waiting)]
+    if placements and not is_complete:  # None stands for all placements that are not listed yet
+        queue.append((margin * placements[0].estimate_s / MAX_OVERESTIMATE, -1, None))
+    count, bound_s = len(placements) + len(waiting), inf
     heapq.heapify(queue)
-    promised = inf
     while queue:
-        promised = queue[0][0]
-        if promised >= least * (1 - GAP) or (done and clock.is_over()):
+        bound_s = queue[0][0]
+        if bound_s >= least_s * (1 - MIN_GAIN) or (simulated and clock.is_over()):
             break
-        item = heapq.heappop(queue)[2]
-        if item is None:
-            needed = OVER * least / placements[0].least_s if done else inf
-            known, margin = set(placements), min(margin * WIDER, max(needed, margin * 1.01))
-            more = [p for p in space.placements(margin) if p not in known]
-            placements += more
-            for p in more:
+        entry = heapq.heappop(queue)[2]
+        if entry is None:
+            needed_margin = MAX_OVERESTIMATE * least_s / placements[0].estimate_s if simulated else inf
+            listed, margin = set(placements), min(margin * MAX_MARGIN_GROWTH, max(needed_margin, margin * 1.01))
+            added = [p for p in space.placements(margin) if p not in listed]
+            placements += added
+            for p in added:
                 count += 1
-                heapq.heappush(queue, (p.least_s / OVER, count, p))
-            if margin < WIDEST:
-                heapq.heappush(queue, (margin * placements[0].least_s / OVER, -1, None))
-        elif isinstance(item, Placement):
-            for way in evaluator.ways(item, inf if whole else OVER * least):
-                if way.bound < least:
+                heapq.heappush(queue, (p.estimate_s / MAX_OVERESTIMATE, count, p))
+            if margin < MAX_MARGIN:
+                heapq.heappush(queue, (margin * placements[0].estimate_s / MAX_OVERESTIMATE, -1, None))
+        elif isinstance(entry, Placement):
+            for candidate in evaluator.candidates(entry, inf if is_complete else MAX_OVERESTIMATE * least_s):
+                if candidate.bound < least_s:
                     count += 1
-                    heapq.heappush(queue, (way.bound, count, way))
+                    heapq.heappush(queue, (candidate.bound, count, candidate))
         else:
-            done.append(evaluator.simulated(item, ROUGH))
-            least = min(least, done[-1].seconds)
-        clock.tell(
-            f"planning: {len(done)} ways simulated, the best takes {least:.4g} s a step, of the others none less"
-            f" than {promised:.4g} s"
+            simulated.append(evaluator.simulate(entry, ROUGH))
+            least_s = min(least_s, simulated[-1].seconds)
+        clock.report(
+            f"planning: {len(simulated)} candidates simulated, the best takes {least_s:.4g} s a step, lower bound of"
+            f" the others {bound_s:.4g} s"
         )
-    return Explored(sorted(done, key=Candidate.key), promised if queue else inf)
+    return Exploration(sorted(simulated, key=Candidate.sort_key), bound_s if queue else inf)
 
 
-def _firsts(placements: list[Placement], fabrics: int) -> tuple[int, ...]:
-    """Where among `placements` the first is on each fabric alone, each pair, and all: they are always simulated."""
-    places = {p.fabrics: at for at, p in reversed([*enumerate(placements)]) if required(len(p.fabrics), fabrics)}
-    return tuple(sorted(places.values()))
+def _always_tried(placements: list[Placement], fabric_count: int) -> tuple[int, ...]:
+    """Return the indices of the best placement on each fabric alone, each pair and all: they are always simulated."""
+    first = {
+        p.fabrics: index
+        for index, p in reversed([*enumerate(placements)])
+        if is_always_tried(len(p.fabrics), fabric_count)
+    }
+    return tuple(sorted(first.values()))

@@ -1,4 +1,4 @@
-"""Placements with whole pipelines in each fabric, or in each node of one, and data parallel across them."""
+"""Hierarchical placements: whole pipelines in each fabric, or in each node of one, and data parallelism across them."""
 
 from __future__ import annotations
 
@@ -10,119 +10,130 @@ from typing import Any
 import numpy as np
 
 from holmes_hpc.planning.search.estimate import Estimate, Limit
+from holmes_hpc.planning.search.fabric_costs import FabricCosts
 from holmes_hpc.planning.search.placement import Placement
 from holmes_hpc.planning.search.problem import divisors
-from holmes_hpc.planning.search.uniform import OneSize
 
-DEEPEST = 64  # stages at most
+MAX_STAGES = 64
 
 
-def hierarchies(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
-    """Those of `size` with the largest optimizer instances that are equal, as far as `limit` allows them."""
-    wanted, slowness = size.options.stages, 1 / size.between
-    depths = np.array([wanted] if wanted else range(1, min(size.layers, DEEPEST) + 1))
-    depths = depths[(depths <= size.layers) & (depths * size.tp * dp <= size.ranks.sum())]
-    per_stage = -(-size.layers // depths)
-    least = _replica(size, depths, size.all_chunks(depths, size.shares // dp), dp, float(size.each.min())).least()
-    least = np.where(per_stage * size.held.min() <= size.room.max(), least, np.inf)
-    for at in np.argsort(least, kind="stable").tolist():
-        if least[at] > limit.most() or np.isinf(least[at]):
+def hierarchies(costs: FabricCosts, dp: int, limit: Limit) -> Iterator[Placement]:
+    """Yield the hierarchical placements that `limit` admits, with the largest optimizer instances of equal size."""
+    fixed_pp, slowness = costs.options.stages, 1 / costs.between_gbps
+    depths = np.array([fixed_pp] if fixed_pp else range(1, min(costs.layers, MAX_STAGES) + 1))
+    depths = depths[(depths <= costs.layers) & (depths * costs.tp * dp <= costs.ranks.sum())]
+    per_stage, chunks = -(-costs.layers // depths), costs.max_chunks_array(depths, costs.micro_batches // dp)
+    bounds = _slowest_pipeline(costs, depths, chunks, dp, float(costs.layer_s.min())).least_seconds()
+    bounds = np.where(per_stage * costs.layer_bytes.min() <= costs.capacity_bytes.max(), bounds, np.inf)
+    for index in np.argsort(bounds, kind="stable").tolist():
+        if bounds[index] > limit.max_s() or np.isinf(bounds[index]):
             return
-        pp = int(depths[at])
-        units = [per // gcd(per, pp * size.tp) for per in size.per_node.tolist()]
-        most = [ranks // (pp * size.tp) // u * u for ranks, u in zip(size.ranks.tolist(), units, strict=True)]
-        for counts, run in _splits(size, dp, most, units, _alone(size, pp), partial(_too_slow, size, dp, pp, limit)):
-            used = size.in_order([f for f, n in enumerate(counts) if n], slowness, ring=True)
-            estimate = _estimate(size, dp, pp, used, run)
-            if limit.allows(float(estimate.least()), frozenset(size.offers[f].fabric.name for f in used)):
-                held = {f: (counts[f] * pp * size.tp, pp) for f in used}
-                yield size.placement("hierarchical-dp", dp, held, estimate, instances=dp // run)
+        pp = int(depths[index])
+        units = [gpus // gcd(gpus, pp * costs.tp) for gpus in costs.gpus_per_node.tolist()]
+        maxima = [ranks // (pp * costs.tp) // u * u for ranks, u in zip(costs.ranks.tolist(), units, strict=True)]
+        is_too_slow = partial(_is_too_slow, costs, dp, pp, limit)
+        for counts, instance_dp in _splits(costs, dp, maxima, units, _single_fabrics(costs, pp), is_too_slow):
+            used = costs.order_fabrics([f for f, n in enumerate(counts) if n], slowness, is_ring=True)
+            estimate = _estimate(costs, dp, pp, used, instance_dp)
+            if limit.admit(float(estimate.least_seconds()), frozenset(costs.available[f].fabric.name for f in used)):
+                ranks_and_stages = {f: (counts[f] * pp * costs.tp, pp) for f in used}
+                yield costs.placement("hierarchical-dp", dp, ranks_and_stages, estimate, instances=dp // instance_dp)
 
 
-def _replica(
-    size: OneSize, pp: Any, chunks: Any, dp: int, each: float, wire: float = 0.0, after: float = 0.0
+def _slowest_pipeline(
+    costs: FabricCosts, pp: Any, chunks: Any, dp: int, layer_s: float, transfer: float = 0.0, exposed: float = 0.0
 ) -> Estimate:
-    """Of the slowest pipeline, of `pp` stages (a number or an array) and at most `chunks` virtual ones; `wire`: of one
-    of its stage transfers, `after`: what crosses fabrics."""
-    most = np.maximum if isinstance(pp, np.ndarray) else max
-    tau = -(-size.layers // pp) * each
-    head = most(size.head / pp, (pp > 1) * (size.head + each - tau))  # the last stage has a layer beside the head
+    """Estimate the slowest pipeline, of `pp` stages (a number or an array) and at most `chunks` virtual stages.
+
+    `transfer`: seconds of one stage transfer. `exposed`: seconds of traffic across fabrics.
+    """
+    maximum = np.maximum if isinstance(pp, np.ndarray) else max
+    tau = -(-costs.layers // pp) * layer_s
+    head = maximum(costs.head_s / pp, (pp > 1) * (costs.head_s + layer_s - tau))  # the last stage has a layer, too
     return Estimate(
-        size.shares // dp,
+        costs.micro_batches // dp,
         pp,
         tau,
         head=head,
-        wire=wire,
-        transfers=2 * wire * (pp - 1),
+        transfer=transfer,
+        round_trip=2 * transfer * (pp - 1),
         reduce=0.0,
-        after=after,
-        early=1.0,
-        most_chunks=chunks,
+        exposed=exposed,
+        front_loaded_share=1.0,
+        max_chunks=chunks,
     )
 
 
-def _too_slow(size: OneSize, dp: int, pp: int, limit: Limit, chosen: Sequence[int], names: frozenset[str]) -> bool:
-    """Whether computing alone makes pipelines of `pp` stages in the fabrics `chosen` longer than is allowed."""
-    most = limit.most(names)
-    if isinf(most):
+def _is_too_slow(
+    costs: FabricCosts, dp: int, pp: int, limit: Limit, choice: Sequence[int], names: frozenset[str]
+) -> bool:
+    """Return whether compute alone takes pipelines of `pp` stages in these fabrics beyond the limit."""
+    max_s = limit.max_s(names)
+    if isinf(max_s):
         return False
-    each, micro_batches = max(size.seconds[f] for f in chosen), size.shares // dp
-    tau = -(-size.layers // pp) * each
-    return micro_batches * (tau + size.head / pp) + (pp - 1) * tau / size.most_chunks(pp, micro_batches) > most
+    layer_s, micro_batches = max(costs.layer_s_list[f] for f in choice), costs.micro_batches // dp
+    tau = -(-costs.layers // pp) * layer_s
+    return micro_batches * (tau + costs.head_s / pp) + (pp - 1) * tau / costs.max_chunks(pp, micro_batches) > max_s
 
 
-def _alone(size: OneSize, pp: int) -> frozenset[int]:
-    """The fabrics that pipelines of `pp` stages may have to themselves: where each lies in a node. Longer ones in one
-    fabric are :mod:`.pipelines`'. Told a hierarchy, several fabrics are all meant."""
-    if pp == 1 or (size.options.strategy != "auto" and len(size.offers) > 1):
+def _single_fabrics(costs: FabricCosts, pp: int) -> frozenset[int]:
+    """Return the fabrics in which a hierarchy may be alone: a pipeline of `pp` stages must fit into one node.
+
+    Longer pipelines in one fabric belong to :mod:`.pipelines`. If the user asks for a hierarchy and there are several
+    fabrics, it spans all of them.
+    """
+    if pp == 1 or (costs.options.strategy != "auto" and len(costs.available) > 1):
         return frozenset()
-    return frozenset(f for f, per in enumerate(size.per_node.tolist()) if per % (pp * size.tp) == 0)
+    return frozenset(f for f, gpus in enumerate(costs.gpus_per_node.tolist()) if gpus % (pp * costs.tp) == 0)
 
 
 def _splits(
-    size: OneSize,
+    costs: FabricCosts,
     dp: int,
-    most: Sequence[int],
+    maxima: Sequence[int],
     units: Sequence[int],
-    alone: frozenset[int],
-    left_out: Callable[[Sequence[int], frozenset[str]], bool],
+    single_fabrics: frozenset[int],
+    is_left_out: Callable[[Sequence[int], frozenset[str]], bool],
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Pipelines of each fabric, and the size of an optimizer instance, for each choice of two or more fabrics, or one
-    `alone`, that is not `left_out`."""
-    if size.fixed:
-        if sum(most) == dp and all(most) and (len(most) > 1 or alone):
-            yield tuple(most), gcd(*most)
+    """Yield (pipelines of each fabric, DP of an optimizer instance) for each choice of fabrics.
+
+    A choice has two or more fabrics, or one of `single_fabrics`. `maxima`: pipelines that fit in each fabric. `units`:
+    pipelines that fill whole nodes.
+    """
+    if costs.is_fixed:
+        if sum(maxima) == dp and all(maxima) and (len(maxima) > 1 or single_fabrics):
+            yield tuple(maxima), gcd(*maxima)
         return
-    for chosen, names in size.choices:
-        is_alone = len(chosen) == 1
-        if (is_alone and chosen[0] not in alone) or sum(most[f] for f in chosen) < dp or left_out(chosen, names):
+    for choice, names in costs.fabric_choices:
+        can_fit = sum(maxima[f] for f in choice) >= dp and (len(choice) > 1 or choice[0] in single_fabrics)
+        if not can_fit or is_left_out(choice, names):
             continue
-        by_room = sorted(chosen, key=lambda f: (-most[f], f))
-        for run in (dp,) if is_alone else reversed(divisors(dp)):
-            steps = {f: lcm(run, units[f]) for f in chosen}
-            made = [steps.get(f, 0) for f in range(len(most))]  # each fabric has a part
-            left = dp - sum(made)
-            if left < 0 or any(made[f] > most[f] for f in chosen):
+        largest_first = sorted(choice, key=lambda f: (-maxima[f], f))
+        for instance_dp in (dp,) if len(choice) == 1 else reversed(divisors(dp)):
+            steps = {f: lcm(instance_dp, units[f]) for f in choice}
+            counts = [steps.get(f, 0) for f in range(len(maxima))]  # every fabric gets a share
+            unassigned = dp - sum(counts)
+            if unassigned < 0 or any(counts[f] > maxima[f] for f in choice):
                 continue
-            for f in by_room:
-                more = min(left, most[f] - made[f]) // steps[f] * steps[f]
-                made[f] += more
-                left -= more
-            if left == 0:
-                yield tuple(made), run
+            for f in largest_first:
+                extra = min(unassigned, maxima[f] - counts[f]) // steps[f] * steps[f]
+                counts[f] += extra
+                unassigned -= extra
+            if unassigned == 0:
+                yield tuple(counts), instance_dp
                 break
 
 
-def _estimate(size: OneSize, dp: int, pp: int, used: list[int], run: int) -> Estimate:
-    """Of pipelines in the fabrics `used`, with optimizer instances of `run` ranks."""
-    per_stage = -(-size.layers // pp)
-    across = size.known(size.around_s, tuple(used)) * per_stage / run if run < dp else 0.0
-    reduce, gather = size.known(size.sync_s, run, min(pp, size.whole_node))
-    each = max(size.seconds[f] for f in used)
-    stages = min(pp, max(size.offers[f].per_node for f in used) // size.tp)  # of a node, which share its NIC
-    backward = per_stage * 2 / 3 * each  # hides that much of the gradients' traffic
-    reducing = max(0.0, per_stage * stages * max(float(reduce[f]) for f in used) + across - backward)
-    after = reducing + per_stage * stages * pp * max(float(gather[f]) for f in used)
-    inside, _ = size.known(size.transfers_s, 1)  # of pipelines that are longer than a node
-    wire = max((float(inside[f]) for f in used if pp * size.tp > size.offers[f].per_node), default=0.0)
-    return _replica(size, pp, size.most_chunks(pp, size.shares // dp), dp=dp, each=each, wire=wire, after=after)
+def _estimate(costs: FabricCosts, dp: int, pp: int, used: list[int], instance_dp: int) -> Estimate:
+    """Estimate the step of pipelines in the fabrics `used`, with optimizer instances of `instance_dp` ranks."""
+    per_stage, chunks = -(-costs.layers // pp), costs.max_chunks(pp, costs.micro_batches // dp)
+    across = costs.cached(costs.ring_s, tuple(used)) * per_stage / instance_dp if instance_dp < dp else 0.0
+    reduce, gather = costs.cached(costs.sync_s, instance_dp, min(pp, costs.node_stride))
+    layer_s = max(costs.layer_s_list[f] for f in used)
+    stages = min(pp, max(costs.available[f].gpus_per_node for f in used) // costs.tp)  # that share a node's NIC
+    backward = per_stage * 2 / 3 * layer_s  # hides gradient traffic
+    exposed_reduce = max(0.0, per_stage * stages * max(float(reduce[f]) for f in used) + across - backward)
+    exposed = exposed_reduce + per_stage * stages * pp * max(float(gather[f]) for f in used)
+    inside, _ = costs.cached(costs.transfers_s, 1)  # needed by pipelines that are longer than a node
+    transfer = max((float(inside[f]) for f in used if pp * costs.tp > costs.available[f].gpus_per_node), default=0.0)
+    return _slowest_pipeline(costs, pp, chunks, dp, layer_s=layer_s, transfer=transfer, exposed=exposed)

@@ -1,4 +1,4 @@
-"""Why there is no plan: one line that says what cannot be divided, or how much memory is short and what would do."""
+"""Errors for problems without a plan: what cannot be divided, or how much memory is missing and which change helps."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.memory import USABLE_SHARE, Shortage, shortage
 from holmes_hpc.planning.plan.parallel import abridged, not_inside_a_node, undivided
 from holmes_hpc.planning.schedule.kinds import in_question
-from holmes_hpc.planning.search import layers as split
 from holmes_hpc.planning.search.candidate import Evaluator
+from holmes_hpc.planning.search.layers import chunk_layers, uniform_layers
 from holmes_hpc.planning.search.placement import Placement
-from holmes_hpc.planning.search.problem import divisors, offers
+from holmes_hpc.planning.search.problem import available_fabrics, divisors
 from holmes_hpc.planning.search.space import Space
 
-TRIED = 100  # placements whose memory is looked at
+MAX_PLACEMENTS = 100  # whose memory is computed
 
 
-def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:
-    """Raise PlanError for the first thing that does not divide."""
-    size, micro, found = batch.global_size, batch.micro_size, offers(site, options)
+def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:
+    """Raise PlanError for the first size that does not divide."""
+    size, micro_size, available = batch.global_size, batch.micro_size, available_fabrics(site, options)
     tp, dp, pp = (n or 1 for n in (options.tp, options.dp, options.stages))
-    shares, ranks, is_fixed = size // micro, sum(o.nodes * o.per_node for o in found), not options.search_micro_size
-    fixed = ", ".join(
+    micro_batches, is_fixed = size // micro_size, not options.search_micro_size
+    ranks = sum(a.nodes * a.gpus_per_node for a in available)
+    fixed_options = ", ".join(
         f"{name} {value}"
         for name, value in (
             ("TP", options.tp),
@@ -37,21 +38,21 @@ def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOpt
         )
         if value not in (None, "auto")
     )
-    nodes = ", ".join(f"{o.nodes} {o.fabric.name}" for o in found)
+    nodes = ", ".join(f"{a.nodes} {a.fabric.name}" for a in available)
     PlanError.refuse(
         (
-            is_fixed and size % micro,
-            f"global_size {size} is not a multiple of micro_size {micro}",
+            is_fixed and size % micro_size,
+            f"global_size {size} is not a multiple of micro_size {micro_size}",
             "batch",
             "choose a multiple, or plan.search_micro_size=true",
         ),
         *undivided(model, tp),
-        *(not_inside_a_node(tp, o.per_node, f"fabric {o.fabric.name}") for o in found),
+        *(not_inside_a_node(tp, a.gpus_per_node, f"fabric {a.fabric.name}") for a in available),
         (
-            is_fixed and shares % dp,
-            f"global_size {size} is not a multiple of micro_size {micro} x DP {dp}",
+            is_fixed and micro_batches % dp,
+            f"global_size {size} is not a multiple of micro_size {micro_size} x DP {dp}",
             "batch",
-            f"use a DP that divides {shares}: {abridged(divisors(shares))}",
+            f"use a DP that divides {micro_batches}: {abridged(divisors(micro_batches))}",
         ),
         (
             pp > model.layers,
@@ -67,15 +68,15 @@ def nothing_divides(model: ModelSpec, batch: Batch, site: Site, options: PlanOpt
         ),
     )
     raise PlanError(
-        f"no placement of {model.layers} layers and {shares} micro-batches on {nodes} nodes with equal"
-        f" stages{fixed and ' and ' + fixed}",
+        f"no placement of {model.layers} layers and {micro_batches} micro-batches on {nodes} nodes with equal"
+        f" stages{fixed_options and ' and ' + fixed_options}",
         where="plan",
         hint="change nodes, tp, pp, dp, or the batch so that stages of TP x DP GPUs fill whole nodes, or gpus_per_node",
     )
 
 
-class Short(NamedTuple):
-    """A placement, and the memory that it lacks."""
+class PlacementShortage(NamedTuple):
+    """A placement and the memory that it lacks."""
 
     memory: Shortage
     placement: Placement
@@ -89,40 +90,42 @@ class Short(NamedTuple):
         return f"TP {p.tp}, PP {p.pp}, DP {p.dp}"
 
 
-def nothing_fits(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
-    """Raise PlanError with the least memory that any placement is short of: of the keys that were given where leaving
-    them out helps, else of the site."""
+def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
+    """Raise PlanError with the least memory that any placement lacks, and the user's options or the site as the cause.
+
+    The options are the cause if the model fits without them.
+    """
     o, model, batch = evaluator.options, evaluator.model, evaluator.batch
-    found, said = _shortest(evaluator, placements)
-    if found is None and said is not None:
-        raise said
-    if found is None or found.fits:
-        said_so = o.layers_per_stage or o.virtual_stages or (o.schedule if o.partition == "exact" else o.partition)
+    least, error = _least_shortage(evaluator, placements)
+    if least is None and error is not None:
+        raise error
+    if least is None or least.fits:
+        cause = o.layers_per_stage or o.virtual_stages or (o.schedule if o.partition == "exact" else o.partition)
         raise PlanError(
-            f"no placement can have {said_so}",
+            f"no placement can have {cause}",
             where="plan",
             hint="virtual stages need as many layers in each stage and a multiple of PP micro-batches",
         )
-    what = f"{model.name} fits nowhere here: at best ({found}, recompute {_recompute(o)}) {found.memory} than there is"
+    message = f"{model.name} does not fit: at best ({least}, recompute {_recompute(o)}) {least.memory} than available"
     where, hint = "memory", ""
-    for left_out in _left_out(o):
-        freed = replace(o, **{name: FREE[name] for name in left_out})
-        other = _searched(evaluator, batch, evaluator.site, freed)
-        if other is not None and other.fits:
-            where = ", ".join(f"plan.{name}" for name in left_out)
-            hint = f"leave {where} out: {other}, recompute {_recompute(freed)} fits"
+    for names in _option_sets(o):
+        relaxed = replace(o, **{name: DEFAULTS[name] for name in names})
+        shortage_without = _search_shortage(evaluator, batch, evaluator.site, relaxed)
+        if shortage_without is not None and shortage_without.fits:
+            where = ", ".join(f"plan.{name}" for name in names)
+            hint = f"remove {where}: {shortage_without}, recompute {_recompute(relaxed)} fits"
             break
     else:
-        o = replace(o, **{name: FREE[name] for name in FREE})
-        free = _searched(evaluator, batch, evaluator.site, o) or found
-        hint = f"use GPUs of {free.memory.need / 2**30 / USABLE_SHARE:.0f} GiB" + "".join(
-            f", or {other}" for other in _what_fits(evaluator, o, free.memory)
+        o = replace(o, **{name: DEFAULTS[name] for name in DEFAULTS})
+        relaxed_shortage = _search_shortage(evaluator, batch, evaluator.site, o) or least
+        hint = f"use GPUs of {relaxed_shortage.memory.need / 2**30 / USABLE_SHARE:.0f} GiB" + "".join(
+            f", or {change}" for change in _fitting_changes(evaluator, o, relaxed_shortage.memory)
         )
-    raise PlanError(what, where=where, hint=hint)
+    raise PlanError(message, where=where, hint=hint)
 
 
-# Keys of `plan` that can keep a model from fitting, and what leaves the choice to the planner.
-FREE: dict[str, Any] = {
+# Keys of `plan` that can keep a model from fitting, with the value that leaves the choice to the planner.
+DEFAULTS: dict[str, Any] = {
     "max_memory_gib": None,
     "recompute": "auto",
     "layers_per_stage": None,
@@ -136,57 +139,59 @@ FREE: dict[str, Any] = {
 }
 
 
-def _left_out(o: PlanOptions) -> Iterator[tuple[str, ...]]:
-    """Keys that were given: each by itself, then all."""
-    given = tuple(name for name, free in FREE.items() if getattr(o, name) != free)
-    yield from ((name,) for name in given)
-    if len(given) > 1:
-        yield given
+def _option_sets(o: PlanOptions) -> Iterator[tuple[str, ...]]:
+    """Yield the keys that the user set: each alone, then all."""
+    names = tuple(name for name, default in DEFAULTS.items() if getattr(o, name) != default)
+    yield from ((name,) for name in names)
+    if len(names) > 1:
+        yield names
 
 
-def _what_fits(evaluator: Evaluator, o: PlanOptions, short: Shortage) -> Iterator[str]:
-    """Changes of the batch and of the site under which the model fits: tried, not guessed."""
+def _fitting_changes(evaluator: Evaluator, o: PlanOptions, missing: Shortage) -> Iterator[str]:
+    """Yield changes of the batch and the site under which the model fits; each was tried."""
     batch, site = evaluator.batch, evaluator.site
     if batch.micro_size > 1:
-        found = _searched(evaluator, replace(batch, micro_size=1), site, o)
-        if found is not None and found.fits:
+        least = _search_shortage(evaluator, replace(batch, micro_size=1), site, o)
+        if least is not None and least.fits:
             yield "batch.micro_size=1"
-    first = int(-(-short.need // (short.need - short.bytes)))
-    for factor in (first, 2 * first):
-        more = replace(site, fabrics=tuple(replace(f, nodes=factor * f.nodes, node_names=()) for f in site.fabrics))
-        found = _searched(evaluator, batch, more, o)
-        if found is not None and found.fits:
+    first_factor = int(-(-missing.need // (missing.need - missing.bytes)))
+    for factor in (first_factor, 2 * first_factor):
+        fabrics = tuple(replace(f, nodes=factor * f.nodes, node_names=()) for f in site.fabrics)
+        least = _search_shortage(evaluator, batch, replace(site, fabrics=fabrics), o)
+        if least is not None and least.fits:
             yield f"{factor} times as many nodes"
             return
 
 
-def _searched(evaluator: Evaluator, batch: Batch, site: Site, o: PlanOptions) -> Short | None:
-    """The least that any placement under `o` is short of; None where there is none."""
+def _search_shortage(evaluator: Evaluator, batch: Batch, site: Site, o: PlanOptions) -> PlacementShortage | None:
+    """Return the least shortage of any placement under the options `o`; None if there is no placement."""
     unlimited = replace(o, max_memory_gib=float("inf"), search_micro_size=False)
     try:
         placements = Space(evaluator.model, batch, site, unlimited, evaluator.costs).placements()
-        return _shortest(Evaluator(evaluator.model, batch, site, o, evaluator.costs), placements)[0]
+        return _least_shortage(Evaluator(evaluator.model, batch, site, o, evaluator.costs), placements)[0]
     except PlanError:
         return None
 
 
-def _shortest(evaluator: Evaluator, placements: list[Placement]) -> tuple[Short | None, PlanError | None]:
-    """(what any placement is short of least; why another could not be tried)."""
+def _least_shortage(
+    evaluator: Evaluator, placements: list[Placement]
+) -> tuple[PlacementShortage | None, PlanError | None]:
+    """Return (the least shortage of any placement, the last error of a placement that cannot be laid out)."""
     o = evaluator.options
-    found, said = list[Short](), None
-    for placement in sorted(placements, key=lambda p: (-p.tp * p.pp, p.key()))[:TRIED]:
+    shortages, error = list[PlacementShortage](), None
+    for placement in sorted(placements, key=lambda p: (-p.tp * p.pp, p.sort_key()))[:MAX_PLACEMENTS]:
         kind = in_question(o.schedule, o.virtual_stages or 1, background=False)[-1]
         try:
             layout = evaluator.layout(placement, _recompute(o), kind, o.virtual_stages or 1)
-            given, chunks = o.layers_per_stage, layout.parallel.virtual_stages
-            layers = split.chunked(given, chunks) if given else split.uniform(layout)
+            fixed_layers, chunks = o.layers_per_stage, layout.parallel.virtual_stages
+            layers = chunk_layers(fixed_layers, chunks) if fixed_layers else uniform_layers(layout)
             if layers.shape[1] == placement.pp:
-                found.append(Short(shortage(layout, layers, o.max_memory_gib), placement))
+                shortages.append(PlacementShortage(shortage(layout, layers, o.max_memory_gib), placement))
         except PlanError as e:
-            said = e
-    return min(found, key=lambda short: short.memory.bytes, default=None), said
+            error = e
+    return min(shortages, key=lambda s: s.memory.bytes, default=None), error
 
 
 def _recompute(o: PlanOptions) -> str:
-    """What keeps least."""
+    """Return the recomputation that needs the least memory."""
     return "full" if o.recompute == "auto" else o.recompute

@@ -1,7 +1,6 @@
-"""How many layers each stage gets: exactly (shortest simulated step), by the paper's rule, or all the same; and how
-many passes it holds in flight under a schedule that may run deeper.
+"""Layers per stage: exact (shortest simulated step), proportional (the paper's rule) or uniform; and passes in flight.
 
-Everywhere in the search and the cost model layers are arrays of shape (1, S, C): S stages, C chunks of each.
+The search and the cost model hold layers in arrays of shape (1, S, C): S stages of C chunks.
 """
 
 from __future__ import annotations
@@ -20,122 +19,139 @@ from holmes_hpc.planning.cost.traffic import transfers_s
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.schedule.simulation import Durations
 
-STEPS = 24  # of a bisection
-WIDE = 10  # stages up to which every move of one layer is tried; beyond, only those from the busiest stages
+BISECTION_STEPS = 24
+MANY_STAGES = 10  # above this number, layers move only from the busiest stages
 
 
-def chunked(counts: Sequence[int] | np.ndarray, chunks: int) -> np.ndarray:
-    """Layers from their `counts` per stage: each stage's cut into chunks that differ by one at most, the larger ones
-    last but in the last stage, whose last chunk has the head."""
+def chunk_layers(counts: Sequence[int] | np.ndarray, chunks: int) -> np.ndarray:
+    """Split each stage's layers into chunks that differ by one at most; the larger chunks come last.
+
+    In the last stage they come first, since its last chunk holds the head. `counts`: layers per stage, (S,).
+    """
     counts = np.asarray(counts)
-    base, over = counts[:, None] // chunks, counts[:, None] % chunks
-    is_larger = np.arange(chunks) >= chunks - over
-    is_larger[-1] = np.arange(chunks) < over[-1]
+    base, remainder = counts[:, None] // chunks, counts[:, None] % chunks
+    is_larger = np.arange(chunks) >= chunks - remainder
+    is_larger[-1] = np.arange(chunks) < remainder[-1]
     return np.asarray(base + is_larger)[None]
 
 
-def uniform(layout: Layout) -> np.ndarray:
-    """As equal as can be; the first stages get one more where it does not divide."""
+def uniform_layers(layout: Layout) -> np.ndarray:
+    """Return layers as equal as possible; the first stages get the remainder."""
     stages = layout.parallel.pp
-    base, over = divmod(layout.model.layers, stages)
-    return chunked([base + (s < over) for s in range(stages)], layout.parallel.virtual_stages)
+    base, remainder = divmod(layout.model.layers, stages)
+    return chunk_layers([base + (s < remainder) for s in range(stages)], layout.parallel.virtual_stages)
 
 
-def proportional(layout: Layout) -> np.ndarray:
-    """The paper's self-adapting partition: stage i gets floor(N * S_i / sum(S)) of N layers, the last one the rest
-    (which may be too few). S_i: speed of its fabric, here one over the predicted seconds that an equal share of the
-    layers keeps it busy: computing, and its data-parallel traffic."""
+def proportional_layers(layout: Layout) -> np.ndarray:
+    """Return layers by the paper's self-adapting partition: stage i gets floor(N * S_i / sum(S)) of N layers.
+
+    The last stage gets the remainder, which may be too few. S_i is the speed of the stage's fabric: one over the
+    predicted seconds in which uniform layers keep it busy with compute and data-parallel traffic.
+    """
     layers, chunks = layout.model.layers, layout.parallel.virtual_stages
-    times = timing(layout, uniform(layout))
+    times = timing(layout, uniform_layers(layout))
     d = times.replicas[0]
-    busy = ((d.forward + d.backward).sum(axis=2) * layout.order.micro_batches + d.reduce.sum(axis=2))[0]
-    busy += d.ready[0].max(axis=1) + times.gather[0]
-    speed = 1 / busy
-    made = [max(chunks, int(layers * s / speed.sum())) for s in speed[:-1]]
-    return chunked([*made, layers - sum(made)], chunks)
+    busy_s = ((d.forward + d.backward).sum(axis=2) * layout.order.micro_batches + d.reduce.sum(axis=2))[0]
+    busy_s += d.ready[0].max(axis=1) + times.gather[0]
+    speed = 1 / busy_s
+    counts = [max(chunks, int(layers * s / speed.sum())) for s in speed[:-1]]
+    return chunk_layers([*counts, layers - sum(counts)], chunks)
 
 
-def all_dealt(dealt: Callable[[float], list[int]], layers: int, longest: float) -> list[int]:
-    """Return what `dealt` deals out to each stage under the least limit, of `longest` at most, at which that is all
-    `layers`."""
-    low, high = 0.0, longest
-    for _ in range(STEPS):
+def assign_all(assign: Callable[[float], list[int]], layers: int, max_s: float) -> list[int]:
+    """Return the layers per stage of `assign` under the least time limit at which all `layers` are assigned.
+
+    `max_s`: a limit that is long enough.
+    """
+    low, high = 0.0, max_s
+    for _ in range(BISECTION_STEPS):
         middle = (low + high) / 2
-        low, high = (low, middle) if sum(dealt(middle)) >= layers else (middle, high)
-    counts = dealt(high)
-    for s in reversed(range(len(counts))):  # where several stages had room for one more at the same limit
+        low, high = (low, middle) if sum(assign(middle)) >= layers else (middle, high)
+    counts = assign(high)
+    for s in reversed(range(len(counts))):  # several stages may have gained a layer at the same limit
         counts[s] -= min(counts[s] - 1, sum(counts) - layers)
     return counts
 
 
-class Stages:
-    """What a layer more means for each stage of a layout: it is worked out once, for all ways to divide the layers.
-    `most`: layers that fit, (S,)."""
+class LayerSplitter:
+    """Divides layers among the stages of one layout. The cost of a further layer per stage is computed once.
 
-    def __init__(self, layout: Layout, most_gib: float | None = None) -> None:
+    `max_layers`: layers that fit in memory, (S,). `can_fit`: all layers fit.
+    """
+
+    def __init__(self, layout: Layout, max_gib: float | None = None) -> None:
         self.layers, self.chunks, self.pp = layout.model.layers, layout.parallel.virtual_stages, layout.parallel.pp
         self.micro_batches = layout.order.micro_batches
-        self.most = _most(layout, most_gib)
-        self.fit = bool(
-            (self.most >= self.chunks).all() and self.most.sum() >= self.layers and self.pp * self.chunks <= self.layers
+        self.max_layers = _max_layers(layout, max_gib)
+        self.can_fit = bool(
+            (self.max_layers >= self.chunks).all()
+            and self.max_layers.sum() >= self.layers
+            and self.pp * self.chunks <= self.layers
         )
         self._layout = layout
 
     @cached_property
     def _times(self) -> tuple[Durations, ...]:
-        return timing(self._layout, _one_and_two(self._layout)).replicas
+        return timing(self._layout, _one_and_two_layers(self._layout)).replicas
 
     def balanced(self) -> tuple[np.ndarray, bool]:
-        """(the split with the least of the largest (computing + gradient traffic) over stages; whether any stage has as
-        many layers as fit). Adding layers one by one where the result is least is optimal for such a maximum."""
-        made = np.full(self.pp, self.chunks)
-        one, two = _busy(self._times, self.micro_batches)
-        each = (two - one) / self.chunks  # seconds of a further layer; what is left: embedding, head
-        fixed = one - each * self.chunks
-        left = int(self.layers - made.sum())
-        more = made[:, None] + 1 + np.arange(left)  # of a stage, one after the other
-        after = np.where(more <= self.most[:, None], fixed[:, None] + each[:, None] * more, np.inf).ravel()
-        made += np.bincount(np.argsort(after, kind="stable")[:left] // max(1, left), minlength=self.pp)
-        return chunked(made, self.chunks), bool((made >= self.most).any())
+        """Return (layers that minimize the time of the busiest stage; whether a stage has as many as fit).
 
-    def early(self) -> np.ndarray:
-        """The split for stages that run far ahead of those below them: the later a micro-batch comes to a stage, the
-        fewer layers it has. For a limit of the step, stage after stage gets as many layers as it can compute between
-        the first micro-batch's coming and the last gradients' way up; the least limit counts that deals out all."""
-        late, busy, moved = (np.zeros((2, self.pp)) for _ in range(3))
+        A stage is busy with compute and gradient traffic. Each layer goes to the stage that is then least busy, which
+        is optimal for such a maximum.
+        """
+        counts = np.full(self.pp, self.chunks)
+        with_one, with_two = _busy_s(self._times, self.micro_batches)
+        per_layer = (with_two - with_one) / self.chunks
+        fixed = with_one - per_layer * self.chunks  # embedding and head
+        unassigned = int(self.layers - counts.sum())
+        next_counts = counts[:, None] + 1 + np.arange(unassigned)
+        busy_s = np.where(
+            next_counts <= self.max_layers[:, None], fixed[:, None] + per_layer[:, None] * next_counts, np.inf
+        ).ravel()
+        counts += np.bincount(np.argsort(busy_s, kind="stable")[:unassigned] // max(1, unassigned), minlength=self.pp)
+        return chunk_layers(counts, self.chunks), bool((counts >= self.max_layers).any())
+
+    def front_loaded(self) -> np.ndarray:
+        """Return layers for stages that run far ahead of those below: the later a stage starts, the fewer it has.
+
+        For a given step time, stage after stage gets as many layers as it can compute between the arrival of the first
+        micro-batch and the return of the last gradients. The least time that assigns all layers counts.
+        """
+        delay, busy, transfer = (np.zeros((2, self.pp)) for _ in range(3))
         for d in self._times:
             passes = d.forward[:, :, 0] + d.backward[:, :, 0]
-            late = np.maximum(late, passes + d.ready[:, :, 0])  # what a stage makes those below it later
+            delay = np.maximum(delay, passes + d.ready[:, :, 0])  # by which a stage delays those below
             busy = np.maximum(busy, self.micro_batches * passes + d.ready[:, :, 0] + d.tail[:, :, 0])
-            moved[0, 1:] = np.maximum(moved[0, 1:], d.down[0, :-1] + d.up[0, 1:])
-        rows = list(
+            transfer[0, 1:] = np.maximum(transfer[0, 1:], d.down[0, :-1] + d.up[0, 1:])
+        stages = list(
             zip(
-                late[0].tolist(),
-                (late[1] - late[0]).tolist(),
+                delay[0].tolist(),
+                (delay[1] - delay[0]).tolist(),
                 busy[0].tolist(),
                 (busy[1] - busy[0]).tolist(),
-                moved[0].tolist(),
-                self.most.tolist(),
+                transfer[0].tolist(),
+                self.max_layers.tolist(),
                 strict=True,
             )
         )
 
-        def dealt(limit: float) -> list[int]:
-            made, gone = list[int](), 0.0
-            for late_by, late_each, busy_by, busy_each, moved_by, most in rows:
-                gone += moved_by
-                made.append(min(most, 1 + int(max(0.0, limit - gone - busy_by) / busy_each)))
-                gone += late_by + late_each * (made[-1] - 1)
-            return made
+        def assign(limit: float) -> list[int]:
+            counts, elapsed = list[int](), 0.0
+            for first_delay, layer_delay, first_busy, layer_busy, transfer_s, max_layers in stages:
+                elapsed += transfer_s
+                counts.append(min(max_layers, 1 + int(max(0.0, limit - elapsed - first_busy) / layer_busy)))
+                elapsed += first_delay + layer_delay * (counts[-1] - 1)
+            return counts
 
-        longest = float(self.layers * (late.sum() + busy.sum()) + moved.sum())
-        return chunked(all_dealt(dealt, self.layers, longest), 1)
+        max_s = float(self.layers * (delay.sum() + busy.sum()) + transfer.sum())
+        return chunk_layers(assign_all(assign, self.layers, max_s), 1)
 
 
-def _busy(times: tuple[Durations, ...], m: int) -> np.ndarray:
-    """Seconds that each stage is busy in a step, and that its gradients take beyond their last backward pass."""
-    busy = [(d.forward * m + d.backward * (m - 1) + d.reduce).sum(axis=2) for d in times]
-    return np.asarray(np.max(busy, axis=0))
+def _busy_s(times: tuple[Durations, ...], micro_batches: int) -> np.ndarray:
+    """Return each stage's seconds of compute and of gradient traffic beyond the last backward pass, (plans, S)."""
+    busy_s = [(d.forward * micro_batches + d.backward * (micro_batches - 1) + d.reduce).sum(axis=2) for d in times]
+    return np.asarray(np.max(busy_s, axis=0))
 
 
 def idle_share(layout: Layout, layers: np.ndarray, seconds: float) -> float:
@@ -145,66 +161,65 @@ def idle_share(layout: Layout, layers: np.ndarray, seconds: float) -> float:
     return float(1 - work / seconds)
 
 
-def _one_and_two(layout: Layout) -> np.ndarray:
-    """One, and two, layers in every chunk, (2, S, C)."""
+def _one_and_two_layers(layout: Layout) -> np.ndarray:
+    """Return two splits: one layer in every chunk, and two, (2, S, C)."""
     shape = layout.parallel.pp, layout.parallel.virtual_stages
     return np.stack([np.full(shape, 1), np.full(shape, 2)])
 
 
-def _most(layout: Layout, most_gib: float | None) -> np.ndarray:
-    """Layers that fit on each stage (memory grows linearly with them, in steps of the largest chunk)."""
+def _max_layers(layout: Layout, max_gib: float | None) -> np.ndarray:
+    """Return the layers that fit on each stage, (S,). Memory grows linearly, in steps of the largest chunk."""
     chunks = layout.parallel.virtual_stages
-    one, two = memory(layout, _one_and_two(layout)).total()
-    each = (two - one) / chunks
-    left = stage_capacity(layout, most_gib) - (one - each * chunks)
-    return np.floor(left / each).astype(int)
+    with_one, with_two = memory(layout, _one_and_two_layers(layout)).total()
+    per_layer = (with_two - with_one) / chunks
+    available = stage_capacity(layout, max_gib) - (with_one - per_layer * chunks)
+    return np.floor(available / per_layer).astype(int)
 
 
-def exact(layout: Layout, start: np.ndarray, most_gib: float | None = None, tries: int = 50) -> np.ndarray:
-    """Move single layers between stages as long as the simulated step gets shorter, from `start`, within memory."""
-    best = start
+def exact_layers(layout: Layout, start: np.ndarray, max_gib: float | None = None, max_moves: int = 50) -> np.ndarray:
+    """Move single layers between stages, from `start`, while the simulated step gets shorter and memory allows."""
     if layout.parallel.pp == 1:
-        return best
-    most = _most(layout, most_gib)
-    least = float(step_s(layout, best)[0])
-    for _ in range(tries):
-        moves = _moves(layout, best, most)
+        return start
+    best, max_layers = start, _max_layers(layout, max_gib)
+    best_s = float(step_s(layout, best)[0])
+    for _ in range(max_moves):
+        moves = _moves(layout, best, max_layers)
         if not len(moves):
             break
-        times = step_s(layout, moves)
-        at = int(np.argmin(times))
-        if times[at] >= least * (1 - 1e-9):
+        seconds = step_s(layout, moves)
+        fastest = int(np.argmin(seconds))
+        if seconds[fastest] >= best_s * (1 - 1e-9):
             break
-        least, best = float(times[at]), moves[at : at + 1]
+        best_s, best = float(seconds[fastest]), moves[fastest : fastest + 1]
     return best
 
 
-def _moves(layout: Layout, layers: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """All ways to move one layer to another stage, (ways, S, C)."""
+def _moves(layout: Layout, layers: np.ndarray, max_layers: np.ndarray) -> np.ndarray:
+    """Return the layers after each possible move of one layer to another stage, (moves, S, C)."""
     counts, chunks = layers[0].sum(axis=1), layout.parallel.virtual_stages
     sources: Sequence[int] = range(len(counts))
-    if len(counts) > WIDE:
-        busy = _busy(timing(layout, layers).replicas, layout.order.micro_batches)[0]
-        sources = sorted(np.argsort(-busy, kind="stable")[:2].tolist())
-    one = np.eye(len(counts), dtype=layers.dtype)
+    if len(counts) > MANY_STAGES:
+        busy_s = _busy_s(timing(layout, layers).replicas, layout.order.micro_batches)[0]
+        sources = sorted(np.argsort(-busy_s, kind="stable")[:2].tolist())
+    one_layer = np.eye(len(counts), dtype=layers.dtype)
     moves = [
-        chunked(counts - one[source] + one[target], chunks)
+        chunk_layers(counts - one_layer[source] + one_layer[target], chunks)
         for source in sources
         for target in range(len(counts))
-        if source != target and counts[source] > chunks and counts[target] < most[target]
+        if source != target and counts[source] > chunks and counts[target] < max_layers[target]
     ]
     return np.concatenate([np.empty((0, len(counts), chunks), layers.dtype), *moves])
 
 
-def may_be_early(layout: Layout) -> bool:
-    """Whether stages may run farther ahead of those below them than hides the transfers."""
+def may_front_load(layout: Layout) -> bool:
+    """Return whether stages may run farther ahead of those below than it takes to hide transfers."""
     return (
         schedule_kind(layout.schedule.kind).deepens and layout.parallel.virtual_stages == 1 and layout.parallel.pp > 1
     )
 
 
-def deepened(layout: Layout, extra: list[int]) -> Layout:
-    """With `extra` passes in flight at each stage beyond one more than the stage below."""
+def deepen(layout: Layout, extra: list[int]) -> Layout:
+    """Return the layout with `extra` passes in flight at each stage beyond one more than the stage below."""
     p, total = layout.parallel, layout.order.micro_batches
     base = layout.order.schedule.in_flight(p.pp, total, p.virtual_stages)
     depths = tuple(min(total * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
@@ -213,15 +228,18 @@ def deepened(layout: Layout, extra: list[int]) -> Layout:
 
 
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
-    """Per stage, passes in flight beyond one more than the stage below that hide the transfer to it. None for virtual
-    stages: one further ahead of the last stage would wait for it all the longer, over the edge that closes the ring."""
+    """Return the extra passes in flight per stage, as :func:`deepen` takes them, that hide the transfer below.
+
+    They are zero with virtual stages: a stage further ahead of the last one would only wait longer for it, over the
+    edge that closes the ring.
+    """
     p = layout.parallel
     extra = np.zeros(p.pp, dtype=int)
     if p.virtual_stages > 1:
         return [0] * p.pp
     for replica, d in enumerate(timing(layout, layers).replicas):
-        longest = float((d.forward + d.backward)[0].sum(axis=1).max())
+        slowest_s = float((d.forward + d.backward)[0].sum(axis=1).max())
         down, up = transfers_s(layout, replica)
-        hidden = [ceil((a + b) / longest - 1e-3) for a, b in zip(down[:-1], up[1:], strict=True)]
+        hidden = [ceil((a + b) / slowest_s - 1e-3) for a, b in zip(down[:-1], up[1:], strict=True)]
         extra[:-1] = np.maximum(extra[:-1], hidden)
     return [int(e) for e in extra]

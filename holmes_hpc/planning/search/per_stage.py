@@ -1,14 +1,14 @@
-"""The best layout whose stages have TP, DP and nodes of their own.
+"""The best layout with per-stage TP/DP: each stage has its own nodes, TP and DP.
 
-The most promising shapes (shapes.py) are simulated; of the best, the order of the stages, their depth, layers and
-buckets are changed one at a time as long as the simulated step gets shorter.
+The most promising shapes (stage_shapes.py) are simulated. For the best of them, bucket size, depth and layers change
+one at a time while the simulated step gets shorter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, permutations
 from math import ceil, inf
 from typing import Any
 
@@ -26,19 +26,19 @@ from holmes_hpc.planning.plan.plan import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS
-from holmes_hpc.planning.search.explore import OVER, Clock
-from holmes_hpc.planning.search.layers import all_dealt
+from holmes_hpc.planning.search.explore import MAX_OVERESTIMATE, Clock
+from holmes_hpc.planning.search.layers import assign_all
 from holmes_hpc.planning.search.placement import component
-from holmes_hpc.planning.search.problem import Offer, Question, offers
-from holmes_hpc.planning.search.stage_shapes import Shape, shapes
+from holmes_hpc.planning.search.problem import AvailableFabric, Problem, available_fabrics
+from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 
-SHAPES = 400  # whose memory is checked
-NEAR = 1.04  # shapes a change away: to the best, at most
-FAR = 1.12  # variants slower than the best by more than this are not made better
-DEEPER = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
+MAX_SHAPES = 400  # whose memory is checked
+NEAR = 1.04  # neighbours of shapes up to this many times as slow as the best are tried
+FAR = 1.12  # variants slower than the best by more than this are not refined
+EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
 
-_FREE: dict[str, tuple[Any, ...]] = {  # values of the options that leave stages the choice of TP, DP and nodes
+_FREE_VALUES: dict[str, tuple[Any, ...]] = {  # of the options that could fix the TP, DP and nodes of all stages
     "dp": (None,),
     "layers_per_stage": (None,),
     "fabric_order": (None,),
@@ -52,32 +52,31 @@ _FREE: dict[str, tuple[Any, ...]] = {  # values of the options that leave stages
 }
 
 
-def obstacle(options: PlanOptions, costs: Costs) -> str | None:
-    """Return what keeps stages from having TP, DP and nodes of their own; None: nothing."""
-    for name, free in _FREE.items():
-        if (value := getattr(options, name)) not in free:
+def conflicting_option(options: PlanOptions, costs: Costs) -> str | None:
+    """Return the option that excludes per-stage TP/DP, with its value; None if there is none."""
+    for name, free_values in _FREE_VALUES.items():
+        if (value := getattr(options, name)) not in free_values:
             return f"plan.{name}={value}"
     return None if costs.software.sharding in ("none", "optimizer") else f"sharding {costs.software.sharding}"
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Passes to simulate at most: of shapes as they are, of shapes a change away, to make the best better, and of these
-    for a single one."""
+    """The most passes to simulate: of shapes, of their neighbours, to refine variants, and to refine one variant."""
 
-    passes: int
-    near: int
-    better: int
-    each: int
+    shapes: int
+    neighbours: int
+    refinement: int
+    per_variant: int
 
 
-QUICK = Effort(150_000, near=300_000, better=300_000, each=75_000)
-THOROUGH = Effort(500_000, near=1_200_000, better=1_000_000, each=83_333)
+QUICK = Effort(150_000, neighbours=300_000, refinement=300_000, per_variant=75_000)
+THOROUGH = Effort(500_000, neighbours=1_200_000, refinement=1_000_000, per_variant=83_333)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A shape with its layers, (1, S, 1), and depths, and once simulated the seconds of its step."""
+    """A shape with its layers, (1, S, 1), and depths; once simulated, also the seconds of its step."""
 
     shape: Shape
     layout: Layout
@@ -91,10 +90,10 @@ class Variant:
 
     @property
     def passes(self) -> int:
-        """How much there is to simulate."""
+        """The number of passes to simulate."""
         return 2 * self.layout.parallel.pp * self.layout.order.micro_batches
 
-    def simulated(self, layers: np.ndarray | None = None, **changes: Any) -> Variant:
+    def simulate(self, layers: np.ndarray | None = None, **changes: Any) -> Variant:
         """Return the variant with other layers, depths or buckets, and its seconds."""
         layout = self.layout.with_settings(**changes) if changes else self.layout
         layers = self.layers if layers is None else layers
@@ -103,80 +102,81 @@ class Variant:
 
 @dataclass
 class _Simulated:
-    """The variants simulated so far, and how many passes that took."""
+    """The variants simulated so far, and the number of passes that this took."""
 
     clock: Clock
     variants: list[Variant] = field(default_factory=list)
     shapes: set[Shape] = field(default_factory=set)
     passes: int = 0
 
-    def least(self, seconds: float = inf) -> float:
-        return min((v.seconds for v in self.variants), default=seconds)
+    def least_s(self, default: float = inf) -> float:
+        return min((v.seconds for v in self.variants), default=default)
 
-    def is_over(self, passes: int) -> bool:
-        return self.passes > passes or bool(self.variants and self.clock.is_over())
+    def is_over(self, max_passes: int) -> bool:
+        return self.passes > max_passes or bool(self.variants and self.clock.is_over())
 
 
-def variants(question: Question, clock: Clock, limit: float, effort: Effort = THOROUGH) -> list[Variant]:
-    """Return the variants with the shortest steps, the shortest first; none where none promises less than `limit`
-    seconds."""
-    options, done = question.options, _Simulated(clock)
-    chosen = offers(question.site, options)
+def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOROUGH) -> list[Variant]:
+    """Return the variants with the shortest steps, the shortest first; none if no shape promises less than `max_s`."""
+    options, done, available = problem.options, _Simulated(clock), available_fabrics(problem.site, problem.options)
 
     def simulate(shape: Shape) -> None:
         done.shapes.add(shape)
-        first = _first_variant(question, chosen, shape)
-        simulated = [v.simulated() for v in (first, first and _early(first, options)) if v is not None]
+        balanced = _balanced_variant(problem, available, shape)
+        front_loaded = balanced and _front_loaded_variant(balanced, options)
+        simulated = [v.simulate() for v in (balanced, front_loaded) if v is not None]
         done.passes += sum(v.passes for v in simulated)
         done.variants += simulated
-        clock.tell(f"planning: {len(done.variants)} layouts with TP and DP by stage simulated")
+        clock.report(f"planning: {len(done.variants)} layouts with per-stage TP/DP simulated")
 
-    for shape in shapes(question, OVER * limit)[:SHAPES]:
-        if done.is_over(effort.passes):
+    for shape in best_shapes(problem, MAX_OVERESTIMATE * max_s)[:MAX_SHAPES]:
+        if done.is_over(effort.shapes):
             break
-        if shape.estimate <= OVER * done.least(limit):
+        if shape.estimate <= MAX_OVERESTIMATE * done.least_s(max_s):
             simulate(shape)
-    most_passes, changed = done.passes + effort.near, set[Shape]()
-    while left := [v for v in done.variants if v.shape not in changed]:
-        best, least = min(left, key=lambda v: v.seconds), done.least()
-        if done.is_over(most_passes) or best.seconds > NEAR * least:
+    max_passes, expanded = done.passes + effort.neighbours, set[Shape]()
+    while unexpanded := [v for v in done.variants if v.shape not in expanded]:
+        best, least_s = min(unexpanded, key=lambda v: v.seconds), done.least_s()
+        if done.is_over(max_passes) or best.seconds > NEAR * least_s:
             break
-        changed.add(best.shape)
-        for shape in best.shape.near():
-            promises = shape.estimate * best.seconds / best.shape.estimate
-            if shape not in done.shapes and promises < NEAR * least and not done.is_over(most_passes):
+        expanded.add(best.shape)
+        for shape in best.shape.neighbours():
+            expected_s = shape.estimate * best.seconds / best.shape.estimate
+            if shape not in done.shapes and expected_s < NEAR * least_s and not done.is_over(max_passes):
                 simulate(shape)
-    return _all_improved(sorted(done.variants, key=lambda v: v.seconds), options, clock, effort)
+    return _refine_all(sorted(done.variants, key=lambda v: v.seconds), options, clock, effort)
 
 
-def _all_improved(candidates: list[Variant], options: PlanOptions, clock: Clock, effort: Effort) -> list[Variant]:
-    """Return the candidates, and those near the best made better, the shortest first."""
-    better, left = list[Variant](), effort.better
+def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock, effort: Effort) -> list[Variant]:
+    """Return the candidates, and refined versions of those near the best, the shortest first."""
+    refined, passes_left = list[Variant](), effort.refinement
     for candidate in candidates:
-        if left <= 0 or clock.is_over() or (better and candidate.seconds > FAR * better[0].seconds):
+        if passes_left <= 0 or clock.is_over() or (refined and candidate.seconds > FAR * refined[0].seconds):
             break
-        improved, passes = _improved(candidate, options, effort.each)
-        left -= passes
-        better = sorted([*better, improved], key=lambda v: v.seconds)
-    if better and not clock.is_over():
-        better[0] = _improved(better[0], options, effort.better // 2)[0]
-    return sorted([*better, *candidates], key=lambda v: v.seconds)
+        variant, passes = _refine(candidate, options, effort.per_variant)
+        passes_left -= passes
+        refined = sorted([*refined, variant], key=lambda v: v.seconds)
+    if refined and not clock.is_over():
+        refined[0] = _refine(refined[0], options, effort.refinement // 2)[0]
+    return sorted([*refined, *candidates], key=lambda v: v.seconds)
 
 
-def _first_variant(question: Question, chosen: list[Offer], shape: Shape) -> Variant | None:
-    """Return a shape with its layers balanced and as many passes in flight as hide the transfers, as far as memory
-    allows; None where it does not fit."""
-    model, batch, site, options, costs = question
+def _balanced_variant(problem: Problem, available: list[AvailableFabric], shape: Shape) -> Variant | None:
+    """Return a shape with balanced layers and the passes in flight that hide the transfers, as far as memory allows.
+
+    Return None if it does not fit.
+    """
+    model, batch, site, options, costs = problem
     components, sizes = list[Component](), list[StageParallel]()
-    for fabric, part in groupby(shape.stages, key=lambda s: s[0]):
-        offer, stages = chosen[fabric], list(part)
-        nodes = sum(nodes for _, nodes, _ in stages)
-        components.append(component(offer.fabric, nodes, offer.per_node, first=len(sizes), stages=len(stages)))
-        sizes += [StageParallel(tp, nodes * offer.per_node // tp) for _, nodes, tp in stages]
+    for index, part in groupby(shape.stages, key=lambda s: s[0]):
+        fabric, stages = available[index], list(part)
+        nodes, gpus = sum(nodes for _, nodes, _ in stages), fabric.gpus_per_node
+        components.append(component(fabric.fabric, nodes, gpus, first_stage=len(sizes), stages=len(stages)))
+        sizes += [StageParallel(tp, nodes * gpus // tp) for _, nodes, tp in stages]
     try:
         layout = Layout(
             model,
-            replace(batch, micro_size=shape.micro),
+            replace(batch, micro_size=shape.micro_size),
             Parallel(tuple(sizes), sequence_parallel=any(s.tp > 1 for s in sizes)),
             recompute=shape.recompute,
             schedule=Schedule(PER_STAGE.name, least_in_flight(tuple(s.dp for s in sizes))),
@@ -188,158 +188,160 @@ def _first_variant(question: Question, chosen: list[Offer], shape: Shape) -> Var
             edge_connections=options.edge_connections,
             bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
         )
-        layers = _balanced(layout)
+        layers = _balanced_layers(layout)
     except PlanError:
         return None
     if not fits(layout, layers, options.max_memory_gib)[0]:
         return None
-    deeper = _deeper(layout, layers, 0)
+    deeper = _deepen(layout, layers, 0)
     return Variant(shape, deeper if fits(deeper, layers, options.max_memory_gib)[0] else layout, layers)
 
 
-def _deeper(layout: Layout, layers: np.ndarray, more: int) -> Layout:
-    """Return the layout with as many passes in flight as hide the transfers, and `more`, where a replica computes so
-    many."""
-    order, dps = layout.order, tuple(s.dp for s in layout.parallel.stages)
-    pp = len(dps)
-    extra = tuple(h + more * (s < pp - 1) for s, h in enumerate(_hiding_depths(layout, layers)))
-    available = [len(order.own(order.row(s, 0))) for s in range(pp)]
-    depths = tuple(min(d, a) for d, a in zip(least_in_flight(dps, extra), available, strict=True))
+def _deepen(layout: Layout, layers: np.ndarray, extra: int) -> Layout:
+    """Return the layout with the passes in flight that hide the transfers and `extra` more.
+
+    A replica has no more passes in flight than it has micro-batches.
+    """
+    order, pp, dps = layout.order, layout.parallel.pp, tuple(s.dp for s in layout.parallel.stages)
+    extras = tuple(h + extra * (s < pp - 1) for s, h in enumerate(_hiding_depths(layout, layers)))
+    micro_batches = [len(order.own(order.row(s, 0))) for s in range(pp)]
+    depths = tuple(min(d, m) for d, m in zip(least_in_flight(dps, extras), micro_batches, strict=True))
     return layout.with_settings(Schedule(PER_STAGE.name, depths))
 
 
 def _hiding_depths(layout: Layout, layers: np.ndarray) -> tuple[int, ...]:
-    """Return the passes more at each stage that hide the transfers to the stage below and back."""
+    """Return the extra passes in flight at each stage that hide the transfers to the stage below and back."""
     d, sizes = timing(layout, layers).replicas[0], layout.parallel.stages
     passes = (d.forward + d.backward)[0, :, 0].tolist()
-    longest = max(seconds / s.dp for seconds, s in zip(passes, sizes, strict=True))  # of a micro-batch
-    return (*(ceil(moved / (longest * sizes[s].dp) - 1e-3) for s, moved in enumerate(_moved_s(layout))), 0)
+    slowest_s = max(seconds / s.dp for seconds, s in zip(passes, sizes, strict=True))  # per micro-batch
+    return (*(ceil(t / (slowest_s * sizes[s].dp) - 1e-3) for s, t in enumerate(_transfers_s(layout))), 0)
 
 
-def _moved_s(layout: Layout) -> list[float]:
-    """Return the seconds of a stage transfer down and one up over each edge."""
+def _transfers_s(layout: Layout) -> list[float]:
+    """Return the seconds of one stage transfer down and one up over each edge."""
     e = edge_times(layout)
     return [sum(down) + sum(up) for down, up in zip(e.down, e.up, strict=True)]
 
 
 @memoised("bucket_bytes")
-def _busy(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Return, by the number of its layers, (layers, S): seconds of a step that each stage is busy (its replicas'
-    largest share of the micro-batches, its gradients' and parameters' traffic that nothing hides), and by how much it
-    makes a micro-batch later."""
+def _busy_s(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Return (seconds that a stage is busy in a step, seconds by which it delays a micro-batch), (layers, S) each.
+
+    Both are tables by the stage's number of layers. A stage is busy with its replicas' largest share of the
+    micro-batches and with exposed gradient and parameter traffic.
+    """
     order, d = layout.order, timing(layout, layout.all_layers).replicas[0]
     shares = np.array([len(order.own(order.row(s, 0))) for s in range(order.stages)])
     forward, backward, ready, tail = (x[:, :, 0] for x in (d.forward, d.backward, d.ready, d.tail))
     return shares * (forward + backward) + ready + tail, forward + backward + ready
 
 
-def _split(counts: list[int]) -> np.ndarray:
+def _to_array(counts: list[int]) -> np.ndarray:
     return np.array(counts)[None, :, None]
 
 
-def _balanced(layout: Layout) -> np.ndarray:
-    """Return the layers with the least of the longest that a stage is busy: one by one where that is least."""
-    busy, counts = _busy(layout)[0], [1] * layout.parallel.pp
+def _balanced_layers(layout: Layout) -> np.ndarray:
+    """Return the layers that minimize the time of the busiest stage: each layer goes to the least busy stage."""
+    busy_s, counts = _busy_s(layout)[0], [1] * layout.parallel.pp
     for _ in range(layout.model.layers - len(counts)):
-        at = min(range(len(counts)), key=lambda s: busy[counts[s], s])
-        counts[at] += 1
-    return _split(counts)
+        least_busy = min(range(len(counts)), key=lambda s: busy_s[counts[s], s])
+        counts[least_busy] += 1
+    return _to_array(counts)
 
 
-def _early(first: Variant, options: PlanOptions) -> Variant | None:
-    """Return the variant with layers for stages that run far ahead, as deep as memory allows; None where that is
-    nothing else."""
-    layers = _dealt(first.layout)
-    if np.array_equal(layers, first.layers):
+def _front_loaded_variant(balanced: Variant, options: PlanOptions) -> Variant | None:
+    """Return the variant with front-loaded layers, as deep as memory allows; None if the layers are the same."""
+    layers = _front_loaded_layers(balanced.layout)
+    if np.array_equal(layers, balanced.layers):
         return None
-    deep = (_deeper(first.layout, first.layers, more) for more in (*DEEPER[::-1], 0))
-    layout = next((layout for layout in deep if fits(layout, layers, options.max_memory_gib)[0]), None)
-    return None if layout is None else Variant(first.shape, layout, layers)
+    layouts = (_deepen(balanced.layout, balanced.layers, extra) for extra in (*EXTRA_DEPTHS[::-1], 0))
+    layout = next((layout for layout in layouts if fits(layout, layers, options.max_memory_gib)[0]), None)
+    return None if layout is None else Variant(balanced.shape, layout, layers)
 
 
-def _dealt(layout: Layout) -> np.ndarray:
-    """Return layers as :meth:`layers.Stages.early` deals them out in a grid: the later a micro-batch comes to a stage,
-    the fewer it has. For a limit of the step, stage after stage gets as many as it can compute between the first
-    micro-batch's coming and the last gradients' way up."""
-    busy, late = _busy(layout)
-    moved = [0.0, *_moved_s(layout)]
+def _front_loaded_layers(layout: Layout) -> np.ndarray:
+    """Return layers as :meth:`LayerSplitter.front_loaded` does: the later a stage starts, the fewer it has.
 
-    def within(limit: float) -> list[int]:
-        counts, gone = list[int](), 0.0
-        for s, transfer in enumerate(moved):
-            gone += transfer
-            counts.append(max(1, int(np.searchsorted(busy[:, s], limit - gone, side="right"))))
-            gone += float(late[counts[-1] - 1, s])
+    For a given step time, stage after stage gets as many as it can compute between the arrival of the first micro-batch
+    and the return of the last gradients.
+    """
+    busy_s, delay_s = _busy_s(layout)
+    transfers_s = [0.0, *_transfers_s(layout)]
+
+    def assign(limit: float) -> list[int]:
+        counts, elapsed = list[int](), 0.0
+        for s, transfer_s in enumerate(transfers_s):
+            elapsed += transfer_s
+            counts.append(max(1, int(np.searchsorted(busy_s[:, s], limit - elapsed, side="right"))))
+            elapsed += float(delay_s[counts[-1] - 1, s])
         return counts
 
-    longest = float(busy[-1].sum() + late[-1].sum() + sum(moved))
-    return _split(all_dealt(within, layout.model.layers, longest))
+    max_s = float(busy_s[-1].sum() + delay_s[-1].sum() + sum(transfers_s))
+    return _to_array(assign_all(assign, layout.model.layers, max_s))
 
 
-def _improved(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant, int]:
-    """Return (the variant with the bucket size, depth and layers that make its step shortest: a change at a time as
-    long as one of them does, `passes` simulated at most; how many were)."""
-    best, most = first, passes // first.passes
-    left = most
+def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant, int]:
+    """Return (the variant with the bucket size, depth and layers of the shortest step, the passes simulated).
 
-    def shorten(changes: Iterator[dict[str, Any]], by: float) -> bool:
-        """Take the first change that makes the step shorter."""
-        nonlocal best, left
+    One of them changes at a time as long as a change helps; at most `passes` passes are simulated.
+    """
+    best, simulations_left = first, passes // first.passes
+
+    def apply_first(changes: Iterator[dict[str, Any]], min_gain: float) -> bool:
+        """Apply the first change that makes the step shorter; return whether there is one."""
+        nonlocal best, simulations_left
         for change in changes:
-            if left <= 0:
+            if simulations_left <= 0:
                 break
-            variant, left = best.simulated(**change), left - 1
-            if variant.seconds < best.seconds * (1 - by):
+            variant, simulations_left = best.simulate(**change), simulations_left - 1
+            if variant.seconds < best.seconds * (1 - min_gain):
                 best = variant
                 return True
         return False
 
     while (
-        shorten(_buckets(best, options), 1e-4)
-        or shorten(_depths(best, options), 1e-3)
-        or shorten(_moves(best, options), 1e-5)
+        apply_first(_bucket_changes(best, options), 1e-4)
+        or apply_first(_depth_changes(best, options), 1e-3)
+        or apply_first(_layer_moves(best, options), 1e-5)
     ):
         pass
-    return best, (most - left) * best.passes
+    return best, (passes // first.passes - simulations_left) * best.passes
 
 
-def _buckets(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
-    """Yield other sizes of buckets that leave less of the data-parallel traffic in the open."""
+def _bucket_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
+    """Yield bucket sizes that expose less of the data-parallel traffic."""
+    exposed_s = _exposed_s(variant.layout, variant.layers)
     for size in () if options.bucket_bytes else BUCKETS:
-        if _open_s(variant.layout.with_settings(bucket_bytes=size), variant.layers) < _open_s(
-            variant.layout, variant.layers
-        ):
+        if _exposed_s(variant.layout.with_settings(bucket_bytes=size), variant.layers) < exposed_s:
             yield {"bucket_bytes": size}
 
 
-def _depths(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
-    """Yield other numbers of passes in flight, with the layers as they are."""
-    for more in (0, *DEEPER):
-        deep = _deeper(variant.layout, variant.layers, more)
-        if deep.schedule != variant.layout.schedule and fits(deep, variant.layers, options.max_memory_gib)[0]:
-            yield {"schedule": deep.schedule}
+def _depth_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
+    """Yield other numbers of passes in flight that fit in memory."""
+    for extra in (0, *EXTRA_DEPTHS):
+        deeper = _deepen(variant.layout, variant.layers, extra)
+        if deeper.schedule != variant.layout.schedule and fits(deeper, variant.layers, options.max_memory_gib)[0]:
+            yield {"schedule": deeper.schedule}
 
 
-def _open_s(layout: Layout, layers: np.ndarray) -> float:
-    """Return about how much of the data-parallel traffic nothing hides."""
+def _exposed_s(layout: Layout, layers: np.ndarray) -> float:
+    """Return approximately the seconds of data-parallel traffic that nothing hides."""
     d = timing(layout, layers).replicas[0]
     return sum(d.ready[0, :, 0].tolist()) + max(d.tail[0, :, 0].tolist())
 
 
-def _moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
-    """Yield ways to move one layer, those first after which the stages are busy for the least time at most."""
-    busy, counts = _busy(variant.layout)[0], variant.layers[0, :, 0].tolist()
-    pp = len(counts)
+def _layer_moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
+    """Yield moves of one layer to another stage that fit in memory, ordered by the busiest stage after the move."""
+    busy_s, counts = _busy_s(variant.layout)[0], variant.layers[0, :, 0].tolist()
 
-    def longest(layers: list[int]) -> list[float]:
-        return sorted((float(busy[n - 1, s]) for s, n in enumerate(layers)), reverse=True)
+    def busiest_first(layers: list[int]) -> list[float]:
+        return sorted((float(busy_s[n - 1, s]) for s, n in enumerate(layers)), reverse=True)
 
-    moved = [
+    moves = [
         [n - (s == a) + (s == b) for s, n in enumerate(counts)]
-        for a in range(pp)
-        for b in range(pp)
-        if a != b and counts[a] > 1
+        for a, b in permutations(range(len(counts)), 2)
+        if counts[a] > 1
     ]
-    for layers in sorted(moved, key=longest):
-        if fits(variant.layout, _split(layers), options.max_memory_gib)[0]:
-            yield {"layers": _split(layers)}
+    for layers in sorted(moves, key=busiest_first):
+        if fits(variant.layout, _to_array(layers), options.max_memory_gib)[0]:
+            yield {"layers": _to_array(layers)}

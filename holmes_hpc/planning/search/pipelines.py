@@ -1,9 +1,9 @@
-"""Placements whose stages lie in one fabric after the other.
+"""Pipeline placements: each fabric holds consecutive stages.
 
-Every stage is one block of TP x DP GPUs. For given TP and DP a fabric holds so many stages, and what counts about a
-placement is the longest time tau that any stage needs for a micro-batch. So for each tau that a whole number of layers
-can give, each choice of fabrics is filled in order until all layers are dealt out: fewer stages would not reach tau,
-more would only lengthen the fill. Where there are few combinations all of them are listed instead.
+Every stage is a block of TP x DP GPUs, so a fabric holds a fixed number of stages. The longest time tau that any stage
+needs for a micro-batch decides how good a placement is. For each tau that a whole number of layers can take, each
+choice of fabrics is filled in order until all layers are assigned. Fewer stages would not reach tau; more would only
+lengthen the fill. If there are few combinations, all of them are listed instead.
 """
 
 from __future__ import annotations
@@ -15,139 +15,149 @@ import numpy as np
 
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.schedule.kinds import schedule_kind
-from holmes_hpc.planning.search.estimate import Estimate, Limit, required
-from holmes_hpc.planning.search.placement import Placement, least_edges
-from holmes_hpc.planning.search.problem import allowed
-from holmes_hpc.planning.search.uniform import OneSize
+from holmes_hpc.planning.search.estimate import Estimate, Limit, is_always_tried
+from holmes_hpc.planning.search.fabric_costs import FabricCosts
+from holmes_hpc.planning.search.placement import Placement, spanning_tree_edges
+from holmes_hpc.planning.search.problem import is_allowed
 
-FEW = 512  # combinations up to which all are listed
-KEPT = 32  # placements of one TP, DP and micro-batch size at most, and beside them
-EARLY = 0.5  # of the traffic between data-parallel ranks is left at least where layers move to the first stages
-FIRST = 2  # of each fabric alone, each pair, and all
+FEW_COMBINATIONS = 512  # up to this number, all are listed
+MAX_PLACEMENTS = 32  # of one TP, DP and micro-batch size
+PLACEMENTS_PER_CHOICE = 2  # further ones of each fabric alone, each pair and all fabrics
+FRONT_LOADED_SHARE = 0.5  # the least share of data-parallel traffic that remains if the first stages have more layers
 
 
-def pipelines(size: OneSize, dp: int, limit: Limit) -> Iterator[Placement]:
-    """Those of `size` with blocks that fill whole nodes, as far as `limit` allows them."""
-    block, options, layers = size.tp * dp, size.options, size.layers
-    if all(size.least_on(dp, chosen) > limit.most(names) for chosen, names in size.choices):
+def pipelines(costs: FabricCosts, dp: int, limit: Limit) -> Iterator[Placement]:
+    """Yield the pipeline placements that fill whole nodes and that `limit` admits."""
+    block, options, layers = costs.tp * dp, costs.options, costs.layers
+    if all(costs.bound_on_s(dp, choice) > limit.max_s(names) for choice, names in costs.fabric_choices):
         return
-    units = np.array([per // gcd(per, block) for per in size.per_node.tolist()])
-    most = np.minimum(size.ranks // block, layers) // units * units
-    if size.fixed:
-        if (size.ranks % block).any():
+    units = np.array([gpus // gcd(gpus, block) for gpus in costs.gpus_per_node.tolist()])
+    maxima = np.minimum(costs.ranks // block, layers) // units * units
+    if costs.is_fixed:
+        if (costs.ranks % block).any():
             return
-        counts = (size.ranks // block)[None]
-        tau = _tau(size, counts)
-    elif np.prod(most // units + 1.0) <= FEW:
+        counts = (costs.ranks // block)[None]
+        tau = _least_tau(costs, counts)
+    elif np.prod(maxima // units + 1.0) <= FEW_COMBINATIONS:
         counts = np.stack(
-            np.meshgrid(*(np.arange(0, m + 1, u) for m, u in zip(most, units, strict=True)), indexing="ij"), axis=-1
-        ).reshape(-1, len(most))
-        tau = _tau(size, counts)
+            np.meshgrid(*(np.arange(0, m + 1, u) for m, u in zip(maxima, units, strict=True)), indexing="ij"), axis=-1
+        ).reshape(-1, len(maxima))
+        tau = _least_tau(costs, counts)
     else:
-        counts, tau = _filled(size, dp, most, units, limit)
-    kept = allowed(options, layers, counts.sum(axis=1), (counts > 0).sum(axis=1)) & np.isfinite(tau)
-    counts, tau = counts[kept], tau[kept]
+        counts, tau = _filled(costs, dp, maxima, units, limit)
+    is_valid = is_allowed(options, layers, counts.sum(axis=1), (counts > 0).sum(axis=1)) & np.isfinite(tau)
+    counts, tau = counts[is_valid], tau[is_valid]
     if not len(counts):
         return
-    estimate = _estimate(size, counts, tau, dp)
-    seconds = estimate.least()
-    for at in _worth_a_look(counts, seconds):
-        chosen = np.flatnonzero(counts[at]).tolist()
-        names = frozenset(size.offers[f].fabric.name for f in chosen)
-        if not limit.allows(float(seconds[at]), names):
+    estimate = _estimate(costs, counts, tau, dp)
+    seconds = estimate.least_seconds()
+    for index in _shortest(counts, seconds):
+        choice = np.flatnonzero(counts[index]).tolist()
+        names = frozenset(costs.available[f].fabric.name for f in choice)
+        if not limit.admit(float(seconds[index]), names):
             continue
-        chosen = size.in_order(chosen, size.known(size.transfers_s, dp)[1])
-        held = {f: (int(counts[at, f]) * block, int(counts[at, f])) for f in chosen}
-        yield size.placement("one-fabric" if len(held) == 1 else "pipeline", dp, held, estimate.at(at))
-
-
-def _worth_a_look(counts: np.ndarray, seconds: np.ndarray) -> list[int]:
-    """The rows with the least `seconds`, and with them the best of each fabric, each pair and all."""
-    order, used = np.argsort(seconds, kind="stable"), counts > 0
-    kept = [order[:KEPT]]
-    code = (used @ (1 << np.arange(counts.shape[1])))[order]
-    for one, first in zip(*np.unique(code, return_index=True), strict=True):
-        if required(int(used[order[first]].sum()), counts.shape[1]):
-            kept.append(order[np.flatnonzero(code == one)[:FIRST]])
-    rows = np.unique(np.concatenate(kept))
-    return [int(at) for at in rows[np.lexsort((rows, seconds[rows]))]]
-
-
-def _filled(size: OneSize, dp: int, most: np.ndarray, units: np.ndarray, limit: Limit) -> tuple[np.ndarray, np.ndarray]:
-    """(stages of each fabric, (rows, F); tau of each row): each choice of fabrics, filled up to each tau with each of
-    its fabrics in turn as the last, which need not be full. Taus that `limit` does not allow are left out."""
-    rows, taus, f_count = [np.zeros((0, len(most)), dtype=int)], [np.zeros(0)], len(most)
-    speed = sorted(range(f_count), key=lambda f: (size.each[f], -size.offers[f].fabric.data_gbps, f))
-    place = {f: at for at, f in enumerate(speed)}
-    rate, micro_batches = (most / size.each).tolist(), size.shares // dp
-    for choice, names in size.choices:
-        together = sum(rate[f] for f in choice)
-        if not together:
-            continue
-        first, end = np.searchsorted(
-            size.taus, (size.layers / together * (1 - 1e-9), limit.most(names) / micro_batches)
+        choice = costs.order_fabrics(choice, costs.cached(costs.transfers_s, dp)[1])
+        ranks_and_stages = {f: (int(counts[index, f]) * block, int(counts[index, f])) for f in choice}
+        yield costs.placement(
+            "one-fabric" if len(choice) == 1 else "pipeline", dp, ranks_and_stages, estimate.at(index)
         )
-        tau, fits = size.taus[first:end], size.fit[first:end]
+
+
+def _shortest(counts: np.ndarray, seconds: np.ndarray) -> list[int]:
+    """Return the indices of the shortest estimates, and of the best of each fabric, each pair and all fabrics."""
+    order, used = np.argsort(seconds, kind="stable"), counts > 0
+    selected = [order[:MAX_PLACEMENTS]]
+    codes = (used @ (1 << np.arange(counts.shape[1])))[order]
+    for code, first in zip(*np.unique(codes, return_index=True), strict=True):
+        if is_always_tried(int(used[order[first]].sum()), counts.shape[1]):
+            selected.append(order[np.flatnonzero(codes == code)[:PLACEMENTS_PER_CHOICE]])
+    indices = np.unique(np.concatenate(selected))
+    return [int(i) for i in indices[np.lexsort((indices, seconds[indices]))]]
+
+
+def _filled(
+    costs: FabricCosts, dp: int, maxima: np.ndarray, units: np.ndarray, limit: Limit
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (stages of each fabric, (placements, F); tau, (placements,)) within the limit.
+
+    Each choice of fabrics is filled up to each tau. Each of its fabrics in turn is the last one, which need not be
+    full.
+    """
+    found_counts, found_taus, fabric_count = [np.zeros((0, len(maxima)), dtype=int)], [np.zeros(0)], len(maxima)
+    fastest_first = sorted(
+        range(fabric_count), key=lambda f: (costs.layer_s[f], -costs.available[f].fabric.data_gbps, f)
+    )
+    position = {f: i for i, f in enumerate(fastest_first)}
+    layers_per_s, micro_batches = (maxima / costs.layer_s).tolist(), costs.micro_batches // dp
+    for choice, names in costs.fabric_choices:
+        total_rate = sum(layers_per_s[f] for f in choice)
+        if not total_rate:
+            continue
+        start, end = np.searchsorted(
+            costs.taus, (costs.layers / total_rate * (1 - 1e-9), limit.max_s(names) / micro_batches)
+        )
+        tau, max_layers = costs.taus[start:end], costs.layers_in_tau[start:end]
         if not len(tau):
             continue
-        in_order = sorted(choice, key=lambda f: place[f])
-        for last in in_order:
-            left = np.full(len(tau), size.layers)
-            counts = np.zeros((len(tau), f_count), dtype=int)
-            for f in [f for f in in_order if f != last] + [last]:
-                fit = np.maximum(fits[:, f], 1)
-                need = -(-np.maximum(left, 0) // fit)
-                need = -(-need // units[f]) * units[f]
-                counts[:, f] = np.where(fits[:, f] > 0, np.minimum(need, most[f]), 0)
-                left -= counts[:, f] * fits[:, f]
-            rows.append(counts[left <= 0])
-            taus.append(tau[left <= 0])
-    counts, tau = np.concatenate(rows), np.concatenate(taus)
-    code = counts @ (size.layers + 1.0) ** np.arange(f_count)  # the same stages again: keep the least tau
-    best = np.lexsort((tau, code))
-    first_of = best[np.concatenate([[True], np.diff(code[best]) != 0])] if len(best) else best
-    return counts[first_of], tau[first_of]
+        ordered = sorted(choice, key=lambda f: position[f])
+        for last in ordered:
+            unassigned = np.full(len(tau), costs.layers)
+            counts = np.zeros((len(tau), fabric_count), dtype=int)
+            for f in [f for f in ordered if f != last] + [last]:
+                per_stage = np.maximum(max_layers[:, f], 1)
+                stages = -(-np.maximum(unassigned, 0) // per_stage)
+                stages = -(-stages // units[f]) * units[f]
+                counts[:, f] = np.where(max_layers[:, f] > 0, np.minimum(stages, maxima[f]), 0)
+                unassigned -= counts[:, f] * max_layers[:, f]
+            found_counts.append(counts[unassigned <= 0])
+            found_taus.append(tau[unassigned <= 0])
+    counts, tau = np.concatenate(found_counts), np.concatenate(found_taus)
+    codes = counts @ (costs.layers + 1.0) ** np.arange(fabric_count)  # of equal stage counts, keep the least tau
+    order = np.lexsort((tau, codes))
+    unique = order[np.concatenate([[True], np.diff(codes[order]) != 0])] if len(order) else order
+    return counts[unique], tau[unique]
 
 
-def _tau(size: OneSize, counts: np.ndarray) -> np.ndarray:
-    """Least time of the slowest stage with whole layers, (rows,)."""
-    enough = np.minimum(size.fit, size.layers) @ counts.T >= size.layers  # (T, rows)
-    return np.where(enough.any(axis=0), size.taus[np.argmax(enough, axis=0)], np.inf)
+def _least_tau(costs: FabricCosts, counts: np.ndarray) -> np.ndarray:
+    """Return the least time of the slowest stage with whole layers, (placements,); infinite if none is enough."""
+    is_enough = np.minimum(costs.layers_in_tau, costs.layers) @ counts.T >= costs.layers  # (T, placements)
+    return np.where(is_enough.any(axis=0), costs.taus[np.argmax(is_enough, axis=0)], np.inf)
 
 
-def _estimate(size: OneSize, counts: np.ndarray, tau: np.ndarray, dp: int) -> Estimate:
-    """Of each row of stages of each fabric; infinite where the weights alone do not fit."""
-    stages, micro_batches, used = counts.sum(axis=1), size.shares // dp, counts > 0
-    reduce, gather = size.sync_s(dp)
-    here = tau[:, None] / size.each * used  # layers of a stage in each fabric, of which not all are needed
-    here *= np.minimum(1, size.layers / np.maximum((here * counts).sum(axis=1), 1e-9))[:, None]
-    inside, across = size.known(size.transfers_s, dp)
-    slowest, between = least_edges(across, used)
-    transfers = 2 * ((counts * inside).sum(axis=1) + between)
-    alone = size.tp * dp >= size.per_node  # no two stages on a node
-    inner = np.where((counts > 2) & alone, 2, counts > 1)  # one NIC then carries both ways of a stage between two
-    wire = np.maximum((inside * inner).max(axis=1), slowest)
-    shard = size.held + layer_parameters(size.model, size.tp) * 8 / (dp if size.options.distributed_optimizer else 1)
-    most = np.where(used, np.floor(size.room / shard), 0)  # what no stage is in may have room without end
-    fits = (counts * most).sum(axis=1) >= size.layers
-    behind = tau[:, None] / 3 if size.costs.software.overlap_gather else 0.0  # the first forward pass
-    gathering = np.maximum(0, gather * here - behind)
-    after = np.where(fits, (gathering * counts).sum(axis=1), np.inf)
-    reducing = (reduce * here).max(axis=1) - (tau * 2 / 3 if size.costs.software.overlap else 0)
-    least = np.where(stages > 1, size.head + size.each.min(), 0)  # the last stage has a layer beside the head
-    head = np.maximum(size.head / stages, least - tau)
-    wanted = size.options.schedule
-    may_be_early = wanted == "auto" or schedule_kind(wanted).deepens
-    early = EARLY if may_be_early and size.options.transport == "holmes" else 1.0
+def _estimate(costs: FabricCosts, counts: np.ndarray, tau: np.ndarray, dp: int) -> Estimate:
+    """Estimate the step of each placement; infinite if the weights alone do not fit."""
+    stages, micro_batches, used = counts.sum(axis=1), costs.micro_batches // dp, counts > 0
+    reduce, gather = costs.sync_s(dp)
+    layers = tau[:, None] / costs.layer_s * used  # that a stage of each fabric can compute, more than it has
+    layers *= np.minimum(1, costs.layers / np.maximum((layers * counts).sum(axis=1), 1e-9))[:, None]
+    inside, between = costs.cached(costs.transfers_s, dp)
+    slowest_edge, all_edges = spanning_tree_edges(between, used)
+    round_trip = 2 * ((counts * inside).sum(axis=1) + all_edges)
+    fills_node = costs.tp * dp >= costs.gpus_per_node  # no two stages share a node
+    directions = np.where((counts > 2) & fills_node, 2, counts > 1)  # a middle stage's NIC carries both
+    transfer = np.maximum((inside * directions).max(axis=1), slowest_edge)
+    optimizer_shards = dp if costs.options.distributed_optimizer else 1
+    layer_bytes = costs.layer_bytes + layer_parameters(costs.model, costs.tp) * 8 / optimizer_shards
+    max_layers = np.where(used, np.floor(costs.capacity_bytes / layer_bytes), 0)  # capacity may be infinite
+    fits = (counts * max_layers).sum(axis=1) >= costs.layers
+    software = costs.cost_model.software
+    first_forward = tau[:, None] / 3 if software.overlap_gather else 0.0
+    exposed_gather = np.maximum(0, gather * layers - first_forward)
+    exposed = np.where(fits, (exposed_gather * counts).sum(axis=1), np.inf)
+    exposed_reduce = (reduce * layers).max(axis=1) - (tau * 2 / 3 if software.overlap else 0)
+    least_last = np.where(stages > 1, costs.head_s + costs.layer_s.min(), 0)  # the last stage: one layer and the head
+    head = np.maximum(costs.head_s / stages, least_last - tau)
+    schedule = costs.options.schedule
+    may_front_load = (schedule == "auto" or schedule_kind(schedule).deepens) and costs.options.transport == "holmes"
     return Estimate(
         micro_batches,
         stages,
         tau,
         head=head,
-        wire=wire,
-        transfers=transfers,
-        reduce=reducing,
-        after=after,
-        early=early,
-        most_chunks=size.all_chunks(stages, micro_batches),
+        transfer=transfer,
+        round_trip=round_trip,
+        reduce=exposed_reduce,
+        exposed=exposed,
+        front_loaded_share=FRONT_LOADED_SHARE if may_front_load else 1.0,
+        max_chunks=costs.max_chunks_array(stages, micro_batches),
     )

@@ -1,5 +1,7 @@
-"""A placement: what runs where, before layers, schedule and recomputation are chosen; and in which order its fabrics
-follow on each other, where some are farther apart than others."""
+"""A placement: which nodes hold which stages, before layers, schedule and recomputation are chosen.
+
+Also the order of its fabrics along the pipeline, if some pairs of fabrics have slower links than others.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,29 @@ from holmes_hpc.planning.search.estimate import Estimate
 
 @dataclass(frozen=True)
 class Block:
-    """`nodes` nodes of a fabric with `per_node` ranks each; they hold `stages` pipeline stages, all of them in a
-    hierarchical placement."""
+    """Nodes of one fabric and the number of pipeline stages on them (all stages in a hierarchical placement)."""
 
     fabric: Fabric
     nodes: int
-    per_node: int
+    gpus_per_node: int
     stages: int
 
 
-def component(fabric: Fabric, nodes: int, per_node: int, first: int, stages: int) -> Component:
-    """Return `nodes` of a fabric as the component that holds `stages` stages from `first` on."""
-    held = tuple(range(first, first + stages))
-    return Component(fabric.partition, fabric.constraint, fabric.name, nodes, per_node, held)
+def component(fabric: Fabric, nodes: int, gpus_per_node: int, first_stage: int, stages: int) -> Component:
+    """Return the component of `nodes` nodes that holds `stages` stages from `first_stage` on."""
+    indices = range(first_stage, first_stage + stages)
+    return Component(fabric.partition, fabric.constraint, fabric.name, nodes, gpus_per_node, tuple(indices))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """`estimate`: of its step, good enough to rank placements. `instances`: of the distributed optimizer."""
+    """Blocks of nodes with one TP, DP and micro-batch size.
+
+    `estimate`: of the step, good enough to rank placements. `instances`: of the distributed optimizer.
+    """
 
     strategy: str
-    micro: int
+    micro_size: int
     tp: int
     dp: int
     blocks: tuple[Block, ...]
@@ -44,9 +48,9 @@ class Placement:
     instances: int = 1
 
     @cached_property
-    def least_s(self) -> float:
-        """Seconds of the step, by the estimate."""
-        return float(self.estimate.least())
+    def estimate_s(self) -> float:
+        """The estimated seconds of the step."""
+        return float(self.estimate.least_seconds())
 
     @property
     def fabrics(self) -> frozenset[str]:
@@ -58,48 +62,54 @@ class Placement:
 
     @property
     def gpus(self) -> int:
-        return sum(b.nodes * b.per_node for b in self.blocks)
+        return sum(b.nodes * b.gpus_per_node for b in self.blocks)
 
-    def key(self) -> tuple[float, int, int, tuple[tuple[str, int], ...]]:
-        return self.least_s, self.gpus, self.tp, tuple((b.fabric.name, b.nodes) for b in self.blocks)
+    def sort_key(self) -> tuple[float, int, int, tuple[tuple[str, int], ...]]:
+        return self.estimate_s, self.gpus, self.tp, tuple((b.fabric.name, b.nodes) for b in self.blocks)
 
 
-def least_edges(across: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the longest, all) of the edges between the `used` fabrics, (rows, F), from the seconds between any two,
-    (F, F): those of the spanning tree with the least edges (Prim 1957), which no order can better; (rows,) each."""
-    rows, fabrics = np.arange(len(used)), used.shape[1]
-    inside = np.zeros_like(used)
-    inside[rows, used.argmax(axis=1)] = True
-    near = np.where(used, across[used.argmax(axis=1)], np.inf)
+def spanning_tree_edges(edge_s: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (the longest edge, the sum of all edges) between the fabrics of each placement, (placements,) each.
+
+    The edges are those of the minimum spanning tree (Prim 1957), a lower bound for every order of the fabrics.
+    `edge_s`: seconds between any two fabrics, (F, F). `used`: the fabrics of each placement, (placements, F).
+    """
+    indices, fabric_count = np.arange(len(used)), used.shape[1]
+    in_tree = np.zeros_like(used)
+    in_tree[indices, used.argmax(axis=1)] = True
+    nearest_s = np.where(used, edge_s[used.argmax(axis=1)], np.inf)
     longest, total = np.zeros(len(used)), np.zeros(len(used))
-    for _ in range(fabrics - 1):
-        near[inside] = np.inf
-        at = near.argmin(axis=1)
-        edge = near[rows, at]
+    for _ in range(fabric_count - 1):
+        nearest_s[in_tree] = np.inf
+        nearest = nearest_s.argmin(axis=1)
+        edge = nearest_s[indices, nearest]
         edge = np.where(np.isfinite(edge), edge, 0)
         longest, total = np.maximum(longest, edge), total + edge
-        inside[rows, at] = True
-        near = np.where(used, np.minimum(near, across[at]), np.inf)
+        in_tree[indices, nearest] = True
+        nearest_s = np.where(used, np.minimum(nearest_s, edge_s[nearest]), np.inf)
     return longest, total
 
 
-def along(across: np.ndarray, fabrics: list[int], ring: bool = False) -> list[int]:
-    """The `fabrics` in an order with short edges: from each in turn on to the nearest that is left; as they are where
-    no other is better. `ring`: the last is joined to the first too."""
+def shortest_order(edge_s: np.ndarray, fabrics: list[int], is_ring: bool = False) -> list[int]:
+    """Return the fabrics in an order with short edges: each followed by the nearest unvisited one.
 
-    def edges(order: list[int]) -> tuple[float, float]:
-        steps = [float(across[a, b]) for a, b in pairwise(order)]
-        steps += [float(across[order[-1], order[0]])] if ring else []
-        return max(steps), sum(steps)
+    Every fabric is tried as the first. If no order is better, `fabrics` stays as it is. `is_ring`: the last fabric
+    also has an edge to the first.
+    """
+
+    def edge_lengths(order: list[int]) -> tuple[float, float]:
+        edges = [float(edge_s[a, b]) for a, b in pairwise(order)]
+        edges += [float(edge_s[order[-1], order[0]])] if is_ring else []
+        return max(edges), sum(edges)
 
     if len(fabrics) < 3:
         return fabrics
-    best, least = fabrics, edges(fabrics)
+    best_order, best_lengths = fabrics, edge_lengths(fabrics)
     for first in fabrics:
-        order, left = [first], [f for f in fabrics if f != first]
-        while left:
-            order.append(min(left, key=lambda f: across[order[-1], f]))
-            left.remove(order[-1])
-        if edges(order) < least:
-            best, least = order, edges(order)
-    return best
+        order, unvisited = [first], [f for f in fabrics if f != first]
+        while unvisited:
+            order.append(min(unvisited, key=lambda f: edge_s[order[-1], f]))
+            unvisited.remove(order[-1])
+        if edge_lengths(order) < best_lengths:
+            best_order, best_lengths = order, edge_lengths(order)
+    return best_order

@@ -1,5 +1,4 @@
-"""What a plan is searched for, and what the site offers to it: nodes and ranks of each fabric, sizes that divide a
-batch."""
+"""The planning problem and its choices: available nodes and GPUs per fabric, TP and micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from holmes_hpc.fabric.site import Fabric, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.parallel import undivided
 
-LARGEST_MICRO = 32
+MAX_MICRO_SIZE = 32
 
 
-class Question(NamedTuple):
-    """A model and a batch to train on a site, what is fixed of the plan, and the costs it is judged by."""
+class Problem(NamedTuple):
+    """A model and a batch to train on a site, the user's plan options, and the cost model."""
 
     model: ModelSpec
     batch: Batch
@@ -29,66 +28,71 @@ class Question(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What one fabric offers: `nodes` at most (just as many if `fixed`), `per_node` ranks on each."""
+class AvailableFabric:
+    """A fabric that a plan may use: at most `nodes` nodes (all of them if `is_fixed`), `gpus_per_node` ranks each."""
 
     fabric: Fabric
     nodes: int
-    per_node: int
-    fixed: bool
+    gpus_per_node: int
+    is_fixed: bool
 
 
-def offers(site: Site, options: PlanOptions) -> list[Offer]:
-    """The fabrics to plan with. Raises PlanError for a fabric, nodes or GPUs that the site does not have."""
-    wanted: Mapping[str, int | None] = options.nodes or {f.name: None for f in site.fabrics}
-    used = sorted((site.fabric(name) for name in wanted), key=site.fabrics.index)
-    found = [
-        Offer(f, wanted[f.name] or f.nodes, options.gpus_per_node or f.gpus_per_node, wanted[f.name] is not None)
-        for f in used
+def available_fabrics(site: Site, options: PlanOptions) -> list[AvailableFabric]:
+    """Return the fabrics to plan with. Raise PlanError for fabrics, nodes or GPUs that the site does not have."""
+    node_limits: Mapping[str, int | None] = options.nodes or {f.name: None for f in site.fabrics}
+    fabrics = sorted((site.fabric(name) for name in node_limits), key=site.fabrics.index)
+    available = [
+        AvailableFabric(
+            f,
+            node_limits[f.name] or f.nodes,
+            options.gpus_per_node or f.gpus_per_node,
+            is_fixed=node_limits[f.name] is not None,
+        )
+        for f in fabrics
     ]
     PlanError.refuse(
         *(
             (
-                name not in wanted,
+                name not in node_limits,
                 f"fabric_order names {name!r}",
                 "plan.fabric_order",
-                f"it is one of {', '.join(wanted)}",
+                f"choose from {', '.join(node_limits)}",
             )
             for name in options.fabric_order or ()
         ),
         *(
             case
-            for o in found
-            for f in [o.fabric]
+            for a in available
+            for f in [a.fabric]
             for case in (
                 (
-                    o.nodes > f.nodes,
-                    f"{o.nodes} nodes wanted, the site has {f.nodes}",
+                    a.nodes > f.nodes,
+                    f"{a.nodes} nodes requested, the site has {f.nodes}",
                     f"plan.nodes.{f.name}",
                     f"use at most {f.nodes}",
                 ),
                 (
-                    o.per_node > f.gpus_per_node,
-                    f"{o.per_node} GPUs a node wanted, a node has {f.gpus_per_node}",
+                    a.gpus_per_node > f.gpus_per_node,
+                    f"{a.gpus_per_node} GPUs per node requested, a node has {f.gpus_per_node}",
                     f"fabric {f.name}",
                     f"use at most {f.gpus_per_node}",
                 ),
             )
         ),
     )
-    return found
+    return available
 
 
-def tensor_sizes(model: ModelSpec, options: PlanOptions, usable: list[Offer]) -> list[int]:
-    """Return every TP by which the model's layers can be divided inside a node."""
-    sizes = [options.tp] if options.tp else range(1, max(o.per_node for o in usable) + 1)
+def tp_sizes(model: ModelSpec, options: PlanOptions, available: list[AvailableFabric]) -> list[int]:
+    """Return every TP that divides the model's layers and is no larger than a node."""
+    sizes = [options.tp] if options.tp else range(1, max(a.gpus_per_node for a in available) + 1)
     return [tp for tp in sizes if not undivided(model, tp)]
 
 
-def allowed(options: PlanOptions, layers: int, stages: Any, fabrics: Any) -> Any:
-    """Return whether a placement, or each of many, may have so many stages on so many fabrics."""
-    kept = (stages >= 1) & (stages <= layers) & (stages == (options.stages or stages))
-    return kept & {"one-fabric": fabrics == 1, "pipeline": fabrics > 1}.get(options.strategy, fabrics >= 1)
+def is_allowed(options: PlanOptions, layers: int, stages: Any, fabrics: Any) -> Any:
+    """Return whether a placement may have `stages` stages on `fabrics` fabrics (numbers or arrays)."""
+    has_valid_stages = (stages >= 1) & (stages <= layers) & (stages == (options.stages or stages))
+    return has_valid_stages & {"one-fabric": fabrics == 1, "pipeline": fabrics > 1}.get(options.strategy, fabrics >= 1)
 
 
 @lru_cache(maxsize=512)
@@ -97,7 +101,8 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def micro_sizes(batch: Batch, options: PlanOptions) -> list[int]:
+    """Return the micro-batch sizes to try, the batch's own first."""
     if not options.search_micro_size:
         return [batch.micro_size]
-    others = [m for m in divisors(batch.global_size) if m <= LARGEST_MICRO and m != batch.micro_size]
-    return [*([] if batch.global_size % batch.micro_size else [batch.micro_size]), *others]
+    alternatives = [m for m in divisors(batch.global_size) if m <= MAX_MICRO_SIZE and m != batch.micro_size]
+    return [*([] if batch.global_size % batch.micro_size else [batch.micro_size]), *alternatives]

@@ -1,7 +1,6 @@
-"""The placements worth a look: TP, DP, stages of each fabric, with a quick estimate of each one's step time.
+"""The search space: all placements worth a look, each with a quick estimate of its step time.
 
-By these a global batch near the one asked for is found that can be shared out better: 511 sequences leave few ways to,
-512 many.
+The estimates also serve to find a nearby global batch that divides better: 511 sequences have few divisors, 512 many.
 """
 
 from __future__ import annotations
@@ -14,90 +13,94 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.search.estimate import SMALL, Limit
+from holmes_hpc.planning.search.estimate import FEW_PLACEMENTS, Limit
+from holmes_hpc.planning.search.fabric_costs import FabricCosts
 from holmes_hpc.planning.search.hierarchies import hierarchies
 from holmes_hpc.planning.search.pipelines import pipelines
 from holmes_hpc.planning.search.placement import Placement
-from holmes_hpc.planning.search.problem import Question, divisors, micro_sizes, offers, tensor_sizes
-from holmes_hpc.planning.search.uniform import OneSize
+from holmes_hpc.planning.search.problem import Problem, available_fabrics, divisors, micro_sizes, tp_sizes
 
-EVEN = 16  # micro-batches of all ranks that are a multiple of this are shared out well as they are
-APART = 0.03  # a batch so much larger or smaller is near
-LOOKED_AT = 3
-WORTH = 0.05  # more samples a second than that are worth a remark
+EVEN_MICRO_BATCHES = 16  # a batch with a multiple of this many micro-batches divides well
+MAX_BATCH_CHANGE = 0.03  # a nearby batch differs by no more than this
+MAX_BATCHES_TRIED = 3
+MIN_BATCH_GAIN = 0.05  # more samples per second than this are worth a note
 
-MARGIN = 1.3  # placements estimated slower than the best on the same fabrics by more than this wait
+MARGIN = 1.3  # a placement waits if its estimate is longer than the best on the same fabrics by more than this
 
 
 class Space:
-    """All placements of one model and batch on one site under given options."""
+    """All placements of one model and batch on one site under the user's options."""
 
     def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
-        given, self.offers = options.layers_per_stage or (model.layers,), offers(site, options)
+        layers, self.available = options.layers_per_stage or (model.layers,), available_fabrics(site, options)
         PlanError.refuse(
             (
-                sum(given) != model.layers,
-                f"layers_per_stage {list(given)} are {sum(given)} layers, {model.name} has {model.layers}",
+                sum(layers) != model.layers,
+                f"layers_per_stage {list(layers)} are {sum(layers)} layers, {model.name} has {model.layers}",
                 "plan.layers_per_stage",
-                f"give numbers that sum up to {model.layers}",
+                f"give numbers that sum to {model.layers}",
             ),
             (
-                options.strategy == "pipeline" and len(self.offers) == 1,
-                f"a pipeline goes across fabrics, and there is {self.offers[0].fabric.name} alone",
+                options.strategy == "pipeline" and len(self.available) == 1,
+                f"a pipeline needs two fabrics or more, there is only {self.available[0].fabric.name}",
                 "plan.strategy",
-                "use one-fabric (or auto), or nodes of two fabrics",
+                "use one-fabric or auto, or add nodes of a second fabric",
             ),
         )
-        self.small = True  # after placements(): none was left out for its estimate
-        self._sizes: list[OneSize] = []
-        for micro in micro_sizes(batch, options):
-            for tp in tensor_sizes(model, options, self.offers) if batch.global_size % micro == 0 else ():
-                usable = [o for o in self.offers if o.per_node % tp == 0]
-                if usable and (len(usable) == len(self.offers) or not any(o.fixed for o in self.offers)):
-                    question = Question(model, batch, site, options, costs)
-                    self._sizes.append(OneSize(question, micro, tp, usable))
+        self.is_complete = True  # set by placements(): no placement was pruned
+        self._fabric_costs: list[FabricCosts] = []
+        for micro_size in micro_sizes(batch, options):
+            for tp in tp_sizes(model, options, self.available) if batch.global_size % micro_size == 0 else ():
+                usable = [a for a in self.available if a.gpus_per_node % tp == 0]
+                if usable and (len(usable) == len(self.available) or not any(a.is_fixed for a in self.available)):
+                    problem = Problem(model, batch, site, options, costs)
+                    self._fabric_costs.append(FabricCosts(problem, micro_size, tp, usable))
 
     def placements(self, margin: float = MARGIN) -> list[Placement]:
-        """Those estimated to take `margin` times as long as the best on the same fabrics at most. Sorted by estimate;
-        equal ones by fewer GPUs, smaller TP and names."""
-        limit = Limit(len(self.offers), margin)
-        found = list[Placement]()
-        for _, at, dp in sorted(
-            (size.least_s(dp), at, dp)
-            for at, size in enumerate(self._sizes)
-            for dp in divisors(size.shares)
+        """Return the placements whose estimate is at most `margin` times the best on the same fabrics.
+
+        They are sorted by estimate; ties by fewer GPUs, smaller TP and names.
+        """
+        limit, placements = Limit(len(self.available), margin), list[Placement]()
+        for _, index, dp in sorted(
+            (costs.bound_s(dp), index, dp)
+            for index, costs in enumerate(self._fabric_costs)
+            for dp in divisors(costs.micro_batches)
             if self.options.dp in (None, dp)
         ):
             if self.options.strategy != "hierarchical-dp":
-                found += pipelines(self._sizes[at], dp, limit)
+                placements += pipelines(self._fabric_costs[index], dp, limit)
             if self.options.strategy in ("auto", "hierarchical-dp"):
-                found += hierarchies(self._sizes[at], dp, limit)
-        self.small = limit.count <= SMALL
-        return sorted((p for p in found if p.least_s <= limit.most(p.fabrics)), key=Placement.key)
+                placements += hierarchies(self._fabric_costs[index], dp, limit)
+        self.is_complete = limit.count <= FEW_PLACEMENTS
+        return sorted((p for p in placements if p.estimate_s <= limit.max_s(p.fabrics)), key=Placement.sort_key)
 
 
-def near_batch(question: Question, best: Placement, seconds: float) -> Batch | None:
-    """Return the batch near the one asked for that may give the most samples a second, in micro-batches as those of
-    `best`, where a step takes `seconds`; None where none can give so many more that it is worth a remark."""
-    batch, options = question.batch, question.options
-    if options.dp is not None or batch.global_size // best.micro % EVEN == 0:
+def nearby_batch(problem: Problem, best: Placement, step_s: float) -> Batch | None:
+    """Return the nearby batch that may give the most samples per second; None if the gain is too small.
+
+    Its micro-batches are as large as those of `best`, whose step takes `step_s` seconds.
+    """
+    batch, options = problem.batch, problem.options
+    if options.dp is not None or batch.global_size // best.micro_size % EVEN_MICRO_BATCHES == 0:
         return None
-    told = replace(options, search_micro_size=False)
+    fixed_options = replace(options, search_micro_size=False)
 
-    def rate(size: int) -> float:
-        near = replace(batch, global_size=size, micro_size=best.micro)
-        found = Space(*question._replace(batch=near, options=told)).placements()
-        return size / min((p.least_s for p in found), default=inf)
+    def samples_per_s(size: int) -> float:
+        nearby = replace(batch, global_size=size, micro_size=best.micro_size)
+        placements = Space(*problem._replace(batch=nearby, options=fixed_options)).placements()
+        return size / min((p.estimate_s for p in placements), default=inf)
 
-    unit = EVEN * best.micro
-    size = batch.global_size
-    others = [n * unit for n in range(max(1, ceil(size * (1 - APART) / unit)), floor(size * (1 + APART) / unit) + 1)]
-    others.sort(key=lambda n: (-gcd(n // best.micro, best.gpus), -len(divisors(n // best.micro)), abs(n - size)))
-    rates = {n: rate(n) for n in others[:LOOKED_AT]}
-    own = size / seconds
-    worth = [n for n in rates if rates[n] > (1 + WORTH) * own]
-    if not worth:
+    unit, size = EVEN_MICRO_BATCHES * best.micro_size, batch.global_size
+    smallest, largest = ceil(size * (1 - MAX_BATCH_CHANGE) / unit), floor(size * (1 + MAX_BATCH_CHANGE) / unit)
+    sizes = [n * unit for n in range(max(1, smallest), largest + 1)]
+    sizes.sort(
+        key=lambda n: (-gcd(n // best.micro_size, best.gpus), -len(divisors(n // best.micro_size)), abs(n - size))
+    )
+    rates = {n: samples_per_s(n) for n in sizes[:MAX_BATCHES_TRIED]}
+    better = [n for n in rates if rates[n] > (1 + MIN_BATCH_GAIN) * (size / step_s)]
+    if not better:
         return None
-    most = max(rates.values())
-    return replace(batch, global_size=next(n for n in worth if rates[n] > most / (1 + WORTH)))
+    best_rate = max(rates.values())
+    return replace(batch, global_size=next(n for n in better if rates[n] > best_rate / (1 + MIN_BATCH_GAIN)))

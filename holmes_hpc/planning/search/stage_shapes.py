@@ -1,9 +1,9 @@
-"""On how many nodes each stage is, and its TP, where stages need not be equally wide: what promises a short step.
+"""Shapes of per-stage TP/DP layouts: the nodes and the TP of each stage, with the shortest estimated steps.
 
-What counts about such a *shape* is tau, the longest that any stage computes in a step: its share of the micro-batches
-times its layers. For each tau of a row of them, dynamic programming over each fabric's nodes finds how many layers k
-stages there can compute in that time; each choice of how many stages every fabric has takes the least tau at which
-these are all layers of the model. Beside tau a step takes what fills and drains the pipeline.
+The longest time tau that any stage computes in a step decides how good a shape is: its share of the micro-batches
+times its layers. For each tau of a series, dynamic programming over each fabric's nodes finds how many layers k stages
+can compute in that time. Each choice of stage counts per fabric gets the least tau in which all layers are computed.
+Filling and draining the pipeline adds to the step.
 """
 
 from __future__ import annotations
@@ -19,105 +19,120 @@ import numpy as np
 
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.planning.cost.memory import max_layers
-from holmes_hpc.planning.search.problem import Offer, Question, allowed, micro_sizes, offers, tensor_sizes
-from holmes_hpc.planning.search.stage_rows import Stages, StageTable, changed, orders
-from holmes_hpc.planning.search.uniform import OneSize
+from holmes_hpc.planning.search.fabric_costs import FabricCosts
+from holmes_hpc.planning.search.problem import (
+    AvailableFabric,
+    Problem,
+    available_fabrics,
+    is_allowed,
+    micro_sizes,
+    tp_sizes,
+)
+from holmes_hpc.planning.search.stage_lists import Stages, StageTable, neighbours, stage_orders
 
-FINE, WIDE = 1.006, 1.8  # taus: how much longer each is than the one before, and the last than the first
-MOST_STAGES = 12  # of one fabric
-COMBINATIONS = 8000  # of numbers of stages of all fabrics, at most
-FIRST, FAR = 12, 1.3  # shapes of one TP that are looked at first, and how much longer than the best they may seem
-KEPT = 24  # shapes of one micro-batch size, recomputation and choice of TPs
+TAU_STEP, TAU_RANGE = 1.006, 1.8  # ratio of each tau to the one before, and of the last to the first
+MAX_STAGES = 12  # on one fabric
+MAX_COMBINATIONS = 8000  # of stage counts of all fabrics
+EQUAL_TP_FIRST, EQUAL_TP_MARGIN = 12, 1.3  # shapes of one TP that come first, up to this times the best estimate
+MAX_SHAPES = 24  # of one micro-batch size, recomputation and choice of TPs
 
-LISTED = 3000  # rows of stages, in every order, up to which all are looked at
+MAX_LISTED = 3000  # lists of stages, in every order; up to this number, all are estimated
 FORWARD = 1 / 3  # of a layer's seconds
-CROWDED = 1.3  # what a NIC takes that is never idle, to the bytes it sends: it waits for those of other nodes
-LONGEST, STEPS = 64, 14  # a step to the least one there could be, at most; of a bisection
+NIC_WAIT = 1.3  # time of a NIC that always sends over that of its bytes: it waits for other nodes
+MAX_RATIO, BISECTION_STEPS = 64, 14  # the longest estimate over the least tau; steps of a bisection
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`stages`: (fabric's place among the offers, nodes, TP) of each, fabric after fabric; `estimate`: seconds of the
-    step, good enough to rank shapes."""
+    """The nodes and the TP of each stage. `stages`: (index of the fabric, nodes, TP), fabric after fabric.
 
-    micro: int
+    `estimate`: seconds of the step, good enough to rank shapes.
+    """
+
+    micro_size: int
     recompute: str
     stages: Stages
     estimate: float
-    kind: _OneKind = field(repr=False, compare=False)
+    estimator: _ShapeEstimator = field(repr=False, compare=False)
 
-    def near(self) -> list[Shape]:
-        """Those a change away, the most promising first."""
-        rows = (row for row in dict.fromkeys(changed(self.stages)) if self.kind.wanted(row))
-        found = (replace(self, stages=row, estimate=self.kind.estimate(row)) for row in rows)
-        return sorted((s for s in found if s.estimate < inf), key=lambda s: (s.estimate, s.stages))
+    def neighbours(self) -> list[Shape]:
+        """Return the shapes one change away, the shortest estimate first."""
+        lists = (stages for stages in dict.fromkeys(neighbours(self.stages)) if self.estimator.is_allowed(stages))
+        shapes = (replace(self, stages=stages, estimate=self.estimator.estimate(stages)) for stages in lists)
+        return sorted((s for s in shapes if s.estimate < inf), key=lambda s: (s.estimate, s.stages))
 
 
-def shapes(question: Question, limit: float = inf) -> list[Shape]:
-    """Return shapes whose step is estimated to take at most `limit` seconds, from the most promising on; but the best
-    few of each TP for all stages come first: unlike TPs look better in an estimate than they are."""
-    found = list[Shape]()
-    options, batch = question.options, question.batch
-    chosen = offers(question.site, options)
+def best_shapes(problem: Problem, max_s: float = inf) -> list[Shape]:
+    """Return the shapes whose step is estimated to take at most `max_s` seconds, the shortest first.
+
+    The best few with one TP for all stages come before them: the estimate flatters unequal TPs.
+    """
+    options, batch, shapes = problem.options, problem.batch, list[Shape]()
+    available = available_fabrics(problem.site, options)
     modes = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
     sizes = [m for m in micro_sizes(batch, options) if batch.global_size % m == 0]
-    for micro, recompute in product(sizes, modes):
-        found += _OneKind(question, chosen, micro, recompute, limit).shapes()
-    found.sort(key=lambda s: (s.estimate, len(s.stages), s.stages))
-    firsts, seen = list[Shape](), Counter[int]()
-    for shape in dict.fromkeys(found):
+    for micro_size, recompute in product(sizes, modes):
+        shapes += _ShapeEstimator(problem, available, micro_size, recompute, max_s).shapes()
+    shapes.sort(key=lambda s: (s.estimate, len(s.stages), s.stages))
+    equal_tp, counts = list[Shape](), Counter[int]()
+    for shape in dict.fromkeys(shapes):
         tps = {tp for *_, tp in shape.stages}
-        if len(tps) == 1 and shape.estimate < FAR * found[0].estimate:
-            seen.update(tps)
-            firsts += [shape] if seen[tps.pop()] <= FIRST else []
-    return [*firsts, *(shape for shape in found if shape not in set(firsts))]
+        if len(tps) == 1 and shape.estimate < EQUAL_TP_MARGIN * shapes[0].estimate:
+            counts.update(tps)
+            equal_tp += [shape] if counts[tps.pop()] <= EQUAL_TP_FIRST else []
+    return [*equal_tp, *(shape for shape in shapes if shape not in set(equal_tp))]
 
 
-class _OneKind:
-    """The shapes of one micro-batch size and one recomputation."""
+class _ShapeEstimator:
+    """The shapes of one micro-batch size and recomputation, and their estimates."""
 
-    def __init__(self, question: Question, chosen: list[Offer], micro: int, recompute: str, limit: float) -> None:
-        self.model, self.options, self.costs = question.model, question.options, question.costs
-        self.chosen, self.limit = chosen, limit
-        self.batch, self.recompute = replace(question.batch, micro_size=micro), recompute
+    def __init__(
+        self, problem: Problem, available: list[AvailableFabric], micro_size: int, recompute: str, max_s: float
+    ) -> None:
+        self.model, self.options, self.cost_model = problem.model, problem.options, problem.costs
+        self.available, self.max_s = available, max_s
+        self.batch, self.recompute = replace(problem.batch, micro_size=micro_size), recompute
         self.micro_batches = self.batch.micro_batches(1)
-        own = question._replace(options=replace(self.options, recompute=recompute))
-        self.sizes = {
-            tp: OneSize(own, micro, tp, usable)
-            for tp in tensor_sizes(self.model, self.options, chosen)
-            if (usable := [o for o in chosen if o.per_node % tp == 0]) and self.batch.sequence_length % tp == 0
+        problem = problem._replace(options=replace(self.options, recompute=recompute))
+        self.costs_by_tp = {
+            tp: FabricCosts(problem, micro_size, tp, usable)
+            for tp in tp_sizes(self.model, self.options, available)
+            if (usable := [a for a in available if a.gpus_per_node % tp == 0]) and self.batch.sequence_length % tp == 0
         }
 
     def _stage(self, fabric: int, tp: int) -> tuple[np.ndarray, np.ndarray, float] | None:
-        """Of stages with `tp` on 1 to N nodes of a fabric: (seconds of a step for each layer, layers that fit), (N,)
-        each, and seconds of a layer for one micro-batch; None where there are none such."""
-        offer, size = self.chosen[fabric], self.sizes[tp]
-        if offer.per_node % tp:
+        """Return the costs of a stage with TP `tp` on 1 to N nodes of a fabric; None if TP does not divide a node.
+
+        They are: seconds of a step per layer, (N,); layers that fit in memory, (N,); and the seconds of one layer for
+        one micro-batch.
+        """
+        available, costs = self.available[fabric], self.costs_by_tp[tp]
+        if available.gpus_per_node % tp:
             return None
-        at = self._at(fabric, tp)
-        nodes = np.arange(1, offer.nodes + 1)
-        dp = nodes * (offer.per_node // tp)
-        each = size.seconds[at]
+        index = self._index(fabric, tp)
+        nodes = np.arange(1, available.nodes + 1)
+        dp = nodes * (available.gpus_per_node // tp)
+        layer_s = costs.layer_s_list[index]
         reduce, gather = np.zeros(len(nodes)), np.zeros(len(nodes))
-        for first, some in ((2, nodes > 1), (1, nodes == 1)):  # inside a node it goes by NVLink
-            told = first * (offer.per_node // tp)
-            whole = [float(part[at]) / max(1, told - 1) * told for part in size.sync_s(told)]
+        for node_count, mask in ((2, nodes > 1), (1, nodes == 1)):  # a single node uses NVLink
+            sample_dp = node_count * (available.gpus_per_node // tp)
+            limits = [float(s[index]) / max(1, sample_dp - 1) * sample_dp for s in costs.sync_s(sample_dp)]
             reduce, gather = (
-                np.where(some, w * (dp - 1) / dp, was) for w, was in zip(whole, (reduce, gather), strict=True)
+                np.where(mask, limit * (dp - 1) / dp, s) for limit, s in zip(limits, (reduce, gather), strict=True)
             )
-        shown = np.maximum(0, reduce - each * 2 / 3) + np.maximum(0, gather - each / 3)
-        seconds = -(-self.micro_batches // dp) * each + shown
-        parallel = tp > 1 and self.options.sequence_parallel is not False
+        exposed = np.maximum(0, reduce - layer_s * 2 / 3) + np.maximum(0, gather - layer_s / 3)
+        step_s = -(-self.micro_batches // dp) * layer_s + exposed
+        sequence_parallel = tp > 1 and self.options.sequence_parallel is not False
         fit = np.array(
             [
                 float(
                     max_layers(
                         self.model,
                         self.batch,
-                        self.costs,
-                        gpu=offer.fabric.gpu,
+                        self.cost_model,
+                        gpu=available.fabric.gpu,
                         tp=tp,
-                        sequence_parallel=parallel,
+                        sequence_parallel=sequence_parallel,
                         recompute=self.recompute,
                         shards=int(d),
                         depth=np.ones(1),
@@ -127,201 +142,208 @@ class _OneKind:
                 for d in dp
             ]
         )
-        return np.where(dp <= self.micro_batches, seconds, np.inf), fit, each
+        return np.where(dp <= self.micro_batches, step_s, np.inf), fit, layer_s
 
     @cached_property
-    def _kinds(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray, float]]:
-        """:meth:`_stage` of each fabric and TP where there is one."""
-        found = ((f, tp, self._stage(f, tp)) for f in range(len(self.chosen)) for tp in self.sizes)
-        return {(f, tp): stage for f, tp, stage in found if stage is not None}
+    def _stage_costs(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray, float]]:
+        """The :meth:`_stage` of each fabric and TP that have one."""
+        costs = ((f, tp, self._stage(f, tp)) for f in range(len(self.available)) for tp in self.costs_by_tp)
+        return {(f, tp): stage for f, tp, stage in costs if stage is not None}
 
     @cached_property
     def _tables(self) -> dict[tuple[int, tuple[int, ...]], StageTable]:
-        found = {}
-        for fabric, offer in enumerate(self.chosen):
-            each = {tp: self._kinds[fabric, tp] for tp in self.sizes if (fabric, tp) in self._kinds}
-            sets = [(tp,) for tp in each] + ([tuple(each)] if len(each) > 1 else [])
-            for tps in sets:
-                found[fabric, tps] = StageTable(tps, [each[tp] for tp in tps], offer, self._most_stages, self.taus)
-        return found
+        """The table of each fabric and choice of TPs: each TP alone, and all of them."""
+        tables = {}
+        for f, available in enumerate(self.available):
+            per_tp = {tp: self._stage_costs[f, tp] for tp in self.costs_by_tp if (f, tp) in self._stage_costs}
+            for tps in [(tp,) for tp in per_tp] + ([tuple(per_tp)] if len(per_tp) > 1 else []):
+                tables[f, tps] = StageTable(tps, [per_tp[tp] for tp in tps], available, self._max_stages, self.taus)
+        return tables
 
     @property
-    def _most_stages(self) -> int:
-        return min(MOST_STAGES, self.model.layers, int(COMBINATIONS ** (1 / len(self.chosen))) - 1)
+    def _max_stages(self) -> int:
+        return min(MAX_STAGES, self.model.layers, int(MAX_COMBINATIONS ** (1 / len(self.available))) - 1)
 
     @cached_property
-    def _needed(self) -> int:
-        """Layers that all stages have to compute, the output matrix's as many as it takes."""
-        return self.model.layers + int(min(size.head / min(size.seconds) for size in self.sizes.values()))
+    def _needed_layers(self) -> int:
+        """The layers that all stages compute together, including the output layer as its number of layers."""
+        return self.model.layers + int(min(c.head_s / min(c.layer_s_list) for c in self.costs_by_tp.values()))
 
     @cached_property
     def taus(self) -> np.ndarray:
-        """From the time in which all nodes together would compute all layers if these could be cut at will."""
-        rate = 0.0
-        for offer in self.chosen:
-            rate += max(
+        """The series of taus. The first is the time of all layers, divided perfectly, on all nodes together."""
+        layers_per_s = 0.0
+        for available in self.available:
+            layers_per_s += max(
                 (
-                    offer.nodes * offer.per_node / tp / size.seconds[size.offers.index(offer)]
-                    for tp, size in self.sizes.items()
-                    if offer in size.offers
+                    available.nodes * available.gpus_per_node / tp / c.layer_s_list[c.available.index(available)]
+                    for tp, c in self.costs_by_tp.items()
+                    if available in c.available
                 ),
                 default=0.0,
             )
-        least = self._needed * self.micro_batches / rate
-        return np.asarray(least * FINE ** np.arange(int(np.log(WIDE) / np.log(FINE))))
+        least = self._needed_layers * self.micro_batches / layers_per_s
+        return np.asarray(least * TAU_STEP ** np.arange(int(np.log(TAU_RANGE) / np.log(TAU_STEP))))
 
     def shapes(self) -> list[Shape]:
-        """In every order that is looked at; all there are, where these are few."""
-        if not self.sizes:
+        """Return all shapes if they are few, else the best of each choice of TPs; in several orders of the stages."""
+        if not self.costs_by_tp:
             return []
-        rows = self._listed()
-        if rows is None:
-            made = (
-                row for sets in self._choices() for row in self._of([self._tables[f, t] for f, t in enumerate(sets)])
+        lists = self._all_lists()
+        if lists is None:
+            best = (
+                stages
+                for tp_sets in self._tp_choices()
+                for stages in self._best_lists([self._tables[f, tps] for f, tps in enumerate(tp_sets)])
             )
-            rows = list(dict.fromkeys(order for row in made for order in orders(row)))
-        found = (Shape(self.batch.micro_size, self.recompute, row, self.estimate(row), self) for row in rows)
-        return [shape for shape in found if shape.estimate < inf]
+            lists = list(dict.fromkeys(order for stages in best for order in stage_orders(stages)))
+        shapes = (Shape(self.batch.micro_size, self.recompute, s, self.estimate(s), self) for s in lists)
+        return [shape for shape in shapes if shape.estimate < inf]
 
-    def _choices(self) -> list[tuple[tuple[int, ...], ...]]:
-        """The TPs to choose from in each fabric: one for all, any, and of few fabrics each one for itself."""
-        own = [[tps for f, tps in self._tables if f == fabric] for fabric in range(len(self.chosen))]
-        if any(not tps for tps in own):
+    def _tp_choices(self) -> list[tuple[tuple[int, ...], ...]]:
+        """Return the choices of TPs per fabric: one TP for all, or any TP. For two fabrics, all combinations."""
+        tp_sets = [[tps for f, tps in self._tables if f == fabric] for fabric in range(len(self.available))]
+        if any(not sets for sets in tp_sets):
             return []
-        every = [max(tps, key=len) for tps in own]
-        if len(own) <= 2:
-            return list(product(*own))
-        return [tuple((tp,) if (tp,) in tps else every[f] for f, tps in enumerate(own)) for tp in self.sizes] + [
-            tuple(every)
-        ]
+        any_tp = [max(sets, key=len) for sets in tp_sets]
+        if len(tp_sets) <= 2:
+            return list(product(*tp_sets))
+        return [
+            tuple((tp,) if (tp,) in sets else any_tp[f] for f, sets in enumerate(tp_sets)) for tp in self.costs_by_tp
+        ] + [tuple(any_tp)]
 
-    def _of(self, tables: list[StageTable]) -> Iterator[list[tuple[int, int, int]]]:
-        """Of the numbers of stages on each fabric that promise most, the stages."""
+    def _best_lists(self, tables: list[StageTable]) -> Iterator[list[tuple[int, int, int]]]:
+        """Yield the stages of the stage counts per fabric with the shortest estimated steps."""
         counts = np.stack(np.meshgrid(*(np.arange(t.reach.shape[0]) for t in tables), indexing="ij"), axis=-1).reshape(
             -1, len(tables)
         )
         stages = counts.sum(axis=1)
-        kept = allowed(self.options, self.model.layers, stages, (counts > 0).sum(axis=1))
-        for f, offer in enumerate(self.chosen):
-            kept &= counts[:, f] > 0 if offer.fixed else True
-        counts, stages = counts[kept], stages[kept]
-        layers = sum((t.reach[counts[:, f]] for f, t in enumerate(tables)), np.zeros(()))  # (rows, taus)
-        enough = layers >= self._needed
-        possible = enough.any(axis=1)
-        counts, stages, first = counts[possible], stages[possible], np.argmax(enough[possible], axis=1)
+        is_valid = is_allowed(self.options, self.model.layers, stages, (counts > 0).sum(axis=1))
+        for f, available in enumerate(self.available):
+            is_valid &= counts[:, f] > 0 if available.is_fixed else True
+        counts, stages = counts[is_valid], stages[is_valid]
+        layers = sum((t.reach[counts[:, f]] for f, t in enumerate(tables)), np.zeros(()))  # (combinations, taus)
+        is_enough = layers >= self._needed_layers
+        is_possible = is_enough.any(axis=1)
+        counts, stages, first = counts[is_possible], stages[is_possible], np.argmax(is_enough[is_possible], axis=1)
         if not len(counts):
             return
-        share = np.stack([t.reach[counts[:, f], first] for f, t in enumerate(tables)], axis=1)
-        way = (share / share.sum(axis=1, keepdims=True)) @ np.array([t.each for t in tables]) * self.model.layers
-        wire = np.zeros(len(counts))  # at least, of a fabric's stages that are as wide as can be beside each other
+        reach = np.stack([t.reach[counts[:, f], first] for f, t in enumerate(tables)], axis=1)
+        shares = reach / reach.sum(axis=1, keepdims=True)
+        latency = shares @ np.array([t.layer_s for t in tables]) * self.model.layers  # of one micro-batch
+        transfer = np.zeros(len(counts))  # lower bound, with a fabric's stages as wide as possible
         for f, table in enumerate(tables if len(tables) > 1 else ()):
-            least = min(self._moved[f, g, table.tps[0]] for g in range(len(tables)) if g != f)
-            crossed = (counts[:, f] > 0) & (counts[:, f] < stages)
-            wire = np.maximum(wire, np.where(crossed, least * counts[:, f] / table.offer.nodes, 0.0))
-        seconds = np.maximum(tables[0].taus[first], wire) + way * (1 - 1 / stages)
-        for at in np.argsort(seconds, kind="stable")[:KEPT].tolist():
-            tau = int(first[at])
-            yield [(f, *stage) for f, table in enumerate(tables) for stage in table.stages(int(counts[at, f]), tau)]
+            least = min(self._transfers_s[f, g, table.tps[0]] for g in range(len(tables)) if g != f)
+            has_edge = (counts[:, f] > 0) & (counts[:, f] < stages)
+            transfer = np.maximum(transfer, np.where(has_edge, least * counts[:, f] / table.available.nodes, 0.0))
+        seconds = np.maximum(tables[0].taus[first], transfer) + latency * (1 - 1 / stages)
+        for i in np.argsort(seconds, kind="stable")[:MAX_SHAPES].tolist():
+            tau = int(first[i])
+            yield [(f, *stage) for f, table in enumerate(tables) for stage in table.stages(int(counts[i, f]), tau)]
 
-    def _listed(self) -> list[Stages] | None:
-        """Every row of stages there can be, in every order; None where these are too many to look at each."""
-        count, of_fabrics = factorial(len(self.chosen)), list[list[Stages]]()
-        for f, offer in enumerate(self.chosen):
-            tps = sum(offer.per_node % tp == 0 for tp in self.sizes)
-            count *= tps * (tps + 1) ** (offer.nodes - 1) if offer.fixed else (tps + 1) ** offer.nodes
-            if count > LISTED:
+    def _all_lists(self) -> list[Stages] | None:
+        """Return every possible list of stages, in every order; None if there are too many."""
+        count, per_fabric = factorial(len(self.available)), list[list[Stages]]()
+        for f, available in enumerate(self.available):
+            tps = sum(available.gpus_per_node % tp == 0 for tp in self.costs_by_tp)
+            count *= tps * (tps + 1) ** (available.nodes - 1) if available.is_fixed else (tps + 1) ** available.nodes
+            if count > MAX_LISTED:
                 return None
-            of_fabrics.append(self._on(f))
-        found = list[Stages]()
-        for order in permutations(range(len(self.chosen))):
-            found += [sum(parts, ()) for parts in product(*(of_fabrics[f] for f in order))]
-        return [stages for stages in dict.fromkeys(found) if self.wanted(stages)]
+            per_fabric.append(self._lists_on(f))
+        lists = list[Stages]()
+        for order in permutations(range(len(self.available))):
+            lists += [sum(parts, ()) for parts in product(*(per_fabric[f] for f in order))]
+        return [stages for stages in dict.fromkeys(lists) if self.is_allowed(stages)]
 
-    def _on(self, fabric: int) -> list[Stages]:
-        """Every row of stages on one fabric, that of none included."""
-        offer = self.chosen[fabric]
-        ends: list[list[Stages]] = [[()]]  # by the number of nodes
-        for nodes in range(1, offer.nodes + 1):
-            ends.append(
+    def _lists_on(self, fabric: int) -> list[Stages]:
+        """Return every list of stages on one fabric, including the empty one."""
+        available = self.available[fabric]
+        by_nodes: list[list[Stages]] = [[()]]  # by the number of nodes
+        for nodes in range(1, available.nodes + 1):
+            by_nodes.append(
                 [
-                    (*before, (fabric, n, tp))
+                    (*above, (fabric, n, tp))
                     for n in range(1, nodes + 1)
-                    for before in ends[nodes - n]
-                    for tp in self.sizes
-                    if (fabric, tp) in self._kinds
+                    for above in by_nodes[nodes - n]
+                    for tp in self.costs_by_tp
+                    if (fabric, tp) in self._stage_costs
                 ]
             )
-        return ends[-1] if offer.fixed else [stages for some in ends for stages in some]
+        return by_nodes[-1] if available.is_fixed else [stages for lists in by_nodes for stages in lists]
 
-    def wanted(self, stages: Stages) -> bool:
-        """Return whether there may be such stages."""
-        return bool(allowed(self.options, self.model.layers, len(stages), len({f for f, *_ in stages})))
+    def is_allowed(self, stages: Stages) -> bool:
+        """Return whether the options allow such stages."""
+        return bool(is_allowed(self.options, self.model.layers, len(stages), len({f for f, *_ in stages})))
 
     def estimate(self, stages: Stages) -> float:
-        """Seconds of the step, infinite where the layers do not fit, or not within `limit`. For a limit of the step,
-        stage after stage gets as
-        many layers as it can compute between the first micro-batch's coming and the last gradients' way up; the least
-        limit counts that deals out all. A stage of more replicas than one above waits for that one to have computed a
-        micro-batch for each of them; and all transfers of one node may take longer."""
-        m, rows, moved = self.micro_batches, [], 0.0
-        sent = [[0.0, 0.0] for _ in stages]  # seconds for which a node of each sends in its fabric, to another one
-        for at, (f, nodes, tp) in enumerate(stages):
-            seconds, fit, each = self._kinds[f, tp]
-            dp = nodes * (self.chosen[f].per_node // tp)
+        """Return the seconds of the step; infinite if the layers do not fit, or not within `max_s`.
+
+        For a given step time, stage after stage gets as many layers as it can compute between the arrival of the first
+        micro-batch and the return of the last gradients. The estimate is the least time that assigns all layers. A
+        stage with more replicas than one above waits until that one has computed a micro-batch for each of them. If
+        all transfers of one node take longer, they count instead.
+        """
+        m, costs, transfer = self.micro_batches, [], 0.0
+        nic_s = [[0.0, 0.0] for _ in stages]  # a node of each stage sends so long inside its fabric, and outside
+        for s, (f, nodes, tp) in enumerate(stages):
+            step_s, fit, layer_s = self._stage_costs[f, tp]
+            dp = nodes * (self.available[f].gpus_per_node // tp)
             if dp > m:
                 return inf
-            if at:
-                above, wide, other = stages[at - 1]
-                down, up = self._moved[above, f, other], self._moved[f, above, tp]
-                per_wave = (self.chosen[g].per_node / t / m for g, t in ((above, other), (f, tp)))
-                moved = sum(s * w for s, w in zip((down, up), per_wave, strict=True))
-                sent[at - 1][f != above] += down / wide
-                sent[at][f != above] += up / nodes
-            head = self.sizes[tp].head * -(-m // dp) if at == len(stages) - 1 else 0.0
-            rows.append((each, float(seconds[nodes - 1]), float(fit[nodes - 1]), dp, moved, head))
+            if s:
+                f_above, nodes_above, tp_above = stages[s - 1]
+                down, up = self._transfers_s[f_above, f, tp_above], self._transfers_s[f, f_above, tp]
+                shares = (self.available[g].gpus_per_node / t / m for g, t in ((f_above, tp_above), (f, tp)))
+                transfer = sum(seconds * share for seconds, share in zip((down, up), shares, strict=True))
+                nic_s[s - 1][f != f_above] += down / nodes_above
+                nic_s[s][f != f_above] += up / nodes
+            head = self.costs_by_tp[tp].head_s * -(-m // dp) if s == len(stages) - 1 else 0.0
+            costs.append((layer_s, float(step_s[nodes - 1]), float(fit[nodes - 1]), dp, transfer, head))
 
-        def dealt(limit: float) -> tuple[float, float]:
-            """(Layers dealt out, seconds of one micro-batch's way through all stages but the last.)"""
-            count = gone = way = slow = 0.0
-            wave = 1  # replicas of the stage above that takes longest for as many micro-batches, `slow` for each wave
-            for each, whole, fit, dp, moved, head in rows:
-                way = gone = gone + moved
-                room = min(
-                    limit - gone - head - (m - 1) % dp // wave * slow,  # the last replica with the larger share
-                    (limit - gone - head - (dp - 1) // wave * slow) * -(-m // dp) / (m // dp),  # the last one
+        def assign(limit: float) -> tuple[float, float]:
+            """Return (layers assigned, seconds of one micro-batch through all stages but the last)."""
+            count = elapsed = arrival = wave_s = 0.0
+            wave = 1  # replicas of the slowest stage above; it needs `wave_s` for one micro-batch on each
+            for layer_s, step_s, fit, dp, transfer, head in costs:
+                arrival = elapsed = elapsed + transfer
+                compute_s = min(
+                    limit - elapsed - head - (m - 1) % dp // wave * wave_s,  # the last replica with the larger share
+                    (limit - elapsed - head - (dp - 1) // wave * wave_s) * -(-m // dp) / (m // dp),  # the last replica
                 )
-                made = min(fit, room / whole + 1e-9) // 1
-                if made < 1:
-                    return 0.0, way
-                count, gone = count + made, gone + made * each
-                if made * each * FORWARD * wave >= slow * dp:
-                    wave, slow = dp, made * each * FORWARD
-            return count, way
+                layers = min(fit, compute_s / step_s + 1e-9) // 1
+                if layers < 1:
+                    return 0.0, arrival
+                count, elapsed = count + layers, elapsed + layers * layer_s
+                if layers * layer_s * FORWARD * wave >= wave_s * dp:
+                    wave, wave_s = dp, layers * layer_s * FORWARD
+            return count, arrival
 
-        low, high = self.taus[0] / 2, min(self.taus[0] * LONGEST, self.limit)
-        if dealt(high)[0] < self.model.layers:
+        low, high = self.taus[0] / 2, min(self.taus[0] * MAX_RATIO, self.max_s)
+        if assign(high)[0] < self.model.layers:
             return inf
-        for _ in range(STEPS):
+        for _ in range(BISECTION_STEPS):
             middle = (low * high) ** 0.5
-            low, high = (low, middle) if dealt(middle)[0] >= self.model.layers else (middle, high)
-        busiest = max(map(max, sent))
-        return max(high, CROWDED * busiest, busiest + dealt(high)[1])
+            low, high = (low, middle) if assign(middle)[0] >= self.model.layers else (middle, high)
+        busiest_nic = max(map(max, nic_s))
+        return max(high, NIC_WAIT * busiest_nic, busiest_nic + assign(high)[1])
 
     @cached_property
-    def _moved(self) -> dict[tuple[int, int, int], float]:
-        """The seconds for which one node of a fabric would send a step's activations to another, by (the one, the
-        other, TP)."""
-        return {(f, g, tp): self._moved_s(f, g, tp) for f, tp in self._kinds for g in range(len(self.chosen))}
+    def _transfers_s(self) -> dict[tuple[int, int, int], float]:
+        """The seconds in which one node would send a step's activations, by (its fabric, the other fabric, TP)."""
+        return {
+            (f, g, tp): self._transfer_s(f, g, tp)
+            for (f, tp), g in product(self._stage_costs, range(len(self.available)))
+        }
 
-    def _moved_s(self, source: int, target: int, tp: int) -> float:
-        size = self.sizes[tp]
-        at = self._at(source, tp)
-        to = next((i for i, o in enumerate(size.offers) if o is self.chosen[target]), None)
-        gbps = size.ethernet[at] if to is None else size.between[at, to]
+    def _transfer_s(self, source: int, target: int, tp: int) -> float:
+        costs = self.costs_by_tp[tp]
+        index = self._index(source, tp)
+        target_index = next((i for i, a in enumerate(costs.available) if a is self.available[target]), None)
+        gbps = costs.ethernet_gbps[index] if target_index is None else costs.between_gbps[index, target_index]
         if source == target:
-            gbps = size.networks[""][at]
-        element = self.costs.weight_bytes(self.chosen[source].fabric.gpu)
-        return self.batch.tokens * self.model.hidden * element * 8e-9 / float(gbps)
+            gbps = costs.inside_gbps[""][index]
+        element_bytes = self.cost_model.weight_bytes(self.available[source].fabric.gpu)
+        return self.batch.tokens * self.model.hidden * element_bytes * 8e-9 / float(gbps)
 
-    def _at(self, fabric: int, tp: int) -> int:
-        return self.sizes[tp].offers.index(self.chosen[fabric])
+    def _index(self, fabric: int, tp: int) -> int:
+        return self.costs_by_tp[tp].available.index(self.available[fabric])

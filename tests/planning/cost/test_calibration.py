@@ -24,7 +24,7 @@ from holmes_hpc.planning.cost.flops import head_flops, layer_flops
 from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.traffic import transfers_s
-from holmes_hpc.planning.search.best import best_plan, given_plan
+from holmes_hpc.planning.search.best import best_plan, fixed_plan
 
 MODEL, BATCH = named("gpt_3_6b"), Batch(256, 4, 2048)
 V100 = Gpu("v100-32gb", 125, 32, 1200)
@@ -77,7 +77,7 @@ def test_an_unmeasured_gpu_kind_uses_its_table_and_the_plan_notes_it() -> None:
     for fabric in (one_fabric(A100, "h"), one_fabric(V100, "v")):  # the fabric's name does not match either
         assert Costs(calibration).layer_s(MODEL, BATCH, 1, fabric) == Costs().layer_s(MODEL, BATCH, 1, fabric)
         assert Costs(calibration).pass_s(fabric) == Costs().pass_s(fabric) != 0.3
-    plan = given_plan(MODEL, BATCH, TWO, PlanOptions(tp=1, pp=2, dp=16), Costs(calibration))
+    plan = fixed_plan(MODEL, BATCH, TWO, PlanOptions(tp=1, pp=2, dp=16), Costs(calibration))
     notes = [a for a in plan.assumptions if "compute times of" in a]
     assert len(notes) == 1 and A100.name in notes[0] and "the calibration has other GPUs" in notes[0]
 
@@ -89,7 +89,7 @@ def test_an_unmeasured_fabric_uses_times_of_a_fabric_with_the_same_gpus() -> Non
     assert Costs(Calibration((first, second))).layer_s(MODEL, BATCH, 1, b)[0] == pytest.approx(0.03)
     assert Costs(Calibration((first,))).layer_s(MODEL, BATCH, 1, b)[0] == pytest.approx(0.02)
     assert Costs(Calibration((first,))).layer_s(MODEL, BATCH, 1, c)[0] == pytest.approx(0.02)  # another spelling
-    plan = given_plan(MODEL, BATCH, Site("b", (b,)), PlanOptions(tp=1, pp=1, dp=8), Costs(Calibration((first,))))
+    plan = fixed_plan(MODEL, BATCH, Site("b", (b,)), PlanOptions(tp=1, pp=1, dp=8), Costs(Calibration((first,))))
     assert "layer times on b assumed as measured on a, with the same GPUs" in plan.assumptions
 
 
@@ -117,7 +117,7 @@ def test_each_fabric_uses_its_measured_links() -> None:
             )
         )
     )
-    plan = given_plan(MODEL, BATCH, TWO, PlanOptions(tp=2, pp=2, dp=8), costs)
+    plan = fixed_plan(MODEL, BATCH, TWO, PlanOptions(tp=2, pp=2, dp=8), costs)
     layout = Layout.of(plan, costs)
     transports = {c.fabric: layout.intra_dp_transport(0, c.stages[0]) for c in layout.components}
     efficiencies = {name: costs.link(t, TWO.fabric(name)).efficiency for name, t in transports.items()}
@@ -153,11 +153,11 @@ def test_calibrations_of_earlier_releases_are_read() -> None:
     costs = Costs(calibration)
     assert costs.layer_s(MODEL, BATCH, 1, TWO.fabric("a")) == pytest.approx((0.02, 0.04))
     assert costs.layer_s(MODEL, BATCH, 1, TWO.fabric("h")) == Costs().layer_s(MODEL, BATCH, 1, TWO.fabric("h"))
-    plan = given_plan(MODEL, BATCH, TWO, PlanOptions(tp=1, pp=2, dp=16), costs)
+    plan = fixed_plan(MODEL, BATCH, TWO, PlanOptions(tp=1, pp=2, dp=16), costs)
     assert any("names no GPU kind, the site has a100-80gb and h100-80gb" in a for a in plan.assumptions)
     assert not any(
         "names no GPU kind" in a
-        for a in given_plan(MODEL, BATCH, two_clusters(), PlanOptions(tp=1, pp=2, dp=32), costs).assumptions
+        for a in fixed_plan(MODEL, BATCH, two_clusters(), PlanOptions(tp=1, pp=2, dp=32), costs).assumptions
     )
 
 
@@ -195,8 +195,8 @@ def test_tp_collectives_use_the_measured_link_inside_nodes() -> None:
 def test_a_plan_notes_an_unmeasured_tp() -> None:
     costs = Costs(Calibration((table_times(TWO.fabrics[0], [BATCH], 1),)))
     site = Site("a", TWO.fabrics[:1])
-    two = given_plan(MODEL, BATCH, site, PlanOptions(tp=2, pp=1, dp=8), costs).assumptions
-    one = given_plan(MODEL, BATCH, site, PlanOptions(tp=1, pp=1, dp=16), costs).assumptions
+    two = fixed_plan(MODEL, BATCH, site, PlanOptions(tp=2, pp=1, dp=8), costs).assumptions
+    one = fixed_plan(MODEL, BATCH, site, PlanOptions(tp=1, pp=1, dp=16), costs).assumptions
     assert [a for a in two if "layers at TP 2 estimated from TP 1" in a] and not [a for a in one if "estimated" in a]
 
 
@@ -270,7 +270,7 @@ def test_measured_links_override_the_links_of_the_site() -> None:
     site = replace(TWO, links=(FabricLink(("a", "h"), gbps=10, delay_ms=1),))
     costs = Costs(Calibration(between=(FabricLink(("h", "a"), gbps=2.5, delay_ms=8),)))
     options = PlanOptions(tp=2, pp=2, dp=8)
-    stated, measured = (given_plan(MODEL, BATCH, site, options, c) for c in (Costs(), costs))
+    stated, measured = (fixed_plan(MODEL, BATCH, site, options, c) for c in (Costs(), costs))
     assert measured.site.link("a", "h") == FabricLink(("h", "a"), gbps=2.5, delay_ms=8)
     transfers = [transfers_s(Layout.of(stated, c), 0)[0][0] for c in (Costs(), costs)]
     assert transfers[1] > 3 * transfers[0]  # a plan's own prediction as well
@@ -301,7 +301,7 @@ def test_each_gpu_kind_uses_its_own_attention_and_norm() -> None:
         TWO, fabrics=(TWO.fabrics[0], one_fabric(replace(H100, attention="unfused", fused_norm=False), "h", 2))
     )
     options, plain = PlanOptions(tp=1, pp=2, dp=16, fabric_order=("a", "h")), Costs()
-    fused, mixed = (given_plan(MODEL, BATCH, site, options, plain) for site in (TWO, unfused))
+    fused, mixed = (fixed_plan(MODEL, BATCH, site, options, plain) for site in (TWO, unfused))
     assert plain.layer_s(MODEL, BATCH, 1, unfused.fabric("h")) > plain.layer_s(MODEL, BATCH, 1, TWO.fabric("h"))
     assert plain.layer_s(MODEL, BATCH, 1, unfused.fabric("a")) == plain.layer_s(MODEL, BATCH, 1, TWO.fabric("a"))
     assert fused.predicted and mixed.predicted
@@ -311,7 +311,7 @@ def test_each_gpu_kind_uses_its_own_attention_and_norm() -> None:
     notes = [a for a in mixed.assumptions if "fused attention by" in a]
     assert len(notes) == 1 and len([a for a in fused.assumptions if "fused attention by" in a]) == 1
     flash_site = Site("h", (one_fabric(replace(H100, attention="flash"), "h", 2),))
-    flash_plan = given_plan(MODEL, BATCH, flash_site, PlanOptions(tp=1, pp=1, dp=16), plain)
+    flash_plan = fixed_plan(MODEL, BATCH, flash_site, PlanOptions(tp=1, pp=1, dp=16), plain)
     assert not [a for a in flash_plan.assumptions if "fused attention by" in a]
 
 

@@ -23,7 +23,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array, predict
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.search.best import given_plan
+from holmes_hpc.planning.search.best import fixed_plan
 from holmes_hpc.records.run import RunDirectory
 
 pytestmark = pytest.mark.integration
@@ -40,7 +40,7 @@ LAYOUTS = (
     PlanOptions(tp=2, pp=1, dp=8, nodes={"a": 2}),
     PlanOptions(tp=1, pp=1, dp=16, nodes={"h": 2}),
 )
-PLANS = [given_plan(MODEL, BATCH, SITE, options, Costs()) for options in LAYOUTS]
+PLANS = [fixed_plan(MODEL, BATCH, SITE, options, Costs()) for options in LAYOUTS]
 
 
 def simulated(plan: Plan, corrections: Corrections, costs: Costs = Costs()) -> ObservedRun:
@@ -66,7 +66,7 @@ def test_the_fit_recovers_the_factors_of_simulated_runs(a100: float, h100: float
 
 
 def test_unidentified_factors_stay_at_one() -> None:
-    plan = given_plan(
+    plan = fixed_plan(
         MODEL,
         BATCH,
         Site("fast", (replace(one_fabric(A100, "a", 2), rdma_gbps=3200),)),
@@ -81,14 +81,14 @@ def test_unidentified_factors_stay_at_one() -> None:
 def test_runs_with_emulated_compute_correct_only_networks() -> None:
     true = Corrections(rates={"ethernet": 0.5})
     paced = Costs(pace_layer_ms=5)
-    plans = [given_plan(MODEL, BATCH, SITE, options, paced) for options in LAYOUTS[:2]]
+    plans = [fixed_plan(MODEL, BATCH, SITE, options, paced) for options in LAYOUTS[:2]]
     fit = fit_corrections([simulated(plan, true, paced) for plan in plans])
     assert not fit.corrections.compute and fit.corrections.rates["ethernet"] == pytest.approx(0.5, rel=0.05)
 
 
 def test_a_plan_notes_its_corrections_and_their_error() -> None:
     fit = fit_corrections([simulated(plan, Corrections({A100.name: 1.5})) for plan in PLANS])
-    corrected_plan = given_plan(MODEL, BATCH, SITE, LAYOUTS[0], Costs(corrections=fit.corrections))
+    corrected_plan = fixed_plan(MODEL, BATCH, SITE, LAYOUTS[0], Costs(corrections=fit.corrections))
     (note,) = (a for a in corrected_plan.assumptions if a.startswith("corrections from 3 runs"))
     assert f"compute time on {A100.name} x1.50" in note and "error of their step times" in note
     assert corrected_plan.predicted and PLANS[0].predicted

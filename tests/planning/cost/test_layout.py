@@ -22,8 +22,8 @@ from holmes_hpc.planning.cost.timing import step_s, timing
 from holmes_hpc.planning.plan.plan import Plan, Schedule
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, Transport
 from holmes_hpc.planning.schedule.kinds import in_flight
-from holmes_hpc.planning.search.best import given_plan
-from holmes_hpc.planning.search.layers import uniform
+from holmes_hpc.planning.search.best import fixed_plan
+from holmes_hpc.planning.search.layers import uniform_layers
 
 SLOWER = {"local": 0, "rdma": 1, "tcp": 2}
 
@@ -45,7 +45,7 @@ def plans(mode: str) -> Iterator[Plan]:
                     for dp in (1, 2, 4, 8, 16):
                         options = PlanOptions(tp=tp, pp=pp, dp=dp, strategy=strategy, transport=mode)
                         try:
-                            yield given_plan(named("gpt_3_6b"), Batch(64, 1, 1024), site, options, Costs())
+                            yield fixed_plan(named("gpt_3_6b"), Batch(64, 1, 1024), site, options, Costs())
                         except PlanError:
                             continue
 
@@ -112,7 +112,7 @@ def test_a_variant_costs_as_much_as_a_fresh_layout() -> None:
         PlanOptions(tp=1, pp=3, dp=16),
         PlanOptions(tp=2, pp=4, dp=6, strategy="hierarchical-dp"),
     ):
-        plan = given_plan(named("gpt_3_6b"), Batch(48, 1, 1024), site, options, Costs())
+        plan = fixed_plan(named("gpt_3_6b"), Batch(48, 1, 1024), site, options, Costs())
         layout = Layout.of(plan, Costs())
         timing(layout, layer_array(plan))
         memory(layout, layer_array(plan))
@@ -132,6 +132,6 @@ def test_a_variant_costs_as_much_as_a_fresh_layout() -> None:
                 fabric_memo=Memo(),
             )
             assert variant == fresh
-            layers = uniform(fresh)
+            layers = uniform_layers(fresh)
             assert step_s(variant, layers)[0] == step_s(fresh, layers)[0]
             assert (memory(variant, layers).total() == memory(fresh, layers).total()).all()

@@ -15,7 +15,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.traffic import transfers_s
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.search.best import best_plan, given_plan
+from holmes_hpc.planning.search.best import best_plan, fixed_plan
 
 MODEL, BATCH = named("gpt_7_5b"), Batch(768, 1, 2048)
 SITE = Site("three", tuple(Fabric(name, NicType.IB, name, 2, 8, 25.0, A100, rdma_gbps=400.0) for name in "abc"))
@@ -27,7 +27,7 @@ def with_links(*links: FabricLink) -> Site:
 
 def pipeline(site: Site, **options: object) -> Plan:
     settings = {"tp": 2, "pp": 3, "dp": 8, "strategy": "pipeline", **options}
-    return given_plan(MODEL, BATCH, site, PlanOptions(**settings), Costs())  # type: ignore[arg-type]
+    return fixed_plan(MODEL, BATCH, site, PlanOptions(**settings), Costs())  # type: ignore[arg-type]
 
 
 def down_s(site: Site) -> list[float]:

@@ -23,7 +23,7 @@ from holmes_hpc.planning.cost.memory import fits, layer_activation_bytes, memory
 from holmes_hpc.planning.cost.predict import chrome_trace, layer_array, predict, timeline
 from holmes_hpc.planning.cost.timing import Timing, timing
 from holmes_hpc.planning.plan.plan import Plan, Schedule
-from holmes_hpc.planning.search.best import best_plan, given_plan
+from holmes_hpc.planning.search.best import best_plan, fixed_plan
 
 TINY, BATCH = named("gpt_tiny"), Batch(16, 2, 64)
 
@@ -31,7 +31,7 @@ TINY, BATCH = named("gpt_tiny"), Batch(16, 2, 64)
 def plan(
     site: Site = small_testbed(), model: ModelSpec = TINY, batch: Batch = BATCH, costs: Costs = Costs(), **options: Any
 ) -> Plan:
-    return given_plan(model, batch, site, PlanOptions(**options), costs)
+    return fixed_plan(model, batch, site, PlanOptions(**options), costs)
 
 
 def pipeline(**options: Any) -> Plan:
@@ -395,7 +395,7 @@ def test_out_of_memory_errors_name_stage_and_shortage() -> None:
 
 
 def test_a_model_too_large_for_the_site_names_the_shortage() -> None:
-    with pytest.raises(PlanError, match=r"gpt3_175b fits nowhere here: .* GiB a GPU, .* GiB more than there is"):
+    with pytest.raises(PlanError, match=r"gpt3_175b does not fit: .* GiB a GPU, .* GiB more than available"):
         best_plan(named("gpt3_175b"), Batch(1536, 4, 2048), gpu_site(80), PlanOptions(), Costs())
 
 

@@ -22,7 +22,7 @@ from holmes_hpc.planning.cost.stage_transfer import StageTransferCost, stage_tra
 from holmes_hpc.planning.plan.plan import Plan, Schedule
 from holmes_hpc.planning.plan_text import explain
 from holmes_hpc.planning.search.best import best_plan
-from holmes_hpc.planning.search.layers import deepened, extra_depth
+from holmes_hpc.planning.search.layers import deepen, extra_depth
 
 pytestmark = pytest.mark.integration
 
@@ -141,10 +141,10 @@ def test_the_reported_depth_belongs_to_the_final_layers(ethernet_gbps: float, de
     layout, layers = Layout.of(made, COSTS), layer_array(made)
     missing = extra_depth(layout, layers)
     notes = [a for a in made.assumptions if "memory allows" in a]
-    has_memory = fits(deepened(layout, missing), layers, max_gib)[0]
+    has_memory = fits(deepen(layout, missing), layers, max_gib)[0]
     assert len(notes) == (not has_memory), notes
     if notes:
         allowed = int(notes[0].split()[2])
         assert f"{max(missing)} would hide it" in notes[0] and allowed < max(missing)
-        assert fits(deepened(layout, [allowed, 0]), layers, max_gib)[0]
-        assert not fits(deepened(layout, [allowed + 1, 0]), layers, max_gib)[0]
+        assert fits(deepen(layout, [allowed, 0]), layers, max_gib)[0]
+        assert not fits(deepen(layout, [allowed + 1, 0]), layers, max_gib)[0]

@@ -15,13 +15,13 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import ASSUMED, UNLISTED, spread, spreads
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import explain
-from holmes_hpc.planning.search.best import given_plan
+from holmes_hpc.planning.search.best import fixed_plan
 
 
 def plan(gpu: Gpu, tp: int = 2) -> Plan:
     site = two_clusters(2)
     site = replace(site, fabrics=tuple(replace(f, gpu=gpu) for f in site.fabrics[:1]))
-    return given_plan(named("gpt_3_6b"), Batch(64, 2, 2048), site, PlanOptions(tp=tp, pp=1, dp=16 // tp), Costs())
+    return fixed_plan(named("gpt_3_6b"), Batch(64, 2, 2048), site, PlanOptions(tp=tp, pp=1, dp=16 // tp), Costs())
 
 
 def test_the_interval_is_that_of_the_class() -> None:
@@ -45,7 +45,7 @@ def test_a_plan_notes_a_kind_without_a_table() -> None:
 
 
 def test_cpus_have_no_interval() -> None:
-    tiny = given_plan(
+    tiny = fixed_plan(
         named("gpt_tiny"),
         Batch(16, 2, 64),
         small_testbed(),

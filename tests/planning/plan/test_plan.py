@@ -20,12 +20,12 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, Parallel, groups
 from holmes_hpc.planning.plan.plan import Plan, Schedule
 from holmes_hpc.planning.plan.transport import TCP
-from holmes_hpc.planning.search.best import best_plan, given_plan
+from holmes_hpc.planning.search.best import best_plan, fixed_plan
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return given_plan(named("gpt_3_6b"), Batch(768, 4, 2048), two_clusters(2), PlanOptions(tp=2, pp=2, dp=8), Costs())
+    return fixed_plan(named("gpt_3_6b"), Batch(768, 4, 2048), two_clusters(2), PlanOptions(tp=2, pp=2, dp=8), Costs())
 
 
 def test_a_written_plan_is_read_back(plan: Plan, tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_written_plan_is_read_back(plan: Plan, tmp_path: Path) -> None:
 
 def test_connections_of_an_edge_are_what_was_asked_for(tmp_path: Path) -> None:
     options = PlanOptions(tp=2, pp=2, dp=8, edge_connections=2)
-    given_plan(named("gpt_3_6b"), Batch(768, 4, 2048), two_clusters(2), options, Costs()).write(tmp_path / "plan.yaml")
+    fixed_plan(named("gpt_3_6b"), Batch(768, 4, 2048), two_clusters(2), options, Costs()).write(tmp_path / "plan.yaml")
     assert Plan.read(tmp_path / "plan.yaml").edge_connections == 2
     with pytest.raises(ConfigError, match=r"edge_connections"):
         PlanOptions(edge_connections=0)
@@ -74,7 +74,7 @@ def test_plain_megatron_has_one_transport_for_all(plan: Plan) -> None:
 @pytest.mark.parametrize("mode", ["holmes", "single"])
 def test_control_traffic_has_an_entry_of_its_own(plan: Plan, mode: str) -> None:
     """What GPU ranks exchange from host memory goes by TCP, also where all of them share RDMA; and it says so."""
-    one = given_plan(
+    one = fixed_plan(
         named("gpt_3_6b"),
         Batch(768, 4, 2048),
         two_clusters(2),
@@ -89,7 +89,7 @@ def test_control_traffic_has_an_entry_of_its_own(plan: Plan, mode: str) -> None:
 
 def test_cpu_ranks_have_no_control_entry() -> None:
     """Everything of theirs lies in host memory, and the group of all ranks carries control traffic too."""
-    made = given_plan(named("gpt_tiny"), Batch(32, 4, 256), small_testbed(), PlanOptions(tp=1, pp=2, dp=4), Costs())
+    made = fixed_plan(named("gpt_tiny"), Batch(32, 4, 256), small_testbed(), PlanOptions(tp=1, pp=2, dp=4), Costs())
     assert "control" not in {g.kind for g in made.transports()} >= {"world"}
 
 
@@ -277,6 +277,6 @@ def test_the_papers_rule_looks_past_virtual_stages_it_has_no_layers_for() -> Non
 
 def test_what_fits_nowhere_is_said_and_nothing_else() -> None:
     """Also where some fabrics are left out of what would fit if memory had no end."""
-    with warnings.catch_warnings(), pytest.raises(PlanError, match="fits nowhere here"):
+    with warnings.catch_warnings(), pytest.raises(PlanError, match="does not fit: at best"):
         warnings.simplefilter("error")
         best_plan(named("gpt_3_6b"), Batch(1536, 2, 2048), small_testbed(), PlanOptions(), Costs())

@@ -22,7 +22,7 @@ from holmes_hpc.planning.schedule.kinds import SCHEDULES, Pass, ScheduleKind, al
 from holmes_hpc.planning.schedule.launches import check_launches
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, step_seconds
-from holmes_hpc.planning.search.best import best_plan, given_plan
+from holmes_hpc.planning.search.best import best_plan, fixed_plan
 
 
 @st.composite
@@ -63,7 +63,7 @@ def test_who_asks_for_one_gets_that_one(kind: ScheduleKind) -> None:
     """From the search and for a given layout, with a memory that holds what it says, and nothing in its place."""
     options = PlanOptions(pp=2, tp=1, dp=4, schedule=kind.name, virtual_stages=kind.chunks[0])
     batch = Batch(32, 1, 1024)
-    for plan_of in (best_plan, given_plan):
+    for plan_of in (best_plan, fixed_plan):
         plan: Plan = plan_of(named("gpt_small"), batch, sites.two_clusters(1), options, Costs())
         assert plan.schedule.kind == kind.name
         assert Plan.from_dict(plan.to_dict()).order == plan.order
@@ -95,7 +95,7 @@ def test_an_order_of_its_own_is_gone_through(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_virtual_stages_that_it_does_not_have_are_refused_by_name(told: str, chunks: int, said: str) -> None:
     options = PlanOptions(tp=1, pp=2, dp=4, schedule=told, virtual_stages=chunks)
-    for plan_of in (best_plan, given_plan):
+    for plan_of in (best_plan, fixed_plan):
         with pytest.raises(PlanError, match=said):
             plan_of(named("gpt_small"), Batch(32, 1, 1024), sites.two_clusters(1), options, Costs())
 

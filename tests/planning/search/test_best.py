@@ -1,4 +1,4 @@
-"""The search against brute force on small sites."""
+"""The search finds plans as good as brute force on small sites."""
 
 from __future__ import annotations
 
@@ -67,14 +67,16 @@ def models(draw: st.DrawFn) -> ModelSpec:
 
 @settings(max_examples=12)
 @given(models(), sites(), st.sampled_from((1, 2, 4, 6, 8)), st.sampled_from((512, 2048)))
-def test_no_plan_is_1_percent_better(model: ModelSpec, site: Site, micro_batches: int, sequence: int) -> None:
-    near_the_optimum(model, Batch(2 * micro_batches, 2, sequence), site)
+def test_plan_is_within_1_percent_of_the_optimum(
+    model: ModelSpec, site: Site, micro_batches: int, sequence: int
+) -> None:
+    assert_near_optimum(model, Batch(2 * micro_batches, 2, sequence), site)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_one_layer_on_two_infiniband_fabrics(gpu: Gpu) -> None:
-    """DP over one node of each fabric, hierarchically: 9.7% slower was what filled the larger fabric first."""
-    near_the_optimum(
+def test_hierarchical_dp_of_one_layer_uses_a_node_of_each_fabric(gpu: Gpu) -> None:
+    """Filling the larger fabric first is 9.7% slower."""
+    assert_near_optimum(
         ModelSpec("small", 1, 512, 8, 50000, 2048, 8, tied=True, max_positions=4096),
         Batch(8, 2, 2048),
         Site(
@@ -84,20 +86,20 @@ def test_one_layer_on_two_infiniband_fabrics(gpu: Gpu) -> None:
     )
 
 
-def test_pipelines_inside_the_nodes_of_one_fabric() -> None:
-    """Data parallel across the nodes, so that activations never leave them: what a hierarchy in one fabric is."""
+def test_hierarchy_in_one_fabric_has_pipelines_inside_nodes() -> None:
+    """Data parallelism spans the nodes, so that activations never leave them."""
     site = Site("one", (Fabric("f0", NicType.ETHERNET, "p", 4, 4, 10.0, GPUS[0]),))
     model = ModelSpec("small", 8, 2048, 16, 1000, 8192, 16, max_positions=4096)
-    told = PlanOptions(strategy="hierarchical-dp", tp=1, pp=4, dp=4)
-    made = best_plan(model, Batch(64, 1, 2048), site, told, Costs())
-    kinds = {kind: {g.transport.kind for g in made.transports() if g.kind == kind} for kind in ("edge", "dp")}
-    assert kinds == {"edge": {"local"}, "dp": {"tcp"}} and made.parallel.optimizer_instances == 1
+    options = PlanOptions(strategy="hierarchical-dp", tp=1, pp=4, dp=4)
+    plan = best_plan(model, Batch(64, 1, 2048), site, options, Costs())
+    kinds = {kind: {g.transport.kind for g in plan.transports() if g.kind == kind} for kind in ("edge", "dp")}
+    assert kinds == {"edge": {"local"}, "dp": {"tcp"}} and plan.parallel.optimizer_instances == 1
     with pytest.raises(PlanError, match="strategy hierarchical-dp"):  # pipelines longer than a node
-        best_plan(model, Batch(64, 1, 2048), site, replace(told, pp=8, dp=None), Costs())
+        best_plan(model, Batch(64, 1, 2048), site, replace(options, pp=8, dp=None), Costs())
 
 
-def test_layouts_that_share_what_they_have_in_common_cost_what_each_does_alone() -> None:
-    """A search works out what goes by fabrics alone once for all of its placements."""
+def test_shared_memo_does_not_change_costs() -> None:
+    """Layouts of a search share costs that depend on fabrics alone."""
     site = Site(
         "three",
         tuple(
@@ -108,17 +110,17 @@ def test_layouts_that_share_what_they_have_in_common_cost_what_each_does_alone()
     model = ModelSpec("small", 12, 2048, 16, 50000, 8192, 16, tied=True, max_positions=4096)
     batch = Batch(96, 1, 2048)
     space = Space(model, batch, site, PlanOptions(), Costs())
-    evaluator, tried = Evaluator(model, batch, site, PlanOptions(), Costs()), 0
+    evaluator, count = Evaluator(model, batch, site, PlanOptions(), Costs()), 0
     for placement in space.placements()[::4]:
-        for way in evaluator.ways(placement):
-            alone = replace(way.layout, fabric_memo=Memo())
-            assert step_s(way.layout, way.layers)[0] == step_s(alone, way.layers)[0]
-            assert (memory(way.layout, way.layers).total() == memory(alone, way.layers).total()).all()
-            tried += 1
-    assert tried >= 20
+        for c in evaluator.candidates(placement):
+            unshared = replace(c.layout, fabric_memo=Memo())
+            assert step_s(c.layout, c.layers)[0] == step_s(unshared, c.layers)[0]
+            assert (memory(c.layout, c.layers).total() == memory(unshared, c.layers).total()).all()
+            count += 1
+    assert count >= 20
 
 
-def near_the_optimum(model: ModelSpec, batch: Batch, site: Site) -> None:
+def assert_near_optimum(model: ModelSpec, batch: Batch, site: Site) -> None:
     costs = Costs()
     optimum = brute.best_step_s(model, batch, site, costs)
     try:
@@ -128,16 +130,17 @@ def near_the_optimum(model: ModelSpec, batch: Batch, site: Site) -> None:
         return
     assert plan.predicted is not None
     assert plan.predicted.step_time_s <= 1.01 * optimum
-    assert plan.predicted.step_time_s >= optimum * (1 - 1e-9)  # else brute force has left something out
+    assert plan.predicted.step_time_s >= optimum * (1 - 1e-9)  # else brute force misses a layout
 
 
-def test_runners_up_are_sorted_by_the_time_that_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those made better come before those that were not, and virtual stages count a little more than they take."""
+def test_runners_up_are_sorted_by_predicted_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search's own order differs: refined candidates come first, and virtual stages count slightly more."""
 
-    def found(dp: int, seconds: float) -> Any:
+    def candidate(dp: int, seconds: float) -> Any:
         layout = SimpleNamespace(parallel=SimpleNamespace(stages=(dp,)), components=())
         return SimpleNamespace(strategy="pipeline", layout=layout, seconds=seconds)
 
     monkeypatch.setattr(best, "alternative", lambda _, other: {"predicted": {"step_time_s": other.seconds}})
-    kept = best._alternatives(found(1, 1.0), [found(2, 1.2), found(4, 1.1), found(2, 1.15), found(8, 1.3)])
-    assert [each["predicted"]["step_time_s"] for each in kept] == [1.1, 1.2, 1.3]
+    others = [candidate(2, 1.2), candidate(4, 1.1), candidate(2, 1.15), candidate(8, 1.3)]
+    runners_up = best._alternatives(candidate(1, 1.0), others)
+    assert [r["predicted"]["step_time_s"] for r in runners_up] == [1.1, 1.2, 1.3]

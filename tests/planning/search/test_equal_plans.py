@@ -1,4 +1,4 @@
-"""Equal inputs give byte-equal plans, whatever the process, its hash seed, and what it has planned before."""
+"""Equal inputs give byte-equal plans, independent of process, hash seed and earlier plans."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from holmes_hpc.planning.search.best import best_plan
 SUPPORT = str(Path(__file__).parents[2] / "support")
 
 
-def text(nodes: int) -> str:
-    """A plan.yaml, chosen among all strategies."""
-    made = best_plan(named("gpt_3_6b"), Batch(256, 4, 2048), two_clusters(nodes), PlanOptions(), Costs())
-    return made.to_yaml()
+def plan_yaml(nodes: int) -> str:
+    """Return a plan.yaml, chosen among all strategies."""
+    return best_plan(named("gpt_3_6b"), Batch(256, 4, 2048), two_clusters(nodes), PlanOptions(), Costs()).to_yaml()
 
 
 @pytest.mark.integration
 def test_plans_of_equal_inputs_are_equal_bytes() -> None:
-    program = "import sys; sys.path.insert(0, sys.argv[1]); from test_equal_plans import text; print(text(1), end='')"
-    elsewhere = [
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        " from test_equal_plans import plan_yaml; print(plan_yaml(1), end='')"
+    )
+    other_processes = [
         subprocess.run(
             [sys.executable, "-c", program, os.path.dirname(os.path.abspath(__file__))],
             check=True,
@@ -38,5 +40,5 @@ def test_plans_of_equal_inputs_are_equal_bytes() -> None:
         ).stdout
         for seed in ("1", "2")
     ]
-    text(2)
-    assert elsewhere[0] == elsewhere[1] == text(1)
+    plan_yaml(2)
+    assert other_processes[0] == other_processes[1] == plan_yaml(1)

@@ -1,4 +1,4 @@
-"""The search of stages of unequal widths: nodes that a grid leaves out are used, and nothing listed is faster."""
+"""The search with per-stage TP/DP uses nodes that uniform layouts leave unused, and is as good as a full listing."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ UNEVEN = Site(
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_listed_plan_is_a_percent_faster(seed: int) -> None:
-    found = planner_unequal.measured(seed)
-    assert found["regret"] <= 0.01, found
+    regret = planner_unequal.measured(seed)
+    assert regret["regret"] <= 0.01, regret
 
 
-def test_nodes_that_a_grid_leaves_out_are_used() -> None:
-    wide, grid = (
+def test_nodes_unused_by_uniform_layouts_are_used() -> None:
+    per_stage, uniform = (
         best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(unequal=u), Costs()) for u in ("auto", "false")
     )
-    assert wide.is_per_stage and not wide.unused
-    assert any("shorter than the best uniform layout's" in line for line in explain(wide, Costs(), width=200))
-    assert not any("by stage" in line for line in explain(grid, Costs(), width=200))
-    assert wide.predicted is not None and grid.predicted is not None
-    assert wide.predicted.step_time_s < 0.99 * grid.predicted.step_time_s
-    assert wide.alternatives[0]["parallel"]["dp"] == grid.parallel.dp
+    assert per_stage.is_per_stage and not per_stage.unused
+    assert any("shorter than the best uniform layout's" in line for line in explain(per_stage, Costs(), width=200))
+    assert not any("by stage" in line for line in explain(uniform, Costs(), width=200))
+    assert per_stage.predicted is not None and uniform.predicted is not None
+    assert per_stage.predicted.step_time_s < 0.99 * uniform.predicted.step_time_s
+    assert per_stage.alternatives[0]["parallel"]["dp"] == uniform.parallel.dp
 
 
-def test_equal_widths_where_fabrics_are_alike() -> None:
+def test_one_fabric_gets_a_uniform_layout() -> None:
     alike = replace(UNEVEN, fabrics=UNEVEN.fabrics[:1])
     plan = best_plan(SMALL, Batch(12, 1, 1024), alike, PlanOptions(unequal="true"), Costs())
     assert not plan.is_per_stage
 
 
-def test_no_virtual_stages_are_no_equal_widths() -> None:
+def test_virtual_stages_1_allows_per_stage_layouts() -> None:
     options = PlanOptions(virtual_stages=1)
     assert best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, options, Costs()).is_per_stage
 
 
-def test_where_no_grid_has_the_stages_asked_for() -> None:
+def test_per_stage_layout_has_the_requested_stages_if_no_uniform_layout_can() -> None:
     options = PlanOptions(pp=2, nodes={"ib-a": 2, "roce-a": 3}, strategy="pipeline")
     with pytest.raises(PlanError, match="equal stages"):
         best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, replace(options, unequal="false"), Costs())
-    wide = best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, options, Costs())
-    assert wide.is_per_stage and wide.parallel.pp == 2 and not wide.unused
-    with pytest.raises(PlanError, match="PP 7"):  # there are 6 layers: what is said of a grid
+    plan = best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, options, Costs())
+    assert plan.is_per_stage and plan.parallel.pp == 2 and not plan.unused
+    with pytest.raises(PlanError, match="PP 7"):  # there are 6 layers; the error is that of uniform layouts
         best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, replace(options, pp=7), Costs())
 
 
 @pytest.mark.parametrize(
     ("key", "value"), [("dp", 4), ("layers_per_stage", (3, 3)), ("transport", "single"), ("virtual_stages", 2)]
 )
-def test_asked_for_beside_what_excludes_it_is_refused_in_one_line(key: str, value: object) -> None:
+def test_unequal_true_conflicts_with_options_that_exclude_it(key: str, value: object) -> None:
     options = PlanOptions(unequal="true", **{key: value})  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=rf"^plan.unequal: stages cannot have TP and DP .* plan.{key}=") as refused:
+    with pytest.raises(PlanError, match=rf"^plan.unequal: per-stage TP/DP cannot .* plan.{key}=") as error:
         best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, options, Costs())
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)

@@ -22,7 +22,7 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
-from holmes_hpc.planning.search.best import given_plan
+from holmes_hpc.planning.search.best import fixed_plan
 from holmes_hpc.training.calibration import measure, networks
 from holmes_hpc.training.calibration.networks import Sample
 
@@ -163,7 +163,7 @@ def test_each_fabric_has_the_times_of_its_own_ranks() -> None:
     """An A100 and an H100 fabric have two ranks each; no median includes both."""
     gpus = {"a": A100, "h": H100}
     site = Site("two", tuple(replace(one_fabric(gpu, name, 2), gpus_per_node=1) for name, gpu in gpus.items()))
-    plan = given_plan(spawn.MODEL, BATCH, site, PlanOptions(tp=1, pp=2, dp=2), Costs())
+    plan = fixed_plan(spawn.MODEL, BATCH, site, PlanOptions(tp=1, pp=2, dp=2), Costs())
     ranks = [
         {
             "device": f"NVIDIA {gpu}",

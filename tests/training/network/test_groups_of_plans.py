@@ -26,7 +26,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Fabric, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.search.best import given_plan
+from holmes_hpc.planning.search.best import fixed_plan
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.process_groups import Groups
 from holmes_hpc.training.pipeline import point_to_point
@@ -66,7 +66,7 @@ def plan_of(name: str) -> Plan:
             for f, nic in fabrics
         ),
     )
-    return given_plan(MODEL, Batch(48, 1, 64), site, PlanOptions(**options), Costs())
+    return fixed_plan(MODEL, Batch(48, 1, 64), site, PlanOptions(**options), Costs())
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, Transport
-from holmes_hpc.planning.search.best import given_plan
+from holmes_hpc.planning.search.best import fixed_plan
 from holmes_hpc.training.network import process_groups
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.process_groups import Groups, check_devices, device, nccl_options
@@ -67,7 +67,7 @@ def test_a_fabric_may_name_its_nccl_network() -> None:
 
 
 def test_only_edges_have_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = given_plan(named("gpt_3_6b"), Batch(64, 1, 1024), two_clusters(2), PlanOptions(tp=1, pp=2, dp=16), Costs())
+    plan = fixed_plan(named("gpt_3_6b"), Batch(64, 1, 1024), two_clusters(2), PlanOptions(tp=1, pp=2, dp=16), Costs())
     new_groups: list[tuple[str, Any]] = []
     monkeypatch.setattr(process_groups, "nccl_options", lambda transport, site, urgent=False: urgent)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **kw: new_groups.append((kw["group_desc"], kw["pg_options"])))
@@ -100,7 +100,7 @@ def test_nccls_own_options_accept_the_network_name(transport: Transport, name: s
 def test_groups_use_the_interface_of_the_plans_transport(
     cuda: bool, gloo: bool, interface: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = given_plan(
+    plan = fixed_plan(
         named("gpt_3_6b"),
         Batch(64, 1, 1024),
         two_clusters(2),

@@ -1,0 +1,206 @@
+"""Costs per fabric at one micro-batch size and TP: seconds of a layer, link rates, latencies, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import combinations
+from typing import Any, TypeVar
+
+import numpy as np
+
+from holmes_hpc.config.model import Batch
+from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning.cache import Memo
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.flops import layer_parameters
+from holmes_hpc.planning.cost.memory import capacity
+from holmes_hpc.planning.plan.transport import LOCAL, TCP, TransportRule
+from holmes_hpc.planning.schedule.kinds import schedule_kind
+from holmes_hpc.planning.search.estimate import Estimate
+from holmes_hpc.planning.search.placement import Block, Placement, shortest_order
+from holmes_hpc.planning.search.problem import AvailableFabric, Problem
+
+T = TypeVar("T")
+MAX_CHUNKS = 8
+
+
+class FabricCosts:
+    """Costs at one micro-batch size and TP. Arrays have one entry per fabric of `available`, (F,).
+
+    `layer_s`: seconds of a layer for one micro-batch, forward and backward. `micro_batches`: of all data-parallel
+    ranks together. `layer_bytes`: memory of a layer without its optimizer. `taus`: all stage times that a whole number
+    of layers can take; `layers_in_tau`: layers of a stage within each of them, (T, F).
+    """
+
+    def __init__(self, problem: Problem, micro_size: int, tp: int, available: list[AvailableFabric]) -> None:
+        model, batch, site, options, costs = problem
+        self.model, self.batch, self.options, self.cost_model = model, batch, options, costs
+        self.micro_size, self.tp, self.available = micro_size, tp, available
+        micro_batch = Batch(batch.global_size, micro_size, batch.sequence_length)
+        sequence_parallel = tp > 1 and options.sequence_parallel is not False
+        recompute = "none" if options.recompute == "auto" else options.recompute
+        gpus = [a.fabric.gpu for a in available]
+        self.layer_s = np.array(
+            [sum(costs.layer_s(model, micro_batch, tp, a.fabric, sequence_parallel, recompute)) for a in available]
+        )
+        self.layer_s_list = [float(s) for s in self.layer_s]  # faster than the array for single numbers
+        self.head_s = min(sum(costs.part_s("head", model, micro_batch, tp, a.fabric)) for a in available)
+        rule = TransportRule(site, "holmes", frozenset(), one_node=False)
+        fabrics = [(a.fabric, rule.of({a.fabric.name}, one_node=False)) for a in available]
+        self.inside_gbps = {  # inside a fabric, by collective ("": messages)
+            collective: np.array(
+                [site.rate_gbps(t.kind, f) * costs.link(t, f, collective).efficiency for f, t in fabrics]
+            )
+            for collective in ("", "reduce_scatter", "all_gather")
+        }
+        self.latency_s = np.array([costs.link(t, f).latency_s for f, t in fabrics])
+        self.ethernet_gbps, self.between_gbps, self.between_latency_s = _ethernet_rates(site, available, costs)
+        self.has_links = bool(site.links)
+        self.micro_batches, self.layers = batch.global_size // micro_size, model.layers
+        self.gpus_per_node = np.array([a.gpus_per_node for a in available])
+        self.ranks = np.array([a.nodes * a.gpus_per_node for a in available])
+        self.is_fixed = any(a.is_fixed for a in available)
+        weight_bytes = np.array([costs.weight_bytes(gpu) for gpu in gpus])
+        self.layer_bytes = layer_parameters(model, tp) * (weight_bytes + costs.gradient_size)
+        self.capacity_bytes = np.array([capacity(gpu, options.max_memory_gib) for gpu in gpus])
+        self.taus = np.unique(np.concatenate([s * np.arange(1, model.layers + 1) for s in self.layer_s]))
+        self.layers_in_tau = np.floor(self.taus[:, None] / self.layer_s + 1e-9).astype(int)
+        counts = range(1, 1 + (1 if options.strategy == "one-fabric" else len(available)))
+        self.fabric_choices = [
+            (choice, frozenset(available[f].fabric.name for f in choice))
+            for count in counts
+            for choice in combinations(range(len(available)), count)
+        ]  # indices and names
+        self.node_stride = int(self.gpus_per_node.max()) // tp + 1  # TP blocks this far apart share no node
+        self._layers_per_s = [float(ranks) / s for ranks, s in zip(self.ranks, self.layer_s_list, strict=True)]
+        self._memo = Memo()
+
+    def order_fabrics(self, fabrics: list[int], edge_s: np.ndarray, is_ring: bool = False) -> list[int]:
+        """Return the fabrics ordered by :func:`shortest_order` if the site defines links between fabrics."""
+        is_fixed = not self.has_links or self.options.fabric_order is not None
+        return fabrics if is_fixed else shortest_order(edge_s, fabrics, is_ring)
+
+    def placement(
+        self,
+        strategy: str,
+        dp: int,
+        ranks_and_stages: Mapping[int, tuple[int, int]],
+        estimate: Estimate,
+        instances: int = 1,
+    ) -> Placement:
+        """Return the placement on fabrics with (ranks, stages) each.
+
+        Fabrics follow ``plan.fabric_order``; those that it does not name come last, in the given order.
+        """
+        order = self.options.fabric_order or ()
+        blocks = [
+            Block(a.fabric, ranks // a.gpus_per_node, a.gpus_per_node, stages)
+            for f, (ranks, stages) in ranks_and_stages.items()
+            for a in [self.available[f]]
+        ]
+        if order:
+            blocks.sort(key=lambda b: order.index(b.fabric.name) if b.fabric.name in order else len(order))
+        return Placement(
+            strategy, self.micro_size, self.tp, dp, blocks=tuple(blocks), estimate=estimate, instances=instances
+        )
+
+    def bound_s(self, dp: int) -> float:
+        """Return a lower bound of every step at this DP."""
+        return self.bound_on_s(dp, tuple(range(len(self.available))))
+
+    def bound_on_s(self, dp: int, fabrics: tuple[int, ...]) -> float:
+        """Return a lower bound of every step at this DP on these fabrics.
+
+        It follows from the layers per second of their blocks of TP x DP GPUs; each fabric has one block or more.
+        """
+        layers_per_s = sum(self._layers_per_s[f] for f in fabrics) / (self.tp * dp)
+        return self.micro_batches / dp * max(min(self.layer_s_list[f] for f in fabrics), self.layers / layers_per_s)
+
+    def ring_s(self, fabrics: tuple[int, ...]) -> float:
+        """Return the seconds of an all-reduce of one rank's gradients of one layer around a ring of fabrics."""
+        size = 2.0 * layer_parameters(self.model, self.tp) * self.cost_model.gradient_size
+        return size / min(
+            min(self.ethernet_gbps[a], self.between_gbps[a, b]) * 1e9 / 8 / self.available[a].gpus_per_node
+            for a, b in zip(fabrics, fabrics[1:] + fabrics[:1], strict=True)
+        )
+
+    def max_chunks(self, stages: int, micro_batches: int) -> int:
+        """Return the largest number of virtual stages of a pipeline of `stages` stages.
+
+        Megatron-Core assigns micro-batches to virtual stages in groups of PP.
+        """
+        kind = self.options.schedule
+        limit = None if kind == "auto" else schedule_kind(kind).chunks[1]
+        if self.options.virtual_stages or stages < 2 or micro_batches % stages:
+            return self.options.virtual_stages or 1
+        return max(1, min(self.layers // stages, limit or MAX_CHUNKS, MAX_CHUNKS))
+
+    def max_chunks_array(self, stages: np.ndarray, micro_batches: int) -> np.ndarray:
+        """Return :meth:`max_chunks` for an array of stage counts."""
+        return np.array([self.max_chunks(s, micro_batches) for s in range(self.layers + 1)])[stages]
+
+    def cached(self, compute: Callable[..., T], *args: Any) -> T:
+        """Return ``compute(*args)``, which is computed once."""
+        return self._memo.of(compute.__name__, *args, compute=partial(compute, *args))
+
+    def transfers_s(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of a stage transfer inside each fabric, (F,), and between two fabrics, (F, F).
+
+        Between two fabrics the slower end counts.
+        """
+        size = (
+            self.micro_size
+            * self.batch.sequence_length
+            * self.model.hidden
+            * max(self.cost_model.weight_bytes(a.fabric.gpu) for a in self.available)
+            * 8e-9
+        )
+        if self.options.sequence_parallel is not False:
+            size /= self.tp
+        ranks = np.minimum(self.gpus_per_node, self.tp * dp)
+        between = size * ranks[:, None] / self.between_gbps + self.between_latency_s
+        return size * ranks / self.inside_gbps[""] + self.latency_s, np.maximum(between, between.T)
+
+    def sync_s(self, dp: int, stride: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds to (reduce the gradients, gather the parameters) of one layer in each fabric.
+
+        `stride`: distance, in blocks of TP ranks, between two ranks that share a gradient.
+        """
+        seconds, costs = [], self.cost_model
+        for f, available in enumerate(self.available):
+            gpu = available.fabric.gpu
+            collectives, parameters = costs.collectives(gpu), layer_parameters(self.model, self.tp)
+            sizes = (
+                parameters
+                * (dp - 1)
+                / dp
+                * np.array(
+                    [collectives.reduce_scatter * costs.gradient_size, collectives.all_gather * costs.weight_bytes(gpu)]
+                )
+            )
+            if self.tp * dp * stride <= available.gpus_per_node:
+                rates = np.full(2, gpu.intra_node_gbps * costs.link(LOCAL, available.fabric).efficiency)
+            else:
+                rates = np.array([self.inside_gbps[name][f] for name in ("reduce_scatter", "all_gather")]) / self.tp
+            seconds.append(sizes / (rates * 1e9 / 8))
+        reduce, gather = np.array(seconds).T
+        return reduce, gather
+
+
+def _ethernet_rates(
+    site: Site, available: list[AvailableFabric], costs: Costs
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what a node's Ethernet carries: (Gb/s in all, Gb/s to each other fabric, seconds of latency to it).
+
+    Rates are of payload. The shapes are (F,), (F, F) and (F, F).
+    """
+    fabrics = [a.fabric for a in available]
+    links = [costs.link(TCP, f) for f in fabrics]
+    efficiency = np.array([link.efficiency for link in links])
+    ethernet_gbps = np.array([site.rate_gbps("tcp", f) for f in fabrics]) * efficiency
+    between_gbps = np.array([[site.rate_gbps("tcp", a, b) for b in fabrics] for a in fabrics]) * efficiency[:, None]
+    latency_s = [
+        [link.latency_s + site.delay_s("tcp", a, b) for b in fabrics] for a, link in zip(fabrics, links, strict=True)
+    ]
+    return ethernet_gbps, between_gbps, np.array(latency_s)

@@ -1,0 +1,91 @@
+"""Lists of stages, each stage as (index of its fabric, nodes, TP): orders, neighbours and a table of layers per time.
+
+The table holds how many layers some stages on one fabric can compute in a given time, by dynamic programming over the
+fabric's nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby, permutations, product
+
+import numpy as np
+
+from holmes_hpc.planning.search.problem import AvailableFabric
+
+FEW_FABRICS = 3  # up to this number, all orders are tried, and each fabric's wider stages first or last
+Stages = tuple[tuple[int, int, int], ...]
+
+
+def stage_orders(stages: list[tuple[int, int, int]]) -> Iterator[Stages]:
+    """Yield the stages with the fabrics in other orders, and each fabric's wider stages first or last."""
+    parts = [tuple(part) for _, part in groupby(stages, key=lambda stage: stage[0])]
+    has_few = len(parts) <= FEW_FABRICS
+    for order in permutations(parts) if has_few else [parts, parts[::-1]]:
+        variants = (
+            product(*((part, part[::-1]) for part in order)) if has_few else [order, [part[::-1] for part in order]]
+        )
+        yield from (sum(variant, ()) for variant in variants)
+
+
+def neighbours(stages: Stages) -> Iterator[Stages]:
+    """Yield the stages with one change within a fabric: one split, two merged or swapped, or one node moved."""
+    for i, (f, nodes, tp) in enumerate(stages):
+        above, below = stages[:i], stages[i + 1 :]
+        for first in {1, nodes // 2, nodes - 1} - {0, nodes}:
+            yield (*above, (f, first, tp), (f, nodes - first, tp), *below)
+        if below and below[0][0] == f:
+            yield (*above, (f, nodes + below[0][1], tp), *below[1:])
+            yield (*above, below[0], stages[i], *below[1:])
+        for j, (target, target_nodes, target_tp) in enumerate(stages if nodes > 1 else ()):
+            if target == f and i != j:
+                changed = {i: (f, nodes - 1, tp), j: (target, target_nodes + 1, target_tp)}
+                yield tuple(changed.get(s, stage) for s, stage in enumerate(stages))
+
+
+class StageTable:
+    """The layers that k stages on one fabric can compute in each tau: `reach`, (K + 1, taus).
+
+    `tps`: the TPs that a stage may have. `per_tp`: for each of them, as :meth:`_ShapeEstimator._stage` returns it.
+    """
+
+    def __init__(
+        self,
+        tps: tuple[int, ...],
+        per_tp: list[tuple[np.ndarray, np.ndarray, float]],
+        available: AvailableFabric,
+        max_stages: int,
+        taus: np.ndarray,
+    ) -> None:
+        self.tps, self.taus, self.available = tps, taus, available
+        layers = np.stack([np.minimum(np.floor(taus[:, None] / step_s + 1e-9), fit) for step_s, fit, _ in per_tp])
+        self.best_tp = layers.argmax(axis=0)  # index, (taus, N)
+        self.stage_layers = layers.max(axis=0)  # of one stage on 1 to N nodes, (taus, N)
+        self.stage_layers[self.stage_layers < 1] = -np.inf  # every stage has a layer
+        self.layer_s = per_tp[int(self.best_tp[-1, -1])][2]
+        node_count = available.nodes
+        no_stage = np.full((len(taus), node_count + 1), -np.inf if available.is_fixed else 0.0)
+        no_stage[:, 0] = 0.0
+        self.filled = [no_stage]  # layers of k stages on at most (if fixed: exactly) n nodes, (taus, N + 1) each
+        for _ in range(min(max_stages, node_count)):
+            fewer, table = self.filled[-1], np.full((len(taus), node_count + 1), -np.inf)
+            for n in range(1, node_count + 1):
+                table[:, n:] = np.maximum(
+                    table[:, n:], fewer[:, : node_count + 1 - n] + self.stage_layers[:, n - 1, None]
+                )
+            self.filled.append(table)
+        self.reach = np.stack([table[:, node_count] for table in self.filled])
+
+    def stages(self, count: int, tau: int) -> list[tuple[int, int]]:
+        """Return (nodes, TP) of each of the `count` stages with the most layers in that tau, the narrowest first."""
+        stages, unassigned = [], self.available.nodes
+        for k in range(count, 0, -1):
+            layers = [
+                self.filled[k - 1][tau, unassigned - n] + self.stage_layers[tau, n - 1]
+                for n in range(1, unassigned + 1)
+            ]
+            best = np.flatnonzero(np.asarray(layers) == max(layers)) + 1
+            nodes = int(best[np.argmin(np.abs(best - unassigned / k))])  # ties go to the most even split
+            stages.append((nodes, self.tps[int(self.best_tp[tau, nodes - 1])]))
+            unassigned -= nodes
+        return sorted(stages)
