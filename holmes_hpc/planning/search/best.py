@@ -311,7 +311,7 @@ def alternative(best: Candidate | Variant, runner_up: Candidate) -> dict[str, An
 
 
 def slowest_parts(extra_s: Mapping[str, float]) -> str:
-    """Return the part of a step with the most extra time as text, and the next one if it has a third of that or more.
+    """Return as text the part of a step with the most extra time, and the second one if it is at least a third of that.
 
     `extra_s`: seconds of each part beyond the best plan's, negative where shorter.
     """

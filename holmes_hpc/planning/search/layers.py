@@ -115,8 +115,8 @@ class LayerSplitter:
     def front_loaded(self) -> np.ndarray:
         """Return layers for stages that run far ahead of those below: the later a stage starts, the fewer it has.
 
-        For a given step time, stage after stage gets as many layers as it can compute between the arrival of the first
-        micro-batch and the return of the last gradients. The least time that assigns all layers counts.
+        For a given step time, stage after stage gets as many layers as it can compute. It computes from the arrival of
+        the first micro-batch until the last gradients must leave. The least time that assigns all layers counts.
         """
         delay, busy, transfer = (np.zeros((2, self.pp)) for _ in range(3))
         for d in self._times:

@@ -262,8 +262,8 @@ def _front_loaded_variant(balanced: Variant, options: PlanOptions) -> Variant | 
 def _front_loaded_layers(layout: Layout) -> np.ndarray:
     """Return layers as :meth:`LayerSplitter.front_loaded` does: the later a stage starts, the fewer it has.
 
-    For a given step time, stage after stage gets as many as it can compute between the arrival of the first micro-batch
-    and the return of the last gradients.
+    For a given step time, stage after stage gets as many layers as it can compute, from the arrival of the first
+    micro-batch until the last gradients must leave.
     """
     busy_s, delay_s = _busy_s(layout)
     transfers_s = [0.0, *_transfers_s(layout)]

@@ -278,10 +278,10 @@ class _ShapeEstimator:
     def estimate(self, stages: Stages) -> float:
         """Return the seconds of the step; infinite if the layers do not fit, or not within `max_s`.
 
-        For a given step time, stage after stage gets as many layers as it can compute between the arrival of the first
-        micro-batch and the return of the last gradients. The estimate is the least time that assigns all layers. A
-        stage with more replicas than one above waits until that one has computed a micro-batch for each of them. If
-        all transfers of one node take longer, they count instead.
+        For a given step time, stage after stage gets as many layers as it can compute, from the arrival of the first
+        micro-batch until the last gradients must leave. The estimate is the least time that assigns all layers. A stage
+        with more replicas than one above waits until that one has computed a micro-batch for each replica. If all
+        transfers of one node take longer, they count instead.
         """
         m, costs, transfer = self.micro_batches, [], 0.0
         nic_s = [[0.0, 0.0] for _ in stages]  # a node of each stage sends so long inside its fabric, and outside
