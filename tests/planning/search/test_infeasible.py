@@ -22,13 +22,13 @@ pytestmark = pytest.mark.integration
 MODEL, BATCH = named("gpt_7_5b"), Batch(64, 1, 2048)
 
 
-def site(nodes: int = 2, **gpu: Any) -> Site:
+def make_site(nodes: int = 2, **gpu: Any) -> Site:
     return Site("one", (Fabric("ib", NicType.IB, "ib", nodes, 8, 25.0, replace(A100, **gpu), rdma_gbps=200.0),))
 
 
-def plan_error(at: Site, **options: Any) -> PlanError:
+def plan_error(site: Site, **options: Any) -> PlanError:
     with pytest.raises(PlanError) as error:
-        best_plan(MODEL, BATCH, at, PlanOptions(**options), Costs())
+        best_plan(MODEL, BATCH, site, PlanOptions(**options), Costs())
     assert "\n" not in str(error.value)
     return error.value
 
@@ -43,41 +43,41 @@ def plan_error(at: Site, **options: Any) -> PlanError:
 )
 def test_user_option_that_keeps_the_model_from_fitting_is_named(options: dict[str, Any], key: str) -> None:
     """Without that option there is a plan."""
-    at = site(memory_gib=40)
-    error = plan_error(at, **options)
+    site = make_site(memory_gib=40)
+    error = plan_error(site, **options)
     assert "does not fit" in error.what and error.where == key and error.hint is not None
     assert f"remove {key}:" in error.hint
     others = {name: value for name, value in options.items() if f"plan.{name}" not in key}
-    assert best_plan(MODEL, BATCH, at, PlanOptions(**others), Costs()).predicted is not None
+    assert best_plan(MODEL, BATCH, site, PlanOptions(**others), Costs()).predicted is not None
 
 
 def test_pipeline_strategy_needs_two_fabrics() -> None:
-    error = plan_error(site(), strategy="pipeline")
+    error = plan_error(make_site(), strategy="pipeline")
     assert "there is only ib" in error.what and error.where == "plan.strategy"
 
 
 def test_too_small_site_gets_changes_that_work() -> None:
-    error = plan_error(site(1, memory_gib=12))
+    error = plan_error(make_site(1, memory_gib=12))
     assert error.where == "memory" and error.hint is not None and "remove" not in error.hint
     times = re.search(r"(\d+) times as many nodes", error.hint)
     gib = re.search(r"GPUs of (\d+) GiB", error.hint)
     assert times is not None and gib is not None, error.hint
-    for at in (site(int(times[1]), memory_gib=12), site(1, memory_gib=float(gib[1]) + 1)):
-        assert best_plan(MODEL, BATCH, at, PlanOptions(), Costs()).predicted is not None
+    for site in (make_site(int(times[1]), memory_gib=12), make_site(1, memory_gib=float(gib[1]) + 1)):
+        assert best_plan(MODEL, BATCH, site, PlanOptions(), Costs()).predicted is not None
 
 
 def test_wrong_sum_of_layers_is_reported_with_both_numbers() -> None:
-    error = plan_error(site(), layers_per_stage=(10, 10))
+    error = plan_error(make_site(), layers_per_stage=(10, 10))
     assert "[10, 10] are 20 layers, gpt_7_5b has 36" in error.what and error.where == "plan.layers_per_stage"
 
 
 def test_batch_with_few_divisors_gets_a_note_with_a_better_one() -> None:
     """511 = 7 x 73 sequences leave GPUs idle or force unusual stages and TP."""
     model = replace(named("gpt_3_6b"), layers=4)
-    plan = best_plan(model, Batch(511, 1, 2048), site(2), PlanOptions(unequal="false"), Costs())
+    plan = best_plan(model, Batch(511, 1, 2048), make_site(2), PlanOptions(unequal="false"), Costs())
     matches = [re.search(r"batch\.global_size=(\d+) would give (\d+)% more", a) for a in plan.assumptions]
     size, gain_percent = next((int(m[1]), int(m[2])) for m in matches if m)
-    other = best_plan(model, Batch(size, 1, 2048), site(2), PlanOptions(unequal="false"), Costs())
+    other = best_plan(model, Batch(size, 1, 2048), make_site(2), PlanOptions(unequal="false"), Costs())
     assert plan.predicted is not None and other.predicted is not None and abs(size - 511) <= 0.03 * 511
     gain = other.predicted.samples_per_s / plan.predicted.samples_per_s - 1
     assert gain == pytest.approx(gain_percent / 100, abs=0.006)

@@ -24,7 +24,7 @@ def step_s(model: str, batch: Batch, site: Site, **options: object) -> float:
     return search(named(model), batch, site, PlanOptions(**options), Costs(), Clock())[0].seconds  # type: ignore[arg-type]
 
 
-def site(ethernet_gbps: float, *fabrics: tuple[str, int, float | None, Gpu]) -> Site:
+def make_site(ethernet_gbps: float, *fabrics: tuple[str, int, float | None, Gpu]) -> Site:
     """Return a site of fabrics, each given as (NIC type, nodes of 8 GPUs, RDMA rate, GPU)."""
     return Site(
         "site",
@@ -40,9 +40,9 @@ def test_estimates_count_one_nic_per_node_not_per_stage() -> None:
 
     If both stages counted the NIC, the search would choose a plan that is 17.7% slower.
     """
-    model, batch, at = planner_regret.drawn(83)
+    model, batch, site = planner_regret.drawn(83)
     free_s, one_fabric_s = (
-        search(model, batch, at, PlanOptions(**options), Costs(), Clock())[0].seconds  # type: ignore[arg-type]
+        search(model, batch, site, PlanOptions(**options), Costs(), Clock())[0].seconds  # type: ignore[arg-type]
         for options in ({}, {"strategy": "one-fabric"})
     )
     assert free_s <= 1.005 * one_fabric_s
@@ -53,9 +53,9 @@ def test_pruning_considers_front_loaded_layers() -> None:
 
     With balanced layers its estimate would be 16% too long, and it would be pruned.
     """
-    model, batch, at = planner_regret.drawn(51)
+    model, batch, site = planner_regret.drawn(51)
     free_s, fixed_s = (
-        search(model, batch, at, PlanOptions(**options), Costs(), Clock())[0].seconds  # type: ignore[arg-type]
+        search(model, batch, site, PlanOptions(**options), Costs(), Clock())[0].seconds  # type: ignore[arg-type]
         for options in ({}, {"tp": 4, "pp": 10, "dp": 8})
     )
     assert free_s <= 1.005 * fixed_s
@@ -84,33 +84,33 @@ def test_slow_ethernet_is_avoided(
     ethernet_gbps: float, model: str, batch: Batch, fabrics: tuple[tuple[str, int, float | None, Gpu], ...]
 ) -> None:
     """A pipeline over slow Ethernet is up to 36 times slower than the best fabric alone."""
-    at = site(ethernet_gbps, *fabrics)
-    assert step_s(model, batch, at) <= 1.005 * step_s(model, batch, at, strategy="one-fabric")
+    site = make_site(ethernet_gbps, *fabrics)
+    assert step_s(model, batch, site) <= 1.005 * step_s(model, batch, site, strategy="one-fabric")
 
 
 def test_refinement_includes_candidates_that_are_behind() -> None:
     """The best plan, a pipeline over three fabrics, is 7% behind before its fabrics are ordered and then wins by 2%."""
-    model, batch, at = planner_regret.drawn(15)
+    model, batch, site = planner_regret.drawn(15)
     fixed_s, free_s = (
-        search(model, batch, at, PlanOptions(tp=1, search_micro_size=any_size), Costs(), Clock())[0].seconds
+        search(model, batch, site, PlanOptions(tp=1, search_micro_size=any_size), Costs(), Clock())[0].seconds
         for any_size in (False, True)
     )
     assert free_s <= fixed_s * (1 + 1e-9)
 
 
 def test_free_micro_batch_size_gives_no_slower_plan() -> None:
-    at = site(25, ("ib", 6, 200.0, A100), ("roce", 6, 200.0, A100))
+    site = make_site(25, ("ib", 6, 200.0, A100), ("roce", 6, 200.0, A100))
     batch = Batch(1536, 4, 2048)
-    fixed_s = step_s("gpt_7_5b", batch, at)
-    assert step_s("gpt_7_5b", batch, at, search_micro_size=True) <= fixed_s * (1 + 1e-9)
+    fixed_s = step_s("gpt_7_5b", batch, site)
+    assert step_s("gpt_7_5b", batch, site, search_micro_size=True) <= fixed_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", [12, 18])
 def test_estimates_are_hardly_too_long(seed: int) -> None:
     """The search relies on this when it prunes a placement."""
-    model, batch, at = planner_regret.drawn(seed)
-    placements = Space(model, batch, at, PlanOptions(), Costs()).placements()
-    evaluator = Evaluator(model, batch, at, PlanOptions(), Costs())
+    model, batch, site = planner_regret.drawn(seed)
+    placements = Space(model, batch, site, PlanOptions(), Costs()).placements()
+    evaluator = Evaluator(model, batch, site, PlanOptions(), Costs())
     sample = placements[:: max(1, len(placements) // 20)]
     candidates = [candidate for placement in sample for candidate in evaluator.candidates(placement)]
     assert len(candidates) >= 10
@@ -120,9 +120,9 @@ def test_estimates_are_hardly_too_long(seed: int) -> None:
 
 
 def test_search_stopped_by_the_time_limit_has_a_plan_and_notes_its_gap() -> None:
-    model, batch, at = planner_regret.drawn(18)
-    full = search(model, batch, at, PlanOptions(), Costs(), Clock())
-    stopped = search(model, batch, at, PlanOptions(), Costs(), Clock(seconds=1e-9))
+    model, batch, site = planner_regret.drawn(18)
+    full = search(model, batch, site, PlanOptions(), Costs(), Clock())
+    stopped = search(model, batch, site, PlanOptions(), Costs(), Clock(seconds=1e-9))
     assert 1 < len(stopped) < len(full)  # each fabric, each pair and all of them are always tried
     assert stopped[0].seconds <= 1.3 * full[0].seconds
     assert [note for note in stopped[0].notes if "the search was stopped" in note]
@@ -132,7 +132,7 @@ def test_search_stopped_by_the_time_limit_has_a_plan_and_notes_its_gap() -> None
 def test_progress_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holmes_hpc.planning.search.explore.PROGRESS_INTERVAL_S", 0)
     lines: list[str] = []
-    model, batch, at = planner_regret.drawn(12)
-    best = search(model, batch, at, PlanOptions(), Costs(), Clock(report=lines.append))[0]
+    model, batch, site = planner_regret.drawn(12)
+    best = search(model, batch, site, PlanOptions(), Costs(), Clock(report=lines.append))[0]
     assert len(lines) > 2 and all(line.startswith("planning: ") for line in lines)
     assert f"{best.seconds:.4g} s a step" in lines[-1]
