@@ -67,10 +67,10 @@ class Rank:
             plan, gpt.dtype_of(train.dtype, here.cuda), cuda=here.cuda, timers=self.breakdown
         )
         chunks = gpt.build(plan, self.config, train.seed, here.device)
-        emulated_layers.pace((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
+        emulated_layers.emulate((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.config, plan, train)
         self.optimizer = optimizer.build(self.models, self.config, plan, train, self.breakdown)
-        optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
+        optimizer.time_waits(self.optimizer, self.models, self.breakdown)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.edges = point_to_point.build_communicator(
             plan,
@@ -118,7 +118,7 @@ def main() -> None:
     log, rank_exit = RankLog(run, own), RankExit(run, own)
     try:
         config = Configuration(plan.model, plan.batch, train=TrainConfig(**given["train"]))
-        here = session.start(config.train, own, plan, run, rank_exit)
+        here = session.open_session(config.train, own, plan, run, rank_exit)
         rank = Rank(config, here)
         kinds = ["megatron", "ahead"]
         with Path(f"{sys.argv[2]}.{own.rank}").open("w", encoding="utf-8") as out:
@@ -148,9 +148,9 @@ def main() -> None:
         rank.edges.close()
         torch.distributed.barrier()
         here.close()
-        rank_exit.ended("completed")
+        rank_exit.record_end("completed")
     except Exception as e:
-        sys.exit(rank_exit.failed(e))
+        sys.exit(rank_exit.record_failure(e))
     finally:
         log.close()
 

@@ -26,7 +26,7 @@ def _preload(config: dict[str, Any]) -> None:
 
 @preload_with(_preload)
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
-    """Train, or measure with `train.measure`, as one rank of `config["plan_file"]`; return the final figures.
+    """Train, or measure with `train.measure`, as one rank of `config["plan_file"]`; return the final metrics.
 
     The rank records into `config["run_dir"]`. `config` is plain data, because other versions may read its pickle."""
     careful_umask()
@@ -37,7 +37,7 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], dict[str, Any]]:
-    """Return a rank's function, with torch and Megatron-Core loaded."""
+    """Load torch and Megatron-Core, and return the function that this rank runs."""
     # Users cannot act on warnings about optional packages of Megatron-Core and future names in torch.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.rank\.cpu")
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_cuda_warning)

@@ -1,6 +1,6 @@
-"""What every process of a training job does: it meets the others, builds its part of the model, trains and records."""
+"""The tasks of a training job: meet the other ranks, build a part of the model, train and record."""
 
 import os
 
-# torch warns, several lines each, that nodes of a cluster have no reverse DNS entry; errors still come through
+# Cluster nodes often have no reverse DNS entry, and torch prints several lines about each. Errors are still shown.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

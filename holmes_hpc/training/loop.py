@@ -1,4 +1,4 @@
-"""The training loop: how one process of a job meets the others, builds its part of the model, trains and records."""
+"""The training loop of one rank: build its part of the model, train, validate, save checkpoints and record steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.schedule.kinds import megatrons_own
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
-from holmes_hpc.training import session, warm_up
+from holmes_hpc.training import warm_up
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
 from holmes_hpc.training.data.build import build_datasets, describe_data
 from holmes_hpc.training.data.prefix import document_end
@@ -35,215 +35,217 @@ from holmes_hpc.training.rank.failure import LONG, Watchdog
 from holmes_hpc.training.rank.log import say
 from holmes_hpc.training.rank.signals import AnyRank, ControlAllReduce, Signals
 from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
-from holmes_hpc.training.session import Session
+from holmes_hpc.training.session import Session, describe, publish_groups, run_in_session
 
-LINE_WAIT_S, LINE_WAIT = 0.02, 0.002  # at most so long, and such a part of a step, a step's line is waited for
+GATHER_WAIT_S, GATHER_WAIT = 0.02, 0.002  # wait for the metrics gather at most 20 ms and 0.2% of the step
 
 
 def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
-    """Train as one rank of the plan, recording into the run directory; return the last step's figures (on rank 0). See
-    :func:`session.as_rank` for failures and `unrecorded`."""
+    """Train as one rank of the plan and record into the run directory. Return the last step's metrics (on rank 0).
 
-    def work(here: Session, watchdog: Watchdog, signals: Signals) -> dict[str, Any]:
-        trainer = Trainer(config, here, watchdog)
+    See :func:`run_in_session` for failures and `unrecorded`.
+    """
+
+    def train_in_session(session: Session, watchdog: Watchdog, signals: Signals) -> dict[str, Any]:
+        trainer = Trainer(config, session, watchdog)
         trainer.record_start()
-        final = trainer.run(signals)
+        last_metrics = trainer.run(signals)
         trainer.close()
-        here.close()
-        return final
+        session.close()
+        return last_metrics
 
-    return session.as_rank(config, unrecorded, work)
+    return run_in_session(config, unrecorded, train_in_session)
 
 
 class Trainer:
-    """What one rank trains with: model chunks, optimizer, data, schedule."""
+    """The trainer of one rank: its model chunks, optimizer, data and schedule."""
 
-    def __init__(self, config: Configuration, here: Session, watchdog: Watchdog) -> None:
+    def __init__(self, config: Configuration, session: Session, watchdog: Watchdog) -> None:
         self.watchdog = watchdog
-        self.here, self.plan = here, here.plan
-        pace_layer_ms = config.train.pace_layer_ms or here.plan.pace_layer_ms
-        factors = config.train.pace_factors or here.plan.pace_factors
+        self.session, self.plan = session, session.plan
+        pace_layer_ms = config.train.pace_layer_ms or session.plan.pace_layer_ms
+        factors = config.train.pace_factors or session.plan.pace_factors
         self.stragglers = Stragglers(
-            here.plan.parallel.stage_ranks,
-            [n.node for n in here.nodes],
-            *work_of_stages(here.plan, (factors or {}) if pace_layer_ms else None),
+            session.plan.parallel.stage_ranks,
+            [n.node for n in session.nodes],
+            *work_of_stages(session.plan, (factors or {}) if pace_layer_ms else None),
         )
-        dtype = gpt.dtype_name(config.train.dtype, here.cuda)
+        dtype = gpt.dtype_name(config.train.dtype, session.cuda)
         self.settings = replace(config.train, pace_layer_ms=pace_layer_ms, pace_factors=factors, dtype=dtype)
-        train, plan, self.data = self.settings, here.plan, config.data
-        self.breakdown = Breakdown(here.cuda)
+        train, plan, self.data = self.settings, session.plan, config.data
+        self.breakdown = Breakdown(session.cuda)
         torch.manual_seed(train.seed)
         pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
         model_parallel_cuda_manual_seed(train.seed + 100 * pipeline_rank)  # dropout differs between stages
 
-        watchdog.setting_up("looking at the data")
+        watchdog.start_set_up("opening the data")
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
         self.document_end = document_end(config.data)
-        chosen = config.checkpoint
-        chunks = self._build_model(pipeline_rank, None if chosen else train.seed)
+        checkpoint = config.checkpoint
+        chunks = self._build_model(pipeline_rank, None if checkpoint else train.seed)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.edges = eager_1f1b.communicator(
-            plan, here.groups.edge, here.launch.rank, self.groups, self.model_config, here.device
+            plan, session.groups.edge, session.launch.rank, self.groups, self.model_config, session.device
         )
-        self.trace = Trace(here.run.trace_path(here.launch.rank), pipeline_rank) if train.trace else None
+        self.trace = Trace(session.run.trace_path(session.launch.rank), pipeline_rank) if train.trace else None
         self.forward_backward = eager_1f1b.forward_backward(plan, self.trace)
         if self.trace is not None and not eager_1f1b.runs_in_background(plan):
             order = Order(megatrons_own(len(self.models)).name, plan.parallel.pp, plan.micro_batches, len(self.models))
             trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
-        everyone = range(plan.world_size)
-        self.control = here.groups.new(everyone, "control", gloo=True) if here.cuda else torch.distributed.group.WORLD
+        control = session.groups.new(range(plan.world_size), "control", gloo=True) if session.cuda else None
+        self.control = control or torch.distributed.group.WORLD
         self.checkpoints = Checkpoints(
-            here.run.checkpoints,
+            session.run.checkpoints,
             plan,
             self.models,
             self.optimizer,
-            attempt=here.attempt,
+            attempt=session.attempt,
             keep=train.checkpoint_keep,
             background=train.checkpoint_async,
             group=self.control,
             checkpoint_dir=train.checkpoint_dir,
         )
-        watchdog.setting_up("loading the checkpoint, where there is one")
-        self.step = self.checkpoints.load(chosen)
-        if chosen and here.attempt == 1 and self.step >= train.steps:
+        watchdog.start_set_up("loading a checkpoint if there is one")
+        self.step = self.checkpoints.load(checkpoint)
+        if checkpoint and session.attempt == 1 and self.step >= train.steps:
             raise ConfigError(
-                f"it stands at step {self.step}, and train.steps is {train.steps}",
-                where=f"checkpoint {chosen}",
+                f"it is at step {self.step}, and train.steps is {train.steps}",
+                where=f"checkpoint {checkpoint}",
                 hint="train.steps counts from step 0: raise it",
             )
-        if here.cuda:
-            watchdog.setting_up("warming up")
-            warm_up.connect(self.groups, here.device)
-            warm_up.local_passes(self.models, self.model_config, plan.batch, here.device)
-        watchdog.setting_up("comparing the replicas' weights")
-        replica_check.check(chunks, plan.model.tied, here.groups.embedding_group)
+        if session.cuda:
+            watchdog.start_set_up("warming up")
+            warm_up.connect(self.groups, session.device)
+            warm_up.local_passes(self.models, self.model_config, plan.batch, session.device)
+        watchdog.start_set_up("comparing weights between replicas")
+        replica_check.check(chunks, plan.model.tied, session.groups.embedding_group)
         self.control_flags = ControlAllReduce(self.control)
-        self.loggers = metrics_line.Loggers(train, here.run) if here.launch.rank == 0 else None
-        self.nic_log = nic_bytes.NicLog(here.run.nics, here.launch.node, here.attempt)
+        self.loggers = metrics_line.Loggers(train, session.run) if session.launch.rank == 0 else None
+        self.nic_log = nic_bytes.NicLog(session.run.nics, session.launch.node, session.attempt)
         self.final: dict[str, Any] = {}
         self._gathering: metrics_line.Gathering | None = None
-        # what warns of NICs, links and nodes that are slow, from every rank's row of a step
+        # these return warnings about slow NICs, links and nodes, given every rank's row of a step
         self._monitors: list[Callable[[list[torch.Tensor]], Iterable[object]]] = []
-        self._alone = False  # nothing but the step's traffic since the step before, and no connections are made
-        self._said = 0.0
-        self._saved_at = 0  # the step whose state was saved last
-        self._pause_s = 0.0  # between the last two steps: validation, checkpoint
+        self._is_quiet = False  # no connection set-up, validation or checkpoint since the previous step
+        self._logged_at = 0.0
+        self._saved_step = 0
+        self._pause_s = 0.0  # validation and checkpoint between the last two steps
 
     def _build_model(self, pipeline_rank: int, seed: int | None) -> list[Any]:
-        """Build this rank's model chunks and optimizer; return the bare chunks. `seed`: None for saved weights."""
-        here, plan, train = self.here, self.plan, self.settings
-        self.watchdog.setting_up("building the model")
-        dtype = gpt.dtype_of(train.dtype, here.cuda)
+        """Build this rank's model chunks and optimizer. Return the unwrapped chunks. `seed`: None for saved weights."""
+        session, plan, train = self.session, self.plan, self.settings
+        self.watchdog.start_set_up("building the model")
+        dtype = gpt.dtype_of(train.dtype, session.cuda)
         self.model_config = gpt.transformer_config(
-            plan, dtype, cuda=here.cuda, fp8=train.fp8, timers=self.breakdown, stage=pipeline_rank
+            plan, dtype, cuda=session.cuda, fp8=train.fp8, timers=self.breakdown, stage=pipeline_rank
         )
-        attention.refuse_unfused(plan, here.launch.rank, here.device, dtype, self.document_end is not None)
-        attention.refuse_apart(self.document_end, here.cuda)
-        chunks = gpt.build(plan, self.model_config, seed, here.device)
+        attention.refuse_unfused(plan, session.launch.rank, session.device, dtype, self.document_end is not None)
+        attention.refuse_apart(self.document_end, session.cuda)
+        chunks = gpt.build(plan, self.model_config, seed, session.device)
         if train.pace_layer_ms:
             factor = emulated_layers.factor(
                 train.pace_factors or {},
-                [(n.fabric, n.node) for n in here.nodes],
-                here.launch.rank,
+                [(n.fabric, n.node) for n in session.nodes],
+                session.launch.rank,
                 [fabric.name for fabric in plan.site.fabrics],
             )
-            emulated_layers.pace((chunk.decoder.layers for chunk in chunks), factor * train.pace_layer_ms)
+            emulated_layers.emulate((chunk.decoder.layers for chunk in chunks), factor * train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
         self.optimizer = optimizer.build(
-            self.models, self.model_config, plan, train, self.breakdown, here.groups.embedding_group
+            self.models, self.model_config, plan, train, self.breakdown, session.groups.embedding_group
         )
-        optimizer.watch_waits(self.optimizer, self.models, self.breakdown)
+        optimizer.time_waits(self.optimizer, self.models, self.breakdown)
         return chunks
 
     # -- the steps --------------------------------------------------------------------------------------------------
 
     def run(self, signals: Signals) -> dict[str, Any]:
-        """All steps up to ``train.steps``, or until a signal asks for the end; then the state is saved."""
+        """Run the steps up to ``train.steps``, or save and stop early after a signal. Return the last metrics."""
         batches = self.batches(self.training, self.step)
-        self.here.traffic.take()
+        self.session.traffic.take()
         self.breakdown.begin()
-        began = time.perf_counter()
+        start = time.perf_counter()
         while self.step < self.settings.steps:
             self.step += 1
-            self.watchdog.alive(f"step {self.step}")
+            self.watchdog.start_phase(f"step {self.step}")
             losses, figures = self._one_step(batches)
             parts = self.breakdown.take()
-            ended = time.perf_counter()
-            step_time_s = ended - began
+            end = time.perf_counter()
+            step_time_s = end - start
             self._record(losses, figures, step_time_s, parts)
             if self.trace is not None:
                 self.trace.write(self.step)
-            any_rank = self.control_flags.exchange(stop=signals.told is not None, writing=self.checkpoints.is_writing())
+            any_rank = self.control_flags.exchange(stop=bool(signals.received), writing=self.checkpoints.is_writing())
             if any_rank.stop and self.step < self.settings.steps:
                 return self._stop_early()
-            began = self._between_steps(any_rank, ended)
-            if self._gathering is not None and self._gathering.ready(min(LINE_WAIT_S, LINE_WAIT * step_time_s)):
-                self._finish_record()  # else after the next step: no stage waits for a slower one to tell its figures
+            start = self._between_steps(any_rank, end)
+            if self._gathering is not None and self._gathering.ready(min(GATHER_WAIT_S, GATHER_WAIT * step_time_s)):
+                self._finish_record()  # otherwise after the next step, so that no stage waits for a slower one's row
         self._finish_record()
         self.control_flags.finish()
         self._settle()
         return self.final
 
-    def _between_steps(self, any_rank: AnyRank, ended: float) -> float:
-        """Run validation and checkpointing if due; return the start time of the next step."""
-        began, interval = time.perf_counter(), self.settings.checkpoint_interval
-        self.watchdog.alive(f"what follows step {self.step}")
+    def _between_steps(self, any_rank: AnyRank, step_end: float) -> float:
+        """Run validation and checkpointing if due. Return the start time of the next step."""
+        start, interval = time.perf_counter(), self.settings.checkpoint_interval
+        self.watchdog.start_phase(f"finishing step {self.step}")
         if self.settings.eval_interval and self.step % self.settings.eval_interval == 0:
             self._evaluate()
-        if self.checkpoints.has_unfinished_save:  # a step after a save nobody has said anything of it yet
-            asked = self.step == self._saved_at + 1
-            if not (self.checkpoints.is_any_rank_writing() if asked else any_rank.writing):
+        if self.checkpoints.has_unfinished_save:
+            is_just_saved = self.step == self._saved_step + 1  # then the flags of `any_rank` are older than the save
+            if not (self.checkpoints.is_any_rank_writing() if is_just_saved else any_rank.writing):
                 self._settle()
         if interval and (self.step % interval == 0 or self.step == self.settings.steps):
             self._save()
-        self._pause_s = time.perf_counter() - began
+        self._pause_s = time.perf_counter() - start
         if self._pause_s < 1e-3:
             self._pause_s = 0.0
-            return ended
+            return step_end
         self.breakdown.begin()
         return time.perf_counter()
 
     def _save(self, wait: bool = False) -> None:
-        """Save the state after this step. Its line of the metrics comes first: a resumed run starts after it."""
+        """Save the state after this step. First write the step's metrics, because a resumed run starts after it."""
         self._finish_record()
-        self.watchdog.alive(f"saving the state after step {self.step}", LONG)
-        self._saved_at = self.step
+        self.watchdog.start_phase(f"saving the state after step {self.step}", LONG)
+        self._saved_step = self.step
         self.checkpoints.save(self.step, {"loss": self.final.get("loss")}, wait)
-        self.watchdog.alive(f"what follows step {self.step}")
+        self.watchdog.start_phase(f"finishing step {self.step}")
 
     def _settle(self) -> None:
-        self.watchdog.alive("the end of saving", LONG)
+        self.watchdog.start_phase("finishing the checkpoint", LONG)
         self.checkpoints.finish_save()
-        self.watchdog.alive(f"what follows step {self.step}")
+        self.watchdog.start_phase(f"finishing step {self.step}")
 
     def _stop_early(self) -> dict[str, Any]:
-        """A signal asked for the end: save, so that the run can go on from here."""
+        """Save the state after a stop signal, so that the run can be resumed. Return the last metrics."""
         self.control_flags.finish()
-        if self.here.launch.rank == 0:
-            say(f"stopping after step {self.step} as asked by a signal")
+        if self.session.launch.rank == 0:
+            say(f"stopping after step {self.step} because of a signal")
         self._save(wait=True)
         return {**self.final, "preempted": True}
 
     def _one_step(self, batches: list[Iterator[Any]]) -> tuple[list[float], dict[str, Any]]:
-        """Forward and backward of all micro-batches, then the optimizer."""
+        """Run forward and backward of all micro-batches, then the optimizer. Return losses and metrics."""
         rate = learning_rate(self.step, self.settings)
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with self.breakdown.part("pipeline_wait_s"):  # what is neither computing nor one of the other parts
-            stored = self._forward_backward(batches, forward_only=False)
+        with self.breakdown.part("pipeline_wait_s"):  # compute and other parts are measured inside it
+            stored_losses = self._forward_backward(batches, forward_only=False)
         optimizer.set_options(self.optimizer, self.settings, rate)
         with self.breakdown.part("optimizer_s"):
             updated, norm, _ = self.optimizer.step()
-        norm = None if norm is None else float(norm)  # with some Transformer Engines a tensor
-        losses = torch.stack(stored).tolist() if stored else []
+        norm = None if norm is None else float(norm)  # some Transformer Engine versions return a tensor
+        losses = torch.stack(stored_losses).tolist() if stored_losses else []
         optimizer.check_numbers(self.optimizer, self.step, losses, updated, norm)
-        rare = {"skipped": not updated, "pause_before_s": self._pause_s}
-        return losses, {"grad_norm": norm, "learning_rate": rate, **{k: v for k, v in rare.items() if v}}
+        optional = {"skipped": not updated, "pause_before_s": self._pause_s}
+        return losses, {"grad_norm": norm, "learning_rate": rate, **{k: v for k, v in optional.items() if v}}
 
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
-        """Mean losses of the micro-batches, on the first TP rank of the last stage; on the device, not waited for."""
-        stored = self.forward_backward(
+        """Return the mean loss of each micro-batch, on the first TP rank of the last stage; on the device, unsynced."""
+        outputs = self.forward_backward(
             forward_step_func=partial(gpt.forward_step, masked=self.document_end is not None),
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.models if len(self.models) > 1 else self.models[0],
@@ -254,21 +256,18 @@ class Trainer:
             p2p_communicator=self.edges,
             pg_collection=self.groups,
         )
-        if not stored or parallel_state.get_tensor_model_parallel_rank() != 0:
+        if not outputs or parallel_state.get_tensor_model_parallel_rank() != 0:
             return []
-        return [entry["loss"] for entry in stored]
+        return [output["loss"] for output in outputs]
 
     def batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
-        """Return the micro-batches from `start_step` on, as each model chunk gets them."""
-        rank = parallel_state.get_data_parallel_rank()
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        return [
-            batches(dataset, self.plan, rank, start_step, self.here.device, self.document_end, stage)
-            for _ in self.models
-        ]
+        """Return an iterator over the micro-batches from `start_step` on for each model chunk."""
+        rank, stage = parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+        device, end = self.session.device, self.document_end
+        return [batches(dataset, self.plan, rank, start_step, device, end, stage) for _ in self.models]
 
     def _evaluate(self) -> None:
-        """The mean loss of `train.eval_steps` validation batches, into the line of the step before it."""
+        """Add the mean loss of `train.eval_steps` validation batches to the metrics line of the step before it."""
         if self.validation is None:
             return
         batches = self.batches(self.validation, 0)
@@ -277,42 +276,42 @@ class Trainer:
             chunk.eval()
         with torch.no_grad():
             for number in range(self.settings.eval_steps):
-                self.watchdog.alive(f"validation {number + 1} after step {self.step}")
-                stored = self._forward_backward(batches, forward_only=True)
-                losses += torch.stack(stored).tolist() if stored else []
-        self.watchdog.alive(f"what follows step {self.step}")
+                self.watchdog.start_phase(f"validation {number + 1} after step {self.step}")
+                stored_losses = self._forward_backward(batches, forward_only=True)
+                losses += torch.stack(stored_losses).tolist() if stored_losses else []
+        self.watchdog.start_phase(f"finishing step {self.step}")
         for chunk in self.models:
             chunk.train()
         if self.trace is not None:
-            self.trace.forget()
+            self.trace.discard()
         total = torch.tensor([sum(losses), len(losses)], dtype=torch.float64)
         torch.distributed.all_reduce(total, group=self.control)
         loss = float(total[0] / total[1])
         if self._gathering is not None:
-            self._gathering.more["validation_loss"] = loss  # of the step whose line is not written yet
+            self._gathering.fields["validation_loss"] = loss  # the step's line is not written yet
         self._finish_record()
-        if self.here.launch.rank == 0:
+        if self.session.launch.rank == 0:
             say(f"step {self.step}: validation loss {loss:.4f}")
 
     # -- the record -------------------------------------------------------------------------------------------------
 
     def record_start(self) -> None:
-        """Into run.yaml: hosts, NICs, versions, set-up traffic and the header factor."""
-        here, plan = self.here, self.plan
-        self.watchdog.setting_up("counting what the networks add to a byte")
-        session.tell_groups(here)
-        setup = self._gather_all(here.traffic.take())
+        """Write to run.yaml the hosts, NICs, versions, set-up traffic and header factors."""
+        session, plan, traffic = self.session, self.plan, self.session.traffic
+        self.watchdog.start_set_up("measuring header factors of the networks")
+        publish_groups(session)
+        setup = self._gather_all(traffic.take())
         factors = nic_bytes.header_factors(
-            plan, here.launch.rank, here.traffic, partial(here.groups.new, gloo=True), self._gather_all, here.cuda
+            plan, session.launch.rank, traffic, partial(session.groups.new, gloo=True), self._gather_all, session.cuda
         )
-        calibration = self._gather_all(here.traffic.take())
-        if here.launch.rank > 0:
+        calibration = self._gather_all(traffic.take())
+        if session.launch.rank > 0:
             return
         setup_bytes = nic_bytes.sum_by_kind(
             plan, [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(setup, calibration, strict=True)]
         )
-        here.run.update_run(
-            **session.describe(here),
+        session.run.update_run(
+            **describe(session),
             pace_layer_ms=self.settings.pace_layer_ms,
             traffic={
                 "setup": setup_bytes,
@@ -320,80 +319,82 @@ class Trainer:
                 "header_factors": {k: round(v, 4) for k, v in factors.items()},
             },
         )
-        if not here.nodes[0].one_host:
-            nics = audit.Audit(plan, here.nodes, factors, self.settings.dtype)
-            links = slow_links.slow_link_detector(plan, here.nodes, factors, self.settings.dtype)
+        if not session.nodes[0].one_host:
+            nics = audit.Audit(plan, session.nodes, factors, self.settings.dtype)
+            links = slow_links.slow_link_detector(plan, session.nodes, factors, self.settings.dtype)
             self._monitors += [
-                lambda rows: nics.add(metrics_line.nic_rows(rows), self._alone),
-                lambda rows: links.add(metrics_line.part_by_rank(rows, "grad_sync_s")) if self._alone else (),
+                lambda rows: nics.add(metrics_line.nic_rows(rows), self._is_quiet),
+                lambda rows: links.add(metrics_line.part_by_rank(rows, "grad_sync_s")) if self._is_quiet else (),
             ]
         self._monitors.append(lambda rows: self.stragglers.step(metrics_line.part_by_rank(rows, "compute_s")))
         for kind, factor in factors.items():
             say(
-                f"{kind}: {factor:.3f} bytes on the wire per byte sent"
-                + (" (RDMA: not measured)" if here.cuda and kind != "ethernet" else "")
+                f"{kind}: {factor:.3f} bytes on the wire per byte of payload"
+                + (" (RDMA: not measured)" if session.cuda and kind != "ethernet" else "")
             )
         say(describe_data(self.data, self.training, plan, self.settings.steps))
         say(
             f"plan {plan.id}: {plan.spread}, {plan.parallel}, layers {[s.layers for s in plan.stages]}, "
             f"{plan.micro_batches} micro-batches, {plan.schedule.kind}"
-            + (f"; paced: {self.settings.pace_layer_ms} ms a layer" if self.settings.pace_layer_ms else "")
+            + (f"; emulated compute: {self.settings.pace_layer_ms} ms a layer" if self.settings.pace_layer_ms else "")
         )
 
-    def _gather_all(self, row: tuple[float, ...]) -> list[list[float]]:
-        own = torch.tensor(row, dtype=torch.float64)
-        rows = [torch.empty_like(own) for _ in range(self.plan.world_size)]
-        torch.distributed.all_gather(rows, own, group=self.control)
+    def _gather_all(self, values: tuple[float, ...]) -> list[list[float]]:
+        row = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(row) for _ in range(self.plan.world_size)]
+        torch.distributed.all_gather(rows, row, group=self.control)
         return [r.tolist() for r in rows]
 
     def _record(
         self, losses: list[float], figures: dict[str, Any], step_time_s: float, parts: dict[str, float]
     ) -> None:
-        """Send this step's figures to rank 0; write those of the step before."""
+        """Start the gather of this step's metrics to rank 0, after writing those of the previous step."""
         self._finish_record()
-        here = self.here
+        session, traffic = self.session, self.session.traffic
         row = metrics_line.rank_row(
-            sum(losses), len(losses), step_time_s, parts, here.traffic.take(), metrics_line.peak_memory_bytes(here.cuda)
+            sum(losses), len(losses), step_time_s, parts, traffic.take(), metrics_line.peak_memory_bytes(session.cuda)
         )
-        self.nic_log.add(self.step, here.traffic.by_nic)
+        self.nic_log.add(self.step, traffic.by_nic)
         self._gathering = metrics_line.Gathering(
-            row, here.launch.rank, self.plan.world_size, self.control, self.step, figures
+            row, session.launch.rank, self.plan.world_size, self.control, self.step, figures
         )
-        self._alone = bool(self.final) and "pause_before_s" not in figures and not self.checkpoints.has_unfinished_save
-        due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._said > SPARSE_S
-        if here.launch.rank > 0 and due:
-            self._said = time.monotonic()
+        self._is_quiet = (
+            bool(self.final) and "pause_before_s" not in figures and not self.checkpoints.has_unfinished_save
+        )
+        is_due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._logged_at > SPARSE_S
+        if session.launch.rank > 0 and is_due:
+            self._logged_at = time.monotonic()
             say(
                 f"step {self.step}: {step_time_s:.3f} s, "
                 + ", ".join(f"{name[:-2].replace('_', ' ')} {value:.3f}" for name, value in parts.items())
             )
 
     def _finish_record(self) -> None:
-        done, self._gathering = self._gathering, None
-        rows = done.finish() if done is not None else None
-        if done is None or rows is None:
+        gathering, self._gathering = self._gathering, None
+        rows = gathering.finish() if gathering is not None else None
+        if gathering is None or rows is None:
             return
-        entry = metrics_line.metrics_line(self.plan, rows, done.step, done.when, done.more)
-        entry["attempt"] = self.here.attempt
-        self.here.run.append_metrics(entry)
+        step, interval, last_step = gathering.step, self.settings.log_interval, self.settings.steps
+        entry = metrics_line.metrics_line(self.plan, rows, step, gathering.when, gathering.fields)
+        entry["attempt"] = self.session.attempt
+        self.session.run.append_metrics(entry)
         self.final = entry
         if self.loggers is not None:
             self.loggers.write(entry)
-        for finding in (finding for monitor in self._monitors for finding in monitor(rows)):
-            say(str(finding))
-        every = self.settings.log_interval
-        if done.step % every == 0 or done.step in (1, self.settings.steps) or time.monotonic() - self._said > 60:
-            self._said = time.monotonic()
-            self.watchdog.said()
+        for warning in (warning for monitor in self._monitors for warning in monitor(rows)):
+            say(str(warning))
+        if step % interval == 0 or step in (1, last_step) or time.monotonic() - self._logged_at > 60:
+            self._logged_at = time.monotonic()
+            self.watchdog.note_step_logged()
             norm = entry["grad_norm"]
             say(
-                f"step {done.step}/{self.settings.steps}: loss {entry['loss']:.4f}, grad norm "
+                f"step {step}/{last_step}: loss {entry['loss']:.4f}, grad norm "
                 f"{norm if norm is None else format(norm, '.3f')}, {entry['step_time_s']:.3f} s, "
                 f"{entry['samples_per_s']:.2f} samples/s, {entry['model_tflops_per_gpu']:.3g} model TFLOP/s per GPU"
             )
 
     def close(self) -> None:
-        """Wait for what the edges still carry, and for the loggers."""
+        """Wait for stage transfers under way, and close the loggers."""
         self.nic_log.write()
         if isinstance(self.edges, Edges):
             self.edges.close()

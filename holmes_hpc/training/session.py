@@ -1,4 +1,4 @@
-"""How a process joins a training run: it meets the others, and gets its networks, process groups and device."""
+"""The session of a rank: meet the other ranks, and set up its networks, process groups and device."""
 
 from __future__ import annotations
 
@@ -35,21 +35,24 @@ from holmes_hpc.slurm.job_queries import ending_state
 from holmes_hpc.training.network import audit, interfaces, process_groups, rendezvous
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Traffic
-from holmes_hpc.training.rank import affinity, cpu, cuda_check, launch
+from holmes_hpc.training.rank import affinity, cpu, cuda_check
 from holmes_hpc.training.rank.failure import RankExit, Watchdog
-from holmes_hpc.training.rank.launch import Launch
+from holmes_hpc.training.rank.launch import Launch, check_launch, job_nodes, read_launch
 from holmes_hpc.training.rank.log import RankLog, say
 from holmes_hpc.training.rank.signals import Signals
 
-OWNER = ".training"  # in a run directory: the lock of the attempt that trains there
-OWNER_WAIT_S = 15.0  # for the ranks of an attempt that has just ended
+LOCK_FILE = ".training"  # in a run directory, held by the attempt that trains there
+LOCK_WAIT_S = 15.0  # for the ranks of an attempt that has just ended
 NO_ATTEMPT = -1
 
 
 @dataclass
 class Session:
-    """A rank that has met the others. `nodes`: every rank's networks; `cpus`: where it runs beside a GPU, in words;
-    `owned`: rank 0's open lock of the run directory."""
+    """A rank that has met the other ranks.
+
+    `nodes`: every rank's networks; `cpus`: the CPUs it is bound to, as text; `run_lock`: on rank 0, the descriptor of
+    the run directory's lock.
+    """
 
     launch: Launch
     plan: Plan
@@ -61,32 +64,32 @@ class Session:
     device: torch.device
     traffic: Traffic
     cpus: str = ""
-    owned: int | None = None
+    run_lock: int | None = None
 
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
     def close(self) -> None:
-        """Leave the groups and the store; rank 0, which holds the store, last."""
+        """Leave the groups and the store. Rank 0, which hosts the store, leaves last."""
         process_groups.close()
         self.store.set(f"left/{self.launch.rank}", "1")
         if self.launch.rank == 0:
             try:
                 self.store.wait([f"left/{r}" for r in range(self.launch.world_size)], timedelta(seconds=10))
             except RuntimeError:
-                say("some ranks did not say goodbye within 10 s")
+                say("some ranks did not leave the session within 10 s")
             rendezvous.unpublish(self.run.path, self.launch)
-        if self.owned is not None:
-            os.close(self.owned)
+        if self.run_lock is not None:
+            os.close(self.run_lock)
 
 
 def run_directory(path: str | None) -> RunDirectory:
-    """The directory of this run. RunFailed when it is not there on this node."""
+    """Return the directory of this run. RunFailed if this node does not see it."""
     if not path:
         raise RunFailed("no run_dir", where="train", hint="give run_dir=DIR")
     run = RunDirectory(path)
-    deadline = time.monotonic() + 20  # rank 0 may be making it, on a file system that takes its time
+    deadline = time.monotonic() + 20  # rank 0 may still be creating it on a slow file system
     while not run.exists():
         if time.monotonic() > deadline:
             raise RunFailed(
@@ -96,109 +99,121 @@ def run_directory(path: str | None) -> RunDirectory:
     return run
 
 
-def as_rank(
-    config: Configuration, unrecorded: Sequence[str], work: Callable[[Session, Watchdog, Signals], dict[str, Any]]
+def run_in_session(
+    config: Configuration, unrecorded: Sequence[str], task: Callable[[Session, Watchdog, Signals], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Join the run as one rank, do `work` there and return its result. `work` ends with :meth:`Session.close`, while
-    the groups' users are alive.
+    """Join the run as one rank, run `task` and return its result.
 
-    A failure is one line in the log and in exits/, and the same exit code on every rank. `unrecorded`: the keys of
-    `config` that an older record lacks.
+    `task` calls :meth:`Session.close` last, while the objects that use the groups still exist. A failure is one line
+    in the log and in exits/, with the same exit code on every rank. `unrecorded`: keys of `config` that the record of
+    an older version lacks.
     """
-    gc.freeze()  # what is loaded stays: Megatron-Core looks for garbage in every save, in all of it for half a second
-    own = launch.read()
+    gc.freeze()  # Megatron-Core collects garbage in every save; scanning all loaded modules would take half a second
+    launch = read_launch()
     run = run_directory(config.run_dir)
-    log, rank_exit = RankLog(run, own), RankExit(run, own)
+    log, rank_exit = RankLog(run, launch), RankExit(run, launch)
     try:
-        if own.rank == 0 and unrecorded:
+        if launch.rank == 0 and unrecorded:
             say(f"an older version recorded it without {', '.join(unrecorded)}: defaults are used")
-        with Signals() as signals, Watchdog(rank_exit, config.train.watchdog_s, speaks=own.rank == 0) as watchdog:
+        with (
+            Signals() as signals,
+            Watchdog(rank_exit, config.train.watchdog_s, logs_progress=launch.rank == 0) as watchdog,
+        ):
             plan = Plan.read(config.plan_file or run.plan_path)
-            here = start(
-                config.train, own, plan, run, rank_exit, bind_cpus=config.slurm.bind_cpus, goes_on=watchdog.setting_up
+            session = open_session(
+                config.train,
+                launch,
+                plan,
+                run,
+                rank_exit,
+                bind_cpus=config.slurm.bind_cpus,
+                start_phase=watchdog.start_set_up,
             )
-            result = work(here, watchdog, signals)
+            result = task(session, watchdog, signals)
         if result.get("preempted"):
-            rank_exit.ended("preempted", signal=signals.told)
+            rank_exit.record_end("preempted", signal=signals.received)
         else:
-            rank_exit.ended("completed")
+            rank_exit.record_end("completed")
         return result
     except Exception as e:
-        sys.exit(rank_exit.failed(e))
+        sys.exit(rank_exit.record_failure(e))
     finally:
         log.close()
-        gc.unfreeze()  # else Triton's bindings report, as the process ends, each object that was not freed
+        gc.unfreeze()  # otherwise Triton's bindings report every object that is not freed at exit
 
 
-def start(
+def open_session(
     train: TrainConfig,
-    own: Launch,
+    launch: Launch,
     plan: Plan,
     run: RunDirectory,
     rank_exit: RankExit,
     bind_cpus: bool,
-    goes_on: Callable[[str], None],
+    start_phase: Callable[[str], None],
 ) -> Session:
-    """Meet the other ranks, decide the networks, make the groups. Everything that can be wrong with this rank's place,
-    GPU or network is one line, on every rank, before the first group is made. `goes_on` is told each part of it."""
-    began, owned = time.perf_counter(), None
-    goes_on("a look at this node's devices and networks")
+    """Meet the other ranks, choose the networks and create the process groups.
+
+    A wrong component, GPU or network is reported in one line on every rank before the first group exists.
+    `start_phase` is called with the name of each phase.
+    """
+    start, run_lock = time.perf_counter(), None
+    start_phase("checking devices and networks of this node")
     try:
-        if own.rank == 0:
-            owned = _own(own, run, rank_exit)
-            rank_exit.attempt = run.start_attempt({"host": own.node, "by": own.by, "plan_id": plan.id})
-        launch.check(own, plan)
-        on_gpu = cuda_check.wanted(train.device, plan)
-        _set_up_device(plan, own, on_gpu)
-        remarks = _check_cuda(plan, own, on_gpu, train)
-        nics = probe() if own.one_host else interfaces.site_nics(plan, own.rank, probe(), own.node)
-        traffic = Traffic(plan, own, nics)
-        node = interfaces.node_transports(plan, own.rank, nics, own.node, own.one_host, on_gpu)
+        if launch.rank == 0:
+            run_lock = _lock_run(launch, run, rank_exit)
+            rank_exit.attempt = run.start_attempt({"host": launch.node, "by": launch.by, "plan_id": plan.id})
+        check_launch(launch, plan)
+        on_gpu = cuda_check.use_cuda(train.device, plan)
+        _set_up_device(plan, launch, on_gpu)
+        cuda_warnings = _check_cuda(plan, launch, on_gpu, train)
+        nics = probe() if launch.one_host else interfaces.site_nics(plan, launch.rank, probe(), launch.node)
+        traffic = Traffic(plan, launch, nics)
+        node = interfaces.node_transports(plan, launch.rank, nics, launch.node, launch.one_host, on_gpu)
         warnings = interfaces.refuse_overrides(node)
     except HolmesError as e:
-        _tell_the_others(own, run, rank_exit, e)
+        _report_to_ranks(launch, run, rank_exit, e)
         raise
-    goes_on("meeting the other ranks")
-    store = _meet(own, run, node, rank_exit, train.net_timeout_s)
-    nodes = _exchange(own, store, node, on_gpu)
-    goes_on("checking the links between nodes")
-    if not own.one_host:
+    start_phase("meeting the other ranks")
+    store = _meet(launch, run, node, rank_exit, train.net_timeout_s)
+    nodes = _exchange(launch, store, node, on_gpu)
+    start_phase("checking the links between nodes")
+    if not launch.one_host:
         interfaces.check_placement(plan, nodes)
-        interfaces.check_addresses(nodes, launch.job_nodes(os.environ) if own.by == "srun" else ())
-        warnings += interfaces.check_links(plan, own.rank, own.local_rank == 0, nodes, store)
-    for line in (*warnings, *([*remarks, *interfaces.log_lines(node)] if own.local_rank == 0 else ())):
+        interfaces.check_addresses(nodes, job_nodes(os.environ) if launch.by == "srun" else ())
+        warnings += interfaces.check_links(plan, launch.rank, launch.local_rank == 0, nodes, store)
+    for line in (*warnings, *([*cuda_warnings, *interfaces.log_lines(node)] if launch.local_rank == 0 else ())):
         say(str(line))
-    if own.local_rank == 0 and not own.one_host:
+    if launch.local_rank == 0 and not launch.one_host:
         rank_exit.guard(audit.nic_check(node))
-    goes_on("making process groups")
-    made = process_groups.Groups(plan, node, own.rank, on_gpu, train.net_timeout_s, train.watchdog_s)
-    device = process_groups.device(own.local_rank, on_gpu)
-    process_groups.check_devices(device, own.rank, store, nodes)
-    _check_memory(plan, own, device, store)
+    start_phase("creating process groups")
+    groups = process_groups.Groups(plan, node, launch.rank, on_gpu, train.net_timeout_s, train.watchdog_s)
+    device = process_groups.device(launch.local_rank, on_gpu)
+    process_groups.check_devices(device, launch.rank, store, nodes)
+    _check_memory(plan, launch, device, store)
     cpus = affinity.bind(torch.cuda.get_device_properties(device)) if on_gpu and bind_cpus else ""
-    made.start(dist.PrefixStore("world", store))
-    made.make_parallel_state()
-    if own.rank == 0:
+    groups.start(dist.PrefixStore("world", store))
+    groups.make_parallel_state()
+    if launch.rank == 0:
         where = "one node" if nodes[0].one_host else f"{len({n.node for n in nodes})} nodes"
-        took_s = time.perf_counter() - began
-        say(f"{own.world_size} ranks on {where} met in {took_s:.1f} s ({own.by}, {device.type})")
+        elapsed_s = time.perf_counter() - start
+        say(f"{launch.world_size} ranks on {where} met in {elapsed_s:.1f} s ({launch.by}, {device.type})")
     return Session(
-        own,
+        launch,
         plan,
         run,
         rank_exit.attempt,
         store,
         nodes,
-        groups=made,
+        groups=groups,
         device=device,
         traffic=traffic,
         cpus=cpus,
-        owned=owned,
+        run_lock=run_lock,
     )
 
 
 def _fp8_sizes(plan: Plan, rank: int) -> dict[str, int]:
-    """What the sides of a rank's products are made of."""
+    """Return the dimensions of a rank's matrix products, by name."""
     m, tp = plan.model, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
     return {
         "tokens of a micro-batch": plan.batch.micro_size * plan.batch.sequence_length,
@@ -209,139 +224,145 @@ def _fp8_sizes(plan: Plan, rank: int) -> dict[str, int]:
     }
 
 
-def _own(own: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
-    """Rank 0 makes the run's directory its own, as long as it lives; the open lock comes back. RecordError where
-    another attempt lives in it, or where others may write there; then nothing is recorded."""
+def _lock_run(launch: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
+    """Lock the run directory for this attempt and return the lock's descriptor. Called by rank 0.
+
+    RecordError if another attempt holds it, or if other users may write there; then nothing is recorded.
+    """
     rank_exit.attempt = NO_ATTEMPT
     refuse_other_writers(run.path)
-    job = own.key.removeprefix("slurm-").partition("-")[0] if own.by == "srun" else ""
+    job = launch.key.removeprefix("slurm-").partition("-")[0] if launch.by == "srun" else ""
 
-    def is_over(other: LockOwner) -> bool:
-        """Return whether its job has ended: where its node died, the file server may hold the lock for a while."""
-        if not other.job or other.host == own.node:
+    def is_over(owner: LockOwner) -> bool:
+        """Return whether the owner's job has ended. If its node died, the file server may hold the lock for a while."""
+        if not owner.job or owner.host == launch.node:
             return False
-        return other.job == job or ((state := ending_state(other.job)) is not None and state.ended)
+        return owner.job == job or ((state := ending_state(owner.job)) is not None and state.ended)
 
-    return take_lock(run.path / OWNER, LockOwner.current("an attempt", job), is_over, OWNER_WAIT_S)
+    return take_lock(run.path / LOCK_FILE, LockOwner.current("an attempt", job), is_over, LOCK_WAIT_S)
 
 
-def _set_up_device(plan: Plan, own: Launch, on_gpu: bool) -> None:
-    """What has to be said before anything computes: to CUDA its queues, to torch on a CPU its threads."""
+def _set_up_device(plan: Plan, launch: Launch, on_gpu: bool) -> None:
+    """Set the number of CUDA's queues, or of torch's threads on a CPU, before anything computes."""
     if on_gpu:
-        if (warning := cuda_check.connect_queues(plan, own.rank, os.environ)) is not None:
+        if (warning := cuda_check.set_queue_count(plan, launch.rank, os.environ)) is not None:
             say(warning)
         return
     cpu.install()
-    ranks_here = plan.components[plan.component_of(own.rank)].gpus_per_node
-    torch.set_num_threads(
-        cpu.threads(os.environ, own.world_size if own.one_host else ranks_here, len(os.sched_getaffinity(0)))
-    )
+    node_ranks = launch.world_size if launch.one_host else plan.components[plan.component_of(launch.rank)].gpus_per_node
+    torch.set_num_threads(cpu.thread_count(os.environ, node_ranks, len(os.sched_getaffinity(0))))
 
 
-def _check_cuda(plan: Plan, own: Launch, on_gpu: bool, train: TrainConfig) -> list[str]:
-    """Raise what forbids training on CUDA; lines for the log come back. Where the plan counts on GPUs and none can be
-    used, a cluster's nodes are wrong; one machine alone may train on its CPUs, if it has no driver either."""
-    planned = not plan.site.fabric(plan.places[own.rank].fabric).gpu.is_cpu
-    if not on_gpu and train.fp8 is None and (train.device == "cpu" or not planned):
+def _check_cuda(plan: Plan, launch: Launch, on_gpu: bool, train: TrainConfig) -> list[str]:
+    """Raise the error that prevents training on CUDA, or return warnings for the log.
+
+    If the plan has GPUs and none can be used, a cluster's node is broken. A single machine may train on its CPUs if
+    it has no driver.
+    """
+    has_planned_gpus = not plan.site.fabric(plan.places[launch.rank].fabric).gpu.is_cpu
+    if not on_gpu and train.fp8 is None and (train.device == "cpu" or not has_planned_gpus):
         return []
-    facts = cuda_check.gather()
+    facts = cuda_check.collect_facts()
     problem = cuda_check.problem(facts)
-    if problem is not None and (on_gpu or facts.driver or not own.one_host):
+    if problem is not None and (on_gpu or facts.driver or not launch.one_host):
         raise problem
     if train.fp8 is not None:
         capability = torch.cuda.get_device_capability() if on_gpu else (0, 0)
-        cuda_check.refuse_fp8(train.fp8, on_gpu, facts.te, capability, _fp8_sizes(plan, own.rank))
-    return list(cuda_check.remarks(facts))
+        cuda_check.refuse_fp8(train.fp8, on_gpu, facts.te, capability, _fp8_sizes(plan, launch.rank))
+    return list(cuda_check.cuda_warnings(facts))
 
 
-def _check_memory(plan: Plan, own: Launch, device: torch.device, store: dist.Store) -> None:
-    """No rank's GPU has less free memory than the plan needs there. PlanError on every rank: the first one's."""
+def _check_memory(plan: Plan, launch: Launch, device: torch.device, store: dist.Store) -> None:
+    """Raise PlanError on every rank if a GPU has less free memory than the plan needs; report the first one."""
     if device.type != "cuda" or plan.predicted is None:
         return
-    stage, *_ = plan.parallel.coordinates(own.rank)
+    stage, *_ = plan.parallel.coordinates(launch.rank)
     free, total = torch.cuda.mem_get_info(device)
     needed = plan.predicted.memory_bytes_per_gpu[stage]
-    problem = cuda_check.memory_problem(free, total, needed, f"GPU {device.index} of node {own.node}")
+    problem = cuda_check.memory_problem(free, total, needed, f"GPU {device.index} of node {launch.node}")
     message = problem and {"what": problem.what, "where": problem.where, "hint": problem.hint}
-    for problem_there in filter(None, rendezvous.exchange(store, "memory", own.rank, range(own.world_size), message)):
-        raise PlanError(**problem_there)
+    messages = rendezvous.exchange(store, "memory", launch.rank, range(launch.world_size), message)
+    for first_message in filter(None, messages):
+        raise PlanError(**first_message)
 
 
-def _tell_the_others(own: Launch, run: RunDirectory, rank_exit: RankExit, error: HolmesError) -> None:
-    """This rank cannot take part: the others should not wait for it."""
-    if own.address is None and own.rank == 0:
-        rendezvous.publish_failure(run.path, own, rank_exit.attempt, str(error), error.exit_code)
+def _report_to_ranks(launch: Launch, run: RunDirectory, rank_exit: RankExit, error: HolmesError) -> None:
+    """Report that this rank cannot take part, so that the other ranks do not wait for it."""
+    if launch.address is None and launch.rank == 0:
+        rendezvous.publish_failure(run.path, launch, rank_exit.attempt, str(error), error.exit_code)
         return
     with contextlib.suppress(HolmesError, RuntimeError):  # rank 0 may have failed in the same way
-        rank_exit.watch(dist.PrefixStore(f"holmes/{own.key}", _others_store(own, run, rank_exit, 10)))
+        rank_exit.watch(dist.PrefixStore(f"holmes/{launch.key}", _join_store(launch, run, rank_exit, 10)))
 
 
-def _others_store(
-    own: Launch, run: RunDirectory, rank_exit: RankExit, timeout_s: float, interface: str = ""
+def _join_store(
+    launch: Launch, run: RunDirectory, rank_exit: RankExit, timeout_s: float, interface: str = ""
 ) -> dist.Store:
     """Return the store that the launcher or rank 0 has started."""
-    if own.address is not None:
-        return rendezvous.launcher_store(own, timeout_s)
-    return rendezvous.join_store(run.path, own, timeout_s, interface, partial(setattr, rank_exit, "attempt"))
+    if launch.address is not None:
+        return rendezvous.launcher_store(launch, timeout_s)
+    return rendezvous.join_store(run.path, launch, timeout_s, interface, partial(setattr, rank_exit, "attempt"))
 
 
-def _meet(own: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankExit, timeout_s: float) -> dist.Store:
-    """Return the store where all ranks meet; from here on this rank hears of the others' failures."""
-    if own.address is not None or own.rank > 0:
-        raw = _others_store(own, run, rank_exit, timeout_s, node.interface(TCP))
+def _meet(launch: Launch, run: RunDirectory, node: NodeTransports, rank_exit: RankExit, timeout_s: float) -> dist.Store:
+    """Return the store where all ranks meet, and start to watch it for failures of other ranks."""
+    if launch.address is not None or launch.rank > 0:
+        raw_store = _join_store(launch, run, rank_exit, timeout_s, node.interface(TCP))
     else:
         try:
-            raw = rendezvous.host_store(run.path, own, node.address, rank_exit.attempt, timeout_s)
+            raw_store = rendezvous.host_store(run.path, launch, node.address, rank_exit.attempt, timeout_s)
         except HolmesError as e:
-            _tell_the_others(own, run, rank_exit, e)
+            _report_to_ranks(launch, run, rank_exit, e)
             raise
-    # torch's stubs lack clone
-    store, own_store = (dist.PrefixStore(f"holmes/{own.key}", s) for s in (raw, raw.clone()))  # type: ignore[attr-defined]
-    if own.address is not None and own.rank == 0:
+    store, watched_store = (
+        dist.PrefixStore(f"holmes/{launch.key}", s)
+        for s in (raw_store, raw_store.clone())  # type: ignore[attr-defined]  # torch's stubs lack clone
+    )
+    if launch.address is not None and launch.rank == 0:
         store.set("attempt", str(rank_exit.attempt))
-    elif own.address is not None:
+    elif launch.address is not None:
         rank_exit.attempt = int(store.get("attempt"))
-    rank_exit.watch(own_store)
+    rank_exit.watch(watched_store)
     return store
 
 
-def _exchange(own: Launch, store: dist.Store, node: NodeTransports, on_gpu: bool) -> list[NodeTransports]:
-    """Every rank's networks, as they see them. ConfigError on all ranks when some would train on GPUs and some on
-    CPUs."""
-    if own.rank == 0:
+def _exchange(launch: Launch, store: dist.Store, node: NodeTransports, on_gpu: bool) -> list[NodeTransports]:
+    """Return every rank's networks. ConfigError on all ranks if some would train on GPUs and others on CPUs."""
+    if launch.rank == 0:
         store.set("token", secrets.token_hex(8))
     device = "a GPU" if on_gpu else "a CPU"
-    rows = rendezvous.exchange(store, "node", own.rank, range(own.world_size), {"node": node, "device": device})
+    rows = rendezvous.exchange(store, "node", launch.rank, range(launch.world_size), {"node": node, "device": device})
     nodes = [msgspec.convert(row["node"], NodeTransports) for row in rows]
     devices = [f"{row['device']} (node {node.node})" for row, node in zip(rows, nodes, strict=True)]
-    other = next((rank for rank, row in enumerate(rows) if row["device"] != rows[0]["device"]), None)
-    if other is not None:
+    mismatch = next((rank for rank, row in enumerate(rows) if row["device"] != rows[0]["device"]), None)
+    if mismatch is not None:
         raise ConfigError(
-            f"rank 0 has {devices[0]}, rank {other} {devices[other]}",
+            f"rank 0 has {devices[0]}, rank {mismatch} has {devices[mismatch]}",
             where="train.device",
             hint="see `nvidia-smi` on both nodes, or use train.device=cpu",
         )
     return nodes
 
 
-def tell_groups(session: Session) -> None:
-    """On all ranks, before rank 0 calls :func:`describe`: the groups of which this rank is its node's first member."""
+def publish_groups(session: Session) -> None:
+    """Write to the store the groups whose first member on this node is this rank, and its CPUs.
+
+    All ranks call it before rank 0 calls :func:`describe`.
+    """
     rank, hosts = session.launch.rank, [n.node for n in session.nodes]
-    own = [
-        entry for entry in session.groups.records if rank == next(r for r in entry["ranks"] if hosts[r] == hosts[rank])
-    ]
-    session.store.set(f"groups/{rank}", json.dumps(own))
+    entries = [e for e in session.groups.records if rank == next(r for r in e["ranks"] if hosts[r] == hosts[rank])]
+    session.store.set(f"groups/{rank}", json.dumps(entries))
     session.store.set(f"cpus/{rank}", session.cpus)
 
 
 def _groups(session: Session) -> list[dict[str, Any]]:
-    """Every group once: its ranks, its transport, and its NIC on each of its nodes (``eth0: ib[1-2],roce1``)."""
+    """Return every group once: its ranks, its transport, and its NIC on each of its nodes (``eth0: ib[1-2],roce1``)."""
     texts = session.store.multi_get([f"groups/{rank}" for rank in range(session.launch.world_size)])
-    found: dict[tuple[Any, ...], dict[str, list[str]]] = {}
+    nics_of_group: dict[tuple[Any, ...], dict[str, list[str]]] = {}
     for node, text in zip(session.nodes, texts, strict=True):
         for entry in json.loads(text):
             nic = node.nic(entry["interface"])
-            nics = found.setdefault((entry["kind"], tuple(entry["ranks"]), entry["transport"]), {})
+            nics = nics_of_group.setdefault((entry["kind"], tuple(entry["ranks"]), entry["transport"]), {})
             if node.node not in nics.setdefault(nic, []):
                 nics[nic].append(node.node)
     return [
@@ -351,12 +372,12 @@ def _groups(session: Session) -> list[dict[str, Any]]:
             "transport": transport,
             "interfaces": {nic: compress(nodes) for nic, nodes in nics.items()},
         }
-        for (kind, ranks, transport), nics in found.items()
+        for (kind, ranks, transport), nics in nics_of_group.items()
     ]
 
 
 def describe(session: Session) -> dict[str, Any]:
-    """What run.yaml says about this start: hosts, NICs per group, versions, device."""
+    """Return the entries of run.yaml for this start: hosts, NICs per group, versions, device."""
     import megatron.core
 
     cpus = [text.decode() for text in session.store.multi_get([f"cpus/{r}" for r in range(len(session.nodes))])]

@@ -49,7 +49,7 @@ from holmes_hpc.planning.plan.plan import GroupTransport
 from holmes_hpc.planning.plan.transport import TCP
 from holmes_hpc.planning.schedule.kinds import SCHEDULES
 from holmes_hpc.training import warm_up
-from holmes_hpc.training.model.emulated_layers import pace
+from holmes_hpc.training.model.emulated_layers import emulate
 from holmes_hpc.training.pipeline import point_to_point
 from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent, run_eager_1f1b
 from holmes_hpc.training.rank import cpu
@@ -154,7 +154,7 @@ def make_model(case: Case, config: TransformerConfig) -> list[torch.nn.Module]:
             vp_stage=chunk if chunks > 1 else None,
         )
         if case.pace_s:
-            pace([model.decoder.layers], 1000 * case.pace_s)
+            emulate([model.decoder.layers], 1000 * case.pace_s)
         ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
         models.append(DistributedDataParallel(config, ddp, model.to(case.device), disable_bucketing=False))
     config.no_sync_func = [m.no_sync for m in models] if chunks > 1 else models[0].no_sync

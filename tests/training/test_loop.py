@@ -1,4 +1,4 @@
-"""The training loop around its steps: what is said when, and what it leaves behind in the process."""
+"""The training loop around its steps: when metrics are written, and the state of the process afterwards."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ import pytest
 from holmes_hpc.config.composition import load
 from holmes_hpc.errors import RunFailed
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training import loop
+from holmes_hpc.training import loop, session
 from holmes_hpc.training.rank.signals import AnyRank, Signals
 
 
-def test_what_was_loaded_is_thrown_away_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else bindings of other packages report each of their objects as leaked, into the rank's log."""
+def test_the_garbage_collector_is_unfrozen_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise bindings of other packages report each of their objects as leaked in the rank's log."""
 
-    def fails(*_: object) -> None:
+    def fail(*_: object) -> None:
         assert gc.get_freeze_count() > 0
-        raise RunFailed("as it should", where="here", hint="none")
+        raise RunFailed("as expected", where="test", hint="none")
 
     run = RunDirectory.create(tmp_path / "run")
-    monkeypatch.setattr(loop.session.Plan, "read", fails)
+    monkeypatch.setattr(session.Plan, "read", fail)
     with pytest.raises(SystemExit):
         loop.train(load([f"run_dir={run.path}"]))
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.parametrize(("come", "lines"), [(True, "step line step line line"), (False, "step step line")])
-def test_a_step_whose_figures_have_come_has_its_line_before_the_next(come: bool, lines: str) -> None:
-    trainer, done = MagicMock(), list[str]()
+@pytest.mark.parametrize(("ready", "order"), [(True, "step line step line line"), (False, "step step line")])
+def test_a_step_whose_metrics_are_gathered_is_written_before_the_next(ready: bool, order: str) -> None:
+    trainer, events = MagicMock(), list[str]()
     trainer.step, trainer.settings.steps, trainer.trace = 0, 2, None
     trainer._one_step.return_value = [], {}
-    trainer._gathering.ready.return_value = come
+    trainer._gathering.ready.return_value = ready
     trainer.control_flags.exchange.return_value = AnyRank()
-    trainer._between_steps.side_effect = lambda _, ended: ended
-    trainer._record.side_effect = lambda *_: done.append("step")
-    trainer._finish_record.side_effect = lambda: done.append("line")
+    trainer._between_steps.side_effect = lambda _, step_end: step_end
+    trainer._record.side_effect = lambda *_: events.append("step")
+    trainer._finish_record.side_effect = lambda: events.append("line")
     loop.Trainer.run(trainer, Signals())
-    assert " ".join(done) == lines
+    assert " ".join(events) == order
 
 
 def test_steps_that_connect_or_follow_a_pause_are_not_compared_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "metrics_line", MagicMock())
     trainer = MagicMock(step=1)
-    trainer.here.launch.rank, trainer.checkpoints.unsettled = 0, False
-    for final, figures, alone in (
+    trainer.session.launch.rank, trainer.checkpoints.has_unfinished_save = 0, False
+    for final, figures, is_quiet in (
         ({}, {}, False),
         ({"loss": 1}, {}, True),
         ({"loss": 1}, {"pause_before_s": 1}, False),
     ):
         trainer.final = final
         loop.Trainer._record(trainer, [], figures, 1.0, {})
-        assert trainer._alone is alone
+        assert trainer._is_quiet is is_quiet

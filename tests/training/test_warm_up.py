@@ -1,4 +1,4 @@
-"""The warm-up before a GPU's first step leaves nothing behind; here on a CPU."""
+"""The warm-up before a GPU's first step restores the state of the model. These tests run it on a CPU."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from holmes_hpc.training.model.gpt import generators
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
 parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=True)
 model_parallel_cuda_manual_seed(3)
-here = torch.device("cpu")
+device = torch.device("cpu")
 plan = spawn.plan(model=replace(spawn.MODEL, dropout=0.1))
 config = gpt.transformer_config(plan, torch.float32, cuda=False)
-(chunk,) = gpt.build(plan, config, 5, here)
+(chunk,) = gpt.build(plan, config, 5, device)
 chunk.register_buffer("uses", torch.zeros(1))
-chunk.register_forward_pre_hook(lambda module, given: print(module.uses.add_(1)))
+chunk.register_forward_pre_hook(lambda module, inputs: print(module.uses.add_(1)))
 train = TrainConfig()
 models = optimizer.wrap([chunk], config, plan, train)
 optimizer.build(models, config, plan, train, Breakdown())
@@ -49,26 +49,26 @@ def state():
             "gradients": [p.main_grad.clone() for p in wrapped.parameters()], "buffers": [chunk.uses.clone()],
             "random": [states["host"], states["device"], *states["tracker"].values()]}
 
-def alike(a, b):
+def equal_parts(a, b):
     return {name: all(map(torch.equal, a[name], b[name])) for name in a}
 
-before, hooks = state(), len(wrapped.remove_forward_pre_hook_handles)
+old_state, hooks = state(), len(wrapped.remove_forward_pre_hook_handles)
 gathers = [g.param_gather_dispatched for g in wrapped.bucket_groups]
-assert warm_up.connect(ProcessGroupCollection.use_mpu_process_groups(), here) == []  # one rank has nobody to meet
-warm_up.local_passes(models, config, plan.batch, here)
-assert all(alike(before, state()).values()), alike(before, state())
+assert warm_up.connect(ProcessGroupCollection.use_mpu_process_groups(), device) == []  # no group has several ranks
+warm_up.local_passes(models, config, plan.batch, device)
+assert all(equal_parts(old_state, state()).values()), equal_parts(old_state, state())
 assert len(wrapped.remove_forward_pre_hook_handles) == hooks > 0
 assert [g.param_gather_dispatched for g in wrapped.bucket_groups] == gathers
 assert all(g.is_last_microbatch and not g.per_param_grad_ready_counts for g in wrapped.bucket_groups)
 assert all(p.grad is None for p in wrapped.parameters()) and not any(p.main_grad.any() for p in wrapped.parameters())
 assert chunk.decoder.input_tensor is None
-print("nothing is left behind")
+print("the state is restored")
 """
 
 
 @pytest.mark.integration
-def test_a_warm_up_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Under Megatron-Core's DDP as training has it, gathers and reductions overlapped, with dropout and a buffer."""
+def test_a_warm_up_restores_weights_gradients_buffers_and_random_states(tmp_path: Path) -> None:
+    """The model has dropout and a buffer, and Megatron-Core's DDP overlaps gathers and reductions as in training."""
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
         capture_output=True,
@@ -77,11 +77,11 @@ def test_a_warm_up_leaves_nothing_behind(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.splitlines()[-1] == "nothing is left behind"
+    assert ended.stdout.splitlines()[-1] == "the state is restored"
 
 
-def test_its_groups_are_megatrons() -> None:
-    """A misspelt one would be left out without a word."""
+def test_all_group_names_are_megatrons() -> None:
+    """A misspelt name would be skipped silently."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from holmes_hpc.training import warm_up

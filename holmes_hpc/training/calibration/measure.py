@@ -38,7 +38,7 @@ from holmes_hpc.training.network.rendezvous import exchange
 from holmes_hpc.training.rank.failure import Watchdog
 from holmes_hpc.training.rank.log import say
 from holmes_hpc.training.rank.signals import Signals
-from holmes_hpc.training.session import Session, as_rank
+from holmes_hpc.training.session import Session, run_in_session
 
 FILE = "calibration.yaml"
 WARM_UP = 3  # steps, or passes through a layer
@@ -53,9 +53,9 @@ Times = dict[tuple[str, Shape], tuple[float, float]]  # of a part, or PASS: seco
 def measure(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
     """Measure as one rank of the plan; return the calibration that rank 0 wrote (on rank 0).
 
-    See :func:`session.as_rank` for failures and `unrecorded`.
+    See :func:`session.run_in_session` for failures and `unrecorded`.
     """
-    return as_rank(config, unrecorded, partial(_measure, config))
+    return run_in_session(config, unrecorded, partial(_measure, config))
 
 
 def _measure(config: Configuration, session: Session, watchdog: Watchdog, signals: Signals) -> dict[str, Any]:
@@ -65,14 +65,14 @@ def _measure(config: Configuration, session: Session, watchdog: Watchdog, signal
         raise RunFailed("a signal ended the calibration", where="calibrate", hint="run it again")
     log = say if rank == 0 else lambda text: None
     exchange_all = partial(exchange, session.store, member=rank, members=range(plan.world_size))
-    watchdog.alive("measuring the parts of a step")
+    watchdog.start_phase("measuring the parts of a step")
     log(f"measuring the parts of a step, then layers of other shapes for at most {SHAPES_S:.0f} s")
     deadline = networks.Deadline(trainer.control, DEADLINE_S)
     times = part_times(trainer, networks.Deadline(trainer.control, SHAPES_S))
     device = torch.cuda.get_device_name(session.device) if session.cuda else "cpu"
     rows = [[name, *shape, *seconds] for (name, shape), seconds in times.items()]
     ranks = exchange_all(name="measured/parts", value={"device": device, "times": rows})
-    watchdog.alive("measuring the networks")
+    watchdog.start_phase("measuring the networks")
     log(f"measuring the networks: at most until {DEADLINE_S:.0f} s after the steps")
     rank_samples = exchange_all(name="measured/links", value=networks.measure_links(session, trainer.control, deadline))
     all_reduce_s = networks.all_reduce_s(trainer.control)
@@ -100,7 +100,7 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
     for wrapped in trainer.models:
         if wrapped.ddp_config.overlap_param_gather:
             wrapped.disable_forward_pre_hook()
-        model = gpt.inner(wrapped)
+        model = gpt.unwrap(wrapped)
         counts = {"layer": len(model.decoder.layers), "embedding": model.pre_process, "head": model.post_process}
         with wrapped.no_sync():
             if counts["layer"]:
@@ -159,7 +159,7 @@ def _hidden(trainer: Trainer, shape: Shape) -> torch.Tensor:
         length,
         micro,
         trainer.plan.model.hidden,
-        device=trainer.here.device,
+        device=trainer.session.device,
         dtype=trainer.model_config.params_dtype,
         requires_grad=True,
     )

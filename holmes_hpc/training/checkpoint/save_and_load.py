@@ -235,7 +235,7 @@ class Checkpoints:
         from holmes_hpc.training.checkpoint import hugging_face_folder  # needs safetensors, which is optional
 
         start, model = time.perf_counter(), self.plan.model
-        chunks, rank = [gpt.inner(m) for m in self.models], parallel_state.get_tensor_model_parallel_rank()
+        chunks, rank = [gpt.unwrap(m) for m in self.models], parallel_state.get_tensor_model_parallel_rank()
         self._run_on_all_ranks(partial(hugging_face_folder.fill_model, path, model, chunks, rank))
         self.optimizer.reload_model_params()
         if self._rank == 0:

@@ -1,1 +1,1 @@
-"""What a step was like: its line of metrics, where its time went, its timeline, loggers."""
+"""The measurements of a step: its metrics line, time breakdown, timeline, and loggers."""

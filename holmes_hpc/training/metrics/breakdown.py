@@ -1,15 +1,14 @@
-"""Where the time of a training step goes: computing, waiting, communicating. The parts add up to the step.
+"""Time breakdown of a training step into compute, waits and communication, and its timeline.
 
-:class:`Breakdown` is a stack of parts; the innermost one's clock runs. Megatron-Core's schedules and optimizers report
-to it as to their timers; waits that hide inside other parts (a parameter gather before a layer's forward pass, the
-norm's all-reduce between stages) are found by wrapping the methods that wait. On a CPU the clock is the host's; on CUDA
-an event is recorded at every change and read once the step is over, so the parts are those of the device.
+:class:`Breakdown` is a stack of parts, and the clock of the innermost one runs. Megatron-Core's schedules and
+optimizers use it as their timers. Waits inside other parts (a parameter gather before a layer's forward pass, the
+norm's all-reduce between stages) are measured by wrapping the methods that wait. A CPU run uses the host's clock. A
+CUDA run records an event at every change and reads the events after the step, so its times are those of the device.
 
-A :class:`Trace` writes trace/rank-N.jsonl: when this rank computed each micro-batch, when its tensors crossed, and what
-it waited for. A line is one event, with step, stage, kind, micro_batch, chunk, start_s, end_s (seconds since the epoch)
-and held (passes whose activations the stage held). The planner's simulated timeline has the same keys. Kinds: forward
-and backward (computing); under the schedule that runs ahead also wait_forward and wait_backward (blocked by an edge),
-and send_forward, receive_forward, send_backward, receive_backward (from being posted to having left or arrived).
+A :class:`Trace` writes trace/rank-N.jsonl. A line is one event with step, stage, kind, micro_batch, chunk, start_s,
+end_s (seconds since the epoch) and held (passes whose activations the stage held). The planner's simulated timeline has
+the same keys. The kinds forward and backward are compute. Eager 1F1B adds wait_forward and wait_backward (blocked by an
+edge), and send_forward, receive_forward, send_backward, receive_backward (from post to completion of a transfer).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from holmes_hpc.records.files import append_line
 from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent
 
-# The names of Megatron-Core's timers, by how they begin. forward-backward is the loop's own span.
+# Megatron-Core's timers by the start of their names. The loop itself measures forward-backward.
 _TIMERS = (
     ("forward-compute", "compute_s"),
     ("backward-compute", "compute_s"),
@@ -41,26 +40,26 @@ _GRADIENTS = ("all-grads-sync", "all-reduce")
 
 
 class Timer:
-    """What Megatron-Core expects of one of its timers. `watch`, when set, is told when a span began that ends now."""
+    """A timer with Megatron-Core's interface. If `on_stop` is set, it is called with the start time of each span."""
 
     def __init__(self, breakdown: Breakdown, part: str | None) -> None:
-        self._breakdown, self._part, self._began = breakdown, part, 0.0
-        self.watch: Callable[[float], None] | None = None
+        self._breakdown, self._part, self._start = breakdown, part, 0.0
+        self.on_stop: Callable[[float], None] | None = None
 
     def start(self, barrier: bool = False) -> None:
         if self._part is not None:
             self._breakdown.enter(self._part)
-        self._began = time.time()
+        self._start = time.time()
 
     def stop(self, barrier: bool = False) -> None:
         if self._part is not None:
             self._breakdown.leave()
-        if self.watch is not None:
-            self.watch(self._began)
+        if self.on_stop is not None:
+            self.on_stop(self._start)
 
 
 class Breakdown:
-    """The parts of one rank's steps. Outside of all parts time counts as ``other_s``."""
+    """The time breakdown of one rank's steps. Time outside all parts counts as ``other_s``."""
 
     def __init__(self, cuda: bool = False) -> None:
         self._cuda = cuda
@@ -71,13 +70,13 @@ class Breakdown:
         self._timers: dict[str, Timer] = {}  # Megatron-Core's, by name
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """Megatron-Core's interface: the timer called `name`."""
-        reduces = "grad_sync_s" if any(word in name for word in _GRADIENTS) else None
-        part = next((p for start, p in _TIMERS if name.startswith(start)), reduces)
+        """Return the timer called `name`, as Megatron-Core's interface requires."""
+        default = "grad_sync_s" if any(pattern in name for pattern in _GRADIENTS) else None
+        part = next((p for start, p in _TIMERS if name.startswith(start)), default)
         return self._timers.setdefault(name, Timer(self, part))
 
     def _switch(self, part: str) -> None:
-        """The time since the last switch belongs to `part`."""
+        """Add the time since the last switch to `part`."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -107,25 +106,25 @@ class Breakdown:
         setattr(owner, method, self.part(part)(getattr(owner, method)))
 
     def begin(self) -> None:
-        """Start counting: what was before does not count."""
+        """Start measuring; drop the time so far."""
         self._events.clear()
         self._switch(self._stack[-1])
         self._totals = dict.fromkeys(PARTS, 0.0)
 
     def take(self) -> dict[str, float]:
-        """Seconds per part since the last call (or :meth:`begin`); they add up to the time between the two calls."""
+        """Return the seconds per part since the last call or :meth:`begin`. They add up to the time in between."""
         self._switch(self._stack[-1])
         if self._cuda:
             self._events[-1][0].synchronize()
-            for (before, _), (after, part) in zip(self._events, self._events[1:]):  # noqa: B905 (pairs of neighbours)
-                self._totals[part] += before.elapsed_time(after) / 1000
+            for (start, _), (end, part) in zip(self._events, self._events[1:]):  # noqa: B905 (pairs of neighbours)
+                self._totals[part] += start.elapsed_time(end) / 1000
             del self._events[:-1]
-        taken, self._totals = self._totals, dict.fromkeys(PARTS, 0.0)
-        return taken
+        totals, self._totals = self._totals, dict.fromkeys(PARTS, 0.0)
+        return totals
 
 
 class Trace:
-    """Collects one rank's events of a step, and writes them when it is over."""
+    """The events of one rank's step, written to trace/rank-N.jsonl after the step."""
 
     def __init__(self, path: Path, stage: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +137,7 @@ class Trace:
             self._events.append(event)
 
     def write(self, step: int) -> None:
-        """Write what happened since the last call as step `step`. RunFailed when the disk is full."""
+        """Write the events since the last call as step `step`. RunFailed if the disk is full."""
         lines = [
             json.dumps(
                 {
@@ -157,33 +156,32 @@ class Trace:
         if lines:
             append_line(self._path, "\n".join(lines))
 
-    def forget(self) -> None:
-        """Drop what happened since the last call: it was no step."""
+    def discard(self) -> None:
+        """Drop the events since the last call, because they belong to no step."""
         self._take()
 
     def _take(self) -> list[TraceEvent]:
         with self._lock:
-            taken, self._events = self._events, []
-        return sorted(taken, key=lambda event: event.start)
+            events, self._events = self._events, []
+        return sorted(events, key=lambda event: event.start)
 
 
 def trace_timers(breakdown: Breakdown, trace: Trace, passes: Sequence[Pass]) -> None:
-    """Make Megatron-Core's timers forward-compute and backward-compute of `breakdown` report to `trace` as well.
+    """Add an event to `trace` whenever a forward-compute or backward-compute timer of `breakdown` stops.
 
-    For Megatron-Core's own schedules, which name no micro-batch: `passes` is what this stage computes in a step, in
-    order.
+    Megatron-Core's schedules do not name the micro-batch. `passes` lists the passes of this stage in a step, in order.
     """
-    number, held = count(), 0
+    number, held_passes = count(), 0
 
-    def computed(start: float) -> None:
-        nonlocal held
+    def add_event(start: float) -> None:
+        nonlocal held_passes
         if not torch.is_grad_enabled():
             return  # validation
-        done = passes[next(number) % len(passes)]
-        held += done.forward
-        kind = "forward" if done.forward else "backward"
-        trace(TraceEvent(kind, done.micro_batch, done.chunk, start, time.time(), held))
-        held -= not done.forward
+        current = passes[next(number) % len(passes)]
+        held_passes += current.forward
+        kind = "forward" if current.forward else "backward"
+        trace(TraceEvent(kind, current.micro_batch, current.chunk, start, time.time(), held_passes))
+        held_passes -= not current.forward
 
     for name in ("forward-compute", "backward-compute"):
-        breakdown(name).watch = computed
+        breakdown(name).on_stop = add_event

@@ -1,6 +1,6 @@
-"""A line of metrics.jsonl: what a step was like, from all ranks, gathered to rank 0 beside the next step.
+"""The metrics line of a step: gather a row from each rank during the next step, and write metrics.jsonl on rank 0.
 
-Rank 0 also sends it to TensorBoard, Weights & Biases or MLflow when asked to.
+Rank 0 can also send the line to TensorBoard, Weights & Biases or MLflow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PARTS = _NIC + 7
 
 
 def peak_memory_bytes(cuda: bool) -> int:
-    """The most memory this rank has held: of its device, or of its process on a CPU."""
+    """Return the peak memory of this rank: of its device, or of its process on a CPU."""
     return torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -42,16 +42,19 @@ def rank_row(
     nic: tuple[float, ...],
     memory: int,
 ) -> torch.Tensor:
-    """One rank's figures of one step. `loss_sum`: of its micro-batches, on the last stage's first TP rank, else 0."""
+    """Return one rank's row for one step. `loss_sum`: its micro-batches' on the last stage's first TP rank, else 0."""
     return torch.tensor(
         [loss_sum, loss_count, memory, step_time_s, *nic, *(parts[p] for p in PARTS)], dtype=torch.float64
     )
 
 
 def metrics_line(
-    plan: Plan, tensors: Sequence[torch.Tensor], step: int, when: float, more: Mapping[str, Any]
+    plan: Plan, tensors: Sequence[torch.Tensor], step: int, when: float, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A line of metrics.jsonl (its fields: holmes_hpc/records/metrics.py) from every rank's row; not rounded."""
+    """Return a line of metrics.jsonl from every rank's row, unrounded. holmes_hpc/records/metrics.py has its schema.
+
+    `fields`: further fields of the line.
+    """
     rows = [tensor.tolist() for tensor in tensors]
     losses, count = sum(r[_LOSS] for r in rows), sum(r[_COUNT] for r in rows)
     step_time_s = rows[0][_STEP]
@@ -62,7 +65,7 @@ def metrics_line(
         "time": when,
         "step_time_s": step_time_s,
         "loss": losses / count if count else math.nan,
-        **more,
+        **fields,
         "tokens_per_s": samples_per_s * plan.batch.sequence_length,
         "samples_per_s": samples_per_s,
         "model_tflops_per_gpu": model_flops_per_step(plan.model, plan.batch) / per_gpu,
@@ -70,7 +73,7 @@ def metrics_line(
             plan.model, plan.batch, plan.parallel.vocabulary_parts, plan.recompute
         )
         / per_gpu,
-        "breakdown": [  # of each stage the mean over its ranks, in seconds; the parts add up to the step's time
+        "breakdown": [  # for each stage the mean over its ranks, in seconds; the parts add up to the step's time
             {part: sum(rows[r][_PARTS + i] for r in ranks) / len(ranks) for i, part in enumerate(PARTS)}
             for ranks in plan.parallel.stage_ranks
         ],
@@ -80,62 +83,62 @@ def metrics_line(
 
 
 def nic_rows(rows: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Every rank's bytes, as :meth:`Traffic.take` counted them."""
+    """Return every rank's byte counts, as :meth:`Traffic.take` returned them."""
     return [r[_NIC:_PARTS].tolist() for r in rows]
 
 
 def part_by_rank(rows: list[torch.Tensor], part: str) -> list[float]:
-    """Seconds that a part of the step (of BREAKDOWN) took every rank."""
-    at = _PARTS + PARTS.index(part)
-    return [float(r[at]) for r in rows]
+    """Return every rank's seconds in a part of the step (one of PARTS)."""
+    column = _PARTS + PARTS.index(part)
+    return [float(r[column]) for r in rows]
 
 
 class Gathering:
-    """Rows of one step on their way to rank 0."""
+    """A pending gather of one step's rows to rank 0. `fields`: further fields of the step's metrics line."""
 
     def __init__(
-        self, own: torch.Tensor, rank: int, world_size: int, group: Any, step: int, more: Mapping[str, Any]
+        self, row: torch.Tensor, rank: int, world_size: int, group: Any, step: int, fields: Mapping[str, Any]
     ) -> None:
-        self.step, self.more, self.when = step, dict(more), time.time()
-        self._own = own
-        self.rows = [torch.empty_like(own) for _ in range(world_size)] if rank == 0 else None
-        self._work = dist.gather(own, self.rows, dst=0, group=group, async_op=True)
+        self.step, self.fields, self.when = step, dict(fields), time.time()
+        self._row = row  # alive until the gather ends
+        self.rows = [torch.empty_like(row) for _ in range(world_size)] if rank == 0 else None
+        self._work = dist.gather(row, self.rows, dst=0, group=group, async_op=True)
 
     def ready(self, wait_s: float) -> bool:
-        """Whether they have come, at the latest in so long."""
+        """Return whether the gather is complete; wait for it at most `wait_s` seconds."""
         end = time.perf_counter() + wait_s
-        while not (is_here := self._work.is_completed()) and time.perf_counter() <= end:
+        while not (is_complete := self._work.is_completed()) and time.perf_counter() <= end:
             time.sleep(wait_s / 10)
-        return bool(is_here)
+        return bool(is_complete)
 
     def finish(self) -> list[torch.Tensor] | None:
-        """Every rank's row, on rank 0."""
+        """Wait for the gather. Return every rank's row on rank 0, None on other ranks."""
         self._work.wait()
         return self.rows
 
 
-def figures(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a line of metrics.jsonl under flat names: ``breakdown/0/compute_s``, ``nic_bytes/ethernet/tx``."""
+def flatten(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a metrics line under flat names: ``breakdown/0/compute_s``, ``nic_bytes/ethernet/tx``."""
     for key, value in entry.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from figures(value, f"{name}/")
+            yield from flatten(value, f"{name}/")
         elif isinstance(value, list):
-            yield from figures({str(i): item for i, item in enumerate(value)}, f"{name}/")
+            yield from flatten({str(i): item for i, item in enumerate(value)}, f"{name}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and key != "step":
             yield name, float(value)
 
 
 class Loggers:
-    """All that the configuration asks for. ConfigError, with what to install, for one that is not there."""
+    """The experiment loggers of the configuration. ConfigError names the package of one that is not installed."""
 
     def __init__(self, train: TrainConfig, run: RunDirectory) -> None:
-        made = [(tensorboard, train.tensorboard), (wandb, train.wandb), (mlflow, train.mlflow)]
-        opened = [make(run, value, train) for make, value in made if value]
-        self._logs, self._closes = [log for log, _ in opened], [close for _, close in opened]
+        openers = [(tensorboard, train.tensorboard), (wandb, train.wandb), (mlflow, train.mlflow)]
+        loggers = [open_logger(run, value, train) for open_logger, value in openers if value]
+        self._logs, self._closes = [log for log, _ in loggers], [close for _, close in loggers]
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        values = dict(figures(entry)) if self._logs else {}
+        values = dict(flatten(entry)) if self._logs else {}
         for log in self._logs:
             log(int(entry["step"]), values)
 
@@ -145,8 +148,8 @@ class Loggers:
 
 
 def tensorboard(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
-    """Event files under tensorboard/ of the run directory."""
-    writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(run.path / "tensorboard"))
+    """Open event files under tensorboard/ of the run directory. Return its log and close functions."""
+    writer = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(run.path / "tensorboard"))
 
     def log(step: int, values: Mapping[str, float]) -> None:
         for name, number in values.items():
@@ -156,16 +159,16 @@ def tensorboard(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Writ
 
 
 def wandb(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
-    """A run of the project `value`, named after the run directory; another attempt goes on with it."""
-    opened = _imported("wandb", "wandb").init(
+    """Open a run of the project `value`, named after the run directory. A later attempt continues it."""
+    logger = _import("wandb", "wandb").init(
         project=str(value), name=run.name, id=run.name, resume="allow", dir=str(run.path), config=asdict(train)
     )
-    return (lambda step, values: opened.log(dict(values), step=step)), opened.finish
+    return (lambda step, values: logger.log(dict(values), step=step)), logger.finish
 
 
 def mlflow(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
-    """A run under the tracking address `value`."""
-    package = _imported("mlflow", "mlflow")
+    """Open a run under the tracking URI `value`."""
+    package = _import("mlflow", "mlflow")
     package.set_tracking_uri(str(value))
     package.start_run(run_name=run.name)
     package.log_params({k: v for k, v in asdict(train).items() if v is not None})
@@ -174,7 +177,7 @@ def mlflow(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Ca
     ), package.end_run
 
 
-def _imported(module: str, package: str) -> Any:
+def _import(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as e:

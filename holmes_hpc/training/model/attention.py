@@ -1,8 +1,8 @@
-"""Causal attention in one fused operation: torch's scaled_dot_product_attention in the place of Megatron-Core's own.
+"""Causal attention in one fused operation: torch's scaled_dot_product_attention instead of Megatron-Core's own.
 
-Megatron-Core's local layers write the scores of all pairs of tokens to memory, several times over; without Transformer
-Engine that is most of a model's activations. torch's operation never does (Dao et al. 2022, arXiv 2205.14135, on GPUs;
-a kernel after the same idea on CPUs), and needs nothing but torch.
+Megatron-Core's local layers write the scores of all pairs of tokens to memory several times. Without Transformer Engine
+that is most of a model's activation memory. Torch's fused kernels avoid it (FlashAttention on GPUs, Dao et al. 2022,
+arXiv 2205.14135; a similar kernel on CPUs) and need only torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
 
 class SdpaAttention(MegatronModule):
-    """Stands where Megatron-Core's ``DotProductAttention`` does, with its arguments: the same function of queries, keys
-    and values, but for rounding. `config.num_query_groups` below the number of heads: grouped queries."""
+    """A replacement for Megatron-Core's ``DotProductAttention`` with the same arguments and, up to rounding, results.
+    It supports grouped queries (`config.num_query_groups` below the number of heads)."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class SdpaAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        known = {
+        supported = {
             "softmax_type": "vanilla",
             "window_size": None,
             "apply_query_key_layer_scaling": False,
@@ -51,12 +51,12 @@ class SdpaAttention(MegatronModule):
         refuse(
             "model",
             *(
-                (getattr(config, name, value) != value, f"torch's fused attention knows no {name}", "unset it")
-                for name, value in known.items()
+                (getattr(config, name, value) != value, f"torch's fused attention does not support {name}", "unset it")
+                for name, value in supported.items()
             ),
-            (kind != "causal", f"torch's fused attention is causal here, not {kind}", "use a decoder"),
+            (kind != "causal", f"torch's fused attention supports causal masks only, not {kind}", "use a decoder"),
         )
-        self._scale = softmax_scale  # none: one over the root of the head's width
+        self._scale = softmax_scale  # None: one over the root of the head's width
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
@@ -69,68 +69,71 @@ class SdpaAttention(MegatronModule):
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Queries (sequence, batch, heads, width), keys and values (sequence, batch, groups, width) of this rank to
-        (sequence, batch, heads * width); `attention_mask`: samples.apart's, or None: causal."""
+        """Return the attention output of this rank, (sequence, batch, heads * width).
+
+        `query`: (sequence, batch, heads, width); `key`, `value`: (sequence, batch, groups, width); `attention_mask`:
+        from samples.apart, or None for a causal mask.
+        """
         if attention_bias is not None or packed_seq_params is not None:
             raise ConfigError(
-                "torch's fused attention takes no bias or packed sequences here",
-                where="model",
-                hint="leave it to a mask",
+                "torch's fused attention supports no bias or packed sequences", where="model", hint="use a mask instead"
             )
-        kept = None if attention_mask is None else ~attention_mask  # Megatron-Core's says what is left out
+        mask = None if attention_mask is None else ~attention_mask  # Megatron-Core's mask marks the excluded pairs
         dropout = self._dropout if self.training else 0.0
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        # as Megatron-Core has it: other random numbers on each tensor-parallel rank, whose heads are others
-        forked = dropout and not self.config.sequence_parallel
-        with get_cuda_rng_tracker().fork() if forked else nullcontext():
+        # like Megatron-Core, draw different random numbers on each tensor-parallel rank, which has different heads
+        has_own_random_state = dropout and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if has_own_random_state else nullcontext():
             context = F.scaled_dot_product_attention(
-                q, k, v, kept, dropout, kept is None, scale=self._scale, enable_gqa=key.size(2) < query.size(2)
+                q, k, v, mask, dropout, mask is None, scale=self._scale, enable_gqa=key.size(2) < query.size(2)
             )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
 def refuse_apart(document_end: int | None, cuda: bool) -> None:
-    """Raise ConfigError where documents are to be kept apart and the attention takes no mask."""
+    """Raise ConfigError if documents shall be kept apart and the attention supports no mask."""
     if document_end is not None and cuda and has_transformer_engine():
         raise ConfigError(
-            "Transformer Engine's attention, as it is set up here, takes no mask",
+            "the setup of Transformer Engine's attention supports no mask",
             where="data.documents",
             hint="use data.documents=joined, or an environment without Transformer Engine",
         )
 
 
 def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype, masked: bool) -> None:
-    """Raise PlanError where the plan counts on fused attention and neither Transformer Engine nor torch has it for
-    this model on this GPU: its memory would not do. `masked`: documents are kept apart by a mask. Nothing is asked on a
-    CPU."""
+    """Raise PlanError if the plan assumes fused attention and neither Transformer Engine nor torch supports it.
+
+    The memory would not suffice. The check depends on the model and this GPU, and is skipped on a CPU. `masked`:
+    documents are kept apart by a mask.
+    """
     gpu = plan.site.fabric(plan.places[rank].fabric).gpu
-    counted_on = not gpu.is_cpu and (gpu.attention or "flash") in FUSED_ATTENTION
-    if device.type != "cuda" or not counted_on:
+    is_planned = not gpu.is_cpu and (gpu.attention or "flash") in FUSED_ATTENTION
+    if device.type != "cuda" or not is_planned:
         return
     m, s, tp = plan.model, plan.batch.sequence_length, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
     if has_transformer_engine():
-        whose, fused, instead = "Transformer Engine", dtype != torch.float32, "train in bf16"
+        library, is_fused, fix = "Transformer Engine", dtype != torch.float32, "train in bf16"
     else:
-        whose, fused = "torch", _torch_fuses(m, s, tp, device, dtype, masked)
-        instead = "use data.documents=joined" if masked else "install Transformer Engine"
-    if not fused:
+        library, is_fused = "torch", _torch_fuses(m, s, tp, device, dtype, masked)
+        fix = "use data.documents=joined" if masked else "install Transformer Engine"
+    if not is_fused:
         mask = ", with documents kept apart" if masked else ""
         raise PlanError(
-            f"the plan counts on fused attention, and {whose} has none here for heads {m.head_width} wide in "
-            f"{str(dtype).removeprefix('torch.')}{mask}",
+            f"the plan assumes fused attention, and {library} does not support it on this GPU for heads of width "
+            f"{m.head_width} in {str(dtype).removeprefix('torch.')}{mask}",
             where=f"GPU of rank {rank}",
-            hint=f"{instead}, or plan with gpu: {{attention: unfused}} in the site file",
+            hint=f"{fix}, or plan with gpu: {{attention: unfused}} in the site file",
         )
 
 
 def _torch_fuses(m: ModelSpec, sequence: int, tp: int, device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
-    """Whether torch has a fused kernel for a rank's heads."""
+    """Return whether torch has a fused kernel for a rank's heads."""
     heads = torch.empty(1, m.heads // tp, sequence, m.head_width, dtype=dtype, device=device, requires_grad=True)
     keys = heads[:, : max(1, m.kv_heads // tp)]
     mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=device) if masked else None
-    asked = torch.backends.cuda.SDPAParams(heads, keys, keys, mask, m.dropout, not masked, m.kv_heads < m.heads)
+    parameters = torch.backends.cuda.SDPAParams(heads, keys, keys, mask, m.dropout, not masked, m.kv_heads < m.heads)
     return any(
-        can_use(asked)
+        can_use(parameters)
         for can_use in (
             torch.backends.cuda.can_use_flash_attention,
             torch.backends.cuda.can_use_efficient_attention,

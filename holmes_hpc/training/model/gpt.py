@@ -1,4 +1,4 @@
-"""The model of a plan: Megatron-Core's GPTModel with this rank's layers, and weights that no layout changes."""
+"""The model of a plan: Megatron-Core's GPTModel with this rank's layers, and initial weights that fit any layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INIT_STD = 0.02
-_RECOMPUTE: dict[str, dict[str, Any]] = {  # of a plan, as Megatron-Core is told
+_RECOMPUTE: dict[str, dict[str, Any]] = {  # Megatron-Core's options for each setting of a plan
     "none": {},
     "selective": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -33,21 +33,21 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {  # of a plan, as Megatron-Core is told
 
 
 def layout(plan: Plan) -> list[list[str]]:
-    """What every pipeline stage holds, chunk after chunk, as Megatron-Core's pipeline_model_parallel_layout."""
+    """Return the layers of every pipeline stage, chunk by chunk, as Megatron-Core's pipeline_model_parallel_layout."""
     rows = [["decoder"] * stage.chunks[chunk] for chunk in range(plan.parallel.virtual_stages) for stage in plan.stages]
     rows[0].insert(0, "embedding")
     rows[-1].append("loss")
     return rows
 
 
-def dtype_name(wanted: str, cuda: bool) -> str:
-    """What ``train.dtype`` means on this device; for `auto` the planner has the same rule (planning/cost/costs.py)."""
-    return wanted if wanted != "auto" else "bf16" if cuda else "fp32"
+def dtype_name(setting: str, cuda: bool) -> str:
+    """Resolve ``train.dtype=auto`` for this device. The planner has the same rule (planning/cost/costs.py)."""
+    return setting if setting != "auto" else "bf16" if cuda else "fp32"
 
 
-def dtype_of(wanted: str, cuda: bool) -> torch.dtype:
-    """The type of parameters and activations. ConfigError for fp16 on a CPU."""
-    name = dtype_name(wanted, cuda)
+def dtype_of(setting: str, cuda: bool) -> torch.dtype:
+    """Return the type of parameters and activations for ``train.dtype``. ConfigError for fp16 on a CPU."""
+    name = dtype_name(setting, cuda)
     if name == "fp16" and not cuda:
         raise ConfigError("fp16 needs a GPU", where="train.dtype", hint="use fp32 or bf16")
     return DTYPES[name]
@@ -56,11 +56,13 @@ def dtype_of(wanted: str, cuda: bool) -> torch.dtype:
 def transformer_config(
     plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str | None = None, timers: Any = None, stage: int = 0
 ) -> TransformerConfig:
-    """Megatron-Core's configuration for a rank of `stage` of `plan`. Everything that compiles kernels is on for CUDA
-    only. `fp8`: the recipe of Transformer Engine, which has been checked to be there."""
+    """Return Megatron-Core's configuration for a rank of `stage`. Options that compile kernels are on for CUDA only.
+
+    `fp8`: a recipe of Transformer Engine, which must be available.
+    """
     m, p, tp = plan.model, plan.parallel, plan.parallel.tp_of(stage)
     te = cuda and has_transformer_engine()
-    more = {**({"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}), **_RECOMPUTE[plan.recompute]}
+    optional = {**({"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}), **_RECOMPUTE[plan.recompute]}
     return TransformerConfig(
         num_layers=m.layers,
         hidden_size=m.hidden,
@@ -90,23 +92,25 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         overlap_p2p_comm=p.virtual_stages > 1,
         batch_p2p_comm=p.virtual_stages == 1,
-        bias_activation_fusion=cuda and m.swiglu,  # the fused GELU is its tanh approximation: another function
+        bias_activation_fusion=cuda and m.swiglu,  # the fused GELU is only its tanh approximation
         bias_dropout_fusion=cuda,
         masked_softmax_fusion=False,
-        # Megatron-Core's output layer needs Apex's kernel for it, its other layers Transformer Engine's
+        # Megatron-Core's output layer needs Apex's kernel for it, and its other layers need Transformer Engine's
         gradient_accumulation_fusion=te and find_spec("fused_weight_gradient_mlp_cuda") is not None,
         cross_entropy_loss_fusion=te,
         cross_entropy_fusion_impl="te" if te else "native",
         apply_rope_fusion=te and m.rope,
         attention_softmax_in_fp32=True,
         timers=timers,
-        **more,
+        **optional,
     )
 
 
 class Norm:
-    """PyTorch's LayerNorm or RMSNorm; Megatron-Core's own wrapper of them refuses sequence parallelism, which only
-    needs the mark by which it sums such a parameter's gradient over the tensor-parallel ranks."""
+    """PyTorch's LayerNorm or RMSNorm with support for sequence parallelism, which Megatron-Core's wrapper refuses.
+
+    An attribute of each parameter makes Megatron-Core sum its gradient over the tensor-parallel ranks.
+    """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
@@ -117,7 +121,7 @@ class Norm:
 
 
 def block_spec(spec: ModelSpec, config: TransformerConfig, cuda: bool, virtual: int | None) -> Any:
-    """How layers are made: Transformer Engine's fused modules where it is installed, else Megatron-Core's own."""
+    """Return the layer specification: Transformer Engine's fused modules if available, else Megatron-Core's own."""
     if cuda and has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -127,15 +131,15 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, cuda: bool, virtual: 
     if spec.qk_norm:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = Norm
-    if cuda or not spec.dropout:  # torch's is slower than Megatron-Core's own on a CPU that drops scores
+    if cuda or not spec.dropout:  # with dropout on a CPU, torch's attention is slower than Megatron-Core's own
         layer.submodules.self_attention.submodules.core_attention = SdpaAttention
     return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=virtual), layer_norm=Norm)
 
 
 def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch.device) -> list[GPTModel]:
-    """This rank's model chunks (one; several when interleaved) on `device`, with their initial weights; without a
-    `seed` those mean nothing, for a checkpoint's will take their place."""
-    megatron_versions.quiet()
+    """Build this rank's model chunks (several if interleaved) on `device`. Draw initial weights if `seed` is not None;
+    otherwise a checkpoint must replace the weights."""
+    megatron_versions.filter_logs()
     m, p = plan.model, plan.parallel
     vocabulary = m.padded_vocab(p.vocabulary_parts)
     chunks = []
@@ -166,26 +170,26 @@ def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch
 
 
 def rotary_frequencies(spec: ModelSpec) -> torch.Tensor:
-    """Radians that each pair of a head's elements turns from one position to the next: fp32, (head width / 2,), on the
-    CPU. Set over those of Megatron-Core, which knows whole bases and 8192 original positions only.
+    """Return the rotation per position of each pair of a head's elements: radians, fp32, (head width / 2,), on the CPU.
 
-    Su et al. 2021 (arXiv 2104.09864); stretched as `rope_scaling` says: linear (Chen et al. 2023, arXiv 2306.15595) or
-    as Llama 3.1's authors do (arXiv 2407.21783).
+    They replace Megatron-Core's, which supports only integer bases and 8192 original positions. Su et al. 2021 (arXiv
+    2104.09864). `rope_scaling` stretches them linearly (Chen et al. 2023, arXiv 2306.15595) or as in Llama 3.1 (arXiv
+    2407.21783).
     """
-    turns = 1.0 / spec.rope_base ** (torch.arange(0, spec.head_width, 2, dtype=torch.float32) / spec.head_width)
+    radians = 1.0 / spec.rope_base ** (torch.arange(0, spec.head_width, 2, dtype=torch.float32) / spec.head_width)
     scaling = spec.rope_scaling
     if scaling is None:
-        return turns
+        return radians
     if scaling.kind == "linear":
-        return turns / scaling.factor
-    around = turns * scaling.original_positions / (2 * math.pi)  # how often it turned in all original positions
+        return radians / scaling.factor
+    turns = radians * scaling.original_positions / (2 * math.pi)  # over all original positions
     low, high = scaling.low_frequency_turns, scaling.high_frequency_turns
-    kept = ((around - low) / (high - low)).clamp(0, 1)
-    return turns * (kept + (1 - kept) / scaling.factor)
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return radians * (unscaled + (1 - unscaled) / scaling.factor)
 
 
 def _mask_padding(model: GPTModel, vocab: int, rows: int) -> None:
-    """Keep the rows that only pad the vocabulary (their number depends on TP) out of the softmax."""
+    """Exclude the rows that pad the vocabulary from the softmax. Their number depends on TP."""
     first = max(0, vocab - parallel_state.get_tensor_model_parallel_rank() * rows)
     if first >= rows:
         return
@@ -199,67 +203,69 @@ def _mask_padding(model: GPTModel, vocab: int, rows: int) -> None:
     model.output_layer.register_forward_hook(mask)
 
 
-def inner(wrapped: Any) -> Any:
-    """The GPTModel in its wrappers: Megatron-Core's DDP, half precision."""
+def unwrap(wrapped: Any) -> Any:
+    """Return the GPTModel inside the wrappers for DDP and half precision."""
     while not hasattr(wrapped, "pre_process"):
         wrapped = wrapped.module
     return wrapped
 
 
 def global_name(name: str, model: torch.nn.Module, tied: bool = False) -> str:
-    """Return a parameter's name with its layer's number in the whole model, from 0; of the head that is `tied` to the
-    embedding, the embedding's."""
+    """Return a parameter's name with the layer's number in the full model, counted from 0.
+    A head that is `tied` to the embedding has the embedding's name."""
     if tied and name == "output_layer.weight":
         return "embedding.word_embeddings.weight"
-    words = name.split(".")
-    if "layers" in words:
-        at = words.index("layers") + 1
-        layers: Any = model.get_submodule(".".join(words[:at]))
-        words[at] = str(int(layers[int(words[at])].layer_number) - 1)
-    return ".".join(words)
+    components = name.split(".")
+    if "layers" in components:
+        position = components.index("layers") + 1
+        layers: Any = model.get_submodule(".".join(components[:position]))
+        components[position] = str(int(layers[int(components[position])].layer_number) - 1)
+    return ".".join(components)
 
 
 def initialize(model: GPTModel, plan: Plan, seed: int) -> None:
-    """Give every parameter its initial value, a function of the seed and its name in the whole model alone.
+    """Set every parameter to its initial value, which depends only on the seed and its name in the full model.
 
-    The same on every device and in every layout (initial_weights.py). Normal with standard deviation
-    0.02, and 0.02/sqrt(2*layers) for what is added to the residual stream (Radford et al. 2019); norms 1, biases 0.
+    It is the same on every device and in every layout (initial_weights.py). Weights are normal with standard deviation
+    0.02, or 0.02/sqrt(2*layers) if added to the residual stream (Radford et al. 2019). Norms are 1, biases 0.
     """
-    residual = INIT_STD / math.sqrt(2 * plan.model.layers)
-    for name, parameter in model.named_parameters():
-        whole = global_name(name, model, plan.model.tied)
+    residual_std = INIT_STD / math.sqrt(2 * plan.model.layers)
+    for local_name, parameter in model.named_parameters():
+        name = global_name(local_name, model, plan.model.tied)
         with torch.no_grad():
-            if whole.endswith("bias"):
+            if name.endswith("bias"):
                 parameter.zero_()
-            elif "norm" in whole.split(".")[-2] or whole.endswith("layer_norm_weight"):
+            elif "norm" in name.split(".")[-2] or name.endswith("layer_norm_weight"):
                 parameter.fill_(1.0)
             else:
-                std = residual if whole.endswith(("linear_proj.weight", "linear_fc2.weight")) else INIT_STD
-                _draw(parameter, whole, std, plan, seed)
+                std = residual_std if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else INIT_STD
+                _draw(parameter, name, std, plan, seed)
 
 
 def _draw(parameter: torch.nn.Parameter, name: str, std: float, plan: Plan, seed: int) -> None:
     tp, rank = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank())
-    split = getattr(parameter, "tensor_model_parallel", False) and tp > 1
-    dimension = getattr(parameter, "partition_dim", 0) if split else 0
-    own = [torch.arange(n, device=parameter.device) for n in parameter.shape]
+    is_split = getattr(parameter, "tensor_model_parallel", False) and tp > 1
+    dimension = getattr(parameter, "partition_dim", 0) if is_split else 0
+    indices = [torch.arange(n, device=parameter.device) for n in parameter.shape]  # rows, columns in the full parameter
     width = parameter.shape[1]
-    if split and name.endswith("linear_fc1.weight") and plan.model.swiglu:  # its parts of gate and of up
-        half = len(own[0]) // 2
-        own[0] = torch.cat([own[0][:half] + rank * half, own[0][:half] + (tp + rank) * half])
-    elif split:
-        own[dimension] += rank * len(own[dimension])
+    if is_split and name.endswith("linear_fc1.weight") and plan.model.swiglu:  # its parts of gate and of up
+        half = len(indices[0]) // 2
+        indices[0] = torch.cat([indices[0][:half] + rank * half, indices[0][:half] + (tp + rank) * half])
+    elif is_split:
+        indices[dimension] += rank * len(indices[dimension])
         width *= tp if dimension == 1 else 1
-    drawn = initial_weights.normal(seed, name, own[0], own[1], width, std)
+    weights = initial_weights.normal(seed, name, indices[0], indices[1], width, std)
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        drawn[own[0] >= plan.model.vocab] = 0  # rows that only pad, as many as TP asks for
-    parameter.copy_(drawn)
+        weights[indices[0] >= plan.model.vocab] = 0  # rows that pad the vocabulary
+    parameter.copy_(weights)
 
 
 def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tuple[Any, Callable[[Any], Any]]:
-    """Megatron-Core's forward_step_func: one micro-batch, which lies on the model's device already, through one model
-    chunk, and how its loss is made. `masked`: every stage needs the batch, for its mask."""
-    model = inner(chunk)
+    """Run the forward pass of one micro-batch, on the model's device, and return its output and loss function.
+
+    This is Megatron-Core's forward_step_func. `masked`: every stage reads the batch, because it needs the mask.
+    """
+    model = unwrap(chunk)
     batch = next(batches) if model.pre_process or model.post_process or masked else {}
     labels = batch.get("labels") if model.post_process else None
     output = chunk(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=labels)
@@ -267,16 +273,15 @@ def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tu
 
 
 def _loss(mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The mean over the micro-batch's tokens that count."""
-    assert mask is not None  # the last stage, where losses are, reads data
+    """Return the mean over the micro-batch's tokens that `mask` includes."""
+    assert mask is not None  # the last stage, which computes losses, reads the batch
     mask = mask.float()
     loss = (losses.float() * mask).sum() / mask.sum().clamp(min=1)
     return loss, {"loss": loss.detach().clone()}
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of the random number generators that training uses (dropout): the host's, the device's, and
-    those that Megatron-Core keeps beside it."""
+    """Return the states of the random number generators for dropout: the host's, the device's and Megatron-Core's."""
     return {
         "host": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
@@ -285,7 +290,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Go on from what :func:`generators` gave."""
+    """Restore the states that :func:`generators` returned."""
     torch.set_rng_state(states["host"])
     torch.cuda.set_rng_state(states["device"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

@@ -1,5 +1,5 @@
-"""What Megatron-Core's versions, 0.16.1 to 0.19, call differently: the only place where the project tells them apart,
-by what their functions take."""
+"""The differences between Megatron-Core's versions 0.16.1 to 0.19. Only this module distinguishes them, by the
+parameters of their functions."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from torch.distributed.checkpoint import FileSystemReader
 
-COMMON = "common_state"  # the entry in which versions from 0.17 on keep what earlier ones write into common.pt
-# Said by later ones at every start, to who writes against Megatron-Core rather than to who trains.
-_TO_PROGRAMMERS = ("GPTModel IS DEPRECATED", "DistributedDataParallel: full_param_layout", "MCore's async save is")
+COMMON = "common_state"  # the entry of versions from 0.17 on for the content of common.pt in earlier ones
+# Messages of later versions at every start, which concern developers and not users.
+_DEVELOPER_MESSAGES = ("GPTModel IS DEPRECATED", "DistributedDataParallel: full_param_layout", "MCore's async save is")
 
 
-def _for_a_reader(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_TO_PROGRAMMERS)
+def _is_for_users(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_DEVELOPER_MESSAGES)
 
 
-def quiet() -> None:
-    """Keep what is for programmers out of the ranks' logs."""
+def filter_logs() -> None:
+    """Keep messages for developers out of the ranks' logs."""
     for name in (
         "models.gpt.gpt_model",
         "distributed.distributed_data_parallel",
         "dist_checkpointing.strategies.torch",
     ):
-        logging.getLogger(f"megatron.core.{name}").addFilter(_for_a_reader)
+        logging.getLogger(f"megatron.core.{name}").addFilter(_is_for_users)
 
 
 def _takes(function: Any, parameter: str) -> bool:
@@ -43,57 +43,61 @@ def _takes(function: Any, parameter: str) -> bool:
 
 
 def backward_step(*tensors: Any, model_type: Any, config: Any) -> Any:
-    """One micro-batch's backward pass: `tensors` are its input, its output, and the output's gradient."""
-    more = (model_type,) if _takes(schedules.backward_step, "model_type") else ()
-    return schedules.backward_step(*tensors, *more, config)
+    """Run one micro-batch's backward pass. `tensors`: its input, its output, and the output's gradient."""
+    optional = (model_type,) if _takes(schedules.backward_step, "model_type") else ()
+    return schedules.backward_step(*tensors, *optional, config)
 
 
-def save(state: dict[str, Any], path: Path, strategy: Any, content: dict[str, Any], alike: bool) -> Any:
-    """Begin an asynchronous save; the request comes back. `alike`: every rank's part of a tensor has the same shape,
-    which Megatron-Core then checks (where stages have unlike TP, torch alone checks that the parts make the whole).
-    Later versions write with NVRx unless told not to: that
-    package is another dependency, and its writer outlives a rank that is killed."""
-    own_writer = {"async_strategy": "mcore"} if _takes(dist_checkpointing.save, "async_strategy") else {}
+def save(state: dict[str, Any], path: Path, strategy: Any, content: dict[str, Any], equal_shapes: bool) -> Any:
+    """Start an asynchronous save and return its request.
+
+    `equal_shapes`: all ranks' parts of a tensor have the same shape, which lets Megatron-Core check their coverage. If
+    stages differ in TP, only torch checks it. Later versions write with NVRx by default. That package is one more
+    dependency, and its writer outlives a killed rank, so Megatron-Core's writer is used.
+    """
+    writer = {"async_strategy": "mcore"} if _takes(dist_checkpointing.save, "async_strategy") else {}
     return dist_checkpointing.save(
         state,
         os.fspath(path),
         strategy,
         async_sharded_save=True,
         content_metadata=content,
-        validate_access_integrity=alike,
-        **own_writer,
+        validate_access_integrity=equal_shapes,
+        **writer,
     )
 
 
-def load(state: dict[str, Any], path: Path, alike: bool) -> dict[str, Any]:
-    """Load a checkpoint that any of the versions wrote; `alike` as for :func:`save`. Later ones read the earlier ones'
-    themselves."""
-    more: dict[str, Any] = {"validate_access_integrity": alike}
+def load(state: dict[str, Any], path: Path, equal_shapes: bool) -> dict[str, Any]:
+    """Load a checkpoint of any supported version. `equal_shapes`: see :func:`save`.
+
+    Later versions of Megatron-Core can read the checkpoints of earlier ones.
+    """
+    options: dict[str, Any] = {"validate_access_integrity": equal_shapes}
     if _takes(dist_checkpointing.load, "common_strategy") and not (path / "common.pt").exists():
-        more["common_strategy"] = _common_inside()
-    return dist_checkpointing.load(state, os.fspath(path), **more)
+        options["common_strategy"] = _common_state_reader()
+    return dist_checkpointing.load(state, os.fspath(path), **options)
 
 
-def _common_inside() -> Any:
-    """A reader of the common part that knows where later versions keep it."""
+def _common_state_reader() -> Any:
+    """Return a reader of the common state from the entry in which later versions store it."""
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 
-    class CommonInside(TorchCommonLoadStrategy):
+    class CommonStateReader(TorchCommonLoadStrategy):
         def load_common(self, checkpoint_dir: str | Path) -> Any:
             key = ShardedObject(COMMON, None, (1,), (0,)).unique_key
-            found: dict[str, Any] = {key: io.BytesIO()}
-            torch.distributed.checkpoint.load(found, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True)
-            value = found[key]
+            entries: dict[str, Any] = {key: io.BytesIO()}
+            torch.distributed.checkpoint.load(entries, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True)
+            value = entries[key]
             if isinstance(value, io.BytesIO):
                 value.seek(0)
                 value = torch.load(value, weights_only=True)
             return value[0]
 
-    return CommonInside()
+    return CommonStateReader()
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers in a chain of several, or the one."""
+    """Return the optimizers of a chain, or the single optimizer in a list."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -102,8 +106,11 @@ def distributed(optimizer: Any) -> list[DistributedOptimizer]:
 
 
 def prepare_for_loading(inner: DistributedOptimizer) -> None:
-    """Megatron-Core (0.16) loads a distributed Adam only when it has made a step, and PyTorch's not at all: it looks
-    among the checkpoint's tensors for the count of steps, which PyTorch keeps with every parameter."""
+    """Make a distributed Adam loadable before its first step, and with PyTorch's Adam.
+
+    Megatron-Core (0.16) loads only an Adam that has made a step. It cannot load PyTorch's Adam, because it expects that
+    Adam's step count, which belongs to every parameter, among the checkpoint's tensors.
+    """
     if not inner.optimizer.state:
         inner._init_optimizer_states_with_dummy_values()
     assign = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -118,12 +125,13 @@ def prepare_for_loading(inner: DistributedOptimizer) -> None:
 
 @contextlib.contextmanager
 def offsets_without_padding(optimizer: Any) -> Iterator[None]:
-    """While the optimizer's state is described: Megatron-Core (0.16) gathers a buffer without the padding at the end of
-    each of its buckets, but then looks for the parameters at their places in the padded buffer, so that behind the
-    first padded bucket every parameter would be saved with its neighbour's values. Give it the places that are meant.
+    """Correct the parameters' offsets while Megatron-Core (0.16) reads the optimizer's state.
+
+    It gathers a buffer without the padding of its buckets, but uses the parameters' offsets in the padded buffer. After
+    the first padded bucket it would save every parameter with its neighbour's values.
     """
     buffers = [buffer for inner in distributed(optimizer) for buffer in inner.buffers]
-    kept = [buffer.param_index_map for buffer in buffers]
+    saved_maps = [buffer.param_index_map for buffer in buffers]
     try:
         for buffer in buffers:
             starts, total = [], 0
@@ -136,5 +144,5 @@ def offsets_without_padding(optimizer: Any) -> Iterator[None]:
             }
         yield
     finally:
-        for buffer, mapping in zip(buffers, kept, strict=True):
+        for buffer, mapping in zip(buffers, saved_maps, strict=True):
             buffer.param_index_map = mapping

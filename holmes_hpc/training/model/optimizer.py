@@ -1,4 +1,4 @@
-"""Data parallelism and the optimizer: Megatron-Core's DDP and (distributed) Adam, or Muon, set up as the plan says."""
+"""Data parallelism and the optimizer of a plan: Megatron-Core's DDP and (distributed) Adam, or Muon."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ GRADIENT_BYTES = 4  # gradients are summed in fp32
 
 
 def groups_for_ddp() -> ProcessGroupCollection:
-    """Megatron's groups, but with a pipeline of one: its DDP cuts gradients into buckets on the first stage only, since
-    later stages have time in the bubble; here a later stage may be the one with the slow network."""
+    """Return Megatron's groups with a pipeline of one stage, so that its DDP splits gradients into buckets everywhere.
+
+    By default it does so on the first stage only, because later stages have time in the bubble. In a heterogeneous
+    pipeline a later stage may have the slow network.
+    """
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    groups.pp = parallel_state.get_context_parallel_group()  # this rank alone
+    groups.pp = parallel_state.get_context_parallel_group()  # a group of this rank only
     return groups
 
 
 def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> list[DistributedDataParallel]:
-    """The model chunks under Megatron-Core's DDP, buckets of `plan.bucket_bytes`."""
+    """Wrap the model chunks in Megatron-Core's DDP with buckets of `plan.bucket_bytes`."""
     p = plan.parallel
-    # Megatron-Core overlaps several instances by CUDA streams: on a CPU each bucket would hold up the backward pass
+    # Megatron-Core overlaps several instances with CUDA streams. On a CPU each bucket would block the backward pass.
     can_overlap = p.takes_turns and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
     overlap = train.overlap_grad_reduce and can_overlap
     ddp = DistributedDataParallelConfig(
@@ -52,25 +55,27 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     wrapped = []
     for index, chunk in enumerate(chunks):
         inner = Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk
-        # Megatron's own default for interleaved stages: later chunks reduce under the first one's computing
-        made = DistributedDataParallel(
-            _summing(config) if plan.is_per_stage else config,
+        # as by default in Megatron for interleaved stages, later chunks reduce while the first one computes
+        wrapper = DistributedDataParallel(
+            _sum_gradients(config) if plan.is_per_stage else config,
             ddp,
             inner,
             disable_bucketing=index > 0,
             pg_collection=groups_for_ddp(),
         )
-        made.config = config
-        wrapped.append(made)
+        wrapper.config = config
+        wrapped.append(wrapper)
     return wrapped
 
 
-def _summing(config: Any) -> Any:
-    """For DDP alone: gradients are summed over a stage's replicas, not averaged, for each loss is divided by all
-    micro-batches of the step, and no two stages need have the same number of replicas."""
-    own = copy.copy(config)
-    own.calculate_per_token_loss = True
-    return own
+def _sum_gradients(config: Any) -> Any:
+    """Return a copy of `config` that makes DDP sum gradients over a stage's replicas instead of averaging them.
+
+    Each loss is already divided by all micro-batches of the step, and stages may differ in their number of replicas.
+    """
+    ddp_config = copy.copy(config)
+    ddp_config.calculate_per_token_loss = True
+    return ddp_config
 
 
 def build(
@@ -81,18 +86,20 @@ def build(
     breakdown: Breakdown,
     tied_group: Any = None,
 ) -> Any:
-    """Adam with decoupled weight decay, sharded over the data-parallel ranks where the plan says so, or Muon (whose
-    packages have been checked to be there); `config` learns what the schedules need of it. `tied_group`: of
-    :class:`Groups`, where stages have unequal widths."""
+    """Build Adam with decoupled weight decay, or Muon (whose packages must be installed), and set the hooks in `config`
+    that the schedules call. A plan may shard Adam over the data-parallel ranks.
+
+    `tied_group`: from :class:`Groups`, for per-stage TP/DP.
+    """
     ddp = models[0].ddp_config
     if train.optimizer == "muon" and plan.parallel.distributed_optimizer:
         raise ConfigError(
-            "the plan shares the optimizer out, as Megatron-Core's Muon cannot be",
+            "the plan shards the optimizer, which Megatron-Core's Muon does not support",
             where="train.optimizer",
             hint="plan with plan.distributed_optimizer=false",
         )
-    # whole matrices are made orthogonal, whatever TP cuts them into: each part by itself would be another optimizer; by
-    # products in the weights' own type, where Megatron-Core's default is bf16
+    # Muon orthogonalizes full matrices: with each TP part by itself it would be a different optimizer. It multiplies in
+    # the type of the weights, where Megatron-Core's default is bf16.
     muon: dict[str, Any] = (
         {}
         if train.optimizer != "muon"
@@ -122,8 +129,8 @@ def build(
 
 
 def set_options(optimizer: Any, train: TrainConfig, rate: float) -> None:
-    """Adam's numbers for the next step: `train`'s own, also where a checkpoint brought others along. Norms and biases
-    do not decay (Megatron's wd_mult, which its own scheduler applies)."""
+    """Set Adam's options for the next step from `train`, also if a checkpoint contains different ones.
+    Norms and biases do not decay (by wd_mult, which Megatron's own scheduler applies)."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_mult", 1.0)
         group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)
@@ -131,27 +138,33 @@ def set_options(optimizer: Any, train: TrainConfig, rate: float) -> None:
 
 
 def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: bool, norm: float | None) -> None:
-    """Raise RunFailed when a step's numbers are no numbers. In fp16 a step may be skipped (not `updated`) because its
-    gradients overflowed, which halves the loss scale; not at the least scale, where nothing is left to halve."""
+    """Raise RunFailed if a step's loss or gradient norm is not finite.
+
+    In fp16 a step is skipped (not `updated`) if its gradients overflow, and the loss scale is halved. At the least loss
+    scale an overflow ends the run.
+    """
     hint = "lower train.lr, or resume from an earlier checkpoint with other data"
     loss = next((loss for loss in losses if not math.isfinite(loss)), None)
     refuse(
         f"step {step}",
         (updated and norm is not None and not math.isfinite(norm), f"the gradient norm is {norm}", hint),
-        (not updated and _least_scale(optimizer), "the gradients are no numbers at the least loss scale", hint),
+        (not updated and _is_scale_minimal(optimizer), "the gradients are not finite at the least loss scale", hint),
         (loss is not None, f"the loss is {loss}", hint),
         error=RunFailed,
     )
 
 
-def _least_scale(optimizer: Any) -> bool:
+def _is_scale_minimal(optimizer: Any) -> bool:
     scalers = [getattr(inner, "grad_scaler", None) for inner in megatron_versions.inner_optimizers(optimizer)]
     return all(s is None or float(s.scale) <= float(getattr(s, "min_scale", s.scale)) for s in scalers)
 
 
-def watch_waits(optimizer: Any, models: Sequence[DistributedDataParallel], breakdown: Breakdown) -> None:
-    """Tell `breakdown` of the waits that Megatron has no timer for: the parameter gathers before a forward pass, and
-    the gradient norm, an all-reduce over all stages, in which a stage that is early waits for the others."""
+def time_waits(optimizer: Any, models: Sequence[DistributedDataParallel], breakdown: Breakdown) -> None:
+    """Make `breakdown` measure the waits for which Megatron has no timer.
+
+    These are the parameter gathers before a forward pass, and the gradient norm, an all-reduce over all stages in which
+    an early stage waits for the others.
+    """
     for inner in megatron_versions.inner_optimizers(optimizer):
         breakdown.wrap(inner, "get_grad_norm", "pipeline_wait_s")
     for model in models:
@@ -161,39 +174,41 @@ def watch_waits(optimizer: Any, models: Sequence[DistributedDataParallel], break
 
 
 def finalize_with_tied(
-    models: list[Any], num_tokens: Any = None, *, group: dist.ProcessGroup | None, **more: Any
+    models: list[Any], num_tokens: Any = None, *, group: dist.ProcessGroup | None, **options: Any
 ) -> None:
-    """Megatron-Core's ``finalize_model_grads``, and then the tied embedding's gradient: the sum of both stages'.
+    """Run Megatron-Core's ``finalize_model_grads``, then sum the tied embedding's gradient over both its stages.
 
-    For a first and a last stage of unequal widths. `group`: all their ranks, of which this rank may be none.
-    Megatron-Core sums over pairs of ranks that hold the same part of the embedding. Ranks of unequal stages hold parts
-    of other sizes, so each puts what it holds of its stage's sum into the whole matrix, and all sum those up.
+    It is used if the first and the last stage differ in TP or DP. `group`: all ranks of both; None on other ranks.
+    Megatron-Core sums over pairs of ranks that hold the same part of the embedding. With different TP the parts differ
+    in size. Each rank therefore writes its part of its stage's sum into a full matrix, and an all-reduce sums them.
     """
-    finalize_model_grads(models, num_tokens, **more)
+    finalize_model_grads(models, num_tokens, **options)
     if group is None:
         return
-    wrapped = models[0] if gpt.inner(models[0]).pre_process else models[-1]
-    weight = gpt.inner(wrapped).shared_embedding_or_output_weight()
+    wrapped = models[0] if gpt.unwrap(models[0]).pre_process else models[-1]
+    weight = gpt.unwrap(wrapped).shared_embedding_or_output_weight()
     gradient = weight.main_grad.view(-1)
     parts, part = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),
     )
-    whole = torch.zeros(parts, gradient.numel(), dtype=gradient.dtype, device=gradient.device)
-    first, end = reduced_here(wrapped, weight)
-    whole[part, first:end] = gradient[first:end]
-    dist.all_reduce(whole, group=group)
-    gradient.copy_(whole[part])
+    full_gradient = torch.zeros(parts, gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+    first, end = reduced_range(wrapped, weight)
+    full_gradient[part, first:end] = gradient[first:end]
+    dist.all_reduce(full_gradient, group=group)
+    gradient.copy_(full_gradient[part])
 
 
-def reduced_here(wrapped: Any, weight: torch.nn.Parameter) -> tuple[int, int]:
-    """Which of a parameter's elements the data-parallel reduction (a reduce-scatter of its bucket) left on this rank:
-    from the first to before the second; none where they are equal."""
+def reduced_range(wrapped: Any, weight: torch.nn.Parameter) -> tuple[int, int]:
+    """Return the range (first, end) of a parameter's elements that this rank holds after the data-parallel reduction.
+
+    The reduction is a reduce-scatter of the parameter's bucket. The range is empty if first equals end.
+    """
     buffer = next(b for b in wrapped.buffers if weight in b.param_index_map)
     start, end, number = buffer.param_index_map[weight]
     bucket = buffer.buckets[number]
     rank, size = dist.get_rank(buffer.data_parallel_group), dist.get_world_size(buffer.data_parallel_group)
-    share = bucket.grad_data.numel() // size
-    low = bucket.offset + rank * share
-    held = max(start, low), min(end, low + share)
-    return (held[0] - start, held[1] - start) if held[0] < held[1] else (0, 0)
+    shard_size = bucket.grad_data.numel() // size
+    shard_start = bucket.offset + rank * shard_size
+    first, last = max(start, shard_start), min(end, shard_start + shard_size)
+    return (first - start, last - start) if first < last else (0, 0)

@@ -1,6 +1,6 @@
-"""Are the weights that several ranks hold alike really alike, bit for bit? Asked at the start and after every resume.
+"""The check that replicas of a weight are equal bit for bit, at the start and after every resume.
 
-Replicas that differ stay different, for all of them take the same steps, and nothing else ever tells: the loss falls.
+Replicas that differ stay different, because all make the same updates. Nothing else reveals it: the loss still falls.
 """
 
 from __future__ import annotations
@@ -18,74 +18,75 @@ from holmes_hpc.training.model import gpt
 from holmes_hpc.training.model.initial_weights import hash64
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = 1 << 22  # elements at a time, so that it takes no memory to speak of
+_BLOCK = 1 << 22  # elements at a time, which bounds the memory
 
 
-def checksum(parameter: torch.Tensor, before: int = 0) -> torch.Tensor:
-    """A number of 64 bits, on the parameter's device, that changes with any bit of it and with its elements' order.
-    `before`: elements of a larger one that stand before it; checksums of its parts add up to its own."""
+def checksum(parameter: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """Return a 64-bit checksum, on the parameter's device, of all bits and the order of the elements.
+
+    `offset`: of this part in a larger parameter. The checksums of the parts add up to that of the parameter.
+    """
     bits = parameter.detach().contiguous().view(-1).view(_BITS[parameter.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=parameter.device)
     for first in range(0, bits.numel(), _BLOCK):
         block = bits[first : first + _BLOCK].to(torch.int64)
-        place = torch.arange(before + first, before + first + block.numel(), device=block.device)
-        total += hash64(place, block).sum()
+        index = torch.arange(offset + first, offset + first + block.numel(), device=block.device)
+        total += hash64(index, block).sum()
     return total
 
 
 def check(chunks: Sequence[Any], tied: bool, tied_group: dist.ProcessGroup | None = None) -> None:
-    """Compare this rank's weights with those of the ranks that should hold the same. RunFailed, on all ranks of a group
-    in which one differs, with the parameter and the ranks.
+    """Compare this rank's weights with their replicas on other ranks. If one differs, raise RunFailed on all ranks of
+    the group, with the parameter and the ranks.
 
-    `chunks`: this rank's GPTModels. `tied`: the first and the last stage share the embedding. `tied_group`: of all
-    ranks of both, where they have unequal widths.
+    `chunks`: this rank's GPTModels. `tied`: the first and the last stage share the embedding. `tied_group`: all ranks
+    of both, if they differ in TP or DP.
     """
-    held = {gpt.global_name(name, chunk): p for chunk in chunks for name, p in chunk.named_parameters()}
-    _compare(held, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    parameters = {gpt.global_name(name, chunk): p for chunk in chunks for name, p in chunk.named_parameters()}
+    _compare(parameters, parallel_state.get_data_parallel_group(with_context_parallel=True))
     _compare(
-        {name: p for name, p in held.items() if not getattr(p, "tensor_model_parallel", False)},
+        {name: p for name, p in parameters.items() if not getattr(p, "tensor_model_parallel", False)},
         parallel_state.get_tensor_model_parallel_group(),
     )
     if tied_group is None and not (tied and parallel_state.is_rank_in_embedding_group()):
         return
-    end = next(c for c in chunks if c.pre_process or c.post_process).shared_embedding_or_output_weight()
+    embedding = next(c for c in chunks if c.pre_process or c.post_process).shared_embedding_or_output_weight()
     if tied_group is None:
-        _compare({"the tied embedding": end}, parallel_state.get_embedding_group())
+        _compare({"the tied embedding": embedding}, parallel_state.get_embedding_group())
         return
-    # ranks hold other parts of it: the checksums of the parts add up to that of the whole
-    total = checksum(end, parallel_state.get_tensor_model_parallel_rank() * end.numel())
+    # the stages hold parts of different sizes, but the checksums of all parts add up to that of the embedding
+    total = checksum(embedding, parallel_state.get_tensor_model_parallel_rank() * embedding.numel())
     dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
-    _compare_rows({"the tied embedding": total}, tied_group)
+    _compare_checksums({"the tied embedding": total}, tied_group)
 
 
-def _compare(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
-    if dist.get_world_size(group) > 1 and held:  # or there is nothing to hash
-        _compare_rows({name: checksum(parameter) for name, parameter in held.items()}, group)
+def _compare(parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+    if dist.get_world_size(group) > 1 and parameters:
+        _compare_checksums({name: checksum(parameter) for name, parameter in parameters.items()}, group)
 
 
-def _compare_rows(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+def _compare_checksums(checksums: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
     ranks = dist.get_process_group_ranks(group)
-    own = torch.stack(list(held.values()))
-    rows = [torch.empty_like(own) for _ in ranks]
-    dist.all_gather(rows, own, group=group)
-    for found in differences(dict(zip(ranks, (row.tolist() for row in rows), strict=True)), list(held)):
+    row = torch.stack(list(checksums.values()))
+    rows = [torch.empty_like(row) for _ in ranks]
+    dist.all_gather(rows, row, group=group)
+    for difference in differences(dict(zip(ranks, (r.tolist() for r in rows), strict=True)), list(checksums)):
         raise RunFailed(
-            found,
+            difference,
             where="weights",
-            hint="replicas must start alike: resume from another checkpoint; "
-            "if this was a start, report it, with the kinds of GPUs",
+            hint="replicas must be equal: resume from another checkpoint; "
+            "if the run just started, report it with the kinds of GPUs",
         )
 
 
 def differences(rows: Mapping[int, Sequence[int]], names: Sequence[str]) -> Iterator[str]:
-    """A sentence for each parameter whose checksums, one of each rank's row, are not all the same: who differs from
-    most of them."""
-    for at, name in enumerate(names):
-        counted = Counter(row[at] for row in rows.values())
-        if len(counted) > 1:
-            usual, _ = counted.most_common(1)[0]
-            others = [rank for rank, row in rows.items() if row[at] != usual]
-            yield (
-                f"{name} of rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} is not that of the ranks "
-                f"that should hold the same"
-            )
+    """Yield a message for each parameter whose checksums differ between ranks: the ranks outside the majority.
+
+    `rows`: for each rank the checksums of the parameters `names`.
+    """
+    for column, name in enumerate(names):
+        counts = Counter(row[column] for row in rows.values())
+        if len(counts) > 1:
+            majority, _ = counts.most_common(1)[0]
+            ranks = [rank for rank, row in rows.items() if row[column] != majority]
+            yield f"{name} of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} differs from its replicas"

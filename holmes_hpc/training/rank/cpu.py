@@ -1,14 +1,14 @@
-"""Megatron-Core on a CPU: everything it needs that is not CUDA, in one place.
+"""Megatron-Core on a CPU: replacements for the CUDA calls that it makes.
 
 Megatron-Core names CUDA in many places (``device="cuda"``, ``tensor.cuda()``, streams, the random number generator).
-:func:`install` gives each of these names its meaning on a CPU, for the whole process:
+:func:`install` redirects these names to the CPU for the whole process:
 
-* a device argument "cuda", "cuda:N" or N means "cpu", and ``tensor.cuda()`` is the tensor itself;
-* ``tensor.type()`` answers with the name of the CUDA twin, which Megatron's optimizers compare with;
-* streams and events do nothing: a CPU runs in order anyway;
+* a device argument "cuda", "cuda:N" or N means "cpu", and ``tensor.cuda()`` returns the tensor itself;
+* ``tensor.type()`` returns the name of the CUDA type, which Megatron's optimizers compare with;
+* streams and events do nothing, because a CPU runs in order;
 * the CUDA generator is the CPU's.
 
-Nothing of Megatron-Core is replaced but the two functions that read and set the state of the generator.
+Of Megatron-Core itself, only the two functions that read and set the generator's state are replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _mode: _CudaMeansCpu | None = None
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites the devices of every torch call on this thread."""
+    """A torch mode that rewrites the device of every torch call on this thread."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -47,14 +47,14 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _cpu(device: Any) -> Any:
-    """Return `device`, or the CPU where it is a CUDA device; what is no device (a dtype, a tensor) stays."""
+    """Return the CPU if `device` is a CUDA device, else `device`, which may also be a dtype or a tensor."""
     if isinstance(device, (str, torch.device)):
         return _CPU if str(device).partition(":")[0] == "cuda" else device
     return _CPU if isinstance(device, int) and not isinstance(device, bool) else device
 
 
 class CpuStream:
-    """A CUDA stream or event where there is none: all its work is done. A context, as ``torch.cuda.stream``."""
+    """A stand-in for a CUDA stream or event, whose work is always done. A context manager, as ``torch.cuda.stream``."""
 
     device, cuda_stream = _CPU, 0
 
@@ -79,22 +79,24 @@ class CpuStream:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Import Megatron-Core in here: functions that it hands to ``torch.compile`` are compiled when they are first
-    called, and stay as they are where this process trains on its CPU, or nothing can be compiled (cuda_check says so).
-    On a CPU nothing is, and loading the compiler would take each rank 2 s and 75 MiB."""
+    """Delay ``torch.compile`` while Megatron-Core is imported in this context.
+
+    Its functions are compiled at their first call. They stay uncompiled if this process trains on its CPU or has no C
+    compiler. Loading the compiler takes 2 s and 75 MiB per rank, which a CPU run saves.
+    """
     compiler = torch.compile
 
-    def later(model: Any = None, **options: Any) -> Any:
-        return _compiled_later(compiler, model, options) if model else partial(later, **options)
+    def delayed(model: Any = None, **options: Any) -> Any:
+        return _compile_at_first_call(compiler, model, options) if model else partial(delayed, **options)
 
-    torch.compile = later
+    torch.compile = delayed
     try:
         yield
     finally:
         torch.compile = compiler
 
 
-def _compiled_later(compiler: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
+def _compile_at_first_call(compiler: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
     @cache
     def compiled() -> Callable[..., Any]:
         return function if _mode is not None or not cuda_check.can_compile() else compiler(function, **options)
@@ -107,7 +109,7 @@ def _compiled_later(compiler: Callable[..., Any], function: Callable[..., Any], 
 
 
 def install() -> None:
-    """Make this process train on its CPU. Call it before Megatron-Core makes anything; again, it changes nothing."""
+    """Make this process train on its CPU. Call it before Megatron-Core creates anything; a second call does nothing."""
     global _mode
     if _mode is not None:
         return
@@ -136,13 +138,13 @@ def install() -> None:
 
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
-    # Megatron warns when the CPU's generator moves inside a fork of the CUDA one: here they are the same.
+    # Megatron warns when the CPU's generator advances inside a fork of the CUDA one, but these are the same generator.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
-def threads(environ: Mapping[str, str], ranks_here: int, cores: int) -> int:
-    """Return threads for one rank's computing: as Slurm or OMP_NUM_THREADS say, else this machine's cores shared
-    fairly."""
+def thread_count(environ: Mapping[str, str], node_ranks: int, cores: int) -> int:
+    """Return the number of compute threads of one rank.
+    OMP_NUM_THREADS wins over Slurm's CPUs per task; without both, the node's ranks share its cores equally."""
     values = (environ.get(name, "") for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"))
-    set_threads = next((int(value) for value in values if value.isdecimal() and int(value) > 0), None)
-    return set_threads or max(1, cores // max(1, ranks_here))
+    configured = next((int(value) for value in values if value.isdecimal() and int(value) > 0), None)
+    return configured or max(1, cores // max(1, node_ranks))

@@ -1,6 +1,6 @@
-"""Whether a rank trains on CUDA, what CUDA is told before it starts, and what is wrong with its GPU, driver or torch.
+"""Checks before a rank trains on CUDA: its GPU, driver, torch and Transformer Engine, and CUDA's hardware queues.
 
-The rules are pure; one small function asks torch for the facts.
+The rules are pure functions of :class:`CudaFacts`, which :func:`collect_facts` reads from this process.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from holmes_hpc.schema import refuse
 
 GIB = 1 << 30
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-FEWEST, MOST = 8, 32  # CUDA's default, and all that it has
+DEFAULT_QUEUES, MAX_QUEUES = 8, 32  # of CUDA
 ANY = (1 << 30, 0)
-# Of each recipe: the compute capability it needs (8.9, Ada, multiplies in fp8; 10.0, Blackwell, scales it block by
-# block) and one for which Transformer Engine does not have it, the least version of Transformer Engine (Megatron-Core's
-# fp8_utils.py), and what sizes have to be multiples of.
+# For each recipe: the least compute capability (8.9, Ada, multiplies in fp8; 10.0, Blackwell, scales in blocks), the
+# first one that Transformer Engine does not support, the least version of Transformer Engine (Megatron-Core's
+# fp8_utils.py), and the block size that all sizes must be multiples of.
 FP8 = {
     "delayed": ((8, 9), ANY, "1.0", 16),
     "tensorwise": ((8, 9), ANY, "2.2", 16),
     "mxfp8": ((10, 0), (12, 0), "2.1", 32),
 }
-TAKEN = 0.9  # of what the plan predicts must be free; its predictions are that good
+MIN_FREE = 0.9  # fraction of the predicted memory that must be free; the prediction is that accurate
 
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """What torch says of CUDA here. `wheel`: the CUDA version that torch was built for (None: a CPU build); `driver`:
-    the newest CUDA that the driver knows (12040 for 12.4; 0: there is none); `devices`: GPUs that can be used; `nccl`:
-    whether torch has NCCL; `te`: Transformer Engine's version, `te_error`: why it cannot be imported, `te_wanted`: the
-    versions that Megatron-Core asks for (``>=2.9,<2.12``). `compiler`: whether Triton can build its kernels' start.
+    """The CUDA installation of this process.
+
+    `wheel`: the CUDA version that torch was built for (None: a CPU build); `driver`: the newest CUDA version that the
+    driver supports (12040 for 12.4; 0: no driver); `devices`: number of usable GPUs; `nccl`: torch has NCCL; `te`:
+    Transformer Engine's version; `te_error`: why its import fails; `te_supported`: the versions that Megatron-Core
+    supports (``>=2.9,<2.12``); `compiler`: Triton can build the launchers of its kernels.
     """
 
     wheel: str | None
@@ -52,12 +54,13 @@ class CudaFacts:
     nccl: bool = True
     te: str | None = None
     te_error: str | None = None
-    te_wanted: str = ""
+    te_supported: str = ""
     compiler: bool = True
 
 
-def gather() -> CudaFacts:
-    """Return the facts of this process. Asks the driver, so only where training shall use CUDA; makes no context."""
+def collect_facts() -> CudaFacts:
+    """Return the facts of this process. Call it only if training shall use CUDA: it queries the driver.
+    It creates no CUDA context."""
     wheel = torch.version.cuda
     te, error = transformer_engine()
     return CudaFacts(
@@ -67,13 +70,13 @@ def gather() -> CudaFacts:
         nccl=dist.is_nccl_available(),
         te=te,
         te_error=error,
-        te_wanted=_wanted_te(),
+        te_supported=_supported_te(),
         compiler=can_compile(),
     )
 
 
 def _driver() -> int:
-    """Return the newest CUDA that the driver knows, asked of the driver itself: torch does not ask it any more."""
+    """Return the newest CUDA version that the driver supports. Torch no longer offers this query."""
     version = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -84,21 +87,20 @@ def _driver() -> int:
 
 @cache
 def can_compile() -> bool:
-    """Whether there is what Triton builds the start of its kernels with, when ``torch.compile`` uses it first: a C
-    compiler, and Python's headers."""
+    """Return whether Triton can build the launchers of its kernels, which needs a C compiler and Python's headers."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return compiler is not None and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 
 
 def has_transformer_engine() -> bool:
-    """Return whether Transformer Engine can be used. Imports it: ask where training is on CUDA only."""
+    """Return whether Transformer Engine can be used. Call it only for training on CUDA, because it imports it."""
     version, error = transformer_engine()
     return version is not None and error is None
 
 
 @cache
 def transformer_engine() -> tuple[str | None, str | None]:
-    """Return the version of Transformer Engine, and why it cannot be imported; None for what there is not."""
+    """Return the version of Transformer Engine (None: not installed), and why its import fails (None: it works)."""
     try:
         version = importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError:
@@ -110,8 +112,8 @@ def transformer_engine() -> tuple[str | None, str | None]:
     return version, None
 
 
-def _wanted_te() -> str:
-    """Return what Megatron-Core's own metadata asks of Transformer Engine."""
+def _supported_te() -> str:
+    """Return the versions of Transformer Engine that Megatron-Core's metadata requires."""
     for line in importlib.metadata.requires("megatron-core") or []:
         match = re.match(r"transformer[-_]engine(?:\[[^]]*\])?\s*([<>=!~][^;]*)", line)
         if match:
@@ -120,7 +122,7 @@ def _wanted_te() -> str:
 
 
 def problem(facts: CudaFacts) -> HolmesError | None:
-    """Return the worst that forbids to train on CUDA here."""
+    """Return the most severe error that prevents training on CUDA, or None."""
     major, minor, built_for = facts.driver // 1000, facts.driver % 1000 // 10, int((facts.wheel or "0").split(".")[0])
     cases = (
         (
@@ -132,13 +134,13 @@ def problem(facts: CudaFacts) -> HolmesError | None:
         (
             facts.driver and major < built_for,
             "torch",
-            f"the NVIDIA driver knows CUDA up to {major}.{minor}, torch is built for {facts.wheel}",
+            f"the NVIDIA driver supports CUDA up to {major}.{minor}, torch is built for {facts.wheel}",
             f"install a newer driver, or a torch built for CUDA {major}",
         ),
         (
             not facts.devices,
             "train.device",
-            "no CUDA device" if facts.driver else "no CUDA device, nor an NVIDIA driver",
+            "no CUDA device" if facts.driver else "no CUDA device and no NVIDIA driver",
             "ask Slurm for GPUs (--gpus-per-node), see `nvidia-smi`, or use train.device=cpu",
         ),
         (
@@ -151,31 +153,31 @@ def problem(facts: CudaFacts) -> HolmesError | None:
             facts.te_error,
             "torch",
             f"Transformer Engine {facts.te} cannot be imported: {facts.te_error}",
-            "install one built for this torch, or uninstall it: training works without",
+            "install one built for this torch, or uninstall it: training works without it",
         ),
     )
-    return next((ConfigError(what, where=where, hint=hint) for is_wrong, where, what, hint in cases if is_wrong), None)
+    return next((ConfigError(text, where=where, hint=hint) for is_wrong, where, text, hint in cases if is_wrong), None)
 
 
-def remarks(facts: CudaFacts) -> Iterator[str]:
-    """Yield lines for the log: what may be wrong."""
+def cuda_warnings(facts: CudaFacts) -> Iterator[str]:
+    """Yield warnings for the log."""
     if facts.wheel and not facts.compiler:
         yield (
-            "no C compiler or no Python.h here, without which torch.compile makes no kernels: bias, dropout and"
+            "no C compiler or no Python.h, so torch.compile cannot build kernels: bias, dropout and"
             " activation stay unfused; install gcc and Python's headers (Debian: python3-dev)"
         )
-    if facts.te and facts.te_wanted and not facts.te_error and not _is_of(facts.te, facts.te_wanted):
+    if facts.te and facts.te_supported and not facts.te_error and not _is_in(facts.te, facts.te_supported):
         yield (
-            f"Transformer Engine {facts.te} is not of the versions that Megatron-Core was made for "
-            f"({facts.te_wanted}): if a step fails in it, install one of those"
+            f"Megatron-Core does not support Transformer Engine {facts.te} ({facts.te_supported}): "
+            "if a step fails in it, install a supported version"
         )
 
 
 def refuse_fp8(
     recipe: str, on_gpu: bool, te: str | None, capability: tuple[int, int], sizes: Mapping[str, int]
 ) -> None:
-    """Raise ConfigError where ``train.fp8`` cannot be had. `te`: Transformer Engine's version; `capability`: CUDA's
-    compute capability of the GPU; `sizes` of this rank's products, which have to be whole blocks."""
+    """Raise ConfigError if this rank cannot train with the fp8 `recipe`. `te`: Transformer Engine's version;
+    `capability`: the GPU's compute capability; `sizes`: of this rank's matrix products, multiples of the block size."""
     needed, below, version, block = FP8[recipe]
     hint = "leave train.fp8 out"
     has, needs, limit = (".".join(map(str, c)) for c in (capability, needed, below))
@@ -187,7 +189,7 @@ def refuse_fp8(
             "fp8 needs Transformer Engine, which is not installed",
             f"pip install transformer-engine[pytorch], or {hint}",
         ),
-        (not _is_of(te or "0", f">={version}.dev0"), f"it needs Transformer Engine {version}, {te} is installed", hint),
+        (not _is_in(te or "0", f">={version}.dev0"), f"it needs Transformer Engine {version}, {te} is installed", hint),
         (
             not needed <= capability < below,
             f"this GPU has compute capability {has}, it needs {needs}" + (f", below {limit}" if below < ANY else ""),
@@ -200,48 +202,51 @@ def refuse_fp8(
     )
 
 
-def _is_of(version: str, wanted: str) -> bool:
-    """Return whether a version is one of those `wanted`, in packaging's words (``>=2.9,<2.12``)."""
+def _is_in(version: str, supported: str) -> bool:
+    """Return whether a version is in a set that packaging understands (``>=2.9,<2.12``)."""
     from packaging.specifiers import SpecifierSet
 
-    return SpecifierSet(wanted, prereleases=True).contains(version)
+    return SpecifierSet(supported, prereleases=True).contains(version)
 
 
 def memory_problem(free: int, total: int, needed: float, where: str) -> PlanError | None:
-    """Return the error where a GPU's memory is taken, or never was enough: bytes free, it has, and the plan
-    predicts."""
-    if free >= TAKEN * needed:
+    """Return an error if a GPU has too little free memory. All sizes in bytes; `needed`: predicted by the plan."""
+    if free >= MIN_FREE * needed:
         return None
-    never_enough = "plan again for this kind of GPU (`holmes nodes` shows which it is)"
-    taken = "another process holds its memory: end it (`nvidia-smi` shows it), or have Slurm drain the node"
+    too_small = "plan again for this kind of GPU (`holmes nodes` shows it)"
+    in_use = "another process holds its memory: end it (`nvidia-smi` shows it), or have Slurm drain the node"
     return PlanError(
         f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free, the plan needs {needed / GIB:.1f}",
         where=where,
-        hint=never_enough if total < TAKEN * needed else taken,
+        hint=too_small if total < MIN_FREE * needed else in_use,
     )
 
 
-def wanted(device: str, plan: Plan) -> bool:
-    """Whether to train on CUDA. `device`: ``train.device``; ``auto`` is the CPU where a fabric of the plan is of CPUs,
-    for all ranks meet in groups of one kind, else CUDA where there is a device. ConfigError for ``cuda`` without one.
-    Nothing else in training asks torch whether there is one."""
+def use_cuda(device: str, plan: Plan) -> bool:
+    """Return whether to train on CUDA. ConfigError if ``train.device=cuda`` and there is no CUDA device.
+
+    `device`: ``train.device``; ``auto`` means the CPU if a fabric of the plan has CPUs, because all ranks must share
+    one kind of process group; otherwise CUDA if there is a device. Training asks torch for a device only here.
+    """
     if device == "cpu" or (device == "auto" and any(plan.site.fabric(c.fabric).gpu.is_cpu for c in plan.components)):
         return False
-    found = torch.cuda.is_available()
-    if device == "cuda" and not found:
-        raise problem(gather()) or ConfigError(
+    is_available = torch.cuda.is_available()
+    if device == "cuda" and not is_available:
+        raise problem(collect_facts()) or ConfigError(
             "no CUDA device", where="train.device", hint="use train.device=cpu or auto"
         )
-    return found
+    return is_available
 
 
-def streams(plan: Plan, rank: int) -> int:
-    """CUDA streams of `rank`: computing; one for each communicator of each direction of its edges; tensor parallel;
-    data parallel, and with several optimizer instances Megatron-Core's own and that between the instances; and those
-    of what comes after the passes: the gradient norm, the tied embedding, all ranks."""
+def stream_count(plan: Plan, rank: int) -> int:
+    """Return the number of CUDA streams of `rank`.
+
+    One computes. Each direction of an edge has one per communicator; tensor and data parallelism have one each.
+    Several optimizer instances add two. Three serve the gradient norm, the tied embedding and the world group.
+    """
     p, stage = plan.parallel, plan.parallel.coordinates(rank)[0]
     edges = [edge for edge in plan.transports() if edge.kind == "edge" and rank in edge.ranks]
-    ring = 2 if p.pp == 2 and p.virtual_stages > 1 else 1  # the last stage's edge to the first: the same two ranks
+    ring = 2 if p.pp == 2 and p.virtual_stages > 1 else 1  # the last stage's edge to the first has the same two ranks
     return (
         1
         + ring * sum(2 * (plan.edge_connections if e.transport.kind == "tcp" else 1) for e in edges)
@@ -252,12 +257,14 @@ def streams(plan: Plan, rank: int) -> int:
     )
 
 
-def connect_queues(plan: Plan, rank: int, environ: MutableMapping[str, str]) -> str | None:
-    """Give every stream of `rank` a hardware queue of its own: two that share one run in the order of their launches,
-    so that a transfer that waits would hold up what has nothing to do with it. Where `environ` has another number, it
-    stays, and what is to be said about it comes back. CUDA reads it when it makes its context: call this before."""
-    needed = min(MOST, max(FEWEST, streams(plan, rank)))
-    given = environ.setdefault(CONNECTIONS, str(needed))
-    if given == str(needed):
+def set_queue_count(plan: Plan, rank: int, environ: MutableMapping[str, str]) -> str | None:
+    """Set the number of CUDA's hardware queues in `environ`, one per stream of `rank`. Call it before CUDA starts.
+
+    Streams that share a queue run in launch order, so a waiting transfer would block unrelated work. A different
+    value in `environ` is kept; the result is then a warning.
+    """
+    needed = str(min(MAX_QUEUES, max(DEFAULT_QUEUES, stream_count(plan, rank))))
+    queues = environ.setdefault(CONNECTIONS, needed)
+    if queues == needed:
         return None
-    return f"{CONNECTIONS} is {given} in the environment and stays so; the streams of rank {rank} need {needed}"
+    return f"{CONNECTIONS}={queues} from the environment is kept; the streams of rank {rank} need {needed}"

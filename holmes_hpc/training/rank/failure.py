@@ -1,5 +1,7 @@
-"""How a rank that fails or hangs ends: its exit record, what it tells the other ranks, and what they report when
-another one is killed, hangs or loses its connection."""
+"""The end of a rank that fails or hangs: its exit record, its report to the other ranks, and the watchdog.
+
+The other ranks end with the same exit code and name the rank that was killed, hung or lost its connection.
+"""
 
 from __future__ import annotations
 
@@ -24,80 +26,81 @@ from holmes_hpc.training.rank.log import one_line, say
 
 _FAILED = "holmes/failed"
 POLL_S = 1.0
-_ANSWER_S = 2.0  # to tell the store, which may be behind the very network that failed
-_TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|application timeout", re.IGNORECASE)  # gloo's words
-SILENCE_S = 100.0  # so that there is a line at least every two minutes
-QUIET_SET_UP_S = 8.0  # and until the first step's within 10 s: of what is slow there nobody else knows
+_ANSWER_S = 2.0  # wait for the store, which may be behind the network that failed
+_TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|application timeout", re.IGNORECASE)  # gloo's messages
+SILENCE_S = 100.0  # so that the log grows at least every two minutes
+SET_UP_SILENCE_S = 8.0  # until the first step, so that a slow phase of set-up shows within 10 s
 LONG = 10.0  # times the limit of a step: set-up, and saving to a slow disk
 
 
 def end_process(code: int) -> None:
-    """End this process from a thread: the main one may be inside a collective that never returns."""
+    """End this process from any thread, because the main thread may be in a collective that never returns."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _echo(failure: dict[str, Any]) -> str:
-    """Return what a rank logs that ends because another one failed."""
+    """Return the log line of a rank that ends because another rank failed."""
     return f"Connection lost: rank {failure['rank']} on {failure['node']} failed: {failure['error']}"
 
 
-def _store_gone(error: Exception) -> dict[str, Any]:
-    """Return the failure of rank 0, which holds the store, where the store answers no more."""
-    return {"rank": 0, "node": "its node", "error": f"its store is gone ({one_line(error)[:120]})", "code": 1}
+def _rank_0_failure(error: Exception) -> dict[str, Any]:
+    """Return the failure of rank 0, which hosts the store, when the store does not answer."""
+    return {"rank": 0, "node": "its node", "error": f"its store is down ({one_line(error)[:120]})", "code": 1}
 
 
 class RankExit:
-    """How this rank ends, for the record and for the other ranks.
+    """The end of this rank: its exit record, and its report to the other ranks.
 
-    A rank that fails tells the store; the others, who may be waiting for it in a collective, hear of it by a thread
-    that looks there, and end with the same exit code instead of running into a time-out. A cause outside the ranks (a
-    NIC) can be watched for in the same way.
+    A rank that fails writes its failure to the store. A thread of each other rank polls the store, because its main
+    thread may wait in a collective, and ends with the same exit code instead of a timeout. A second thread can watch
+    for a cause outside the ranks, such as a NIC that is down.
     """
 
     def __init__(self, run: RunDirectory, launch: Launch) -> None:
         self._run, self._launch = run, launch
         self.rank, self.node = launch.rank, launch.node
-        self.attempt = 0  # until it is known
+        self.attempt = 0  # unknown until rank 0 starts the attempt
         self._store: Any = None
         self._stop = threading.Event()
         self._once = threading.Lock()
-        self._look_for_cause: Callable[[], HolmesError | None] | None = None
+        self._find_cause: Callable[[], HolmesError | None] | None = None
 
     def watch(self, store: Any, every_s: float = POLL_S) -> None:
-        """Listen for the others' failures from now on. `store`: of this thread's own (a clone)."""
+        """Start a thread that polls the store for failures of other ranks. `store`: a clone for this thread alone."""
         self._store = store
-        threading.Thread(target=self._look, args=(every_s,), name="failures of other ranks", daemon=True).start()
+        threading.Thread(target=self._poll_store, args=(every_s,), name="failures of other ranks", daemon=True).start()
 
-    def guard(self, look: Callable[[], HolmesError | None], every_s: float = 1.0) -> None:
-        """From now on `look` for a cause to end, and end with it; it also explains errors that come from below."""
-        self._look_for_cause = look
-        threading.Thread(target=self._guard, args=(look, every_s), name="guard", daemon=True).start()
+    def guard(self, find_cause: Callable[[], HolmesError | None], every_s: float = 1.0) -> None:
+        """Start a thread that polls `find_cause` and ends this rank with the error it returns.
+        That error also replaces an error of torch that it caused."""
+        self._find_cause = find_cause
+        threading.Thread(target=self._poll_cause, args=(find_cause, every_s), name="guard", daemon=True).start()
 
-    def _guard(self, look: Callable[[], HolmesError | None], every_s: float) -> None:
+    def _poll_cause(self, find_cause: Callable[[], HolmesError | None], every_s: float) -> None:
         while not self._stop.wait(every_s):
-            if (error := look()) is not None:
+            if (error := find_cause()) is not None:
                 self._end(one_line(error), error.exit_code, cause=error)
 
-    def _look(self, every_s: float) -> None:
+    def _poll_store(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
             try:
-                failure = self._told()
+                failure = self._read_failure()
             except Exception as e:
                 if self._stop.is_set():
                     return
-                failure = _store_gone(e)
+                failure = _rank_0_failure(e)
             if failure is not None and failure["rank"] != self._launch.rank:
-                time.sleep(0.5)  # should this rank be failing by itself, let it report that
+                time.sleep(0.5)  # if this rank is failing by itself, let it report that
                 self._end(_echo(failure), int(failure["code"]), hung=bool(failure.get("hung")))
 
-    def _told(self) -> dict[str, Any] | None:
-        """Return what a rank has told the store of its failure."""
+    def _read_failure(self) -> dict[str, Any] | None:
+        """Return the failure in the store, if a rank has reported one."""
         return json.loads(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
 
     def _end(self, line: str, code: int, *, cause: HolmesError | None = None, hung: bool = False) -> None:
-        """End this process from a thread, unless it is ending already. `cause`: what the other ranks are to hear."""
+        """End this process from a thread, unless it is ending already. `cause`: reported to the other ranks."""
         if self._stop.is_set() or not self._once.acquire(blocking=False):
             return
         if hung:
@@ -105,23 +108,23 @@ class RankExit:
         self._report(line, cause)
         end_process(code)
 
-    def _report(self, line: str, own: BaseException | None, hung: bool = False) -> None:
-        """Log and record a failure, and tell the others where it is this rank's `own`."""
-        if own is not None:
-            self._tell(own, hung)
-        say(line if own is None else f"failed: {line}")
-        if own is not None and not isinstance(own, HolmesError):
-            traceback.print_exception(own)
+    def _report(self, line: str, error: BaseException | None, hung: bool = False) -> None:
+        """Log and record a failure. Report it to the other ranks if it is this rank's `error`."""
+        if error is not None:
+            self._publish(error, hung)
+        say(line if error is None else f"failed: {line}")
+        if error is not None and not isinstance(error, HolmesError):
+            traceback.print_exception(error)
         self._write("failed", line)
         if (self.rank == 0 or hung) and self._store is not None and self._launch.world_size > 1:
-            # Rank 0 holds the store: were it gone at once, the others would take its end for the cause. And of a hang
-            # all are to show where they stand before a connection breaks.
+            # Rank 0 hosts the store. If it ended at once, the others would report its end as the cause.
+            # After a hang, all ranks dump their stacks before a connection breaks.
             time.sleep(2 * POLL_S)
 
-    def _tell(self, error: BaseException, hung: bool = False) -> None:
-        """Tell the other ranks, where no failure has been told yet, if the store answers soon."""
+    def _publish(self, error: BaseException, hung: bool = False) -> None:
+        """Write this failure to the store, unless it holds one, and wait a little for the store's answer."""
 
-        def tell() -> None:
+        def write() -> None:
             with contextlib.suppress(Exception):
                 if not self._store.check([_FAILED]):
                     self._store.set(
@@ -138,88 +141,89 @@ class RankExit:
                     )
 
         if self._store is not None:
-            teller = threading.Thread(target=tell, name="tell of the failure", daemon=True)
-            teller.start()
-            teller.join(_ANSWER_S)
+            thread = threading.Thread(target=write, name="report of the failure", daemon=True)
+            thread.start()
+            thread.join(_ANSWER_S)
 
-    def _failure_of_another(self, error: RuntimeError) -> dict[str, Any] | None:
-        """What another rank says of its failure, if it and the store do so soon; that rank 0 is gone, where `error` is
-        of the store and it answers no more."""
+    def _failure_of_another_rank(self, error: RuntimeError) -> dict[str, Any] | None:
+        """Wait a little for another rank's failure in the store and return it.
+        If the store does not answer and raised `error` itself, return the failure of rank 0."""
         failures: list[dict[str, Any] | None] = []
         end = time.monotonic() + _ANSWER_S
 
-        def ask() -> None:
+        def read() -> None:
             try:
-                while (failure := self._told()) is None and time.monotonic() < end:
+                while (failure := self._read_failure()) is None and time.monotonic() < end:
                     time.sleep(0.1)
             except Exception as e:
-                failure = _store_gone(e) if isinstance(error, DistError) else None
+                failure = _rank_0_failure(e) if isinstance(error, DistError) else None
             failures.append(failure)
 
         if self._store is not None:
-            asker = threading.Thread(target=ask, name="failure of another rank", daemon=True)
-            asker.start()
-            asker.join(_ANSWER_S + 0.5)
+            thread = threading.Thread(target=read, name="failure of another rank", daemon=True)
+            thread.start()
+            thread.join(_ANSWER_S + 0.5)
         return next((failure for failure in failures if failure and failure["rank"] != self._launch.rank), None)
 
-    def _explained(self, error: BaseException) -> BaseException:
-        """What is behind an error from below: a NIC that is down breaks connections before the guard has seen it."""
-        if self._look_for_cause is not None and not isinstance(error, HolmesError):
+    def _root_cause(self, error: BaseException) -> BaseException:
+        """Return the guard's cause for an error of torch, else `error`.
+        A NIC that is down breaks connections before the guard polls it."""
+        if self._find_cause is not None and not isinstance(error, HolmesError):
             for pause_s in (0.0, 1.0):
                 time.sleep(pause_s)
-                if (cause := self._look_for_cause()) is not None:
+                if (cause := self._find_cause()) is not None:
                     return cause
         return error
 
-    def ended(self, state: str, **more: Any) -> None:
-        """Record a good end: completed or preempted."""
+    def record_end(self, state: str, **fields: Any) -> None:
+        """Record a regular end: completed or preempted."""
         self._stop.set()
         with self._once:
-            self._write(state, None, **more)
+            self._write(state, None, **fields)
 
-    def failed(self, error: BaseException, hung: bool = False) -> int:
-        """Record a failure, tell the others (`hung`: they show their stacks too); the exit code comes back."""
-        error = self._explained(error)
-        # what torch raised where the error came from below: a connection that broke, a collective that timed out
-        below = next((e for e in (error, error.__cause__) if isinstance(e, RuntimeError)), None)
+    def record_failure(self, error: BaseException, hung: bool = False) -> int:
+        """Record a failure and report it to the other ranks. Return the exit code.
+        `hung`: the other ranks dump their stacks too."""
+        error = self._root_cause(error)
+        # torch's own error, if there is one: a broken connection, or a collective that timed out
+        torch_error = next((e for e in (error, error.__cause__) if isinstance(e, RuntimeError)), None)
         failure = None
-        if below is not None and _TIMED_OUT.search(one_line(below)):
-            self._show(below)
+        if torch_error is not None and _TIMED_OUT.search(one_line(torch_error)):
+            self._dump(torch_error)
             hung = True
             error = RunFailed(
-                f"another rank gave no answer within train.net_timeout_s ({one_line(below)[:200]})",
+                f"another rank did not answer within train.net_timeout_s ({one_line(torch_error)[:200]})",
                 where=f"rank {self.rank} on {self.node}",
-                hint="every rank's log holds its stacks: the one that is not in a collective is the cause; "
-                "was it only slow, raise train.net_timeout_s",
+                hint="every rank's log holds its stacks: the rank that is not in a collective is the cause; "
+                "if it was only slow, raise train.net_timeout_s",
             )
-        elif below is not None:
-            failure = self._failure_of_another(below)
+        elif torch_error is not None:
+            failure = self._failure_of_another_rank(torch_error)
         if failure is not None and not failure.get("hung") and isinstance(error, HolmesError):
-            failure = None  # this rank knows better
+            failure = None  # this rank's own error is more precise
         if not self._once.acquire(blocking=False):
-            time.sleep(5)  # the other thread is ending this process
+            time.sleep(5)  # another thread is ending this process
         self._stop.set()
-        if failure is not None:  # a connection that broke because the rank at its other end failed
-            if failure.get("hung") and below is not None:
-                self._show(below)
+        if failure is not None:  # the connection broke because the rank at its other end failed
+            if failure.get("hung") and torch_error is not None:
+                self._dump(torch_error)
             self._report(_echo(failure), None)
             return int(failure["code"])
         self._report(one_line(error), error, hung)
         return error.exit_code if isinstance(error, HolmesError) else 1
 
-    def _show(self, error: RuntimeError) -> None:
+    def _dump(self, error: RuntimeError) -> None:
         traceback.print_exception(error)
         dump_stacks()
 
-    def _write(self, state: str, error: str | None, **more: Any) -> None:
+    def _write(self, state: str, error: str | None, **fields: Any) -> None:
         attempt = {"attempt": self.attempt} if self.attempt else {}
         with contextlib.suppress(HolmesError, OSError):
-            self._run.write_exit(self._launch.rank, state, error, self._launch.node, **more, **attempt)
+            self._run.write_exit(self._launch.rank, state, error, self._launch.node, **fields, **attempt)
 
 
 def dump_stacks() -> None:
-    """Write every thread's stack into the log, and on NCCL what the communicators were last doing (its flight
-    recorder)."""
+    """Write the stacks of all threads to the log, and NCCL's pending collectives from its flight recorder."""
     print("stacks of all threads:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     if recorder := _flight_recorder():
@@ -238,18 +242,18 @@ def _flight_recorder() -> str:
 
 
 class Watchdog:
-    """A thread that ends a rank whose step takes longer than `limit_s`, after every rank has shown where it stands.
+    """A thread that ends a rank whose step takes longer than `limit_s`, after all ranks have dumped their stacks.
 
-    `speaks`: this rank says a line when nothing was said for a while. :meth:`alive` is called before whatever comes
-    next; in set-up, which loads data and connects, the limit is ten times as long.
+    Call :meth:`start_phase` before each phase. In set-up, which loads data and connects, the limit is ten times as
+    long. `logs_progress`: log the phase when the log has been silent for a while.
     """
 
     def __init__(
-        self, rank_exit: RankExit, limit_s: float, speaks: bool, clock: Callable[[], float] = time.monotonic
+        self, rank_exit: RankExit, limit_s: float, logs_progress: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._exit, self._limit_s, self._speaks, self._clock = rank_exit, limit_s, speaks, clock
-        self._doing, self._since, self._said = "set-up", clock(), clock()
-        self._factor, self._silence_s = LONG, QUIET_SET_UP_S
+        self._exit, self._limit_s, self._logs_progress, self._clock = rank_exit, limit_s, logs_progress, clock
+        self._phase, self._since, self._logged_at = "set-up", clock(), clock()
+        self._factor, self._silence_s = LONG, SET_UP_SILENCE_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -260,42 +264,41 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
 
-    def alive(self, doing: str, factor: float = 1.0) -> None:
-        """Note that this rank goes on: now it does `doing`, which may take `factor` times as long as a step."""
-        self._doing, self._since, self._factor = doing, self._clock(), factor
+    def start_phase(self, phase: str, factor: float = 1.0) -> None:
+        """Restart the clock for `phase`, which may take `factor` times as long as a step."""
+        self._phase, self._since, self._factor = phase, self._clock(), factor
 
-    def setting_up(self, phase: str) -> None:
-        """Note that this rank goes on with a part of its set-up."""
-        self.alive(phase, LONG)
+    def start_set_up(self, phase: str) -> None:
+        """Restart the clock for a phase of set-up."""
+        self.start_phase(phase, LONG)
 
-    def said(self) -> None:
-        """Note that this rank has just written a step's line."""
-        self._said, self._silence_s = self._clock(), SILENCE_S
+    def note_step_logged(self) -> None:
+        """Note that this rank has just logged a step."""
+        self._logged_at, self._silence_s = self._clock(), SILENCE_S
 
-    def hung(self) -> str | None:
-        """Return what has been going on for too long, None when nothing has."""
+    def overdue(self) -> str | None:
+        """Return a message if the current phase exceeds its limit, else None."""
         limit_s = self._limit_s * self._factor
-        return f"{self._doing} takes longer than {limit_s:.0f} s" if self._clock() - self._since > limit_s else None
+        return f"{self._phase} takes longer than {limit_s:.0f} s" if self._clock() - self._since > limit_s else None
 
-    def tell(self) -> None:
-        """Log what goes on, where nothing was logged for too long."""
+    def log_if_silent(self) -> None:
+        """Log the current phase if nothing was logged for too long."""
         now = self._clock()
-        if self._speaks and now - self._said > self._silence_s:
-            self._said = now
-            since = f"{now - self._since:.0f}"
-            say(f"still at {self._doing}, for {since} s" if since != "0" else f"now at {self._doing}")
+        if self._logs_progress and now - self._logged_at > self._silence_s:
+            self._logged_at = now
+            say(f"in progress for {now - self._since:.0f} s: {self._phase}")
 
     def _run(self) -> None:
         while not self._stop.wait(min(1.0, self._limit_s / 4)):
-            self.tell()
-            what = self.hung()
-            if what is not None:
+            self.log_if_silent()
+            message = self.overdue()
+            if message is not None:
                 dump_stacks()
-                code = self._exit.failed(
+                code = self._exit.record_failure(
                     RunFailed(
-                        what,
+                        message,
                         where=f"rank {self._exit.rank} on {self._exit.node}",
-                        hint="every rank's log holds its stacks: the one that is not in a collective is the cause",
+                        hint="every rank's log holds its stacks: the rank that is not in a collective is the cause",
                     ),
                     hung=True,
                 )

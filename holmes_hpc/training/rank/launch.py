@@ -1,8 +1,8 @@
-"""Who this process is: its rank, its node and its part of the job, from the variables of srun or torchrun.
+"""The launch of a rank: its rank, node and component, from the variables of srun or torchrun.
 
-Three ways in: ``srun`` (plain or by submitit), ``torchrun`` or anything that sets its variables, and one process alone.
-Inside a step that spans the components of a heterogeneous job SLURM_JOB_PARTITION and SLURM_NTASKS_PER_NODE hold the
-last component's values, so a task's component is found by its node's name.
+A rank is started by ``srun`` (plain or through submitit), by ``torchrun`` or a launcher that sets the same variables,
+or as a single process. In a step that spans several components, SLURM_JOB_PARTITION and SLURM_NTASKS_PER_NODE hold the
+last component's values. A task therefore finds its component by its node's name.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from holmes_hpc.slurm.hostlist import expand
 
 @dataclass(frozen=True)
 class Launch:
-    """One rank's place. `key` names this start of the run (the same on all ranks, new after a requeue); `components`:
-    the components that hold its node, where Slurm tells them; `one_host`: all ranks run on this machine;
-    `address`, `port`: of a rendezvous that the launcher provides (torchrun), else None."""
+    """The place of one rank in the job.
+
+    `by`: the launcher; `key`: identifies this start of the run, equal on all ranks and new after a requeue;
+    `components`: those that contain its node, empty if unknown; `one_host`: all ranks run on this machine;
+    `address`, `port`: the launcher's rendezvous (torchrun), else None.
+    """
 
     rank: int
     world_size: int
@@ -47,8 +50,8 @@ class Launch:
         )
 
 
-def read(environ: Mapping[str, str] = os.environ, host: str = "") -> Launch:
-    """Return this process's place. `host`: this machine's name (for tests)."""
+def read_launch(environ: Mapping[str, str] = os.environ, host: str = "") -> Launch:
+    """Return the launch of this process. `host`: this machine's name (for tests)."""
     host = host or socket.gethostname()
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return _torchrun(environ, host)
@@ -85,28 +88,30 @@ def _slurm(environ: Mapping[str, str], host: str) -> Launch:
         node=node,
         key=key,
         one_host=_number(environ, "SLURM_NNODES", default=1) == 1,
-        components=own_components(environ, node),
+        components=components_of(environ, node),
     )
 
 
-def own_components(environ: Mapping[str, str], node: str) -> tuple[int, ...]:
-    """The components of a heterogeneous Slurm job whose node lists hold `node`: one, or several where they share it;
-    none known in a plain job, which may hold several fabrics as well."""
+def components_of(environ: Mapping[str, str], node: str) -> tuple[int, ...]:
+    """Return the components of a heterogeneous Slurm job that contain `node`; several if they share it.
+
+    The result is empty in a plain job. PlanError if no component contains the node.
+    """
     size = _number(environ, "SLURM_HET_SIZE", default=1)
     if size == 1:
         return ()
-    found = tuple(i for i in range(size) if node in expand(environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", "")))
-    if not found:
+    components = tuple(i for i in range(size) if node in expand(environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", "")))
+    if not components:
         raise PlanError(
             f"node {node} is in none of the job's {size} components",
             where=f"task on {node}",
             hint="start all components as one step: srun --het-group=0,1,… from the batch script",
         )
-    return found
+    return components
 
 
 def job_nodes(environ: Mapping[str, str]) -> list[str]:
-    """Return the nodes of this Slurm job, all components; empty where Slurm does not tell them."""
+    """Return the nodes of all components of this Slurm job; empty if the environment does not list them."""
     names = [
         "SLURM_JOB_NODELIST",
         *(f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(_number(environ, "SLURM_HET_SIZE", default=1))),
@@ -114,33 +119,33 @@ def job_nodes(environ: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(node for name in names for node in expand(environ.get(name, ""))))
 
 
-def check(launch: Launch, plan: Plan) -> int:
-    """Return the component that the plan gives this rank. PlanError when it runs elsewhere, or ranks are missing."""
+def check_launch(launch: Launch, plan: Plan) -> int:
+    """Return this rank's component in the plan. PlanError if the rank runs in another one, or if ranks are missing."""
     refuse(
         f"{launch.by} on {launch.node}",
         (
             launch.world_size != plan.world_size,
-            f"{launch.world_size} ranks were started, the plan is for {plan.world_size}",
+            f"{launch.world_size} ranks were started, the plan has {plan.world_size}",
             f"start {plan.world_size} ranks, or plan again",
         ),
         error=PlanError,
     )
-    planned = plan.component_of(launch.rank)
+    component = plan.component_of(launch.rank)
     refuse(
         f"node {launch.node}",
         (
-            launch.components and len(plan.components) > 1 and planned not in launch.components,
-            f"rank {launch.rank} runs in component {' and '.join(map(str, launch.components))}, the plan puts it into "
-            f"component {planned} (fabric {plan.components[planned].fabric})",
+            launch.components and len(plan.components) > 1 and component not in launch.components,
+            f"rank {launch.rank} runs in component {' and '.join(map(str, launch.components))}, the plan has it in "
+            f"component {component} (fabric {plan.components[component].fabric})",
             "submit the components in the plan's order, with its nodes and tasks per node",
         ),
         error=PlanError,
     )
-    return planned
+    return component
 
 
 def _number(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
-    """Return the first of these variables that is set, as a whole number."""
+    """Return the first of these variables that is set, as an integer. RunFailed if none is, unless `default` is set."""
     for name in names:
         if environ.get(name):
             try:
@@ -149,7 +154,7 @@ def _number(environ: Mapping[str, str], *names: str, default: int | None = None)
                 raise RunFailed(
                     f"{name} is {environ[name]!r}",
                     where="environment",
-                    hint="start the ranks with srun or torchrun, which set whole numbers",
+                    hint="start the ranks with srun or torchrun, which set integers",
                 ) from None
     if default is None:
         raise RunFailed(f"{names[0]} is not set", where="environment", hint="start the ranks with srun or torchrun")

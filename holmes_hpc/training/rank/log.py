@@ -1,4 +1,4 @@
-"""A rank's log: everything that the process prints, in a file of its own as well, and lines with the time."""
+"""The log of a rank: a copy of everything that the process prints, and lines with a time stamp."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from holmes_hpc.training.rank.launch import Launch
 
 
 class Tee:
-    """Standard output or error whose text goes into the log as well."""
+    """A standard output or error stream that also writes to the log."""
 
     def __init__(self, stream: IO[str], log: IO[str]) -> None:
         self._stream, self._log = stream, log
 
     def fileno(self) -> int:
-        """Return the log's: what writes to a descriptor (a dump of stacks) belongs there."""
+        """Return the log's descriptor, because a dump of stacks writes to a descriptor and belongs in the log."""
         return self._log.fileno()
 
     def write(self, text: str) -> int:
@@ -39,8 +39,11 @@ class Tee:
 
 
 class RankLog:
-    """logs/rank-N.txt: all that this rank prints. Where the launcher (srun, submitit) already sends the rank's output
-    there, nothing is doubled; else rank 0 goes on to speak to its terminal too, the others keep to their log."""
+    """The file logs/rank-N.txt with everything that this rank prints.
+
+    If the launcher (srun, submitit) already redirects the rank's output there, this class does nothing. Otherwise
+    rank 0 also keeps printing to its terminal; other ranks print to their log only.
+    """
 
     def __init__(self, run: RunDirectory, launch: Launch) -> None:
         path = run.log_path(launch.rank)
@@ -54,7 +57,7 @@ class RankLog:
         faulthandler.enable(self._file or sys.stderr)
 
     def close(self) -> None:
-        """Give the process its own streams back."""
+        """Restore the process's standard streams."""
         sys.stdout.flush()
         sys.stderr.flush()
         sys.stdout, sys.stderr = self._saved
@@ -71,11 +74,11 @@ def _same_file(path: Any) -> bool:
 
 
 def say(text: str) -> None:
-    """Log one line with the time."""
+    """Log one line with a time stamp."""
     print(f"{datetime.now().strftime('%Y-%m-%d %H:%M:%S.%f')[:-3]} {text}", flush=True)
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as a line. Errors of our own tell what to do; others tell their type."""
+    """Return an error as one line. Errors from outside this package start with their type."""
     text = " ".join(str(error).split())
     return text if isinstance(error, HolmesError) else f"{type(error).__name__}: {text}"[:500]

@@ -1,4 +1,4 @@
-"""Stopping when asked to: signals from Slurm or a user, and how all ranks come to stop after the same step."""
+"""Early stops: signals from Slurm or a user, and the all-reduce by which all ranks stop after the same step."""
 
 from __future__ import annotations
 
@@ -17,55 +17,57 @@ STOP = (signal.SIGTERM, signal.SIGUSR2)  # Slurm's cancel and preemption; sbatch
 
 
 class Signals:
-    """Notes a wish to stop, in a ``with`` block; the handlers that were there (submitit's) come back after it."""
+    """A ``with`` block that records the first stop signal. It restores the earlier handlers (submitit's) at its end."""
 
     def __init__(self) -> None:
-        self.told: str | None = None  # the name of the signal
-        self._before: dict[int, Any] = {}
+        self.received: str | None = None  # the name of the signal
+        self._earlier_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in STOP}
+            self._earlier_handlers = {number: signal.signal(number, self._handle) for number in STOP}
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._earlier_handlers.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.told is None:
-            self.told = signal.Signals(number).name
-            say(f"{self.told}: a step or two more, then the state is saved")
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number).name
+            say(f"{self.received}: saving the state and stopping within two steps")
 
 
 @dataclass(frozen=True)
 class AnyRank:
-    """What held for at least one rank a step ago: it was asked to `stop`; its checkpoint was still `writing`."""
+    """Flags that at least one rank set a step ago: it shall `stop`, or its checkpoint is still `writing`."""
 
     stop: bool = False
     writing: bool = True
 
 
 class ControlAllReduce:
-    """Two flags of every rank, combined over all ranks once a step: sent beside the next step, so that nobody waits,
-    and read at that step's end, by all ranks alike."""
+    """An all-reduce of two flags over all ranks, once per step. It overlaps the next step, so no rank waits.
+
+    All ranks read the combined flags at the end of that next step.
+    """
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._under_way: tuple[torch.Tensor, Any] | None = None
+        self._pending: tuple[torch.Tensor, Any] | None = None
 
     def exchange(self, *, stop: bool, writing: bool) -> AnyRank:
-        """Start with this step's flags; what came of the last step's comes back."""
-        last = self.finish()
-        own = torch.tensor([int(stop), int(writing)])
-        self._under_way = own, dist.all_reduce(own, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return last
+        """Start the all-reduce of this step's flags. Return the combined flags of the previous step."""
+        previous = self.finish()
+        flags = torch.tensor([int(stop), int(writing)])
+        self._pending = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return previous
 
     def finish(self) -> AnyRank:
-        """What came of the last flags, and no more are sent."""
-        if self._under_way is None:
+        """Return the combined flags of the previous step without starting another all-reduce."""
+        if self._pending is None:
             return AnyRank()
-        flags, work = self._under_way
-        self._under_way = None
+        flags, work = self._pending
+        self._pending = None
         work.wait()
         return AnyRank(bool(flags[0]), bool(flags[1]))

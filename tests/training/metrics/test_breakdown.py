@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by a clock of the test's own."""
+"""The time breakdown of a step, under a fake clock."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def test_the_parts_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         parts("optimizer-inner-step", log_level=1).start()
         clock.pass_(32)
         parts("optimizer-inner-step").stop()
-    taken = parts.take()
-    assert taken == pytest.approx(
+    assert parts.take() == pytest.approx(
         {"other_s": 1, "pipeline_wait_s": 2, "compute_s": 4, "param_sync_s": 8, "grad_sync_s": 16, "optimizer_s": 32}
     )
     assert sum(parts.take().values()) == pytest.approx(0)
@@ -54,5 +53,5 @@ def test_a_wrapped_method_counts_even_when_it_fails(monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError):
         owner.wait(3)
     clock.pass_(1)
-    taken = parts.take()
-    assert taken["param_sync_s"] == pytest.approx(4) and taken["other_s"] == pytest.approx(1)
+    seconds = parts.take()
+    assert seconds["param_sync_s"] == pytest.approx(4) and seconds["other_s"] == pytest.approx(1)

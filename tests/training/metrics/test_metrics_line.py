@@ -1,4 +1,4 @@
-"""What a line of the metrics says of the ranks' figures."""
+"""A metrics line from the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.network.nic_bytes import sum_by_kind
 
 
-def test_a_line_of_the_metrics_adds_up() -> None:
+def test_a_metrics_line_combines_the_rows_of_all_ranks() -> None:
     plan = spawn.plan(pp=2, dp=2)
     parts = {p: 0.1 for p in PARTS}
     rows = [
@@ -36,7 +36,7 @@ def test_a_line_of_the_metrics_adds_up() -> None:
     assert line["hardware_tflops_per_gpu"] == line["model_tflops_per_gpu"] > 0
 
 
-def test_nothing_counted_is_nothing_recorded() -> None:
+def test_without_byte_counts_or_losses_the_line_has_none() -> None:
     plan = spawn.plan(dp=2)
     rows = [metrics_line.rank_row(0, 0, 1, dict.fromkeys(PARTS, 0.0), (0, 0, 0, 0, 0, 0, 0), 1)] * 2
     line = metrics_line.metrics_line(plan, rows, 1, 0.0, {})
@@ -52,7 +52,7 @@ def test_a_line_has_every_field_of_the_schema_and_no_other() -> None:
     assert all(tuple(stage) == PARTS for stage in line["breakdown"])
 
 
-def test_figures_are_not_rounded_before_they_are_recorded() -> None:
+def test_recorded_numbers_are_not_rounded() -> None:
     seconds = 0.123456789123
     rows = [metrics_line.rank_row(1.0, 1, seconds, dict.fromkeys(PARTS, seconds / 6), (0, 0, 0, 0, 0, 0, 0), 100)] * 2
     line = metrics_line.metrics_line(spawn.plan(dp=2), rows, 1, 0.0, {})

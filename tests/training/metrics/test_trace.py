@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration  # ranks as processes
     ],
 )
 @pytest.mark.integration
-def test_a_trace_says_who_computed_what_when(
+def test_a_trace_has_every_pass_in_the_order_of_its_schedule(
     tmp_path: Path, schedule: str, layers: list[list[int]], in_flight: tuple[int, ...]
 ) -> None:
     plan = spawn.plan(pp=2, layers=layers, schedule=schedule, in_flight=in_flight)
@@ -41,11 +41,11 @@ def test_a_trace_says_who_computed_what_when(
                 line for line in lines if line["step"] == step and line["kind"] in ("forward", "backward")
             ]
             assert [(c["kind"] == "forward", c["micro_batch"], c["chunk"]) for c in computed] == order.passes(rank)
-            assert all(a["end_s"] <= b["start_s"] + 1e-6 for a, b in pairwise(computed))  # one after the other
-            most = max(c["held"] for c in computed)
-            assert most == order.depths[rank]
+            assert all(a["end_s"] <= b["start_s"] + 1e-6 for a, b in pairwise(computed))  # no two passes overlap
+            peak = max(c["held"] for c in computed)
+            assert peak == order.depths[rank]
             if schedule == "ahead" and rank == 0:  # more than Megatron's own schedule holds
-                assert most > megatrons(2, plan.micro_batches, len(layers[0]))[0]
+                assert peak > megatrons(2, plan.micro_batches, len(layers[0]))[0]
         kinds = {line["kind"] for line in lines}
         if schedule == "ahead":
             assert {"wait_forward", "wait_backward"} <= kinds

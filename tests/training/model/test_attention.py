@@ -1,4 +1,4 @@
-"""torch's fused attention gives the numbers of Megatron-Core's own, forward and backward."""
+"""torch's fused attention: results equal to Megatron-Core's own, and refusals."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ALONE = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
 
 @pytest.fixture
 def megatron(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Its scratch memory and masks, on the CPU."""
+    """Megatron-Core's scratch memory and masks on the CPU."""
     scratch = SimpleNamespace(get_tensor=lambda shape, dtype, name: torch.empty(shape, dtype=dtype))
     monkeypatch.setattr(parallel_state, "get_global_memory_buffer", lambda: scratch)
     with cpu._CudaMeansCpu():
         yield
 
 
-def made(kind: type[Any], heads: int, groups: int, **more: Any) -> Any:
+def build(kind: type[Any], heads: int, groups: int, **options: Any) -> Any:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=heads * 16,
@@ -45,45 +45,45 @@ def made(kind: type[Any], heads: int, groups: int, **more: Any) -> Any:
         num_query_groups=groups,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        **more,
+        **options,
     )
     return kind(config, 1, AttnMaskType.causal, "self", pg_collection=ALONE)
 
 
-def test_documents_that_are_kept_apart_attend_to_themselves() -> None:
-    """Packed behind each other under a mask, each gives what it gives alone."""
+def test_documents_kept_apart_attend_only_to_themselves() -> None:
+    """Packed under a mask, each gives the same output as alone."""
     end, numbers = 9, torch.Generator().manual_seed(1)
     tokens = torch.tensor([[1, 2, end, 3, 4, 5, end, 6], [end, end, 1, 1, 1, 1, 1, 1]])
     positions, mask = samples.separate_documents(tokens, end)
     assert positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [0, 0, 0, 1, 2, 3, 4, 5]]
     inputs = [torch.randn(8, 2, n, 16, generator=numbers) for n in (4, 2, 2)]
-    attends = made(SdpaAttention, 4, 2)
-    packed = attends(*inputs, attention_mask=mask)
+    attention_layer = build(SdpaAttention, 4, 2)
+    packed = attention_layer(*inputs, attention_mask=mask)
     for row, bounds in enumerate(([0, 3, 7, 8], [0, 1, 2, 8])):
         for first, last in pairwise(bounds):
-            alone = attends(*(t[first:last, row : row + 1] for t in inputs), attention_mask=None)
+            alone = attention_layer(*(t[first:last, row : row + 1] for t in inputs), attention_mask=None)
             torch.testing.assert_close(packed[first:last, row : row + 1], alone, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (8, 2), (6, 1)])
-def test_the_numbers_of_megatrons_own(heads: int, groups: int, megatron: None) -> None:
+def test_outputs_and_gradients_equal_megatrons_own(heads: int, groups: int, megatron: None) -> None:
     numbers = torch.Generator().manual_seed(1)
-    found = []
+    tensors = []
     inputs = [torch.randn(33, 3, n, 16, generator=numbers) for n in (heads, groups, groups)]
     slope = torch.randn(33, 3, heads * 16, generator=numbers)
     for kind in (DotProductAttention, SdpaAttention):
-        own = [t.clone().requires_grad_() for t in inputs]
-        attends = made(kind, heads, groups)
-        attends.config.sequence_parallel = True  # so that Megatron-Core's asks for no random numbers
-        output = attends(*own, attention_mask=None)
+        copies = [t.clone().requires_grad_() for t in inputs]
+        attention_layer = build(kind, heads, groups)
+        attention_layer.config.sequence_parallel = True  # so that Megatron-Core's draws no random numbers
+        output = attention_layer(*copies, attention_mask=None)
         output.backward(slope)
-        found.append([output, *(t.grad for t in own)])
-    for theirs, ours in zip(*found, strict=True):
-        assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        tensors.append([output, *(t.grad for t in copies)])
+    for megatron_tensor, sdpa_tensor in zip(*tensors, strict=True):
+        assert sdpa_tensor.shape == megatron_tensor.shape
+        torch.testing.assert_close(sdpa_tensor, megatron_tensor, atol=1e-5, rtol=1e-5)
 
 
-def test_dropout_is_in_training_only_with_random_numbers_of_the_tensor_parallel_rank(
+def test_dropout_is_used_in_training_only_with_the_random_state_of_the_tensor_parallel_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     forks: list[str] = []
@@ -94,25 +94,25 @@ def test_dropout_is_in_training_only_with_random_numbers_of_the_tensor_parallel_
         yield
 
     monkeypatch.setattr(attention, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=fork))
-    own = made(SdpaAttention, 4, 4)
-    own._dropout = 0.5
+    attention_layer = build(SdpaAttention, 4, 4)
+    attention_layer._dropout = 0.5
     inputs = [torch.randn(8, 2, 4, 16) for _ in range(3)]
-    first, second = (own(*inputs, attention_mask=None) for _ in range(2))
+    first, second = (attention_layer(*inputs, attention_mask=None) for _ in range(2))
     assert not torch.equal(first, second) and forks == ["fork", "fork"]
-    own.eval()
-    first, second = (own(*inputs, attention_mask=None) for _ in range(2))
+    attention_layer.eval()
+    first, second = (attention_layer(*inputs, attention_mask=None) for _ in range(2))
     assert torch.equal(first, second) and len(forks) == 2
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+def test_unsupported_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="window_size"):
-        made(SdpaAttention, 4, 4, window_size=(8, 0))
+        build(SdpaAttention, 4, 4, window_size=(8, 0))
     with pytest.raises(ConfigError, match="bias"):
-        made(SdpaAttention, 4, 4)(*(torch.zeros(4, 1, 4, 16),) * 3, attention_mask=None, attention_bias=torch.ones(4))
+        build(SdpaAttention, 4, 4)(*(torch.zeros(4, 1, 4, 16),) * 3, attention_mask=None, attention_bias=torch.ones(4))
 
 
 @pytest.mark.parametrize(
-    ("said", "kernels", "ends"),
+    ("setting", "has_kernels", "is_refused"),
     [
         (None, False, True),
         ("flash", False, True),
@@ -121,43 +121,43 @@ def test_what_it_cannot_do_is_refused() -> None:
         (None, True, False),
     ],
 )
-def test_a_plan_that_counts_on_fused_attention_where_there_is_none_is_refused(
-    said: str | None, kernels: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_plan_that_assumes_fused_attention_without_a_kernel_is_refused(
+    setting: str | None, has_kernels: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's answer is made up: there is no GPU here to ask."""
-    plan = on_a100(said)
+    """torch's answer is a mock, because there is no GPU."""
+    plan = on_a100(setting)
     for name in ("flash", "efficient", "cudnn"):
-        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda asked: kernels)
-    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *asked: asked)
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda parameters: has_kernels)
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *parameters: parameters)
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, device, **how: empty(*size, **how))
-    expected = pytest.raises(PlanError, match="counts on fused attention") if ends else contextlib.nullcontext()
-    with expected:
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, **options))
+    refusal = pytest.raises(PlanError, match="assumes fused attention") if is_refused else contextlib.nullcontext()
+    with refusal:
         attention.refuse_unfused(plan, 0, torch.device("cuda", 0), torch.bfloat16, False)
 
 
-def test_documents_apart_are_asked_for_with_their_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's flash kernel takes none; its answer is made up."""
+def test_documents_kept_apart_are_checked_with_their_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's flash kernel supports none; its answer is a mock."""
     empty, ones = torch.empty, torch.ones
-    monkeypatch.setattr(torch, "empty", lambda *size, device, **how: empty(*size, **how))
-    monkeypatch.setattr(torch, "ones", lambda *size, device, **how: ones(*size, **how))
-    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *asked: asked)
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, **options))
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **options: ones(*size, **options))
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *parameters: parameters)
     for name in ("flash", "efficient", "cudnn"):
-        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda asked: asked[3] is None)
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda parameters: parameters[3] is None)
     plan, gpu = on_a100(), torch.device("cuda", 0)
     attention.refuse_unfused(plan, 0, gpu, torch.bfloat16, False)
     with pytest.raises(PlanError, match="documents kept apart"):
         attention.refuse_unfused(plan, 0, gpu, torch.bfloat16, True)
 
 
-def test_transformer_engine_has_none_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_has_no_fused_attention_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "has_transformer_engine", lambda: True)
     attention.refuse_unfused(on_a100(), 0, torch.device("cuda", 0), torch.bfloat16, False)
-    with pytest.raises(PlanError, match=r"Transformer Engine has none here .* in float32"):
+    with pytest.raises(PlanError, match=r"Transformer Engine does not support it .* in float32"):
         attention.refuse_unfused(on_a100(), 0, torch.device("cuda", 0), torch.float32, False)
 
 
 def on_a100(attention: str | None = None) -> Plan:
-    """A plan whose fabrics are of A100s, with `attention` in its site file."""
-    made, gpu = spawn.plan(), replace(A100, attention=attention)
-    return replace(made, site=replace(made.site, fabrics=tuple(replace(f, gpu=gpu) for f in made.site.fabrics)))
+    """Return a plan whose fabrics have A100s, with `attention` in its site file."""
+    plan, gpu = spawn.plan(), replace(A100, attention=attention)
+    return replace(plan, site=replace(plan.site, fabrics=tuple(replace(f, gpu=gpu) for f in plan.site.fabrics)))

@@ -1,4 +1,4 @@
-"""Layers that take a given time, by a clock of the test's own."""
+"""Emulated layers, under a fake clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holmes_hpc.training.model import emulated_layers
 
 
 class Layer(torch.nn.Module):
-    """Takes its time by the test's clock, forward and backward."""
+    """A layer whose forward and backward pass advance the fake clock."""
 
     def __init__(self, clock: Clock, forward_s: float, backward_s: float) -> None:
         super().__init__()
@@ -35,90 +35,92 @@ class Layer(torch.nn.Module):
 
         self._work, self.gradient_seen = Work, 0.0
 
-    def forward(self, hidden_states: torch.Tensor, other: Any = None) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden_states: torch.Tensor, mask: Any = None) -> tuple[torch.Tensor, None]:
         return self._work.apply(hidden_states) * self.weight, None
 
 
-def test_a_nodes_own_pace_goes_over_its_fabrics_and_strange_names_are_refused() -> None:
+def test_the_factor_of_a_node_wins_over_its_fabrics_and_unknown_names_are_refused() -> None:
     places = [("ib-a", "ib1"), ("ib-a", "ib2"), ("roce-a", "roce1")]
     site = ["ib-a", "roce-a", "eth-a"]
     factors = {"ib[2-2]": 4.0, "ib-a": 2.0, "eth-a": 3.0}  # the last has no rank in this plan
     assert [emulated_layers.factor(factors, places, rank, site) for rank in range(3)] == [2.0, 4.0, 1.0]
-    for strange in ("ib[2-3]", "eth-b"):
-        with pytest.raises(ConfigError, match=f"names '{'ib3' if '[' in strange else strange}'"):
-            emulated_layers.factor({strange: 2.0}, places, 0, site)
+    for unknown in ("ib[2-3]", "eth-b"):
+        with pytest.raises(ConfigError, match=f"names '{'ib3' if '[' in unknown else unknown}'"):
+            emulated_layers.factor({unknown: 2.0}, places, 0, site)
 
 
-@pytest.mark.parametrize("own_s", [0.001, 0.02])
-def test_a_paced_layer_takes_its_time_and_changes_no_number(own_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compute_s", [0.001, 0.02])
+def test_an_emulated_layer_takes_its_time_and_changes_no_number(
+    compute_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock(monkeypatch)
-    free, paced = Layer(clock, own_s, own_s), Layer(clock, own_s, own_s)
-    emulated_layers.pace([[paced]], 30)
+    plain, emulated = Layer(clock, compute_s, compute_s), Layer(clock, compute_s, compute_s)
+    emulated_layers.emulate([[emulated]], 30)
     for _ in range(2):
         gradients = []
-        for layer in (free, paced):
+        for layer in (plain, emulated):
             x = torch.ones(4, requires_grad=True)
-            began = clock.now
+            start = clock.now
             output, context = layer(hidden_states=x)
-            forward_s = clock.now - began
-            began = clock.now
+            forward_s = clock.now - start
+            start = clock.now
             output.sum().backward()
-            backward_s = clock.now - began
+            backward_s = clock.now - start
             gradients.append((output.detach(), x.grad, layer.weight.grad))
         assert context is None
         assert forward_s == pytest.approx(0.030, abs=5e-4) and backward_s == pytest.approx(0.060, abs=5e-4)
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    assert paced.gradient_seen > began + 0.060 - 2 * own_s  # gradients come at the end of the time, not at its start
+    assert emulated.gradient_seen > start + 0.060 - 2 * compute_s  # gradients come at the end of the time
 
 
-def test_a_layer_slower_than_the_pace_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_slower_than_its_time_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     layer = Layer(clock, 0.05, 0.2)
-    emulated_layers.pace([[layer]], 30)
+    emulated_layers.emulate([[layer]], 30)
     for _ in range(2):
-        began = clock.now
+        start = clock.now
         output, _ = layer(hidden_states=torch.ones(4, requires_grad=True))
-        assert clock.now - began == pytest.approx(0.05, abs=1e-4)
-        began = clock.now
+        assert clock.now - start == pytest.approx(0.05, abs=1e-4)
+        start = clock.now
         output.sum().backward()
-        elapsed = clock.now - began
+        elapsed = clock.now - start
     assert elapsed == pytest.approx(0.2, abs=1e-4)
 
 
-def test_a_pass_through_a_chunk_makes_up_for_a_layer_that_overran(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four layers of 30 and 60 ms, of which one computes for 40 and for 75 ms: 120 and 240 ms in all."""
+def test_a_pass_through_a_chunk_makes_up_for_a_slow_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers of 30 and 60 ms take 120 and 240 ms, although one computes 40 ms forward and one 75 ms backward."""
     clock = Clock(monkeypatch)
-    layers = [Layer(clock, *own_s) for own_s in ((0.01, 0.01), (0.04, 0.01), (0.01, 0.075), (0.01, 0.01))]
-    emulated_layers.pace([layers], 30)
+    layers = [Layer(clock, *seconds) for seconds in ((0.01, 0.01), (0.04, 0.01), (0.01, 0.075), (0.01, 0.01))]
+    emulated_layers.emulate([layers], 30)
     for _ in range(2):
-        clock.pass_(1.0)  # what a pass waits for is no lateness
-        hidden, began = torch.ones(4, requires_grad=True), clock.now
+        clock.pass_(1.0)  # a wait before a pass is no delay to make up for
+        hidden, start = torch.ones(4, requires_grad=True), clock.now
         for layer in layers:
             hidden, _ = layer(hidden_states=hidden)
-        assert clock.now - began == pytest.approx(0.120, abs=1e-3)
+        assert clock.now - start == pytest.approx(0.120, abs=1e-3)
         clock.pass_(1.0)
-        began = clock.now
+        start = clock.now
         hidden.sum().backward()
-        assert clock.now - began == pytest.approx(0.240, abs=1e-3)
+        assert clock.now - start == pytest.approx(0.240, abs=1e-3)
 
 
-def test_the_next_chunk_does_not_make_up_for_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_does_not_make_up_for_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    late, timely = Layer(clock, 0.05, 0.01), Layer(clock, 0.01, 0.01)
-    emulated_layers.pace([[late], [timely]], 30)
-    began = clock.now
-    for layer in (late, timely):
+    slow, fast = Layer(clock, 0.05, 0.01), Layer(clock, 0.01, 0.01)
+    emulated_layers.emulate([[slow], [fast]], 30)
+    start = clock.now
+    for layer in (slow, fast):
         layer(hidden_states=torch.ones(4))
-    assert clock.now - began == pytest.approx(0.080, abs=1e-3)
+    assert clock.now - start == pytest.approx(0.080, abs=1e-3)
 
 
-def test_on_a_gpu_it_waits_for_the_stream_that_computes_and_not_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another stream a receive may be waiting for what this rank does after the layer."""
-    waited: list[Any] = []
+def test_on_a_gpu_only_the_current_stream_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receive on another stream may depend on the rank's next call."""
+    devices: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("it waited for the device"))
     monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device))
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: devices.append(device))
     )
     for cuda in (False, True):
-        emulated_layers._finish(SimpleNamespace(is_cuda=cuda, device="cuda:3"))  # type: ignore[arg-type]
-    assert waited == ["cuda:3"]
+        emulated_layers._synchronize(SimpleNamespace(is_cuda=cuda, device="cuda:3"))  # type: ignore[arg-type]
+    assert devices == ["cuda:3"]

@@ -215,7 +215,7 @@ exits.guard(lambda: next(checks), every_s=0.05)
 if sys.argv[2] == "waits":
     time.sleep(60)  # a collective that never returns
 else:
-    sys.exit(exits.failed(RuntimeError("Connection reset by peer")))
+    sys.exit(exits.record_failure(RuntimeError("Connection reset by peer")))
 """
 
 

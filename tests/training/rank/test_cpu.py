@@ -1,4 +1,4 @@
-"""One process trains a two-layer GPTModel on its CPU with Megatron's own DDP, distributed optimizer and overlap."""
+"""Training of a two-layer GPTModel on a CPU with Megatron's own DDP, distributed optimizer and overlap."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_a_model_trains_on_a_cpu() -> None:
         [sys.executable, "-W", "error::RuntimeWarning", "-c", SCRIPT], capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    losses = [float(line) for line in ended.stdout.splitlines() if not line.startswith("[Gloo]")]  # as torch 2.8 says
+    losses = [float(line) for line in ended.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.8 logs
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
     assert "CPU RNG state changed" not in ended.stderr
 
 
 @pytest.mark.integration
-def test_a_rank_loads_megatron_without_a_compiler() -> None:
-    """Where there is no GPU; and torch.compile is itself again afterwards."""
+def test_a_rank_without_a_gpu_imports_megatron_without_loading_the_compiler() -> None:
+    """Afterwards torch.compile is restored."""
     script = (
         "import sys, torch; before = torch.compile; from holmes_hpc.training.rank import cpu\n"
         "with cpu.without_compiler():\n    import holmes_hpc.training.loop\n"
@@ -70,10 +70,10 @@ def test_a_rank_loads_megatron_without_a_compiler() -> None:
     assert cuda == compiler
 
 
-def test_threads_of_a_rank() -> None:
-    from holmes_hpc.training.rank.cpu import threads
+def test_a_rank_uses_the_configured_threads_or_its_share_of_the_cores() -> None:
+    from holmes_hpc.training.rank.cpu import thread_count
 
-    assert threads({}, 4, 16) == 4 and threads({}, 4, 2) == 1
-    assert threads({"SLURM_CPUS_PER_TASK": "3"}, 4, 16) == 3
-    assert threads({"OMP_NUM_THREADS": "2", "SLURM_CPUS_PER_TASK": "3"}, 1, 16) == 2
-    assert threads({"OMP_NUM_THREADS": "many"}, 1, 16) == 16
+    assert thread_count({}, 4, 16) == 4 and thread_count({}, 4, 2) == 1
+    assert thread_count({"SLURM_CPUS_PER_TASK": "3"}, 4, 16) == 3
+    assert thread_count({"OMP_NUM_THREADS": "2", "SLURM_CPUS_PER_TASK": "3"}, 1, 16) == 2
+    assert thread_count({"OMP_NUM_THREADS": "many"}, 1, 16) == 16

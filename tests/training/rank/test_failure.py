@@ -1,4 +1,4 @@
-"""How runs end: a dead or hanging rank, bad input, a full disk. One line, the right exit code, nobody left waiting."""
+"""Failed runs: a dead or hanging rank, bad input, a full disk. Each ends all ranks with one line and its exit code."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ SLOW = {"steps": 500, "pace_layer_ms": 5}
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (dist.DistNetworkError("Failed to recv"), "Connection lost: rank 0 on its node failed: its store is gone"),
+        (dist.DistNetworkError("Failed to recv"), "Connection lost: rank 0 on its node failed: its store is down"),
         (RuntimeError("out of memory"), "RuntimeError: out of memory"),
     ],
 )
-def test_a_rank_that_comes_when_rank_0_has_given_up_says_one_line(
+def test_a_rank_that_joins_after_rank_0_has_failed_logs_one_line(
     error: RuntimeError, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def gone(_: list[str]) -> bool:
+    def fail(_: list[str]) -> bool:
         raise dist.DistNetworkError("Failed to recv")
 
     run = RunDirectory.create(tmp_path / "run")
     late = RankExit(run, Launch(3, 4, 0, "srun", "roce2", "slurm-1-0-0", False))
-    late.attempt, late._store = run.start_attempt(), SimpleNamespace(check=gone)
-    assert late.failed(error) == 1
+    late.attempt, late._store = run.start_attempt(), SimpleNamespace(check=fail)
+    assert late.record_failure(error) == 1
     assert run.read_exits()[0]["error"].startswith(line)
-    said = "".join(capfd.readouterr())
-    assert line in said and (said.count("\n") == 1) is isinstance(error, dist.DistError), said
+    output = "".join(capfd.readouterr())
+    assert line in output and (output.count("\n") == 1) is isinstance(error, dist.DistError), output
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_killed_rank_ends_all(victim: int, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_all_ranks(victim: int, tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": SLOW})
     run.wait_for_step(2)
     run.kill(victim)
@@ -64,7 +64,7 @@ def test_a_killed_rank_ends_all(victim: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_hang_is_shown_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
+def test_a_hang_dumps_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {**SLOW, "watchdog_s": 8}})
     run.wait_for_step(2)
     run.kill(2, signal.SIGSTOP)
@@ -77,11 +77,11 @@ def test_a_hang_is_shown_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     assert any(re.search(r"step \d+ takes longer than 8 s", e["error"]) for e in ended.run.read_exits())
     for rank in (0, 1, 3):
         stacks = ended.log(rank).partition("stacks of all threads")[2]
-        assert "holmes_hpc/training/loop.py" in stacks  # in a step, or (rank 0) in what follows one
+        assert "holmes_hpc/training/loop.py" in stacks  # in a step, or (rank 0) after one
 
 
-def stick(path: Path) -> int:
-    """Make `path` a file whose next writer never comes back: a pipe that is full."""
+def block_writers(path: Path) -> int:
+    """Replace `path` by a full pipe, so that its next writer hangs. Return the pipe's descriptor."""
     pipe = path.with_suffix(".pipe")
     os.mkfifo(pipe)
     handle = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
@@ -94,33 +94,33 @@ def stick(path: Path) -> int:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("layout", [{"pp": 2, "dp": 2}, {"pp": 3, "schedule": "ahead"}])
-def test_a_hang_that_the_others_wait_for_in_a_collective_is_shown_too(layout: dict[str, Any], tmp_path: Path) -> None:
-    """As shipped: a collective's time-out is a fifth of the watchdog's."""
+def test_a_collective_that_times_out_dumps_the_stacks_of_all_ranks(layout: dict[str, Any], tmp_path: Path) -> None:
+    """As in the defaults, a collective's timeout is a fifth of the watchdog's."""
     run = spawn.begin(
         tmp_path / "run", spawn.plan(**layout), {"train": {**SLOW, "trace": True, "watchdog_s": 40, "net_timeout_s": 8}}
     )
     run.wait_for_step(2)
-    handle = stick(run.run.trace_path(1))
+    handle = block_writers(run.run.trace_path(1))
     ended = run.finish()
     os.close(handle)
     assert set(ended.codes) == {1}, ended.output
     errors = [e["error"] for e in ended.run.read_exits()]
-    assert any("gave no answer within train.net_timeout_s" in e for e in errors), errors
+    assert any("did not answer within train.net_timeout_s" in e for e in errors), errors
     for rank in range(len(ended.codes)):
         assert "stacks of all threads" in ended.log(rank), ended.log(rank)
-    assert "append_line" in ended.log(1) and "append_line" not in ended.log(0)  # the one that is stuck, and where
+    assert "append_line" in ended.log(1) and "append_line" not in ended.log(0)  # where rank 1 hangs
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}])
-def test_a_rank_that_is_slowed_down_is_named_and_no_other(layout: dict[str, Any], tmp_path: Path) -> None:
-    """It gets a fifth of its time, as beside other processes; alone in its stage, and beside another rank."""
+def test_only_the_slowed_rank_is_reported_as_slow(layout: dict[str, Any], tmp_path: Path) -> None:
+    """The rank gets a fifth of its CPU time, as if other processes ran there. Its stage has a replica, or none."""
     plan = spawn.plan(**layout, batch=replace(spawn.BATCH, global_size=2))
     run = spawn.begin(tmp_path / "run", plan, {"train": {"steps": 45}})
     run.wait_for_step(1)
     warning = f"warning: node {socket.gethostname()}: rank 1 computes"
     end = time.monotonic() + spawn.LIMIT_S
-    with contextlib.suppress(ProcessLookupError):  # its steps are over: what it says is written a little later
+    with contextlib.suppress(ProcessLookupError):  # the rank has ended; its output is written a little later
         while time.monotonic() < end and warning not in run.outputs[0].read_text() and len(run.run.metrics()) < 42:
             run.kill(1, signal.SIGSTOP)
             time.sleep(0.04)
@@ -129,10 +129,10 @@ def test_a_rank_that_is_slowed_down_is_named_and_no_other(layout: dict[str, Any]
     ended = run.finish()
     assert set(ended.codes) == {0}, ended.output
     assert warning in ended.output[0], ended.output[0]
-    assert "computes" not in ended.output[0].partition(warning)[0]  # nobody else before it
+    assert "computes" not in ended.output[0].partition(warning)[0]  # no other rank before it
 
 
-def one_line_and_2(ended: spawn.FinishedRun, pattern: str) -> None:
+def assert_exit_2(ended: spawn.FinishedRun, pattern: str) -> None:
     assert set(ended.codes) == {2}, (ended.codes, ended.output)
     assert re.search(pattern, ended.output[0]), ended.output[0]
     assert "Traceback" not in "".join(ended.output)
@@ -140,38 +140,38 @@ def one_line_and_2(ended: spawn.FinishedRun, pattern: str) -> None:
 
 
 @pytest.mark.integration
-def test_a_plan_for_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), ranks=2)
-    one_line_and_2(ended, r"2 ranks were started, the plan is for 4; start 4 ranks")
+    assert_exit_2(ended, r"2 ranks were started, the plan has 4; start 4 ranks")
 
 
 @pytest.mark.integration
-def test_a_plan_that_is_none(tmp_path: Path) -> None:
+def test_a_plan_that_is_not_yaml_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("stages: [1")
-    one_line_and_2(spawn.train(tmp_path / "run", path, ranks=2), r"plan.yaml: not YAML")
+    assert_exit_2(spawn.train(tmp_path / "run", path, ranks=2), r"plan.yaml: not YAML")
 
 
 @pytest.mark.integration
-def test_data_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_data_is_refused(tmp_path: Path) -> None:
     data = {"kind": "indexed", "prefix": "/nowhere/data"}
-    one_line_and_2(spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"data": data}), r"/nowhere/data")
+    assert_exit_2(spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"data": data}), r"/nowhere/data")
 
 
 @pytest.mark.integration
-def test_fp16_on_a_cpu(tmp_path: Path) -> None:
-    one_line_and_2(spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": {"dtype": "fp16"}}), "fp16 needs a GPU")
+def test_fp16_on_a_cpu_is_refused(tmp_path: Path) -> None:
+    assert_exit_2(spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": {"dtype": "fp16"}}), "fp16 needs a GPU")
 
 
 @pytest.mark.integration
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+def test_a_non_finite_gradient_norm_ends_the_run(tmp_path: Path) -> None:
     ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {"lr": 1e30, "warmup_steps": 0}})
     assert set(ended.codes) == {1}, ended.output
     assert "the gradient norm is" in ended.output[0] and "Traceback" not in "".join(ended.output)
 
 
 @pytest.mark.integration
-def test_a_full_disk_ends_with_1_and_whole_lines(tmp_path: Path) -> None:
+def test_a_full_disk_ends_with_exit_1_and_complete_lines(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(small)], capture_output=True)
@@ -190,7 +190,7 @@ def test_a_full_disk_ends_with_1_and_whole_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_full_disk_while_tracing_is_one_line(tmp_path: Path) -> None:
+def test_a_full_disk_while_tracing_is_reported_in_one_line(tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(dp=2), {"train": {**SLOW, "trace": True}})
     run.wait_for_step(2)
     trace = run.run.trace_path(1)
@@ -202,14 +202,14 @@ def test_a_full_disk_while_tracing_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_rank_whose_rank_0_never_comes(tmp_path: Path) -> None:
+def test_a_rank_without_rank_0_times_out(tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(dp=2), {"train": {"net_timeout_s": 2}}, absent=(0,))
     ended = run.finish()
     assert ended.codes == [1] and "rank 0 did not publish" in ended.log(1), ended.output
 
 
 @pytest.mark.integration
-def test_launchers_rendezvous(tmp_path: Path) -> None:
+def test_ranks_meet_at_the_rendezvous_of_the_launcher(tmp_path: Path) -> None:
     ended = spawn.train(tmp_path / "run", spawn.plan(dp=2), rendezvous="env")
     assert ended.codes == [0, 0], ended.output
 
@@ -222,7 +222,7 @@ def test_bf16_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_validation(tmp_path: Path) -> None:
+def test_validation_losses_match_one_process_and_share_the_line_of_their_step(tmp_path: Path) -> None:
     ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {"eval_interval": 2, "steps": 4}})
     one = spawn.train(tmp_path / "one", spawn.plan(), {"train": {"eval_interval": 2, "steps": 4}})
     assert set(ended.codes) == {0}, ended.output
@@ -234,7 +234,7 @@ def test_validation(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_the_record_of_a_run(tmp_path: Path) -> None:
+def test_a_run_records_hosts_versions_and_breakdowns(tmp_path: Path) -> None:
     plan = spawn.plan(pp=2, dp=2)
     ended = spawn.train(tmp_path / "run", plan)
     record = ended.run.read_run()
@@ -246,21 +246,21 @@ def test_the_record_of_a_run(tmp_path: Path) -> None:
             assert sum(stage.values()) == pytest.approx(line["step_time_s"], rel=0.2)
             assert stage["compute_s"] > 0 and stage["grad_sync_s"] > 0
     for rank in (1, 2, 3):
-        found = re.search(r"step 1: .*", ended.log(rank))
-        assert found is not None
-        took, *parts = map(float, re.findall(r"\d+\.\d{3}", found[0]))
-        assert sum(parts) == pytest.approx(took, abs=0.01)  # of its own clock
+        line = re.search(r"step 1: .*", ended.log(rank))
+        assert line is not None
+        step_s, *parts = map(float, re.findall(r"\d+\.\d{3}", line[0]))
+        assert sum(parts) == pytest.approx(step_s, abs=0.01)  # by the rank's clock
     assert {e["state"] for e in ended.run.read_exits()} == {"completed"}
     assert not list(ended.run.path.glob("rendezvous-*"))
 
 
-def test_plans_are_told_apart() -> None:
+def test_plan_ids_differ_between_plans() -> None:
     plan = spawn.plan(pp=2, dp=2)
     assert plan.id != replace(plan, bucket_bytes=1).id and Plan.from_dict(plan.to_dict()).id == plan.id
 
 
 @pytest.mark.integration
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_losses_of_the_run(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     ended = spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": {"tensorboard": True}})
     assert set(ended.codes) == {0}, ended.output
@@ -271,5 +271,5 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_logger_that_is_not_installed(tmp_path: Path) -> None:
-    one_line_and_2(spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": {"wandb": "p"}}), "wandb is not installed")
+def test_a_logger_that_is_not_installed_is_refused(tmp_path: Path) -> None:
+    assert_exit_2(spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": {"wandb": "p"}}), "wandb is not installed")

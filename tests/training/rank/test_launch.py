@@ -1,4 +1,4 @@
-"""Who a rank is, from Slurm's and torchrun's variables; how ranks meet; which networks a node's groups get."""
+"""The launch of a rank from Slurm's and torchrun's variables, the rendezvous, and the networks of process groups."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network import rendezvous
 from holmes_hpc.training.network.filtered_listener import listening_socket
 from holmes_hpc.training.network.interfaces import NodeTransports
-from holmes_hpc.training.rank import launch
-from holmes_hpc.training.rank.launch import Launch
+from holmes_hpc.training.rank.launch import Launch, check_launch, read_launch
 
-# What Slurm 22.05 shows a task of a spanning step of three components: the plain variables are the last one's.
+# The variables of a task in a step over three components under Slurm 22.05. The plain ones hold the last component's.
 HET = {
     "SLURM_PROCID": "2",
     "SLURM_NTASKS": "6",
@@ -48,40 +47,40 @@ HET = {
 
 
 def test_a_task_of_a_hetjob_finds_its_component_by_its_node() -> None:
-    own = launch.read(HET, host="somewhere")
-    assert (own.rank, own.world_size, own.node, own.components, own.one_host) == (2, 6, "roce1", (1,), False)
-    assert launch.check(own, spawn.plan(pp=3, dp=2)) == 1
+    task = read_launch(HET, host="somewhere")
+    assert (task.rank, task.world_size, task.node, task.components, task.one_host) == (2, 6, "roce1", (1,), False)
+    assert check_launch(task, spawn.plan(pp=3, dp=2)) == 1
 
 
 def test_a_task_in_another_component_than_planned_is_refused() -> None:
-    wrong = launch.read({**HET, "SLURM_PROCID": "1"})
-    with pytest.raises(PlanError, match=r"node roce1: rank 1 runs in component 1, the plan puts it into component 0"):
-        launch.check(wrong, spawn.plan(pp=3, dp=2))
+    wrong = read_launch({**HET, "SLURM_PROCID": "1"})
+    with pytest.raises(PlanError, match=r"node roce1: rank 1 runs in component 1, the plan has it in component 0"):
+        check_launch(wrong, spawn.plan(pp=3, dp=2))
 
 
 def test_a_node_outside_all_components_is_an_error() -> None:
     with pytest.raises(PlanError, match="node ib9 is in none of the job's 3 components"):
-        launch.read({**HET, "SLURMD_NODENAME": "ib9"})
+        read_launch({**HET, "SLURMD_NODENAME": "ib9"})
 
 
 def test_a_node_in_two_components_belongs_to_both() -> None:
-    shared = launch.read({**HET, "SLURM_JOB_NODELIST_HET_GROUP_2": "roce1,eth1"})
-    assert shared.components == (1, 2) and launch.check(shared, spawn.plan(pp=3, dp=2)) == 1
+    shared = read_launch({**HET, "SLURM_JOB_NODELIST_HET_GROUP_2": "roce1,eth1"})
+    assert shared.components == (1, 2) and check_launch(shared, spawn.plan(pp=3, dp=2)) == 1
 
 
-def test_the_same_start_has_one_key_and_a_requeue_another() -> None:
-    first = launch.read(HET)
-    other_rank = launch.read({**HET, "SLURM_PROCID": "5", "SLURMD_NODENAME": "eth2", "SLURM_JOB_ID": "42"})
-    assert first.key == other_rank.key != launch.read({**HET, "SLURM_RESTART_COUNT": "1"}).key
+def test_all_ranks_of_a_start_share_a_key_that_a_requeue_changes() -> None:
+    first = read_launch(HET)
+    other_rank = read_launch({**HET, "SLURM_PROCID": "5", "SLURMD_NODENAME": "eth2", "SLURM_JOB_ID": "42"})
+    assert first.key == other_rank.key != read_launch({**HET, "SLURM_RESTART_COUNT": "1"}).key
 
 
-def test_a_plain_job_says_nothing_about_components() -> None:
+def test_a_plain_job_has_no_component_variables_to_check() -> None:
     plain = {k: v for k, v in HET.items() if "HET" not in k}
-    assert launch.check(launch.read(plain), spawn.plan(pp=3, dp=2)) == 1
+    assert check_launch(read_launch(plain), spawn.plan(pp=3, dp=2)) == 1
 
 
-def test_torchrun() -> None:
-    own = launch.read(
+def test_the_variables_of_torchrun_win_over_those_of_slurm() -> None:
+    task = read_launch(
         {
             "RANK": "3",
             "WORLD_SIZE": "4",
@@ -92,7 +91,7 @@ def test_torchrun() -> None:
             **HET,
         }
     )
-    assert (own.rank, own.local_rank, own.one_host, own.address, own.port) == (3, 1, False, "n1", 29500)
+    assert (task.rank, task.local_rank, task.one_host, task.address, task.port) == (3, 1, False, "n1", 29500)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +102,16 @@ def test_torchrun() -> None:
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"},
     ],
 )
-def test_variables_that_make_no_sense_are_one_line(environ: dict[str, str]) -> None:
+def test_invalid_variables_are_reported_in_one_line(environ: dict[str, str]) -> None:
     with pytest.raises(HolmesError) as e:
-        launch.read(environ)
+        read_launch(environ)
     assert "\n" not in str(e.value)
 
 
-def test_alone() -> None:
-    assert launch.check(launch.read({}), spawn.plan()) == 0
-    with pytest.raises(PlanError, match="1 ranks were started, the plan is for 4"):
-        launch.check(launch.read({}), spawn.plan(pp=2, dp=2))
+def test_a_single_process_is_rank_0_of_1() -> None:
+    assert check_launch(read_launch({}), spawn.plan()) == 0
+    with pytest.raises(PlanError, match="1 ranks were started, the plan has 4"):
+        check_launch(read_launch({}), spawn.plan(pp=2, dp=2))
 
 
 # -- rendezvous -------------------------------------------------------------------------------------------------------
