@@ -168,11 +168,11 @@ class Trainer:
         while self.step < self.settings.steps:
             self.step += 1
             self.watchdog.start_phase(f"step {self.step}")
-            losses, figures = self._one_step(batches)
+            losses, fields = self._one_step(batches)
             parts = self.breakdown.take()
             end = time.perf_counter()
             step_time_s = end - start
-            self._record(losses, figures, step_time_s, parts)
+            self._record(losses, fields, step_time_s, parts)
             if self.trace is not None:
                 self.trace.write(self.step)
             any_rank = self.control_flags.exchange(stop=bool(signals.received), writing=self.checkpoints.is_writing())
@@ -345,9 +345,7 @@ class Trainer:
         torch.distributed.all_gather(rows, row, group=self.control)
         return [r.tolist() for r in rows]
 
-    def _record(
-        self, losses: list[float], figures: dict[str, Any], step_time_s: float, parts: dict[str, float]
-    ) -> None:
+    def _record(self, losses: list[float], fields: dict[str, Any], step_time_s: float, parts: dict[str, float]) -> None:
         """Start the gather of this step's metrics to rank 0, after writing those of the previous step."""
         self._finish_record()
         session, traffic = self.session, self.session.traffic
@@ -356,10 +354,10 @@ class Trainer:
         )
         self.nic_log.add(self.step, traffic.by_nic)
         self._gathering = metrics_line.Gathering(
-            row, session.launch.rank, self.plan.world_size, self.control, self.step, figures
+            row, session.launch.rank, self.plan.world_size, self.control, self.step, fields
         )
         self._is_quiet = (
-            bool(self.final) and "pause_before_s" not in figures and not self.checkpoints.has_unfinished_save
+            bool(self.final) and "pause_before_s" not in fields and not self.checkpoints.has_unfinished_save
         )
         is_due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._logged_at > SPARSE_S
         if session.launch.rank > 0 and is_due:
