@@ -32,7 +32,7 @@ from holmes_hpc.training.network import audit, nic_bytes, slow_links
 from holmes_hpc.training.pipeline import eager_1f1b
 from holmes_hpc.training.pipeline.point_to_point import Edges
 from holmes_hpc.training.rank.failure import LONG, Watchdog
-from holmes_hpc.training.rank.log import say
+from holmes_hpc.training.rank.log import log_line
 from holmes_hpc.training.rank.signals import AnyRank, ControlAllReduce, Signals
 from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
 from holmes_hpc.training.session import Session, describe, publish_groups, run_in_session
@@ -222,7 +222,7 @@ class Trainer:
         """Save the state after a stop signal, so that the run can be resumed. Return the last metrics."""
         self.control_flags.finish()
         if self.session.launch.rank == 0:
-            say(f"stopping after step {self.step} because of a signal")
+            log_line(f"stopping after step {self.step} because of a signal")
         self._save(wait=True)
         return {**self.final, "preempted": True}
 
@@ -291,7 +291,7 @@ class Trainer:
             self._gathering.fields["validation_loss"] = loss  # the step's line is not written yet
         self._finish_record()
         if self.session.launch.rank == 0:
-            say(f"step {self.step}: validation loss {loss:.4f}")
+            log_line(f"step {self.step}: validation loss {loss:.4f}")
 
     # -- the record -------------------------------------------------------------------------------------------------
 
@@ -328,12 +328,12 @@ class Trainer:
             ]
         self._monitors.append(lambda rows: self.stragglers.step(metrics_line.part_by_rank(rows, "compute_s")))
         for kind, factor in factors.items():
-            say(
+            log_line(
                 f"{kind}: {factor:.3f} bytes on the wire per byte of payload"
                 + (" (RDMA: not measured)" if session.cuda and kind != "ethernet" else "")
             )
-        say(describe_data(self.data, self.training, plan, self.settings.steps))
-        say(
+        log_line(describe_data(self.data, self.training, plan, self.settings.steps))
+        log_line(
             f"plan {plan.id}: {plan.spread}, {plan.parallel}, layers {[s.layers for s in plan.stages]}, "
             f"{plan.micro_batches} micro-batches, {plan.schedule.kind}"
             + (f"; emulated compute: {self.settings.pace_layer_ms} ms a layer" if self.settings.pace_layer_ms else "")
@@ -362,7 +362,7 @@ class Trainer:
         is_due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._logged_at > SPARSE_S
         if session.launch.rank > 0 and is_due:
             self._logged_at = time.monotonic()
-            say(
+            log_line(
                 f"step {self.step}: {step_time_s:.3f} s, "
                 + ", ".join(f"{name[:-2].replace('_', ' ')} {value:.3f}" for name, value in parts.items())
             )
@@ -380,12 +380,12 @@ class Trainer:
         if self.loggers is not None:
             self.loggers.write(entry)
         for warning in (warning for monitor in self._monitors for warning in monitor(rows)):
-            say(str(warning))
+            log_line(str(warning))
         if step % interval == 0 or step in (1, last_step) or time.monotonic() - self._logged_at > 60:
             self._logged_at = time.monotonic()
             self.watchdog.note_step_logged()
             norm = entry["grad_norm"]
-            say(
+            log_line(
                 f"step {step}/{last_step}: loss {entry['loss']:.4f}, grad norm "
                 f"{norm if norm is None else format(norm, '.3f')}, {entry['step_time_s']:.3f} s, "
                 f"{entry['samples_per_s']:.2f} samples/s, {entry['model_tflops_per_gpu']:.3g} model TFLOP/s per GPU"

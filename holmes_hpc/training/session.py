@@ -38,7 +38,7 @@ from holmes_hpc.training.network.nic_bytes import Traffic
 from holmes_hpc.training.rank import affinity, cpu, cuda_check
 from holmes_hpc.training.rank.failure import RankExit, Watchdog
 from holmes_hpc.training.rank.launch import Launch, check_launch, job_nodes, read_launch
-from holmes_hpc.training.rank.log import RankLog, say
+from holmes_hpc.training.rank.log import RankLog, log_line
 from holmes_hpc.training.rank.signals import Signals
 
 LOCK_FILE = ".training"  # in a run directory, held by the attempt that trains there
@@ -78,7 +78,7 @@ class Session:
             try:
                 self.store.wait([f"left/{r}" for r in range(self.launch.world_size)], timedelta(seconds=10))
             except RuntimeError:
-                say("some ranks did not leave the session within 10 s")
+                log_line("some ranks did not leave the session within 10 s")
             rendezvous.unpublish(self.run.path, self.launch)
         if self.run_lock is not None:
             os.close(self.run_lock)
@@ -114,7 +114,7 @@ def run_in_session(
     log, rank_exit = RankLog(run, launch), RankExit(run, launch)
     try:
         if launch.rank == 0 and unrecorded:
-            say(f"an older version recorded it without {', '.join(unrecorded)}: defaults are used")
+            log_line(f"an older version recorded it without {', '.join(unrecorded)}: defaults are used")
         with (
             Signals() as signals,
             Watchdog(rank_exit, config.train.watchdog_s, logs_progress=launch.rank == 0) as watchdog,
@@ -182,7 +182,7 @@ def open_session(
         interfaces.check_addresses(nodes, job_nodes(os.environ) if launch.by == "srun" else ())
         warnings += interfaces.check_links(plan, launch.rank, launch.local_rank == 0, nodes, store)
     for line in (*warnings, *([*cuda_warnings, *interfaces.log_lines(node)] if launch.local_rank == 0 else ())):
-        say(str(line))
+        log_line(str(line))
     if launch.local_rank == 0 and not launch.one_host:
         rank_exit.guard(audit.nic_check(node))
     start_phase("creating process groups")
@@ -196,7 +196,7 @@ def open_session(
     if launch.rank == 0:
         where = "one node" if nodes[0].one_host else f"{len({n.node for n in nodes})} nodes"
         elapsed_s = time.perf_counter() - start
-        say(f"{launch.world_size} ranks on {where} met in {elapsed_s:.1f} s ({launch.by}, {device.type})")
+        log_line(f"{launch.world_size} ranks on {where} met in {elapsed_s:.1f} s ({launch.by}, {device.type})")
     return Session(
         launch,
         plan,
@@ -246,7 +246,7 @@ def _set_up_device(plan: Plan, launch: Launch, on_gpu: bool) -> None:
     """Set the number of CUDA's queues, or of torch's threads on a CPU, before anything computes."""
     if on_gpu:
         if (warning := cuda_check.set_queue_count(plan, launch.rank, os.environ)) is not None:
-            say(warning)
+            log_line(warning)
         return
     cpu.install()
     node_ranks = launch.world_size if launch.one_host else plan.components[plan.component_of(launch.rank)].gpus_per_node

@@ -50,7 +50,7 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, train: TrainConfig,
     groups.start.side_effect = lambda *_: calls.append("groups")
     nodes = [SimpleNamespace(node="n0", one_host=True)]
     replace(calls, monkeypatch, session, _lock_run=None, probe=None, Traffic=None, _meet=MagicMock(), _exchange=nodes)
-    replace(calls, monkeypatch, session, _check_memory=None, say=None, _report_to_ranks=None, check_launch=None)
+    replace(calls, monkeypatch, session, _check_memory=None, log_line=None, _report_to_ranks=None, check_launch=None)
     replace(calls, monkeypatch, session.cuda_check, use_cuda=True, set_queue_count=None, collect_facts=facts)
     replace(calls, monkeypatch, session.process_groups, Groups=groups, device=GPU, check_devices=None)
     replace(calls, monkeypatch, session.affinity, bind="0-3")

@@ -36,7 +36,7 @@ from holmes_hpc.training.loop import Trainer
 from holmes_hpc.training.model import gpt
 from holmes_hpc.training.network.rendezvous import exchange
 from holmes_hpc.training.rank.failure import Watchdog
-from holmes_hpc.training.rank.log import say
+from holmes_hpc.training.rank.log import log_line
 from holmes_hpc.training.rank.signals import Signals
 from holmes_hpc.training.session import Session, run_in_session
 
@@ -63,7 +63,7 @@ def _measure(config: Configuration, session: Session, watchdog: Watchdog, signal
     trainer.record_start()
     if trainer.run(signals).get("preempted"):
         raise RunFailed("a signal ended the calibration", where="calibrate", hint="run it again")
-    log = say if rank == 0 else lambda text: None
+    log = log_line if rank == 0 else lambda text: None
     exchange_all = partial(exchange, session.store, member=rank, members=range(plan.world_size))
     watchdog.start_phase("measuring the parts of a step")
     log(f"measuring the parts of a step, then layers of other shapes for at most {SHAPES_S:.0f} s")
@@ -117,10 +117,10 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
             times[PASS, plan_shape] = (chunk_s[0] - parts_s[0], chunk_s[1] - parts_s[1])
     for shape in [] if trainer.settings.pace_layer_ms else other_shapes(trainer.plan):
         if not deadline.has_time_left():
-            say(f"time limit reached: layers of {shape[0]} sequences of {shape[1]} tokens not measured")
+            log_line(f"time limit reached: layers of {shape[0]} sequences of {shape[1]} tokens not measured")
             break
-        if trainer.here.launch.rank == 0:
-            say(f"measuring layers of {shape[0]} sequences of {shape[1]} tokens")
+        if trainer.session.launch.rank == 0:
+            log_line(f"measuring layers of {shape[0]} sequences of {shape[1]} tokens")
         if chunk_with_layers is not None:
             with chunk_with_layers.no_sync():
                 times["layer", shape] = _layer_s(trainer, gpt.inner(chunk_with_layers), shape)
@@ -297,18 +297,20 @@ def _write(
     )
     for sample in samples:
         fitted_s = networks.fitted_s(sample, fitted)
-        say(
+        log_line(
             f"{' - '.join(sample.fabrics)}, {sample.link}: {sample.description}: {sample.seconds:.6f} s, "
             f"fit {fitted_s:.6f} s"
         )
     for fabric in calibration.fabrics:
         device_only = replace(fabric, gpu="", fabric="")
         if not device_only.has_gpu(plan.site.fabric(fabric.fabric).gpu):
-            say(f"{fabric.fabric}: the site has GPU {fabric.gpu}, but the device is {fabric.device}: correct the site")
+            log_line(
+                f"{fabric.fabric}: the site has GPU {fabric.gpu}, but the device is {fabric.device}: correct the site"
+            )
     write_whole(Path(run.path, FILE), yaml.safe_dump(calibration.to_dict(), sort_keys=False))
     # The prediction of the measured steps shows the accuracy of the planner's model.
     predicted = predict(plan, Costs(calibration, train.pace_layer_ms)).step_time_s
     measured = statistics.median(line["step_time_s"] for line in steps)
     run.update_run(calibration={"step_time_s": measured, "predicted_step_time_s": predicted, "made": time.time()})
-    say(f"step time: measured {measured:.4f} s, predicted from the measured parts {predicted:.4f} s")
+    log_line(f"step time: measured {measured:.4f} s, predicted from the measured parts {predicted:.4f} s")
     return calibration.to_dict()

@@ -26,7 +26,7 @@ from holmes_hpc.planning.cost.hardware import Link, collectives
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, Transport
 from holmes_hpc.training.network import interfaces
-from holmes_hpc.training.rank.log import say
+from holmes_hpc.training.rank.log import log_line
 from holmes_hpc.training.session import Session
 
 WARM_UP, REPEATS = 2, 9
@@ -126,7 +126,7 @@ def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tu
     samples: list[Sample] = []
     for pair in pairs(plan, session.nodes[0].one_host):
         if len(pair.fabrics) == 2 and pair.link == "ethernet" and not deadline.has_time_left():
-            say(f"time limit reached: link between {' and '.join(pair.fabrics)} not measured")
+            log_line(f"time limit reached: link between {' and '.join(pair.fabrics)} not measured")
             continue
         group = session.groups.new(
             pair.ranks, f"ping-pong {pair.link} {' '.join(pair.fabrics)}", transport=pair.transport

@@ -37,7 +37,7 @@ from holmes_hpc.lifetime import end_with
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.checkpoint import checkpoint_directory, restricted_pickle
 from holmes_hpc.training.model import gpt, megatron_versions
-from holmes_hpc.training.rank.log import say
+from holmes_hpc.training.rank.log import log_line
 
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -109,7 +109,7 @@ class Checkpoints:
         self.finish_save()
         if any(not inner.optimizer.state for inner in megatron_versions.inner_optimizers(self.optimizer)):
             if self._rank == 0:  # in fp16, while the loss scale is still too large
-                say(f"step {step}: not saved, since the optimizer has applied no update yet")
+                log_line(f"step {step}: not saved, since the optimizer has applied no update yet")
             return
         self._save_start = time.perf_counter()
         for model in self.models:  # With this overlap, parameters are gathered only before the next forward pass.
@@ -188,7 +188,7 @@ class Checkpoints:
                 files.setdefault(file.name, checkpoint_directory.checksum(file))
             checkpoint_directory.finish(path, step, description, files)
             checkpoint_directory.prune(self.folder, self.keep)
-            say(
+            log_line(
                 f"step {step}: checkpoint of {sum(size for size, _ in files.values()) / 1e6:.1f} MB saved in "
                 f"{time.perf_counter() - self._save_start:.2f} s"
             )
@@ -218,7 +218,7 @@ class Checkpoints:
                 return checkpoint.step
             first_problem = first_problem or f"{path.name}: {damage}"
             if self._rank == 0:
-                say(f"warning: checkpoint {path} is damaged ({damage}); trying an earlier one")
+                log_line(f"warning: checkpoint {path} is damaged ({damage}); trying an earlier one")
         if paths:
             raise DataError(
                 f"all checkpoints are damaged ({first_problem})",
@@ -242,7 +242,7 @@ class Checkpoints:
             config_copy = self.folder.parent / hugging_face_folder.CONFIG_COPY
             config_copy.mkdir(exist_ok=True)
             hugging_face_folder.copy_small_files(path, config_copy)
-            say(f"loaded the weights in {path} in {time.perf_counter() - start:.1f} s")
+            log_line(f"loaded the weights in {path} in {time.perf_counter() - start:.1f} s")
 
     def _find_checkpoints(self, initial: Path | None) -> list[Path]:
         """Return the checkpoints to load, the latest first, as rank 0 finds them.
@@ -254,7 +254,7 @@ class Checkpoints:
             return []
         checkpoint_directory.remove_unfinished(self.folder)
         for path, problem in checkpoint_directory.incomplete_checkpoints(self.folder):
-            say(f"warning: checkpoint {path} is incomplete ({problem}); skipping it")
+            log_line(f"warning: checkpoint {path} is incomplete ({problem}); skipping it")
         paths = [checkpoint.path for checkpoint in checkpoint_directory.complete_checkpoints(self.folder)]
         return paths or ([] if initial is None else [checkpoint_directory.open_checkpoint(initial.absolute()).path])
 

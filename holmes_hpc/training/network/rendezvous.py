@@ -29,7 +29,7 @@ from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network import authentication
 from holmes_hpc.training.network.filtered_listener import FilteredListener, listening_socket
 from holmes_hpc.training.rank.launch import Launch
-from holmes_hpc.training.rank.log import say
+from holmes_hpc.training.rank.log import log_line
 
 POLL_S = 0.05
 CONNECT_TIMEOUT_S = 20.0  # from the published address to a connection: rank 0 listens before it publishes
@@ -197,7 +197,7 @@ def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
         # On one machine do not listen on all interfaces. On several the name may mean another address on other nodes.
         listener = listening_socket(launch.address, launch.port) if hosts_store and launch.one_host else None
         if launch.rank == 0 and listener is None:
-            say(
+            log_line(
                 f"warning: the ranks use torchrun's store ({launch.address}:{launch.port}), which asks for no "
                 "secret: whoever reaches it can change or end this run; start the ranks with srun where others share "
                 "the network (docs/security.md)"

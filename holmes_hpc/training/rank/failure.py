@@ -22,7 +22,7 @@ from torch.distributed import DistError
 from holmes_hpc.errors import HolmesError, RunFailed
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.rank.launch import Launch
-from holmes_hpc.training.rank.log import one_line, say
+from holmes_hpc.training.rank.log import log_line, one_line
 
 _FAILED = "holmes/failed"
 POLL_S = 1.0
@@ -112,7 +112,7 @@ class RankExit:
         """Log and record a failure. Report it to the other ranks if it is this rank's `error`."""
         if error is not None:
             self._publish(error, hung)
-        say(line if error is None else f"failed: {line}")
+        log_line(line if error is None else f"failed: {line}")
         if error is not None and not isinstance(error, HolmesError):
             traceback.print_exception(error)
         self._write("failed", line)
@@ -286,7 +286,7 @@ class Watchdog:
         now = self._clock()
         if self._logs_progress and now - self._logged_at > self._silence_s:
             self._logged_at = now
-            say(f"in progress for {now - self._since:.0f} s: {self._phase}")
+            log_line(f"in progress for {now - self._since:.0f} s: {self._phase}")
 
     def _run(self) -> None:
         while not self._stop.wait(min(1.0, self._limit_s / 4)):

@@ -73,7 +73,7 @@ def _same_file(path: Any) -> bool:
         return False
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     """Log one line with a time stamp."""
     print(f"{datetime.now().strftime('%Y-%m-%d %H:%M:%S.%f')[:-3]} {text}", flush=True)
 

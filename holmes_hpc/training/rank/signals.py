@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holmes_hpc.training.rank.log import say
+from holmes_hpc.training.rank.log import log_line
 
 STOP = (signal.SIGTERM, signal.SIGUSR2)  # Slurm's cancel and preemption; sbatch --signal before the time limit
 
@@ -35,7 +35,7 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = signal.Signals(number).name
-            say(f"{self.received}: saving the state and stopping within two steps")
+            log_line(f"{self.received}: saving the state and stopping within two steps")
 
 
 @dataclass(frozen=True)
