@@ -1,4 +1,4 @@
-"""The Hydra application: one rank under srun or torchrun, one process alone, or a sweep with a launcher.
+"""The Hydra application: one rank under srun or torchrun, a single process, or a sweep with a launcher.
 
 srun python -m holmes_hpc.train plan_file=runs/a/plan.yaml run_dir=runs/a
 torchrun --nproc-per-node 4 -m holmes_hpc.train plan.pp=2 run_dir=runs/b

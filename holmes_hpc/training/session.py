@@ -114,7 +114,7 @@ def run_in_session(
     log, rank_exit = RankLog(run, launch), RankExit(run, launch)
     try:
         if launch.rank == 0 and unrecorded:
-            log_line(f"an older version recorded it without {', '.join(unrecorded)}: defaults are used")
+            log_line(f"an older version recorded the run without {', '.join(unrecorded)}: defaults are used")
         with (
             Signals() as signals,
             Watchdog(rank_exit, config.train.watchdog_s, logs_progress=launch.rank == 0) as watchdog,

@@ -1,4 +1,4 @@
-"""What cannot be trained on, given to real ranks: one clear line from rank 0, exit code 2 on every rank, soon."""
+"""Bad input to real ranks: rank 0 logs one line, and every rank soon exits with code 2."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def corpus(path: Path, documents: list[list[int]]) -> str:
     return str(path)
 
 
-def refused(ended: spawn.FinishedRun, began: float, pattern: str) -> None:
-    assert time.monotonic() - began < SOON_S
+def assert_refused(ended: spawn.FinishedRun, start: float, pattern: str) -> None:
+    assert time.monotonic() - start < SOON_S
     assert ended.codes == [2] * PLAN.world_size, (ended.codes, ended.output)
-    said = [line for line in ended.output[0].splitlines() if "failed:" in line]
-    assert len(said) == 1 and re.search(pattern, said[0]), ended.output[0]
+    errors = [line for line in ended.output[0].splitlines() if "failed:" in line]
+    assert len(errors) == 1 and re.search(pattern, errors[0]), ended.output[0]
     assert "Traceback" not in "".join(ended.output)
 
 
@@ -74,17 +74,17 @@ def truncated(path: Path) -> str:
     ],
     ids=["unreadable", "empty", "truncated", "shorter than a batch", "beyond the vocabulary"],
 )
-def test_a_corpus(make: Callable[[Path], str], pattern: str, tmp_path: Path) -> None:
-    name, began = make(tmp_path / "text"), time.monotonic()
-    refused(spawn.train(tmp_path / "run", PLAN, {"data": {"kind": "indexed", "prefix": name}}), began, pattern)
+def test_an_unusable_corpus_is_refused(make: Callable[[Path], str], pattern: str, tmp_path: Path) -> None:
+    name, start = make(tmp_path / "text"), time.monotonic()
+    assert_refused(spawn.train(tmp_path / "run", PLAN, {"data": {"kind": "indexed", "prefix": name}}), start, pattern)
 
 
-def test_a_layout_that_the_model_does_not_allow(tmp_path: Path) -> None:
+def test_a_layout_that_the_model_does_not_allow_is_refused(tmp_path: Path) -> None:
     path, text = tmp_path / "plan.yaml", PLAN.to_yaml()
     assert "heads: 4" in text
     path.write_text(text.replace("heads: 4", "heads: 5", 1))
-    began = time.monotonic()
-    refused(spawn.train(tmp_path / "run", path, ranks=PLAN.world_size), began, "hidden|heads")  # type: ignore[arg-type]
+    start = time.monotonic()
+    assert_refused(spawn.train(tmp_path / "run", path, ranks=PLAN.world_size), start, "hidden|heads")  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def flip_a_byte(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "pattern"),
+    ("damage", "pattern"),
     [
         (lambda p: flip_a_byte(max(p.glob("*.distcp"), key=lambda f: f.stat().st_size)), "has a wrong checksum"),
         (lambda p: next(iter(p.glob("*.distcp"))).unlink(), "No such file"),
@@ -112,15 +112,19 @@ def flip_a_byte(path: Path) -> None:
     ],
     ids=["a shard", "a shard is missing", "metadata", "description"],
 )
-def test_a_damaged_checkpoint(harm: Callable[[Path], Any], pattern: str, saved: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused(
+    damage: Callable[[Path], Any], pattern: str, saved: Path, tmp_path: Path
+) -> None:
     import shutil
 
     copy = shutil.copytree(saved, tmp_path / saved.name)
-    harm(copy)
-    began = time.monotonic()
-    refused(spawn.train(tmp_path / "run", PLAN, {"checkpoint": str(copy)}), began, pattern)
+    damage(copy)
+    start = time.monotonic()
+    assert_refused(spawn.train(tmp_path / "run", PLAN, {"checkpoint": str(copy)}), start, pattern)
 
 
-def test_a_checkpoint_of_another_model(saved: Path, tmp_path: Path) -> None:
-    plan, began = spawn.plan(pp=2, dp=2, model=replace(spawn.MODEL, hidden=64)), time.monotonic()
-    refused(spawn.train(tmp_path / "run", plan, {"checkpoint": str(saved)}), began, "hidden=32, plan has hidden=64")
+def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path) -> None:
+    plan, start = spawn.plan(pp=2, dp=2, model=replace(spawn.MODEL, hidden=64)), time.monotonic()
+    assert_refused(
+        spawn.train(tmp_path / "run", plan, {"checkpoint": str(saved)}), start, "hidden=32, plan has hidden=64"
+    )

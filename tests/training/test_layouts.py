@@ -1,4 +1,4 @@
-"""The same numbers whatever the layout: every layout's losses and gradient norms against those of one process."""
+"""The losses and gradient norms of every layout, compared with those of one process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STEPS = {"steps": 6}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun:
-    ended = spawn.train(tmp_path_factory.mktemp("alone"), spawn.plan(), {"train": STEPS})
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun:
+    ended = spawn.train(tmp_path_factory.mktemp("one_process"), spawn.plan(), {"train": STEPS})
     assert ended.codes == [0], ended.output
     assert len(ended.column("loss")) == 6 and ended.column("loss")[-1] < ended.column("loss")[0] - 0.1  # it trains
     return ended
@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp2 without overlap": ({"dp": 2}, {"overlap_grad_reduce": False, "overlap_param_gather": False}),
     "dp4 hierarchical": ({"dp": 4, "optimizer_instances": 2}, {}),
     "pp3 uneven": ({"pp": 3, "layers": [[3], [2], [1]]}, {}),
-    "pp2 running ahead": ({"pp": 2, "schedule": "ahead", "in_flight": [4, 2]}, {}),
+    "pp2 eager 1F1B": ({"pp": 2, "schedule": "ahead", "in_flight": [4, 2]}, {}),
     "pp2 plain Megatron": ({"pp": 2, "transport_mode": "single"}, {}),
     "pp2 interleaved": ({"pp": 2, "layers": [[2, 1], [2, 1]]}, {}),
     "pp2 plain Megatron interleaved": ({"pp": 2, "layers": [[2, 1], [2, 1]], "transport_mode": "single"}, {}),
@@ -44,20 +44,24 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_gives_the_numbers_of_one_process(name: str, alone: spawn.FinishedRun, tmp_path: Path) -> None:
+def test_a_layout_has_the_losses_and_norms_of_one_process(
+    name: str, one_process: spawn.FinishedRun, tmp_path: Path
+) -> None:
     layout, train = LAYOUTS[name]
     ended = spawn.train(tmp_path / "run", spawn.plan(**layout), {"train": {**STEPS, **train}})
     assert set(ended.codes) == {0}, ended.output
-    assert ended.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
-    assert ended.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=1e-4)
-    if layout.get("optimizer_instances"):  # not bucket by bucket, in the way of the backward pass
+    assert ended.column("loss") == pytest.approx(one_process.column("loss"), rel=1e-5)
+    assert ended.column("grad_norm") == pytest.approx(one_process.column("grad_norm"), rel=1e-4)
+    if layout.get("optimizer_instances"):  # the reduction follows the backward pass and does not interrupt it
         assert all(stage["grad_sync_s"] > 2e-4 for line in ended.run.metrics() for stage in line["breakdown"])
 
 
 @pytest.mark.integration
 @pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="Muon needs the package emerging-optimizers")
-def test_muon_gives_the_numbers_of_one_process_and_resumes(alone: spawn.FinishedRun, tmp_path: Path) -> None:
-    found = {}
+def test_muon_has_the_losses_of_one_process_in_every_layout_and_resumes(
+    one_process: spawn.FinishedRun, tmp_path: Path
+) -> None:
+    losses_of = {}
     for name, layout in {"one": {}, "dp2": {"dp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}.items():
         plan = spawn.plan(**layout, distributed_optimizer=False)
         muon = {
@@ -68,21 +72,23 @@ def test_muon_gives_the_numbers_of_one_process_and_resumes(alone: spawn.Finished
             spawn.train(tmp_path / name, plan, {**muon, "train": {**muon["train"], "steps": 3}})
         ended = spawn.train(tmp_path / name, plan, muon)
         assert set(ended.codes) == {0}, ended.output
-        found[name] = ended.column("loss")
-    assert found["one"][0] == alone.column("loss")[0] and found["one"][3:] != alone.column("loss")[3:]  # not Adam
-    for losses in found.values():
-        assert losses == pytest.approx(found["one"], rel=1e-5)
+        losses_of[name] = ended.column("loss")
+    assert (
+        losses_of["one"][0] == one_process.column("loss")[0] and losses_of["one"][3:] != one_process.column("loss")[3:]
+    )  # not Adam
+    for losses in losses_of.values():
+        assert losses == pytest.approx(losses_of["one"], rel=1e-5)
 
 
-def test_gelu_is_one_function_on_all_devices() -> None:
-    """Megatron's fused GELU is its tanh approximation, and wants biases; its fused SwiGLU is exact."""
+def test_gelu_is_the_same_function_on_all_devices() -> None:
+    """Megatron's fused GELU is only its tanh approximation and needs biases; its fused SwiGLU is exact."""
     plain = replace(spawn.MODEL, swiglu=False, rmsnorm=False, rope=False, bias=False)
     configs = [gpt.transformer_config(spawn.plan(model=m), torch.float32, cuda=True) for m in (plain, spawn.MODEL)]
     assert [c.bias_activation_fusion for c in configs] == [False, True]
 
 
 @pytest.mark.integration
-def test_a_tied_model_gives_the_same_numbers_on_two_stages(tmp_path: Path) -> None:
+def test_a_tied_model_has_the_same_losses_on_two_stages(tmp_path: Path) -> None:
     tied = replace(spawn.MODEL, tied=True, rope=False, swiglu=False, rmsnorm=False, bias=True)
     losses = []
     for pp in (1, 2):

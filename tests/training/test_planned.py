@@ -1,4 +1,4 @@
-"""What the search returns, training runs: the best plan under each strategy and schedule, by ranks of this machine."""
+"""Training runs of the best plan under each strategy and schedule, with ranks on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def site(ib: int = 2, roce: int = 2, per_node: int = 1) -> Site:
 
 BOTH = {"ib-a": 2, "roce-a": 2}
 CASES: dict[str, tuple[Site, dict[str, Any]]] = {
-    "left free": (site(), {}),
+    "default": (site(), {}),
     "one fabric": (site(), {"nodes": {"ib-a": 2}, "strategy": "one-fabric"}),
     "pipeline across": (site(), {"nodes": BOTH, "strategy": "pipeline", "dp": 2}),
     "1f1b": (site(), {"nodes": BOTH, "strategy": "pipeline", "dp": 2, "schedule": "1f1b"}),
@@ -40,7 +40,10 @@ CASES: dict[str, tuple[Site, dict[str, Any]]] = {
         {"nodes": {"ib-a": 1, "roce-a": 1}, "strategy": "hierarchical-dp", "pp": 2, "tp": 1},
     ),
     "interleaved": (site(), {"nodes": {"ib-a": 2}, "pp": 2, "dp": 1, "virtual_stages": 2, "schedule": "interleaved"}),
-    "interleaved ahead": (site(), {"nodes": {"ib-a": 2}, "pp": 2, "dp": 1, "virtual_stages": 2, "schedule": "ahead"}),
+    "interleaved eager 1F1B": (
+        site(),
+        {"nodes": {"ib-a": 2}, "pp": 2, "dp": 1, "virtual_stages": 2, "schedule": "ahead"},
+    ),
     "hierarchical, interleaved": (
         site(1, 1, 2),
         {"nodes": {"ib-a": 1, "roce-a": 1}, "strategy": "hierarchical-dp", "pp": 2, "tp": 1, "virtual_stages": 2},
@@ -53,14 +56,14 @@ CASES: dict[str, tuple[Site, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_of_the_search_runs(name: str, tmp_path: Path) -> None:
-    on, options = CASES[name]
-    plan = best_plan(spawn.MODEL, spawn.BATCH, on, PlanOptions(**options), Costs())
+    test_site, options = CASES[name]
+    plan = best_plan(spawn.MODEL, spawn.BATCH, test_site, PlanOptions(**options), Costs())
     ended = spawn.train(tmp_path / "run", plan, {"train": {"steps": 2}})
     assert set(ended.codes) == {0}, ended.output
     assert len(ended.column("loss")) == 2
 
 
-def test_an_activation_over_several_connections_is_the_same(tmp_path: Path) -> None:
+def test_the_number_of_connections_of_an_edge_does_not_change_the_losses(tmp_path: Path) -> None:
     losses = []
     for connections in (1, 2):
         plan = best_plan(

@@ -1,4 +1,4 @@
-"""Stages of unequal widths train to the numbers of one process, and continue each other's checkpoints."""
+"""Per-stage TP/DP: losses and gradient norms equal to those of one process, and checkpoints shared between layouts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ TIED = replace(spawn.MODEL, tied=True, rope=False, swiglu=False, rmsnorm=False, 
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, spawn.FinishedRun]:
-    ended = {
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, spawn.FinishedRun]:
+    runs = {
         name: spawn.train(tmp_path_factory.mktemp(name), spawn.plan(model=model), {"train": STEPS})
         for name, model in (("plain", spawn.MODEL), ("tied", TIED))
     }
-    assert all(one.codes == [0] for one in ended.values())
-    return ended
+    assert all(run.codes == [0] for run in runs.values())
+    return runs
 
 
-def same(ended: spawn.FinishedRun, alone: spawn.FinishedRun, norm: float = 1e-4) -> None:
+def assert_equal_to(ended: spawn.FinishedRun, one_process: spawn.FinishedRun, norm: float = 1e-4) -> None:
     assert set(ended.codes) == {0}, ended.output
-    assert ended.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
-    assert ended.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=norm)
+    assert ended.column("loss") == pytest.approx(one_process.column("loss"), rel=1e-5)
+    assert ended.column("grad_norm") == pytest.approx(one_process.column("grad_norm"), rel=norm)
 
 
 LAYOUTS: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -42,17 +42,18 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_unequal_widths_give_the_numbers_of_one_process(
-    name: str, alone: dict[str, spawn.FinishedRun], tmp_path: Path
+def test_per_stage_tp_and_dp_have_the_losses_and_norms_of_one_process(
+    name: str, one_process: dict[str, spawn.FinishedRun], tmp_path: Path
 ) -> None:
-    widths, more, kind = LAYOUTS[name]
-    norm = 1e-3 if "TP" in name and kind == "tied" else 1e-4  # with TP 2 in all stages these are 2.5e-4 apart too
-    same(spawn.train(tmp_path / "run", spawn.unequal(*widths, **more), {"train": STEPS}), alone[kind], norm)
+    widths, options, kind = LAYOUTS[name]
+    norm = 1e-3 if "TP" in name and kind == "tied" else 1e-4  # with TP 2 in all stages these also differ by 2.5e-4
+    ended = spawn.train(tmp_path / "run", spawn.unequal(*widths, **options), {"train": STEPS})
+    assert_equal_to(ended, one_process[kind], norm)
 
 
 @pytest.mark.integration
-def test_a_checkpoint_of_one_set_of_widths_is_continued_under_another(
-    alone: dict[str, spawn.FinishedRun], tmp_path: Path
+def test_a_checkpoint_can_be_resumed_under_another_tp_and_dp_per_stage(
+    one_process: dict[str, spawn.FinishedRun], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     plans = {6: spawn.unequal((1, 2), (1, 1)), 13: spawn.unequal((2, 1), (1, 2)), 20: spawn.plan(dp=2)}
@@ -63,4 +64,4 @@ def test_a_checkpoint_of_one_set_of_widths_is_continued_under_another(
             {"train": {"steps": steps, "lr_decay_steps": 20, "checkpoint_interval": steps if steps < 20 else 0}},
         )
         assert set(ended.codes) == {0}, ended.output
-    same(ended, alone["plain"])
+    assert_equal_to(ended, one_process["plain"])

@@ -1,1 +1,1 @@
-"""The model and its optimizer: Megatron-Core's GPT, initial weights, paced layers, Adam."""
+"""The model and its optimizer: Megatron-Core's GPT, initial weights, emulated layers, Adam and Muon."""
