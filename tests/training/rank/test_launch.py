@@ -121,22 +121,22 @@ def member(rank: int, size: int = 2, key: str = "slurm-1-0-0") -> Launch:
     return Launch(rank, size, rank, "srun", f"n{rank}", key, True)
 
 
-def test_ranks_meet_though_an_old_address_lies_there(tmp_path: Path) -> None:
+def test_ranks_meet_despite_an_old_address_in_the_run_directory(tmp_path: Path) -> None:
     path = rendezvous.published_path(tmp_path, member(0))
     old = rendezvous.Rendezvous("127.0.0.1", spawn.free_port(), "00" * 32, 1, "n0", 1)
     write_whole(path, json.dumps(asdict(old)), 0o600)
     write_whole(rendezvous.published_path(tmp_path, member(0, key="slurm-0-0-0")), json.dumps(asdict(old)), 0o600)
-    found: list[Any] = []
+    joined_stores: list[Any] = []
     attempts: list[int] = []
-    other = threading.Thread(
-        target=lambda: found.append(rendezvous.join_store(tmp_path, member(1), 200, on_attempt=attempts.append))
+    rank_1 = threading.Thread(
+        target=lambda: joined_stores.append(rendezvous.join_store(tmp_path, member(1), 200, on_attempt=attempts.append))
     )
-    other.start()
+    rank_1.start()
     store = rendezvous.host_store(tmp_path, member(0), "127.0.0.1", 2, 200)
-    other.join()
-    found[0].set("a", "b")
+    rank_1.join()
+    joined_stores[0].set("a", "b")
     assert store.get("a") == b"b" and attempts[-1] == 2
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]  # what a killed start left is gone
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]  # the file of a killed start is removed
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -144,40 +144,40 @@ def test_a_port_that_is_taken_on_the_loopback_interface_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run's proxy may have it: it listens at a port of the kernel's choice."""
-    ports, others = list[int](), list[Any]()
+    ports, other_sockets = list[int](), list[Any]()
 
-    class Unlucky(rendezvous.FilteredListener):
+    class ListenerOnTakenPort(rendezvous.FilteredListener):
         def __init__(self, address: str) -> None:
             super().__init__(address)
             ports.append(self.port)
-            others.extend([] if others else [listening_socket("127.0.0.2", self.port)])
+            other_sockets.extend([] if other_sockets else [listening_socket("127.0.0.2", self.port)])
 
-    monkeypatch.setattr(rendezvous, "FilteredListener", Unlucky)
+    monkeypatch.setattr(rendezvous, "FilteredListener", ListenerOnTakenPort)
     store = rendezvous.host_store(tmp_path, member(0, size=1), "127.0.0.1", 2, 60)
     store.set("a", "b")
     assert store.get("a") == b"b" and len(set(ports)) == 2
-    others[0].close()
+    other_sockets[0].close()
 
 
-def test_nobody_waits_for_a_store_that_cannot_be(tmp_path: Path) -> None:
-    run, there = SimpleNamespace(path=tmp_path), SimpleNamespace(address="192.0.2.1")  # of nobody, by RFC 5737
+def test_ranks_do_not_wait_for_a_store_that_cannot_listen(tmp_path: Path) -> None:
+    run, node = SimpleNamespace(path=tmp_path), SimpleNamespace(address="192.0.2.1")  # reserved by RFC 5737
     with pytest.raises(NetworkError, match=r"cannot serve on 192\.0\.2\.1"):
-        session._meet(member(0), run, there, SimpleNamespace(attempt=3), 1)  # type: ignore[arg-type]
+        session._meet(member(0), run, node, SimpleNamespace(attempt=3), 1)  # type: ignore[arg-type]
     with pytest.raises(NetworkError, match=r"rank 0 failed: .*cannot serve on"):
         rendezvous.join_store(tmp_path, member(1), 100)
 
 
-def test_a_stranger_at_the_address_is_not_followed(tmp_path: Path) -> None:
-    stranger = rendezvous.host_store(tmp_path / ".", member(0, key="other"), "127.0.0.1", 1, 5)
-    meeting = json.loads(rendezvous.published_path(tmp_path, member(0, key="other")).read_text())
-    write_whole(rendezvous.published_path(tmp_path, member(0)), json.dumps({**meeting, "secret": "00" * 32}), 0o600)
+def test_another_process_at_the_address_is_refused(tmp_path: Path) -> None:
+    other_store = rendezvous.host_store(tmp_path / ".", member(0, key="other"), "127.0.0.1", 1, 5)
+    published = json.loads(rendezvous.published_path(tmp_path, member(0, key="other")).read_text())
+    write_whole(rendezvous.published_path(tmp_path, member(0)), json.dumps({**published, "secret": "00" * 32}), 0o600)
     with pytest.raises(NetworkError, match="another process answers there"):
         rendezvous.join_store(tmp_path, member(1), 1)
-    del stranger
+    del other_store
 
 
-def test_somebody_elses_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "meeting.json"
+def test_a_file_of_another_user_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rendezvous.json"
     write_whole(path, json.dumps(asdict(rendezvous.Rendezvous("1.2.3.4", 1, "00", 1, "n", 1))), 0o600)
     assert rendezvous.read_published(path) is not None
     path.chmod(0o640)  # others may have read the secret
@@ -188,20 +188,20 @@ def test_somebody_elses_file_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("agent", [True, False])
-def test_a_store_that_asks_for_no_secret_is_said_to_be_one(
+def test_a_store_without_authentication_gives_a_warning(
     agent: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port = spawn.free_port()
     launch = Launch(0, 1, 0, "torchrun", "n0", "torchrun-none", True, (), "127.0.0.1", port)
-    torchruns = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
+    agent_store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
     rendezvous.launcher_store(launch, 10).set("a", "b")
-    said = capfd.readouterr()
-    assert ("asks for no secret" in said.out + said.err) is agent  # else it listens on this machine's loopback alone
-    del torchruns
+    output = capfd.readouterr()
+    assert ("asks for no secret" in output.out + output.err) is agent  # without an agent it listens on loopback only
+    del agent_store
 
 
-def test_rank_0_that_fails_before_it_can_be_met_tells_why(tmp_path: Path) -> None:
+def test_a_failure_of_rank_0_before_the_rendezvous_reaches_other_ranks(tmp_path: Path) -> None:
     rendezvous.publish_failure(tmp_path, member(0), 3, "node n0: eth0 is down", 1)
     attempts: list[int] = []
     with pytest.raises(NetworkError, match="rank 0 failed: node n0: eth0 is down"):
@@ -214,11 +214,11 @@ def test_rank_0_that_fails_before_it_can_be_met_tells_why(tmp_path: Path) -> Non
 
 def nics(*names: str, **changes: Any) -> NodeNics:
     kinds = {"ib": NicType.IB, "roce": NicType.ROCE}
-    made = []
+    interfaces = []
     for i, name in enumerate(names):
         kind = kinds.get(name.rstrip("0123456789"), NicType.ETHERNET)
-        made.append(Nic(name, kind, **{"address": f"10.0.{i}.7", "prefix": 24, **changes.get(name, {})}))
-    return NodeNics(tuple(made))
+        interfaces.append(Nic(name, kind, **{"address": f"10.0.{i}.7", "prefix": 24, **changes.get(name, {})}))
+    return NodeNics(tuple(interfaces))
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def nics(*names: str, **changes: Any) -> NodeNics:
 def test_every_node_uses_its_own_interfaces(
     rank: int, names: tuple[str, ...], interfaces: dict[str, str], environment: str
 ) -> None:
-    made = transports.node_transports(spawn.plan(pp=3, dp=2), rank, nics(*names), "n", one_host=False, cuda=False)
-    assert {k: v[0] for k, v in made.interfaces.items()} == interfaces
-    assert made.environment["NCCL_SOCKET_IFNAME"] == environment
-    assert msgspec.json.decode(msgspec.json.encode(made), type=NodeTransports) == made
+    networks = transports.node_transports(spawn.plan(pp=3, dp=2), rank, nics(*names), "n", one_host=False, cuda=False)
+    assert {k: v[0] for k, v in networks.interfaces.items()} == interfaces
+    assert networks.environment["NCCL_SOCKET_IFNAME"] == environment
+    assert msgspec.json.decode(msgspec.json.encode(networks), type=NodeTransports) == networks
 
 
 def transport_of(plan: Plan, kind: str, *ranks: int) -> Any:
@@ -244,13 +244,13 @@ def transport_of(plan: Plan, kind: str, *ranks: int) -> Any:
 
 def test_groups_get_the_interface_of_their_transport() -> None:
     plan = spawn.plan(pp=3, dp=2)
-    made = transports.node_transports(plan, 0, nics("eth0", "ib0"), "n", one_host=False, cuda=False)
-    assert made.interface(transport_of(plan, "dp", 0, 1)) == "ib0"
-    assert made.interface(transport_of(plan, "edge", 0, 2)) == "eth0"
-    assert made.interface(plan.transport_of(range(6))) == "eth0"
-    assert made.interface(plan.transport_of([0])) == "lo"
+    networks = transports.node_transports(plan, 0, nics("eth0", "ib0"), "n", one_host=False, cuda=False)
+    assert networks.interface(transport_of(plan, "dp", 0, 1)) == "ib0"
+    assert networks.interface(transport_of(plan, "edge", 0, 2)) == "eth0"
+    assert networks.interface(plan.transport_of(range(6))) == "eth0"
+    assert networks.interface(plan.transport_of([0])) == "lo"
     single = spawn.plan(pp=3, dp=2, transport_mode="single")
-    assert made.interface(transport_of(single, "dp", 0, 1)) == "eth0"
+    assert networks.interface(transport_of(single, "dp", 0, 1)) == "eth0"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_groups_get_the_interface_of_their_transport() -> None:
         (("eth0", "mgmt0", "ib0"), {"eth0": {"up": False}}, "eth0 is down, and mgmt0 is no substitute"),
     ],
 )
-def test_a_missing_network_is_one_line_with_node_nic_and_cure(
+def test_a_missing_network_is_reported_in_one_line_with_node_nic_and_fix(
     names: tuple[str, ...], changes: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(NetworkError, match=match) as e:
@@ -273,47 +273,49 @@ def test_a_missing_network_is_one_line_with_node_nic_and_cure(
     assert "ib7" in str(e.value) and e.value.hint
 
 
-def test_a_roce_nic_does_not_stand_in_for_an_ethernet_nic_that_is_down() -> None:
+def test_a_roce_nic_does_not_replace_an_ethernet_nic_that_is_down() -> None:
     plan, down = spawn.plan(pp=3, dp=2), {"eth0": {"up": False}}
     with pytest.raises(NetworkError, match="eth0 is down, and roce0 is no substitute; ip link set eth0 up"):
         transports.node_transports(plan, 2, nics("eth0", "mgmt0", "roce0", **down), "roce1", one_host=False, cuda=False)
     unused = {"eth1": {"up": False, "address": None}}  # a converged node: RoCE and TCP over one NIC
-    made = transports.node_transports(plan, 2, nics("eth1", "roce0", **unused), "roce1", one_host=False, cuda=False)
-    assert made.interfaces["tcp"][0] == made.interfaces["rdma"][0] == "roce0"
+    networks = transports.node_transports(plan, 2, nics("eth1", "roce0", **unused), "roce1", one_host=False, cuda=False)
+    assert networks.interfaces["tcp"][0] == networks.interfaces["rdma"][0] == "roce0"
 
 
 def test_rdma_ports_without_an_interface_are_enough_for_nccl() -> None:
     ports = (RdmaPort("mlx5_0", 1, "ib", True, "ACTIVE", 200.0), RdmaPort("mlx5_10", 1, "ib", True, "ACTIVE", 200.0))
     node = NodeNics(nics("eth0").interfaces, ports)
-    made = transports.node_transports(spawn.plan(pp=3, dp=2), 0, node, "n", one_host=False, cuda=True)
-    assert made.environment["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_10:1" and "rdma" not in made.interfaces
+    networks = transports.node_transports(spawn.plan(pp=3, dp=2), 0, node, "n", one_host=False, cuda=True)
+    assert networks.environment["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_10:1" and "rdma" not in networks.interfaces
     with pytest.raises(NetworkError, match="no kernel interface"):
         transports.node_transports(spawn.plan(pp=3, dp=2), 0, node, "n", one_host=False, cuda=False)
 
 
-def test_a_container_without_infiniband_in_sysfs_is_not_refused_for_that_alone() -> None:
+def test_a_container_without_infiniband_in_sysfs_is_refused_only_without_verbs() -> None:
     plan, bare = spawn.plan(pp=3, dp=2), nics("eth0")
     with pytest.raises(NetworkError, match="neither /sys/class/infiniband nor /dev/infiniband/uverbs"):
         transports.node_transports(plan, 0, bare, "n", one_host=False, cuda=True)
-    made = transports.node_transports(plan, 0, replace(bare, verbs=True), "n", one_host=False, cuda=True)
-    assert "NCCL_IB_HCA" not in made.environment and "rdma" not in made.interfaces
-    (line,) = transports.log_lines(made, {}, [])
+    networks = transports.node_transports(plan, 0, replace(bare, verbs=True), "n", one_host=False, cuda=True)
+    assert "NCCL_IB_HCA" not in networks.environment and "rdma" not in networks.interfaces
+    (line,) = transports.log_lines(networks, {}, [])
     assert line.startswith("node n: no /sys/class/infiniband (a container), but /dev/infiniband: NCCL finds its ib")
 
 
 def with_fabric(plan: Plan, **changes: Any) -> Plan:
-    """`plan` with other words about its first fabric."""
-    first, *others = plan.site.fabrics
-    return replace(plan, site=replace(plan.site, fabrics=(replace(first, **changes), *others)))
+    """Return `plan` with changes to its first fabric."""
+    first, *other_fabrics = plan.site.fabrics
+    return replace(plan, site=replace(plan.site, fabrics=(replace(first, **changes), *other_fabrics)))
 
 
-def test_the_sites_names_reach_the_rank_and_a_nodes_own_win() -> None:
+def test_interface_names_of_a_node_win_over_those_of_the_site() -> None:
     plan = with_fabric(spawn.plan(pp=3, dp=2), ethernet="eth1", node_nics={"ib[3-4]": NicNames("eth2")})
-    here = nics("eth0", "eth1", "eth2", "ib0")
+    node_nics = nics("eth0", "eth1", "eth2", "ib0")
     for node, interface in (("ib1", "eth1"), ("ib4", "eth2")):
-        chosen = transports.site_nics(plan, 0, here, node, {})
-        made = transports.node_transports(plan, 0, chosen, node, one_host=False, cuda=False)
-        assert made.environment["NCCL_SOCKET_IFNAME"] == f"={interface}" and made.interfaces["tcp"][0] == interface
+        named_nics = transports.site_nics(plan, 0, node_nics, node, {})
+        networks = transports.node_transports(plan, 0, named_nics, node, one_host=False, cuda=False)
+        assert (
+            networks.environment["NCCL_SOCKET_IFNAME"] == f"={interface}" and networks.interfaces["tcp"][0] == interface
+        )
     with pytest.raises(NetworkError, match=r"node ib9 \(fabric ib-0\): no interface eth1, which the site names"):
         transports.site_nics(plan, 0, nics("eth0"), "ib9", {})
 
@@ -326,22 +328,22 @@ def test_the_sites_names_reach_the_rank_and_a_nodes_own_win() -> None:
     ],
 )
 def test_sockets_get_connections_for_the_plans_rate(changes: dict[str, Any], settings: dict[str, str]) -> None:
-    plan, here = with_fabric(spawn.plan(pp=3, dp=2), **changes), replace(nics("eth0", "ib0"), verbs=True)
-    made = transports.node_transports(plan, 0, here, "n", one_host=False, cuda=True)
-    assert made.defaults == settings and not set(settings) & set(made.environment)
-    assert transports.node_transports(plan, 0, here, "n", one_host=False, cuda=False).defaults == {}
+    plan, node_nics = with_fabric(spawn.plan(pp=3, dp=2), **changes), replace(nics("eth0", "ib0"), verbs=True)
+    networks = transports.node_transports(plan, 0, node_nics, "n", one_host=False, cuda=True)
+    assert networks.defaults == settings and not set(settings) & set(networks.environment)
+    assert transports.node_transports(plan, 0, node_nics, "n", one_host=False, cuda=False).defaults == {}
     if settings:
-        said = transports.log_lines(made, {"NCCL_SOCKET_NTHREADS": "2"}, [])[-1]
-        assert said == "node n: NCCL_SOCKET_NTHREADS=2 is the site's own and stays; for the plan's rate it would be 4"
+        line = transports.log_lines(networks, {"NCCL_SOCKET_NTHREADS": "2"}, [])[-1]
+        assert line == "node n: NCCL_SOCKET_NTHREADS=2 is the site's own and stays; for the plan's rate it would be 4"
 
 
-def test_a_link_that_is_said_gives_the_rate_between_its_fabrics() -> None:
+def test_a_link_in_the_site_file_sets_the_rate_between_its_fabrics() -> None:
     plan = spawn.plan(pp=2, dp=2)
-    one, other = plan.components[0].fabric, plan.components[1].fabric
-    slow = replace(plan, site=replace(plan.site, links=(FabricLink((one, other), gbps=40.0),)))
-    here = replace(nics("eth0", "ib0"), verbs=True)
-    made = transports.node_transports(slow, 0, here, "n", one_host=False, cuda=True)
-    assert made.defaults == nccl.socket_settings(40.0, 1) != {}
+    fabrics = plan.components[0].fabric, plan.components[1].fabric
+    slow = replace(plan, site=replace(plan.site, links=(FabricLink(fabrics, gbps=40.0),)))
+    node_nics = replace(nics("eth0", "ib0"), verbs=True)
+    networks = transports.node_transports(slow, 0, node_nics, "n", one_host=False, cuda=True)
+    assert networks.defaults == nccl.socket_settings(40.0, 1) != {}
 
 
 @pytest.mark.parametrize(
@@ -354,15 +356,17 @@ def test_a_link_that_is_said_gives_the_rate_between_its_fabrics() -> None:
         ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG"),
     ],
 )
-def test_variables_that_would_choose_otherwise_are_refused(environ: dict[str, str], match: str) -> None:
-    made = transports.node_transports(spawn.plan(pp=3, dp=2), 0, nics("eth0", "ib0"), "ib1", one_host=False, cuda=False)
-    assert transports.refuse_overrides(made, {}, []) == []
+def test_variables_that_contradict_the_plan_are_refused(environ: dict[str, str], match: str) -> None:
+    networks = transports.node_transports(
+        spawn.plan(pp=3, dp=2), 0, nics("eth0", "ib0"), "ib1", one_host=False, cuda=False
+    )
+    assert transports.refuse_overrides(networks, {}, []) == []
     with pytest.raises(NetworkError, match=match) as e:
-        transports.refuse_overrides(made, environ, [])
+        transports.refuse_overrides(networks, environ, [])
     assert "ib1" in str(e.value)
 
 
-def test_ranks_that_share_a_node_by_plan_must_do_so() -> None:
+def test_ranks_that_the_plan_puts_on_one_node_must_share_it() -> None:
     plan = spawn.plan(tp=2, pp=2)
 
     def node(name: str) -> NodeTransports:
@@ -383,7 +387,7 @@ def test_ranks_that_share_a_node_by_plan_must_do_so() -> None:
         ("timed out", "reach each other over ib0"),
     ],
 )
-def test_an_error_of_a_group_names_group_ranks_and_transport(text: str, hint: str) -> None:
+def test_an_error_of_a_group_names_its_ranks_and_transport(text: str, hint: str) -> None:
     plan = spawn.plan(pp=3, dp=2)
     error = transports.as_network_error(RuntimeError(text), "dp", (0, 1), transport_of(plan, "dp", 0, 1), "ib1", "ib0")
     assert str(error).startswith("dp group of ranks 0,1 (rdma over ib (ib-0)) on node ib1: set-up on ib0 failed")
