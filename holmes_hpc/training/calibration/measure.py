@@ -92,7 +92,7 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
     """Return this rank's median times of a transformer layer in several shapes, and of its embedding and head.
     All ranks call it."""
     plan_shape = trainer.plan.batch.micro_size, trainer.plan.batch.sequence_length
-    positions = torch.arange(plan_shape[1], device=trainer.here.device).repeat(plan_shape[0], 1)
+    positions = torch.arange(plan_shape[1], device=trainer.session.device).repeat(plan_shape[0], 1)
     tokens = positions % trainer.plan.model.vocab
     times: Times = {}
     chunk_with_layers: Any = None
@@ -123,7 +123,7 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
             log_line(f"measuring layers of {shape[0]} sequences of {shape[1]} tokens")
         if chunk_with_layers is not None:
             with chunk_with_layers.no_sync():
-                times["layer", shape] = _layer_s(trainer, gpt.inner(chunk_with_layers), shape)
+                times["layer", shape] = _layer_s(trainer, gpt.unwrap(chunk_with_layers), shape)
     return times
 
 
