@@ -35,8 +35,8 @@ from holmes_hpc.planning.cost import predict as simulation
 from holmes_hpc.planning.cost.costs import BYTES, Costs
 from holmes_hpc.planning.plan.parts import Predicted
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.plan_text import counted_less, duration, throughput, where_stages_lie
-from holmes_hpc.planning.schedule.kinds import in_question
+from holmes_hpc.planning.plan_text import duration, placement_text, reduced_rates, throughput
+from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.records.metrics import PART_NAMES
 
 
@@ -250,9 +250,9 @@ def _chosen_layout(config: Configuration, site: Site, costs: Costs) -> Plan:
     Choose the schedule and recomputation, if not given, with the shortest step that fits; the simpler one if equal."""
     plan = config.plan
     background = plan.transport == "holmes" and (plan.pp or 1) > 1
-    schedules = in_question(plan.schedule, plan.virtual_stages or 1, background)[::-1]  # the simplest first
+    schedules = candidate_schedules(plan.schedule, plan.virtual_stages or 1, background)[::-1]  # the simplest first
     candidates = [
-        request.given_layout(replace(config, plan=replace(plan, recompute=recompute, schedule=schedule)), site, costs)
+        request.fixed_layout(replace(config, plan=replace(plan, recompute=recompute, schedule=schedule)), site, costs)
         for recompute in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,))
         for schedule in schedules
     ]
@@ -270,10 +270,10 @@ def _show(plan: Plan, predicted: Predicted, costs: Costs, rates: Mapping[str, An
     console.table(
         f"{plan.model.name}, {plan.batch.global_size} sequences of {plan.batch.sequence_length} tokens per "
         f"step in micro-batches of {plan.batch.micro_size}: {plan.parallel}, schedule "
-        f"{plan.schedule.kind}, recompute {plan.recompute}",
+        f"{plan.order.schedule.label}, recompute {plan.recompute}",
         ("figure", "predicted"),
         [
-            ("placement", f"{plan.spread}: {where_stages_lie(plan)}"),
+            ("placement", f"{plan.strategy_label}: {placement_text(plan)}"),
             ("step time", console.seconds(predicted.step_time_s)),
             *([("90% interval", f"{interval[0]:.4g} to {interval[1]:.4g} s")] if interval else []),
             ("samples/s", f"{predicted.samples_per_s:.4g}"),
@@ -289,5 +289,5 @@ def _show(plan: Plan, predicted: Predicted, costs: Costs, rates: Mapping[str, An
             *((PART_NAMES[part], console.seconds(s)) for part, s in predicted.breakdown.items()),
             *((f"bytes per step over {nic}", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items()),
         ],
-        caption="; ".join((*plan.assumptions, *counted_less(plan, costs))),
+        caption="; ".join((*plan.assumptions, *reduced_rates(plan, costs))),
     )

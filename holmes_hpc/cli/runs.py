@@ -31,7 +31,7 @@ from holmes_hpc.errors import ConfigError, HolmesError
 from holmes_hpc.extras import missing
 from holmes_hpc.planning.cost.predict import timeline
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.plan_text import where_stages_lie
+from holmes_hpc.planning.plan_text import placement_text
 from holmes_hpc.planning.request import costs
 from holmes_hpc.records.find import find_run, runs_root
 from holmes_hpc.records.run import RunDirectory
@@ -106,7 +106,7 @@ def run(
     """
     overrides = with_flags(flags, overrides)
     plan, config = plan_run(overrides, earliest=earliest)
-    console.note(f"plan {plan.id}: {plan.spread}, {where_stages_lie(plan)}")
+    console.note(f"plan {plan.id}: {plan.strategy_label}, {placement_text(plan)}")
     record, job = create_and_submit(plan, config, overrides)
     console.note(f"job {job.id}: {record.path}")
     code = progress.report_progress(record, job, show=console.note if json else console.text)

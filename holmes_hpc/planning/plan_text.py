@@ -1,4 +1,4 @@
-"""What `holmes plan` says of a plan, in lines as wide as asked: a drawing, its step, what binds, what helps."""
+"""The text that `holmes plan` prints: the placement, the predicted step, its longest part, and what would help."""
 
 from __future__ import annotations
 
@@ -12,51 +12,54 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, predict
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
-from holmes_hpc.planning.plan.parallel import abridged
+from holmes_hpc.planning.plan.parallel import abbreviated
 from holmes_hpc.planning.plan.plan import Plan, Predicted
-from holmes_hpc.planning.schedule.kinds import megatrons_own
+from holmes_hpc.planning.schedule.kinds import megatron_schedule, schedule_kind
 from holmes_hpc.planning.search.best import PREDICTED, best_plan
 from holmes_hpc.records.metrics import PART_NAMES
 
 WIDTH = 100
-MUCH = 0.8  # of a declared rate: a network that counts for less is told
+REDUCED_RATE = 0.8  # of a declared rate: a network that is assumed to be slower is listed
 _SOURCE = "NCCL over RoCE, published runs"
-TINY = 0.005  # of a step: what would be told as 0%
-NOTHING = 1e-6  # of a step: what rounding leaves
-_HELPS = {  # against a part of the step
+BELOW_ONE_PERCENT = 0.005  # of a step: a shorter part would round to 0%
+ROUNDING_ERROR = 1e-6  # of a step: a shorter part is not listed
+_REMEDIES = {  # by part of the step
     "compute_s": "more or faster GPUs help",
     "pipeline_wait_s": "more micro-batches or a faster transfer help",
     "grad_sync_s": "a faster data-parallel network helps",
     "param_sync_s": "a faster data-parallel network helps",
 }
-IDLE = 0.25  # of a step: more waiting than that is told beside what takes longest
-CLOSE = 0.03  # of two layouts further apart, 93% of the pairs are in the right order (docs/planner.md)
+LONG_WAIT = 0.25  # of a step: a longer pipeline wait is reported beside the longest part
+TOO_CLOSE = 0.03  # layouts further apart are in the right order in 93% of pairs (docs/planner.md)
 
 
 def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WIDTH) -> list[str]:
-    """The placement drawn, the predicted step and where it goes, the runners-up, what would help, assumptions; `steps`:
-    how long that many take. Lines of `width` columns at most, folded between words."""
+    """Return the description of a plan in lines of at most `width` columns, folded between words.
+
+    It has the placement, the predicted step and its parts, what would help, the runners-up and the assumptions.
+    `steps`: also say how long so many steps take.
+    """
     predicted, unused = plan.predicted, ", ".join(f"{_nodes(n)} of {f}" for f, n in plan.unused.items())
-    supposed = [f"- {a}" for a in (*plan.assumptions, *counted_less(plan, costs))]
+    assumptions = [f"- {a}" for a in (*plan.assumptions, *reduced_rates(plan, costs))]
     lines = [_headline(plan), "", *_drawing(plan)]
     if predicted is not None:
-        lines += ["", *_step(plan, predicted), *_gain(plan, predicted), _budget(plan, steps)]
-        lines += [*_stage_transfers(plan, costs), "", *_helps(plan, predicted, costs)]
+        lines += ["", *_step(plan, predicted), *_per_stage_gain(plan, predicted), _budget(plan, steps)]
+        lines += [*_stage_transfers(plan, costs), "", *_improvements(plan, predicted, costs)]
     lines += ["", "Runners-up:", *map(_runner_up, plan.alternatives), *_too_close(plan)] if plan.alternatives else []
     lines += [f"Unused: {unused}"] if unused else []
-    lines += ["", "Supposed:", *supposed] if supposed else []
+    lines += ["", "Assumptions:", *assumptions] if assumptions else []
     return [folded for line in lines for folded in _folded(line, width)]
 
 
 def _folded(line: str, width: int) -> list[str]:
-    """A line folded between words: a drawing's goes on beside its rule, a list's under its text."""
+    """Fold a line between words. A line of the drawing continues beside its rule, a list item under its text."""
     hang = "|     " if line.startswith(("|", "+")) else "  " if line.startswith("- ") else ""
     return textwrap.wrap(line, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def throughput(plan: Plan, steps: int | None = None) -> dict[str, Any]:
-    """Tokens of a step, tokens a second as predicted (None without a prediction), and of `steps`: how many tokens they
-    see and how many days they take."""
+    """Return the tokens of a step and the predicted tokens per second; with `steps`, also their tokens and days.
+    Predicted figures are None without a prediction."""
     tokens, seconds = plan.batch.tokens, plan.predicted.step_time_s if plan.predicted else None
     budget = (
         {}
@@ -67,19 +70,20 @@ def throughput(plan: Plan, steps: int | None = None) -> dict[str, Any]:
 
 
 def _budget(plan: Plan, steps: int | None) -> str:
-    """How many tokens a step and a second are, and how long a budget takes."""
-    of = throughput(plan, steps)
-    text = f"Tokens: {of['tokens_per_step']:,} a step, {of['tokens_per_s']:,.0f} a second"
+    """Return the sentences on tokens per step and per second, and on the duration of `steps`."""
+    rates = throughput(plan, steps)
+    text = f"Tokens: {rates['tokens_per_step']:,} per step, {rates['tokens_per_s']:,.0f} per second."
     if steps is not None:
-        text += f"; {steps:,} steps, {of['tokens']:.3g} tokens, take {duration(of['days'])}"
+        text += f" {steps:,} steps ({rates['tokens']:.3g} tokens) take {duration(rates['days'])}"
         if plan.predicted is not None and plan.predicted.interval_s is not None:
-            low, high = (duration(of["days"] * s / plan.predicted.step_time_s) for s in plan.predicted.interval_s)
-            text += f" ({low} to {high} by that interval)"
-    return f"{text}."
+            low, high = (duration(rates["days"] * s / plan.predicted.step_time_s) for s in plan.predicted.interval_s)
+            text += f" (90% interval: {low} to {high})"
+        text += "."
+    return text
 
 
 def duration(days: float) -> str:
-    """In the largest unit of which it is two or more."""
+    """Return a duration as text, in the largest unit of which it is at least two."""
     for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
         if days >= 2 * size:
             return f"{days / size:,.1f} {unit}"
@@ -90,14 +94,14 @@ def _headline(plan: Plan) -> str:
     p, batch = plan.parallel, plan.batch
     return (
         f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} "
-        f"tokens a step, on {p.world_size} ranks, {plan.spread}; {p}, "
-        f"{plan.micro_batches} micro-batches of {batch.micro_size}, schedule "
-        f"{plan.schedule.kind}, recompute {plan.recompute}"
+        f"tokens per step, {p.world_size} ranks, {plan.strategy_label}; {p}; "
+        f"{plan.micro_batches} micro-batches of {batch.micro_size}; schedule "
+        f"{plan.order.schedule.label}; recompute {plan.recompute}"
     )
 
 
 def _drawing(plan: Plan) -> list[str]:
-    """Components from first to last stage, and the transfers between them."""
+    """Draw the components from first to last stage, and the transfers between them."""
     edges = {g.stages: g.transport for g in plan.transports() if g.kind == "edge"}
     inside = {g.stages[0]: g.transport for g in plan.transports() if g.kind == "dp"}
     lines: list[str] = []
@@ -111,9 +115,9 @@ def _drawing(plan: Plan) -> list[str]:
         if len(part.stages) > 8:
             layers = ", ".join(str(plan.stages[s].layers) for s in part.stages)
             rows = [([*part.stages], f"stages {part.stages[0]} to {part.stages[-1]}: {layers} layers")]
-        for held, text in rows:
-            by = " and ".join(dict.fromkeys(str(inside[s]) for s in held if s in inside))
-            lines.append(f"|   {text}{by and f', data parallel by {by}'}")
+        for stages, text in rows:
+            transport = " and ".join(dict.fromkeys(str(inside[s]) for s in stages if s in inside))
+            lines.append(f"|   {text}{transport and f', data parallel by {transport}'}")
         following = (part.stages[-1], part.stages[-1] + 1)
         if following in edges and plan.strategy != "hierarchical-dp":
             lines.append(f"|     |  activations by {edges[following]}")
@@ -121,10 +125,10 @@ def _drawing(plan: Plan) -> list[str]:
 
 
 def _stage(plan: Plan, stage: int, per_node: int) -> str:
-    layers, held, p = plan.stages[stage].layers, plan.schedule.in_flight[stage], plan.parallel
+    layers, in_flight, p = plan.stages[stage].layers, plan.schedule.in_flight[stage], plan.parallel
     nodes = p.stages[stage].ranks // per_node
     sizes = f"{nodes} nodes, TP {p.tp_of(stage)} x DP {p.stages[stage].dp}, " if plan.is_per_stage else ""
-    return f"{sizes}{layers} layer{'s' * (layers != 1)}, {held} micro-batch{'es' * (held != 1)} in flight"
+    return f"{sizes}{layers} layer{'s' * (layers != 1)}, {in_flight} micro-batch{'es' * (in_flight != 1)} in flight"
 
 
 def _step(plan: Plan, predicted: Predicted) -> list[str]:
@@ -132,98 +136,98 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
     parts = sorted(((s, n) for n, s in predicted.breakdown.items() if n in PREDICTED), reverse=True)
     tokens = predicted.samples_per_s * plan.batch.sequence_length
     lines = [
-        f"Predicted: a step of {total:.3g} s, {predicted.samples_per_s:.4g} samples/s, {tokens:,.0f} "
-        f"tokens/s, {_per_kind(plan, predicted)}"
+        f"Predicted step time: {total:.3g} s ({predicted.samples_per_s:.4g} samples/s, {tokens:,.0f} "
+        f"tokens/s). {_tflops(plan, predicted)}"
     ]
     lines += [
-        f"  {PART_NAMES[name]:<16} {s:9.3g} s  " + (f"{s / total:4.0%}" if s >= TINY * total else f"{'<1%':>4}")
+        f"  {PART_NAMES[name]:<16} {s:9.3g} s  "
+        + (f"{s / total:4.0%}" if s >= BELOW_ONE_PERCENT * total else f"{'<1%':>4}")
         for s, name in parts
-        if s > NOTHING * total
+        if s > ROUNDING_ERROR * total
     ]
     if predicted.interval_s is not None:
         low, high = predicted.interval_s
         lines.append(
-            f"Of published runs like it, nine in ten took {low / total:.0%} to {high / total:.0%} of what was "
-            f"predicted: here {low:.3g} to {high:.3g} s. `holmes calibrate` tells more."
+            f"90% interval of the step time: {low:.3g} to {high:.3g} s, {low / total:.0%} to {high / total:.0%} of the "
+            "prediction. It comes from published runs of this kind; `holmes calibrate` measures your site."
         )
-    worst = max(range(len(predicted.memory_bytes_per_gpu)), key=lambda i: predicted.memory_bytes_per_gpu[i])
-    room = plan.site.fabric(plan.stages[worst].fabric).gpu.memory_gib
-    used = predicted.memory_bytes_per_gpu[worst] / 2**30
+    fullest = max(range(len(predicted.memory_bytes_per_gpu)), key=lambda i: predicted.memory_bytes_per_gpu[i])
+    available_gib = plan.site.fabric(plan.stages[fullest].fabric).gpu.memory_gib
+    used_gib = predicted.memory_bytes_per_gpu[fullest] / 2**30
     lines.append(
-        f"Peak memory: stage {worst} needs most, {used:.3g} of {room:g} GiB. "
-        f"What takes longest is {_binding(predicted)}."
+        f"Peak memory: {used_gib:.3g} of {available_gib:g} GiB, on stage {fullest}. {_longest_part(predicted)}"
     )
     return lines
 
 
-def _gain(plan: Plan, predicted: Predicted) -> list[str]:
-    """Return how much a plan with TP and DP by stage gains; its runners-up are uniform."""
+def _per_stage_gain(plan: Plan, predicted: Predicted) -> list[str]:
+    """Return the line on the gain of per-stage TP/DP over the best runner-up, which is uniform; else no line."""
     if not plan.is_per_stage or not plan.alternatives:
         return []
     best = plan.alternatives[0]
     gain, p = 1 - predicted.step_time_s / best["predicted"]["step_time_s"], best["parallel"]
     return [
-        f"TP and DP by stage make the step {gain:.1%} shorter than the best uniform layout's (TP {p['tp']}, PP"
+        f"Per-stage TP/DP makes the step {gain:.1%} shorter than the best uniform layout (TP {p['tp']}, PP"
         f" {p['pp']}, DP {p['dp']})."
     ]
 
 
-def _per_kind(plan: Plan, predicted: Predicted) -> str:
-    """Model TFLOP/s of a GPU: of each kind, where there are several, and what share of its peak that is."""
-    found = kind_tflops(plan, predicted.step_time_s)
-    each = ", ".join(
-        f"{tflops:.3g}{f' of {gpu.name}' * (len(found) > 1)} ({tflops / gpu.peak_tflops:.0%} of the peak)"
-        for gpu, tflops in found.items()
+def _tflops(plan: Plan, predicted: Predicted) -> str:
+    """Return the sentence on model TFLOP/s per GPU and share of the peak; with several GPU kinds, of each."""
+    by_kind = kind_tflops(plan, predicted.step_time_s)
+    figures = ", ".join(
+        f"{tflops:.3g}{f' on {gpu.name}' * (len(by_kind) > 1)} ({tflops / gpu.peak_tflops:.0%} of peak)"
+        for gpu, tflops in by_kind.items()
     )
-    mean = f"{predicted.model_tflops_per_gpu:.3g} " if len(found) > 1 else ""
-    return f"{mean}model TFLOP/s per GPU: {each}"
+    mean = f"{predicted.model_tflops_per_gpu:.3g} on average; " if len(by_kind) > 1 else ""
+    return f"Model TFLOP/s per GPU: {mean}{figures}."
 
 
 def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
-    """What the slowest transfer costs, and how much of it is hidden."""
+    """Return the line on the slowest stage transfer and on the share of transfer time that is hidden."""
     cost = stage_transfer_cost(plan, costs)
     if cost is None:
         return []
-    own = megatrons_own(plan.parallel.virtual_stages).words
     text = (
         f"Stage transfers: the slowest, from stage {cost.stages[0]} to {cost.stages[1]} by {cost.transport}, takes "
-        f"{cost.one_way_s:.3g} s one way, {cost.ratio:.2g} of a stage's time for a micro-batch. Those of a step, "
-        f"both ways added up though they go at once, are {cost.wire_s:.3g} s; {cost.hidden:.0%} of that is hidden "
-        f"beside computing and each other: the step is {max(0.0, cost.exposed_s):.3g} s longer than without "
-        "transfers"
+        f"{cost.one_way_s:.3g} s one way, {cost.ratio:.2g} times a stage's compute time per micro-batch. The transfers "
+        f"of a step take {cost.wire_s:.3g} s, both directions added. {cost.hidden:.0%} of that overlaps with compute "
+        f"or other transfers: the step is {max(0.0, cost.exposed_s):.3g} s longer than without transfers"
     )
     if plan.order.schedule.megatron is None:
-        text += f" (Megatron's {own}: {cost.waiting_s:.3g} s)"
+        text += f" ({cost.waiting_s:.3g} s with Megatron's {megatron_schedule(plan.parallel.virtual_stages).label})"
     return [f"{text}."]
 
 
-def _binding(predicted: Predicted) -> str:
-    named = {n: s for n, s in predicted.breakdown.items() if n in PREDICTED}
-    name = max(named, key=lambda n: named[n])
-    waits = named.get("pipeline_wait_s", 0.0) / predicted.step_time_s
-    if name == "pipeline_wait_s" or waits < IDLE:
-        return _with_help(name)
-    return f"{_with_help(name)}; {waits:.0%} is {_with_help('pipeline_wait_s')}"
+def _longest_part(predicted: Predicted) -> str:
+    """Return the sentences on the longest part of the step, on a long pipeline wait, and on what helps."""
+    seconds = {n: s for n, s in predicted.breakdown.items() if n in PREDICTED}
+    longest = max(seconds, key=lambda n: seconds[n])
+    wait_share = seconds.get("pipeline_wait_s", 0.0) / predicted.step_time_s
+    text = f"Longest part of the step: {_with_remedy(longest)}."
+    if longest == "pipeline_wait_s" or wait_share < LONG_WAIT:
+        return text
+    return f"{text} Another {wait_share:.0%} is {_with_remedy('pipeline_wait_s')}."
 
 
-def _with_help(part: str) -> str:
-    return f"{PART_NAMES[part]}: {_HELPS[part]}" if part in _HELPS else PART_NAMES[part]
+def _with_remedy(part: str) -> str:
+    return f"{PART_NAMES[part]} ({_REMEDIES[part]})" if part in _REMEDIES else PART_NAMES[part]
 
 
-def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
-    """What a change of site or batch would gain: each tried alone, with this plan's layout; more nodes, with its TP and
-    PP."""
+def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
+    """Return the lines on what a faster network, more nodes or a larger batch would gain, each alone.
+    The layout stays; with more nodes, only TP and PP stay."""
 
-    def faster(rate: str, *names: str) -> float:
+    def gain_of_faster(rate: str, *names: str) -> float:
         fabrics = (replace(f, **{rate: 2 * getattr(f, rate)}) if f.name in names else f for f in plan.site.fabrics)
         site = replace(plan.site, fabrics=tuple(fabrics))
         return predicted.step_time_s / predict(replace(plan, site=site), costs).step_time_s - 1
 
     larger = replace(plan, batch=replace(plan.batch, global_size=2 * plan.batch.global_size))
     gains = [
-        (faster("ethernet_gbps", *(f.name for f in plan.site.fabrics)), "Ethernet twice as fast"),
+        (gain_of_faster("ethernet_gbps", *(f.name for f in plan.site.fabrics)), "Ethernet twice as fast"),
         *(
-            (faster("rdma_gbps", c.fabric), f"RDMA of {c.fabric} twice as fast")
+            (gain_of_faster("rdma_gbps", c.fabric), f"RDMA of {c.fabric} twice as fast")
             for c in plan.components
             if plan.site.fabric(c.fabric).rdma_gbps is not None
         ),
@@ -232,16 +236,16 @@ def _helps(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     ]
     gains = sorted((g for g in gains if g[0] >= 0.001), reverse=True)
     if not gains:
-        return ["Neither faster networks nor more nodes nor a larger batch would help this plan."]
+        return ["Faster networks, more nodes or a larger batch would not help this plan."]
     return [
-        "What would help, each alone and with this layout (planned anew it may be more):",
-        *(f"  {gain:+7.1%} samples/s  {what}" for gain, what in gains),
+        "What would help, each change alone and with this layout (a new plan may gain more):",
+        *(f"  {gain:+7.1%} samples/s  {change}" for gain, change in gains),
     ]
 
 
 def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tuple[float, str]]:
     p = plan.parallel
-    if plan.is_per_stage:  # a search of its own
+    if plan.is_per_stage:  # would need another search
         return
     fabrics = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.fabrics)
     nodes = {c.fabric: 2 * c.nodes for c in plan.components}
@@ -255,45 +259,46 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
         gpus_per_node=plan.components[0].gpus_per_node,
     )
     try:
-        twice = best_plan(plan.model, plan.batch, replace(plan.site, fabrics=fabrics), options, costs)
+        larger = best_plan(plan.model, plan.batch, replace(plan.site, fabrics=fabrics), options, costs)
     except HolmesError:
         return
-    if twice.predicted is not None:
-        yield twice.predicted.samples_per_s / predicted.samples_per_s - 1, "twice the nodes of every fabric in use"
+    if larger.predicted is not None:
+        yield larger.predicted.samples_per_s / predicted.samples_per_s - 1, "twice the nodes of every fabric in use"
 
 
-def _runner_up(other: dict[str, Any]) -> str:
-    p = other["parallel"]
-    nodes = ", ".join(f"{n} x {f}" for f, n in other["nodes"].items())
+def _runner_up(alternative: dict[str, Any]) -> str:
+    p = alternative["parallel"]
+    nodes = ", ".join(f"{n} x {f}" for f, n in alternative["nodes"].items())
     return (
-        f"- {other['strategy']}, {nodes}: TP {p['tp']} PP {p['pp']} DP {p['dp']}, layers "
-        f"{abridged(other['layers_per_stage'], '+')}, {other['schedule']}: {other['why_not']}"
+        f"- {alternative['strategy']}, {nodes}: TP {p['tp']} PP {p['pp']} DP {p['dp']}, layers "
+        f"{abbreviated(alternative['layers_per_stage'], '+')}, {schedule_kind(alternative['schedule']).label}: "
+        f"{alternative['why_not']}"
     )
 
 
 def _too_close(plan: Plan) -> list[str]:
-    """What would tell the plan from a runner-up that is hardly slower, where nobody measured these GPUs."""
+    """Return the commands that compare the plan with a runner-up within TOO_CLOSE, if nobody measured these GPUs."""
     predicted = plan.predicted
     if predicted is None or predicted.interval_s is None:
         return []
-    near = [a for a in plan.alternatives if a["predicted"]["step_time_s"] < (1 + CLOSE) * predicted.step_time_s]
+    near = [a for a in plan.alternatives if a["predicted"]["step_time_s"] < (1 + TOO_CLOSE) * predicted.step_time_s]
     if not near:
         return []
     p, nodes = near[0]["parallel"], ", ".join(f"{f}: {n}" for f, n in near[0]["nodes"].items())
     return [
-        f"Less than {CLOSE:.0%} slower is too close for a prediction to tell. 20 steps of each would:"
-        f" `holmes run … train.steps=20`, and the same with plan.tp={p['tp']} plan.pp={p['pp']}"
+        f"A runner-up less than {TOO_CLOSE:.0%} slower is too close to call. Measure 20 steps of each:"
+        f" `holmes run … train.steps=20`, and again with plan.tp={p['tp']} plan.pp={p['pp']}"
         f" plan.dp={p['dp']} 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}."
     ]
 
 
-def where_stages_lie(plan: Plan) -> str:
-    """The nodes of each component, and its stages."""
+def placement_text(plan: Plan) -> str:
+    """Return the nodes and the stages of each component."""
 
-    def stages(found: tuple[int, ...]) -> str:
-        whole = len(found) > 2 and found == tuple(range(found[0], found[-1] + 1))
-        named = f"{found[0]} to {found[-1]}" if whole else ", ".join(map(str, found))
-        return f"stage{'s' * (len(found) > 1)} {named}"
+    def stages(numbers: tuple[int, ...]) -> str:
+        is_range = len(numbers) > 2 and numbers == tuple(range(numbers[0], numbers[-1] + 1))
+        listed = f"{numbers[0]} to {numbers[-1]}" if is_range else ", ".join(map(str, numbers))
+        return f"stage{'s' * (len(numbers) > 1)} {listed}"
 
     return ", ".join(f"{_nodes(c.nodes)} of {c.fabric} ({stages(c.stages)})" for c in plan.components)
 
@@ -302,9 +307,8 @@ def _nodes(number: int) -> str:
     return f"{number} node{'s' * (number != 1)}"
 
 
-def counted_less(plan: Plan, costs: Costs) -> Iterable[str]:
-    """Of each fabric in use whose RDMA counts for less than MUCH of its rate, where nobody measured it: what it counts
-    for."""
+def reduced_rates(plan: Plan, costs: Costs) -> Iterable[str]:
+    """Yield a line for each fabric in use whose RDMA, unmeasured, is assumed slower than REDUCED_RATE of its rate."""
     used = {g.transport for g in plan.transports() if g.transport.kind == "rdma"}
     for transport in sorted(used, key=lambda t: [c.fabric for c in plan.components].index(str(t.fabric))):
         fabric = plan.site.fabric(str(transport.fabric))
@@ -312,9 +316,9 @@ def counted_less(plan: Plan, costs: Costs) -> Iterable[str]:
         if costs.calibration is not None and costs.calibration.link(fabric, str(transport.nic)) is not None:
             continue
         share = costs.link(transport, fabric, "reduce_scatter").efficiency
-        if share < MUCH:
-            by = "as the runs learned from have it" if str(transport.nic) in costs.corrections.rates else _SOURCE
+        if share < REDUCED_RATE:
+            source = "learned from your runs" if str(transport.nic) in costs.corrections.rates else _SOURCE
             yield (
-                f"{fabric.name}: its {fabric.rdma_gbps:g} Gb/s are counted as {share * fabric.rdma_gbps:.3g} ({by});"
-                " `holmes calibrate` measures yours"
+                f"{fabric.name}: {share * fabric.rdma_gbps:.3g} of its {fabric.rdma_gbps:g} Gb/s are assumed usable"
+                f" ({source}); `holmes calibrate` measures it"
             )

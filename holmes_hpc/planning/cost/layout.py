@@ -123,7 +123,7 @@ class Layout:
         if self.is_per_stage:
             depths = self.schedule.in_flight
             total = self.batch.micro_batches(1)
-            return self.memo.of("order", depths, compute=lambda: Order.routed(p.routes(total), depths))
+            return self.memo.of("order", depths, compute=lambda: Order.per_stage(p.routes(total), depths))
         micro_batches = self.batch.micro_batches(p.dp)
         return _order(
             self.schedule.kind,
@@ -144,7 +144,7 @@ class Layout:
 
     def _view(self, stage: int) -> Layout:
         sizes, p = self.parallel.stages[stage], self.parallel
-        count = max(len(self.order.own(self.order.row(stage, r))) for r in range(sizes.dp))
+        count = max(len(self.order.micro_batches_of(self.order.row(stage, r))) for r in range(sizes.dp))
         component = self.replicas[0][stage]
         micro_size = self.batch.micro_size
         padding = p.vocabulary_parts // sizes.tp  # the vocabulary is padded for the TP of every stage

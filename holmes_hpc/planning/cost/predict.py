@@ -27,9 +27,8 @@ from holmes_hpc.planning.cost.traffic import activation_bytes, embedding_bytes
 from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER
 from holmes_hpc.planning.plan.plan import Component, Plan, Predicted
 from holmes_hpc.planning.plan.transport import Transport
-from holmes_hpc.planning.schedule.graph import Numbers, graph
-from holmes_hpc.planning.schedule.simulation import Went, step_seconds
-from holmes_hpc.planning.schedule.simulation import ends as row_ends
+from holmes_hpc.planning.schedule.graph import NodeNumbers, graph
+from holmes_hpc.planning.schedule.simulation import TimedPass, row_end_times, step_seconds
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import Checked, key, make
 
@@ -181,9 +180,9 @@ def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
 
 
 def _replica_events(layout: Layout, times: Timing, replica: int) -> list[dict[str, Any]]:
-    step_graph, numbers = graph(layout.order, times.one_nic[replica]), Numbers(layout.order)
+    step_graph, numbers = graph(layout.order, times.one_nic[replica]), NodeNumbers(layout.order)
     table = times.replicas[replica].table()
-    ends, durations = step_graph.ends(table)[0], table[0, step_graph.column]
+    ends, durations = step_graph.end_times(table)[0], table[0, step_graph.column]
     rows = [
         {
             **(labels := numbers.describe(int(step_graph.node[i]))),
@@ -200,14 +199,14 @@ def events(layout: Layout, layers: np.ndarray) -> list[dict[str, Any]]:
     """Return the simulated step of one layer split with per-stage TP/DP, as events of :func:`timeline`."""
     order, durations = layout.order, row_durations(times := timing(layout, layers), 0)
     tails = times.replicas[0].tail[0, :, 0].tolist()
-    passes, simulated = list[Went](), list[dict[str, Any]]()
+    passes, simulated = list[TimedPass](), list[dict[str, Any]]()
 
     def add(row: int, kind: str, start: float, end: float, micro_batch: int | None = None) -> None:
         simulated.append(dict(stage=row, kind=kind, chunk=0, micro_batch=micro_batch, start_s=start, end_s=end))
 
-    last_ends = row_ends(order, durations, passes)
+    last_ends = row_end_times(order, durations, passes)
     for w in passes:
-        if w.forward and w.micro_batch == order.own(w.row)[0]:
+        if w.forward and w.micro_batch == order.micro_batches_of(w.row)[0]:
             add(w.row, "param_sync", w.start - durations.ready[order.stage_of(w.row)], w.start)
         add(w.row, "forward" if w.forward else "backward", w.start, w.end, w.micro_batch)
         if w.sent is not None:

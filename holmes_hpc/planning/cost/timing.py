@@ -9,8 +9,14 @@ import numpy as np
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from holmes_hpc.planning.cost.layout import Layout, memoised
 from holmes_hpc.planning.cost.traffic import Traffic, by_stage, edge_times, network_times, tied_per_stage_s
-from holmes_hpc.planning.schedule.simulation import WHOLE, Durations, RowDurations, least_seconds, step_seconds
-from holmes_hpc.planning.schedule.simulation import ends as row_ends
+from holmes_hpc.planning.schedule.simulation import (
+    ACCURATE,
+    Durations,
+    RowDurations,
+    least_seconds,
+    row_end_times,
+    step_seconds,
+)
 
 
 def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
@@ -147,13 +153,16 @@ def _ends_per_stage(layout: Layout, times: Timing) -> np.ndarray:
     tails = times.replicas[0].tail[:, :, 0].tolist()
     return np.array(
         [
-            max(end + tail[stage[row]] for row, end in enumerate(row_ends(layout.order, row_durations(times, split))))
+            max(
+                end + tail[stage[row]]
+                for row, end in enumerate(row_end_times(layout.order, row_durations(times, split)))
+            )
             for split, tail in enumerate(tails)
         ]
     )
 
 
-def step_s(layout: Layout, layers: np.ndarray, passes: int = WHOLE) -> np.ndarray:
+def step_s(layout: Layout, layers: np.ndarray, passes: int = ACCURATE) -> np.ndarray:
     """Return the seconds of a step for layer splits of shape (plans, S, C).
     It is the slowest pipeline and the work after it. `passes`: number to simulate before extrapolation."""
     times = timing(layout, layers)

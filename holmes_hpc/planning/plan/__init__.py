@@ -1,1 +1,1 @@
-"""What a plan says: the Plan, its parallel grid, the transport of each group."""
+"""The Plan: its parallel layout, the transport of each process group, and plan.yaml."""

@@ -1,7 +1,7 @@
-"""The parallel layout of a plan: TP and DP of every stage, the ranks they have, and the groups that these form.
+"""The parallel layout of a plan: TP and DP of every stage, their ranks, and the process groups.
 
-A uniform layout, the same TP and DP in every stage, is the special case that Megatron-Core knows: a grid of (pp, dp,
-tp) and slices of it. Where stages differ, a rule says which replica of each stage computes which micro-batch.
+A uniform layout has the same TP and DP in every stage. It is a grid of ranks (pp, dp, tp), and its groups are slices,
+as in Megatron-Core. With per-stage TP/DP, routes assign each micro-batch to one replica of every stage.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.schema import check, key
 
 # Megatron-Core's names: the first name varies fastest. Context and expert parallelism are 1 here.
-PIPELINE_ORDER = "tp-cp-ep-dp-pp"  # a stage is one block of ranks: stage boundaries can lie on fabric boundaries
-HIERARCHICAL_ORDER = "tp-cp-ep-pp-dp"  # a pipeline is one block of ranks: data parallel goes across fabrics
+PIPELINE_ORDER = "tp-cp-ep-dp-pp"  # a stage is one block of ranks: a fabric can hold whole stages
+HIERARCHICAL_ORDER = "tp-cp-ep-pp-dp"  # a pipeline is one block of ranks: data parallelism crosses fabrics
 ORDERS = (PIPELINE_ORDER, HIERARCHICAL_ORDER)
 
 
 @dataclass(frozen=True)
 class StageParallel:
-    """Of one stage: `dp` replicas of `tp` ranks each. `weights`: how many micro-batches a replica computes, in
-    proportion to the other replicas' (empty: all the same)."""
+    """The `dp` replicas of one stage, of `tp` ranks each.
+    `weights`: the micro-batches of each replica, in proportion (empty: all the same)."""
 
     tp: Annotated[int, key("tensor parallel in the stage", ge=1)]
     dp: Annotated[int, key("replicas of the stage", ge=1)]
@@ -38,25 +38,25 @@ class StageParallel:
         check(self, "stages", PlanError)
         if len(set(self.weights)) == 1:
             object.__setattr__(self, "weights", ())
-        what, hint = f"{len(self.weights)} weights for DP {self.dp}", "give one per replica of the stage"
-        PlanError.refuse((self.weights and len(self.weights) != self.dp, what, "routing", hint))
+        message, hint = f"{len(self.weights)} weights for DP {self.dp}", "give one per replica of the stage"
+        PlanError.refuse((self.weights and len(self.weights) != self.dp, message, "routing", hint))
 
     @property
     def ranks(self) -> int:
         return self.tp * self.dp
 
 
-_stage = lru_cache(maxsize=1024)(StageParallel)  # a search makes the same ones over and over
+_stage = lru_cache(maxsize=1024)(StageParallel)  # a search asks for the same values again and again
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """TP and DP of every stage, and how the ranks are counted.
+    """TP and DP of every stage, and the order of the ranks.
 
-    `virtual_stages`: model chunks one pipeline rank holds (1: not interleaved). `optimizer_instances`: data-parallel
-    groups are cut into that many equal runs of ranks; gradients are reduce-scattered inside a run and all-reduced
-    across runs (Megatron-Core's num_distributed_optimizer_instances). `sequence_parallel` holds for the stages of more
-    than one TP rank. Layouts that are not uniform have the defaults of all but `sequence_parallel`.
+    `virtual_stages`: model chunks of one pipeline rank (1: not interleaved). `optimizer_instances`: the number of equal
+    runs of ranks in a data-parallel group; gradients are reduce-scattered inside a run and all-reduced across runs
+    (Megatron-Core's num_distributed_optimizer_instances). `sequence_parallel` applies to stages with TP above 1.
+    Layouts that are not uniform need the defaults of all other fields.
     """
 
     stages: tuple[StageParallel, ...]
@@ -88,12 +88,12 @@ class Parallel:
                 len(self.tps) > 1 and not self.sequence_parallel,
                 f"stages of TP {', '.join(map(str, self.tps))} without sequence_parallel",
                 "parallel",
-                "set it: stages of unlike TP exchange pieces of sequences",
+                "set it: stages of different TP exchange parts of the sequence",
             ),
             *(
                 (
                     not is_uniform and getattr(self, name) != default,
-                    f"{name} is {getattr(self, name)} with TP and DP of their own in the stages",
+                    f"{name} is {getattr(self, name)} with per-stage TP/DP",
                     f"parallel.{name}",
                     f"use {default}, or the same TP and DP in every stage",
                 )
@@ -127,29 +127,29 @@ class Parallel:
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Whether all stages have the same TP and DP, and their replicas the same share of a step."""
+        """True if all stages have the same TP and DP, and all replicas the same share of a step."""
         first = self.stages[0]
         return not first.weights and all(stage is first or stage == first for stage in self.stages)
 
     def is_grid(self, micro_batches: int) -> bool:
-        """Return whether all replicas do the same in a step of so many micro-batches, so that pipelines are rows of a
-        grid of ranks."""
+        """Return whether every replica computes equally many of `micro_batches`: then pipelines are rows of the grid
+        of ranks."""
         return self.is_uniform and micro_batches % self.stages[0].dp == 0
 
     @property
     def tp(self) -> int:
-        """TP of every stage. PlanError where stages differ."""
+        """The TP of every stage. PlanError if stages differ."""
         return self._uniform().tp
 
     @property
     def dp(self) -> int:
-        """DP of every stage. PlanError where stages differ."""
+        """The DP of every stage. PlanError if stages differ."""
         return self._uniform().dp
 
     def _uniform(self) -> StageParallel:
         if not self.is_uniform:
             raise PlanError(
-                "its stages have TP and DP of their own, and this takes uniform layouts only",
+                "the plan has per-stage TP/DP, but only uniform layouts are supported here",
                 where="plan",
                 hint="use a plan with the same tp and dp in every stage",
             )
@@ -172,30 +172,30 @@ class Parallel:
 
     @cached_property
     def tps(self) -> tuple[int, ...]:
-        """Every number of TP ranks that a stage has."""
+        """The distinct TP sizes of the stages, ascending."""
         return tuple(sorted({stage.tp for stage in self.stages}))
 
     @property
     def vocabulary_parts(self) -> int:
-        """Into how many equal parts the padded vocabulary can be cut."""
+        """The number of equal parts into which the padded vocabulary is divisible."""
         return math.lcm(*self.tps)
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether the replicas of every stage take turns. Where they do not, those that have little to do are long done
-        when others are not: no gradients are reduced, and no parameters gathered, beside computing."""
+    def is_round_robin(self) -> bool:
+        """True if the replicas of every stage take turns.
+        Otherwise some replicas finish early, so gradient and parameter collectives cannot overlap with compute."""
         return not any(stage.weights for stage in self.stages)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data as checkpoints have it: a uniform layout by its sizes, another stage by stage."""
+        """Return plain data for checkpoints: the sizes of a uniform layout, else those of each stage."""
         if not self.is_uniform:
             return {"stages": [asdict(stage) for stage in self.stages], "sequence_parallel": self.sequence_parallel}
         return {"tp": self.tp, "pp": self.pp, "dp": self.dp} | {k: v for k, v in asdict(self).items() if k != "stages"}
 
     def __str__(self) -> str:
         if self.is_uniform:
-            virtual = f" x {self.virtual_stages} virtual" if self.virtual_stages > 1 else ""
-            return f"TP {self.tp}, PP {self.pp}{virtual}, DP {self.dp}"
+            chunks = f" x {self.virtual_stages} virtual" if self.virtual_stages > 1 else ""
+            return f"TP {self.tp}, PP {self.pp}{chunks}, DP {self.dp}"
         return f"PP {self.pp} of " + " + ".join(f"TP {stage.tp} x DP {stage.dp}" for stage in self.stages)
 
     def grid(self) -> list[np.ndarray]:
@@ -221,8 +221,7 @@ class Parallel:
         return stage, *divmod(rank - self._first_ranks[stage], self.stages[stage].tp)
 
     def routes(self, micro_batches: int) -> tuple[tuple[int, ...], ...]:
-        """Return, per stage, the replica that computes each of a step's micro-batches. PlanError for a replica without
-        any."""
+        """Return, per stage, the replica of each micro-batch of a step. PlanError if a replica gets none."""
         return tuple(_route(stage, s, micro_batches) for s, stage in enumerate(self.stages))
 
 
@@ -233,9 +232,12 @@ _UNIFORM_ONLY = {
 
 @lru_cache(maxsize=256)
 def _route(parallel: StageParallel, stage: int, micro_batches: int) -> tuple[int, ...]:
-    """Return the replica of each micro-batch: in turn, so that replicas are balanced within one micro-batch; by weight:
-    as many to each as make the last one done earliest, each begun when the replica would have done its last one. So
-    every replica has one of the first: in their first passes all replicas of a stage gather parameters together."""
+    """Return the replica of each micro-batch.
+
+    Without weights, replicas take turns. With weights, the counts minimize the end of the last replica, and
+    micro-batches are ordered by their start if each replica computes without a pause. So every replica computes one of
+    the first micro-batches: all replicas of a stage gather parameters in their first passes together.
+    """
     if parallel.dp > micro_batches:
         raise PlanError(
             f"stage {stage} has {parallel.dp} replicas for {micro_batches} micro-batches a step",
@@ -251,15 +253,15 @@ def _route(parallel: StageParallel, stage: int, micro_batches: int) -> tuple[int
         raise PlanError(
             f"stage {stage}: replica {counts.index(0)} gets none of {micro_batches} micro-batches",
             where="routing",
-            hint="raise its weight, or leave it out",
+            hint="raise its weight, or remove it",
         )
-    begins = sorted((n / parallel.weights[r], r) for r, count in enumerate(counts) for n in range(count))
-    return tuple(r for _, r in begins)
+    starts = sorted((n / parallel.weights[r], r) for r, count in enumerate(counts) for n in range(count))
+    return tuple(r for _, r in starts)
 
 
 @dataclass(frozen=True)
 class Group:
-    """One concrete group of ranks. `kind` is Megatron-Core's name of it, `edge` for two pipeline neighbours."""
+    """One concrete group of ranks. `kind`: Megatron-Core's name, or `edge` for two pipeline neighbours."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -267,14 +269,13 @@ class Group:
 
 
 def groups(parallel: Parallel, micro_batches: int, tied: bool) -> Iterator[Group]:
-    """Yield every group of more than one rank that carries training traffic, for a step of `micro_batches` in all:
-    world, tp, dp, dp instances, those of pipelines, embd, edges.
+    """Yield every group of more than one rank that carries training traffic. `micro_batches`: of the whole step.
 
-    `dp` is Megatron's dp (with cp); with several optimizer instances also `intra_dp` (reduce-scatter inside) and
-    `inter_dp` (all-reduce across). `edge`: two ranks of neighbouring stages that exchange, in the forward direction;
-    the wrap-around edge is there when stages are interleaved. In a grid `mp` carries the gradient norm, `pp` is a
-    pipeline and `embd` its ends; else the norm goes over `world`, and `embd`, all ranks of the first and the last
-    stage, is there if the embedding is `tied`.
+    The order is: world, tp, dp (with its instances), pipeline groups, embd, edges. `dp` is Megatron's dp (with cp).
+    Several optimizer instances add `intra_dp` (reduce-scatter inside) and `inter_dp` (all-reduce across). An `edge` is
+    two ranks of neighbouring stages that exchange, in forward direction; interleaved stages have a wrap-around edge.
+    In a grid, `mp` carries the gradient norm, `pp` is a pipeline, and `embd` its two ends. Otherwise the norm goes over
+    `world`, and `embd` holds all ranks of the first and last stage if the embedding is `tied`.
     """
     grid, pp = parallel.grid(), parallel.pp
     is_grid = parallel.is_grid(micro_batches)
@@ -300,7 +301,7 @@ def groups(parallel: Parallel, micro_batches: int, tied: bool) -> Iterator[Group
     routes = parallel.routes(parallel.dp if is_grid else micro_batches)
     for s, t in edges:
         for a, b in sorted(set(zip(routes[s], routes[t], strict=True))):
-            for i, j in pieces(parallel.tp_of(s), parallel.tp_of(t)):
+            for i, j in exchanging_tp_ranks(parallel.tp_of(s), parallel.tp_of(t)):
                 yield Group("edge", (int(grid[s][a, i]), int(grid[t][b, j])), (s, t))
 
 
@@ -310,7 +311,7 @@ def _group(kind: str, ranks: np.ndarray, stages: tuple[int, ...]) -> Iterator[Gr
 
 
 def _pipeline_groups(grid: np.ndarray) -> Iterator[Group]:
-    """Yield the groups that go through the stages of a grid of ranks, (pp, dp, tp)."""
+    """Yield the groups that cross the stages of a grid of ranks, (pp, dp, tp)."""
     pp, dp, tp = grid.shape
     for d in range(dp):
         if tp > 1:
@@ -321,17 +322,17 @@ def _pipeline_groups(grid: np.ndarray) -> Iterator[Group]:
                 yield from _group("embd", grid[[0, pp - 1], d, t], (0, pp - 1))
 
 
-def abridged(values: Iterable[object], separator: str = ", ") -> str:
-    """Return a list, of ranks or layers, in a few letters."""
-    text = [str(value) for value in values]
-    return separator.join(text if len(text) <= 8 else [*text[:3], "…", text[-1]])
+def abbreviated(values: Iterable[object], separator: str = ", ") -> str:
+    """Return a list of ranks or layers as short text: the first three and the last if there are more than eight."""
+    texts = [str(value) for value in values]
+    return separator.join(texts if len(texts) <= 8 else [*texts[:3], "…", texts[-1]])
 
 
-Case = tuple[Any, str, str, str]  # of :meth:`PlanError.refuse`
+Case = tuple[Any, str, str, str]  # an argument of :meth:`PlanError.refuse`
 
 
-def undivided(model: ModelSpec, tp: int) -> list[Case]:
-    """Return what is wrong for each size of the model's layers that `tp` ranks cannot share out equally."""
+def indivisible_sizes(model: ModelSpec, tp: int) -> list[Case]:
+    """Return an error case for each size of the model's layers that `tp` does not divide."""
     return [
         (True, f"{size} {name} cannot be divided by TP {tp}", f"model {model.name}", f"use a TP that divides {size}")
         for name in ("heads", "kv_heads", "ffn")
@@ -339,15 +340,15 @@ def undivided(model: ModelSpec, tp: int) -> list[Case]:
     ]
 
 
-def not_inside_a_node(tp: int, ranks: int, where: str) -> Case:
-    """Return whether a node of so many ranks does not hold whole groups of `tp`, and what is wrong then."""
-    what = f"TP {tp} does not divide {ranks} GPUs of a node"
-    return ranks % tp, what, where, "keep tensor parallel inside a node"
+def tp_across_nodes(tp: int, ranks: int, where: str) -> Case:
+    """Return the error case of a node with `ranks` ranks that TP groups of `tp` do not fill."""
+    message = f"TP {tp} does not divide {ranks} GPUs per node"
+    return ranks % tp, message, where, "keep tensor parallelism inside a node"
 
 
-def pieces(source_tp: int, target_tp: int) -> list[tuple[int, int]]:
-    """Return the TP ranks of two neighbouring stages that exchange a part of every tensor. Where both stages have the
-    same number, each keeps to its own; else those whose parts of the sequence overlap."""
+def exchanging_tp_ranks(source_tp: int, target_tp: int) -> list[tuple[int, int]]:
+    """Return the pairs of TP ranks of two neighbouring stages that exchange a part of every tensor.
+    With equal TP, each rank has one partner; otherwise ranks whose parts of the sequence overlap are partners."""
     if source_tp == target_tp:
         return [(t, t) for t in range(source_tp)]
     return [

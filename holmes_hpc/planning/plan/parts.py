@@ -1,4 +1,4 @@
-"""The parts that a plan is made of: its schedule, components and stages, what was predicted."""
+"""The parts of a plan: its schedule, components, stages and prediction."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from holmes_hpc.schema import Checked, check, key
 
 @dataclass(frozen=True)
 class Schedule:
-    """`kind`: one of SCHEDULES. `in_flight`: per stage, the most micro-batches (chunk passes when interleaved) whose
-    activations it holds."""
+    """A pipeline schedule. `kind`: one of SCHEDULES.
+    `in_flight`: per stage, the most micro-batches whose activations it holds (chunk passes if interleaved)."""
 
-    kind: Annotated[str, key("who waits for what", one_of=SCHEDULES)]
+    kind: Annotated[str, key("name of the pipeline schedule", one_of=SCHEDULES)]
     in_flight: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -26,15 +26,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Component:
-    """One part of the hetjob: `nodes` of one fabric, which hold the pipeline `stages` (all of them if hierarchical).
-    Partition, constraint and stages are filled in by the plan."""
+    """One component of the heterogeneous job: `nodes` of one fabric with the pipeline `stages` (all if hierarchical).
+    The plan fills in partition, constraint and stages."""
 
     partition: str
     constraint: str
     fabric: str
-    nodes: Annotated[int, key("of the fabric", ge=1)]
-    gpus_per_node: Annotated[int, key("ranks of a node", ge=1)]
-    stages: Annotated[tuple[int, ...], key("that it holds", ge=0)] = ()
+    nodes: Annotated[int, key("nodes of the fabric", ge=1)]
+    gpus_per_node: Annotated[int, key("ranks on each node", ge=1)]
+    stages: Annotated[tuple[int, ...], key("stages of the component", ge=0)] = ()
 
     def __post_init__(self) -> None:
         check(self, f"component {self.fabric}", PlanError)
@@ -46,8 +46,8 @@ class Component:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage: `layers` transformer layers, cut into `chunks` (one per virtual stage). `fabric` is filled in
-    by the plan: the first one's where a hierarchical plan has it in several."""
+    """A pipeline stage: `layers` transformer layers, divided into `chunks` (one per virtual stage).
+    The plan fills in `fabric`: the first one if a hierarchical plan has the stage in several."""
 
     fabric: str = ""
     layers: Annotated[int, key("transformer layers", ge=0)] = 0
@@ -59,15 +59,17 @@ class Stage:
         object.__setattr__(self, "layers", self.layers or sum(self.chunks))
         if sum(self.chunks) != self.layers:
             raise PlanError(
-                f"chunks {self.chunks} do not make {self.layers} layers", where="stages", hint="correct them"
+                f"chunks {self.chunks} do not add up to {self.layers} layers", where="stages", hint="correct them"
             )
 
 
 @dataclass(frozen=True)
 class Predicted(Checked, where="predicted", error=PlanError):
-    """What a plan should do. Times in seconds; `nic_bytes_per_step`: fabric name or ``ethernet`` -> bytes that all
-    nodes together send over such NICs in one step, payload only; `breakdown`: seconds of the step by part.
-    `interval_s`: (low, high), between which nine of ten runs like it were; None where nothing is known of that."""
+    """The predicted performance of a plan. Times in seconds.
+
+    `nic_bytes_per_step`: fabric name or ``ethernet`` -> payload bytes that all nodes together send over such NICs.
+    `breakdown`: seconds of the step by part. `interval_s`: the 90% interval (low, high) of the step time, if known.
+    """
 
     step_time_s: float
     samples_per_s: float

@@ -1,4 +1,4 @@
-"""The Plan: what runs where."""
+"""The Plan: the complete description of a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from holmes_hpc.planning.plan import plan_file
 from holmes_hpc.planning.plan.parallel import (
     HIERARCHICAL_ORDER,
     Parallel,
-    abridged,
+    abbreviated,
     groups,
-    not_inside_a_node,
-    undivided,
+    indivisible_sizes,
+    tp_across_nodes,
 )
 from holmes_hpc.planning.plan.parts import Component, Predicted, Schedule, Stage
 from holmes_hpc.planning.plan.transport import GroupTransport, Place, Transport, TransportRule, places
@@ -30,41 +30,40 @@ from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.schema import check, key
 
-CONTROL = "control"  # the kind of the one entry of transports that is no group of Megatron-Core's
+CONTROL = "control"  # the kind of the one entry of transports that is not a group of Megatron-Core
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run needs. Made by the planner, or by hand; checked here, so that inside no code asks again.
+    """The complete description of a run, made by the planner or by hand, and checked on creation.
 
-    A component's partition, constraint and stages, and a stage's fabric, follow from the rest: they are filled in.
+    The plan itself fills in each component's partition, constraint and stages, and each stage's fabric.
     """
 
     strategy: Annotated[str, key("how fabrics are used", one_of=STRATEGIES)]
     model: ModelSpec
     batch: Batch
     parallel: Parallel
-    recompute: Annotated[str, key("what a backward pass computes again", one_of=RECOMPUTE)]
+    recompute: Annotated[str, key("activations recomputed in the backward pass", one_of=RECOMPUTE)]
     schedule: Schedule
     components: tuple[Component, ...]
     stages: tuple[Stage, ...]
     site: Site
-    bucket_bytes: Annotated[int, key("of a gradient bucket", unit="bytes", ge=1)] = 40_000_000
-    edge_dtype: Annotated[str, key("of activations on TCP edges", one_of=EDGE_DTYPES)] = "same"
-    # a tensor is spread over them
-    edge_connections: Annotated[int, key("of each direction of an edge on TCP", ge=1)] = 1
-    transport_mode: Annotated[str, key("which network groups use", one_of=TRANSPORT_MODES)] = "holmes"
-    # what was predicted, and what runs
-    pace_layer_ms: Annotated[float | None, key("layers take that long forward by waiting", unit="ms", gt=0)] = None
+    bucket_bytes: Annotated[int, key("size of a gradient bucket", unit="bytes", ge=1)] = 40_000_000
+    edge_dtype: Annotated[str, key("type of activations on TCP edges", one_of=EDGE_DTYPES)] = "same"
+    edge_connections: Annotated[int, key("TCP connections for each activation", ge=1)] = 1
+    transport_mode: Annotated[str, key("rule for the network of each group", one_of=TRANSPORT_MODES)] = "holmes"
+    # Emulated compute holds for the prediction and for the run.
+    pace_layer_ms: Annotated[float | None, key("emulated forward time of a layer", unit="ms", gt=0)] = None
     predicted: Predicted | None = None
     assumptions: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()
-    pace_factors: Annotated[Mapping[str, float] | None, key("so many times the pace there", gt=0)] = None
+    pace_factors: Annotated[Mapping[str, float] | None, key("{FABRIC: multiple of the emulated time}", gt=0)] = None
 
     def __post_init__(self) -> None:
         check(self, "plan", PlanError)
         ignored = edges_ignored(self.transport_mode, self.schedule.kind, self.edge_dtype, self.edge_connections)
-        hint = "leave it out, or use transport_mode holmes or schedule ahead"
+        hint = "remove it, or use transport_mode holmes or schedule ahead"
         PlanError.refuse((ignored, str(ignored), "plan", hint))
         self._check_nodes()
         self._check_model()
@@ -80,24 +79,24 @@ class Plan:
             (c.fabric, *size)
             for c in self.components
             for fabric in [self.site.fabric(c.fabric)]
-            for size in ((c.nodes, fabric.nodes, "nodes"), (c.gpus_per_node, fabric.gpus_per_node, "GPUs of a node"))
+            for size in ((c.nodes, fabric.nodes, "nodes"), (c.gpus_per_node, fabric.gpus_per_node, "GPUs per node"))
         ]
         PlanError.refuse(
             (
                 len(set(fabrics)) < len(fabrics),
-                f"fabrics {', '.join(fabrics)}: one is there twice",
+                f"fabrics {', '.join(fabrics)}: one is listed twice",
                 "components",
-                "make one component of a fabric",
+                "use one component per fabric",
             ),
             *(
-                (n > most, f"{n} {unit} needed, the site has {most}", f"component {fabric}", f"use at most {most}")
-                for fabric, n, most, unit in sizes
+                (n > limit, f"{n} {unit} needed, the site has {limit}", f"component {fabric}", f"use at most {limit}")
+                for fabric, n, limit, unit in sizes
             ),
             (
                 ranks != self.world_size,
                 f"components hold {ranks} ranks, {self.parallel} needs {self.world_size}",
                 "components",
-                "make them equal",
+                "make both numbers equal",
             ),
         )
 
@@ -110,7 +109,7 @@ class Plan:
         )
         layers = sum(s.layers for s in self.stages)
         PlanError.refuse(
-            *(case for tp in p.tps for case in undivided(m, tp)),
+            *(case for tp in p.tps for case in indivisible_sizes(m, tp)),
             *(
                 (
                     p.sequence_parallel and sequence % tp,
@@ -124,7 +123,7 @@ class Plan:
                 (len(values) != count, f"{len(values)} values for {p}", where, f"give {count}")
                 for where, values, count in lengths
             ),
-            (layers != m.layers, f"stages hold {layers} layers, the model has {m.layers}", "stages", "make them equal"),
+            (layers != m.layers, f"stages hold {layers} layers, the model has {m.layers}", "stages", "make both equal"),
             *(
                 (min(stage.chunks) < 1, f"stage {i} has a chunk without a layer", "stages", "use fewer stages")
                 for i, stage in enumerate(self.stages)
@@ -142,16 +141,16 @@ class Plan:
         if p.is_uniform:
             plain = Parallel(p.stages, sequence_parallel=p.sequence_parallel)
             if self.schedule.kind != PER_STAGE.name or p != plain:
-                self.batch.micro_batches(p.dp)  # says what does not divide
+                self.batch.micro_batches(p.dp)  # raises the more precise error
         PlanError.refuse(
             *(
                 (
-                    value != only,
-                    f"{name} is {value}, and replicas of its stages have unequal shares of a step",
+                    value != required,
+                    f"{name} is {value}, but the replicas of a stage have unequal shares of a step",
                     name,
-                    f"use {only}, or the same TP and DP in every stage and a batch that these divide",
+                    f"use {required}, or the same TP and DP in every stage and a batch divisible by them",
                 )
-                for name, value, only in (
+                for name, value, required in (
                     ("schedule.kind", self.schedule.kind, PER_STAGE.name),
                     ("strategy", "pipeline" if self.strategy == "one-fabric" else self.strategy, "pipeline"),
                     ("transport_mode", self.transport_mode, "holmes"),
@@ -160,7 +159,7 @@ class Plan:
         )
 
     def _place(self) -> None:
-        """Fill in what follows from the order of ranks: each component's stages, each stage's fabric."""
+        """Fill in each component's partition, constraint and stages, and each stage's fabric, from the rank order."""
         p, first = self.parallel, 0
         components, fabrics = list[Component](), dict[int, str]()
         for c in self.components:
@@ -170,11 +169,11 @@ class Plan:
                 if p.order == HIERARCHICAL_ORDER
                 else (p.coordinates(first)[0], p.coordinates(first + c.ranks - 1)[0])
             )
-            held = tuple(range(ends[0], ends[1] + 1))
-            for stage in held:
-                sizes, other = p.stages[stage], fabrics.setdefault(stage, c.fabric)
+            stages = tuple(range(ends[0], ends[1] + 1))
+            for stage in stages:
+                sizes, first_fabric = p.stages[stage], fabrics.setdefault(stage, c.fabric)
                 PlanError.refuse(
-                    not_inside_a_node(sizes.tp, c.gpus_per_node, f"component {c.fabric}"),
+                    tp_across_nodes(sizes.tp, c.gpus_per_node, f"component {c.fabric}"),
                     (
                         self.is_per_stage and sizes.ranks % c.gpus_per_node,
                         f"stage {stage}: TP {sizes.tp} x DP {sizes.dp} on nodes of {c.gpus_per_node} ranks",
@@ -182,13 +181,13 @@ class Plan:
                         "give a stage whole nodes: a multiple of the ranks of a node",
                     ),
                     (
-                        other != c.fabric and self.strategy != "hierarchical-dp",
-                        f"stage {stage} lies on {other} and {c.fabric}",
+                        first_fabric != c.fabric and self.strategy != "hierarchical-dp",
+                        f"stage {stage} has ranks in {first_fabric} and {c.fabric}",
                         f"component {c.fabric}",
                         "put stage boundaries on fabric boundaries, or plan again",
                     ),
                 )
-            components.append(replace(c, partition=fabric.partition, constraint=fabric.constraint, stages=held))
+            components.append(replace(c, partition=fabric.partition, constraint=fabric.constraint, stages=stages))
             first += c.ranks
         object.__setattr__(self, "components", tuple(components))
         object.__setattr__(self, "stages", tuple(replace(s, fabric=fabrics[i]) for i, s in enumerate(self.stages)))
@@ -198,19 +197,19 @@ class Plan:
         for g in self.transports() if self.transport_mode != "single" else ():
             if g.kind in inside and len(names := {self.places[r].fabric for r in g.ranks}) > 1:
                 raise PlanError(
-                    f"{g.kind} group of ranks {abridged(g.ranks)} spans fabrics {', '.join(sorted(names))}",
+                    f"{g.kind} group of ranks {abbreviated(g.ranks)} spans fabrics {', '.join(sorted(names))}",
                     where="plan",
                     hint="put stage boundaries on fabric boundaries, or plan again",
                 )
 
     @property
     def layout(self) -> list[dict[str, Any]]:
-        """The components of the job, as a run's record has them."""
+        """The components of the job, as in a run's record."""
         return [{k: v for k, v in asdict(c).items() if k != "stages"} for c in self.components]
 
     @property
-    def spread(self) -> str:
-        """How the plan lies on the nodes, for people: its strategy, or that one node has all of it."""
+    def strategy_label(self) -> str:
+        """The strategy as users see it: ``one node`` if the plan has only one."""
         return "one node" if sum(c.nodes for c in self.components) == 1 else self.strategy
 
     @property
@@ -226,26 +225,25 @@ class Plan:
 
     @cached_property
     def is_per_stage(self) -> bool:
-        """Whether replicas of a stage compute unlike micro-batches: TP or DP differ by stage, or shares by replica."""
+        """True if stages differ in TP or DP, or replicas of a stage in the number of micro-batches."""
         return not self.parallel.is_grid(self.batch.micro_batches(1))
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per pipeline and step; of the whole step where a plan is per stage, for there are no
-        pipelines."""
+        """The micro-batches per pipeline and step; of the whole step if the plan has per-stage TP/DP."""
         return self.batch.micro_batches(1 if self.is_per_stage else self.parallel.dp)
 
     @cached_property
     def order(self) -> Order:
-        """What each stage (where a plan is per stage: each replica of it) computes in a step, one after the other."""
+        """The order in which each stage, or with per-stage TP/DP each replica, computes its passes."""
         p = self.parallel
         if self.is_per_stage:
-            return Order.routed(p.routes(self.micro_batches), self.schedule.in_flight)
+            return Order.per_stage(p.routes(self.micro_batches), self.schedule.in_flight)
         return Order(self.schedule.kind, p.pp, self.micro_batches, p.virtual_stages, self.schedule.in_flight)
 
     @cached_property
     def places(self) -> list[Place]:
-        """Where each global rank runs."""
+        """The place of each global rank."""
         return places(self.components)
 
     def component_of(self, rank: int) -> int:
@@ -260,7 +258,7 @@ class Plan:
         return TransportRule.of_job(self.site, self.transport_mode, self.components)
 
     def transport_of(self, ranks: Sequence[int], host_memory: bool = False) -> Transport:
-        """Return the transport of whatever group these ranks form; `host_memory` as :meth:`TransportRule.of` has it."""
+        """Return the transport of a group of these ranks; `host_memory` as in :meth:`TransportRule.of`."""
         return self.transport_rule.of_members([self.places[r] for r in ranks], host_memory)
 
     def transports(self) -> Iterator[GroupTransport]:
@@ -275,24 +273,23 @@ class Plan:
 
     @property
     def id(self) -> str:
-        """Twelve hex digits of what the plan does (not of what was predicted or considered)."""
+        """Twelve hex digits that identify what runs. Predictions and alternatives do not change them."""
         return plan_file.digest(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, with what follows from other fields beside these (`holmes plan --json`)."""
+        """Return plain data with the derived fields (`holmes plan --json`)."""
         return plan_file.to_dict(self)
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "plan") -> Plan:
-        """Make a plan of what :meth:`to_dict` or a plan.yaml has. PlanError or SiteError names the key, its value and
-        what is allowed."""
+        """Return the plan of plain data from :meth:`to_dict` or a plan.yaml. Errors name key, value and choices."""
         return plan_file.from_dict(cls, data, where)
 
     def to_yaml(self) -> str:
         return plan_file.to_yaml(self)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write plan.yaml, atomically; equal plans give equal bytes."""
+        """Write plan.yaml atomically; equal plans give equal bytes."""
         try:
             write_whole(Path(path), self.to_yaml())
         except RunFailed as e:

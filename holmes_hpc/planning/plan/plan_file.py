@@ -1,4 +1,4 @@
-"""plan.yaml: its schema (version 3), its reader and its writer. What follows from other keys stands under `derived`."""
+"""The schema (version 3), reader and writer of plan.yaml. Keys that follow from others are under `derived`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
 from holmes_hpc.records.untrusted import from_yaml
 from holmes_hpc.schema import Checked, key, make
 
-P = TypeVar("P")  # Plan, whose methods these are
+P = TypeVar("P")  # Plan, whose methods call these functions
 
 VERSION = 3
-UNIFORM, PER_STAGE = 1, 2  # the versions that earlier releases wrote, and that are read
-WHOLE: tuple[str, ...] = ()
-# Keys that may be missing in a plan of an older version, and that change what it does.
+UNIFORM, PER_STAGE = 1, 2  # versions of earlier releases, which can still be read
+_ENTIRE_VALUE: tuple[str, ...] = ()
+# Keys that an older plan may lack, and that change what runs.
 _ALWAYS_WRITTEN = ("bucket_bytes", "edge_dtype", "edge_connections", "transport_mode")
-_SIZES = ("tp", "dp")  # of a stage
+_SIZES = ("tp", "dp")  # keys of a stage
 
 
 def to_dict(plan: Any) -> dict[str, Any]:
-    """Return a plan as plain data, with what follows from other keys beside these. Only an emulated plan has a pace."""
+    """Return a plan as plain data, with the derived keys. Only an emulated plan has keys of the pace."""
     data: dict[str, Any] = {"version": VERSION}
     for f in fields(plan):
         value = getattr(plan, f.name)
@@ -63,8 +63,11 @@ def to_dict(plan: Any) -> dict[str, Any]:
 
 
 def digest(plan: Any) -> str:
-    """Return twelve hex digits of what a plan does. They are of the form that versions 1 and 2 had, without the control
-    entry, which the oldest lack, so that an equal plan of an earlier release has equal ones."""
+    """Return twelve hex digits that identify what a plan runs.
+
+    They are computed from the form of versions 1 and 2, without the control entry, which the oldest plans lack. So an
+    equal plan of an earlier release has the same digits.
+    """
     data = to_dict(replace(plan, predicted=None, assumptions=(), alternatives=()))
     data["version"] = PER_STAGE if plan.is_per_stage else UNIFORM
     if plan.is_per_stage:
@@ -77,9 +80,11 @@ def digest(plan: Any) -> str:
 
 def to_yaml(plan: Any) -> str:
     """Return the text of plan.yaml."""
-    whole, names_of = to_dict(plan), _derived_names(plan)
-    data = {k: _pick(v, names_of.get(k, ()), False) for k, v in whole.items() if names_of.get(k) != WHOLE}
-    derived = {k: whole[k] if names == WHOLE else _pick(whole[k], names, True) for k, names in names_of.items()}
+    values, names_of = to_dict(plan), _derived_names(plan)
+    data = {k: _pick(v, names_of.get(k, ()), False) for k, v in values.items() if names_of.get(k) != _ENTIRE_VALUE}
+    derived = {
+        k: values[k] if names == _ENTIRE_VALUE else _pick(values[k], names, True) for k, names in names_of.items()
+    }
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     return str(
         yaml.dump(
@@ -94,31 +99,29 @@ def to_yaml(plan: Any) -> str:
 
 
 def _derived_names(plan: Any) -> dict[str, tuple[str, ...]]:
-    """Return which keys follow from the others: the whole of it, or its keys of these names."""
+    """Return the derived keys: _ENTIRE_VALUE, or the names of the keys inside that are derived."""
     chunks = "chunks" if plan.parallel.virtual_stages == 1 else "layers"
     return {
         "parallel": ("tp", "pp", "dp"),
         "components": ("partition", "constraint", "stages"),
         "stages": ("fabric", "nodes", chunks),
-        "unused": WHOLE,
-        "transports": WHOLE,
+        "unused": _ENTIRE_VALUE,
+        "transports": _ENTIRE_VALUE,
     }
 
 
 def _pick(value: Any, names: Sequence[str], is_derived: bool) -> Any:
-    """Return the keys of `names`, or the others, of a mapping or of each one in a list."""
+    """Return only the keys in `names`, or only the other keys, of a mapping or of each mapping in a list."""
     if isinstance(value, list):
         return [_pick(item, names, is_derived) for item in value]
     return {k: v for k, v in value.items() if (k in names) == is_derived} if isinstance(value, Mapping) else value
 
 
 def flatten(data: Any) -> Any:
-    """Return the plain data of a plan.yaml in the form of :func:`to_dict`: what stands under `derived` beside the
-    rest."""
+    """Return the plain data of a plan.yaml in the form of :func:`to_dict`, with `derived` merged into it."""
     if not isinstance(data, Mapping):
         return data
-    rest = {k: v for k, v in data.items() if k != "derived"}
-    return _merged(rest, data.get("derived") or {})
+    return _merged({k: v for k, v in data.items() if k != "derived"}, data.get("derived") or {})
 
 
 def _merged(data: Any, derived: Any) -> Any:
@@ -130,7 +133,7 @@ def _merged(data: Any, derived: Any) -> Any:
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """Return the plain data of a file. PlanError where there is none, or it is not YAML."""
+    """Return the plain data of a file. PlanError if it is missing or not YAML."""
     try:
         return from_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
@@ -140,8 +143,8 @@ def read(path: str | os.PathLike[str]) -> Any:
 
 
 def from_dict(cls: type[P], data: Any, where: str) -> P:
-    """Make a plan of plain data of version 1, 2 or 3. What follows from other keys is computed again and must be what
-    is written. A key that an older version did not write has its default."""
+    """Return the plan of plain data of version 1, 2 or 3.
+    Derived keys must equal their computed values. Keys that an older version lacks get their defaults."""
     if not isinstance(data, Mapping):
         raise PlanError("not a plan", where=where, hint="make it with `holmes plan -o plan.yaml`")
     try:
@@ -154,18 +157,19 @@ def from_dict(cls: type[P], data: Any, where: str) -> P:
             )
         flat = flatten(data)
         plan: Any = make(cls, _fields(flat), "plan", PlanError)
-        unchecked = ("transports",) if version == PER_STAGE and not plan.is_per_stage else ()  # a grid has others
+        # Version 2 listed other groups for a plan that is a grid.
+        unchecked = ("transports",) if version == PER_STAGE and not plan.is_per_stage else ()
         _check_derived(plan, {k: v for k, v in flat.items() if k not in unchecked})
     except HolmesError as e:
-        inside = e.where.removeprefix("plan").removeprefix(".")
-        raise type(e)(e.what, where=f"{where}: {inside}" if inside else where, hint=e.hint) from e
+        key_path = e.where.removeprefix("plan").removeprefix(".")
+        raise type(e)(e.what, where=f"{where}: {key_path}" if key_path else where, hint=e.hint) from e
     missing = [k for k in _ALWAYS_WRITTEN if k not in data]
-    note = f"an older plan, without {', '.join(missing)}: taken as by default"
+    note = f"the plan is older and lacks {', '.join(missing)}: the defaults are used"
     return replace(plan, assumptions=(*plan.assumptions, note)) if missing else plan
 
 
 def _fields(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a plan is made of: of keys that follow from others none."""
+    """Return the fields of a plan, without derived keys."""
     values = {k: v for k, v in flat.items() if k not in ("version", "unused", "transports", "routing")}
     stages, components = values.get("stages"), values.get("components")
     values["parallel"] = _parallel(flat)
@@ -180,7 +184,7 @@ def _fields(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Uniform(Checked, where="parallel", error=PlanError):
-    """The sizes of a uniform layout, as a plan's file has them."""
+    """The sizes of a uniform layout in plan.yaml."""
 
     tp: Annotated[int, key("tensor parallel", ge=1)] = 1
     pp: Annotated[int, key("pipeline stages", ge=1)] = 1
@@ -189,38 +193,38 @@ class _Uniform(Checked, where="parallel", error=PlanError):
 
 @dataclass(frozen=True)
 class _Routing(Checked, where="routing", error=PlanError):
-    """The rule of an uneven layout as a plan's file has it: per stage, every replica's weight."""
+    """The key `routing` of plan.yaml: per stage, the weight of each replica."""
 
     weights: tuple[tuple[float, ...], ...] = ()
 
 
 def _parallel(flat: Mapping[str, Any]) -> Parallel:
-    """Return the layout that `parallel`, `stages` and `routing` give."""
-    given, stages = flat.get("parallel") or {}, flat.get("stages")
-    if not isinstance(given, Mapping):
-        raise PlanError(f"parallel is {given!r:.60}", where="parallel", hint="give its keys: tp, dp, …")
+    """Return the layout of the keys `parallel`, `stages` and `routing`."""
+    parallel, stages = flat.get("parallel") or {}, flat.get("stages")
+    if not isinstance(parallel, Mapping):
+        raise PlanError(f"parallel is {parallel!r:.60}", where="parallel", hint="give its keys: tp, dp, …")
     if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
         raise PlanError(f"stages is {stages!r:.60}", where="stages", hint="list one per stage")
-    rest = {k: v for k, v in given.items() if k not in ("tp", "pp", "dp", "stages")}
+    settings = {k: v for k, v in parallel.items() if k not in ("tp", "pp", "dp", "stages")}
     if not any(name in stage for stage in stages for name in _SIZES):
-        sizes = {k: v for k, v in given.items() if k in ("tp", "pp", "dp")}
+        sizes = {k: v for k, v in parallel.items() if k in ("tp", "pp", "dp")}
         uniform = make(_Uniform, {"pp": len(stages), **sizes}, "parallel", PlanError)
-        equal = (StageParallel(uniform.tp, uniform.dp),) * uniform.pp
-        return make(Parallel, {**rest, "stages": equal}, "parallel", PlanError)
+        equal_stages = (StageParallel(uniform.tp, uniform.dp),) * uniform.pp
+        return make(Parallel, {**settings, "stages": equal_stages}, "parallel", PlanError)
     weights = make(_Routing, flat.get("routing") or {}, "routing", PlanError).weights or ((),) * len(stages)
     if len(weights) != len(stages):
         raise PlanError(
-            f"weights of {len(weights)} stages for {len(stages)}", where="routing", hint="give a list per stage"
+            f"weights for {len(weights)} of {len(stages)} stages", where="routing", hint="give a list per stage"
         )
-    made = tuple(
+    stage_parallels = tuple(
         make(StageParallel, {**_pick(stage, _SIZES, True), "weights": weights[s]}, f"stages[{s}]", PlanError)
         for s, stage in enumerate(stages)
     )
-    return make(Parallel, {**rest, "stages": made}, "parallel", PlanError)
+    return make(Parallel, {**settings, "stages": stage_parallels}, "parallel", PlanError)
 
 
 def _check_derived(plan: Any, flat: Mapping[str, Any]) -> None:
-    """Refuse data in which a key that follows from others has another value than these give it."""
+    """Raise PlanError if a derived key differs from its computed value."""
     computed = to_dict(plan)
     for name, names in _derived_names(plan).items():
         pairs = _differences(flat[name], computed[name], names, name) if name in flat else ()
@@ -228,14 +232,14 @@ def _check_derived(plan: Any, flat: Mapping[str, Any]) -> None:
             if name == "transports" and flat[name] == _without_control(computed[name]):
                 continue
             raise PlanError(
-                f"{where} is {_shown(written)}, by the other keys it is {_shown(value)}",
+                f"{where} is {_shown(written)}, but the other keys give {_shown(value)}",
                 where=where,
-                hint="remove the key (it is derived), or change what it follows from",
+                hint="remove the key (it is derived), or change the keys it is derived from",
             )
 
 
 def _differences(written: Any, computed: Any, names: Sequence[str], where: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (where, what is written, what is computed) for each derived value that differs."""
+    """Yield (where, written value, computed value) for each derived value that differs."""
     if isinstance(written, list) and isinstance(computed, list) and len(written) == len(computed):
         for i, pair in enumerate(zip(written, computed, strict=True)):
             yield from _differences(*pair, names, f"{where}[{i}]")

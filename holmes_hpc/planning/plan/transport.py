@@ -1,4 +1,4 @@
-"""Which network a process group uses (the node itself, RDMA or TCP): the one place where that is decided."""
+"""The transport of each process group: the node itself, RDMA or TCP. Decided only here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holmes_hpc.planning.plan.parts import Component
 
 @dataclass(frozen=True)
 class Transport:
-    """What a group's traffic uses. `kind`: ``local`` (one node, no network), ``rdma`` (`nic` ib, roce, …, in `fabric`),
+    """The transport of a group. `kind`: ``local`` (one node, no network), ``rdma`` (`nic` ib, roce, …, in `fabric`),
     or ``tcp`` (`nic` ethernet)."""
 
     kind: str
@@ -21,12 +21,12 @@ class Transport:
     fabric: str | None = None
 
     def __post_init__(self) -> None:
-        ok = {
+        is_valid = {
             "local": self.nic is None,
             "rdma": self.nic is not None and self.nic.rdma and self.fabric is not None,
             "tcp": self.nic is NicType.ETHERNET,
         }
-        if not ok.get(self.kind, False):
+        if not is_valid.get(self.kind, False):
             raise PlanError(
                 f"transport {self.kind!r} over {self.nic} in fabric {self.fabric} does not exist",
                 where="transport",
@@ -43,9 +43,11 @@ TCP = Transport("tcp", NicType.ETHERNET)
 
 @dataclass(frozen=True)
 class GroupTransport:
-    """The transport of one concrete group: Megatron-Core's `kind` of it, its global ranks, its stages. Beside those:
-    ``edge``, and, where ranks are GPUs, ``control``: what all ranks exchange from host memory (gloo groups of some of
-    the ranks follow the same rule)."""
+    """The transport of one concrete group, with its global ranks and stages.
+
+    `kind`: Megatron-Core's name, or ``edge``, or ``control`` for host-memory traffic of all ranks if ranks are GPUs
+    (gloo groups of some ranks follow the same rule).
+    """
 
     kind: str
     ranks: tuple[int, ...]
@@ -55,14 +57,14 @@ class GroupTransport:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: its fabric and a label of its node, unique within the job (a host name or an index)."""
+    """The place of a rank: its fabric, and a label of its node (host name or index) that is unique in the job."""
 
     fabric: str
     node: str
 
 
 def places(components: Sequence[Component]) -> list[Place]:
-    """Return where each global rank runs: components in order, nodes in order within, GPUs in order within a node."""
+    """Return the place of each global rank: by component, then by node, then by GPU."""
     return [
         Place(c.fabric, f"{c.fabric}[{n}]") for c in components for n in range(c.nodes) for _ in range(c.gpus_per_node)
     ]
@@ -70,10 +72,10 @@ def places(components: Sequence[Component]) -> list[Place]:
 
 @dataclass(frozen=True)
 class TransportRule:
-    """The rule of one job, which the plan, its cost model and through the plan training go by.
+    """The rule that picks the transport of each group of a job, for the plan, its cost model and training.
 
-    `mode`: ``holmes`` (each group has the best that its own members share) or ``single`` (plain Megatron-LM: groups
-    that leave their node have the best that all ranks share). `fabrics`, `one_node`: where the whole job runs.
+    `mode`: ``holmes`` (the best transport that the group's members share) or ``single`` (plain Megatron-LM: the best
+    that all ranks share, except inside a node). `fabrics`, `one_node`: the fabrics of the job, and if it has one node.
     """
 
     site: Site
@@ -88,16 +90,18 @@ class TransportRule:
         return cls(site, mode, fabrics=frozenset(c.fabric for c in components), one_node=one_node)
 
     def of(self, fabrics: Collection[str], one_node: bool, host_memory: bool = False) -> Transport:
-        """Of a group whose members run in `fabrics`, all on one node or not. `host_memory`: its tensors lie there while
-        those of training lie on GPUs. Such groups never have RDMA, as its ports need no kernel interface, which gloo
-        would connect through."""
+        """Return the transport of a group whose members run in `fabrics`; `one_node`: all on one node.
+
+        `host_memory`: the group exchanges tensors in host memory while training uses GPUs. Such a group never uses
+        RDMA: it runs on gloo, which needs a kernel interface, and RDMA ports may have none.
+        """
         if one_node:
             return LOCAL
         best = self._best(fabrics) if self.mode == "holmes" else self.shared
         return TCP if host_memory and best.kind == "rdma" else best
 
     def of_members(self, members: Sequence[Place], host_memory: bool = False) -> Transport:
-        """:meth:`of`, for members that are listed."""
+        """Return the transport of a group of these members; see :meth:`of`."""
         return self.of({m.fabric for m in members}, len(set(members)) <= 1, host_memory)
 
     @property
@@ -106,12 +110,12 @@ class TransportRule:
         return LOCAL if self.one_node else self._best(self.fabrics)
 
     def _best(self, fabrics: Collection[str]) -> Transport:
-        """Between nodes: RDMA inside one fabric that has it, else TCP over Ethernet."""
+        """Return the best transport between nodes: RDMA inside one fabric that has it, else TCP over Ethernet."""
         if len(fabrics) > 1:
             return TCP
         return self._inside[next(iter(fabrics))]
 
     @cached_property
     def _inside(self) -> dict[str, Transport]:
-        """Between nodes of each fabric."""
+        """The transport between nodes of each fabric."""
         return {f.name: Transport("rdma", f.nic, f.name) if f.nic.rdma else TCP for f in self.site.fabrics}

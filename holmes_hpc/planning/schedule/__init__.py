@@ -1,1 +1,1 @@
-"""What each pipeline stage does one after the other, what waits for what, and how long a step takes then."""
+"""Pipeline schedules: the passes and transfers of each stage, their dependencies, and the time of a step."""

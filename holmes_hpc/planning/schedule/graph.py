@@ -1,9 +1,9 @@
-"""What waits for what in a pipeline schedule, as arcs between numbered nodes.
+"""The dependencies of a pipeline schedule, as arcs between numbered nodes.
 
-Nodes, with S stages, C chunks, T = micro-batches * C turns: pass (stage s, way w: 0 forward, 1 backward, turn t) is
-node (2s + w)*T + t; the stage transfer that takes its result away is that + 2*S*T; then come ``ready``, ``tail`` and
-``reduce`` of every stage and chunk. Numbers instead of objects, because a search builds hundreds of graphs of ten
-thousand nodes.
+With S stages, C chunks and T = micro-batches * C turns, the pass of stage s in direction d (0 forward, 1 backward) at
+turn t is node (2s + d)*T + t. The stage transfer of its result is that + 2*S*T. Then come ``ready``, ``tail`` and
+``reduce`` of every stage and chunk. Nodes are numbers, because a search builds hundreds of graphs of ten thousand
+nodes.
 """
 
 from __future__ import annotations
@@ -23,119 +23,121 @@ PARTS = ("forward", "backward", "down", "up", "last_up", "ready", "reduce", "tai
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes sorted into levels: all that a node waits for lies in earlier levels.
+    """Nodes sorted into levels: a node depends only on nodes of earlier levels.
 
-    `node`: numbers as above; `column`: of the table of durations; `levels`: (first node, end, indices of all that its
-    nodes wait for, where each node's begin among them).
+    `node`: node numbers as above, in sorted order. `column`: their columns in the table of durations. `levels`: (first
+    index, end, indices of all dependencies of the level, start of each node's dependencies among them).
     """
 
     node: np.ndarray
     column: np.ndarray
     levels: tuple[tuple[int, int, np.ndarray, np.ndarray], ...]
 
-    def ends(self, table: np.ndarray) -> np.ndarray:
-        """When each node is done, (plans, nodes), from a table of durations, (plans, columns)."""
-        ends = table[0, self.column] if len(table) == 1 else table.T[self.column]  # of one plan numbers, else rows
+    def end_times(self, table: np.ndarray) -> np.ndarray:
+        """Return the end time of each node, (plans, nodes), from a table of durations, (plans, columns)."""
+        ends = table[0, self.column] if len(table) == 1 else table.T[self.column]  # one plan needs no second axis
         latest = np.maximum.reduceat
-        for first, end, before, starts in self.levels:
-            ends[first:end] += latest(ends[before], starts)
+        for first, end, dependencies, starts in self.levels:
+            ends[first:end] += latest(ends[dependencies], starts)
         return ends[None] if len(table) == 1 else ends.T
 
 
-class Numbers:
-    """Node numbers and columns of an order's graph."""
+class NodeNumbers:
+    """The node numbers and columns of an order's graph."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
         self.stages, self.chunks = order.stages, order.chunks
         self.turns = order.micro_batches * order.chunks
         self.transfers = 2 * self.stages * self.turns
-        self.around = 2 * self.transfers  # ready, then tail, then reduce
-        self.count = self.around + 3 * self.stages * self.chunks
+        self.collectives = 2 * self.transfers  # ready, then tail, then reduce
+        self.count = self.collectives + 3 * self.stages * self.chunks
         turns = order.turns()
         self.micro_batch = np.array([m for m, _ in turns])
-        self.chunk = np.array([c for _, c in turns])  # of a forward turn; a backward turn's is chunks - 1 - that
+        self.chunk = np.array([c for _, c in turns])  # of a forward turn; a backward turn has chunks - 1 - this
         self.turn_of = {turn: t for t, turn in enumerate(turns)}
 
-    def node(self, stage: int, done: Pass) -> int:
-        chunk = done.chunk if done.forward else self.chunks - 1 - done.chunk
-        return (2 * stage + (not done.forward)) * self.turns + self.turn_of[done.micro_batch, chunk]
+    def node(self, stage: int, p: Pass) -> int:
+        chunk = p.chunk if p.forward else self.chunks - 1 - p.chunk
+        return (2 * stage + (not p.forward)) * self.turns + self.turn_of[p.micro_batch, chunk]
 
     def transfer(self, transfer: StageTransfer) -> int:
-        return self.transfers + self.node(transfer.source, transfer.made)
+        return self.transfers + self.node(transfer.source, transfer.source_pass)
 
-    def chunk_of(self, way: int) -> np.ndarray:
-        return self.chunk if way == 0 else self.chunks - 1 - self.chunk
+    def chunk_of(self, direction: int) -> np.ndarray:
+        return self.chunk if direction == 0 else self.chunks - 1 - self.chunk
 
-    def columns(self, moved: np.ndarray) -> np.ndarray:
-        """The column of each node; `moved`: which transfers there are. What does not exist takes no time."""
+    def columns(self, exists: np.ndarray) -> np.ndarray:
+        """Return the column of each node. `exists`: a mask of the transfers; others get the column of zeros."""
         s, c, t = self.stages, self.chunks, self.turns
         sizes = (s * c, s * c, s, s, s, s * c, s * c, s * c)
         starts = dict(zip(PARTS, np.concatenate([[0], np.cumsum(sizes)]).tolist(), strict=False))
-        nothing = sum(sizes)
-        column = np.full(self.count, nothing)
+        zeros = sum(sizes)
+        column = np.full(self.count, zeros)
         stage = np.arange(s)[:, None]
         passes = column[: self.transfers].reshape(s, 2, t)
         passes[:, 0] = starts["forward"] + stage * c + self.chunk_of(0)
         passes[:, 1] = starts["backward"] + stage * c + self.chunk_of(1)
-        transfers = column[self.transfers : self.around].reshape(s, 2, t)
+        transfers = column[self.transfers : self.collectives].reshape(s, 2, t)
         transfers[:, 0] = starts["down"] + stage
         last = self.micro_batch == self.order.micro_batches - 1
         transfers[:, 1] = np.where(last, starts["last_up"], starts["up"]) + stage
-        transfers[~moved.reshape(s, 2, t)] = nothing
-        around = column[self.around :].reshape(3, s * c)
+        transfers[~exists.reshape(s, 2, t)] = zeros
+        collectives = column[self.collectives :].reshape(3, s * c)
         for row, name in enumerate(("ready", "tail", "reduce")):
-            around[row] = starts[name] + np.arange(s * c)
-        around[2].reshape(s, c)[:, c - 1] = nothing  # the last chunk is the first to finish
+            collectives[row] = starts[name] + np.arange(s * c)
+        collectives[2].reshape(s, c)[:, c - 1] = zeros  # the last chunk finishes first and only has a tail
         return column
 
     def describe(self, node: int) -> dict[str, Any]:
-        """What a node is: {stage, kind, chunk, micro_batch}; kind: forward, backward, send, param_sync, grad_sync."""
-        if node >= self.around:
-            part, place = divmod(node - self.around, self.stages * self.chunks)
+        """Return {stage, kind, chunk, micro_batch}; kind: forward, backward, send, param_sync or grad_sync."""
+        if node >= self.collectives:
+            part, index = divmod(node - self.collectives, self.stages * self.chunks)
             return {
-                "stage": place // self.chunks,
+                "stage": index // self.chunks,
                 "kind": ("param_sync", "grad_sync", "grad_sync")[part],
-                "chunk": place % self.chunks,
+                "chunk": index % self.chunks,
                 "micro_batch": None,
             }
-        sent, place = divmod(node, self.transfers)
-        way, turn = place // self.turns % 2, place % self.turns
+        is_transfer, index = divmod(node, self.transfers)
+        direction, turn = index // self.turns % 2, index % self.turns
         return {
-            "stage": place // self.turns // 2,
-            "kind": "send" if sent else ("forward", "backward")[way],
-            "chunk": int(self.chunk_of(way)[turn]),
+            "stage": index // self.turns // 2,
+            "kind": "send" if is_transfer else ("forward", "backward")[direction],
+            "chunk": int(self.chunk_of(direction)[turn]),
             "micro_batch": int(self.micro_batch[turn]),
         }
 
 
-Arcs = list[tuple[np.ndarray, np.ndarray]]  # (what waits, what it waits for), in pieces
+Arcs = list[tuple[np.ndarray, np.ndarray]]  # arrays of (waiting nodes, their dependencies)
 
 
-def _around(numbers: Numbers, before_first: dict[int, list[int]]) -> Arcs:
-    """Parameters before the first forward pass of each chunk, gradients after the last backward pass of each.
-    `before_first`: what those forward passes wait for otherwise: the gathering does too."""
+def _collective_arcs(numbers: NodeNumbers, before_first: dict[int, list[int]]) -> Arcs:
+    """Return the arcs of parameter gathers (before each chunk's first forward pass) and gradient reductions (after its
+    last backward pass). `before_first`: other dependencies of those forward passes; the gathers share them."""
     n, last = numbers, numbers.order.micro_batches - 1
     arcs: list[tuple[int, int]] = []
     for stage in range(n.stages):
         reduced: list[int] = []
         for chunk in reversed(range(n.chunks)):
-            here = n.around + stage * n.chunks + chunk
-            ready, tail, behind = (here + part * n.stages * n.chunks for part in range(3))
+            ready, tail, reduce = (n.collectives + (part * n.stages + stage) * n.chunks + chunk for part in range(3))
             first = n.node(stage, Pass(True, 0, chunk))
             arcs += [(ready, b) for b in before_first.get(first, ())] + [(first, ready)]
             arcs.append((tail, n.node(stage, Pass(False, last, chunk))))
-            arcs += [(behind, r) for r in reduced]
-            reduced = [tail, behind] if reduced else [tail]
+            arcs += [(reduce, r) for r in reduced]
+            reduced = [tail, reduce] if reduced else [tail]
     pairs = np.array(arcs)
     return [(pairs[:, 0], pairs[:, 1])]
 
 
-def _waiting(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
-    """Megatron-Core's schedules: a stage goes on when what it waits for is complete, and a transfer starts when both
-    of its ends have come to it and the one before it on the same way has gone."""
+def _blocking_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
+    """Return the arcs of Megatron-Core's schedules, and a mask of the transfers.
+
+    A stage continues when the exchanges that it waits for are complete. A transfer starts when both stages have reached
+    it and the previous one in its direction is complete.
+    """
     n, arcs = numbers, list[tuple[int, int]]()
-    moved = np.zeros(n.transfers, dtype=bool)
+    exists = np.zeros(n.transfers, dtype=bool)
     for stage in range(n.stages):
         state: list[int] = []
         latest: dict[bool, int] = {}
@@ -144,11 +146,11 @@ def _waiting(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarr
                 sends, receives = [n.transfer(h) for h in item.sends], [n.transfer(h) for h in item.receives]
                 arcs += [(transfer, b) for transfer in (*sends, *receives) for b in state]
                 for transfer, node in zip(item.sends, sends, strict=True):
-                    way = transfer.made.forward or shared[stage]
-                    if way in latest:
-                        arcs.append((node, latest[way]))
-                    latest[way] = node
-                    moved[node - n.transfers] = True
+                    direction = transfer.source_pass.forward or shared[stage]
+                    if direction in latest:
+                        arcs.append((node, latest[direction]))
+                    latest[direction] = node
+                    exists[node - n.transfers] = True
                 waits = [*sends, *receives] if item.waits is None else [n.transfer(h) for h in item.waits]
                 state = waits if item.waits is None else [*state, *waits]
             else:
@@ -156,143 +158,145 @@ def _waiting(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarr
                 arcs += [(node, b) for b in state]
                 state = [node]
     pairs = np.array(arcs or [(0, 0)])[0 if arcs else 1 :]
-    return [(pairs[:, 0], pairs[:, 1])], moved
+    return [(pairs[:, 0], pairs[:, 1])], exists
 
 
-def _background(numbers: Numbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
-    """Exchanging in the background: a stage waits only for what it computes on, and for a send that is more than a
-    window behind; a transfer starts when its data is there, its receive is posted, and the one before it has gone."""
+def _background_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
+    """Return the arcs of a schedule that exchanges in the background, and a mask of the transfers.
+
+    A stage waits only for the input of a pass, and for the send one window earlier. A transfer starts when its tensor
+    is computed, its receive is posted, and the previous transfer of the edge is complete.
+    """
     n, order = numbers, numbers.order
     s_count, t_count = n.stages, n.turns
     turns = np.arange(t_count)
-    moved = np.zeros((s_count, 2, t_count), dtype=bool)
+    exists = np.zeros((s_count, 2, t_count), dtype=bool)
     arcs: Arcs = []
-    # per stage: its passes in order; the transfer that must have left before each, or -1
-    sequence, left_before = [], []
+    # Per stage: its passes in order, and the transfer that must be complete before each of them, or -1.
+    sequences, required_sends = [], []
     windows = [order.window_below(s) if s_count > 1 else 1 for s in range(s_count)]
 
     for stage in range(s_count):
-        at = order.computing(stage)
-        nodes = 2 * stage * t_count + at
-        sequence.append(nodes)
+        sequence = order.turn_sequence(stage)
+        nodes = 2 * stage * t_count + sequence
+        sequences.append(nodes)
         arcs.append((nodes[1:], nodes[:-1]))
-        settle = np.full(2 * t_count + 1, -1)
-        place = np.empty(2 * t_count, dtype=int)
-        place[at] = np.arange(2 * t_count)
-        sent_at = []
-        for way in (0, 1):
-            leaves = _leaves(n, stage, way)
-            moved[stage, way] = leaves
-            transfers = n.transfers + (2 * stage + way) * t_count + turns[leaves]
+        required = np.full(2 * t_count + 1, -1)
+        position = np.empty(2 * t_count, dtype=int)
+        position[sequence] = np.arange(2 * t_count)
+        sends = []
+        for direction in (0, 1):
+            is_sent = _sent_mask(n, stage, direction)
+            exists[stage, direction] = is_sent
+            transfers = n.transfers + (2 * stage + direction) * t_count + turns[is_sent]
             arcs.append((transfers, transfers - n.transfers))
             arcs.append((transfers[1:], transfers[:-1]))
-            window = windows[stage if way == 0 else (stage - 1) % s_count]
-            places = place[way * t_count + turns[leaves]]
+            window = windows[stage if direction == 0 else (stage - 1) % s_count]
+            positions = position[direction * t_count + turns[is_sent]]
             if len(transfers) > window:
-                settle[places[window:] + 1] = transfers[:-window]
-            sent_at.append((places, transfers))
-        left_before.append(settle)
-        waits = settle[:-1] >= 0
-        arcs.append((nodes[waits], settle[:-1][waits]))
+                required[positions[window:] + 1] = transfers[:-window]
+            sends.append((positions, transfers))
+        required_sends.append(required)
+        waits = required[:-1] >= 0
+        arcs.append((nodes[waits], required[:-1][waits]))
         if shared[stage]:
-            places, transfers = (np.concatenate(x) for x in zip(*sent_at, strict=True))
-            transfers = transfers[np.argsort(places)]
+            positions, transfers = (np.concatenate(x) for x in zip(*sends, strict=True))
+            transfers = transfers[np.argsort(positions)]
             arcs.append((transfers[1:], transfers[:-1]))
     for stage in range(s_count):
-        place = np.empty(2 * t_count, dtype=int)
-        place[sequence[stage] - 2 * stage * t_count] = np.arange(2 * t_count)
-        for way in (0, 1):
-            transfers, needed = _arrivals(n, stage, way)
+        position = np.empty(2 * t_count, dtype=int)
+        position[sequences[stage] - 2 * stage * t_count] = np.arange(2 * t_count)
+        for direction in (0, 1):
+            transfers, consuming_turns = _arrivals(n, stage, direction)
             if not len(transfers):
                 continue
-            consumers = (2 * stage + way) * t_count + needed
-            arcs.append((consumers, transfers))
-            window = windows[(stage - 1) % s_count if way == 0 else stage]
-            places = place[way * t_count + needed[:-window]]  # taking one posts the receive a window further
+            arcs.append(((2 * stage + direction) * t_count + consuming_turns, transfers))
+            window = windows[(stage - 1) % s_count if direction == 0 else stage]
+            # A pass that takes its input posts the receive one window later.
+            positions = position[direction * t_count + consuming_turns[:-window]]
             later = transfers[window:]
-            known = places > 0
-            arcs.append((later[known], sequence[stage][places[known] - 1]))
-            settle = left_before[stage][places]
-            arcs.append((later[settle >= 0], settle[settle >= 0]))
-    turned = np.flatnonzero(n.chunk == 0)  # backward turns of the last chunk come after its own forward pass
-    forwards = np.array([n.turn_of[m, n.chunks - 1] for m in n.micro_batch[turned].tolist()])
+            has_predecessor = positions > 0
+            arcs.append((later[has_predecessor], sequences[stage][positions[has_predecessor] - 1]))
+            required = required_sends[stage][positions]
+            arcs.append((later[required >= 0], required[required >= 0]))
+    last_chunk_turns = np.flatnonzero(n.chunk == 0)  # of backward passes, which follow their own forward pass
+    forward_turns = np.array([n.turn_of[m, n.chunks - 1] for m in n.micro_batch[last_chunk_turns].tolist()])
     last = 2 * (s_count - 1) * t_count
-    arcs.append((last + t_count + turned, last + forwards))
-    return arcs, moved.ravel()
+    arcs.append((last + t_count + last_chunk_turns, last + forward_turns))
+    return arcs, exists.ravel()
 
 
-def _leaves(n: Numbers, stage: int, way: int) -> np.ndarray:
-    """Which turns' results go over an edge, (turns,)."""
+def _sent_mask(n: NodeNumbers, stage: int, direction: int) -> np.ndarray:
+    """Return which turns send their result over an edge, (turns,)."""
     if n.stages == 1:
         return np.zeros(n.turns, dtype=bool)
-    if stage != (n.stages - 1 if way == 0 else 0):
+    if stage != (n.stages - 1 if direction == 0 else 0):
         return np.ones(n.turns, dtype=bool)
-    return np.asarray(n.chunk_of(way) != (n.chunks - 1 if way == 0 else 0))
+    return np.asarray(n.chunk_of(direction) != (n.chunks - 1 if direction == 0 else 0))
 
 
-def _arrivals(n: Numbers, stage: int, way: int) -> tuple[np.ndarray, np.ndarray]:
-    """(transfers that come to `stage`, the turns that need them), in order."""
-    source = (stage - 1 if way == 0 else stage + 1) % n.stages
-    leaves = _leaves(n, source, way)
-    sent = np.arange(n.turns)[leaves]
-    around = source == (n.stages - 1 if way == 0 else 0)  # over the edge that closes the ring: the next chunk's turn
-    return n.transfers + (2 * source + way) * n.turns + sent, sent + (n.order.group if around else 0)
+def _arrivals(n: NodeNumbers, stage: int, direction: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (transfers that `stage` receives, the turns that need them), in order."""
+    source = (stage - 1 if direction == 0 else stage + 1) % n.stages
+    sent_turns = np.arange(n.turns)[_sent_mask(n, source, direction)]
+    wraps_around = source == (n.stages - 1 if direction == 0 else 0)  # the next chunk's turn needs the tensor
+    transfers = n.transfers + (2 * source + direction) * n.turns + sent_turns
+    return transfers, sent_turns + (n.order.group if wraps_around else 0)
 
 
-def _levels(count: int, arcs: Arcs, column: np.ndarray) -> Graph | None:
-    """Sort nodes by the longest way to them; None if two wait for each other."""
-    waits, before = (np.concatenate(x) for x in zip(*arcs, strict=True))
-    by_source = np.argsort(before, kind="stable")
-    targets = waits[by_source]
-    starts = np.searchsorted(before[by_source], np.arange(count + 1))
-    reached, begins = targets.tolist(), starts.tolist()  # levels are narrow: lists are quicker than an array for each
-    left, steps = np.bincount(waits, minlength=count).tolist(), [0] * count
-    frontier, depth, seen = [node for node in range(count) if not left[node]], 0, 0
+def _sort_into_levels(count: int, arcs: Arcs, column: np.ndarray) -> Graph | None:
+    """Return the graph with nodes sorted by their longest path from a start; None if it has a cycle."""
+    waiting, dependency = (np.concatenate(x) for x in zip(*arcs, strict=True))
+    by_source = np.argsort(dependency, kind="stable")
+    starts = np.searchsorted(dependency[by_source], np.arange(count + 1)).tolist()
+    targets = waiting[by_source].tolist()  # levels are narrow: lists are faster than an array for each
+    unmet, level_of = np.bincount(waiting, minlength=count).tolist(), [0] * count
+    frontier, depth, visited = [node for node in range(count) if not unmet[node]], 0, 0
     while frontier:
-        seen += len(frontier)
+        visited += len(frontier)
         depth += 1
-        free = []
+        next_frontier = []
         for node in frontier:
-            for target in reached[begins[node] : begins[node + 1]]:
-                left[target] -= 1
-                if not left[target]:
-                    steps[target] = depth
-                    free.append(target)
-        frontier = free
-    if seen < count:
+            for target in targets[starts[node] : starts[node + 1]]:
+                unmet[target] -= 1
+                if not unmet[target]:
+                    level_of[target] = depth
+                    next_frontier.append(target)
+        frontier = next_frontier
+    if visited < count:
         return None
-    level = np.array(steps)
+    level = np.array(level_of)
     ranked = np.argsort(level, kind="stable")
-    place = np.empty(count, dtype=int)
-    place[ranked] = np.arange(count)
-    order = np.argsort(place[waits], kind="stable")
-    waits, before = place[waits][order], place[before][order]
+    rank = np.empty(count, dtype=int)
+    rank[ranked] = np.arange(count)
+    by_rank = np.argsort(rank[waiting], kind="stable")
+    waiting, dependency = rank[waiting][by_rank], rank[dependency][by_rank]
     bounds = np.searchsorted(level[ranked], np.arange(1, depth + 1))
-    at = np.searchsorted(waits, np.arange(count + 1))
+    offsets = np.searchsorted(waiting, np.arange(count + 1))
     levels = []
     for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        levels.append((first, end, before[at[first] : at[end]], at[first:end] - at[first]))
+        levels.append((first, end, dependency[offsets[first] : offsets[end]], offsets[first:end] - offsets[first]))
     return Graph(ranked, column[ranked], tuple(levels))
 
 
 @lru_cache(maxsize=128)
 def graph(order: Order, shared: tuple[bool, ...] = ()) -> Graph:
-    """The graph of a schedule. `shared`: per stage, do its sends up and down leave by one NIC, one after the other?
-    Raises PlanError if the schedule would wait for itself for ever."""
-    numbers = Numbers(order)
+    """Return the graph of a schedule. PlanError if it would deadlock.
+    `shared`: per stage, whether its sends in both directions leave through one NIC, one after the other."""
+    numbers = NodeNumbers(order)
     for nic in (shared or (False,) * order.stages, (False,) * order.stages):
-        arcs, moved = (_waiting if order.schedule.megatron else _background)(numbers, nic)
+        arcs, exists = (_blocking_arcs if order.schedule.megatron else _background_arcs)(numbers, nic)
         first = np.zeros(numbers.count, dtype=bool)
         first[[numbers.node(s, Pass(True, 0, c)) for s in range(order.stages) for c in range(order.chunks)]] = True
         before_first: dict[int, list[int]] = {}
-        for waits, before in arcs:
-            for i in np.flatnonzero(first[waits]).tolist():
-                before_first.setdefault(int(waits[i]), []).append(int(before[i]))
-        made = _levels(numbers.count, [*arcs, *_around(numbers, before_first)], numbers.columns(moved))
-        if made is not None:
-            return made
+        for waiting, dependency in arcs:
+            for i in np.flatnonzero(first[waiting]).tolist():
+                before_first.setdefault(int(waiting[i]), []).append(int(dependency[i]))
+        arcs += _collective_arcs(numbers, before_first)
+        if (sorted_graph := _sort_into_levels(numbers.count, arcs, numbers.columns(exists))) is not None:
+            return sorted_graph
     raise PlanError(
-        f"with in_flight {list(order.in_flight)} the stages would wait for each other for ever",
+        f"with in_flight {list(order.in_flight)} the stages would wait for each other forever",
         where="schedule",
         hint="hold more passes in flight",
     )

@@ -1,7 +1,7 @@
 """The pipeline schedules (`SCHEDULES`), and the passes and exchanges of Megatron-Core's two.
 
-Megatron-Core's two (read in megatron-core 0.16.1, pipeline_parallel/schedules.py) wait for what they send and receive;
-this project's own (`ahead`) posts receives before they are needed and lets sends complete in the background.
+Megatron-Core's schedules (megatron-core 0.16.1, pipeline_parallel/schedules.py) wait for their sends and receives.
+Eager 1F1B (`ahead`), this project's own, posts receives early and lets sends complete in the background.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holmes_hpc.errors import PlanError, nearest
 
 
 class Pass(NamedTuple):
-    """One pass of a stage: forward or backward, of model chunk `chunk`, for `micro_batch`."""
+    """One pass of a stage, forward or backward, of model chunk `chunk`, for `micro_batch`."""
 
     forward: bool
     micro_batch: int
@@ -25,16 +25,16 @@ class Pass(NamedTuple):
 
 
 class StageTransfer(NamedTuple):
-    """One transfer over a pipeline edge: the result of pass `made` of stage `source`, which stage `target` needs."""
+    """One transfer over a pipeline edge: stage `source` sends the result of `source_pass` to stage `target`."""
 
     source: int
     target: int
-    made: Pass
+    source_pass: Pass
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Stage transfers that a stage posts together, and then those it waits for (None: just the ones it posted)."""
+    """Stage transfers that a stage posts together, and those that it then waits for (None: the posted ones)."""
 
     sends: tuple[StageTransfer, ...] = ()
     receives: tuple[StageTransfer, ...] = ()
@@ -45,7 +45,7 @@ class Exchange:
 
 
 class Pipeline(Protocol):
-    """What a schedule needs to know of an :class:`Order`, which says what each is."""
+    """The part of :class:`Order` that schedules use; see there for the meaning of each attribute."""
 
     @property
     def stages(self) -> int: ...
@@ -60,39 +60,38 @@ class Pipeline(Protocol):
     @property
     def group(self) -> int: ...
     def turns(self) -> list[tuple[int, int]]: ...
-    def sent(self, stage: int, made: Pass) -> tuple[StageTransfer, ...]: ...
+    def sent(self, stage: int, source_pass: Pass) -> tuple[StageTransfer, ...]: ...
     def received(self, stage: int, needed: Pass) -> tuple[StageTransfer, ...]: ...
 
 
 def alternating(turns: int, depth: int) -> np.ndarray:
-    """Forward passes up to the depth less one, then one forward and one backward in turn, (2 turns,)."""
-    at, before, pairs = np.empty(2 * turns, dtype=int), depth - 1, turns - depth + 1
+    """Return `depth` - 1 forward passes, then one forward and one backward pass in turn, (2 turns,)."""
+    sequence, warm_up, pairs = np.empty(2 * turns, dtype=int), depth - 1, turns - depth + 1
     turn = np.arange(turns)
-    at[np.where(turn < before, turn, 2 * turn - before)] = turn
-    at[np.where(turn < pairs, before + 2 * turn + 1, turn + turns)] = turn + turns
-    return at
+    sequence[np.where(turn < warm_up, turn, 2 * turn - warm_up)] = turn
+    sequence[np.where(turn < pairs, warm_up + 2 * turn + 1, turn + turns)] = turn + turns
+    return sequence
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A pipeline schedule: all by which the planner, the simulation and training tell it from others.
+    """A pipeline schedule: all properties that the planner, the simulation and training depend on.
 
-    `words`: what it is called in a sentence. `chunks`: the fewest and the most (None: any) virtual stages it has.
-    `in_flight`: of (stages, micro-batches, chunks), the passes of which each stage holds activations at most, by which
-    memory is reckoned; where `deepens`, the planner may have a stage hold more of them, as a plan's in_flight says.
+    `label`: its name in text. `chunks`: the smallest and largest (None: any) number of virtual stages.
+    `in_flight`: (stages, micro-batches, chunks) -> the most passes whose activations each stage holds, for the memory
+    estimate. `deepens`: the planner may let a stage hold more, as the plan's in_flight states.
 
-    `megatron`: what Megatron-Core's own function, which then runs it, does on a stage: passes, and exchanges that are
-    waited for. None: the executor of this project runs it, exchanging in the background. `turns`: of (T passes each
-    way, passes that the stage holds), the order of computing: forward passes are 0 … T-1, the backward ones T … 2T-1,
-    each way in the order in which micro-batches take turns (:meth:`Order.turns`). Only without virtual stages may it be
-    another than alternating.
+    `megatron`: (order, stage) -> the passes and blocking exchanges of Megatron-Core's function, which runs the
+    schedule. None: this project's executor runs it and exchanges in the background. `turns`: (T passes per direction,
+    passes that the stage holds) -> the order of the passes. Forward passes are 0 … T-1 and backward passes T … 2T-1,
+    each in the order of :meth:`Order.turns`. With virtual stages it must be `alternating`.
 
-    `waits`: in the steady state a stage does nothing else while it exchanges, once below and once above it for every
-    micro-batch; a bound of the step may count on that. `per_stage`: stages may have TP and DP of their own under it.
+    `waits`: in the steady state a stage does nothing else during its two exchanges per micro-batch, one with each
+    neighbour; the lower bound of a step relies on it. `per_stage`: it supports per-stage TP/DP.
     """
 
     name: str
-    words: str
+    label: str
     chunks: tuple[int, int | None]
     in_flight: Callable[[int, int, int], tuple[int, ...]]
     megatron: Callable[[Pipeline, int], list[Pass | Exchange]] | None = None
@@ -102,31 +101,29 @@ class ScheduleKind:
     per_stage: bool = False
 
     def __post_init__(self) -> None:
-        least, most = self.chunks
-        if least < 1 or (most is not None and most < least):
+        fewest, largest = self.chunks
+        if fewest < 1 or (largest is not None and largest < fewest):
             raise ValueError(f"schedule {self.name}: chunks are {self.chunks}")
         if self.turns is not alternating and self.chunks != (1, 1):
-            raise ValueError(
-                f"schedule {self.name}: an order of its own with virtual stages, whose memory is not known"
-            )
+            raise ValueError(f"schedule {self.name}: with virtual stages only `alternating` turns are supported")
 
-    def takes(self, chunks: int) -> bool:
-        """Whether it has so many virtual stages."""
+    def supports(self, chunks: int) -> bool:
+        """Return whether the schedule supports `chunks` virtual stages."""
         return self.chunks[0] <= chunks and (self.chunks[1] is None or chunks <= self.chunks[1])
 
-    def refuse(self, chunks: int) -> None:
-        """PlanError where it has not so many virtual stages as `chunks`."""
-        if self.takes(chunks):
+    def check_chunks(self, chunks: int) -> None:
+        """Raise PlanError if the schedule does not support `chunks` virtual stages."""
+        if self.supports(chunks):
             return
-        least, most = self.chunks
-        some = f"at least {least}" if chunks < least else "no" if most == 1 else f"at most {most}"
-        others = " or ".join(kind.name for kind in SCHEDULES.values() if kind.takes(chunks))
-        raise PlanError(f"{self.name} has {some} virtual stages", where="schedule", hint=f"use {others}")
+        fewest, largest = self.chunks
+        limit = f"at least {fewest}" if chunks < fewest else "no" if largest == 1 else f"at most {largest}"
+        alternatives = " or ".join(kind.name for kind in SCHEDULES.values() if kind.supports(chunks))
+        raise PlanError(f"{self.name} has {limit} virtual stages", where="schedule", hint=f"use {alternatives}")
 
 
 def _one_forward_one_backward(order: Pipeline, stage: int) -> list[Pass | Exchange]:
-    """Megatron-Core's: every pass waits for its input; in the steady state a send and the receive of the opposite
-    direction are one exchange (`order.paired`)."""
+    """Return the program of Megatron-Core's 1F1B: every pass waits for its input.
+    In the steady state, a send and the receive of the opposite direction are one exchange (`order.paired`)."""
     items: list[Pass | Exchange] = []
     m, warm = order.micro_batches, min(order.micro_batches, order.stages - stage - 1)
     f, b = (lambda i: Pass(True, i, 0)), (lambda i: Pass(False, i, 0))
@@ -149,23 +146,26 @@ def _one_forward_one_backward(order: Pipeline, stage: int) -> list[Pass | Exchan
 
 
 def _interleaved(order: Pipeline, stage: int) -> list[Pass | Exchange]:
-    """Megatron-Core's with virtual stages and overlap_p2p_comm: exchanges are waited for in the warm-up and at the
-    end; in the steady state a receive is waited for where it is needed, a send when the next one is posted."""
+    """Return the program of Megatron-Core's interleaved 1F1B with overlap_p2p_comm.
+
+    In warm-up and cool-down, a stage waits for each exchange. In the steady state, it waits for a receive when a pass
+    needs it, and for a send when it posts the next one.
+    """
     forward = [Pass(True, m, c) for m, c in order.turns()]
     backward = [Pass(False, m, order.chunks - 1 - c) for m, c in order.turns()]
     total, last = len(forward), order.stages - 1
     warm = min(total, 2 * (last - stage) + (order.chunks - 1) * order.group)
     out, into = partial(order.sent, stage), partial(order.received, stage)
 
-    def incoming(ways: Sequence[Pass], k: int) -> tuple[StageTransfer, ...]:
-        """What is received after `ways[k]`: the next pass's input; over the ring's closing edge what the other
-        end made `stages - 1` passes ago."""
+    def incoming(passes: Sequence[Pass], k: int) -> tuple[StageTransfer, ...]:
+        """Return the receive after `passes[k]`: the input of the next pass.
+        Over the wrap-around edge it is the result that the other end computed `stages - 1` passes ago."""
         if k + 1 >= total:
             return ()
-        if stage != (0 if ways[k].forward else last):
-            return into(ways[k + 1])
-        made = ways[k - last] if k >= last else None
-        return order.sent(last if ways[k].forward else 0, made) if made else ()
+        if stage != (0 if passes[k].forward else last):
+            return into(passes[k + 1])
+        source_pass = passes[k - last] if k >= last else None
+        return order.sent(last if passes[k].forward else 0, source_pass) if source_pass else ()
 
     items: list[Pass | Exchange] = [Exchange(receives=into(forward[0]))]
     for k in range(warm):
@@ -183,17 +183,17 @@ def _interleaved(order: Pipeline, stage: int) -> list[Pass | Exchange]:
                 Exchange(out(f) + out(b), incoming(forward, k + warm) + incoming(backward, k)),
             ]
             continue
-        for ways, at in ((forward, k + warm), (backward, k)):
-            done, way = ways[at], ways[at].forward
-            items += [Exchange(waits=into(done)), done, Exchange(out(done), incoming(ways, at), sent[way])]
-            sent[way] = out(done)
+        for passes, index in ((forward, k + warm), (backward, k)):
+            p = passes[index]
+            items += [Exchange(waits=into(p)), p, Exchange(out(p), incoming(passes, index), sent[p.forward])]
+            sent[p.forward] = out(p)
     for k in range(total - warm, total):
         items += [Exchange(waits=into(backward[k])), backward[k], Exchange(out(backward[k]), incoming(backward, k))]
     return [item for item in items if item]
 
 
 def in_flight(stages: int, micro_batches: int, chunks: int = 1) -> tuple[int, ...]:
-    """Passes that each stage holds under Megatron-Core's schedules: its warm-up and one."""
+    """Return the most passes that each stage holds under Megatron-Core's schedules: its warm-up and one more."""
     if chunks == 1:
         return tuple(min(micro_batches, stages - s) for s in range(stages))
     return tuple(min(micro_batches * chunks, 2 * (stages - s - 1) + (chunks - 1) * stages + 1) for s in range(stages))
@@ -203,32 +203,34 @@ SCHEDULES: dict[str, ScheduleKind] = {
     kind.name: kind
     for kind in (
         ScheduleKind("1f1b", "1F1B", (1, 1), in_flight, megatron=_one_forward_one_backward, waits=True),
-        ScheduleKind("interleaved", "interleaved schedule", (2, None), in_flight, megatron=_interleaved),
-        ScheduleKind("ahead", "schedule that runs ahead", (1, None), in_flight, deepens=True, per_stage=True),
+        ScheduleKind("interleaved", "interleaved 1F1B", (2, None), in_flight, megatron=_interleaved),
+        ScheduleKind("ahead", "eager 1F1B", (1, None), in_flight, deepens=True, per_stage=True),
     )
 }
 
-PER_STAGE = next(kind for kind in SCHEDULES.values() if kind.per_stage)  # of stages with TP and DP of their own
+PER_STAGE = next(kind for kind in SCHEDULES.values() if kind.per_stage)  # with per-stage TP/DP
 
 
 def schedule_kind(name: str) -> ScheduleKind:
-    """The schedule of that name; an unknown name is a PlanError."""
+    """Return the schedule of that name. PlanError if the name is unknown."""
     if name not in SCHEDULES:
         raise PlanError(f"no schedule {name!r}", where="schedule.kind", hint=nearest(name, SCHEDULES))
     return SCHEDULES[name]
 
 
-def megatrons_own(chunks: int) -> ScheduleKind:
-    """Megatron-Core's own with so many virtual stages."""
-    return next(kind for kind in SCHEDULES.values() if kind.megatron and kind.takes(chunks))
+def megatron_schedule(chunks: int) -> ScheduleKind:
+    """Return the schedule of Megatron-Core with `chunks` virtual stages."""
+    return next(kind for kind in SCHEDULES.values() if kind.megatron and kind.supports(chunks))
 
 
-def in_question(wanted: str, chunks: int, background: bool) -> tuple[str, ...]:
-    """The schedules to try for so many virtual stages, the one to be preferred first. `wanted`: a name (of one that
-    must have more virtual stages: Megatron-Core's own for so many), or ``auto``: where stages may exchange in the
-    `background` the one that runs as deep as memory allows, and Megatron-Core's own."""
-    own = megatrons_own(chunks).name
-    if wanted != "auto":
-        return (wanted if chunks >= schedule_kind(wanted).chunks[0] else own,)
-    deep = [kind.name for kind in SCHEDULES.values() if kind.deepens] if background else []
-    return (*deep, own)
+def candidate_schedules(requested: str, chunks: int, background: bool) -> tuple[str, ...]:
+    """Return the names of the schedules to try with `chunks` virtual stages, the preferred one first.
+
+    `requested`: a name, which Megatron-Core's schedule replaces if it needs more virtual stages; or ``auto``:
+    Megatron-Core's schedule, and before it, if stages may exchange in the `background`, eager 1F1B.
+    """
+    megatron_name = megatron_schedule(chunks).name
+    if requested != "auto":
+        return (requested if chunks >= schedule_kind(requested).chunks[0] else megatron_name,)
+    eager = [kind.name for kind in SCHEDULES.values() if kind.deepens] if background else []
+    return (*eager, megatron_name)

@@ -20,8 +20,8 @@ from holmes_hpc.planning.cost.memory import fits, max_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s
 from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.plan.plan import RECOMPUTE, Component
-from holmes_hpc.planning.schedule.kinds import in_question, megatrons_own, schedule_kind
-from holmes_hpc.planning.schedule.simulation import WHOLE
+from holmes_hpc.planning.schedule.kinds import candidate_schedules, megatron_schedule, schedule_kind
+from holmes_hpc.planning.schedule.simulation import ACCURATE
 from holmes_hpc.planning.search.layers import (
     LayerSplitter,
     chunk_layers,
@@ -78,7 +78,7 @@ class Evaluator:
     def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
         if options.schedule != "auto" and options.virtual_stages is not None:
-            schedule_kind(options.schedule).refuse(options.virtual_stages)
+            schedule_kind(options.schedule).check_chunks(options.virtual_stages)
         self._last: tuple[Placement, Layout] | None = None  # one placement's candidates are created one after the other
         self._memo = Memo()
 
@@ -111,7 +111,7 @@ class Evaluator:
     def _may_fit(self, placement: Placement, recompute: str, chunks: int) -> bool:
         """Return whether all layers may fit, by the layers' own memory: a quick check without false negatives."""
         batch = self._batch(placement.micro_size)
-        kind = schedule_kind(in_question(self.options.schedule, chunks, background=False)[-1])
+        kind = schedule_kind(candidate_schedules(self.options.schedule, chunks, background=False)[-1])
         depth = np.array(kind.in_flight(placement.pp, batch.micro_batches(placement.dp), chunks)) / chunks
         shards = placement.dp // placement.instances if self.options.distributed_optimizer else 1
         sequence_parallel = placement.tp > 1 and self.options.sequence_parallel is not False
@@ -141,7 +141,7 @@ class Evaluator:
     def _schedules(self, placement: Placement, chunks: int) -> tuple[str, ...]:
         """Return the schedules to try: the user's, or eager 1F1B, then Megatron-Core's if memory lacks its buffers."""
         background = placement.pp > 1 and self.options.transport == "holmes"
-        return in_question(self.options.schedule, chunks, background)
+        return candidate_schedules(self.options.schedule, chunks, background)
 
     def layout(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Layout:
         """Return the layout under the schedule `kind`, with its least passes in flight."""
@@ -175,7 +175,7 @@ class Evaluator:
             batch,
             parallel,
             recompute="none",
-            schedule=schedule_of(megatrons_own(chunks=1).name, (1,) * placement.pp),  # :meth:`layout` replaces it
+            schedule=schedule_of(megatron_schedule(chunks=1).name, (1,) * placement.pp),  # :meth:`layout` replaces it
             components=tuple(map(self._component, placement.blocks, first_stages)),
             site=self.site,
             costs=self.costs,
@@ -230,7 +230,7 @@ class Evaluator:
             return chunk_layers(self.options.layers_per_stage, layout.parallel.virtual_stages)
         return uniform_layers(layout) if self.options.partition == "uniform" else proportional_layers(layout)
 
-    def simulate(self, candidate: Candidate, passes: int = WHOLE) -> Candidate:
+    def simulate(self, candidate: Candidate, passes: int = ACCURATE) -> Candidate:
         """Return the candidate with its seconds; a schedule that may run deeper gets its depth."""
         if not schedule_kind(candidate.layout.schedule.kind).deepens:
             return self._time(candidate, passes)
@@ -238,7 +238,7 @@ class Evaluator:
         return self._front_load(self._hide_transfers(candidate, extra, passes), extra, passes)
 
     @staticmethod
-    def _time(candidate: Candidate, passes: int = WHOLE) -> Candidate:
+    def _time(candidate: Candidate, passes: int = ACCURATE) -> Candidate:
         return replace(candidate, seconds=float(step_s(candidate.layout, candidate.layers, passes)[0]))
 
     def _hide_transfers(self, candidate: Candidate, extra: list[int], passes: int) -> Candidate:
@@ -346,7 +346,7 @@ class Evaluator:
         s = candidate.layout
         if self.options.schedule != "auto" or s.order.schedule.megatron:
             return candidate
-        simpler = self._time(replace(candidate, layout=s.with_schedule(megatrons_own(s.parallel.virtual_stages))))
+        simpler = self._time(replace(candidate, layout=s.with_schedule(megatron_schedule(s.parallel.virtual_stages))))
         return simpler if simpler.seconds <= candidate.seconds * (1 + MIN_GAIN) else candidate
 
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:

@@ -11,8 +11,8 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.memory import USABLE_SHARE, Shortage, shortage
-from holmes_hpc.planning.plan.parallel import abridged, not_inside_a_node, undivided
-from holmes_hpc.planning.schedule.kinds import in_question
+from holmes_hpc.planning.plan.parallel import abbreviated, tp_across_nodes, indivisible_sizes
+from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.layers import chunk_layers, uniform_layers
 from holmes_hpc.planning.search.placement import Placement
@@ -46,13 +46,13 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
             "batch",
             "choose a multiple, or plan.search_micro_size=true",
         ),
-        *undivided(model, tp),
-        *(not_inside_a_node(tp, a.gpus_per_node, f"fabric {a.fabric.name}") for a in available),
+        *indivisible_sizes(model, tp),
+        *(tp_across_nodes(tp, a.gpus_per_node, f"fabric {a.fabric.name}") for a in available),
         (
             is_fixed and micro_batches % dp,
             f"global_size {size} is not a multiple of micro_size {micro_size} x DP {dp}",
             "batch",
-            f"use a DP that divides {micro_batches}: {abridged(divisors(micro_batches))}",
+            f"use a DP that divides {micro_batches}: {abbreviated(divisors(micro_batches))}",
         ),
         (
             pp > model.layers,
@@ -180,7 +180,7 @@ def _least_shortage(
     o = evaluator.options
     shortages, error = list[PlacementShortage](), None
     for placement in sorted(placements, key=lambda p: (-p.tp * p.pp, p.sort_key()))[:MAX_PLACEMENTS]:
-        kind = in_question(o.schedule, o.virtual_stages or 1, background=False)[-1]
+        kind = candidate_schedules(o.schedule, o.virtual_stages or 1, background=False)[-1]
         try:
             layout = evaluator.layout(placement, _recompute(o), kind, o.virtual_stages or 1)
             fixed_layers, chunks = o.layers_per_stage, layout.parallel.virtual_stages

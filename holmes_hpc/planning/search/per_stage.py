@@ -204,7 +204,7 @@ def _deepen(layout: Layout, layers: np.ndarray, extra: int) -> Layout:
     """
     order, pp, dps = layout.order, layout.parallel.pp, tuple(s.dp for s in layout.parallel.stages)
     extras = tuple(h + extra * (s < pp - 1) for s, h in enumerate(_hiding_depths(layout, layers)))
-    micro_batches = [len(order.own(order.row(s, 0))) for s in range(pp)]
+    micro_batches = [len(order.micro_batches_of(order.row(s, 0))) for s in range(pp)]
     depths = tuple(min(d, m) for d, m in zip(least_in_flight(dps, extras), micro_batches, strict=True))
     return layout.with_settings(Schedule(PER_STAGE.name, depths))
 
@@ -231,7 +231,7 @@ def _busy_s(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     micro-batches and with exposed gradient and parameter traffic.
     """
     order, d = layout.order, timing(layout, layout.all_layers).replicas[0]
-    shares = np.array([len(order.own(order.row(s, 0))) for s in range(order.stages)])
+    shares = np.array([len(order.micro_batches_of(order.row(s, 0))) for s in range(order.stages)])
     forward, backward, ready, tail = (x[:, :, 0] for x in (d.forward, d.backward, d.ready, d.tail))
     return shares * (forward + backward) + ready + tail, forward + backward + ready
 

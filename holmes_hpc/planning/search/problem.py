@@ -12,7 +12,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Fabric, Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.plan.parallel import undivided
+from holmes_hpc.planning.plan.parallel import indivisible_sizes
 
 MAX_MICRO_SIZE = 32
 
@@ -86,7 +86,7 @@ def available_fabrics(site: Site, options: PlanOptions) -> list[AvailableFabric]
 def tp_sizes(model: ModelSpec, options: PlanOptions, available: list[AvailableFabric]) -> list[int]:
     """Return every TP that divides the model's layers and is no larger than a node."""
     sizes = [options.tp] if options.tp else range(1, max(a.gpus_per_node for a in available) + 1)
-    return [tp for tp in sizes if not undivided(model, tp)]
+    return [tp for tp in sizes if not indivisible_sizes(model, tp)]
 
 
 def is_allowed(options: PlanOptions, layers: int, stages: Any, fabrics: Any) -> Any:

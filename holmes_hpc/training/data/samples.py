@@ -110,7 +110,7 @@ def sample_rows(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, sta
     """Yield the samples of each micro-batch: int64, shape (micro size, sequence length + 1)."""
     size, micro = plan.batch.global_size, plan.batch.micro_size
     if plan.order.routes:  # micro-batches are numbered over the step, as if there were one replica
-        micro_batches: Sequence[int] = plan.order.own(plan.order.row(stage, dp_rank))
+        micro_batches: Sequence[int] = plan.order.micro_batches_of(plan.order.row(stage, dp_rank))
         dp, dp_rank = 1, 0
     else:
         micro_batches, dp = range(plan.micro_batches), plan.parallel.dp

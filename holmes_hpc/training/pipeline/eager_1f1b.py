@@ -96,7 +96,7 @@ def run_eager_1f1b(
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
     _refuse_unsupported(config, edges, in_flight)
     order = order or Order(kind, stages, num_microbatches, len(models), tuple(in_flight))
-    micro_batches, depth = order.own(edges.row), order.depths[edges.row]
+    micro_batches, depth = order.micro_batches_of(edges.row), order.depths[edges.row]
     recomputed_from = config.num_microbatches_with_partial_activation_checkpoints
     losses: list[Any] = []
     reduction = GradientReduction(config, models, first_stage=stage == 0)
@@ -182,7 +182,7 @@ def _run_passes(
                 arriving[consumer] = stream.receive(new_buffer(), consumer)
                 continue
             _send(edges.stream(_role(transfer, "out"), transfer.target), output, transfer, order)
-            if transfer.made.forward:
+            if transfer.source_pass.forward:
                 megatron.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
             continue
         direction, key = "forward" if step.forward else "backward", (step.micro_batch, step.chunk)
@@ -204,14 +204,14 @@ def _run_passes(
 
 def _role(transfer: StageTransfer, end: str) -> str:
     """Return the role of a transfer's channel at its `end`: "in" or "out"."""
-    return f"{'forward' if transfer.made.forward else 'backward'}_{end}"
+    return f"{'forward' if transfer.source_pass.forward else 'backward'}_{end}"
 
 
 def _send(stream: Any, tensor: torch.Tensor, transfer: StageTransfer, order: Order) -> None:
     """Send in the background, and wait for the send one window earlier.
     The other end is at most a window behind, so that wait takes no time; it bounds the memory. Sends in progress at the
     end of a step complete during the next one."""
-    stream.send(tensor, transfer.made)
+    stream.send(tensor, transfer.source_pass)
     stream.settle(keep=order.window(transfer))
 
 

@@ -29,7 +29,7 @@ def test_the_interval_is_that_of_the_class() -> None:
     assert predicted is not None and predicted.interval_s is not None
     row = spread(2, True)
     assert predicted.interval_s == pytest.approx((predicted.step_time_s * row.low, predicted.step_time_s * row.high))
-    assert any("nine in ten" in line for line in explain(plan(A100), Costs()))
+    assert any("90% interval" in line for line in explain(plan(A100), Costs()))
 
 
 @pytest.mark.parametrize(("name", "factor"), [("b200", ASSUMED), ("tpu-v9", UNLISTED)])

@@ -1,4 +1,4 @@
-"""Layouts, uniform or by stage, and plans of them: written and read back, refused in one line where they cannot be."""
+"""Uniform layouts and layouts with per-stage TP/DP: written, read back, or refused in one line."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.plan.parallel import Parallel, StageParallel, groups, pieces
+from holmes_hpc.planning.plan.parallel import Parallel, StageParallel, exchanging_tp_ranks, groups
 from holmes_hpc.planning.plan.plan import Plan
 
 
-def test_a_layout_by_stage_is_written_and_read_back() -> None:
+def test_per_stage_sizes_are_written_and_read_back() -> None:
     plan = spawn.unequal((2, 1), (1, 3), weights={1: [3, 1, 1]})
     data = plan.to_dict()
     assert plan.is_per_stage and not {"tp", "dp"} & set(data["parallel"])
@@ -25,7 +25,7 @@ def test_a_layout_by_stage_is_written_and_read_back() -> None:
     assert Plan.from_dict(data) == plan and Plan.from_dict(data).id == plan.id
 
 
-def test_equal_stages_are_a_grid() -> None:
+def test_equal_stages_form_a_grid() -> None:
     grid, by_stage = spawn.plan(pp=2, dp=2, schedule="ahead", in_flight=[3, 1]), spawn.unequal((1, 2), (1, 2))
     read = Plan.from_dict({**by_stage.to_dict(), "schedule": {"kind": "ahead", "in_flight": [3, 1]}})
     assert read.to_yaml() == grid.to_yaml() and not read.is_per_stage
@@ -38,7 +38,7 @@ def test_plans_keep_the_ids_of_earlier_releases() -> None:
 
 
 def older(plan: Plan) -> dict[str, Any]:
-    """A plan as versions 1 and 2 had it."""
+    """Return a plan in the form of versions 1 and 2."""
     data = plan.to_dict()
     if plan.is_per_stage:
         return {**data, "version": 2, "parallel": {"sequence_parallel": plan.parallel.sequence_parallel}}
@@ -58,17 +58,17 @@ def test_older_versions_are_read(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d["stages"][1].update(fabric="ib-0"), "stages[1].fabric is ib-0, by the other keys it is roce-1"),
+        (lambda d: d["stages"][1].update(fabric="ib-0"), "stages[1].fabric is ib-0, but the other keys give roce-1"),
         (
             lambda d: d["components"][0].update(stages=[0, 1]),
-            "components[0].stages is [0, 1], by the other keys it is [0]",
+            "components[0].stages is [0, 1], but the other keys give [0]",
         ),
-        (lambda d: d["parallel"].update(pp=3), "parallel.pp is 3, by the other keys it is 2"),
-        (lambda d: d.update(unused={"ib-0": 1}), "unused is {'ib-0': 1}, by the other keys it is {}"),
+        (lambda d: d["parallel"].update(pp=3), "parallel.pp is 3, but the other keys give 2"),
+        (lambda d: d.update(unused={"ib-0": 1}), "unused is {'ib-0': 1}, but the other keys give {}"),
         (lambda d: d["transports"][0].update(transport="rdma"), "transports[0] is "),
     ],
 )
-def test_what_follows_from_other_keys_is_checked(change: Any, message: str) -> None:
+def test_derived_keys_are_checked(change: Any, message: str) -> None:
     data = yaml.safe_load(spawn.plan(pp=2, dp=2).to_yaml())
     change(data["derived"])
     with pytest.raises(PlanError) as refused:
@@ -79,58 +79,58 @@ def test_what_follows_from_other_keys_is_checked(change: Any, message: str) -> N
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "TP across nodes": (
         {"stages": {0: {"tp": 2, "dp": 1}}, "parallel": {"sequence_parallel": True}},
-        "TP 2 does not divide 1 GPUs of a node",
+        "TP 2 does not divide 1 GPUs per node",
     ),
-    "nodes of another size": ({"stages": {0: {"nodes": 1}}}, "stages[0].nodes is 1, by the other keys it is 2"),
+    "another number of nodes": ({"stages": {0: {"nodes": 1}}}, "stages[0].nodes is 1, but the other keys give 2"),
     "more replicas than micro-batches": (
         {"batch": {"global_size": 1, "micro_size": 1, "sequence_length": 16}},
         "stage 0 has 2 replicas for 1 micro-batches a step",
     ),
-    "a replica without any": ({"routing": {"weights": [[100, 1], [1]]}}, "stage 0: replica 1 gets none of 8"),
-    "weights of other replicas": ({"routing": {"weights": [[1, 2, 3], [1]]}}, "3 weights for DP 2"),
-    "no weight": ({"routing": {"weights": [[0, 1], [1]]}}, "weights is (0, 1)"),
+    "a replica without micro-batches": ({"routing": {"weights": [[100, 1], [1]]}}, "stage 0: replica 1 gets none of 8"),
+    "weights for other replicas": ({"routing": {"weights": [[1, 2, 3], [1]]}}, "3 weights for DP 2"),
+    "a weight of zero": ({"routing": {"weights": [[0, 1], [1]]}}, "weights is (0, 1)"),
     "Megatron's schedule": (
         {"schedule": {"kind": "1f1b", "in_flight": [2, 1]}},
-        "schedule.kind is 1f1b, and replicas of its stages have unequal shares",
+        "schedule.kind is 1f1b, but the replicas of a stage have unequal shares",
     ),
-    "plain Megatron": ({"transport_mode": "single"}, "transport_mode is single, and replicas of its"),
-    "too few in flight": ({"schedule": {"kind": "ahead", "in_flight": [1, 3]}}, "would wait for ever"),
+    "plain Megatron": ({"transport_mode": "single"}, "transport_mode is single, but the replicas of a"),
+    "too few in flight": ({"schedule": {"kind": "ahead", "in_flight": [1, 3]}}, "would wait forever"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_is_refused_in_one_line(name: str) -> None:
-    changes, said = BAD[name]
+def test_impossible_layouts_are_refused_in_one_line(name: str) -> None:
+    changes, message = BAD[name]
     data = spawn.unequal((1, 2), (1, 1), layers=[4, 2]).to_dict()
     del data["transports"]
     for key, value in changes.items():
         if key == "stages":
-            for s, more in value.items():
-                data["stages"][s] |= more
+            for s, keys in value.items():
+                data["stages"][s] |= keys
         else:
             data[key] = value
     with pytest.raises(PlanError) as refused:
         Plan.from_dict(data)
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_what_takes_one_width_for_all_stages_says_so() -> None:
-    with pytest.raises(PlanError, match="its stages have TP and DP of their own, and this takes uniform layouts only"):
+def test_uniform_sizes_of_a_per_stage_layout_are_refused() -> None:
+    with pytest.raises(PlanError, match="the plan has per-stage TP/DP, but only uniform layouts are supported here"):
         spawn.unequal((1, 2), (1, 1)).parallel.tp  # noqa: B018 (it raises)
 
 
-def test_an_uneven_batch_is_shared_out_by_replicas_without_virtual_stages_only() -> None:
+def test_an_indivisible_batch_is_shared_by_replicas_only_with_default_settings() -> None:
     batch = {"global_size": 7, "micro_size": 1, "sequence_length": 16}
     data = spawn.plan(pp=2, dp=2, schedule="ahead", in_flight=[3, 1]).to_dict() | {"batch": batch}
     del data["transports"]
     assert Plan.from_dict(data).is_per_stage
-    for more in ({"order": "tp-cp-ep-pp-dp"}, {"distributed_optimizer": False}):
+    for settings in ({"order": "tp-cp-ep-pp-dp"}, {"distributed_optimizer": False}):
         with pytest.raises(PlanError, match="not a multiple"):
-            Plan.from_dict(data | {"parallel": data["parallel"] | more})
+            Plan.from_dict(data | {"parallel": data["parallel"] | settings})
 
 
 @given(st.integers(1, 6), st.integers(1, 60), st.data())
-def test_micro_batches_are_dealt_out_by_weight(dp: int, count: int, data: st.DataObject) -> None:
+def test_micro_batches_are_shared_by_weight(dp: int, count: int, data: st.DataObject) -> None:
     weights = data.draw(st.lists(st.integers(1, 4), min_size=dp, max_size=dp))
     for chosen in ((), tuple(float(w) for w in weights)):
         try:
@@ -138,34 +138,33 @@ def test_micro_batches_are_dealt_out_by_weight(dp: int, count: int, data: st.Dat
         except PlanError:
             assert count < dp * max(weights)
             continue
-        dealt = Counter(route)
+        counts = Counter(route)
         if not chosen:
-            assert max(dealt.values()) - min(dealt[r] for r in range(dp)) <= 1
+            assert max(counts.values()) - min(counts[r] for r in range(dp)) <= 1
         shares = [count * w / sum(chosen) for w in chosen]
-        assert all(abs(dealt[r] - share) < dp for r, share in enumerate(shares))
+        assert all(abs(counts[r] - share) < dp for r, share in enumerate(shares))
 
 
 @pytest.mark.parametrize(("source", "target"), [(2, 1), (1, 2), (4, 2), (2, 4), (3, 2), (2, 2)])
 def test_every_part_of_a_sequence_crosses_once(source: int, target: int) -> None:
-    whole = source * target
-    for a, b in pieces(source, target):
+    for a, b in exchanging_tp_ranks(source, target):
         assert source == target or set(range(a * target, (a + 1) * target)) & set(range(b * source, (b + 1) * source))
     if source != target:
         crossed = sum(
             len(set(range(a * target, (a + 1) * target)) & set(range(b * source, (b + 1) * source)))
-            for a, b in pieces(source, target)
+            for a, b in exchanging_tp_ranks(source, target)
         )
-        assert crossed == whole
+        assert crossed == source * target
 
 
-def test_groups_of_stages_that_form_no_grid() -> None:
+def test_groups_of_a_per_stage_layout() -> None:
     stages = (StageParallel(1, 2), StageParallel(1, 3), StageParallel(2, 1))
-    found = [(g.kind, g.ranks) for g in groups(Parallel(stages, sequence_parallel=True), 4, tied=True)]
-    assert ("world", tuple(range(7))) in found
-    assert [r for k, r in found if k == "dp"] == [(0, 1), (2, 3, 4)] and ("tp", (5, 6)) in found
-    assert [r for k, r in found if k == "embd"] == [(0, 1, 5, 6)]
-    # micro-batches 0 to 3 go to replicas 0 1 0 1 and 0 1 2 0
-    assert [r for k, r in found if k == "edge"] == [
+    kinds = [(g.kind, g.ranks) for g in groups(Parallel(stages, sequence_parallel=True), 4, tied=True)]
+    assert ("world", tuple(range(7))) in kinds
+    assert [r for k, r in kinds if k == "dp"] == [(0, 1), (2, 3, 4)] and ("tp", (5, 6)) in kinds
+    assert [r for k, r in kinds if k == "embd"] == [(0, 1, 5, 6)]
+    # Micro-batches 0 to 3 go to replicas 0 1 0 1 and 0 1 2 0
+    assert [r for k, r in kinds if k == "edge"] == [
         (0, 2),
         (0, 4),
         (1, 2),

@@ -1,4 +1,4 @@
-"""The Plan's schema: what is written is read back, and what cannot be is refused with one line."""
+"""The Plan: it is read back as written, keeps its id, and is refused in one line if it is impossible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_written_plan_is_read_back(plan: Plan, tmp_path: Path) -> None:
     assert Plan.read(tmp_path / "plan.yaml") == plan
 
 
-def test_connections_of_an_edge_are_what_was_asked_for(tmp_path: Path) -> None:
+def test_edge_connections_are_written_to_the_plan(tmp_path: Path) -> None:
     options = PlanOptions(tp=2, pp=2, dp=8, edge_connections=2)
     fixed_plan(named("gpt_3_6b"), Batch(768, 4, 2048), two_clusters(2), options, Costs()).write(tmp_path / "plan.yaml")
     assert Plan.read(tmp_path / "plan.yaml").edge_connections == 2
@@ -42,20 +42,20 @@ def test_connections_of_an_edge_are_what_was_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "names"), [({"edge_dtype": "fp8"}, "edge_dtype=fp8"), ({"edge_connections": 2}, "edge_connections=2")]
+    ("options", "names"), [({"edge_dtype": "fp8"}, "edge_dtype=fp8"), ({"edge_connections": 2}, "edge_connections=2")]
 )
-def test_what_megatrons_own_exchange_would_ignore_is_refused(plan: Plan, said: dict[str, Any], names: str) -> None:
+def test_edge_options_that_megatron_ignores_are_refused(plan: Plan, options: dict[str, Any], names: str) -> None:
     single = replace(plan, transport_mode="single", predicted=None)
     assert single.schedule.kind == "1f1b"
     with pytest.raises(PlanError, match=f"{names} has no effect with transport=single"):
-        replace(single, **said)
-    replace(single, schedule=Schedule("ahead", (2, 1)), **said)
-    replace(plan, predicted=None, **said)
+        replace(single, **options)
+    replace(single, schedule=Schedule("ahead", (2, 1)), **options)
+    replace(plan, predicted=None, **options)
     for schedule in ("auto", "1f1b", "interleaved"):
         with pytest.raises(ConfigError, match=f"{names} has no effect with transport=single"):
-            PlanOptions(transport="single", schedule=schedule, **said)
-    PlanOptions(transport="single", schedule="ahead", **said)
-    PlanOptions(transport="holmes", schedule="1f1b", **said)
+            PlanOptions(transport="single", schedule=schedule, **options)
+    PlanOptions(transport="single", schedule="ahead", **options)
+    PlanOptions(transport="holmes", schedule="1f1b", **options)
 
 
 def test_data_parallel_groups_stay_inside_their_fabric(plan: Plan) -> None:
@@ -73,7 +73,7 @@ def test_plain_megatron_has_one_transport_for_all(plan: Plan) -> None:
 
 @pytest.mark.parametrize("mode", ["holmes", "single"])
 def test_control_traffic_has_an_entry_of_its_own(plan: Plan, mode: str) -> None:
-    """What GPU ranks exchange from host memory goes by TCP, also where all of them share RDMA; and it says so."""
+    """GPU ranks exchange host memory over TCP, even if all of them share RDMA."""
     one = fixed_plan(
         named("gpt_3_6b"),
         Batch(768, 4, 2048),
@@ -88,7 +88,7 @@ def test_control_traffic_has_an_entry_of_its_own(plan: Plan, mode: str) -> None:
 
 
 def test_cpu_ranks_have_no_control_entry() -> None:
-    """Everything of theirs lies in host memory, and the group of all ranks carries control traffic too."""
+    """Their tensors are in host memory, so the group of all ranks also carries control traffic."""
     made = fixed_plan(named("gpt_tiny"), Batch(32, 4, 256), small_testbed(), PlanOptions(tp=1, pp=2, dp=4), Costs())
     assert "control" not in {g.kind for g in made.transports()} >= {"world"}
 
@@ -125,7 +125,7 @@ def test_a_plan_for_gpus_keeps_the_id_it_had_without_the_control_entry(plan: Pla
     assert plan.id == "7dc913158093" and replace(plan, transport_mode="single").id == "b51a639caa61"
 
 
-def test_its_id_is_that_of_what_it_does(plan: Plan) -> None:
+def test_the_id_depends_on_what_runs_only(plan: Plan) -> None:
     assert replace(plan, assumptions=("other",), predicted=None).id == plan.id
     assert replace(plan, bucket_bytes=1).id != plan.id
 
@@ -140,14 +140,14 @@ def test_its_id_is_that_of_what_it_does(plan: Plan) -> None:
         (lambda d: [s.update(dp=7) for s in d["stages"]], "needs 28"),
         (lambda d: d["batch"].update(global_size=100), "not a multiple"),
         (lambda d: d["batch"].update(sequence_length=4096), "above the model's 2048"),
-        (lambda d: d["transports"][-1].update(transport="rdma", nic="ib", fabric="ib-a"), "by the other keys it is"),
+        (lambda d: d["transports"][-1].update(transport="rdma", nic="ib", fabric="ib-a"), "but the other keys give"),
         (lambda d: d["transports"].pop(), "transports is "),
         (lambda d: d.update(version=99), "version 99"),
         (lambda d: d.update(edge_connections=0), "edge_connections is 0"),
         (lambda d: d.pop("model"), "model is missing"),
-        (lambda d: d["components"][0].update(stages=[1]), "components[0].stages is [1], by the other keys it is [0]"),
-        (lambda d: d["components"][1].update(fabric="ib-a"), "fabrics ib-a, ib-a: one is there twice"),
-        (lambda d: d["stages"][0].update(fabric="roce-a"), "stages[0].fabric is roce-a, by the other keys it is ib-a"),
+        (lambda d: d["components"][0].update(stages=[1]), "components[0].stages is [1], but the other keys give [0]"),
+        (lambda d: d["components"][1].update(fabric="ib-a"), "fabrics ib-a, ib-a: one is listed twice"),
+        (lambda d: d["stages"][0].update(fabric="roce-a"), "stages[0].fabric is roce-a, but the other keys give ib-a"),
         (
             lambda d: (d["parallel"].update(sequence_parallel=True), d["batch"].update(sequence_length=1023)),
             "TP 2 does not divide a sequence of 1023",
@@ -159,7 +159,7 @@ def test_its_id_is_that_of_what_it_does(plan: Plan) -> None:
                 d["batch"].update(global_size=96),
                 [s.update(chunks=[8, 7]) for s in d["stages"]],
             ),
-            "3 micro-batches cannot be dealt out",
+            "3 micro-batches cannot be divided",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_data_parallel_group_over_two_fabrics_is_refused(plan: Plan) -> None:
     """Half of each stage in each fabric: `tp-cp-ep-pp-dp` would make all data-parallel groups span."""
     parts = [replace(c, stages=(0, 1)) for c in plan.components]
     parallel = replace(plan.parallel, order=HIERARCHICAL_ORDER)
-    with pytest.raises(PlanError, match="stage 0 lies on ib-a and roce-a"):
+    with pytest.raises(PlanError, match="stage 0 has ranks in ib-a and roce-a"):
         replace(plan, components=tuple(parts), parallel=parallel, predicted=None)
 
 
@@ -216,14 +216,14 @@ def test_parallel_sizes_are_checked(values: dict[str, Any], says: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", HIERARCHICAL_ORDER])
-def test_groups_are_megatrons(order: str) -> None:
+def test_groups_are_those_of_megatron(order: str) -> None:
     """Every rank is in one group of each kind, and groups are slices of the grid."""
     p = Parallel.uniform(tp=2, pp=3, dp=4, order=order, optimizer_instances=2)
-    found: dict[str, list[int]] = {}
+    ranks_by_kind: dict[str, list[int]] = {}
     for g in groups(p, 8, tied=True):
-        found.setdefault(g.kind, []).extend(g.ranks)
+        ranks_by_kind.setdefault(g.kind, []).extend(g.ranks)
     for kind in ("world", "tp", "dp", "intra_dp", "inter_dp", "mp", "pp"):
-        assert sorted(found[kind]) == list(range(24)), kind
+        assert sorted(ranks_by_kind[kind]) == list(range(24)), kind
     grid = p.grid()
     assert all(p.coordinates(int(grid[s][d, t])) == (s, d, t) for s, d, t in [(0, 0, 0), (2, 3, 1), (1, 2, 0)])
 
@@ -246,8 +246,8 @@ def test_sequence_parallel_only_where_it_divides() -> None:
         planned(1022, sequence_parallel=True)
 
 
-def test_recomputation_is_looked_at_also_where_less_would_do() -> None:
-    """On GPUs of little memory the first stages hold few layers without it, and the last ones too many."""
+def test_more_recomputation_is_tried_even_if_less_fits() -> None:
+    """With little memory and no recomputation, the first stages hold too few layers and the last too many."""
     site = two_clusters(2)
     small = replace(site.fabrics[0].gpu, name="l40s", memory_gib=48.0)
     one = replace(site, fabrics=(replace(site.fabrics[0], nodes=16, gpu=small),))
@@ -262,7 +262,7 @@ def test_recomputation_is_looked_at_also_where_less_would_do() -> None:
     assert step_s("full") < step_s("none")
 
 
-def test_the_papers_rule_looks_past_virtual_stages_it_has_no_layers_for() -> None:
+def test_the_proportional_rule_skips_virtual_stages_without_layers() -> None:
     site = two_clusters(2)
     slow = replace(site.fabrics[1], gpu=replace(site.fabrics[1].gpu, name="slow", peak_tflops=30.0))
     made = best_plan(
@@ -275,8 +275,8 @@ def test_the_papers_rule_looks_past_virtual_stages_it_has_no_layers_for() -> Non
     assert sum(s.layers for s in made.stages) == 12
 
 
-def test_what_fits_nowhere_is_said_and_nothing_else() -> None:
-    """Also where some fabrics are left out of what would fit if memory had no end."""
+def test_a_model_that_fits_nowhere_is_refused_without_warnings() -> None:
+    """Even if infinite memory would allow a plan on a part of the fabrics."""
     with warnings.catch_warnings(), pytest.raises(PlanError, match="does not fit: at best"):
         warnings.simplefilter("error")
         best_plan(named("gpt_3_6b"), Batch(1536, 2, 2048), small_testbed(), PlanOptions(), Costs())

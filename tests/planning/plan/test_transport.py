@@ -1,4 +1,4 @@
-"""The transport decision as a table, and its laws over random sites and groups."""
+"""The transport rule: a table of cases, and its properties over random groups."""
 
 import pytest
 from hypothesis import given
@@ -38,20 +38,22 @@ def places(text: str) -> list[Place]:
         ("ib-a/1 ib-b/2", TCP),
     ],
 )
-def test_table(members: str, transport: Transport) -> None:
+def test_transport_of_members(members: str, transport: Transport) -> None:
     assert EACH.of_members(places(members)) == transport
 
 
 @pytest.mark.parametrize(
     ("members", "job", "transport"),
     [
-        ("ib-a/1 ib-a/1", ["ib-a", "roce-a"], LOCAL),  # what stays on a node needs no network
+        ("ib-a/1 ib-a/1", ["ib-a", "roce-a"], LOCAL),  # a group inside a node needs no network
         ("ib-a/1 ib-a/2", ["ib-a", "roce-a"], TCP),
         ("ib-a/1 ib-a/2", ["ib-a"], IB),
         ("eth-a/1 eth-a/2", ["eth-a"], TCP),
     ],
 )
-def test_plain_megatron_has_what_the_whole_job_shares(members: str, job: list[str], transport: Transport) -> None:
+def test_plain_megatron_uses_the_transport_that_all_ranks_share(
+    members: str, job: list[str], transport: Transport
+) -> None:
     rule = TransportRule(SITE, "single", frozenset(job), False)
     assert rule.of_members(places(members)) == transport
     assert rule.shared == (TCP if len(job) > 1 else rule.of(job, False))
@@ -62,10 +64,10 @@ def test_plain_megatron_has_what_the_whole_job_shares(members: str, job: list[st
     ("members", "transport"),
     [("ib-a/1 ib-a/1", LOCAL), ("ib-a/1 ib-a/2", TCP), ("roce-a/1 roce-a/2", TCP), ("eth-a/1 eth-a/2", TCP)],
 )
-def test_host_memory_beside_gpus_never_has_rdma(members: str, transport: Transport, mode: str) -> None:
-    found = places(members)
-    rule = TransportRule(SITE, mode, frozenset([found[0].fabric]), False)
-    assert rule.of_members(found, host_memory=True) == transport
+def test_groups_in_host_memory_never_use_rdma(members: str, transport: Transport, mode: str) -> None:
+    member_places = places(members)
+    rule = TransportRule(SITE, mode, frozenset([member_places[0].fabric]), False)
+    assert rule.of_members(member_places, host_memory=True) == transport
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_host_memory_beside_gpus_never_has_rdma(members: str, transport: Transpo
         ("udp", None, None),
     ],
 )
-def test_transports_that_do_not_exist(kind: str, nic: NicType | None, name: str | None) -> None:
+def test_impossible_transports_are_refused(kind: str, nic: NicType | None, name: str | None) -> None:
     with pytest.raises(PlanError, match="does not exist"):
         Transport(kind, nic, name)
 
@@ -92,7 +94,7 @@ groups = st.lists(
 
 
 @given(groups)
-def test_what_is_decided_is_possible_and_order_does_not_matter(members: list[Place]) -> None:
+def test_a_transport_is_possible_and_independent_of_member_order(members: list[Place]) -> None:
     chosen = EACH.of_members(members)
     fabrics = {SITE.fabric(m.fabric) for m in members}
     assert chosen.kind != "local" or len(set(members)) == 1
@@ -101,13 +103,13 @@ def test_what_is_decided_is_possible_and_order_does_not_matter(members: list[Pla
 
 
 @given(groups, groups)
-def test_more_members_never_make_it_faster(members: list[Place], more: list[Place]) -> None:
+def test_more_members_never_get_a_faster_transport(members: list[Place], more: list[Place]) -> None:
     speed = {"local": 0, "rdma": 1, "tcp": 2}
     assert speed[EACH.of_members(members + more).kind] >= speed[EACH.of_members(members).kind]
 
 
 @given(groups)
-def test_rdma_exactly_where_one_rdma_fabric_has_all_of_several_nodes(members: list[Place]) -> None:
+def test_rdma_only_between_nodes_of_one_rdma_fabric(members: list[Place]) -> None:
     fabrics, nodes = {m.fabric for m in members}, {(m.fabric, m.node) for m in members}
     rdma = len(nodes) > 1 and len(fabrics) == 1 and SITE.fabric(members[0].fabric).nic.rdma
     assert (EACH.of_members(members).kind == "rdma") is rdma

@@ -1,4 +1,4 @@
-"""Wrong values anywhere in a plan's or a calibration's file: one line with the file, the key and what is allowed."""
+"""Wrong values in a plan or a calibration file: one line with the file, the key and the allowed values."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def plan() -> dict[str, Any]:
 
 
 def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every key of nested data; of a list only the first entry's."""
+    """Yield the path of every key of nested data; of lists only the first entry."""
     if at:
         yield at
     inside = data.items() if isinstance(data, dict) else enumerate(data[:1]) if isinstance(data, list) else ()
@@ -92,8 +92,8 @@ def changed(data: Any, at: tuple[Any, ...], value: Any) -> Any:
 
 
 @pytest.mark.integration
-def test_no_value_of_a_plan_is_more_than_one_line(plan: dict[str, Any]) -> None:
-    """Whatever is put at whatever key: it is read, or refused by one of the project's own errors."""
+def test_any_wrong_value_of_a_plan_gives_one_line(plan: dict[str, Any]) -> None:
+    """Any value at any key is read, or refused with an error of this project."""
     refused = 0
     for at in places(plan):
         for value in WRONG:
@@ -141,21 +141,21 @@ def test_a_wrong_value_of_a_plan_is_named(
     "missing",
     ["edge_connections", "bucket_bytes", "unused", "alternatives", "transports", "assumptions", "predicted", "version"],
 )
-def test_what_an_older_version_did_not_write_has_its_default(plan: dict[str, Any], missing: str) -> None:
+def test_keys_that_an_older_plan_lacks_get_their_defaults(plan: dict[str, Any], missing: str) -> None:
     older = {k: v for k, v in plan.items() if k != missing}
-    read, whole = Plan.from_dict(older), Plan.from_dict(plan)
-    assert read.parallel == whole.parallel
-    said = [a for a in read.assumptions if a.startswith("an older plan")]
-    assert said == (
-        [f"an older plan, without {missing}: taken as by default"]
+    read = Plan.from_dict(older)
+    assert read.parallel == Plan.from_dict(plan).parallel
+    notes = [a for a in read.assumptions if a.startswith("the plan is older")]
+    assert notes == (
+        [f"the plan is older and lacks {missing}: the defaults are used"]
         if missing in ("edge_connections", "bucket_bytes")
         else []
     )
-    assert Plan.from_dict(read.to_dict()).assumptions == read.assumptions  # not said again
+    assert Plan.from_dict(read.to_dict()).assumptions == read.assumptions  # not repeated
 
 
 @pytest.mark.parametrize("content", ["", "3", "[]", "just words", "{1: 2}", "a: [", "\x00"])
-def test_what_is_no_plan_at_all(content: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_plan_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(HolmesError) as refused:
@@ -170,16 +170,16 @@ def costs(data: Any, tmp_path: Path) -> Costs:
 
 
 def test_a_calibration_is_read(tmp_path: Path) -> None:
-    found = costs(CALIBRATION, tmp_path).calibration
-    assert found is not None and found.to_dict() == CALIBRATION
+    calibration = costs(CALIBRATION, tmp_path).calibration
+    assert calibration is not None and calibration.to_dict() == CALIBRATION
 
 
 def test_a_calibration_of_an_earlier_release_is_read(tmp_path: Path) -> None:
-    found = costs(OLDER, tmp_path).calibration
-    assert found is not None and found.pace_layer_ms == 10 and len(found.fabrics) == 1
-    whole = found.to_dict()["fabrics"][0]
-    assert whole["parts"] == [{**OLDER["parts"][0], "sequence": 0, "sequence_parallel": False}]
-    assert whole["links"] == OLDER["links"] and whole["device"] == "cpu" and not whole["fabric"]
+    calibration = costs(OLDER, tmp_path).calibration
+    assert calibration is not None and calibration.pace_layer_ms == 10 and len(calibration.fabrics) == 1
+    fabric = calibration.to_dict()["fabrics"][0]
+    assert fabric["parts"] == [{**OLDER["parts"][0], "sequence": 0, "sequence_parallel": False}]
+    assert fabric["links"] == OLDER["links"] and fabric["device"] == "cpu" and not fabric["fabric"]
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_a_wrong_value_of_a_calibration_is_named(at: tuple[Any, ...], value: Any
     assert says in line and line.startswith(f"{tmp_path / 'cal.yaml'}: ") and refused.value.exit_code == 2
 
 
-def test_no_value_of_a_calibration_is_more_than_one_line() -> None:
-    for data, at in [(whole, at) for whole in (CALIBRATION, OLDER) for at in places(whole)]:
+def test_any_wrong_value_of_a_calibration_gives_one_line() -> None:
+    for data, at in [(document, at) for document in (CALIBRATION, OLDER) for at in places(document)]:
         for value in WRONG:
             try:
                 Calibration.from_dict(changed(data, at, value))

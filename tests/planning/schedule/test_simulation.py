@@ -1,4 +1,4 @@
-"""The schedules' order and their simulated time."""
+"""The order of passes of each schedule, and its simulated time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from passes import every_pass
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.graph import Numbers, graph
+from holmes_hpc.planning.schedule.graph import NodeNumbers, graph
 from holmes_hpc.planning.schedule.kinds import Exchange, in_flight
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, rounds, step_seconds
@@ -20,19 +20,19 @@ from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, ro
 def durations(
     stages: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0, transfer: float = 0.0
 ) -> Durations:
-    """Equal stages; a pass of a stage takes forward + backward whatever its chunks."""
+    """Return durations of equal stages: the chunks of a stage together take forward + backward."""
     shape = (1, stages, chunks)
     transfers = np.full((1, stages), transfer)
-    nothing = np.zeros(shape)
+    zeros = np.zeros(shape)
     return Durations(
         np.full(shape, forward / chunks),
         np.full(shape, backward / chunks),
         transfers,
         transfers,
         transfers,
-        nothing,
-        nothing,
-        nothing,
+        zeros,
+        zeros,
+        zeros,
     )
 
 
@@ -40,8 +40,8 @@ def seconds(order: Order, d: Durations) -> float:
     return float(step_seconds(order, d)[0])
 
 
-def ahead(stages: int, micro_batches: int, extra: int = 0) -> Order:
-    """One more in flight than the stage below, and `extra` for every transfer."""
+def eager(stages: int, micro_batches: int, extra: int = 0) -> Order:
+    """Return an order of eager 1F1B: each stage holds one micro-batch and `extra` more than the stage below."""
     return Order(
         "ahead", stages, micro_batches, in_flight=tuple((1 + extra) * (stages - s - 1) + 1 for s in range(stages))
     )
@@ -50,32 +50,31 @@ def ahead(stages: int, micro_batches: int, extra: int = 0) -> Order:
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_equal_stages_without_stage_transfers_have_the_known_bubble(stages: int, micro_batches: int) -> None:
     """(m + p - 1) times a stage's time: Narayanan et al. 2021, section 2.2."""
-    for order in (Order("1f1b", stages, micro_batches), ahead(stages, micro_batches)):
+    for order in (Order("1f1b", stages, micro_batches), eager(stages, micro_batches)):
         assert seconds(order, durations(stages)) == pytest.approx(3 * (micro_batches + stages - 1))
 
 
 @pytest.mark.integration
 @given(st.integers(2, 6), st.integers(1, 5), st.integers(2, 4))
 def test_virtual_stages_divide_the_bubble(stages: int, groups: int, chunks: int) -> None:
-    """(m + (p - 1) / v) times a stage's time: the same, section 2.2."""
+    """(m + (p - 1) / v) times a stage's time: Narayanan et al. 2021, section 2.2."""
     m = stages * groups
     for kind in ("interleaved", "ahead"):
         order = Order(kind, stages, m, chunks, in_flight(stages, m, chunks))
         assert seconds(order, durations(stages, chunks)) == pytest.approx(3 * (m + (stages - 1) / chunks))
 
 
-def test_two_waiting_stages_pay_one_stage_transfer_for_each_micro_batch() -> None:
-    """Both ends of the edge meet once a micro-batch, sends and receives at once: 1/(1 + transfer ratio) of the
-    throughput, as measured in the prototype (facts: transfer 0.23, 80%)."""
+def test_two_stages_under_1f1b_wait_for_one_transfer_per_micro_batch() -> None:
+    """Both stages exchange once per micro-batch in both directions at once: throughput is 1 / (1 + transfer ratio)."""
     m, transfer = 32, 0.23 * 3
     slow = seconds(Order("1f1b", 2, m), durations(2, transfer=transfer))
     assert slow == pytest.approx(3 * (m + 1) + transfer * (m + 1))
 
 
 @pytest.mark.parametrize("stages", [2, 3, 6])
-def test_stages_that_send_and_receive_in_turn_pay_both_ways(stages: int) -> None:
-    """Each further micro-batch costs a stage the transfers of all its edges, one at a time: two edges of the inner
-    stages, whose both ways are one exchange where they are paired."""
+def test_unpaired_exchanges_cost_both_directions(stages: int) -> None:
+    """Each further micro-batch costs a stage the transfers of all its edges, one after the other. Inner stages have
+    two edges. Paired exchanges transfer both directions at once."""
     transfer, edges = 0.3, min(2, stages - 1)
     d = durations(stages, transfer=transfer)
 
@@ -87,20 +86,20 @@ def test_stages_that_send_and_receive_in_turn_pay_both_ways(stages: int) -> None
     assert further(paired=False) == pytest.approx(3 + 2 * edges * transfer)
 
 
-def test_running_ahead_hides_the_stage_transfer() -> None:
+def test_eager_1f1b_hides_the_stage_transfer() -> None:
     m, transfer = 32, 0.45 * 3
     fill_and_drain = 3 * (m + 1) + 2 * transfer
-    assert seconds(ahead(2, m, extra=1), durations(2, transfer=transfer)) == pytest.approx(fill_and_drain)
+    assert seconds(eager(2, m, extra=1), durations(2, transfer=transfer)) == pytest.approx(fill_and_drain)
 
 
 @given(st.integers(2, 5), st.integers(1, 12), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_running_ahead_is_never_slower(stages: int, micro_batches: int, extra: int, random) -> None:  # type: ignore[no-untyped-def]
+def test_eager_1f1b_is_never_slower_than_1f1b(stages: int, micro_batches: int, extra: int, random) -> None:  # type: ignore[no-untyped-def]
     d = durations(stages)
     draw = lambda shape: np.array([random.uniform(0.1, 2) for _ in range(int(np.prod(shape)))]).reshape(shape)  # noqa: E731
     d = replace(d, forward=draw(d.forward.shape), backward=draw(d.backward.shape), down=draw(d.down.shape))
     d = replace(d, up=draw(d.up.shape))
     d = replace(d, last_up=d.up)
-    assert seconds(ahead(stages, micro_batches, extra), d) <= seconds(Order("1f1b", stages, micro_batches), d) + 1e-9
+    assert seconds(eager(stages, micro_batches, extra), d) <= seconds(Order("1f1b", stages, micro_batches), d) + 1e-9
 
 
 @st.composite
@@ -121,31 +120,31 @@ def cases(draw: st.DrawFn) -> tuple[Order, Durations]:
     s, c = order.stages, order.chunks
     shapes = {"down": (1, s), "up": (1, s), "last_up": (1, s)}
     drawn = {name: random.random(shapes.get(name, (1, s, c))) for name in Durations.__dataclass_fields__}
-    slow = draw(st.sampled_from((1.0, 30.0)))  # edges that hide behind computing, and that nothing hides
+    slow = draw(st.sampled_from((1.0, 30.0)))  # transfers shorter and longer than compute
     drawn |= {name: slow * drawn[name] for name in shapes}
     return order, Durations(**{**drawn, "last_up": drawn["up"] + drawn["last_up"]})
 
 
 @given(orders())
-def test_every_stage_does_every_pass_once_in_megatrons_order(order: Order) -> None:
+def test_every_stage_computes_every_pass_once_in_megatrons_order(order: Order) -> None:
     for stage in range(order.stages):
-        done = order.passes(stage)
-        assert sorted(done) == every_pass(order)
-        for way in (True, False):  # micro-batches of a chunk in order, so that gradients sum up in the same order
+        passes = order.passes(stage)
+        assert sorted(passes) == every_pass(order)
+        for forward in (True, False):  # micro-batches of a chunk in order, so that gradients sum up in the same order
             for chunk in range(order.chunks):
-                turns = [p.micro_batch for p in done if p.forward is way and p.chunk == chunk]
+                turns = [p.micro_batch for p in passes if p.forward is forward and p.chunk == chunk]
                 assert turns == sorted(turns)
 
 
 @given(orders())
 def test_no_stage_holds_more_than_its_depth(order: Order) -> None:
     for stage in range(order.stages):
-        held = np.cumsum([1 if p.forward else -1 for p in order.passes(stage)])
-        assert held.max() <= order.depths[stage] and held.min() >= 0
+        in_flight_now = np.cumsum([1 if p.forward else -1 for p in order.passes(stage)])
+        assert in_flight_now.max() <= order.depths[stage] and in_flight_now.min() >= 0
 
 
 @given(orders())
-def test_what_is_sent_is_received(order: Order) -> None:
+def test_every_sent_transfer_is_received(order: Order) -> None:
     if order.kind == "ahead":
         return
     sent, received = [], []
@@ -154,30 +153,31 @@ def test_what_is_sent_is_received(order: Order) -> None:
             if isinstance(item, Exchange):
                 sent += item.sends
                 received += item.receives
-                assert all(h.source == stage for h in item.sends) and all(h.target == stage for h in item.receives)
+                assert all(t.source == stage for t in item.sends) and all(t.target == stage for t in item.receives)
     assert len(sent) == len(set(sent)) and sorted(sent) == sorted(received)
 
 
 @settings(deadline=None)
 @given(cases())
-def test_nothing_starts_before_what_it_needs(case: tuple[Order, Durations]) -> None:
+def test_no_pass_or_transfer_starts_before_its_input(case: tuple[Order, Durations]) -> None:
     order, d = case
     try:
-        made = graph(order)
+        dependencies = graph(order)
     except PlanError:
         return
-    numbers, table = Numbers(order), d.table()
+    numbers, table = NodeNumbers(order), d.table()
     ends = np.empty(numbers.count)
     starts = np.empty(numbers.count)
-    found = made.ends(table)[0]
-    ends[made.node], starts[made.node] = found, found - table[0, made.column]
+    sorted_ends = dependencies.end_times(table)[0]
+    ends[dependencies.node] = sorted_ends
+    starts[dependencies.node] = sorted_ends - table[0, dependencies.column]
     for stage in range(order.stages):
         last = 0.0
-        for done in order.passes(stage):
-            node = numbers.node(stage, done)
+        for p in order.passes(stage):
+            node = numbers.node(stage, p)
             assert starts[node] >= last - 1e-9
             last = ends[node]
-            into, out = order.transfer_to(stage, done), order.transfer_from(stage, done)
+            into, out = order.transfer_to(stage, p), order.transfer_from(stage, p)
             if into is not None:
                 assert starts[node] >= ends[numbers.transfer(into)] - 1e-9
             if out is not None:
@@ -204,27 +204,26 @@ def test_bound_is_below_the_simulation(case: tuple[Order, Durations], nics: int)
     st.sampled_from((0.0, 0.01, 0.05, 0.5)),
     st.integers(0, 1000),
 )
-def test_extending_by_the_period_is_right(stages: int, transfer: float, spread: float, seed: int) -> None:
+def test_extrapolation_from_the_period_is_accurate(stages: int, transfer: float, spread: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     passes = 2000
     m = 2 * passes // stages
     d = durations(stages, transfer=transfer)
     uneven = 1 + spread * random.random(d.forward.shape)
     d = replace(d, forward=d.forward * uneven, backward=d.backward * uneven)
-    for order in (Order("1f1b", stages, m), ahead(stages, m, extra=int(random.integers(0, 3)))):
-        first, more = rounds(order, passes)
-        assert first + more < m  # else nothing is extended
-        whole = graph(order).ends(d.table()).max()
-        assert step_seconds(order, d, passes=passes)[0] == pytest.approx(whole, rel=1e-2)
+    for order in (Order("1f1b", stages, m), eager(stages, m, extra=int(random.integers(0, 3)))):
+        first, period = rounds(order, passes)
+        assert first + period < m  # otherwise nothing is extrapolated
+        simulated = graph(order).end_times(d.table()).max()
+        assert step_seconds(order, d, passes=passes)[0] == pytest.approx(simulated, rel=1e-2)
 
 
-def test_one_nic_for_both_directions_takes_turns() -> None:
-    """Three stages, the middle one sends up and down: with transfers as long as its computing its NIC is the
-    bottleneck."""
-    order, d = ahead(3, 24, extra=3), durations(3, transfer=3.0)
-    apart = float(step_seconds(order, d)[0])
+def test_one_nic_for_both_directions_is_slower() -> None:
+    """The middle of three stages sends up and down: with transfers as long as compute, its NIC is the bottleneck."""
+    order, d = eager(3, 24, extra=3), durations(3, transfer=3.0)
+    two_nics = float(step_seconds(order, d)[0])
     shared = float(step_seconds(order, d, (False, True, False))[0])
-    assert shared > 1.5 * apart
+    assert shared > 1.5 * two_nics
 
 
 def test_gradients_are_reduced_after_the_last_backward_pass() -> None:
@@ -239,7 +238,7 @@ def test_a_gather_delays_the_first_pass() -> None:
     assert seconds(order, late) == pytest.approx(seconds(order, d) + 0.75)
 
 
-def test_depths_that_lock_up_are_refused() -> None:
+def test_depths_that_deadlock_are_refused() -> None:
     with pytest.raises(PlanError, match="wait for each other"):
         graph(Order("ahead", 3, 6, 2, (2, 2, 2)))
 

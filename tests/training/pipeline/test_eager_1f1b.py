@@ -49,10 +49,10 @@ def timeline(order: Order, waits: bool, transfer: int = 1, slots: int = 20) -> l
     while any(queues):
         for s, queue in enumerate(queues):
             needed = order.transfer_to(s, queue[0]) if queue else None
-            if not queue or (needed is not None and (needed.source, needed.made) not in ends):
+            if not queue or (needed is not None and (needed.source, needed.source_pass) not in ends):
                 continue
             step = queue.pop(0)
-            start = max(clock[s], ends[needed.source, needed.made] + transfer if needed else 0)
+            start = max(clock[s], ends[needed.source, needed.source_pass] + transfer if needed else 0)
             end = start + (1 if step.forward else 2)
             rows[s][start:end] = [("01234567" if step.forward else "abcdefgh")[step.micro_batch]] * (end - start)
             ends[s, step] = end
@@ -131,7 +131,7 @@ def variant_cases() -> dict[tuple[str, str], Case]:
         cases[name, "megatron"] = Case(schedule="megatron", **common)
         cases[name, "edges"] = Case(schedule="edges", **common)
         for kind in BACKGROUND:
-            if kind.takes(1):
+            if kind.supports(1):
                 cases[name, kind.name] = Case(schedule=kind.name, in_flight=list(kind.in_flight(2, 5, 1)), **common)
         cases[name, "deeper"] = Case(schedule="ahead", in_flight=[4, 1], **common)
         cases[name, "starved"] = Case(schedule="ahead", in_flight=[1, 1], **common)
@@ -147,7 +147,7 @@ def variant_cases() -> dict[tuple[str, str], Case]:
         cases[name, "edges"] = Case(schedule="edges", **common)
         cases[name, "overlapped"] = Case(schedule="edges", overlap=True, **common)
         for kind in BACKGROUND:
-            if kind.takes(chunks):
+            if kind.supports(chunks):
                 depths = list(kind.in_flight(stages, 2 * stages, chunks))
                 cases[name, kind.name] = Case(schedule=kind.name, in_flight=depths, **common)
         cases[name, "as on a GPU"] = Case(schedule="ahead", in_flight=depths_1f1b, as_on_gpu=True, **common)
