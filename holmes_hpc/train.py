@@ -25,7 +25,7 @@ from holmes_hpc.config.composition import explained, for_hydra, resolve
 from holmes_hpc.config.configuration import Configuration, LauncherConfig
 from holmes_hpc.config.flags import quoted
 from holmes_hpc.errors import HolmesError
-from holmes_hpc.planning.request import given_site, local_site, make_plan, node_settings
+from holmes_hpc.planning.request import load_site, local_site, make_plan, node_settings
 from holmes_hpc.rank import rank_and_size, run_rank
 from holmes_hpc.records.ownership import careful_umask
 from holmes_hpc.records.run import RunDirectory
@@ -82,7 +82,7 @@ def plan_job(cfg: DictConfig, where: str) -> PlannedJob:
     return PlannedJob(plan, config.to_dict(), run_rank, config.slurm, record_fields(config, plan))
 
 
-_site = functools.cache(given_site)  # read once for all jobs of a sweep
+_site = functools.cache(load_site)  # read once for all jobs of a sweep
 
 
 app.plan_job = plan_job  # type: ignore[attr-defined]

@@ -142,7 +142,7 @@ def calibrate(
 
     check_output(output)
     overrides = with_flags(flags, overrides)
-    config = request.for_calibration(load([*CALIBRATION, *overrides])).with_data()
+    config = request.calibration_config(load([*CALIBRATION, *overrides])).with_data()
     chosen = request.make_plan(config)
     record, job = create_and_submit(chosen, config, overrides)
     console.note(f"job {job.id}: {record.path}")
@@ -208,7 +208,7 @@ def _compare(measured_s: float, predicted_s: float, unattributed_s: float) -> No
 def _learned_corrections(config: Configuration, runs: str) -> Corrections:
     """Return the corrections learned from the runs below a directory. Report unusable runs and uncorrected costs."""
     with console.waiting("learning from runs"):
-        learned, unusable = request.learned(config, runs)
+        learned, unusable = request.learn_from_runs(config, runs)
     if unusable:
         console.note(f"{len(unusable)} runs cannot be used, the first: {unusable[0]}")
     if learned.unidentified:

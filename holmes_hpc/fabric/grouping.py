@@ -1,4 +1,4 @@
-"""Nodes and partitions become fabrics: pure functions, and every supposition is a line that is printed."""
+"""Grouping of Slurm's nodes and partitions into fabrics. Every assumption becomes a line that is printed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from holmes_hpc.slurm.scontrol import Partition
 ASSUMED_RDMA_GBPS = 100.0
 ASSUMED_ETHERNET_GBPS = 10.0
 UNKNOWN_GPU = Gpu("gpu", peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200.0)
-MIG = re.compile(r"(?:^|[_-])\d+g\.\d+gb", re.IGNORECASE)  # a GPU type of GRES such as a100_1g.5gb
+MIG = re.compile(r"(?:^|[_-])\d+g\.\d+gb", re.IGNORECASE)  # a GPU type of GRES, such as a100_1g.5gb
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """What the user says of a site. `vocabulary`: own file of features; `partitions`: only these are used."""
+    """The user's settings for reading nodes. `vocabulary`: the site's file of features. `partitions`: use only these."""
 
     vocabulary: str | None = None
     partitions: tuple[str, ...] = ()
@@ -33,42 +33,42 @@ class NodeSettings:
 
 @dataclass(frozen=True)
 class Grouping:
-    """`fabrics`, and what was supposed on the way. `left_out`: node -> why no fabric has it."""
+    """The fabrics of a Slurm cluster, and the assumptions made. `left_out`: node -> why no fabric contains it."""
 
     fabrics: tuple[Fabric, ...]
     assumptions: tuple[str, ...]
     left_out: dict[str, str]
 
     def site(self, name: str) -> Site:
-        """The Site, or a SiteError with the first reason why there is none."""
+        """Return the Site. SiteError with the first reason if there is no fabric."""
         if not self.fabrics:
             reasons = [f"{node}: {why}" for node, why in self.left_out.items()]
-            why = reasons[0] if reasons else "Slurm shows none"
-            raise SiteError(f"no usable node ({why})", where=f"cluster {name}", hint="see `holmes nodes`")
+            reason = reasons[0] if reasons else "Slurm shows none"
+            raise SiteError(f"no usable node ({reason})", where=f"cluster {name}", hint="see `holmes nodes`")
         return Site(name, self.fabrics, self.assumptions)
 
 
 @dataclass
-class _Work:
-    """What the steps of :func:`group` share: lines said so far, and nodes left out."""
+class _Notes:
+    """The assumptions that the steps of :func:`group` make, and the nodes that they leave out."""
 
-    said: list[tuple[str, str]] = field(default_factory=list)  # (text, node)
+    assumptions: list[tuple[str, str]] = field(default_factory=list)  # (text, node)
     left_out: dict[str, str] = field(default_factory=dict)
 
-    def say(self, nodes: Sequence[SiteNode], text: str) -> None:
-        self.said.extend((text, n.name) for n in nodes)
+    def assume(self, nodes: Sequence[SiteNode], text: str) -> None:
+        self.assumptions.extend((text, n.name) for n in nodes)
 
     def lines(self) -> tuple[str, ...]:
-        """One line for each text, with all nodes it is about."""
-        return tuple(f"{compress(names)}: {text}" for text, names in grouped(self.said))
+        """Return one line per text, with all its nodes."""
+        return tuple(f"{compress(names)}: {text}" for text, names in grouped(self.assumptions))
 
-    def leave(self, nodes: Sequence[SiteNode], why: str) -> None:
-        self.left_out.update((n.name, why) for n in nodes)
+    def leave_out(self, nodes: Sequence[SiteNode], reason: str) -> None:
+        self.left_out.update((n.name, reason) for n in nodes)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Nodes (usable or not) that shall be one fabric."""
+    """The nodes of one fabric, usable or not."""
 
     name: str
     nic: NicType
@@ -82,130 +82,142 @@ def group(
     vocabulary: Vocabulary,
     settings: NodeSettings | None = None,
 ) -> Grouping:
-    """The fabrics of a Slurm: by label where there is one, else one per NIC type and partition.
+    """Return the fabrics of a Slurm cluster: by fabric label, else one per NIC type and partition.
 
-    Left out: nodes that are down or drained, in no open partition, with two NIC types in their features, without a GPU
-    on a site with GPUs, or such as no constraint can tell from others.
+    Nodes are left out if they are down or drained, in no open partition, have two NIC types in their features, lack
+    a GPU on a site with GPUs, or cannot be selected by a constraint.
     """
     settings = settings or NodeSettings()
-    work = _Work()
-    known = {p.name for p in partitions}
+    notes = _Notes()
+    names = {p.name for p in partitions}
     for name in settings.partitions:
-        if name not in known:
-            raise SiteError(f"no partition {name!r}", where="settings", hint=f"Slurm has {', '.join(sorted(known))}")
+        if name not in names:
+            raise SiteError(f"no partition {name!r}", where="settings", hint=f"Slurm has {', '.join(sorted(names))}")
     open_ = {p.name: p for p in partitions if p.up and (not settings.partitions or p.name in settings.partitions)}
-    fit = _fit(nodes, open_, work)
-    groups = _labelled(fit, open_, work) + _unlabelled(fit, open_, work)
-    fabrics = [fabric for g in groups if (fabric := _fabric(g, nodes, vocabulary, work)) is not None]
-    for why, members in _by(lambda n: work.left_out[n.name], [n for n in nodes if n.name in work.left_out]):
-        work.say(members, f"left out: {why}")
-    return Grouping(tuple(fabrics), work.lines(), work.left_out)
+    eligible = _eligible(nodes, open_, notes)
+    groups = _labelled_groups(eligible, open_, notes) + _unlabelled_groups(eligible, open_, notes)
+    fabrics = [fabric for g in groups if (fabric := _fabric(g, nodes, vocabulary, notes)) is not None]
+    for reason, members in _by(lambda n: notes.left_out[n.name], [n for n in nodes if n.name in notes.left_out]):
+        notes.assume(members, f"left out: {reason}")
+    return Grouping(tuple(fabrics), notes.lines(), notes.left_out)
 
 
-def _fit(nodes: Sequence[SiteNode], open_: dict[str, Partition], work: _Work) -> list[SiteNode]:
-    """Nodes that can be part of a fabric as far as their features and partitions go."""
-    with_gpus = any(n.gpus for n in nodes)
-    fit = []
+def _eligible(nodes: Sequence[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[SiteNode]:
+    """Return the nodes whose features, GPUs and partitions allow them to be part of a fabric."""
+    site_has_gpus = any(n.gpus for n in nodes)
+    eligible = []
     for n in nodes:
         if not any(p in open_ for p in n.partitions):
-            work.leave([n], "in no open partition")
+            notes.leave_out([n], "in no open partition")
         elif n.reading.nic is None:
-            work.leave([n], f"{n.reading.problems[0]}; label it with `holmes label`")
+            notes.leave_out([n], f"{n.reading.problems[0]}; label it with `holmes label`")
         elif any("fabrics" in p for p in n.reading.problems):
-            work.leave([n], next(p for p in n.reading.problems if "fabrics" in p))
+            notes.leave_out([n], next(p for p in n.reading.problems if "fabrics" in p))
         elif slices := [kind for kind in n.gpu_types if MIG.search(kind)]:
-            work.leave([n], f"its GPUs are cut into MIG slices ({slices[0]}), which NCCL cannot join")
-        elif with_gpus and not n.gpus:
-            work.leave([n], "no GPU in Slurm's GRES, other nodes have some")
+            notes.leave_out([n], f"its GPUs are divided into MIG slices ({slices[0]}), which NCCL cannot use together")
+        elif site_has_gpus and not n.gpus:
+            notes.leave_out([n], "no GPU in Slurm's GRES, but other nodes have GPUs")
         else:
-            fit.append(n)
-    return fit
+            eligible.append(n)
+    return eligible
 
 
-def _labelled(fit: list[SiteNode], open_: dict[str, Partition], work: _Work) -> list[_Group]:
+def _labelled_groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[_Group]:
     groups = []
-    for label, members in _by(lambda n: n.reading.fabric, [n for n in fit if n.reading.fabric]):
+    for label, members in _by(lambda n: n.reading.fabric, [n for n in eligible if n.reading.fabric]):
         types = _by(lambda n: n.reading.nic, members)
         if len(types) > 1:
-            work.say(members, f"label fabric_{label} is on nodes of {len(types)} NIC types, taken for one fabric each")
-        for nic, part in types:
-            partition = _ranked(part, fit, [open_[p] for n in part for p in n.partitions if p in open_])[0]
-            outside = [n for n in part if partition.name not in n.partitions]
+            notes.assume(members, f"label fabric_{label} is on nodes of {len(types)} NIC types: one fabric for each")
+        for nic, same_type in types:
+            partitions = [open_[p] for n in same_type for p in n.partitions if p in open_]
+            partition = _ranked(same_type, eligible, partitions)[0]
+            outside = [n for n in same_type if partition.name not in n.partitions]
             if outside:
-                work.leave(outside, f"fabric {label} is used through partition {partition.name}, which has most of it")
+                notes.leave_out(
+                    outside, f"fabric {label} is used through partition {partition.name}, which has most of its nodes"
+                )
             name = f"{label}-{nic}" if len(types) > 1 else str(label)
             assert nic is not None
-            groups.append(_Group(name, nic, partition, tuple(n for n in part if n not in outside)))
+            groups.append(_Group(name, nic, partition, tuple(n for n in same_type if n not in outside)))
     return groups
 
 
-def _unlabelled(fit: list[SiteNode], open_: dict[str, Partition], work: _Work) -> list[_Group]:
+def _unlabelled_groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[_Group]:
     groups = []
-    taken = {n.reading.fabric for n in fit}
-    for nic, members in _by(lambda n: n.reading.nic, [n for n in fit if not n.reading.fabric]):
+    used_names = {n.reading.fabric for n in eligible}
+    for nic, members in _by(lambda n: n.reading.nic, [n for n in eligible if not n.reading.fabric]):
         assert nic is not None
-        rest = members
-        while rest:
-            ranked = _ranked(rest, fit, [open_[p] for n in rest for p in n.partitions if p in open_], purest=True)
-            partition = next((p for p in ranked if _leaves_a_way(p, rest, open_)), ranked[0])
-            part = [n for n in rest if partition.name in n.partitions]
-            rest = [n for n in rest if n not in part]
+        remaining = members
+        while remaining:
+            partitions = [open_[p] for n in remaining for p in n.partitions if p in open_]
+            ranked = _ranked(remaining, eligible, partitions, purest=True)
+            partition = next((p for p in ranked if _keeps_others_selectable(p, remaining, open_)), ranked[0])
+            selected = [n for n in remaining if partition.name in n.partitions]
+            remaining = [n for n in remaining if n not in selected]
             base = partition.name if partition.name == str(nic) else f"{nic}-{partition.name}"
-            name = _free(re.sub(r"[^A-Za-z0-9_.-]", "_", base), taken)
-            taken.add(name)
+            name = _unused_name(re.sub(r"[^A-Za-z0-9_.-]", "_", base), used_names)
+            used_names.add(name)
             kind = "Ethernet-only nodes" if nic is NicType.ETHERNET else f"{nic} nodes"
-            work.say(part, f"no fabric label: all {kind} of partition {partition.name} are taken for one fabric {name}")
-            groups.append(_Group(name, nic, partition, tuple(part)))
+            notes.assume(
+                selected,
+                f"no fabric label: all {kind} of partition {partition.name} are assumed to be one fabric {name}",
+            )
+            groups.append(_Group(name, nic, partition, tuple(selected)))
     return groups
 
 
-def _free(name: str, taken: set[str | None]) -> str:
-    number, free = 1, name
-    while free in taken:
+def _unused_name(name: str, used_names: set[str | None]) -> str:
+    number, candidate = 1, name
+    while candidate in used_names:
         number += 1
-        free = f"{name}-{number}"
-    return free
+        candidate = f"{name}-{number}"
+    return candidate
 
 
-def _leaves_a_way(chosen: Partition, nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> bool:
-    """Whether all `nodes` that are not in the `chosen` partition are in one that holds none of those that are."""
-    part = {n.name for n in nodes if chosen.name in n.partitions}
+def _keeps_others_selectable(chosen: Partition, nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> bool:
+    """Return whether each node outside the `chosen` partition is in a partition without nodes of `chosen`."""
+    selected = {n.name for n in nodes if chosen.name in n.partitions}
     return all(
-        any(not part & set(open_[p].nodes) for p in n.partitions if p in open_) for n in nodes if n.name not in part
+        any(not selected & set(open_[p].nodes) for p in n.partitions if p in open_)
+        for n in nodes
+        if n.name not in selected
     )
 
 
 def _ranked(
     members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition], purest: bool = False
 ) -> list[Partition]:
-    """The partitions to ask for, the best first: with most of the `members` that a job may have (or, `purest`, that
-    allow jobs on all they have, with fewest other nodes), then the reverse of that, then of the highest priority, then
-    not the default one, then by name."""
+    """Return the partitions to select `members` with, the best first.
+
+    The order is: most members that a job may use, fewest other nodes, most members, highest priority, not the default
+    partition, name. `purest`: partitions whose limit allows all their members come first, then those with the fewest
+    nodes of other NIC types.
+    """
     names = {n.name for n in members}
-    others = (
+    other_names = (
         {n.name for n in everyone if n.reading.nic is not members[0].reading.nic}
         if purest
         else {n.name for n in everyone} - names
     )
 
     def rank(p: Partition) -> tuple[int, int, int, int, bool, str]:
-        inside, foreign = len(names & set(p.nodes)), len(others & set(p.nodes))
+        inside, outside = len(names & set(p.nodes)), len(other_names & set(p.nodes))
         allowed = min(inside, int(p.max_nodes)) if p.max_nodes.isdecimal() else inside
-        first = (allowed < inside, foreign, -inside) if purest else (-allowed, foreign, -inside)
-        return (*first, -p.priority, p.default, p.name)
+        counts = (allowed < inside, outside, -inside) if purest else (-allowed, outside, -inside)
+        return (*counts, -p.priority, p.default, p.name)
 
     return sorted(options, key=rank)
 
 
-def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, work: _Work) -> Fabric | None:
+def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, notes: _Notes) -> Fabric | None:
     usable = [n for n in g.nodes if n.usable]
-    work.leave([n for n in g.nodes if not n.usable], "down, drained or not responding")
+    notes.leave_out([n for n in g.nodes if not n.usable], "down, drained or not responding")
     if not usable:
         return None
     counts = {n.gpus for n in usable}
     gpus = min(counts)
     if len(counts) > 1:
-        work.say(usable, f"{_and(counts)} GPUs a node in fabric {g.name}: {gpus} of each are used")
+        notes.assume(usable, f"{_and(counts)} GPUs per node in fabric {g.name}: {gpus} of each are used")
     rivals = [
         n
         for n in nodes
@@ -213,14 +225,14 @@ def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, work: 
     ]
     expression = constraint(usable, rivals)
     if expression is None:
-        work.leave(
+        notes.leave_out(
             usable,
-            f"no constraint selects fabric {g.name} alone, it would also take {_names(rivals)}; "
+            f"no constraint selects only fabric {g.name}, it would also select {_names(rivals)}; "
             "label the nodes with `holmes label`",
         )
         return None
     for line, members in grouped((line, n) for n in usable for line in (*n.reading.assumptions, *n.reading.problems)):
-        work.say(members, line)
+        notes.assume(members, line)
     names, node_nics = _nic_names(g.nic, usable)
     network = vocabulary.networks.get(str(g.nic))
     return Fabric(
@@ -229,9 +241,9 @@ def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, work: 
         partition=g.partition.name,
         nodes=len(usable),
         gpus_per_node=gpus or _cpu_ranks(usable),
-        ethernet_gbps=_rate(g, usable, "ethernet_gbps", ASSUMED_ETHERNET_GBPS, work),
-        gpu=_gpu(g, usable, vocabulary, work),
-        rdma_gbps=_rate(g, usable, "rdma_gbps", ASSUMED_RDMA_GBPS, work) if g.nic.rdma else None,
+        ethernet_gbps=_rate(g, usable, "ethernet_gbps", ASSUMED_ETHERNET_GBPS, notes),
+        gpu=_gpu(g, usable, vocabulary, notes),
+        rdma_gbps=_rate(g, usable, "rdma_gbps", ASSUMED_RDMA_GBPS, notes) if g.nic.rdma else None,
         constraint=expression,
         node_names=tuple(n.name for n in usable),
         gres=bool(gpus),
@@ -247,71 +259,74 @@ def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, work: 
 
 
 def _cpu_ranks(nodes: Sequence[SiteNode]) -> int:
-    """On each of `nodes`, none of which has a GPU: as their features say, else one."""
+    """Return the ranks of each node without GPUs: from the features, else one."""
     return min(next((m.ranks for m in n.reading.meanings if m.ranks), 1) for n in nodes)
 
 
 def _nic_names(nic: NicType, nodes: Sequence[SiteNode]) -> tuple[NicNames, dict[str, NicNames] | None]:
-    """What the features name for the NICs of all `nodes`; where they differ, for each kind of nodes."""
+    """Return the NIC names in the features of all `nodes`; if they differ, of each kind of node."""
     alike = _by(lambda n: n.reading.names if nic.rdma else NicNames(n.reading.names.ethernet), nodes)
     if len(alike) == 1:
         return alike[0][0], None
     return NicNames(), {_names(members): names for names, members in alike if names != NicNames()}
 
 
-def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, work: _Work) -> float:
-    what = "Ethernet" if key == "ethernet_gbps" else str(g.nic)
+def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, notes: _Notes) -> float:
+    network = "Ethernet" if key == "ethernet_gbps" else str(g.nic)
     label = "eth_<rate>g" if key == "ethernet_gbps" else "nic_<rate>g"
-    without = [n for n in nodes if getattr(n.reading, key) is None]
+    without_rate = [n for n in nodes if getattr(n.reading, key) is None]
     values = sorted({v for n in nodes if (v := getattr(n.reading, key)) is not None})
-    if without:
-        taken = values[0] if values else assumed
-        work.say(without, f"{what} rate not in the features: {taken:g} Gb/s supposed; label {label}")
+    if without_rate:
+        rate = values[0] if values else assumed
+        notes.assume(without_rate, f"{network} rate not in the features: {rate:g} Gb/s assumed; label {label}")
     if len(values) > 1:
-        work.say(nodes, f"{what} rates differ in fabric {g.name} ({_and(values)} Gb/s): the least is used")
+        notes.assume(nodes, f"{network} rates differ in fabric {g.name} ({_and(values)} Gb/s): the lowest is used")
     return values[0] if values else assumed
 
 
-def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, work: _Work) -> Gpu:
+def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, notes: _Notes) -> Gpu:
     if not any(n.gpus for n in nodes):
-        work.say(nodes, f"no GPU in Slurm's GRES: {_cpu_ranks(nodes)} CPU rank(s) a node")
+        notes.assume(nodes, f"no GPU in Slurm's GRES: {_cpu_ranks(nodes)} CPU rank(s) per node")
         return CPU
-    found: list[Gpu] = []
-    for kind, members in _by(lambda n: (n.gpu_types, n.reading.gpu), nodes):
-        names = [t for t in kind[0] if t] or [kind[1] or ""]
+    gpus: list[Gpu] = []
+    for (gres_types, feature_type), members in _by(lambda n: (n.gpu_types, n.reading.gpu), nodes):
+        names = [t for t in gres_types if t] or [feature_type or ""]
         for name in names:
             gpu = vocabulary.gpu(name) if name else None
             if gpu is None:
                 gpu = replace(UNKNOWN_GPU, name=name or "gpu")
-                work.say(
+                notes.assume(
                     members,
                     f"GPU type {name or '(none given)'} is not in the vocabulary: {gpu.peak_tflops:g} "
-                    f"TFLOP/s, {gpu.memory_gib:g} GiB supposed; add it under gpus",
+                    f"TFLOP/s, {gpu.memory_gib:g} GiB assumed; add it under gpus",
                 )
-            found.append(gpu)
-    slowest = min(found, key=lambda gpu: gpu.peak_tflops)
-    if len({gpu.name for gpu in found}) > 1:
-        work.say(nodes, f"GPU types differ in fabric {g.name}: all are counted as {slowest.name}")
-    least = min(gpu.memory_gib for gpu in found)
-    return Gpu(slowest.name, slowest.peak_tflops, least, slowest.intra_node_gbps)
+            gpus.append(gpu)
+    slowest = min(gpus, key=lambda gpu: gpu.peak_tflops)
+    if len({gpu.name for gpu in gpus}) > 1:
+        notes.assume(nodes, f"GPU types differ in fabric {g.name}: all are counted as {slowest.name}")
+    least_memory = min(gpu.memory_gib for gpu in gpus)
+    return Gpu(slowest.name, slowest.peak_tflops, least_memory, slowest.intra_node_gbps)
 
 
 def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str | None:
-    """The shortest ``a&b`` of features that all `members` have and no rival has; the project's own NIC and fabric
-    labels where they do it, None where nothing does. Empty: no feature is needed, nor any of ours there."""
+    """Return the shortest constraint ``a&b`` of features that all `members` have and no rival has.
+
+    The project's own NIC and fabric labels are preferred. Empty: no feature is needed, and no own label is common.
+    None: no constraint selects only `members`.
+    """
     common = [f for f in dict.fromkeys(members[0].features) if all(f in m.features for m in members)]
     meanings = {m.feature: m for node in members for m in node.reading.meanings}
-    own = [f for f in common if f in meanings and meanings[f].own and (meanings[f].nic or meanings[f].fabric)]
+    own_labels = [f for f in common if f in meanings and meanings[f].own and (meanings[f].nic or meanings[f].fabric)]
 
     def selects_alone(features: Sequence[str]) -> bool:
         return not any(all(f in r.features for f in features) for r in rivals)
 
-    if own and selects_alone(own):
-        return "&".join(own)
-    # features that speak of NICs first, then the others
+    if own_labels and selects_alone(own_labels):
+        return "&".join(own_labels)
+    # Features about NICs come first.
     ordered = sorted(common, key=lambda f: not (f in meanings and meanings[f].text != "nothing about NICs"))
-    says_nic = [f for f in ordered if f in meanings and meanings[f].nic]
-    for chosen in (*([f] for f in says_nic), [], *([f] for f in ordered), *combinations(ordered, 2), ordered):
+    nic_features = [f for f in ordered if f in meanings and meanings[f].nic]
+    for chosen in (*([f] for f in nic_features), [], *([f] for f in ordered), *combinations(ordered, 2), ordered):
         if selects_alone(chosen):
             return "&".join(chosen)
     return None

@@ -1,4 +1,4 @@
-"""What was computed before: a search asks for the same things again and again."""
+"""A cache of results: a search asks for the same values again and again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class Memo(dict[tuple[object, ...], Any]):
-    """Results by all that they depend on."""
+    """Results by everything that they depend on."""
 
     def of(self, *key: object, compute: Callable[[], T]) -> T:
-        """Return what `compute` gives, which is computed once for each `key`."""
+        """Return the result of `compute`, which runs once per `key`."""
         try:
             value: T = self[key]
         except KeyError:

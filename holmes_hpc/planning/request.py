@@ -1,4 +1,4 @@
-"""From a configuration to a plan: the site that it names, what computing costs there, and the plan it asks for."""
+"""The site, the cost model and the plan of a configuration."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ from holmes_hpc.records.find import run_directories
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import make
 
-WARM_UP = 3  # steps of a run that nothing is learned from
-LEARNED = 32  # runs that are learned from at most, the last ones by path
+WARM_UP = 3  # first steps of a run, which are not used
+MAX_RUNS = 32  # the most runs to learn from, the last ones by path
 
 
 def local_site(processes: int, device: str) -> Site:
-    """This machine as a site of one node that holds `processes` ranks: on its GPUs where it has as many, and `device`
-    (``train.device``) is not cpu. ConfigError where it is cuda, and they are of a kind without known figures."""
+    """Return this machine as a site of one node with `processes` ranks.
+
+    The ranks use its GPUs if there are enough and `device` (``train.device``) is not cpu. ConfigError if `device` is
+    cuda and the GPU kind is unknown.
+    """
     gpus: list[Gpu] = []
     try:
         gpus = local_gpus() if device != "cpu" else []
@@ -41,46 +44,48 @@ def local_site(processes: int, device: str) -> Site:
         if device == "cuda":
             raise
     if len(gpus) >= processes:
-        gpu, says = gpus[0], f"one machine, {gpus[0].name}"
+        gpu, assumption = gpus[0], f"one machine, {gpus[0].name}"
     else:
-        gpu, says = CPU, "one machine: its processes stand for accelerators"
+        gpu, assumption = CPU, "one machine: each process counts as one accelerator"
     fabric = Fabric("local", NicType.ETHERNET, "local", 1, processes, ethernet_gbps=10, gpu=gpu, gres=False)
-    return Site("local", (fabric,), (says,))
+    return Site("local", (fabric,), (assumption,))
 
 
-def given_site(site_file: str | None, settings: NodeSettings) -> Site:
-    """The site of a site file; without one, what Slurm tells."""
+def load_site(site_file: str | None, settings: NodeSettings) -> Site:
+    """Return the site of a site file; without a file, the site that Slurm shows."""
     return read_site_file(site_file) if site_file else read_site(settings)
 
 
 def site(config: Configuration) -> Site:
-    """The site of a configuration: its site file, this machine for the local launcher, else what Slurm tells."""
+    """Return the site of a configuration: its site file, this machine for the local launcher, else Slurm's nodes."""
     if config.local and not config.site_file:
         plan = config.plan
         return local_site(plan.gpus_per_node or (plan.tp or 1) * (plan.pp or 1) * (plan.dp or 1), config.train.device)
-    return given_site(config.site_file, node_settings(config))
+    return load_site(config.site_file, node_settings(config))
 
 
 def node_settings(config: Configuration) -> NodeSettings:
-    """How Slurm's nodes are to be read: the site's own vocabulary of features, and the partitions to use."""
-    named = config.partitions or ()
-    return NodeSettings(vocabulary=config.vocabulary, partitions=(named,) if isinstance(named, str) else tuple(named))
+    """Return the settings for reading Slurm's nodes: the site's vocabulary of features, and the partitions to use."""
+    names = config.partitions or ()
+    return NodeSettings(vocabulary=config.vocabulary, partitions=(names,) if isinstance(names, str) else tuple(names))
 
 
 def costs(
     config: Configuration,
     plan: Plan | None = None,
-    said: Mapping[str, Any] | None = None,
+    software_fields: Mapping[str, Any] | None = None,
     gradient_bytes: int | None = None,
 ) -> Costs:
-    """What computing and sending cost: a calibration file, else paced compute (as `plan` was made for, unless the
-    configuration says), else published defaults; and what the run overlaps. `said`: fields of Software that are known
-    otherwise."""
+    """Return the cost model of a configuration.
+
+    Compute and network costs come from a calibration file, else from emulated compute (of the configuration or of
+    `plan`), else from published defaults. `software_fields`: fields of Software that replace those of `train`.
+    """
     path, train = config.calibration, config.train
     calibration = read_calibration(path, plan or config) if path else None
     software = make(
         Software,
-        {"overlap": train.overlap_grad_reduce, "overlap_gather": train.overlap_param_gather, **(said or {})},
+        {"overlap": train.overlap_grad_reduce, "overlap_gather": train.overlap_param_gather, **(software_fields or {})},
         "software",
     )
     return Costs(
@@ -93,102 +98,106 @@ def costs(
     )
 
 
-def read_calibration(path: str, wanted: Plan | Configuration) -> Calibration:
-    """The calibration of a file, or the layer profile in its place, for the model of `wanted`; ConfigError for one of
-    another model."""
+def read_calibration(path: str, target: Plan | Configuration) -> Calibration:
+    """Return the calibration, or layer profile, in a file. ConfigError if it is not of the model of `target`."""
     try:
         if path.endswith(".csv"):
-            return from_csv(read_text(path), wanted.model, wanted.batch)
+            return from_csv(read_text(path), target.model, target.batch)
         data = read_yaml(path)
-        made = from_sailor(data, wanted.model, wanted.batch) if is_sailor_profile(data) else Calibration.from_dict(data)
-        made.refuse_other_models(wanted.model)
-        return made
+        calibration = from_sailor(data, target.model, target.batch) if is_sailor_profile(data) else Calibration.from_dict(data)
+        calibration.refuse_other_models(target.model)
+        return calibration
     except HolmesError as e:
         raise e if e.where == path else type(e)(e.what, where=f"{path}: {e.where}", hint=e.hint) from e
 
 
 def pace(config: Configuration, plan: Plan | None) -> float | None:
-    """Milliseconds that a layer is paced to: as the configuration says, else as `plan` was made for."""
-    said = config.train.pace_layer_ms
-    return said if said is not None or plan is None else plan.pace_layer_ms
+    """Return the emulated milliseconds of a layer: of the configuration, else of `plan`."""
+    configured = config.train.pace_layer_ms
+    return configured if configured is not None or plan is None else plan.pace_layer_ms
 
 
-def learned(config: Configuration, root: str) -> tuple[CorrectionFit, list[str]]:
-    """What the runs at or below `root` say of the planner's figures (with the calibration of `config`, if it names
-    one); and why the others say nothing. ConfigError where none of them says anything."""
-    runs, others = list[ObservedRun](), list[str]()
+def learn_from_runs(config: Configuration, root: str) -> tuple[CorrectionFit, list[str]]:
+    """Return corrections of the planner's figures from the runs at or below `root`, and why other runs were skipped.
+    The calibration of `config`, if it names one, applies. ConfigError if no run can be used."""
+    runs, skipped = list[ObservedRun](), list[str]()
     for record in run_directories(root):
         try:
             runs.append(_observed(record, config.calibration))
         except (HolmesError, KeyError, TypeError, ValueError, AttributeError) as e:
-            others.append(f"{record.name}: {e if isinstance(e, HolmesError) else 'its record lacks something'}")
+            skipped.append(f"{record.name}: {e if isinstance(e, HolmesError) else 'its record is incomplete'}")
     if not runs:
         raise ConfigError(
-            "no run to learn from" + (f" ({others[0]})" if others else ""),
+            "no run to learn from" + (f" ({skipped[0]})" if skipped else ""),
             where=f"--learn {root}",
             hint=f"give a directory with runs of at least {WARM_UP + 2} steps",
         )
-    return fit_corrections(runs[-LEARNED:]), others
+    return fit_corrections(runs[-MAX_RUNS:]), skipped
 
 
 def _observed(record: RunDirectory, calibration: str | None) -> ObservedRun:
-    """A run as its record has it: its plan, and the medians of the latest attempt's steps after warm-up."""
+    """Return the plan of a run, and the median times of its latest attempt after warm-up."""
     config, plan = recorded(record.config)[0], Plan.read(record.plan_path)
     if plan.is_per_stage:
-        raise RecordError("its stages have unequal widths", where=str(record.path), hint="learn from equal ones")
+        raise RecordError("its plan has per-stage TP/DP", where=str(record.path), hint="learn from uniform layouts")
     lines = record.metrics()
     last = max((int(line.get("attempt") or 1) for line in lines), default=1)
-    kept = [line for line in lines if int(line.get("attempt") or 1) == last][WARM_UP:]
-    if len(kept) < 2:
+    steps = [line for line in lines if int(line.get("attempt") or 1) == last][WARM_UP:]
+    if len(steps) < 2:
         raise RecordError(f"fewer than {WARM_UP + 2} steps", where=str(record.path), hint="let it run longer")
-    computed = zip(*([float(stage["compute_s"]) for stage in line["breakdown"]] for line in kept), strict=True)
+    compute_s = zip(*([float(stage["compute_s"]) for stage in line["breakdown"]] for line in steps), strict=True)
     return ObservedRun(
         record.name,
         plan,
         costs(replace(config, calibration=calibration), plan),
-        median(float(line["step_time_s"]) for line in kept),
-        tuple(median(stage) for stage in computed),
+        median(float(line["step_time_s"]) for line in steps),
+        tuple(median(stage) for stage in compute_s),
     )
 
 
 def make_plan(
-    config: Configuration, on: Site | None = None, clock: Clock | None = None, known: Costs | None = None
+    config: Configuration, target_site: Site | None = None, clock: Clock | None = None, cost_model: Costs | None = None
 ) -> Plan:
-    """The plan that `config` names, or the best one for its model and site by `known` (else the configuration's costs);
-    `clock` as for :func:`best_plan`."""
+    """Return the plan file of `config`, or else the best plan for its model.
+    Site and cost model default to those of `config`; `clock` as in :func:`best_plan`."""
     if config.plan_file:
         return Plan.read(config.plan_file)
-    return best_plan(config.model, config.batch, on or site(config), config.plan, known or costs(config), clock)
+    return best_plan(
+        config.model, config.batch, target_site or site(config), config.plan, cost_model or costs(config), clock
+    )
 
 
-def given_layout(config: Configuration, on: Site | None = None, known: Costs | None = None) -> Plan:
-    """The plan of the one layout that the group `plan` of `config` gives, whether it fits or not, on `on` (else the
-    configuration's site), judged by `known` (else the configuration's costs)."""
-    return fixed_plan(config.model, config.batch, on or site(config), config.plan, known or costs(config))
+def fixed_layout(config: Configuration, target_site: Site | None = None, cost_model: Costs | None = None) -> Plan:
+    """Return the plan of the one layout that the group `plan` of `config` fixes, even if it does not fit in memory.
+    Site and cost model default to those of `config`."""
+    return fixed_plan(config.model, config.batch, target_site or site(config), config.plan, cost_model or costs(config))
 
 
-def with_gpu(on: Site, name: str) -> Site:
-    """`on` with GPUs of the kind that `name` names, in every fabric."""
+def with_gpu(target_site: Site, name: str) -> Site:
+    """Return the site with GPUs of kind `name` in every fabric."""
     gpu = read_vocabulary().gpu(name)
     if gpu is None:
         raise ConfigError(
             f"unknown GPU {name!r}",
             where="--gpu",
             hint="use a kind of holmes_hpc/fabric/gpu_kinds.yaml,"
-            " such as a100-80gb or h100; others have their figures in the site file",
+            " such as a100-80gb or h100, or describe the GPU in the site file",
         )
-    return replace(on, fabrics=tuple(replace(f, gpu=gpu) for f in on.fabrics))
+    return replace(target_site, fabrics=tuple(replace(f, gpu=gpu) for f in target_site.fabrics))
 
 
-def for_calibration(config: Configuration) -> Configuration:
-    """`config` for a short run that uses every network: two nodes of each fabric, a stage on each, few layers, and a
-    batch that fits any number of data-parallel ranks. What the configuration fixes itself stays."""
-    here, plan, batch = site(config), config.plan, config.batch
+def calibration_config(config: Configuration) -> Configuration:
+    """Return `config` for a short run that uses every network.
+
+    It uses two nodes and one stage per fabric, few layers, and a batch that any data-parallel size divides. Values that
+    the configuration fixes stay.
+    """
+    fabrics, plan, batch = site(config).fabrics, config.plan, config.batch
     if plan.nodes is None and not config.local:
-        plan = replace(plan, nodes={f.name: min(2, f.nodes) for f in here.fabrics})
-    used = [f for f in here.fabrics if not plan.nodes or f.name in plan.nodes]
+        plan = replace(plan, nodes={f.name: min(2, f.nodes) for f in fabrics})
+    used = [f for f in fabrics if not plan.nodes or f.name in plan.nodes]
     ranks = [((plan.nodes or {}).get(f.name) or f.nodes) * (plan.gpus_per_node or f.gpus_per_node) for f in used]
-    plan = replace(plan, unequal="false")  # what is measured is measured at one TP
+    plan = replace(plan, unequal="false")  # measurements are of one TP
     if len(used) > 1 and plan.strategy == "auto":
         plan = replace(plan, strategy="pipeline")
     if plan.pp is None and plan.strategy == "pipeline" and len(set(ranks)) == 1:
@@ -202,10 +211,10 @@ def for_calibration(config: Configuration) -> Configuration:
     )
 
 
-def with_software(on: Site, attention: str | None, fused_norm: bool | None) -> Site:
-    """`on` with GPUs on which the software does this, where it is not None, in every fabric."""
+def with_software(target_site: Site, attention: str | None, fused_norm: bool | None) -> Site:
+    """Return the site with this attention kernel and norm fusion in every fabric; None keeps the site's."""
     return replace(
-        on,
+        target_site,
         fabrics=tuple(
             replace(
                 f,
@@ -215,34 +224,34 @@ def with_software(on: Site, attention: str | None, fused_norm: bool | None) -> S
                     fused_norm=f.gpu.fused_norm if fused_norm is None else fused_norm,
                 ),
             )
-            for f in on.fabrics
+            for f in target_site.fabrics
         ),
     )
 
 
-def check_site(plan: Plan, on: Site) -> None:
-    """Refuse a plan whose fabrics are not those of `on`; the error names the first difference."""
-    hint = "make a plan for this site with `holmes plan`, or give the plan's own with --site FILE"
-    here = {f.name: f for f in on.fabrics}
+def check_site(plan: Plan, target_site: Site) -> None:
+    """Raise PlanError for the first difference between the plan's fabrics and those of the site."""
+    hint = "make a plan for this site with `holmes plan`, or give the plan's own site with --site FILE"
+    fabrics = {f.name: f for f in target_site.fabrics}
     for part in plan.components:
-        was, where = plan.site.fabric(part.fabric), f"site {on.name}: fabric {part.fabric}"
-        now = here.get(part.fabric, was)
+        planned, where = plan.site.fabric(part.fabric), f"site {target_site.name}: fabric {part.fabric}"
+        actual = fabrics.get(part.fabric, planned)
         PlanError.refuse(
             (
-                part.fabric not in here,
+                part.fabric not in fabrics,
                 f"the plan is for site {plan.site.name}, whose fabric {part.fabric!r} is not here "
-                f"(here: {', '.join(here)})",
-                f"site {on.name}",
+                f"(here: {', '.join(fabrics)})",
+                f"site {target_site.name}",
                 hint,
             ),
             *(
                 (
-                    getattr(was, name) != getattr(now, name),
-                    f"the plan was made for {name} {getattr(was, name)}, here it is {getattr(now, name)}",
+                    getattr(planned, name) != getattr(actual, name),
+                    f"the plan was made for {name} {getattr(planned, name)}, here it is {getattr(actual, name)}",
                     where,
                     hint,
                 )
                 for name in ("nic", "partition", "constraint", "gpus_per_node")
             ),
-            (part.nodes > now.nodes, f"the plan wants {part.nodes} nodes, {now.nodes} can be used", where, hint),
+            (part.nodes > actual.nodes, f"the plan needs {part.nodes} nodes, {actual.nodes} can be used", where, hint),
         )

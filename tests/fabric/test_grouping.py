@@ -30,26 +30,26 @@ def example():
 
 
 def test_labelled_site() -> None:
-    found = grouped(*example())
-    ib, roce, eth = found.fabrics
+    grouping = grouped(*example())
+    ib, roce, eth = grouping.fabrics
     assert (ib.name, ib.nic, ib.partition, ib.nodes) == ("ib-a", NicType.IB, "ib", 3)
     assert (ib.rdma_gbps, ib.ethernet_gbps) == (0.4, 0.05)
     assert ib.constraint == "nic_ib&fabric_ib-a" and ib.gpus_per_node == 1 and not ib.gres
     assert (eth.nic, eth.rdma_gbps, eth.ethernet_gbps) == (NicType.ETHERNET, None, 0.05)
     assert roce.node_names == ("roce1", "roce2")
-    assert all("CPU rank" in a for a in found.assumptions)
+    assert all("CPU rank" in a for a in grouping.assumptions)
 
 
-def test_ranks_of_nodes_without_gpus_are_those_of_their_features() -> None:
-    found = grouped(
+def test_ranks_of_nodes_without_gpus_come_from_their_features() -> None:
+    grouping = grouped(
         [node("n1", "nic_ib,nic_1g,eth_1g,fabric_a,ranks_4"), node("n2", "nic_ib,nic_1g,eth_1g,fabric_b")],
         [partition("ib", "n[1-2]")],
     )
-    assert {f.name: f.gpus_per_node for f in found.fabrics} == {"a": 4, "b": 1}
-    assert not any(f.gres for f in found.fabrics)
+    assert {f.name: f.gpus_per_node for f in grouping.fabrics} == {"a": 4, "b": 1}
+    assert not any(f.gres for f in grouping.fabrics)
 
 
-def test_nics_that_features_name_are_the_fabrics_or_single_nodes() -> None:
+def test_nic_names_in_features_apply_to_a_fabric_or_to_single_nodes() -> None:
     words = "nic_ib,nic_200g,eth_25g,fabric_a,nic_hca_mlx5_0"
     alike = grouped([node(f"n{i}", f"{words},nic_if_bond0") for i in (1, 2)], [partition("ib", "n[1-2]")]).fabrics[0]
     assert (alike.ethernet, alike.hca, alike.node_nics) == ("bond0", ("mlx5_0",), None)
@@ -64,29 +64,29 @@ def test_nics_that_features_name_are_the_fabrics_or_single_nodes() -> None:
     assert (ethernet.fabrics[0].ethernet, ethernet.fabrics[0].hca) == ("eno1", ())
 
 
-def test_a_sites_networks_reach_its_fabrics(tmp_path: Path) -> None:
+def test_nccl_networks_of_the_vocabulary_reach_the_fabrics(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("networks: {ib: IBext_v11}\n")
     nodes, partitions = example()
-    found = group(nodes, partitions, read_vocabulary(tmp_path / "own.yaml"))
-    assert [f.nccl_net for f in found.fabrics] == ["IBext_v11", None, None]
+    grouping = group(nodes, partitions, read_vocabulary(tmp_path / "own.yaml"))
+    assert [f.nccl_net for f in grouping.fabrics] == ["IBext_v11", None, None]
 
 
-def test_the_cpus_and_memory_of_nodes_with_gpus_are_known() -> None:
+def test_a_fabric_has_the_cpus_and_memory_of_its_gpu_nodes() -> None:
     nodes = [node("n1", "nic_ib,fabric_a", gres="gpu:a100:8"), node("n2", "nic_ib,fabric_a", gres="gpu:a100:4")]
     fabric = grouped(nodes, [partition("ib", "n[1-2]")]).fabrics[0]
     assert (fabric.gpus_per_node, fabric.node_gpus, fabric.node_cpus, fabric.node_memory_gib) == (4, 8, 8, 16)
     assert grouped(*example()).fabrics[0].node_cpus is None  # ranks are CPU processes
 
 
-def test_down_nodes_are_not_counted_and_named() -> None:
+def test_down_nodes_are_left_out_and_listed() -> None:
     nodes, partitions = example()
     nodes[1] = node("ib2", "nic_ib,nic_0.4g,eth_0.05g,fabric_ib-a", "ib", state="IDLE+DRAIN")
-    found = grouped(nodes, partitions)
-    assert found.fabrics[0].node_names == ("ib1", "ib3") and "ib2" in found.left_out
-    assert any(a.startswith("ib2: ") and "down" in a for a in found.assumptions)
+    grouping = grouped(nodes, partitions)
+    assert grouping.fabrics[0].node_names == ("ib1", "ib3") and "ib2" in grouping.left_out
+    assert any(a.startswith("ib2: ") and "down" in a for a in grouping.assumptions)
 
 
-def test_no_label_means_one_fabric_per_type_and_partition_said_aloud() -> None:
+def test_unlabelled_nodes_form_one_fabric_per_nic_type_and_partition() -> None:
     nodes = [
         node("a1", "ib_hdr", "gpu,all"),
         node("a2", "ib_hdr", "gpu,all"),
@@ -94,102 +94,108 @@ def test_no_label_means_one_fabric_per_type_and_partition_said_aloud() -> None:
         node("c1", "ib_hdr", "new,all"),
     ]
     partitions = [partition("gpu", "a[1-2],b1"), partition("all", "a[1-2],b1,c1", default=True), partition("new", "c1")]
-    found = grouped(nodes, partitions)
-    assert {f.name: f.node_names for f in found.fabrics} == {
+    grouping = grouped(nodes, partitions)
+    assert {f.name: f.node_names for f in grouping.fabrics} == {
         "ib-new": ("c1",),
         "ib-gpu": ("a1", "a2"),
         "roce-gpu": ("b1",),
     }
-    assert {f.name: f.constraint for f in found.fabrics}["ib-gpu"] == "ib_hdr"
-    assert sum("no fabric label" in a for a in found.assumptions) == 3
+    assert {f.name: f.constraint for f in grouping.fabrics}["ib-gpu"] == "ib_hdr"
+    assert sum("no fabric label" in a for a in grouping.assumptions) == 3
 
 
-def test_a_small_partition_inside_a_mixed_one_costs_no_node() -> None:
+def test_a_small_partition_inside_a_mixed_one_loses_no_node() -> None:
     nodes = [
         *(node(f"ib{i}", "nic_ib", "gpu,debug" if i < 3 else "gpu") for i in range(1, 9)),
         *(node(f"eth{i}", "nic_ethernet", "gpu") for i in (1, 2)),
     ]
-    found = grouped(nodes, [partition("gpu", "ib[1-8],eth[1-2]"), partition("debug", "ib[1-2]", priority=10)])
-    assert {f.partition: f.nodes for f in found.fabrics if f.nic is NicType.IB} == {"gpu": 8}
+    grouping = grouped(nodes, [partition("gpu", "ib[1-8],eth[1-2]"), partition("debug", "ib[1-2]", priority=10)])
+    assert {f.partition: f.nodes for f in grouping.fabrics if f.nic is NicType.IB} == {"gpu": 8}
 
 
-def test_a_partition_whose_jobs_may_not_have_all_its_nodes_comes_last() -> None:
+def test_a_partition_whose_node_limit_is_too_low_comes_last() -> None:
     nodes = [node(f"ib{i}", "nic_ib", "gpu,debug") for i in range(1, 5)]
-    for most, chosen in (("2", "gpu"), ("UNLIMITED", "debug"), ("4", "debug")):
-        limited = replace(partition("debug", "ib[1-4]", priority=10), max_nodes=most)
+    for max_nodes, chosen in (("2", "gpu"), ("UNLIMITED", "debug"), ("4", "debug")):
+        limited = replace(partition("debug", "ib[1-4]", priority=10), max_nodes=max_nodes)
         assert grouped(nodes, [partition("gpu", "ib[1-4]"), limited]).fabrics[0].partition == chosen
 
 
-def test_a_limit_costs_a_labelled_fabric_no_more_nodes_than_it_says() -> None:
+def test_a_node_limit_does_not_shrink_a_labelled_fabric() -> None:
     nodes = [node(f"ib{i}", "nic_ib,fabric_a", "ib,debug" if i < 3 else "ib") for i in range(1, 9)]
     limited = replace(partition("ib", "ib[1-8]"), max_nodes="6")
-    found = grouped(nodes, [limited, partition("debug", "ib[1-2]")]).fabrics[0]
-    assert (found.partition, found.nodes) == ("ib", 8)
+    grouping = grouped(nodes, [limited, partition("debug", "ib[1-2]")]).fabrics[0]
+    assert (grouping.partition, grouping.nodes) == ("ib", 8)
 
 
-def test_two_types_unknown_and_none_are_never_guessed_silently() -> None:
+def test_nodes_with_ambiguous_features_are_left_out() -> None:
     nodes = [node("a1", "ib,roce", "p"), node("a2", "", "p"), node("a4", "nic_ib,nic_100g", "p")]
-    found = grouped(nodes, [partition("p", "a[1-4]")])
-    assert "a1" in found.left_out and "2 NIC types" in found.left_out["a1"]
-    # a2 has no feature at all, and nothing selects "the nodes without": left out, said
-    assert "no constraint selects" in found.left_out["a2"]
-    # a4 cannot be told from a1 by nic_ib: it can, a1 has the alias only
-    assert [(f.name, f.constraint) for f in found.fabrics] == [("ib-p", "nic_ib")]
-    assert {"a1", "a2"} == {a.split(":")[0] for a in found.assumptions if "left out" in a}
+    grouping = grouped(nodes, [partition("p", "a[1-4]")])
+    assert "a1" in grouping.left_out and "2 NIC types" in grouping.left_out["a1"]
+    # a2 has no feature, and no constraint selects nodes without a feature.
+    assert "no constraint selects" in grouping.left_out["a2"]
+    # nic_ib selects a4 but not a1, which has only the alias.
+    assert [(f.name, f.constraint) for f in grouping.fabrics] == [("ib-p", "nic_ib")]
+    assert {"a1", "a2"} == {a.split(":")[0] for a in grouping.assumptions if "left out" in a}
 
 
-def test_nodes_with_an_unknown_feature_only_are_taken_for_ethernet_aloud() -> None:
-    found = grouped([node("a2", "frobnicator", "p"), node("a4", "nic_ib,nic_100g", "p")], [partition("p", "a[1-4]")])
-    assert [(f.name, f.constraint) for f in found.fabrics] == [("ethernet-p", "frobnicator"), ("ib-p", "nic_ib")]
-    assert any("no feature names a NIC" in a and a.startswith("a2") for a in found.assumptions)
+def test_nodes_with_only_an_unknown_feature_are_assumed_to_be_ethernet() -> None:
+    grouping = grouped([node("a2", "frobnicator", "p"), node("a4", "nic_ib,nic_100g", "p")], [partition("p", "a[1-4]")])
+    assert [(f.name, f.constraint) for f in grouping.fabrics] == [("ethernet-p", "frobnicator"), ("ib-p", "nic_ib")]
+    assert any("no feature names a NIC" in a and a.startswith("a2") for a in grouping.assumptions)
 
 
 def test_ethernet_nodes_without_features_in_their_own_partition_are_usable() -> None:
-    found = grouped([node("c1", "", "cpu"), node("c2", "", "cpu")], [partition("cpu", "c[1-2]")])
-    (fabric,) = found.fabrics
+    grouping = grouped([node("c1", "", "cpu"), node("c2", "", "cpu")], [partition("cpu", "c[1-2]")])
+    (fabric,) = grouping.fabrics
     assert (fabric.nic, fabric.constraint, fabric.ethernet_gbps) == (NicType.ETHERNET, "", 10)
-    assert any("10 Gb/s supposed" in a for a in found.assumptions)
+    assert any("10 Gb/s assumed" in a for a in grouping.assumptions)
 
 
-def test_gpus_from_gres_and_unequal_ones_are_said() -> None:
+def test_gpus_come_from_gres_and_differences_are_listed() -> None:
     nodes = [
         node("g1", "nic_ib,nic_200g,eth_25g,fabric_x", "p", gres="gpu:a100:8(S:0-1)"),
         node("g2", "nic_ib,nic_100g,eth_25g,fabric_x", "p", gres="gpu:v100:4(S:0-1)"),
         node("c1", "nic_ib", "p"),
     ]
-    found = grouped(nodes, [partition("p", "g[1-2],c1")])
-    (fabric,) = found.fabrics
+    grouping = grouped(nodes, [partition("p", "g[1-2],c1")])
+    (fabric,) = grouping.fabrics
     assert (fabric.gpus_per_node, fabric.gres, fabric.gpu.name, fabric.rdma_gbps) == (4, True, "v100-16gb", 100)
-    said = "\n".join(found.assumptions)
-    assert "4 and 8 GPUs a node" in said and "GPU types differ" in said and "100 and 200 Gb/s" in said
-    assert "no GPU" in found.left_out["c1"]
+    text = "\n".join(grouping.assumptions)
+    assert "4 and 8 GPUs per node" in text and "GPU types differ" in text and "100 and 200 Gb/s" in text
+    assert "no GPU" in grouping.left_out["c1"]
 
 
-def test_gpus_cut_into_slices_are_left_out() -> None:
+def test_gpus_with_mig_slices_are_left_out() -> None:
     nodes = [
         node("g1", "nic_ib,nic_200g,whole", "p", gres="gpu:a100:8"),
         node("g2", "nic_ib,nic_200g", "p", gres="gpu:a100_1g.5gb:7,gpu:a100:3"),
     ]
-    found = grouped(nodes, [partition("p", "g[1-2]")])
-    assert found.fabrics[0].node_names == ("g1",) and "MIG slices (a100_1g.5gb)" in found.left_out["g2"]
+    grouping = grouped(nodes, [partition("p", "g[1-2]")])
+    assert grouping.fabrics[0].node_names == ("g1",) and "MIG slices (a100_1g.5gb)" in grouping.left_out["g2"]
 
 
-def test_an_unknown_gpu_is_said() -> None:
-    found = grouped([node("g1", "nic_ib,nic_200g", "p", gres="gpu:warp9:2")], [partition("p", "g1")])
-    assert found.fabrics[0].gpu.name == "warp9"
-    assert any("warp9 is not in the vocabulary" in a for a in found.assumptions)
+def test_an_unknown_gpu_is_listed() -> None:
+    grouping = grouped([node("g1", "nic_ib,nic_200g", "p", gres="gpu:warp9:2")], [partition("p", "g1")])
+    assert grouping.fabrics[0].gpu.name == "warp9"
+    assert any("warp9 is not in the vocabulary" in a for a in grouping.assumptions)
 
 
-def test_one_label_over_two_partitions_uses_the_larger_and_says_so() -> None:
+def test_one_label_over_two_partitions_uses_the_larger() -> None:
     nodes = [node(f"n{i}", "nic_ib,nic_100g,fabric_x", "p" if i < 3 else "q") for i in (1, 2, 3)]
-    found = grouped(nodes, [partition("p", "n[1-2]"), partition("q", "n3")])
-    assert found.fabrics[0].partition == "p" and found.fabrics[0].nodes == 2 and "partition p" in found.left_out["n3"]
+    grouping = grouped(nodes, [partition("p", "n[1-2]"), partition("q", "n3")])
+    assert (
+        grouping.fabrics[0].partition == "p"
+        and grouping.fabrics[0].nodes == 2
+        and "partition p" in grouping.left_out["n3"]
+    )
 
 
 def test_one_label_on_two_nic_types_is_two_fabrics() -> None:
     nodes = [node("n1", "nic_ib,nic_100g,fabric_x", "p"), node("n2", "nic_roce,nic_100g,fabric_x", "p")]
-    found = grouped(nodes, [partition("p", "n[1-2]")])
-    assert [f.name for f in found.fabrics] == ["x-ib", "x-roce"] and any("2 NIC types" in a for a in found.assumptions)
+    grouping = grouped(nodes, [partition("p", "n[1-2]")])
+    assert [f.name for f in grouping.fabrics] == ["x-ib", "x-roce"] and any(
+        "2 NIC types" in a for a in grouping.assumptions
+    )
 
 
 def test_priority_and_default_decide_between_equal_partitions() -> None:
@@ -202,9 +208,9 @@ def test_priority_and_default_decide_between_equal_partitions() -> None:
 
 def test_closed_partitions_and_wrong_settings() -> None:
     nodes = [node("n1", "nic_ib", "p")]
-    found = grouped(nodes, [partition("p", "n1", state="DOWN")])
+    grouping = grouped(nodes, [partition("p", "n1", state="DOWN")])
     with pytest.raises(SiteError, match="no open partition"):
-        found.site("c")
+        grouping.site("c")
     with pytest.raises(SiteError, match="Slurm has p"):
         grouped(nodes, [partition("p", "n1")], NodeSettings(partitions=("q",)))
 
@@ -225,21 +231,21 @@ def test_every_constraint_selects_exactly_its_fabrics_nodes(given_nodes) -> None
     partitions = [
         partition(name, ",".join(n.name for n in nodes if name in n.partitions) or "(null)") for name in ("p", "q")
     ]
-    found = grouped(nodes, partitions)
-    for fabric in found.fabrics:
-        wanted = [w for w in fabric.constraint.split("&") if w]
+    grouping = grouped(nodes, partitions)
+    for fabric in grouping.fabrics:
+        required = [f for f in fabric.constraint.split("&") if f]
         selected = {
             n.name
             for n in nodes
-            if fabric.partition in n.partitions and n.usable and all(w in n.features for w in wanted)
+            if fabric.partition in n.partitions and n.usable and all(f in n.features for f in required)
         }
         assert selected == set(fabric.node_names)
-    in_fabrics = [n for f in found.fabrics for n in f.node_names]
+    in_fabrics = [n for f in grouping.fabrics for n in f.node_names]
     assert len(in_fabrics) == len(set(in_fabrics))
-    assert {n.name for n in nodes} == set(in_fabrics) | set(found.left_out)
+    assert {n.name for n in nodes} == set(in_fabrics) | set(grouping.left_out)
 
 
-def test_the_shortest_constraint_is_taken() -> None:
+def test_the_shortest_constraint_is_used() -> None:
     members = [node("n1", "intel,ib_hdr,big"), node("n2", "amd,ib_hdr,big")]
     assert constraint(members, [node("m1", "intel,big")]) == "ib_hdr"
     assert constraint(members, [node("m1", "ib_hdr")]) == "big"

@@ -119,7 +119,7 @@ def test_corrections_are_fitted_to_run_records(tmp_path: Path) -> None:
         recorded(tmp_path / f"run-{number}", plan, true)
     recorded(tmp_path / "short", PLANS[0], true, steps=3)
     RunDirectory.create(tmp_path / "broken", plan_text="3", config=load([]).to_dict())
-    fit, skipped = request.learned(load([]), str(tmp_path))
+    fit, skipped = request.learn_from_runs(load([]), str(tmp_path))
     assert fit.runs == 3 and sorted(o.split(":")[0] for o in skipped) == ["broken", "short"]
     assert fit.corrections.compute == {A100.name: pytest.approx(1.4, rel=0.02), H100.name: pytest.approx(0.8, rel=0.02)}
     assert fit.corrections.rates["ethernet"] == pytest.approx(0.6, rel=0.05)
@@ -128,7 +128,7 @@ def test_corrections_are_fitted_to_run_records(tmp_path: Path) -> None:
 
 def test_a_directory_without_usable_runs_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run to learn from"):
-        request.learned(load([]), str(tmp_path))
+        request.learn_from_runs(load([]), str(tmp_path))
     recorded(tmp_path / "short", PLANS[0], Corrections(), steps=3)
     with pytest.raises(ConfigError, match="fewer than 5 steps"):
-        request.learned(load([]), str(tmp_path))
+        request.learn_from_runs(load([]), str(tmp_path))
