@@ -12,7 +12,8 @@ from holmes_hpc.schema import check, key
 STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
 RECOMPUTE = ("none", "selective", "full")
 MEGATRON_SCHEDULES = ("1f1b", "interleaved")  # run by Megatron-Core's own functions
-SCHEDULES = (*MEGATRON_SCHEDULES, "ahead")  # defined in planning/schedule/kinds.py
+SCHEDULES = (*MEGATRON_SCHEDULES, "ahead")  # names in plan.yaml; defined in planning/schedule/kinds.py
+EAGER_1F1B = "eager_1f1b"  # the option's name of `ahead`
 TRANSPORT_MODES = ("holmes", "single")
 EDGE_DTYPES = ("same", "bf16", "fp16", "fp8")
 PARTITIONS = ("exact", "proportional", "uniform")
@@ -65,8 +66,9 @@ class PlanOptions:
     schedule: Annotated[
         str,
         key(
-            "1f1b or interleaved (Megatron-Core's), or ahead (sends and receives in the background)",
-            one_of=("auto", *SCHEDULES),
+            "1f1b or interleaved (Megatron-Core's), or eager_1f1b (sends and receives in the background; "
+            "ahead is the same)",
+            one_of=("auto", *MEGATRON_SCHEDULES, EAGER_1F1B, "ahead"),
         ),
     ] = "auto"
     transport: Annotated[
@@ -104,9 +106,11 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if isinstance(self.unequal, bool):  # YAML reads these words as booleans
             object.__setattr__(self, "unequal", str(self.unequal).lower())
+        if self.schedule == EAGER_1F1B:
+            object.__setattr__(self, "schedule", "ahead")
         check(self, "plan", dotted=True)
         if ignored := edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections):
-            raise ConfigError(ignored, where="plan", hint="leave it out, or use transport=holmes or schedule=ahead")
+            raise ConfigError(ignored, where="plan", hint="remove it, or use transport=holmes or schedule=eager_1f1b")
         if self.nodes is not None:
             if not self.nodes:
                 raise ConfigError("nodes is {}", where="plan", hint="use {FABRIC: NODES, …}")

@@ -25,7 +25,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """The user's settings for reading nodes. `vocabulary`: the site's file of features. `partitions`: use only these."""
+    """The user's settings for reading nodes. `vocabulary`: a file of features. `partitions`: use only these."""
 
     vocabulary: str | None = None
     partitions: tuple[str, ...] = ()

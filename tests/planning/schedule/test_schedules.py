@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from passes import every_pass
 
 from holmes_hpc.config import plan_options
+from holmes_hpc.config.composition import load
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
@@ -37,6 +38,12 @@ def orders(draw: st.DrawFn, kind: ScheduleKind) -> Order:
 def test_the_configuration_has_the_same_schedules() -> None:
     assert set(SCHEDULES) == set(plan_options.SCHEDULES)
     assert {k.name for k in SCHEDULES.values() if k.megatron} == set(plan_options.MEGATRON_SCHEDULES)
+
+
+def test_eager_1f1b_is_the_same_option_as_ahead() -> None:
+    options = load(["plan.schedule=eager_1f1b"]).plan
+    assert options == PlanOptions(schedule="eager_1f1b") == PlanOptions(schedule="ahead")
+    assert options.schedule in SCHEDULES
 
 
 @given(st.sampled_from(list(SCHEDULES.values())).flatmap(orders))
