@@ -13,7 +13,6 @@ STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
 RECOMPUTE = ("none", "selective", "full")
 MEGATRON_SCHEDULES = ("1f1b", "interleaved")  # run by Megatron-Core's own functions
 SCHEDULES = (*MEGATRON_SCHEDULES, "ahead")  # names in plan.yaml; defined in planning/schedule/kinds.py
-EAGER_1F1B = "eager_1f1b"  # the option's name of `ahead`
 TRANSPORT_MODES = ("holmes", "single")
 EDGE_DTYPES = ("same", "bf16", "fp16", "fp8")
 PARTITIONS = ("exact", "proportional", "uniform")
@@ -68,7 +67,7 @@ class PlanOptions:
         key(
             "1f1b or interleaved (Megatron-Core's), or eager_1f1b (sends and receives in the background; "
             "ahead is the same)",
-            one_of=("auto", *MEGATRON_SCHEDULES, EAGER_1F1B, "ahead"),
+            one_of=("auto", *MEGATRON_SCHEDULES, "eager_1f1b", "ahead"),
         ),
     ] = "auto"
     transport: Annotated[
@@ -106,7 +105,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if isinstance(self.unequal, bool):  # YAML reads these words as booleans
             object.__setattr__(self, "unequal", str(self.unequal).lower())
-        if self.schedule == EAGER_1F1B:
+        if self.schedule == "eager_1f1b":  # plan.yaml and the planner call it `ahead`
             object.__setattr__(self, "schedule", "ahead")
         check(self, "plan", dotted=True)
         if ignored := edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections):

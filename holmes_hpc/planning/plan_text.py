@@ -72,14 +72,13 @@ def throughput(plan: Plan, steps: int | None = None) -> dict[str, Any]:
 def _budget(plan: Plan, steps: int | None) -> str:
     """Return the sentences on tokens per step and per second, and on the duration of `steps`."""
     rates = throughput(plan, steps)
-    text = f"Tokens: {rates['tokens_per_step']:,} per step, {rates['tokens_per_s']:,.0f} per second."
+    text = f"Tokens: {rates['tokens_per_step']:,} per step, {rates['tokens_per_s']:,.0f} per second"
     if steps is not None:
-        text += f" {steps:,} steps ({rates['tokens']:.3g} tokens) take {duration(rates['days'])}"
+        text += f". {steps:,} steps ({rates['tokens']:.3g} tokens) take {duration(rates['days'])}"
         if plan.predicted is not None and plan.predicted.interval_s is not None:
             low, high = (duration(rates["days"] * s / plan.predicted.step_time_s) for s in plan.predicted.interval_s)
             text += f" (90% interval: {low} to {high})"
-        text += "."
-    return text
+    return f"{text}."
 
 
 def duration(days: float) -> str:
@@ -108,7 +107,7 @@ def _drawing(plan: Plan) -> list[str]:
     for part in plan.components:
         fabric = plan.site.fabric(part.fabric)
         lines.append(
-            f"+-- {part.fabric}: {part.nodes} nodes x {part.gpus_per_node} {fabric.gpu.name}, {fabric.nic}"
+            f"+-- {part.fabric}: {_nodes(part.nodes)} x {part.gpus_per_node} {fabric.gpu.name}, {fabric.nic}"
             f" {fabric.data_gbps:g} Gb/s, partition {part.partition}"
         )
         rows = [([s], f"stage {s}: {_stage(plan, s, part.gpus_per_node)}") for s in part.stages]
@@ -126,8 +125,8 @@ def _drawing(plan: Plan) -> list[str]:
 
 def _stage(plan: Plan, stage: int, per_node: int) -> str:
     layers, in_flight, p = plan.stages[stage].layers, plan.schedule.in_flight[stage], plan.parallel
-    nodes = p.stages[stage].ranks // per_node
-    sizes = f"{nodes} nodes, TP {p.tp_of(stage)} x DP {p.stages[stage].dp}, " if plan.is_per_stage else ""
+    nodes = _nodes(p.stages[stage].ranks // per_node)
+    sizes = f"{nodes}, TP {p.tp_of(stage)} x DP {p.stages[stage].dp}, " if plan.is_per_stage else ""
     return f"{sizes}{layers} layer{'s' * (layers != 1)}, {in_flight} micro-batch{'es' * (in_flight != 1)} in flight"
 
 
@@ -205,9 +204,8 @@ def _longest_part(predicted: Predicted) -> str:
     longest = max(seconds, key=lambda n: seconds[n])
     wait_share = seconds.get("pipeline_wait_s", 0.0) / predicted.step_time_s
     text = f"Longest part of the step: {_with_remedy(longest)}."
-    if longest == "pipeline_wait_s" or wait_share < LONG_WAIT:
-        return text
-    return f"{text} Another {wait_share:.0%} is {_with_remedy('pipeline_wait_s')}."
+    is_short = longest == "pipeline_wait_s" or wait_share < LONG_WAIT
+    return text if is_short else f"{text} Another {wait_share:.0%} is {_with_remedy('pipeline_wait_s')}."
 
 
 def _with_remedy(part: str) -> str:

@@ -121,14 +121,13 @@ def _transfer_bound(order: Order, d: Durations, shared: tuple[bool, ...]) -> np.
     drain_up = np.cumsum(upward, axis=1) - upward  # after the last gradients have left the stage
     first_back = d.backward[:, :, -1].copy()  # the first micro-batch returns through the last chunk
     first_back[:, 1:] += d.up[:, 1:]
-    first_backward = first_forward[:, -1:] + np.cumsum(first_back[:, ::-1], axis=1)[:, ::-1] - first_back
-    first_backward += d.backward[:, :, -1]
+    down_and_back = first_forward[:, -1:] + np.cumsum(first_back[:, ::-1], axis=1)[:, ::-1] - first_back
     last = d.forward[:, :, -1] + edges
     drain_down = last.sum(axis=1, keepdims=True) - np.cumsum(last, axis=1)
     drain_down[:, :-1] -= d.down[:, :-1]
     one_nic = first_forward + down + up + drain_up
     down_bound = first_forward + down + np.maximum(0, drain_down) + d.backward[:, :, -1].sum(axis=1, keepdims=True)
-    two_nics = np.maximum(down_bound, first_backward + up + drain_up)
+    two_nics = np.maximum(down_bound, down_and_back + d.backward[:, :, -1] + up + drain_up)
     return np.where(np.array(shared or (False,) * stages), one_nic, two_nics)
 
 
