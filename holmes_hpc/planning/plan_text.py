@@ -14,7 +14,7 @@ from holmes_hpc.planning.cost.predict import kind_tflops, predict
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.plan.parallel import abbreviated
 from holmes_hpc.planning.plan.plan import Plan, Predicted
-from holmes_hpc.planning.schedule.kinds import megatron_schedule, schedule_kind
+from holmes_hpc.planning.schedule.kinds import megatron_kind, schedule_kind
 from holmes_hpc.planning.search.best import PREDICTED, best_plan
 from holmes_hpc.records.metrics import PART_NAMES
 
@@ -194,7 +194,7 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
         f"or other transfers: the step is {max(0.0, cost.exposed_s):.3g} s longer than without transfers"
     )
     if plan.order.schedule.megatron is None:
-        text += f" ({cost.waiting_s:.3g} s with Megatron's {megatron_schedule(plan.parallel.virtual_stages).label})"
+        text += f" ({cost.waiting_s:.3g} s with Megatron's {megatron_kind(plan.parallel.virtual_stages).label})"
     return [f"{text}."]
 
 

@@ -104,7 +104,9 @@ def read_calibration(path: str, target: Plan | Configuration) -> Calibration:
         if path.endswith(".csv"):
             return from_csv(read_text(path), target.model, target.batch)
         data = read_yaml(path)
-        calibration = from_sailor(data, target.model, target.batch) if is_sailor_profile(data) else Calibration.from_dict(data)
+        calibration = (
+            from_sailor(data, target.model, target.batch) if is_sailor_profile(data) else Calibration.from_dict(data)
+        )
         calibration.refuse_other_models(target.model)
         return calibration
     except HolmesError as e:

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.learning_rate import learning_rate
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.planning.schedule.kinds import megatron_schedule
+from holmes_hpc.planning.schedule.kinds import megatron_kind
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
 from holmes_hpc.training import warm_up
@@ -90,8 +90,7 @@ class Trainer:
         self.trace = Trace(session.run.trace_path(session.launch.rank), pipeline_rank) if train.trace else None
         self.forward_backward = eager_1f1b.forward_backward(plan, self.trace)
         if self.trace is not None and not eager_1f1b.runs_in_background(plan):
-            kind, chunks = megatron_schedule(len(self.models)).name, len(self.models)
-            order = Order(kind, plan.parallel.pp, plan.micro_batches, chunks)
+            order = Order(megatron_kind(len(self.models)).name, plan.parallel.pp, plan.micro_batches, len(self.models))
             trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
         control = session.groups.new(range(plan.world_size), "control", gloo=True) if session.cuda else None
         self.control = control or torch.distributed.group.WORLD

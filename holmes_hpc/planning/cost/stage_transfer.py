@@ -12,7 +12,7 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.timing import timing
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.schedule.kinds import megatron_schedule
+from holmes_hpc.planning.schedule.kinds import megatron_kind
 from holmes_hpc.planning.schedule.simulation import step_seconds
 
 
@@ -66,7 +66,7 @@ def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
         ratio=one_way_s / compute_s,
         wire_s=float(round_trips_s[edge]) * layout.order.micro_batches * chunks,
         exposed_s=_exposed_s(layout, layers),
-        waiting_s=_exposed_s(layout.with_schedule(megatron_schedule(chunks)), layers),
+        waiting_s=_exposed_s(layout.with_schedule(megatron_kind(chunks)), layers),
     )
 
 

@@ -218,7 +218,7 @@ def schedule_kind(name: str) -> ScheduleKind:
     return SCHEDULES[name]
 
 
-def megatron_schedule(chunks: int) -> ScheduleKind:
+def megatron_kind(chunks: int) -> ScheduleKind:
     """Return the schedule of Megatron-Core with `chunks` virtual stages."""
     return next(kind for kind in SCHEDULES.values() if kind.megatron and kind.supports(chunks))
 
@@ -229,7 +229,7 @@ def candidate_schedules(requested: str, chunks: int, background: bool) -> tuple[
     `requested`: a name, which Megatron-Core's schedule replaces if it needs more virtual stages; or ``auto``:
     Megatron-Core's schedule, and before it, if stages may exchange in the `background`, eager 1F1B.
     """
-    megatron_name = megatron_schedule(chunks).name
+    megatron_name = megatron_kind(chunks).name
     if requested != "auto":
         return (requested if chunks >= schedule_kind(requested).chunks[0] else megatron_name,)
     eager = [kind.name for kind in SCHEDULES.values() if kind.deepens] if background else []

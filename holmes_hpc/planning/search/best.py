@@ -16,7 +16,7 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import refuse
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout
 from holmes_hpc.planning.plan.plan import Plan, Stage
-from holmes_hpc.planning.schedule.kinds import megatron_schedule, schedule_kind
+from holmes_hpc.planning.schedule.kinds import megatron_kind, schedule_kind
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
 from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, Exploration, explore
 from holmes_hpc.planning.search.infeasible import raise_indivisible, raise_out_of_memory
@@ -136,7 +136,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     """
     PlanError.refuse(*((not getattr(options, n), f"{n} is missing", "layout", f"give {n}") for n in ("tp", "pp", "dp")))
     site, chunks = costs.with_measured_links(site), options.virtual_stages or 1
-    schedule = megatron_schedule(chunks).name if options.schedule == "auto" else options.schedule
+    schedule = megatron_kind(chunks).name if options.schedule == "auto" else options.schedule
     fixed = replace(
         options,
         virtual_stages=chunks,

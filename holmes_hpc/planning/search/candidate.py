@@ -20,7 +20,7 @@ from holmes_hpc.planning.cost.memory import fits, max_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s
 from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.plan.plan import RECOMPUTE, Component
-from holmes_hpc.planning.schedule.kinds import candidate_schedules, megatron_schedule, schedule_kind
+from holmes_hpc.planning.schedule.kinds import candidate_schedules, megatron_kind, schedule_kind
 from holmes_hpc.planning.schedule.simulation import ACCURATE
 from holmes_hpc.planning.search.layers import (
     LayerSplitter,
@@ -175,7 +175,7 @@ class Evaluator:
             batch,
             parallel,
             recompute="none",
-            schedule=schedule_of(megatron_schedule(chunks=1).name, (1,) * placement.pp),  # :meth:`layout` replaces it
+            schedule=schedule_of(megatron_kind(chunks=1).name, (1,) * placement.pp),  # :meth:`layout` replaces it
             components=tuple(map(self._component, placement.blocks, first_stages)),
             site=self.site,
             costs=self.costs,
@@ -346,7 +346,7 @@ class Evaluator:
         s = candidate.layout
         if self.options.schedule != "auto" or s.order.schedule.megatron:
             return candidate
-        simpler = self._time(replace(candidate, layout=s.with_schedule(megatron_schedule(s.parallel.virtual_stages))))
+        simpler = self._time(replace(candidate, layout=s.with_schedule(megatron_kind(s.parallel.virtual_stages))))
         return simpler if simpler.seconds <= candidate.seconds * (1 + MIN_GAIN) else candidate
 
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:

@@ -11,7 +11,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.memory import USABLE_SHARE, Shortage, shortage
-from holmes_hpc.planning.plan.parallel import abbreviated, tp_across_nodes, indivisible_sizes
+from holmes_hpc.planning.plan.parallel import abbreviated, indivisible_sizes, tp_across_nodes
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.layers import chunk_layers, uniform_layers

@@ -71,7 +71,7 @@ def test_eager_1f1b_hides_stage_transfers() -> None:
 def test_the_plan_text_reports_the_hidden_share() -> None:
     made = plan()
     text = " ".join(explain(made, COSTS))
-    assert "from stage 0 to 1 by tcp over ethernet" in text and f"{cost(made).hidden:.0%} of that is hidden" in text
+    assert "from stage 0 to 1 by tcp over ethernet" in text and f"{cost(made).hidden:.0%} of that overlaps" in text
     assert "(Megatron's 1F1B: " in text
 
 
