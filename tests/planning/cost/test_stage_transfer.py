@@ -72,7 +72,7 @@ def test_the_plan_text_reports_the_hidden_share() -> None:
     made = plan()
     text = " ".join(explain(made, COSTS))
     assert "from stage 0 to 1 by tcp over ethernet" in text and f"{cost(made).hidden:.0%} of that overlaps" in text
-    assert "(Megatron's 1F1B: " in text
+    assert "s with Megatron's 1F1B)" in text
 
 
 def test_the_json_of_a_plan_has_the_stage_transfer_cost(
