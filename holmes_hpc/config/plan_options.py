@@ -67,7 +67,7 @@ class PlanOptions:
         key(
             "1f1b or interleaved (Megatron-Core's), or eager_1f1b (sends and receives in the background; "
             "ahead is the same)",
-            one_of=("auto", *MEGATRON_SCHEDULES, "eager_1f1b", "ahead"),
+            one_of=("auto", *SCHEDULES, "eager_1f1b"),
         ),
     ] = "auto"
     transport: Annotated[
