@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import sys
 
-# For a Python that may be older than 3.11 and lack -P. With -c, the first entry of sys.path is the working directory.
-_START = (
+# The program for `python -c` that runs the module in its first argument. Pythons before 3.11 have no option -P.
+# With -c, the first entry of sys.path is empty: the working directory.
+START = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; import runpy; "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    'runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
 )
 
 
 def module_arguments(module: str, *, any_version: bool = False) -> list[str]:
     """Return the arguments of `python` that run `module` as a program.
     `any_version`: that Python may have another version than this one."""
-    return ["-c", _START, module] if any_version or sys.version_info < (3, 11) else ["-P", "-m", module]
+    return ["-c", START, module] if any_version or sys.version_info < (3, 11) else ["-P", "-m", module]

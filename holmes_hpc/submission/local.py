@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import submitit
-from submitit.local.local import LocalExecutor
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.planning.plan.plan import Plan
@@ -21,6 +20,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import ignore_interrupts, uninterrupted
 from holmes_hpc.slurm.scontrol import minutes
 from holmes_hpc.submission import local_ranks
+from holmes_hpc.submission.executor.task import LocalTaskExecutor, task_arguments
 from holmes_hpc.submission.lifecycle.status import Job, LocalJob
 from holmes_hpc.submission.plan_job import RankTask
 
@@ -47,7 +47,7 @@ class LocalRankTask(RankTask):
         return super().__call__()
 
 
-class _ForkingExecutor(LocalExecutor):
+class _ForkingExecutor(LocalTaskExecutor):
     """Executor whose one task forks the ranks (:mod:`holmes_hpc.submission.local_ranks`)."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
@@ -56,7 +56,8 @@ class _ForkingExecutor(LocalExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return shlex.join([sys.executable, "-u", "-m", local_ranks.__name__, str(self.folder), str(self.ranks)])
+        arguments = task_arguments(self.folder, local_ranks.__name__)
+        return shlex.join([sys.executable, *arguments, os.getcwd(), str(self.ranks)])
 
 
 def run_plan_locally(
@@ -71,7 +72,7 @@ def run_plan_locally(
     ranks = plan.world_size
     gpus = sum(c.gpus_per_node for c in plan.components if plan.site.fabric(c.fabric).gres)
     folder, is_forked = run.path / "submission", not gpus and sys.platform == "linux"
-    executor = _ForkingExecutor(folder, ranks) if is_forked else LocalExecutor(folder)
+    executor = _ForkingExecutor(folder, ranks) if is_forked else LocalTaskExecutor(folder)
     executor.update_parameters(
         tasks_per_node=1 if is_forked else ranks,
         gpus_per_node=gpus,

@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -22,10 +21,10 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, LocalJobEnvironment
 
 from holmes_hpc.lifetime import end_with
+from holmes_hpc.submission.executor.task import prepare
 from holmes_hpc.submission.lifecycle.failed_rank import record_local_exits
 
 F = TypeVar("F", bound=Callable[..., Any])
-PICKLE_WAIT_S = 60  # as in submitit: the job id, and thus the pickle's name, is known only after the start
 
 
 def preload_with(load: Callable[[dict[str, Any]], object]) -> Callable[[F], F]:
@@ -40,9 +39,6 @@ def preload_with(load: Callable[[dict[str, Any]], object]) -> Callable[[F], F]:
 
 def _preload(pickle: Path) -> None:
     """Load the modules that the job's ranks need. Ignore errors, because each rank reports them."""
-    deadline = time.monotonic() + PICKLE_WAIT_S
-    while not pickle.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
     with contextlib.suppress(Exception):
         task = DelayedSubmission.load(pickle).function
         getattr(task.function, "load", lambda _: None)(task.config)
@@ -95,8 +91,8 @@ def _become_rank(rank: int, ranks: int, paths: JobPaths, parent: int) -> None:
         os.close(handle)
 
 
-def main(folder: Path, ranks: int) -> None:
-    _preload(JobPaths(folder, os.environ["SUBMITIT_LOCAL_JOB_ID"]).submitted_pickle)
+def main(folder: Path, import_path: str, working_directory: str, ranks: int) -> None:
+    _preload(prepare(folder, import_path, working_directory))
     sys.stdout.flush()
     sys.stderr.flush()
     exit_code = _fork_ranks(ranks, folder)
@@ -106,4 +102,4 @@ def main(folder: Path, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))

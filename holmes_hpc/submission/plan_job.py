@@ -17,6 +17,7 @@ from submitit.core import utils
 
 from holmes_hpc.config.slurm_settings import FabricSettings, SlurmSettings
 from holmes_hpc.errors import HolmesError, SubmissionError, nearest
+from holmes_hpc.interpreter import module_arguments
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
@@ -173,10 +174,9 @@ class PlanExecutor(SlurmHetExecutor):
 
 def end_command(run_path: Path, status: str = "$status", signalled: str = "$signalled") -> str:
     """Return the shell command that requeues the job or records the run's end. Its exit status is the job's."""
-    python = shlex.quote(sys.executable)  # the batch script runs outside any container
-    return (
-        f'{python} -m holmes_hpc.submission.lifecycle.batch_end {shlex.quote(str(run_path))} "{status}" "{signalled}"'
-    )
+    module = module_arguments("holmes_hpc.submission.lifecycle.batch_end")
+    command = shlex.join([sys.executable, *module, str(run_path)])  # the batch script runs outside any container
+    return f'{command} "{status}" "{signalled}"'
 
 
 def plan_executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None) -> PlanExecutor:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import SubmissionError
+from holmes_hpc.interpreter import START
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest
@@ -124,16 +125,19 @@ def _script(
         environment=((LEADER, "%j"), *tasks_per_node(parts)),
         container=container,
     )
-    end = f'{PYTHON} -m holmes_hpc.submission.lifecycle.batch_end {RUN} "$status" "$signalled"'
+    end = f'{PYTHON} -c "$start" holmes_hpc.submission.lifecycle.batch_end {RUN} "$status" "$signalled"'
     overrides = [o for o in overrides if not o.startswith(("run_dir=", "name=", "plan_file="))]  # the script sets these
     set_overrides = ["# shellcheck disable=SC2016 # nothing is to be expanded", f'set -- {shlex.join(overrides)} "$@"']
+    python = "python3" if container else PYTHON
     return script_text(
         job,
-        f'{"python3" if container else PYTHON} -m holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
+        f'{python} -c "$start" holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
         begin=[
             *(set_overrides if overrides else ()),
+            "# runs a module; `python -m` would also import code from the working directory",
+            f"start={shlex.quote(START)}",
             "run=${RUN:-runs/$SLURM_JOB_ID}",
-            f'{PYTHON} -m holmes_hpc.submission.lifecycle.batch_start {RUN} {PLAN} {restarts} "$@" || exit',
+            f'{PYTHON} -c "$start" holmes_hpc.submission.lifecycle.batch_start {RUN} {PLAN} {restarts} "$@" || exit',
         ],
         on_signal=[f"{end} --so-far"],
         finish=[f"{end}; status=$?"],

@@ -76,7 +76,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with a Python whose holmes_hpc.train is short, and stand-ins for the container tools."""
     (tmp_path / "rank.py").write_text(RANK)
     scripts = {
-        "python3": f'[ "$2" = holmes_hpc.train ] && {{ shift 2; exec {sys.executable} {tmp_path}/rank.py "$@"; }}\n'
+        "python3": f'[ "$3" = holmes_hpc.train ] && {{ shift 3; exec {sys.executable} {tmp_path}/rank.py "$@"; }}\n'
         f'exec {sys.executable} "$@"',
         "apptainer": '[ "$1" = exec ] && [ "$2" = holmes_hpc.sif ] || exit 9\nshift 2; exec "$@"',
         "srun": 'case "$*" in *--container-image=holmes_hpc:latest*) ;; *) exec REAL "$@";; esac\n'
