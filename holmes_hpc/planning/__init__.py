@@ -1,1 +1,1 @@
-"""What to run where: pure functions that decide nodes, stages, layers and every transport."""
+"""The planner: pure functions that choose nodes, stages, layers and every transport."""
