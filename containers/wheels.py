@@ -1,4 +1,4 @@
-"""Fetches what an image lacks beside its torch, as wheels, and builds this project's own: into build/container-wheels.
+"""Fetch the wheels that an image lacks beside its torch, and build this project's own, into build/container-wheels.
 
     python containers/wheels.py [--python 3.12] [--torch]
 
@@ -22,8 +22,8 @@ LIGHT = ("hydra-core", "hydra-submitit-launcher", "submitit", "msgspec", "numpy"
 
 
 def pinned(name: str, python: str) -> str:
-    """What constraints.txt says of a package for a Python ("3.12"); the bare name where it says nothing. pip would
-    judge its markers by the Python that it runs on, not by the image's."""
+    """Return a package with its version in constraints.txt for a Python ("3.12"); without one, its bare name.
+    pip would evaluate the markers for the Python that it runs on, not for the image's."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     for line in map(Requirement, (line for line in lines if line.strip() and not line.startswith("#"))):
         if line.name == name and (line.marker is None or line.marker.evaluate({"python_version": python})):

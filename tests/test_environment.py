@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def members(extra, extras):
-    """The packages of an extra, those of the extras that it names included."""
+    """List the packages of an extra and of the extras that it names."""
     for one in extras[extra]:
         named = re.fullmatch(r"holmes-hpc\[(.*)\]", one)
         if named:

@@ -86,7 +86,7 @@ def plan() -> dict[str, Any]:
 
 
 def at(document: Any, *way: Any, value: Any = None, gone: bool = False) -> Any:
-    """A copy of `document` with one part of it replaced, or `gone`."""
+    """Return a copy of `document` with one part replaced, or removed if `gone`."""
     made = copy.deepcopy(document)
     *holders, last = way
     inside = made

@@ -60,7 +60,7 @@ def test_a_part_that_hangs_or_dies_is_said_and_ends(
 
 
 def limit_comes_with(file: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit is over as soon as `file` is there, however slow the machine is."""
+    """Let a time limit end as soon as `file` exists, however slow the machine is."""
     real, limit_s = getattr(subprocess.Popen, method), 100
 
     def until_there(process: Any, *args: Any, timeout: float | None = None) -> Any:
@@ -112,7 +112,7 @@ def test_what_speed_is_held_against_has_a_configuration_of_its_own() -> None:
 
 
 def gone(pid: int) -> bool:
-    """Ended, whoever is to take note of it."""
+    """Return whether a process has ended, even if nobody has waited for it."""
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 

@@ -89,7 +89,7 @@ def test_small_and_the_same_from_a_source_distribution_without_git(dist: Path, t
 
 @pytest.fixture(scope="module")
 def venv(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with the wheel and what it depends on, and nothing else; linked from this one, offline."""
+    """Create an environment with the wheel and its dependencies alone, linked from this one, offline."""
     made = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True)
     subprocess.run(

@@ -59,7 +59,7 @@ def fabric() -> str:
 
 
 def stage() -> str:
-    """A model cut into two stages."""
+    """Draw a model cut into two stages."""
     layers = [box(25 + 22 * i, 62, 18, 50, IB if i < 16 else ROCE, IB if i < 16 else ROCE, 0) for i in range(30)]
     return svg(
         720,
@@ -99,7 +99,7 @@ def transport() -> str:
 
 
 def ahead() -> str:
-    """Running ahead: the same passes, with the transfers hidden."""
+    """Draw eager 1F1B: the same passes, with the transfers hidden."""
 
     def lane(y: int, name: str, passes: list[tuple[float, float, str, str]]) -> list[str]:
         made = [text(10, y + 20, name, 13, "start")]

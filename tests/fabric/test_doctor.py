@@ -197,7 +197,7 @@ def test_propose_merges_what_the_nodes_say(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def srun(monkeypatch: pytest.MonkeyPatch, tmp_path):
-    """A site of which partition ib is open and old is closed; what srun does there is a shell script's body."""
+    """Return a function that sets srun's script, on a site whose partition ib is open and old is closed."""
     text = "\n".join((partition_line("old", "a[1-4]", state="DOWN"), partition_line("ib", "a[1-4]")))
     monkeypatch.setattr(scontrol, "output", lambda *words: text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

@@ -113,7 +113,7 @@ def test_unreadable_gids_are_skipped(tmp_path: Path) -> None:
 
 
 def test_a_copied_tree_without_links_still_tells_types(tmp_path: Path) -> None:
-    """cp -rL: no PCI paths, so no nearest GPU."""
+    """A copy by `cp -rL` has no PCI paths, so no nearest GPU."""
     import shutil
 
     tree = Tree(tmp_path / "sys")

@@ -40,7 +40,7 @@ ROWS: dict[str, tuple[str, str]] = {}  # fault -> what happens, what is said
 
 
 def draw(fault: str, choices: list) -> object:
-    """The same for a seed, whichever tests run."""
+    """Choose at random; the same for a seed, whichever tests run."""
     chosen = random.Random(f"{SEED} {fault}").choice(choices)
     print(f"seed {SEED}: {fault}: {chosen}")
     return chosen
@@ -94,7 +94,7 @@ class Trial:
         return self.process.returncode
 
     def texts(self) -> set[str]:
-        """What all ranks said that is wrong; that another rank failed is its echo."""
+        """Return the errors in all logs, without those that another rank's failure caused."""
         found = set()
         for log in sorted((self.run.path / "logs").glob("rank-*.txt")):
             for line in log.read_text(encoding="utf-8").splitlines():
@@ -113,7 +113,7 @@ class Trial:
         return texts.pop()
 
     def stopped(self) -> str:
-        """The one line of a run that the fault ended; `holmes run` shows it too, and the record keeps it."""
+        """Return the one line of a run that the fault ended. `holmes run` shows it too, and the record keeps it."""
         code = self.end()
         line = self.one_line()
         assert code == 1, self.out
@@ -129,7 +129,7 @@ def must(done: subprocess.CompletedProcess[str]) -> None:
 
 @contextlib.contextmanager
 def broken(testbed, node: str, do: list[str], undo: list[str]) -> Iterator[None]:
-    """A fault on a node, for as long as the block lasts. One command a line."""
+    """Make a fault on a node while the block runs. One command a line."""
     try:
         for command in do:
             must(testbed.exec(node, *command.split()))
@@ -154,7 +154,7 @@ def features(testbed, node: str) -> str:
 
 @contextlib.contextmanager
 def lying(testbed, members: list[str], others: list[str]) -> Iterator[None]:
-    """A site that believes that `members`, and no others, are the InfiniBand fabric ib-a, in one partition."""
+    """Let the site declare `members`, and no others, as the InfiniBand fabric ib-a, in one partition."""
     before = {node: features(testbed, node) for node in testbed.nodes}
 
     def write(node: str, names: str) -> None:
@@ -338,7 +338,7 @@ def test_variable_that_overrides_the_choice(testbed, runs, name, value) -> None:
 
 @contextlib.contextmanager
 def wrong_route(testbed, node: str, other: str) -> Iterator[None]:
-    """A route that sends a node's RDMA traffic out of its Ethernet NIC: connections work, only counters can tell."""
+    """Send a node's RDMA traffic out of its Ethernet NIC: connections work, only counters can tell."""
     peer = address(testbed, other, rdma(other))
     with broken(
         testbed,

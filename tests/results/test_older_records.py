@@ -25,7 +25,7 @@ STARTED: dict[str, Any] = {"components": [], "versions": {}, "git_commit": None,
 
 
 def older(path: Path, without_run: tuple[str, ...] = (), without_line: tuple[str, ...] = (), **options: Any) -> Path:
-    """A made-up run whose run.yaml and metrics.jsonl lack these fields (`breakdown.X`: that part)."""
+    """Write a run whose run.yaml and metrics.jsonl lack these fields (`breakdown.X`: that part)."""
     run = make_run(path, **options)
     record = {**yaml.safe_load(run.run_path.read_text()), **STARTED}
     run.run_path.write_text(yaml.safe_dump({k: v for k, v in record.items() if k not in without_run}))

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 
 def cells_of(made: Report, title: str) -> list[dict[str, str]]:
-    """A table's rows as mappings, by the beginning of its title."""
+    """Return the rows of the table whose title starts with `title`, as mappings."""
     table = next(t for t in made.tables() if t.title.startswith(title))
     assert all(len(row) == len(table.columns) for row in table.rows)
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]

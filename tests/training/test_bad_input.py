@@ -89,7 +89,7 @@ def test_a_layout_that_the_model_does_not_allow_is_refused(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete checkpoint."""
+    """Save a complete checkpoint."""
     config = {"train": {"steps": 2, "checkpoint_interval": 2}}
     ended = spawn.train(tmp_path_factory.mktemp("saved") / "run", PLAN, config)
     assert set(ended.codes) == {0}, ended.output

@@ -27,7 +27,7 @@ FACTS = CudaFacts("13.0", 13000, 1)
 
 @pytest.fixture
 def calls() -> list[str]:
-    """The names of the functions that :func:`replace` replaced, in the order of their calls."""
+    """Return the list that gets the names of functions replaced by :func:`replace`, as they are called."""
     return []
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A tree as users have them: single runs, a multirun tree, runs that ended in every way."""
+    """Return a tree as users have: single runs, a multirun tree, runs that ended in every way."""
     make_run(tmp_path / "one", {"ib-a": 4}, steps=10)
     make_run(tmp_path / "sweep" / "0", {"ib-a": 2, "roce-a": 2}, labels={"session": "s1"})
     make_run(tmp_path / "sweep" / "1", {"ib-a": 2, "roce-a": 2}, transport="single", step_time_s=2.0, state="failed")

@@ -22,7 +22,7 @@ from holmes_hpc.submission.lifecycle.create import prepare_continuation
 
 @pytest.fixture
 def record(tmp_path: Path) -> RunDirectory:
-    """A run of two local ranks."""
+    """Return the record of a run of two local ranks."""
     config = replace(load(["launcher=local", "train.steps=4"]), run_dir=str(tmp_path / "run"))
     return RunDirectory.create(tmp_path / "run", plans.local_plan().to_yaml(), config.to_dict())
 

@@ -124,7 +124,7 @@ def test_unsupported_options_are_refused() -> None:
 def test_a_plan_that_assumes_fused_attention_without_a_kernel_is_refused(
     setting: str | None, has_kernels: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's answer is a mock, because there is no GPU."""
+    """The answer of torch is a mock, because there is no GPU."""
     plan = on_a100(setting)
     for name in ("flash", "efficient", "cudnn"):
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda parameters: has_kernels)
@@ -137,7 +137,7 @@ def test_a_plan_that_assumes_fused_attention_without_a_kernel_is_refused(
 
 
 def test_documents_kept_apart_are_checked_with_their_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's flash kernel supports none; its answer is a mock."""
+    """The flash kernel of torch supports no mask; its answer is a mock."""
     empty, ones = torch.empty, torch.ones
     monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, **options))
     monkeypatch.setattr(torch, "ones", lambda *size, device, **options: ones(*size, **options))
