@@ -1,1 +1,1 @@
-"""How a plan gets to the nodes, and what becomes of its job."""
+"""Submission of plans: jobs on Slurm or on this machine, sweeps of jobs, and the life of each run."""
