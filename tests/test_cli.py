@@ -17,6 +17,7 @@ from holmes_hpc.cli import man
 from holmes_hpc.config.composition import load
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.records.owner import TRAINING_LOCK, LockOwner, hold_lock
 from holmes_hpc.records.run import RunDirectory
 
 pytestmark = pytest.mark.integration
@@ -223,6 +224,19 @@ def test_a_run_without_a_step_is_replaced_and_rm_asks_first(holmes, tmp_path, ca
     code, out, _ = holmes("rm", "mine", "--yes")
     assert code == 0 and "removed: " in out and not run.path.exists()
     refused(holmes("rm", "mine", "--yes"), "no such run")
+    elsewhere = {"pid": 1, "host": "another", "started": 1.0}
+    run = RunDirectory.create(run.path, plan_text=target.read_text(), local=elsewhere)
+    run.start_attempt()
+    refused(holmes("rm", "mine", "--yes"), "whether it has ended is not known")
+    (tmp_path / "large" / "mine" / "step-00000001").mkdir(parents=True)
+    run.checkpoints.rmdir()
+    run.checkpoints.symlink_to(tmp_path / "large" / "mine")
+    for rank in range(Plan.read(target).world_size):
+        run.write_exit(rank, "completed")
+    with hold_lock(run.path / TRAINING_LOCK, LockOwner.current("a test")):
+        refused(holmes("rm", "mine", "--yes"), "whether it has ended is not known")
+    assert holmes("rm", "mine", "--yes")[0] == 0
+    assert not run.path.exists() and list((tmp_path / "large").iterdir()) == []
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "sweep.json").touch()
     refused(holmes("rm", str(tmp_path / "sweep"), "--yes"), "name its runs")

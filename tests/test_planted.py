@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import plans
@@ -20,10 +23,10 @@ ROOT = os.getuid() == 0
 pytestmark = pytest.mark.skipif(not ROOT, reason="only root can give files away")
 
 
-def planted(path: Path) -> None:
+def planted(path: Path, owner: int = SOMEBODY) -> None:
     """Give it, and what is in it, to somebody else."""
     for place in (path, *path.rglob("*")):
-        os.chown(place, SOMEBODY, SOMEBODY, follow_symlinks=False)
+        os.chown(place, owner, owner, follow_symlinks=False)
 
 
 def run_of_somebody(path: Path, ran: Path) -> RunDirectory:
@@ -73,3 +76,44 @@ def test_no_code_runs_and_one_line_is_said(
     tmp_path.chmod(0o755)
     assert ended.value.code == 2 and says in told[-1] and not ran.exists()
     assert not any("Traceback" in line for line in told)
+
+
+def holmes(*arguments: str) -> int:
+    """Run the command in this process. Return its exit code."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", ["holmes", *arguments])
+        cli.main()
+    return int(str(ended.value.code))
+
+
+@pytest.mark.integration
+def test_cancel_ends_no_process_that_another_users_record_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of_somebody(tmp_path / "run", tmp_path / "ran")
+    run.result_path.unlink()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        local = {"pid": process.pid, "host": socket.gethostname(), "started": time.time()}
+        run.update_run(slurm=None, local=local)
+        for owner, reason in ((SOMEBODY, "belongs to another user"), (0, "is not known to be this run's")):
+            os.chown(run.run_path, owner, 0)
+            assert holmes("cancel", str(run.path)) in (1, 2) and process.poll() is None
+            assert reason in capsys.readouterr().err
+        process.kill()
+
+
+@pytest.mark.parametrize("attack", ["link", "mode"])
+def test_resume_starts_nothing_from_a_folder_of_others(
+    attack: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of_somebody(tmp_path / "run", tmp_path / "ran")
+    planted(run.path, owner=0)
+    submission = run.path / "submission"
+    if attack == "mode":
+        submission.chmod(0o777)
+    else:
+        submission.rename(tmp_path / "theirs")
+        planted(tmp_path / "theirs")
+        submission.symlink_to(tmp_path / "theirs")
+    assert holmes("resume", str(run.path)) == 2
+    assert "so other users could change the code that runs" in capsys.readouterr().err

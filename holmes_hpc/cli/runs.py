@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -35,10 +34,15 @@ from holmes_hpc.planning.plan_text import placement_text
 from holmes_hpc.planning.request import costs
 from holmes_hpc.records.find import find_run, runs_root
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
 from holmes_hpc.submission.executor.submit import SubmissionUnknown
 from holmes_hpc.submission.lifecycle import progress, status
-from holmes_hpc.submission.lifecycle.create import hold_submission_lock, prepare_continuation, run_directory_path
+from holmes_hpc.submission.lifecycle.create import (
+    hold_submission_lock,
+    prepare_continuation,
+    refuse_unless_ended,
+    remove_run,
+    run_directory_path,
+)
 from holmes_hpc.submission.sweeps.status_table import is_sweep
 from holmes_hpc.submission.templates import plan_script
 from holmes_hpc.training.checkpoint import checkpoint_directory
@@ -208,15 +212,14 @@ def remove(
     with console.waiting("asking Slurm"):
         statuses = status.run_statuses([find_run(name) for name in runs])
     for s in statuses:
-        if not s.ended and s.state not in (NOT_SUBMITTED.lower(), UNKNOWN.lower(), "unreadable"):
-            raise ConfigError(f"it is {s.state}", where=s.path, hint="wait for its end, or `holmes cancel` it")
+        refuse_unless_ended(RunDirectory(s.path), s.state)
     if not yes and not sys.stdin.isatty():
         raise ConfigError("no terminal for the confirmation", where="rm", hint="add --yes")
     removed = []
     for s in statuses:
         steps = f"{s.step} steps" if s.step else "no step"
         if yes or typer.confirm(f"{s.path}: {s.state}, {steps}: remove it?", err=True):
-            shutil.rmtree(Path(s.path).resolve())
+            remove_run(RunDirectory(s.path))
             removed.append(s.path)
     if json:
         console.as_json({"removed": removed})

@@ -23,6 +23,7 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import file_error, locked
 from holmes_hpc.records.untrusted import from_json, read_file
 
+TRAINING_LOCK = ".training"  # in a run directory, held by the attempt that trains there
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _NAMING_S = 0.5  # a new owner writes its name within this time after locking
 
@@ -77,6 +78,18 @@ def has_owner(path: Path) -> bool:
         return bool(read_file(path))
     except OSError:
         return False
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock file `path`. False on a file system without locks."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return not _lock_open_file(handle)
+    finally:
+        os.close(handle)
 
 
 def take_lock(

@@ -57,6 +57,13 @@ def parse_sacct(text: str) -> list[Row]:
 SQUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%V", "%r", "%N", "%j", "%S", "%o"))
 
 
+def job_uid(job_id: str) -> int | None:
+    """Return the user id of a job's owner; None if Slurm does not know the job."""
+    answer = slurm("squeue", "--noheader", f"--jobs={job_id}", "--states=all", "--format=%U")
+    uids = answer.out.split() if answer.ok else []
+    return int(uids[0]) if uids and uids[0].isdecimal() else None
+
+
 def squeue_command(ids: Iterable[str] = ()) -> list[str]:
     return ["squeue", "--me", "--array", "--noheader", "--states=all", f"--format={SQUEUE_FORMAT}"]
 

@@ -27,7 +27,7 @@ from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RunFailed
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan.transport import TCP
-from holmes_hpc.records.owner import LockOwner, take_lock
+from holmes_hpc.records.owner import TRAINING_LOCK, LockOwner, take_lock
 from holmes_hpc.records.ownership import refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import compress
@@ -41,7 +41,6 @@ from holmes_hpc.training.rank.launch import Launch, check_launch, job_nodes, rea
 from holmes_hpc.training.rank.log import RankLog, log_line
 from holmes_hpc.training.rank.signals import Signals
 
-LOCK_FILE = ".training"  # in a run directory, held by the attempt that trains there
 LOCK_WAIT_S = 15.0  # for the ranks of an attempt that has just ended
 NO_ATTEMPT = -1
 
@@ -239,7 +238,7 @@ def _lock_run(launch: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
             return False
         return owner.job == job or ((state := ending_state(owner.job)) is not None and state.ended)
 
-    return take_lock(run.path / LOCK_FILE, LockOwner.current("an attempt", job), is_over, LOCK_WAIT_S)
+    return take_lock(run.path / TRAINING_LOCK, LockOwner.current("an attempt", job), is_over, LOCK_WAIT_S)
 
 
 def _set_up_device(plan: Plan, launch: Launch, on_gpu: bool) -> None:

@@ -16,16 +16,16 @@ from holmes_hpc import console
 from holmes_hpc.commit import git_commit
 from holmes_hpc.config.composition import applied, check_overrides
 from holmes_hpc.config.configuration import Configuration, recorded
-from holmes_hpc.errors import ConfigError, RecordError
+from holmes_hpc.errors import ConfigError, HolmesError, RecordError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import check_site, pace, site
 from holmes_hpc.records.find import runs_root
-from holmes_hpc.records.owner import LockOwner, has_owner, hold_lock
+from holmes_hpc.records.owner import TRAINING_LOCK, LockOwner, has_owner, hold_lock, is_locked
 from holmes_hpc.records.ownership import refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES
 from holmes_hpc.schema import refuse
-from holmes_hpc.slurm.job_states import NOT_SUBMITTED
+from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
 from holmes_hpc.submission.lifecycle.outcome import is_final
 from holmes_hpc.submission.lifecycle.requirements import check_megatron_core, installed_version
 from holmes_hpc.submission.lifecycle.status import run_status
@@ -48,7 +48,8 @@ def hold_submission_lock(path: Path, command: str) -> Iterator[None]:
             where=str(path),
             hint="give a directory that you can create, on a file system all nodes share",
         ) from e
-    refuse_other_writers(path)  # again: in a folder open to all, another user may have created it first
+    # Again: in a folder open to all, another user may have created it first. Pickles are run from `submission`.
+    refuse_other_writers(path / "submission")
     try:
         with hold_lock(path / LOCK, LockOwner.current(command)):
             try:
@@ -148,6 +149,37 @@ def remove_unused_run(run: RunDirectory) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def refuse_unless_ended(run: RunDirectory, state: str) -> None:
+    """Raise ConfigError unless a run whose job is in `state` is known to have ended: by that state, or by the exit
+    records of all its ranks."""
+    if is_locked(run.path / TRAINING_LOCK) or not (
+        is_final(state) or state == NOT_SUBMITTED.lower() or _all_ranks_exited(run)
+    ):
+        raise ConfigError(
+            f"it is {state}" if state != UNKNOWN.lower() else "whether it has ended is not known",
+            where=str(run.path),
+            hint="wait for its end, `holmes cancel` it, or remove it from the machine that runs it",
+        )
+
+
+def _all_ranks_exited(run: RunDirectory) -> bool:
+    try:
+        return run.attempt > 0 and len(run.read_exits()) == Plan.read(run.plan_path).world_size
+    except HolmesError:
+        return False
+
+
+def remove_run(run: RunDirectory) -> None:
+    """Remove a run with its checkpoints, including those in `train.checkpoint_dir`.
+    ConfigError unless it is known to have ended; RecordError if its job is being submitted."""
+    with hold_lock(run.path / LOCK, LockOwner.current("`holmes rm`")):
+        refuse_unless_ended(run, run_status(run).state)
+        checkpoints, name = run.checkpoints.resolve(), run.name
+        shutil.rmtree(run.path.resolve())
+        if checkpoints.name == name and checkpoints.is_dir():  # elsewhere, in a folder of the run's own
+            shutil.rmtree(checkpoints)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from holmes_hpc.records.find import name_of
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.ownership import other_writers
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_queries import job_uid
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.attempts import latest_attempt_log, state_detail
@@ -50,6 +51,10 @@ class SlurmJob:
         is_other_job = self._job.register_identity()  # a reinstalled Slurm counts its job ids from 1 again
         return self._job.slurm_state("force" if is_other_job and mode == "cache" else mode)
 
+    def uid(self) -> int | None:
+        """Return the user id of the job's owner; None if it is not known."""
+        return job_uid(self.id)
+
     def cancel(self) -> None:
         self._job.cancel()
 
@@ -71,6 +76,10 @@ class LocalJob:
             return (has_same_age or str(self._folder) in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, ValueError, OverflowError):
             return False
+
+    def uid(self) -> int | None:
+        """Return the user id of the controller; None if it has ended."""
+        return psutil.Process(self._pid).uids().real if self._is_alive() else None
 
     def state(self, mode: str = "standard") -> JobState:
         if self._host != socket.gethostname():
@@ -104,6 +113,12 @@ class LocalJob:
             raise SubmissionError(f"it runs on {self._host}", where=str(self._run.path), hint="cancel it there")
         if not self._is_alive():
             return
+        if str(self._folder) not in psutil.Process(self._pid).cmdline():
+            raise SubmissionError(
+                f"process {self._pid} is not known to be this run's",
+                where=str(self._run.path),
+                hint="if the directory was moved meanwhile, end the process with `kill`",
+            )
         self._cancelled.touch()
         children = psutil.Process(self._pid).children(recursive=True)
         os.kill(self._pid, signal.SIGTERM)  # the controller passes it on to the ranks
@@ -288,8 +303,21 @@ def cancel_run(run: RunDirectory) -> JobState:
     job = job_of(run)
     state_before = job.state("force")
     if not state_before.ended and not state_before.forgotten:
+        _refuse_other_owner(run, job)
         job.cancel()
     return state_before
+
+
+def _refuse_other_owner(run: RunDirectory, job: Job) -> None:
+    """Raise SubmissionError for a run of another user, whose record may name any job. Root may act for the owner of
+    both the run and the job."""
+    owner, uid = os.stat(run.run_path).st_uid, os.getuid()
+    if owner != uid and (uid != 0 or job.uid() != owner):
+        raise SubmissionError(
+            "the run belongs to another user, and its job is not known to be theirs",
+            where=str(run.path),
+            hint="only its owner can cancel it",
+        )
 
 
 def log_paths(run: RunDirectory) -> list[Path]:
