@@ -92,7 +92,7 @@ SITES ?= 200
 
 planner-regret: install ## the planner's free choice against told ones on SITES (200) drawn sites; stopped, it goes on where it was
 	@mkdir -p $(dir $(REGRET))
-	$(BIN)/python benchmarks/planner_unequal.py $(REGRET:.jsonl=-unequal.jsonl) --sites $(SITES)
+	$(BIN)/python benchmarks/planner_per_stage.py $(REGRET:.jsonl=-unequal.jsonl) --sites $(SITES)
 	$(BIN)/python benchmarks/planner_regret.py $(REGRET) --sites $(SITES)
 
 # Slurm and Python of Debian 13, fetched by debootstrap, and the Megatron-Core that goes with that Python (some 7 GB, root).

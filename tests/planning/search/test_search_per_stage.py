@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import planner_unequal
+import planner_per_stage
 import pytest
 
 from holmes_hpc.config.model import Batch, ModelSpec
@@ -19,7 +19,7 @@ SMALL = ModelSpec("small", layers=6, hidden=1024, heads=8, vocab=32000, ffn=4096
 UNEVEN = Site(
     "site",
     tuple(
-        Fabric(f"{nic}-a", nic, str(nic), nodes, 2, 25, planner_unequal.A100, rdma_gbps=200)
+        Fabric(f"{nic}-a", nic, str(nic), nodes, 2, 25, planner_per_stage.A100, rdma_gbps=200)
         for nic, nodes in ((NicType.IB, 2), (NicType.ROCE, 3))
     ),
 )
@@ -27,7 +27,7 @@ UNEVEN = Site(
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_listed_plan_is_a_percent_faster(seed: int) -> None:
-    regret = planner_unequal.measured(seed)
+    regret = planner_per_stage.measured(seed)
     assert regret["regret"] <= 0.01, regret
 
 

@@ -1,6 +1,6 @@
 """What unequal widths gain: plans for sites of unlike fabrics, with them and without, and how long the search takes.
 
-    python benchmarks/unequal_plans.py [512 4096]
+    python benchmarks/per_stage_plans.py [512 4096]
 
 gpt_7_5b, 1,536 sequences of 2,048 tokens in micro-batches of 4; 8 GPUs a node, 200 Gb/s RDMA, 25 Gb/s Ethernet.
 """

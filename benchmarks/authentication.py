@@ -1,6 +1,6 @@
 """What admission to rank 0's store costs: ranks that prove the run's secret and connect, beside some that only connect.
 
-    python benchmarks/admission.py [--ranks 8 512] [--repeat 3]
+    python benchmarks/authentication.py [--ranks 8 512] [--repeat 3]
 
 All ranks are threads of one process on this machine's loopback interface, and all start at once, so the figures hold
 the work of all of them on its CPUs; a cluster's network adds its round trips (three a connection).

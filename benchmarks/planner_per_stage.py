@@ -1,6 +1,6 @@
 """Plans whose stages may be unequally wide against everything that can be listed, on small sites drawn from seeds.
 
-    python benchmarks/planner_unequal.py OUT.jsonl [--sites 100] [--seed 0]
+    python benchmarks/planner_per_stage.py OUT.jsonl [--sites 100] [--seed 0]
 
 Two fabrics of 1 to 3 nodes (4 together at most) of 1 or 2 GPUs, one or two kinds of GPU, Ethernet of 2.5 to 100 Gb/s
 between them; models of 4 or 5 layers. Listed are, under the planner's own simulator: every choice of fabrics and their

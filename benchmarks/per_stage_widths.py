@@ -1,7 +1,7 @@
 """Stages of unequal widths against equal ones, on the testbed: shaped NICs, paced compute.
 
     holmes testbed up unequal; eval "$(holmes testbed env)"
-    python benchmarks/unequal_widths.py [--cases 3+5,pace] [--repeats 5] [--steps 3] [--minutes N] [--runs DIR]
+    python benchmarks/per_stage_widths.py [--cases 3+5,pace] [--repeats 5] [--steps 3] [--minutes N] [--runs DIR]
 
 Of every case: the rate (samples/s) of the unequal layout over that of as many replicas (of the usual pace) in equal
 layouts, whose rates are added up; the model, batch and pace are the same. Runs alternate: the order of a case's runs is
