@@ -1,14 +1,13 @@
-"""The paper's evaluation, repeated on the testbed's shaped NICs with paced compute.
+"""Repeat the paper's evaluation on the testbed's shaped NICs, with emulated compute.
 
     holmes testbed up slurm/testbed/evaluation.yaml; eval "$(holmes testbed env)"
     python benchmarks/evaluation.py [--part headline|pairs|demo|four-nodes|full] [--runs DIR] [--minutes N]
 
-Runs the cells of a part one job at a time, repeat by repeat and within a repeat system beside system, so that what
-drifts in the machine meets all of them alike. Started again it goes on where it was; runs that did not complete are
-run again.
-Then (also with --minutes 0) the tables: throughput by NIC environment, hybrid against the mean of InfiniBand and RoCE,
-speed-up over plain Megatron-LM with its 95% interval, each prediction beside what was measured.
-What is run: evaluation_cells.py.
+Runs the cells of a part one job at a time, repeat by repeat. Within a repeat the systems alternate, so that drift of
+the machine affects all of them alike. A restart continues and repeats incomplete runs.
+Then (also with --minutes 0) prints the tables: throughput by NIC environment, hybrid against the mean of InfiniBand and
+RoCE, speed-up over plain Megatron-LM with its 95% interval, predicted and measured throughput.
+The cells are in evaluation_cells.py.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from evaluation_cells import (
-    BOTH,
     COMMON,
+    COMPARED,
+    EMULATED,
     ENVIRONMENTS,
     FREE,
     LAYOUT,
     NOT_SLOWER,
-    PACED,
     PAIRED,
     PAIRS,
     REGIMES,
@@ -60,39 +59,39 @@ HOLMES = str(Path(sys.executable).with_name("holmes"))
 
 FOUR_NODES = """\
 Plain Megatron-LM has one connection per direction here, as it has over NCCL. Predictions are the planner's for each
-run's plan, from declared rates and the pace alone; nothing was fitted to these runs. Intervals are over repeats on one
-machine. evaluation-tables.md has 6 and 8 nodes, ablations and the planner's free choice."""
+run's plan, from declared rates and the emulated layer time alone; nothing was fitted to these runs. Intervals are over
+repeats on one machine. evaluation-tables.md has 6 and 8 nodes, ablations and the planner's free choice."""
 READING = """\
-Predictions are the planner's for each run's plan, from declared rates and the pace alone; nothing was fitted to these
-runs.
+Predictions are the planner's for each run's plan, from declared rates and the emulated layer time alone; nothing was
+fitted to these runs.
 
 - Plain Megatron-LM over gloo has one connection for both directions here, so activations and gradients wait for each
   other (benchmarks/one_connection.py). evaluation-four-nodes.md repeats the cells at 4 nodes with one connection per
   direction. *Proportional layers* is the same 1F1B with its own connections.
 - Plain Megatron-LM is 8% faster without overlap of its traffic. The predictions here miss that; evaluation-notes.md
   explains it.
-- Six and eight ranks fill this machine's two cores. Layers then take up to 6% longer than their pace, and up to 10%
-  when the machine is slow. Differences of 2% at 8 nodes are of that kind. Ablations, two IB fabrics and the free choice
+- Six and eight ranks fill this machine's two cores. Layers then take up to 6% longer than emulated, and up to 10%
+  when the machine is slow. This explains differences of 2% at 8 nodes. Ablations, two IB fabrics and the free choice
   at 8 nodes were run in slow hours.
 - Light at 8 nodes, as a share of the mean of InfiniBand and RoCE, is 101.4%, 101.1% and 95.6% in three sessions. In the
-  last, layers took 10% longer than their pace.
-- The planner's free choice takes virtual stages in light at 6 and 8 nodes. So many short passes cost two cores more
+  last, layers took 10% longer than emulated.
+- The planner's free choice takes virtual stages in light at 6 and 8 nodes. On two cores so many short passes cost more
   than they save. Only a calibration shows that.
-- Unpaced, layers this small take as long as Python takes. No published figure gives that.
-- Of systems on one fabric the table shows the faster schedule. The table of every cell has the free choice."""
+- Without emulated compute, Python's overhead dominates layers this small. No published figure gives that.
+- For systems on one fabric the table shows the faster schedule. The table of every cell has the free choice."""
 
 
-def run(cell: Cell, repeat: int, runs: Path, at: str) -> None:
-    """One job, unless it is there complete. `at`: how far we are."""
+def run(cell: Cell, repeat: int, runs: Path, progress: str) -> None:
+    """Run one job unless a complete run exists; `progress` precedes its log lines."""
     name = cell.run_name(repeat)
-    there = RunDirectory(runs / name)
-    if there.exists():
-        if (there.read_result() or {}).get("state") == "completed":
+    record = RunDirectory(runs / name)
+    if record.exists():
+        if (record.read_result() or {}).get("state") == "completed":
             return
-        subprocess.run([HOLMES, "cancel", str(there.path)], capture_output=True, check=False)
-        shutil.rmtree(there.path)
-    began = time.monotonic()
-    words = [
+        subprocess.run([HOLMES, "cancel", str(record.path)], capture_output=True, check=False)
+        shutil.rmtree(record.path)
+    start = time.monotonic()
+    command = [
         HOLMES,
         "run",
         f"name={name}",
@@ -101,23 +100,26 @@ def run(cell: Cell, repeat: int, runs: Path, at: str) -> None:
         f"+labels.session={repeat}",
     ]
     env = {**os.environ, "HOLMES_RUNS": str(runs), "OMP_NUM_THREADS": "1"}
-    with waiting(f"{at} {name}", after_s=9.0):
-        done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
-    said = "" if done.returncode == 0 else f": exit {done.returncode}, {done.stderr.strip().splitlines()[-1:]}"
-    note(f"{at} {name}: {time.monotonic() - began:.0f} s{said}")
+    with waiting(f"{progress} {name}", after_s=9.0):
+        process = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    error = (
+        "" if process.returncode == 0 else f": exit {process.returncode}, {process.stderr.strip().splitlines()[-1:]}"
+    )
+    note(f"{progress} {name}: {time.monotonic() - start:.0f} s{error}")
 
 
-def measured(planned: list[tuple[int, Cell]], runs: Path) -> pd.DataFrame:
-    """One row per completed run of those `planned`, with `regime`, `where`, `system` and `nodes` of its cell, and what
-    the planner says of the run's plan."""
+def load_measured(planned: list[tuple[int, Cell]], runs: Path) -> pd.DataFrame:
+    """Return one row per completed run of `planned`.
+
+    A row adds `regime`, `where`, `system` and `nodes` of its cell, and the prediction for the run's plan."""
     frame = load_runs(runs)
     frame = frame[frame["state"] == "completed"].set_index("name", drop=False)
     rows = []
     for repeat, cell in planned:
         if cell.run_name(repeat) in frame.index:
             row = frame.loc[cell.run_name(repeat)]
-            plan, hidden = Plan.read(runs / cell.run_name(repeat) / "plan.yaml"), bool(row["overlap"])
-            predicted = predict(plan, Costs(pace_layer_ms=plan.pace_layer_ms, software=Software(overlap=hidden)))
+            plan, has_overlap = Plan.read(runs / cell.run_name(repeat) / "plan.yaml"), bool(row["overlap"])
+            predicted = predict(plan, Costs(pace_layer_ms=plan.pace_layer_ms, software=Software(overlap=has_overlap)))
             rows.append(
                 {
                     **row.to_dict(),
@@ -133,75 +135,83 @@ def measured(planned: list[tuple[int, Cell]], runs: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def tables(found: pd.DataFrame) -> list[Table]:
-    """What was measured, in the order of the questions."""
-    rate = found.groupby(["regime", "nodes", "where", "system"], sort=False)["samples_per_s"].median()
+def build_tables(runs: pd.DataFrame) -> list[Table]:
+    """Build the tables: targets, throughput, Megatron-LM by environment, every cell, step breakdown."""
+    rate = runs.groupby(["regime", "nodes", "where", "system"], sort=False)["samples_per_s"].median()
     answers: list[list[str]] = []
-    plain, cells, breakdowns = list(answers), list(answers), list(answers)
-    goals, rule = list(answers), {}
-    for (regime, nodes), group in found.groupby(["regime", "nodes"], sort=False):
-        at = rate[regime][nodes]
-        of_mean, over = TARGETS.get(regime, (None, None))
+    megatron, cells, breakdowns = list(answers), list(answers), list(answers)
+    goals, rule_ratios = list(answers), {}
+    for (regime, nodes), group in runs.groupby(["regime", "nodes"], sort=False):
+        rates = rate[regime][nodes]
+        of_mean, of_megatron = TARGETS.get(regime, (None, None))
         best = {
-            where: max(at[where].get(system, 0) for system in BOTH) for where in ("IB", "RoCE") if where in at.index
+            where: max(rates[where].get(system, 0) for system in COMPARED)
+            for where in ("IB", "RoCE")
+            if where in rates.index
         }
-        for where in at.index.get_level_values("where").unique():
-            ours, overlap = at[where].get("holmes"), at[where].get("Megatron-LM, overlap")
+        for where in rates.index.get_level_values("where").unique():
+            holmes_rate, megatron_rate = rates[where].get("holmes"), rates[where].get("Megatron-LM, overlap")
             pairs = paired_ratios(group[group["where"] == where], "system", "Megatron-LM, overlap", "holmes")
             ratio = repeats_interval(pairs["ratio"])
-            whole = ours and len(best) == 2 and where == "hybrid"
-            share = fraction_of_homogeneous(ours, best.values()) if whole else np.nan
+            has_mean = holmes_rate and len(best) == 2 and where == "hybrid"
+            share = fraction_of_homogeneous(holmes_rate, best.values()) if has_mean else np.nan
             answers.append(
                 [
                     f"{regime}, {nodes}",
                     where,
-                    number(ours),
-                    number(at[where].get("proportional layers")),
-                    number(overlap),
+                    number(holmes_rate),
+                    number(rates[where].get("proportional layers")),
+                    number(megatron_rate),
                     number(ratio.median),
                     interval(ratio.low, ratio.high),
-                    f"{share:.1%}" if whole else "",
+                    f"{share:.1%}" if has_mean else "",
                 ]
             )
             goals += [
-                _goal(what, f"{regime}, {nodes}, {where}", wanted, got)
-                for what, wanted, got in (
+                _target_row(quantity, f"{regime}, {nodes}, {where}", target, value)
+                for quantity, target, value in (
                     ("of the mean of IB and RoCE", of_mean if where == "hybrid" else None, share),
-                    ("over Megatron-LM, overlap", over if where == "hybrid" else None, ratio.median),
+                    ("over Megatron-LM, overlap", of_megatron if where == "hybrid" else None, ratio.median),
                     (
-                        "over it, the lower end of 95%",
+                        "over it, lower bound of 95%",
                         NOT_SLOWER if (regime, nodes) == PAIRED and where in ENVIRONMENTS else None,
                         ratio.low if ratio.count >= PAIRS else np.nan,
                     ),
                 )
-                if wanted
+                if target
             ]
-            if ours and "proportional layers" in at[where]:
-                rule[f"{regime}, {nodes}, {where}"] = ours / at[where]["proportional layers"]
-            if overlap and "Megatron-LM, overlap" in at.get("IB", {}):
-                plain.append([f"{regime}, {nodes}", where, f"{overlap / at['IB']['Megatron-LM, overlap']:.2f}"])
-        for (where, system), one in group.groupby(["where", "system"], sort=False):
-            error = float(np.median(percentage_errors(one["predicted_samples_per_s"], one["samples_per_s"])))
+            if holmes_rate and "proportional layers" in rates[where]:
+                rule_ratios[f"{regime}, {nodes}, {where}"] = holmes_rate / rates[where]["proportional layers"]
+            if megatron_rate and "Megatron-LM, overlap" in rates.get("IB", {}):
+                megatron.append(
+                    [f"{regime}, {nodes}", where, f"{megatron_rate / rates['IB']['Megatron-LM, overlap']:.2f}"]
+                )
+        for (where, system), system_runs in group.groupby(["where", "system"], sort=False):
+            error = float(
+                np.median(percentage_errors(system_runs["predicted_samples_per_s"], system_runs["samples_per_s"]))
+            )
             cell = [f"{regime}, {nodes}", where, system]
             cells.append(
                 [
                     *cell,
-                    one["layers_per_stage"].iloc[0],
-                    str(len(one)),
-                    number(one["samples_per_s"].median()),
-                    number(one["predicted_samples_per_s"].median()),
+                    system_runs["layers_per_stage"].iloc[0],
+                    str(len(system_runs)),
+                    number(system_runs["samples_per_s"].median()),
+                    number(system_runs["predicted_samples_per_s"].median()),
                     f"{error:+.1f}%",
                 ]
             )
-            breakdowns.append([*cell, *(number(one[part].median()) for part in PARTS)])
+            breakdowns.append([*cell, *(number(system_runs[part].median()) for part in PARTS)])
     goals.sort(key=lambda row: row[0])
-    if rule:
-        least = min(rule, key=lambda at: rule[at])
-        goals.append(_goal(f"over the paper's rule, the least of {len(rule)} cells", least, 1, rule[least]))
+    if rule_ratios:
+        least = min(rule_ratios, key=lambda setting: rule_ratios[setting])
+        goals.append(
+            _target_row(f"over the paper's rule, minimum of {len(rule_ratios)} cells", least, 1, rule_ratios[least])
+        )
     return [
         Table(
             "Targets",
-            ["what", "regime, nodes, where", "at least", "measured", ""],
+            ["quantity", "regime, nodes, where", "at least", "measured", ""],
             goals,
             "ratios of samples/s; the paper's rule: layers in proportion to speed, 1F1B",
         ),
@@ -218,56 +228,52 @@ def tables(found: pd.DataFrame) -> list[Table]:
                 "of mean(IB, RoCE)",
             ],
             answers,
-            f"medians; {PACED}; the mean is of the faster schedule of either fabric; 95%: of the pairs' "
-            "ratios, by order statistics from six pairs on, of fewer by Student's t",
+            f"medians; {EMULATED}; the mean takes the faster schedule of each fabric; 95%: of the pairs' "
+            "ratios, by order statistics from six pairs on, by Student's t for fewer",
         ),
         Table(
-            "What the environments are to plain Megatron-LM with overlap",
+            "Plain Megatron-LM with overlap, by environment",
             ["regime, nodes", "where", "of IB"],
-            plain,
+            megatron,
             "throughput; the paper's at 4 nodes: Ethernet 0.62, RoCE 0.81",
         ),
         Table(
             "Every cell and its prediction",
             ["regime, nodes", "where", "system", "layers", "runs", "samples/s", "predicted", "error"],
             cells,
-            f"medians; {PACED}",
+            f"medians; {EMULATED}",
         ),
         Table(
-            "Where a step goes: seconds",
+            "Step breakdown: seconds",
             ["regime, nodes", "where", "system", *(PART_NAMES[p] for p in PARTS)],
             breakdowns,
-            f"medians, mean over stages; {PACED}",
+            f"medians, mean over stages; {EMULATED}",
         ),
     ]
 
 
-def _goal(what: str, at: str, wanted: float, got: float) -> list[str]:
+def _target_row(quantity: str, setting: str, target: float, value: float) -> list[str]:
     return [
-        what,
-        at,
-        f"{wanted:g}",
-        *([f"{got:.3f}", "met" if got >= wanted else "missed"] if not np.isnan(got) else ["", "not measured"]),
+        quantity,
+        setting,
+        f"{target:g}",
+        *([f"{value:.3f}", "met" if value >= target else "missed"] if not np.isnan(value) else ["", "not measured"]),
     ]
 
 
-def drawn(found: pd.DataFrame) -> Iterator[tuple[str, str, Figure]]:
-    """File name, title and figure: predictions, scaling, what each part is worth, and throughput by environment."""
-    yield "predicted", "Predicted against measured, every run", predicted_measured(found)
-    paper = found[found["regime"] == "paper-like"]
-    several = compare(paper[paper["system"].isin(BOTH)].drop(columns=["regime", "where"])).cells
-    if several["nodes"].nunique() > 1:
-        yield "scaling", "Scaling, paper-like", scaling(several)
+def draw_figures(runs: pd.DataFrame) -> Iterator[tuple[str, str, Figure]]:
+    """Yield file name, title and figure: predictions, scaling, ablations, and throughput by environment."""
+    yield "predicted", "Predicted against measured, every run", predicted_measured(runs)
+    paper = runs[runs["regime"] == "paper-like"]
+    compared_cells = compare(paper[paper["system"].isin(COMPARED)].drop(columns=["regime", "where"])).cells
+    if compared_cells["nodes"].nunique() > 1:
+        yield "scaling", "Scaling, paper-like", scaling(compared_cells)
     for nodes, group in paper[paper["where"] == "hybrid"].groupby("nodes"):
-        parts_left = compare(group[group["system"] != FREE].drop(columns=["regime", "where"])).cells
-        if parts_left["system"].str.startswith("without").any() and (parts_left["system"] == "holmes").any():
-            complete = parts_left.index[parts_left["system"] == "holmes"][0]
-            yield (
-                f"ablation-{nodes}",
-                f"What each part is worth, paper-like, hybrid, {nodes} nodes",
-                ablation(parts_left, complete),
-            )
-    for (regime, nodes), group in found.groupby(["regime", "nodes"], sort=False):
+        ablations = compare(group[group["system"] != FREE].drop(columns=["regime", "where"])).cells
+        if ablations["system"].str.startswith("without").any() and (ablations["system"] == "holmes").any():
+            complete = ablations.index[ablations["system"] == "holmes"][0]
+            yield (f"ablation-{nodes}", f"Ablation, paper-like, hybrid, {nodes} nodes", ablation(ablations, complete))
+    for (regime, nodes), group in runs.groupby(["regime", "nodes"], sort=False):
         cells = compare(group.drop(columns=["regime", "where"])).cells
         yield f"{regime}-{nodes}", f"Throughput, {regime}, {nodes} nodes", throughput(cells)
 
@@ -285,43 +291,44 @@ def _section(t: Table) -> list[str]:
     ]
 
 
-def write_page(found: pd.DataFrame, made: list[Table], part: str, path: Path) -> None:
-    """The tables and a figure for each regime and number of nodes, as a page."""
-    commits = ", ".join(sorted({str(c)[:12] for c in found["git_commit"].dropna()}))
+def write_page(runs: pd.DataFrame, page_tables: list[Table], part: str, path: Path) -> None:
+    """Write the tables and figures as a Markdown page."""
+    commits = ", ".join(sorted({str(c)[:12] for c in runs["git_commit"].dropna()}))
     lines = [
         "# The paper's evaluation, on shaped NICs",
         "",
-        "Made by `make evaluation` (`benchmarks/evaluation.py` says how); the numbers are of network namespaces "
-        "and veth pairs on one machine, not of InfiniBand or RoCE hardware.",
+        "Written by `make evaluation` (`benchmarks/evaluation.py`). The figures are from network namespaces and veth "
+        "pairs on one machine, not from InfiniBand or RoCE hardware.",
         "",
-        f"{machine()}; commit {commits}; part: {part}, their raw records in "
+        f"{describe_machine()}; commit {commits}; part: {part}; raw records: "
         f"[runs.tar.xz]({path.stem}/runs.tar.xz); `{' '.join((*COMMON, *LAYOUT))}`.",
         "",
     ]
-    for regime in found["regime"].unique():
-        hop = f"transfer ratio {Cell(regime, 'hybrid', 4, 'holmes').hop_ratio:.3f}; " if REGIMES[regime].pace_ms else ""
+    for regime in (REGIMES[name] for name in runs["regime"].unique()):
+        hybrid = Cell(regime.name, "hybrid", 4, "holmes")
         lines.append(
-            f"- *{regime}*: {hop}micro-batches of {REGIMES[regime].micro_size}; `{' '.join(REGIMES[regime].overrides)}`"
+            f"- *{regime.name}*: {f'transfer ratio {hybrid.transfer_ratio:.3f}; ' if regime.pace_ms else ''}"
+            f"micro-batches of {regime.micro_size}; `{' '.join(regime.overrides)}`"
         )
     lines += ["", FOUR_NODES if part.startswith("four-nodes") else READING]
-    for t in made[:2]:
+    for t in page_tables[:2]:
         lines += _section(t)
-    figures_at = path.with_suffix("")
-    figures_at.mkdir(parents=True, exist_ok=True)
-    for old in figures_at.glob("*.svg"):
+    figure_folder = path.with_suffix("")
+    figure_folder.mkdir(parents=True, exist_ok=True)
+    for old in figure_folder.glob("*.svg"):
         old.unlink()
-    for name, title, figure in drawn(found):
-        (figures_at / f"{name}.svg").write_text(svg(figure), encoding="utf-8")
-        lines += ["", f"![{title}]({figures_at.name}/{name}.svg)"]
-    for t in made[2:]:
+    for name, title, figure in draw_figures(runs):
+        (figure_folder / f"{name}.svg").write_text(svg(figure), encoding="utf-8")
+        lines += ["", f"![{title}]({figure_folder.name}/{name}.svg)"]
+    for t in page_tables[2:]:
         lines += _section(t)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def pack(found: pd.DataFrame, runs: Path, path: Path) -> None:
-    """The raw records of the runs found, without this machine's paths; unpacked, `holmes report` reads them."""
+def pack(frame: pd.DataFrame, runs: Path, path: Path) -> None:
+    """Pack the raw records of the runs, without this machine's paths; `holmes report` reads them unpacked."""
     with tarfile.open(path, "w:xz") as packed:
-        for name in sorted(found["name"]):
+        for name in sorted(frame["name"]):
             for file in ("run.yaml", "plan.yaml", "metrics.jsonl", "result.json"):
                 text = (runs / name / file).read_text(encoding="utf-8").replace(str(runs.absolute()), runs.name)
                 entry = tarfile.TarInfo(f"{runs.name}/{name}/{file}")
@@ -329,8 +336,8 @@ def pack(found: pd.DataFrame, runs: Path, path: Path) -> None:
                 packed.addfile(entry, io.BytesIO(data))
 
 
-def machine() -> str:
-    """What the runs were made on."""
+def describe_machine() -> str:
+    """Describe the machine: kernel, cores, CPU, memory."""
     cpu = next(
         (
             line.partition(":")[2].strip()
@@ -347,34 +354,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=list(parts()), default="headline")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "evaluation")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this long")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this time")
     parser.add_argument(
         "--page", type=Path, help="also write tables and figures: benchmarks/results/evaluation-tables.md"
     )
-    given = parser.parse_args()
-    planned = parts()[given.part]
-    given.runs.mkdir(parents=True, exist_ok=True)
+    arguments = parser.parse_args()
+    planned = parts()[arguments.part]
+    arguments.runs.mkdir(parents=True, exist_ok=True)
     print(f"{len({cell for _, cell in planned})} cells, {len(planned)} runs; {' '.join(COMMON)}")
     for name in dict.fromkeys(cell.regime for _, cell in planned):
         print(f"{name}: {' '.join(REGIMES[name].overrides)}")
     print(f"{platform.node()}: {len(os.sched_getaffinity(0))} CPUs, load average {os.getloadavg()[0]:.1f}", flush=True)
-    until = time.monotonic() + 60 * given.minutes
+    deadline = time.monotonic() + 60 * arguments.minutes
     for nth, (repeat, cell) in enumerate(planned, 1):
-        if time.monotonic() < until:
-            run(cell, repeat, given.runs, f"[{nth}/{len(planned)}]")
-    found = measured(planned, given.runs)
-    there = set(found.get("name", ()))
-    missing = [name for name in (cell.run_name(repeat) for repeat, cell in planned) if name not in there]
+        if time.monotonic() < deadline:
+            run(cell, repeat, arguments.runs, f"[{nth}/{len(planned)}]")
+    frame = load_measured(planned, arguments.runs)
+    names = set(frame.get("name", ()))
+    missing = [name for name in (cell.run_name(repeat) for repeat, cell in planned) if name not in names]
     if missing:
-        note(f"{len(missing)} of {len(planned)} runs are missing: {', '.join(missing[:5])} ...; start it again")
-    if len(found) == 0:
+        note(f"{len(missing)} of {len(planned)} runs are missing: {', '.join(missing[:5])} ...; run this again")
+    if len(frame) == 0:
         sys.exit(1)
-    made = tables(found)
-    for t in made if given.part != "demo" else ():  # whose report is `holmes report`'s
+    page_tables = build_tables(frame)
+    for t in page_tables if arguments.part != "demo" else ():  # `holmes report` reports the demo
         table(*t)
-    if given.page:
-        write_page(found, made, f"{given.part}, {len(found)} of its {len(planned)} runs", given.page)
-        pack(found, given.runs, given.page.with_suffix("") / "runs.tar.xz")
+    if arguments.page:
+        write_page(frame, page_tables, f"{arguments.part}, {len(frame)} of its {len(planned)} runs", arguments.page)
+        pack(frame, arguments.runs, arguments.page.with_suffix("") / "runs.tar.xz")
     sys.exit(1 if missing else 0)
 
 

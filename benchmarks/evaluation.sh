@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The evaluation from nothing: starts the testbed's `evaluation` topology, makes the runs, and writes a page of
-# benchmarks/results/. `make evaluation` runs it; started again it continues. PART=headline (the default) or four-nodes
-# (its own page) take two hours at most, pairs and full some hours more.
+# Run the evaluation (`make evaluation`): start the testbed's `evaluation` topology, run the jobs, and write a page of
+# benchmarks/results/. A restart continues. PART=headline (the default) and four-nodes (a page of its own) take two
+# hours at most, pairs and full some hours more.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export HOLMES_TESTBED=${HOLMES_TESTBED:-/var/lib/holmes-evaluation}

@@ -1,9 +1,10 @@
-"""What the evaluation runs: regimes, systems, environments, and the cells of each of its parts.
+"""Regimes, systems and environments of the evaluation, and the cells of each of its parts.
 
-Three regimes with targets, fixed beforehand: paper-like, light, heavy. The transfer ratio is the one-way transfer time
-of one micro-batch's activations over Ethernet, over a stage's forward and backward computing for it. In each, every
-system has the same TP 1, PP 2 (3 on three fabrics), DP, batch and pace on as many nodes; 32 micro-batches per pipeline.
-Beside them, without a target: 12 (also the demo's) and 6 micro-batches, and no pacing.
+Three regimes have targets, fixed beforehand: paper-like, light, heavy. They differ by transfer ratio: the one-way
+transfer time of one micro-batch's activations over Ethernet, divided by a stage's compute time for it (forward and
+backward). Within a regime all systems have the same TP 1, PP 2 (3 on three fabrics), DP, batch, emulated layer time and
+nodes, and 32 micro-batches per pipeline. Three regimes have no target: 12 micro-batches (also the demo's), 6, and no
+emulated compute.
 """
 
 from __future__ import annotations
@@ -30,20 +31,22 @@ COMMON = (
     "slurm.exclusive=true",
     "data=synthetic",
 )
-PACED = f"paced compute (but where it says unpaced): {PACE_MS:g} ms a layer forward, twice that backward"
+EMULATED = f"emulated compute (except unpaced): {PACE_MS:g} ms per layer forward, twice that backward"
 
-# Regime -> at least what hybrid is to be of the mean of InfiniBand and RoCE, and over Megatron-LM with overlap: 1.4
-# times, 1.7 in heavy, where Ethernet stands at half of InfiniBand or less.
+# Regime -> the least throughput of hybrid, as a share of the mean of InfiniBand and RoCE and as a multiple of
+# Megatron-LM with overlap. In heavy, Ethernet reaches at most half of InfiniBand's throughput.
 TARGETS = {"paper-like": (0.98, 1.4), "light": (0.99, None), "heavy": (None, 1.7)}
-PAIRED = ("paper-like", 4)  # where there are ten pairs
+PAIRED = ("paper-like", 4)  # (regime, nodes) with ten pairs
 DEMO = "paper-like-12"  # the regime of `make demo`
-NOT_SLOWER = 0.98  # in every environment: the lower end of the 95% interval of ten pairs' ratios
+NOT_SLOWER = 0.98  # least lower bound of the 95% interval of ten pairs' ratios, in every environment
 
 
 @dataclass(frozen=True)
 class Regime:
-    """How much communication there is: the model's width and the sequences of a micro-batch; micro-batches of a
-    pipeline; milliseconds of a layer's forward pass, None where it takes what it takes."""
+    """The settings that decide the amount of communication.
+
+    `hidden`: width of the model; `micro_size`: sequences per micro-batch; `micro_batches`: per pipeline; `pace_ms`:
+    emulated forward time of a layer in ms, None for the real time."""
 
     name: str
     hidden: int
@@ -90,8 +93,8 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def nodes_of(environment: str, nodes: int) -> str:
-    """`plan.nodes` of an environment."""
+def nodes_override(environment: str, nodes: int) -> str:
+    """Return the value of `plan.nodes` for an environment."""
     if environment == "three":
         return f"{{ib-a: {nodes // 3}, roce-a: {nodes // 3}, eth-a: {nodes // 3}}}"
     fabrics = {
@@ -106,7 +109,7 @@ def nodes_of(environment: str, nodes: int) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting; a run of it is named after it and its repeat."""
+    """One setting of the evaluation; its runs are named after it and their repeat."""
 
     regime: str
     environment: str
@@ -119,7 +122,7 @@ class Cell:
 
     @property
     def micro_size(self) -> int:
-        """The same transfer ratio with a third stage, which computes less."""
+        """Return the sequences per micro-batch: fewer with 3 stages, for the same transfer ratio."""
         return round(REGIMES[self.regime].micro_size * 2 / self.stages)
 
     @property
@@ -133,69 +136,74 @@ class Cell:
             *regime.overrides,
             f"batch.micro_size={self.micro_size}",
             f"batch.global_size={batch}",
-            f"plan.nodes={nodes_of(self.environment, self.nodes)}",
+            f"plan.nodes={nodes_override(self.environment, self.nodes)}",
             *(layout if self.system != FREE else ()),
             *SYSTEMS.get(self.system, ()),
         ]
 
     @property
-    def hop_ratio(self) -> float:
-        """Of even stages; 4% of headers."""
+    def transfer_ratio(self) -> float:
+        """Return the transfer ratio of even stages, with 4.4% for headers."""
         regime = REGIMES[self.regime]
-        sent = 1.044 * 4 * regime.hidden * SEQUENCE * self.micro_size
-        return sent * 8 / (ETHERNET_MBIT * 1e6) / (3 * (regime.pace_ms or np.nan) / 1000 * LAYERS / self.stages)
+        sent_bytes = 1.044 * 4 * regime.hidden * SEQUENCE * self.micro_size
+        return sent_bytes * 8 / (ETHERNET_MBIT * 1e6) / (3 * (regime.pace_ms or np.nan) / 1000 * LAYERS / self.stages)
 
     def run_name(self, repeat: int) -> str:
-        words = (self.regime, self.environment, str(self.nodes), self.system, str(repeat))
-        return "-".join(words).lower().replace("'", "").replace(",", "").replace(" ", "-")
+        fields = (self.regime, self.environment, str(self.nodes), self.system, str(repeat))
+        return "-".join(fields).lower().replace("'", "").replace(",", "").replace(" ", "-")
 
 
-FREE = "the planner's free choice"  # of all but nodes, batch and pace
+FREE = "the planner's free choice"  # only nodes, batch and layer time are fixed
 ENVIRONMENTS = ("hybrid", "IB", "RoCE", "Ethernet")
-BOTH = ("holmes", "Megatron-LM, overlap")  # on one fabric they differ by the schedule: the faster one is compared with
-MIXED = ("holmes", "proportional layers", "Megatron-LM, overlap")  # where stages can differ
+COMPARED = ("holmes", "Megatron-LM, overlap")  # on one fabric they differ only by schedule: the faster is the reference
+MIXED = ("holmes", "proportional layers", "Megatron-LM, overlap")  # in environments whose stages can differ
 
 
-def grid(regime: str, nodes: int) -> Iterator[Cell]:
-    """The environments at one regime and number of nodes. The paper's rule is beside us where stages can differ."""
+def environments_at(regime: str, nodes: int) -> Iterator[Cell]:
+    """Yield all environments at one regime and number of nodes; hybrid also has the paper's layer partition."""
     for environment in ENVIRONMENTS:
-        for system in BOTH if environment != "hybrid" else MIXED:
+        for system in COMPARED if environment != "hybrid" else MIXED:
             yield Cell(regime, environment, nodes, system)
 
 
 def parts() -> dict[str, list[tuple[int, Cell]]]:
-    """Part -> its (repeat, cell), in the order in which they are run: repeat by repeat."""
-    headline = [*grid("paper-like", 4), *grid("paper-like", 8)]
-    pairs = [Cell(PAIRED[0], environment, PAIRED[1], system) for environment in ENVIRONMENTS for system in BOTH]
+    """Return the (repeat, cell) pairs of each part in run order: repeat by repeat."""
+    headline = [*environments_at("paper-like", 4), *environments_at("paper-like", 8)]
+    pairs = [Cell(PAIRED[0], environment, PAIRED[1], system) for environment in ENVIRONMENTS for system in COMPARED]
     settings = (("heavy", 4), ("light", 4), ("light", 8), ("paper-like", 6), ("light", 6))
-    wanted = [c for at in settings for c in grid(*at)]
-    targets = [c for c in wanted if c.environment != "Ethernet" or c.regime == "heavy"]  # what a target speaks of
+    candidates = [c for setting in settings for c in environments_at(*setting)]
+    targets = [c for c in candidates if c.environment != "Ethernet" or c.regime == "heavy"]  # cells with a target
     targets += [Cell(regime, "hybrid", nodes, FREE) for regime in ("paper-like", "light") for nodes in (4, 6, 8)]
-    others = [
+    secondary = [
         Cell("paper-like", where, nodes, system)
         for where, nodes in (("two IB", 4), ("two IB", 8), ("three", 6))
         for system in MIXED
     ]
-    others += [c for c in wanted if c not in targets]
-    others += [Cell("paper-like", where, 4, "proportional layers") for where in ENVIRONMENTS[1:]]
-    others += grid(DEMO, 4)
+    secondary += [c for c in candidates if c not in targets]
+    secondary += [Cell("paper-like", where, 4, "proportional layers") for where in ENVIRONMENTS[1:]]
+    secondary += environments_at(DEMO, 4)
     for nodes in (4, 8):
-        others += [
+        secondary += [
             Cell("paper-like", "hybrid", nodes, system)
             for system in ("Megatron-LM", *(s for s in SYSTEMS if s.startswith("without")))
         ]
-    beside = [c for regime in ("paper-like-6", "unpaced") for c in grid(regime, 4)]
-    demo = [Cell(DEMO, where, 4, "holmes") for where in ENVIRONMENTS[:3]] + [Cell(DEMO, "hybrid", 4, BOTH[1])]
-    four_nodes = [cell for regime in (*TARGETS, DEMO) for cell in grid(regime, 4)]
-    made = {
-        "headline": _repeated(headline, REPEATS),
-        "pairs": _repeated(pairs, PAIRS),
-        "demo": _repeated(demo, 2),
-        "four-nodes": _repeated(four_nodes, REPEATS),
+    without_target = [c for regime in ("paper-like-6", "unpaced") for c in environments_at(regime, 4)]
+    demo = [Cell(DEMO, where, 4, "holmes") for where in ENVIRONMENTS[:3]] + [Cell(DEMO, "hybrid", 4, COMPARED[1])]
+    four_nodes = [cell for regime in (*TARGETS, DEMO) for cell in environments_at(regime, 4)]
+    named_parts = {
+        "headline": _repeat(headline, REPEATS),
+        "pairs": _repeat(pairs, PAIRS),
+        "demo": _repeat(demo, 2),
+        "four-nodes": _repeat(four_nodes, REPEATS),
     }
-    rest = [*_repeated(targets, REPEATS), *made["pairs"], *_repeated(others, REPEATS), *_repeated(beside, 1)]
-    return {**made, "full": list(dict.fromkeys([*made["headline"], *rest]))}
+    remaining = [
+        *_repeat(targets, REPEATS),
+        *named_parts["pairs"],
+        *_repeat(secondary, REPEATS),
+        *_repeat(without_target, 1),
+    ]
+    return {**named_parts, "full": list(dict.fromkeys([*named_parts["headline"], *remaining]))}
 
 
-def _repeated(cells: list[Cell], repeats: int) -> list[tuple[int, Cell]]:
+def _repeat(cells: list[Cell], repeats: int) -> list[tuple[int, Cell]]:
     return [(repeat, cell) for repeat in range(repeats) for cell in cells]

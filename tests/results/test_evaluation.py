@@ -1,4 +1,4 @@
-"""The evaluation's grid and page, on made-up runs; its real runs are `make evaluation`."""
+"""The evaluation's experiments and page, on synthetic runs; `make evaluation` makes the real runs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ PLACES = {"IB": {"ib-a": 4}, "RoCE": {"roce-a": 4}, "Ethernet": {"eth-a": 4}, "h
 
 
 def samples(cells: list[evaluation.Cell]) -> set[evaluation.Cell]:
-    """Of each regime with each number of nodes and stages one, and one of every system and environment."""
+    """Return a cell per regime, nodes and stages, and one per system and per environment."""
     return set({key: c for c in cells for key in ((c.regime, c.nodes, c.stages), c.system, c.environment)}.values())
 
 
-@pytest.mark.parametrize(("regime", "hop"), [("paper-like", 0.23), ("light", 0.05)])
-def test_a_hop_takes_the_share_of_a_stages_computing_that_the_regime_stands_for(regime: str, hop: float) -> None:
+@pytest.mark.parametrize(("regime", "ratio"), [("paper-like", 0.23), ("light", 0.05)])
+def test_regimes_have_their_transfer_ratio(regime: str, ratio: float) -> None:
     for cell in samples([c for _, c in evaluation.parts()["full"] if c.regime == regime and c.system == "holmes"]):
         settings = load(cell.overrides)
         model, batch = settings.model, settings.batch
-        sent = 4 * model.hidden * batch.sequence_length * batch.micro_size * HEADERS
-        transfer_s = sent * 8 / (read("evaluation").ethernet_mbit * 1e6)
+        sent_bytes = 4 * model.hidden * batch.sequence_length * batch.micro_size * HEADERS
+        transfer_s = sent_bytes * 8 / (read("evaluation").ethernet_mbit * 1e6)
         stage_s = 3 * settings.train.pace_layer_ms / 1000 * model.layers / settings.plan.pp
-        assert transfer_s / stage_s == pytest.approx(hop, rel=0.06)
-        assert cell.hop_ratio == pytest.approx(transfer_s / stage_s, rel=0.01)
+        assert transfer_s / stage_s == pytest.approx(ratio, rel=0.06)
+        assert cell.transfer_ratio == pytest.approx(transfer_s / stage_s, rel=0.01)
 
 
-def test_runs_have_names_of_their_own_and_the_same_batch_per_pipeline() -> None:
+def test_runs_have_unique_names_and_the_same_batch_per_pipeline() -> None:
     parts = evaluation.parts()
     assert set(parts["headline"]) | set(parts["pairs"]) < set(parts["full"])
     assert len({c.run_name(repeat) for repeat, c in parts["full"]}) == len(parts["full"])
@@ -64,30 +64,30 @@ def test_the_page_has_every_cell_and_the_share_of_the_mean(tmp_path: Path) -> No
             spread=0.0,
             labels={"session": str(repeat), "system": cell.system},
         )
-    found = evaluation.measured(planned, tmp_path / "runs")
-    assert len(found) == 3 * len(cells)
-    made = evaluation.tables(found)
-    goals, environments = made[0].rows, made[1].rows
+    frame = evaluation.load_measured(planned, tmp_path / "runs")
+    assert len(frame) == 3 * len(cells)
+    tables = evaluation.build_tables(frame)
+    goals, environments = tables[0].rows, tables[1].rows
     hybrid = next(row for row in environments if row[1] == "hybrid")
     assert hybrid[-1] == "80.0%"  # 1/2 of a sample a second against the mean of 1 and 1/4
     assert hybrid[-3] == "1.50"
-    few = [
-        ["over it, the lower end of 95%", f"paper-like, 4, {where}", "0.98", "", "not measured"]
+    too_few_pairs = [
+        ["over it, lower bound of 95%", f"paper-like, 4, {where}", "0.98", "", "not measured"]
         for where in evaluation.ENVIRONMENTS
     ]
     assert goals == [
         ["of the mean of IB and RoCE", "paper-like, 4, hybrid", "0.98", "0.800", "missed"],
         ["over Megatron-LM, overlap", "paper-like, 4, hybrid", "1.4", "1.500", "met"],
-        *few,
-        ["over the paper's rule, the least of 1 cells", "paper-like, 4, hybrid", "1", "1.500", "met"],
+        *too_few_pairs,
+        ["over the paper's rule, minimum of 1 cells", "paper-like, 4, hybrid", "1", "1.500", "met"],
     ]
-    evaluation.write_page(found, made, "headline", tmp_path / "evaluation.md")
+    evaluation.write_page(frame, tables, "headline", tmp_path / "evaluation.md")
     text = (tmp_path / "evaluation.md").read_text()
     assert all(f"| {c.environment} | {c.system} |" in text for c in cells)
-    drawn = {path.stem for path in (tmp_path / "evaluation").iterdir() if path.stat().st_size > 1000}
-    assert drawn == {"predicted", "ablation-4", "paper-like-4"}  # scaling: of one number of nodes there is none
-    evaluation.pack(found, tmp_path / "runs", tmp_path / "runs.tar.xz")
+    figures = {path.stem for path in (tmp_path / "evaluation").iterdir() if path.stat().st_size > 1000}
+    assert figures == {"predicted", "ablation-4", "paper-like-4"}  # no scaling figure for a single number of nodes
+    evaluation.pack(frame, tmp_path / "runs", tmp_path / "runs.tar.xz")
     with tarfile.open(tmp_path / "runs.tar.xz") as packed:
         packed.extractall(tmp_path / "again", filter="data")
-    again, before = (load_runs(path / "runs")["samples_per_s"] for path in (tmp_path / "again", tmp_path))
-    assert list(again) == list(before)
+    unpacked_rates, rates = (load_runs(path / "runs")["samples_per_s"] for path in (tmp_path / "again", tmp_path))
+    assert list(unpacked_rates) == list(rates)
