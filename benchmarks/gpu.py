@@ -1,14 +1,14 @@
-"""One GPU: model TFLOP/s and memory of a training run, beside the same model in Megatron-Core's own minimal loop.
+"""Compare TFLOP/s and memory of a training run on one GPU with Megatron-Core's minimal loop of the same model.
 
     make bench-gpu
     python benchmarks/gpu.py [--steps 30] [--pairs 3] [--device cuda] [--json] [OVERRIDES: model=gpt_small …]
 
-Alternating runs, each a process of its own: `python -m holmes_hpc.train` with its records as they are, and a loop that
-calls Megatron-Core's model, DDP, optimizer and schedule and nothing else, on tokens that lie on the device. The loop's
-configuration is its own, as Megatron-Core's examples have it (fusions on, its default buckets): only sizes are shared.
-Both have fused attention: Transformer Engine's where it is installed, else torch's. Printed: the inputs, each pair with
-its first loss (about log(vocabulary)), the medians, their ratio, the memory that the planner predicts; --json: these as
-one line too. With --device cpu it runs anywhere, to see that both work; its figures then say nothing about GPUs.
+Runs alternate, each in its own process: `python -m holmes_hpc.train` with all its records, and a loop that only calls
+Megatron-Core's model, DDP, optimizer and schedule, on tokens already on the device. The loop is configured as in
+Megatron-Core's examples (fusions on, default buckets); only the sizes are shared. Both use fused attention:
+Transformer Engine's if installed, else torch's. Prints the inputs, each pair with its first loss (about
+log(vocabulary)), the medians, their ratio and the memory that the planner predicts; --json adds these as one line. With
+--device cpu it runs anywhere, as a test of the program; its figures then do not apply to GPUs.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ WARM_UP = 5  # steps
 Figures = tuple[float, int, float]  # seconds of a step, peak bytes, loss of step 1
 
 
-def holmes(overrides: list[str], folder: Path) -> Figures:
-    """A run as users start it."""
+def run_holmes(overrides: list[str], folder: Path) -> Figures:
+    """Train with holmes_hpc as a user would; return its figures."""
     run = RunDirectory(folder)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "holmes_hpc.train", f"run_dir={folder}", *overrides],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        sys.exit(f"holmes_hpc.train: {(done.stdout + done.stderr)[-2000:]}")
+    if process.returncode:
+        sys.exit(f"holmes_hpc.train: {(process.stdout + process.stderr)[-2000:]}")
     lines = run.metrics()
     return (
         statistics.median(line["step_time_s"] for line in lines[WARM_UP:]),
@@ -63,9 +63,10 @@ def holmes(overrides: list[str], folder: Path) -> Figures:
     )
 
 
-def minimal(overrides: list[str]) -> Figures:
-    """The loop with nothing but Megatron-Core, in this process. Without a C compiler it has no fusions, as this engine
-    then."""
+def run_minimal(overrides: list[str]) -> Figures:
+    """Train with Megatron-Core's minimal loop in this process; return its figures.
+
+    Without a C compiler it has no fusions; neither has holmes_hpc."""
     import torch
     import torch.nn.functional as F
 
@@ -100,40 +101,40 @@ def minimal(overrides: list[str]) -> Figures:
     torch.manual_seed(train.seed)
     model_parallel_cuda_manual_seed(train.seed)
 
-    m, half = plan.model, train.dtype == "bf16"
+    spec, half = plan.model, train.dtype == "bf16"
     fused = cuda and importlib.util.find_spec("transformer_engine") is not None
     compiles = cuda and cuda_check.can_compile()
     settings = TransformerConfig(
-        num_layers=m.layers,
-        hidden_size=m.hidden,
-        num_attention_heads=m.heads,
-        num_query_groups=m.kv_heads,
-        ffn_hidden_size=m.ffn,
-        gated_linear_unit=m.swiglu,
-        activation_func=F.silu if m.swiglu else F.gelu,
-        normalization="RMSNorm" if m.rmsnorm else "LayerNorm",
-        add_bias_linear=m.bias,
-        hidden_dropout=m.dropout,
-        attention_dropout=m.dropout,
+        num_layers=spec.layers,
+        hidden_size=spec.hidden,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.kv_heads,
+        ffn_hidden_size=spec.ffn,
+        gated_linear_unit=spec.swiglu,
+        activation_func=F.silu if spec.swiglu else F.gelu,
+        normalization="RMSNorm" if spec.rmsnorm else "LayerNorm",
+        add_bias_linear=spec.bias,
+        hidden_dropout=spec.dropout,
+        attention_dropout=spec.dropout,
         bf16=half,
         params_dtype=torch.bfloat16 if half else torch.float32,
         pipeline_dtype=torch.bfloat16 if half else torch.float32,
-        bias_activation_fusion=compiles and (m.swiglu or m.bias),
+        bias_activation_fusion=compiles and (spec.swiglu or spec.bias),
         bias_dropout_fusion=compiles,
-        apply_rope_fusion=fused and m.rope,
+        apply_rope_fusion=fused and spec.rope,
         gradient_accumulation_fusion=False,
     )
-    chunk: Any = GPTModel(
+    model: Any = GPTModel(
         settings,
-        layers(fused, m.rmsnorm),
-        m.padded_vocab(1),
-        m.max_positions,
-        share_embeddings_and_output_weights=m.tied,
-        position_embedding_type="rope" if m.rope else "learned_absolute",
+        layer_spec(fused, spec.rmsnorm),
+        spec.padded_vocab(1),
+        spec.max_positions,
+        share_embeddings_and_output_weights=spec.tied,
+        position_embedding_type="rope" if spec.rope else "learned_absolute",
     ).to(device)
     if half:
-        chunk = Float16Module(settings, chunk)
-    wrapped = DistributedDataParallel(settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)
+        model = Float16Module(settings, model)
+    wrapped = DistributedDataParallel(settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -159,8 +160,8 @@ def minimal(overrides: list[str]) -> Figures:
     positions = torch.arange(batch.sequence_length, device=device).repeat(batch.micro_size, 1)
 
     def forward(batches: Any, module: Any) -> tuple[Any, Any]:
-        text = next(batches)
-        losses = module(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
+        sequences = next(batches)
+        losses = module(sequences[:, :-1].contiguous(), positions, None, labels=sequences[:, 1:].contiguous())
 
         def mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss = losses.float().mean()
@@ -168,9 +169,9 @@ def minimal(overrides: list[str]) -> Figures:
 
         return losses, mean
 
-    forward_backward, times, first = get_forward_backward_func(), [], 0.0
+    forward_backward, times, first_loss = get_forward_backward_func(), [], 0.0
     for step in range(train.steps):
-        began = time.perf_counter()
+        start = time.perf_counter()
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
         stored = forward_backward(
@@ -186,14 +187,14 @@ def minimal(overrides: list[str]) -> Figures:
         loss = statistics.mean(float(entry["loss"]) for entry in stored)  # waits for the device, as a log line does
         if cuda:
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-        first = first if step else loss
+        times.append(time.perf_counter() - start)
+        first_loss = first_loss if step else loss
     torch.distributed.destroy_process_group()
-    return statistics.median(times[WARM_UP:]), peak_memory_bytes(cuda), first
+    return statistics.median(times[WARM_UP:]), peak_memory_bytes(cuda), first_loss
 
 
-def layers(fused: bool, rmsnorm: bool) -> Any:
-    """Megatron-Core's layers: with Transformer Engine's modules, or its own with torch's fused attention."""
+def layer_spec(fused: bool, rmsnorm: bool) -> Any:
+    """Return Megatron-Core's layer spec: Transformer Engine's, or the local one with torch's fused attention."""
     import torch
     import torch.nn.functional as F
     from megatron.core.models.gpt import gpt_layer_specs
@@ -221,27 +222,28 @@ def layers(fused: bool, rmsnorm: bool) -> Any:
 
 
 def tensor_bytes(plan: Plan) -> float:
-    """What the planner predicts of the fullest rank's tensors, which is all that torch's allocator counts: without what
-    a CUDA process holds beside them."""
+    """Return the predicted bytes of the fullest rank's tensors, which torch's allocator counts.
+
+    A CUDA process's own memory is excluded."""
     assert plan.predicted is not None
-    beside = 0 if plan.site.fabrics[0].gpu.is_cpu else CUDA_BYTES
-    return max(plan.predicted.memory_bytes_per_gpu) - beside
+    process_bytes = 0 if plan.site.fabrics[0].gpu.is_cpu else CUDA_BYTES
+    return max(plan.predicted.memory_bytes_per_gpu) - process_bytes
 
 
-def megatron(overrides: list[str]) -> Figures:
-    """:func:`minimal` in a process of its own."""
-    done = subprocess.run(
+def run_megatron(overrides: list[str]) -> Figures:
+    """Run :func:`run_minimal` in its own process; return its figures."""
+    process = subprocess.run(
         [sys.executable, __file__, "--minimal", *overrides], capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        sys.exit(f"Megatron-Core's loop: {(done.stdout + done.stderr)[-2000:]}")
-    seconds, held, loss = json.loads(done.stdout.splitlines()[-1])
-    return seconds, held, loss
+    if process.returncode:
+        sys.exit(f"Megatron-Core's loop: {(process.stdout + process.stderr)[-2000:]}")
+    seconds, peak_bytes, loss = json.loads(process.stdout.splitlines()[-1])
+    return seconds, peak_bytes, loss
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--minimal"]:
-        print(json.dumps(minimal(sys.argv[2:])))
+        print(json.dumps(run_minimal(sys.argv[2:])))
         return 0
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--steps", type=int, default=30)
@@ -249,35 +251,39 @@ def main() -> int:
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--json", action="store_true")
     options.add_argument("overrides", nargs="*")
-    given = options.parse_args()
+    arguments = options.parse_args()
     import torch
 
-    if given.device == "cuda" and not torch.cuda.is_available():
-        print("bench-gpu: no CUDA device here, nothing is shown", file=sys.stderr)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("bench-gpu: no CUDA device on this machine", file=sys.stderr)
         return 2
-    overrides = [*DEFAULTS, *given.overrides, f"train.device={given.device}", f"train.steps={given.steps}"]
+    overrides = [*DEFAULTS, *arguments.overrides, f"train.device={arguments.device}", f"train.steps={arguments.steps}"]
     config = load(overrides)
     plan: Plan = make_plan(config, local_site(1, config.train.device))
     flops = model_flops_per_step(plan.model, plan.batch)
-    what = torch.cuda.get_device_name(0) if given.device == "cuda" else "CPU: says nothing about GPUs"
-    print(f"inputs: {' '.join(overrides)}; {WARM_UP} steps are warm-up; {what}, torch {torch.__version__}")
-    found: dict[str, list[Figures]] = {"holmes_hpc": [], "Megatron-Core": []}
-    for pair in range(given.pairs):
-        for name in found if pair % 2 == 0 else reversed(list(found)):
-            with tempfile.TemporaryDirectory(prefix="holmes-gpu-") as made:
-                figures = holmes(overrides, Path(made) / "run") if name == "holmes_hpc" else megatron(overrides)
-            found[name].append(figures)
+    device_name = (
+        torch.cuda.get_device_name(0) if arguments.device == "cuda" else "CPU: the figures do not apply to GPUs"
+    )
+    print(f"inputs: {' '.join(overrides)}; {WARM_UP} steps are warm-up; {device_name}, torch {torch.__version__}")
+    runs_by_system: dict[str, list[Figures]] = {"holmes_hpc": [], "Megatron-Core": []}
+    for pair in range(arguments.pairs):
+        for name in runs_by_system if pair % 2 == 0 else reversed(list(runs_by_system)):
+            with tempfile.TemporaryDirectory(prefix="holmes-gpu-") as folder:
+                figures = (
+                    run_holmes(overrides, Path(folder) / "run") if name == "holmes_hpc" else run_megatron(overrides)
+                )
+            runs_by_system[name].append(figures)
         print(
             f"pair {pair + 1}: "
             + "; ".join(
                 f"{name}: {flops / runs[-1][0] / 1e12:.4g} TFLOP/s, {runs[-1][1] / 2**30:.2f} GiB, first loss "
                 f"{runs[-1][2]:.3f}"
-                for name, runs in found.items()
+                for name, runs in runs_by_system.items()
             ),
             flush=True,
         )
-    (ours, our_bytes, _), (theirs, their_bytes, _) = (
-        tuple(map(statistics.median, zip(*runs, strict=True))) for runs in found.values()
+    (holmes_s, holmes_bytes, _), (loop_s, loop_bytes, _) = (
+        tuple(map(statistics.median, zip(*runs, strict=True))) for runs in runs_by_system.values()
     )
     predicted = tensor_bytes(plan)
     print(
@@ -285,22 +291,22 @@ def main() -> int:
         "of tensors"
     )
     print(
-        f"medians: holmes_hpc {flops / ours / 1e12:.4g} TFLOP/s and {our_bytes / 2**30:.2f} GiB, Megatron-Core's "
-        f"loop {flops / theirs / 1e12:.4g} TFLOP/s and {their_bytes / 2**30:.2f} GiB: {theirs / ours:.3f} times its "
-        "speed"
+        f"medians: holmes_hpc {flops / holmes_s / 1e12:.4g} TFLOP/s and {holmes_bytes / 2**30:.2f} GiB, "
+        f"Megatron-Core's loop {flops / loop_s / 1e12:.4g} TFLOP/s and {loop_bytes / 2**30:.2f} GiB: "
+        f"{loop_s / holmes_s:.3f} times its speed"
     )
-    if given.json:
+    if arguments.json:
         print(
             json.dumps(
                 {
-                    "holmes_tflops": flops / ours / 1e12,
-                    "loop_tflops": flops / theirs / 1e12,
-                    "speed_ratio": theirs / ours,
-                    "holmes_gib": our_bytes / 2**30,
-                    "loop_gib": their_bytes / 2**30,
+                    "holmes_tflops": flops / holmes_s / 1e12,
+                    "loop_tflops": flops / loop_s / 1e12,
+                    "speed_ratio": loop_s / holmes_s,
+                    "holmes_gib": holmes_bytes / 2**30,
+                    "loop_gib": loop_bytes / 2**30,
                     "predicted_gib": predicted / 2**30,
-                    "pairs": given.pairs,
-                    "steps": given.steps,
+                    "pairs": arguments.pairs,
+                    "steps": arguments.steps,
                 }
             )
         )

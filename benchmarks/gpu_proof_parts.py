@@ -1,7 +1,7 @@
-"""The parts of gpu_proof.py, each run as a process of its own: `gpu_proof_parts.py PART DEVICE OUT.json`.
+"""Run one part of gpu_proof.py in this process: `gpu_proof_parts.py PART DEVICE OUT.json`.
 
-A part is a function of the device (cuda, or cpu for trying it) that returns figures; under ``wrong`` it lists what is
-not as it should be. What it has found so far it writes after each figure, lest its limit take all of it.
+A part is a function of the device (cuda, or cpu for a test) that returns figures; ``wrong`` lists its failures. It
+writes its figures after each step, so that a time limit does not lose them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent
 TINY = [
     "model=gpt_tiny",
     "model.layers=2",
@@ -61,85 +61,85 @@ BILLION = [
     "train.dtype=bf16",
 ]
 Figures = dict[str, Any]
-NOISE = 1e-4  # of a loss: attention's gradients on a GPU are added up in any order
-SHAPES_S = 8.0  # of calibrate's other shapes; a calibration has more time
+NOISE = 1e-4  # relative, of a loss: a GPU sums attention's gradients in any order
+SHAPES_S = 8.0  # for calibrate's other shapes; a real calibration takes longer
 
 
-def keep(found: Figures) -> None:
-    """Write what is known so far."""
+def write_figures(figures: Figures) -> None:
+    """Write the figures so far."""
     if len(sys.argv) == 4:
-        Path(sys.argv[3]).write_text(json.dumps(found))
+        Path(sys.argv[3]).write_text(json.dumps(figures))
 
 
 def start(device: str) -> Figures:
-    """Fresh pairs of processes whose first step runs ahead, over host-staged edges and over NCCL. Two ranks share a
-    GPU: NCCL takes them for two hosts, and goes through sockets."""
-    found: Figures = {"seconds": {}, "wrong": []}
-    ways = (
+    """Start pairs of processes with a step of eager 1F1B, over host-staged edges and over NCCL.
+
+    Both ranks share a GPU, so NCCL treats them as two hosts and uses sockets."""
+    figures: Figures = {"seconds": {}, "wrong": []}
+    backends = (
         [("gloo", "LAZY"), ("gloo", "EAGER"), ("nccl", "LAZY"), ("nccl", "EAGER")]
         if device == "cuda"
         else [("gloo", "LAZY")]
     )
-    for backend, loading in ways:
-        began = time.monotonic()
-        done = _python(
+    for backend, loading in backends:
+        start_s = time.monotonic()
+        process = _run_script(
             _START.format(device=device, backend=backend, limit_s=15 if device == "cuda" else 280),
             20 if device == "cuda" else 300,
             {"CUDA_MODULE_LOADING": loading},
         )
-        found["seconds"][f"{backend} {loading.lower()}"] = round(time.monotonic() - began, 1)
-        if done.returncode:
-            found["wrong"].append(f"{backend}, {loading.lower()} loading: {_last(done)}")
-        keep(found)
-    return found
+        figures["seconds"][f"{backend} {loading.lower()}"] = round(time.monotonic() - start_s, 1)
+        if process.returncode:
+            figures["wrong"].append(f"{backend}, {loading.lower()} loading: {_last_line(process)}")
+        write_figures(figures)
+    return figures
 
 
 _START = """
 import sys; sys.path.insert(0, {support!r})
 from pipelines import Case, play
-ran = play([Case(layers=[[1], [1]], micro_batches=[8], schedule="ahead", in_flight=[4, 1], steps=2,
+ranks_of_cases = play([Case(layers=[[1], [1]], micro_batches=[8], schedule="ahead", in_flight=[4, 1], steps=2,
                  device="{{device}}", backend="{{backend}}", trace=False)], {{limit_s}})
-assert all(len(rank["gradients"]) == 2 for rank in ran[0])
+assert all(len(rank["gradients"]) == 2 for rank in ranks_of_cases[0])
 """.format(support=str(ROOT / "tests" / "support"))
 
 
 def tests(device: str) -> Figures:
-    """`pytest -m gpu`: how many passed, and the names of what failed or did not run."""
+    """Run `pytest -m gpu`; count the passed tests and name the failed and skipped ones."""
     options = ["-v", "-m", "gpu", "-p", "no:cacheprovider", "--timeout", "60", str(ROOT / "tests" / "training")]
-    found: Figures = {"passed": 0, "wrong": []}
+    figures: Figures = {"passed": 0, "wrong": []}
     with subprocess.Popen(
         [sys.executable, "-m", "pytest", *options], cwd=ROOT, text=True, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
-            if not (ended := re.match(r"(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)", line)):
+            if not (outcome := re.match(r"(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)", line)):
                 continue
-            if ended[2] == "PASSED":
-                found["passed"] += 1
+            if outcome[2] == "PASSED":
+                figures["passed"] += 1
             else:
-                found["wrong"].append(f"{ended[2].lower()}: {ended[1].rpartition('::')[2]}")
-            keep(found)
-    if not found["passed"]:
-        found["wrong"].append("no test passed")
-    return found
+                figures["wrong"].append(f"{outcome[2].lower()}: {outcome[1].rpartition('::')[2]}")
+            write_figures(figures)
+    if not figures["passed"]:
+        figures["wrong"].append("no test passed")
+    return figures
 
 
 def network(device: str) -> Figures:
-    """What NCCL says it uses for a communicator that asks for sockets, and what becomes of one that asks for
-    InfiniBand where there is no adapter."""
-    sockets = _python(_NETWORK.format(kind="TCP"), 16, {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"})
-    said = re.findall(r"Using network (\S+)", sockets.stdout)
-    found: Figures = {"asked for sockets": sorted(set(said)), "wrong": []}
-    if sockets.returncode or set(said) != {"Socket"}:
-        found["wrong"].append(f"sockets were asked for: {_last(sockets)}")
-    keep(found)
+    """Report NCCL's network for a communicator over sockets, and its error for InfiniBand without an adapter."""
+    sockets = _run_script(_NETWORK.format(kind="TCP"), 16, {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"})
+    networks = re.findall(r"Using network (\S+)", sockets.stdout)
+    figures: Figures = {"asked for sockets": sorted(set(networks)), "wrong": []}
+    if sockets.returncode or set(networks) != {"Socket"}:
+        figures["wrong"].append(f"expected NCCL to use sockets: {_last_line(sockets)}")
+    write_figures(figures)
     if not Path("/sys/class/infiniband").is_dir() or not any(Path("/sys/class/infiniband").iterdir()):
-        rdma = _python(_NETWORK.format(kind='Transport("rdma", NicType.IB, "a")'), 16, {"NCCL_SOCKET_IFNAME": "lo"})
-        found["InfiniBand without an adapter"] = _last(rdma)
+        rdma = _run_script(_NETWORK.format(kind='Transport("rdma", NicType.IB, "a")'), 16, {"NCCL_SOCKET_IFNAME": "lo"})
+        figures["InfiniBand without an adapter"] = _last_line(rdma)
         if rdma.returncode == 0:
-            found["wrong"].append("a communicator over InfiniBand was made without an adapter")
-    return found
+            figures["wrong"].append("NCCL made a communicator over InfiniBand without an adapter")
+    return figures
 
 
 _NETWORK = """
@@ -151,40 +151,44 @@ from holmes_hpc.training.network.process_groups import nccl_options
 torch.cuda.set_device(0)
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20),
                         pg_options=nccl_options({kind}))
-one = torch.ones(1, device="cuda")
-dist.all_reduce(one)
+tensor = torch.ones(1, device="cuda")
+dist.all_reduce(tensor)
 torch.cuda.synchronize()
 """
 
 
 def speed(device: str) -> Figures:
-    """benchmarks/gpu.py on gpt_small and on a model of a billion parameters."""
+    """Run benchmarks/gpu.py on gpt_small and on a model of a billion parameters."""
     sizes = {"gpt_small": (SMALL, 2, 20), "gpt_1b": (BILLION, 1, 15)} if device == "cuda" else {"tiny": (TINY, 1, 7)}
-    found: Figures = {"wrong": []}
+    figures: Figures = {"wrong": []}
     for name, (overrides, pairs, steps) in sizes.items():
-        words = ["--device", device, "--pairs", str(pairs), "--steps", str(steps), "--json", *overrides]
-        done = subprocess.run(
-            [sys.executable, str(HERE / "gpu.py"), *words], capture_output=True, text=True, check=False
+        arguments = ["--device", device, "--pairs", str(pairs), "--steps", str(steps), "--json", *overrides]
+        process = subprocess.run(
+            [sys.executable, str(FOLDER / "gpu.py"), *arguments], capture_output=True, text=True, check=False
         )
-        if done.returncode:
-            found["wrong"].append(f"{name}: {_last(done)}")
+        if process.returncode:
+            figures["wrong"].append(f"{name}: {_last_line(process)}")
             continue
-        own = found[name] = json.loads(done.stdout.splitlines()[-1])
-        if device == "cuda" and own["speed_ratio"] < 0.97:
-            found["wrong"].append(f"{name}: {own['speed_ratio']:.3f} of the minimal loop's speed, 0.97 wanted")
-        if device == "cuda" and abs(own["predicted_gib"] / own["holmes_gib"] - 1) > 0.08:
-            found["wrong"].append(f"{name}: {own['predicted_gib']:.2f} GiB predicted, {own['holmes_gib']:.2f} measured")
-        keep(found)
-    return found
+        result = figures[name] = json.loads(process.stdout.splitlines()[-1])
+        if device == "cuda" and result["speed_ratio"] < 0.97:
+            figures["wrong"].append(f"{name}: {result['speed_ratio']:.3f} of the minimal loop's speed, below 0.97")
+        if device == "cuda" and abs(result["predicted_gib"] / result["holmes_gib"] - 1) > 0.08:
+            figures["wrong"].append(
+                f"{name}: {result['predicted_gib']:.2f} GiB predicted, {result['holmes_gib']:.2f} measured"
+            )
+        write_figures(figures)
+    return figures
 
 
 def profile(device: str) -> Figures:
-    """Calls that wait for the device and copies from pageable memory, a micro-batch: the slope between runs of 4 and of
-    12 micro-batches a step. What a step itself waits for (its loss, its norm) drops out."""
+    """Count device synchronisations and copies from pageable memory per micro-batch.
+
+    Returns the slope between runs of 4 and 12 micro-batches per step, so that a step's own waits (for its loss and
+    norm) cancel out."""
     counts = {}
     for micro_batches in (4, 12):
         with tempfile.TemporaryDirectory() as folder:
-            counts[micro_batches] = _profiled(
+            counts[micro_batches] = _count_waits(
                 [
                     *TINY,
                     f"batch.global_size={micro_batches}",
@@ -194,18 +198,18 @@ def profile(device: str) -> Figures:
                 ]
             )
     steps = 4 * (12 - 4)
-    found: Figures = {
+    figures: Figures = {
         name: round((counts[12][name] - counts[4][name]) / steps, 3) for name in sorted(counts[12] | counts[4])
     }
-    return {**found, "wrong": [f"{rate:g} {name} a micro-batch" for name, rate in found.items() if rate > 0.01]}
+    return {**figures, "wrong": [f"{rate:g} {name} per micro-batch" for name, rate in figures.items() if rate > 0.01]}
 
 
-def _profiled(overrides: list[str]) -> Counter[str]:
-    """How often a run waited for the device or copied from pageable memory, by torch's profiler."""
-    done = _python(_PROFILE, 60, {"HOLMES_PROOF": json.dumps(overrides)})
-    if done.returncode:
-        raise SystemExit(f"profile: {_last(done)}")
-    return Counter(json.loads(done.stdout.splitlines()[-1]))
+def _count_waits(overrides: list[str]) -> Counter[str]:
+    """Count synchronisations and copies from pageable memory of a run with torch's profiler."""
+    process = _run_script(_PROFILE, 60, {"HOLMES_PROOF": json.dumps(overrides)})
+    if process.returncode:
+        raise SystemExit(f"profile: {_last_line(process)}")
+    return Counter(json.loads(process.stdout.splitlines()[-1]))
 
 
 _PROFILE = """
@@ -214,29 +218,29 @@ from collections import Counter
 from torch.profiler import ProfilerActivity, profile
 from holmes_hpc import train
 sys.argv = ["train", *json.loads(os.environ["HOLMES_PROOF"])]
-with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
     train.main()
-names = Counter(event.name for event in seen.events())
+names = Counter(event.name for event in profiler.events())
 print(json.dumps({n: count for n, count in names.items() if "Synchronize" in n or "Pageable" in n}))
 """
 
 
 def resume(device: str) -> Figures:
-    """Six steps in one run, and in one that ends after three and is resumed: equal losses, on a GPU but for noise."""
+    """Compare the losses of six steps in one run, and in two runs of three; on a GPU they may differ by NOISE."""
     common = [*TINY, f"train.device={device}", "train.checkpoint_interval=3", "train.lr_decay_steps=6"]
     with tempfile.TemporaryDirectory() as folder:
-        whole = _train([*common, f"run_dir={folder}/whole", "train.steps=6"])
-        first = _train([*common, f"run_dir={folder}/first", "train.steps=3"])
-        saved = sorted(Path(folder, "first", "checkpoints").glob("step-*"))[-1]
-        second = _train([*common, f"run_dir={folder}/second", "train.steps=6", f"checkpoint={saved}"])
-    losses = [[line["loss"] for line in lines] for lines in (whole, [*first, *second])]
-    apart = max(abs(b / a - 1) for a, b in zip(*losses, strict=True))
-    wrong = apart > (NOISE if device == "cuda" else 0)
-    return {"losses": losses[0], "apart": apart, "wrong": [f"resumed: {losses[1]}"] if wrong else []}
+        uninterrupted = _train([*common, f"run_dir={folder}/whole", "train.steps=6"])
+        before_resume = _train([*common, f"run_dir={folder}/first", "train.steps=3"])
+        checkpoint = sorted(Path(folder, "first", "checkpoints").glob("step-*"))[-1]
+        after_resume = _train([*common, f"run_dir={folder}/second", "train.steps=6", f"checkpoint={checkpoint}"])
+    losses = [[line["loss"] for line in lines] for lines in (uninterrupted, [*before_resume, *after_resume])]
+    largest_error = max(abs(b / a - 1) for a, b in zip(*losses, strict=True))
+    is_wrong = largest_error > (NOISE if device == "cuda" else 0)
+    return {"losses": losses[0], "apart": largest_error, "wrong": [f"resumed: {losses[1]}"] if is_wrong else []}
 
 
 def calibrate(device: str) -> Figures:
-    """What `holmes calibrate` measures with one rank, and the step time that it predicts from that."""
+    """Calibrate one rank, and compare the step time predicted from it with the measured one."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             *(SMALL if device == "cuda" else TINY),
@@ -245,14 +249,16 @@ def calibrate(device: str) -> Figures:
             "train.steps=8",
             "train.measure=true",
         ]
-        done = _python(_CALIBRATE, 400, {"HOLMES_PROOF": json.dumps(overrides)})
-        if done.returncode:
-            raise SystemExit(f"calibrate: {_last(done)}")
+        process = _run_script(_CALIBRATE, 400, {"HOLMES_PROOF": json.dumps(overrides)})
+        if process.returncode:
+            raise SystemExit(f"calibrate: {_last_line(process)}")
         run = (Path(folder, "run", "run.yaml")).read_text()
     figures = {name: float(value) for name, value in re.findall(r"(\w*step_time_s): ([\d.e-]+)", run)}
     ratio = figures["predicted_step_time_s"] / figures["step_time_s"]
-    wrong = [f"predicted {ratio:.3f} of what was measured"] if device == "cuda" and abs(ratio - 1) > 0.1 else []
-    return {**figures, "predicted_over_measured": round(ratio, 3), "wrong": wrong}
+    failures = (
+        [f"predicted {ratio:.3f} times the measured step time"] if device == "cuda" and abs(ratio - 1) > 0.1 else []
+    )
+    return {**figures, "predicted_over_measured": round(ratio, 3), "wrong": failures}
 
 
 _CALIBRATE = f"""
@@ -266,7 +272,7 @@ train.main()
 
 
 def weights(device: str) -> Figures:
-    """The same parameter, drawn on this device and on the CPU."""
+    """Compare the same initial parameter on this device and on the CPU."""
     import torch
 
     from holmes_hpc.training.model import initial_weights
@@ -276,42 +282,42 @@ def weights(device: str) -> Figures:
         rows, columns = torch.arange(1000, device=where), torch.arange(700, device=where)
         drawn = initial_weights.normal(1234, "decoder.layers.0.mlp.linear_fc1.weight", rows, columns, 700, 0.02)
         digests[where] = hashlib.sha256(drawn.cpu().numpy().tobytes()).hexdigest()[:16]
-    return {"digests": digests, "wrong": [] if len(set(digests.values())) == 1 else ["they differ"]}
+    return {"digests": digests, "wrong": [] if len(set(digests.values())) == 1 else ["the weights differ"]}
 
 
-# -- what the parts share ---------------------------------------------------------------------------------------------
+# -- Shared by the parts -----------------------------------------------------------------------------------------------
 
 
-def _python(text: str, limit_s: float, more: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A script in a fresh process. One that runs past its limit has exit code 124."""
-    environment = {**os.environ, **more, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-X", "faulthandler", "-c", text]
+def _run_script(script: str, limit_s: float, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a script in a new process; at the time limit kill it and return exit code 124."""
+    environment = {**os.environ, **variables, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-X", "faulthandler", "-c", script]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        said, errors = process.communicate(timeout=limit_s)
-        return subprocess.CompletedProcess(command, process.returncode, said, errors)
+        output, errors = process.communicate(timeout=limit_s)
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
     except subprocess.TimeoutExpired:
-        for one in (*psutil.Process(process.pid).children(recursive=True), process):  # ranks spin on the GPU
+        for member in (*psutil.Process(process.pid).children(recursive=True), process):  # ranks spin on the GPU
             with contextlib.suppress(psutil.Error):
-                one.kill()
-        said, _ = process.communicate()
-        return subprocess.CompletedProcess(command, 124, said, f"ran past {limit_s:g} s")
+                member.kill()
+        output, _ = process.communicate()
+        return subprocess.CompletedProcess(command, 124, output, f"time limit of {limit_s:g} s reached")
 
 
-def _last(done: subprocess.CompletedProcess[str]) -> str:
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return lines[-1][:300] if lines else f"exit code {done.returncode}, nothing said"
+def _last_line(process: subprocess.CompletedProcess[str]) -> str:
+    lines = (process.stdout + process.stderr).strip().splitlines()
+    return lines[-1][:300] if lines else f"exit code {process.returncode}, no output"
 
 
 def _train(overrides: list[str]) -> list[dict[str, Any]]:
-    """A run as users start it: its lines of metrics."""
+    """Train as a user would; return the lines of metrics.jsonl."""
     from holmes_hpc.records.run import RunDirectory
 
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "holmes_hpc.train", *overrides], capture_output=True, text=True, cwd=ROOT, check=False
     )
-    if done.returncode:
-        raise SystemExit(f"holmes_hpc.train: {_last(done)}")
+    if process.returncode:
+        raise SystemExit(f"holmes_hpc.train: {_last_line(process)}")
     folder = next(o.partition("=")[2] for o in overrides if o.startswith("run_dir="))
     return RunDirectory(folder).metrics()
 
@@ -321,4 +327,4 @@ PARTS: dict[str, Callable[[str], Figures]] = {
 }
 
 if __name__ == "__main__":
-    keep(PARTS[sys.argv[1]](sys.argv[2]))
+    write_figures(PARTS[sys.argv[1]](sys.argv[2]))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What `make gpu-proof` needs beside torch, in the versions of .venv, as wheels for a Python version (an argument, 3.12):
-# into build/wheels.
+# Download the packages that `make gpu-proof` needs besides torch, in the versions of .venv, as wheels for a Python
+# version (argument, default 3.12), into build/wheels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=${1:-3.12}
@@ -13,6 +13,6 @@ for package in "${packages[@]}"; do
   echo "$pinned"
   "${PYTHON:-python3}" -m pip download -q --no-deps --only-binary=:all: --python-version "$version" \
       --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any -d build/wheels "$pinned" ||
-    "${PYTHON:-python3}" -m pip wheel -q --no-deps -w build/wheels "$pinned"  # one that has no wheel
+    "${PYTHON:-python3}" -m pip wheel -q --no-deps -w build/wheels "$pinned"  # build the wheel if there is none
 done
 du -sh build/wheels

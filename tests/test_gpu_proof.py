@@ -1,4 +1,4 @@
-"""`make gpu-proof` itself: what of it runs without a GPU, and what becomes of a part that hangs or fails."""
+"""`make gpu-proof`: its parts on a CPU, and its report of a part that hangs or fails."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ SCRIPT = Path(gpu_proof.__file__)
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", [name for name, part in gpu_proof.PARTS.items() if part.cpu])
-def test_what_runs_on_a_cpu(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(
+def test_parts_run_on_a_cpu(name: str, tmp_path: Path) -> None:
+    process = subprocess.run(
         [sys.executable, str(SCRIPT), "--device", "cpu", "--out", str(tmp_path), "--parts", name],
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert [(r["part"], r["ok"]) for r in proof["parts"]] == [(name, True)]
-    assert proof["says"] == "On a CPU: says nothing about GPUs."
+    assert proof["says"] == "Run on a CPU: does not apply to GPUs."
     assert proof["says"] in (tmp_path / "proof.html").read_text()
 
 
@@ -42,83 +42,83 @@ def test_all_parts_end_within_nine_minutes() -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("does", "limit_s", "wrong"),
+    ("script", "limit_s", "failure"),
     [
-        ("import time; time.sleep(600)", 1, "ran past its limit of 1 s"),
-        ("1 / 0", 100, "ended with exit code 1"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 100, "ended with exit code -11"),
+        ("import time; time.sleep(600)", 1, "time limit of 1 s reached"),
+        ("1 / 0", 100, "exit code 1"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 100, "exit code -11"),
     ],
 )
-def test_a_part_that_hangs_or_dies_is_said_and_ends(
-    does: str, limit_s: float, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_part_that_hangs_or_dies_is_reported_and_ends(
+    script: str, limit_s: float, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "gpu_proof_parts.py").write_text(does)
-    monkeypatch.setattr(gpu_proof, "HERE", tmp_path)
+    (tmp_path / "gpu_proof_parts.py").write_text(script)
+    monkeypatch.setattr(gpu_proof, "FOLDER", tmp_path)
     monkeypatch.setitem(gpu_proof.PARTS, "weights", gpu_proof.Part("nothing", limit_s))
     row = gpu_proof.run_part("weights", "cuda", tmp_path)
-    assert not row["ok"] and row["wrong"][0] == wrong
+    assert not row["ok"] and row["wrong"][0] == failure
 
 
-def limit_comes_with(file: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a time limit end as soon as `file` exists, however slow the machine is."""
+def end_limit_with(file: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a time limit of 100 s end as soon as `file` is written, however slow the machine is."""
     real, limit_s = getattr(subprocess.Popen, method), 100
 
-    def until_there(process: Any, *args: Any, timeout: float | None = None) -> Any:
-        said = next(iter(args), timeout)
-        if said != limit_s:
-            return real(process, timeout=said)
+    def wait_for_file(process: Any, *args: Any, timeout: float | None = None) -> Any:
+        timeout_s = next(iter(args), timeout)
+        if timeout_s != limit_s:
+            return real(process, timeout=timeout_s)
         while not (file.exists() and file.read_text().endswith("}")):
             time.sleep(0.01)
         raise subprocess.TimeoutExpired("it", limit_s)
 
-    monkeypatch.setattr(subprocess.Popen, method, until_there)
+    monkeypatch.setattr(subprocess.Popen, method, wait_for_file)
 
 
 @pytest.mark.integration
-def test_a_part_at_its_limit_shows_what_it_had_found_and_leaves_nothing(
+def test_a_part_at_its_limit_keeps_its_figures_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gpu_proof_parts.py").write_text(
         "import subprocess, sys, time\n"
         "from pathlib import Path\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
-        'Path(sys.argv[3]).write_text(\'{"wrong": ["one thing"], "child": %d}\' % child.pid)\n'
+        'Path(sys.argv[3]).write_text(\'{"wrong": ["one failure"], "child": %d}\' % child.pid)\n'
         "time.sleep(600)\n"
     )
-    monkeypatch.setattr(gpu_proof, "HERE", tmp_path)
+    monkeypatch.setattr(gpu_proof, "FOLDER", tmp_path)
     monkeypatch.setitem(gpu_proof.PARTS, "weights", gpu_proof.Part("nothing", 200))
-    limit_comes_with(tmp_path / "weights.json", "wait", monkeypatch)
-    row = gpu_proof.run_part("weights", "cuda", tmp_path, left_s=100)
-    assert row["wrong"] == ["ran past its limit of 100 s", "one thing"]
-    assert gone(row["figures"]["child"])
+    end_limit_with(tmp_path / "weights.json", "wait", monkeypatch)
+    row = gpu_proof.run_part("weights", "cuda", tmp_path, remaining_s=100)
+    assert row["wrong"] == ["time limit of 100 s reached", "one failure"]
+    assert has_ended(row["figures"]["child"])
 
 
 @pytest.mark.integration
-def test_a_script_past_its_limit_ends_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_at_its_limit_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "child.json"
     text = (
         "import pathlib, subprocess, time; child = subprocess.Popen(['sleep', '600']).pid; "
         f"pathlib.Path({str(file)!r}).write_text('{{\"pid\": %d}}' % child); time.sleep(600)"
     )
-    limit_comes_with(file, "communicate", monkeypatch)
-    assert gpu_proof_parts._python(text, 100, {}).returncode == 124
-    assert gone(json.loads(file.read_text())["pid"])
+    end_limit_with(file, "communicate", monkeypatch)
+    assert gpu_proof_parts._run_script(text, 100, {}).returncode == 124
+    assert has_ended(json.loads(file.read_text())["pid"])
 
 
-def test_what_speed_is_held_against_has_a_configuration_of_its_own() -> None:
-    """Only sizes are shared with the engine: a fault in its configuration would be in both."""
-    loop = inspect.getsource(gpu.minimal) + inspect.getsource(gpu.layers)
+def test_the_reference_loop_has_its_own_configuration() -> None:
+    """A fault in a shared configuration would be in both and not show."""
+    loop = inspect.getsource(gpu.run_minimal) + inspect.getsource(gpu.layer_spec)
     assert "TransformerConfig(" in loop and "training.model" not in loop and "transformer_config" not in loop
 
 
-def gone(pid: int) -> bool:
-    """Return whether a process has ended, even if nobody has waited for it."""
+def has_ended(pid: int) -> bool:
+    """Return whether the process ended, reaped or not."""
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.integration
 def test_pipelines_start_where_cuda_forbids_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spawned, as on a machine with a GPU: that leaves no process behind either, which every test is watched for."""
+    """Use the start method spawn, as on a machine with a GPU; the fixtures check that no process remains."""
     monkeypatch.setenv(pipelines.START_METHOD, "spawn")
     server = pipelines.Server()
     case = pipelines.Case(layers=[[1], [1]], micro_batches=[2], schedule="ahead", in_flight=[2, 1])
@@ -126,10 +126,10 @@ def test_pipelines_start_where_cuda_forbids_forks(monkeypatch: pytest.MonkeyPatc
     assert all(len(rank["gradients"]) == 1 for rank in ranks)
 
 
-def test_unknown_parts_and_no_gpu_are_one_line(
+def test_unknown_parts_and_a_missing_gpu_give_a_one_line_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for words, says in ((["--parts", "speeed"], "no part 'speeed'"), (["--parts", "speed"], "no CUDA device")):
-        monkeypatch.setattr(sys, "argv", ["gpu_proof.py", *words])
-        monkeypatch.setattr(gpu_proof, "machine", lambda: {})
-        assert gpu_proof.main() == 2 and says in capsys.readouterr().err
+    for arguments, message in ((["--parts", "speeed"], "no part 'speeed'"), (["--parts", "speed"], "no CUDA device")):
+        monkeypatch.setattr(sys, "argv", ["gpu_proof.py", *arguments])
+        monkeypatch.setattr(gpu_proof, "describe_machine", lambda: {})
+        assert gpu_proof.main() == 2 and message in capsys.readouterr().err
