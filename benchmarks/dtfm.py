@@ -1,15 +1,15 @@
-"""The planner's placements by DT-FM's cost (Yuan et al., NeurIPS 2022, arXiv 2206.01288), on DT-FM's scenarios.
+"""Compare the planner's placements by DT-FM's cost (Yuan et al., NeurIPS 2022, arXiv 2206.01288), on DT-FM's scenarios.
 
     python benchmarks/dtfm.py [--tries 5]
 
 64 GPUs train GPT-3 XL with PP 8 and DP 8. Delays, rates and sizes of messages are those of the published program's
-scenarios 0 to 4 (github.com/DS3Lab/DT-FM, scheduler/heuristic_evolutionary_solver/config.py). DT-FM's cost is what a
-step's messages take, one after the other: a stage's gradients, all pairs of its data-parallel group, the slowest rank
-of the slowest stage; and twice the activations of a whole batch from stage to stage, the slowest pipeline of each edge.
-A delay within a region cannot be said in a site file, but is in the cost. Beside it stand a step's predicted seconds.
+scenarios 0 to 4 (github.com/DS3Lab/DT-FM, scheduler/heuristic_evolutionary_solver/config.py). DT-FM's cost is the
+time of a step's messages in sequence. It has two terms: the gradients of the slowest rank of the slowest stage, over
+all pairs of its data-parallel group; and twice a batch's activations over each edge, for its slowest pipeline. A site
+file has no delay within a region, but the cost includes it. The table also shows the predicted step time.
 
-What DT-FM's own search would find is not run here: `searched` is the least cost that a search of this file finds, in
-which any two GPUs change places as long as that helps, from random and from regular placements.
+DT-FM's own search is not run. `searched cost` is the least cost of a local search in this file, which swaps pairs of
+GPUs while that lowers the cost, from random and from regular placements.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ XL = ModelSpec(
     bias=True,
     max_positions=2048,
 )
-SEQUENCE_BYTES = 2048 * 2048 * 2  # of activations in half precision
+SEQUENCE_BYTES = 2048 * 2048 * 2  # activations of a sequence in half precision
 CITIES = ("oregon", "virginia", "ohio", "tokyo", "seoul", "london", "frankfurt", "ireland")
-# milliseconds one way, Gb/s; rows as CITIES, from the next city on
+# (one-way delay in ms, Gb/s) of pairs of CITIES: a row per city, with the cities after it
 WORLD = (
     ((67, 0.79), (49, 1.10), (96, 0.523), (124, 0.46), (136, 0.42), (143, 0.404), (124, 0.482)),
     ((11, 1.12), (143, 0.524), (172, 0.500), (76, 1.16), (90, 1.02), (67, 1.05)),
@@ -60,8 +60,10 @@ WORLD = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """`site`; `place`: (fabric, node) of each GPU; `delay_s`, `gbps`: between any two GPUs, (64, 64); `activations`,
-    `gradients`: gigabytes that a pipeline sends from stage to stage in a step, that a rank reduces."""
+    """A site of 64 GPUs, its network and its message sizes.
+
+    `place`: (fabric, node) of each GPU; `delay_s`, `gbps`: between any two GPUs, (64, 64); `activations`: gigabytes a
+    pipeline sends over an edge per step; `gradients`: gigabytes a rank reduces per step."""
 
     name: str
     site: Site
@@ -72,10 +74,10 @@ class Scenario:
     gradients: float
 
     def cost(self, grid: np.ndarray) -> float:
-        """DT-FM's, of the GPUs of each stage and pipeline, (PP, DP)."""
+        """Return DT-FM's cost in seconds; `grid`: the GPU of each stage and pipeline, (PP, DP)."""
         send = self.delay_s + self.gradients * 8 / self.gbps / DP
-        one = grid[:, :, None], grid[:, None, :]
-        reducing = 2 * (send[one] * (1 - np.eye(DP))).sum(axis=2).max()
+        pairs = grid[:, :, None], grid[:, None, :]
+        reducing = 2 * (send[pairs] * (1 - np.eye(DP))).sum(axis=2).max()
         edge = (self.delay_s + self.activations * 8 / self.gbps)[grid[:-1], grid[1:]]
         return float(reducing + 2 * edge.max(axis=1).sum())
 
@@ -84,35 +86,38 @@ class Scenario:
         return Batch(DP * round(self.activations * 2**30 / SEQUENCE_BYTES), 1, 2048)
 
     def grid(self, plan: Plan) -> np.ndarray:
-        """The GPUs that a plan's stages and pipelines run on, (PP, DP)."""
-        of = {place: [i for i, p in enumerate(self.place) if p == place] for place in set(self.place)}
-        used = [of[c.fabric, n][g] for c in plan.components for n in range(c.nodes) for g in range(c.gpus_per_node)]
-        return np.array(used)[np.stack(plan.parallel.grid())[:, :, 0]]
+        """Return the GPU of each stage and pipeline of a plan, (PP, DP)."""
+        gpus_at = {place: [i for i, p in enumerate(self.place) if p == place] for place in set(self.place)}
+        gpus = [
+            gpus_at[c.fabric, n][g] for c in plan.components for n in range(c.nodes) for g in range(c.gpus_per_node)
+        ]
+        return np.array(gpus)[np.stack(plan.parallel.grid())[:, :, 0]]
 
 
-def scenario(
+def build_scenario(
     name: str,
     fabrics: list[Fabric],
     activations: float,
     gradients: float,
-    inside: tuple[float, float],
-    between: dict[tuple[str, str], tuple[float, float]] | None = None,
+    within: tuple[float, float],
+    between_fabrics: dict[tuple[str, str], tuple[float, float]] | None = None,
     node_gbps: float = 100.0,
 ) -> Scenario:
-    """`inside`: (ms, Gb/s) between two nodes of a fabric, `between`: of two fabrics."""
+    """Build a scenario; `within`: (ms, Gb/s) between two nodes of one fabric, `between_fabrics`: of two fabrics."""
     place = tuple((f.name, n) for f in fabrics for n in range(f.nodes) for _ in range(f.gpus_per_node))
-    known = {frozenset(pair): value for pair, value in (between or {}).items()}
+    rates = {frozenset(pair): value for pair, value in (between_fabrics or {}).items()}
     pairs = np.array(
         [
             [
-                (0.0, node_gbps) if a == b else inside if a[0] == b[0] or not known else known[frozenset((a[0], b[0]))]
+                (0.0, node_gbps) if a == b else within if a[0] == b[0] or not rates else rates[frozenset((a[0], b[0]))]
                 for b in place
             ]
             for a in place
         ]
     )
     links = tuple(
-        FabricLink(pair, gbps=rate, delay_ms=max(0.0, ms - inside[0])) for pair, (ms, rate) in (between or {}).items()
+        FabricLink(pair, gbps=rate, delay_ms=max(0.0, ms - within[0]))
+        for pair, (ms, rate) in (between_fabrics or {}).items()
     )
     return Scenario(
         name,
@@ -141,9 +146,11 @@ def scenarios() -> list[Scenario]:
     }
     world = {(CITIES[i], CITIES[i + 1 + j]): pair for i, row in enumerate(WORLD) for j, pair in enumerate(row)}
     return [
-        scenario("0 datacenter", [ethernet("dc", 8, 8 * 3.125, 8)], 288 / 1024, 1, (0, 3.125)),
-        scenario("1 spot", [ethernet("spot", 8, 4 * 1.25, 4), ethernet("single", 32, 1.25)], 288 / 1024, 1, (0, 1.25)),
-        scenario(
+        build_scenario("0 datacenter", [ethernet("dc", 8, 8 * 3.125, 8)], 288 / 1024, 1, (0, 3.125)),
+        build_scenario(
+            "1 spot", [ethernet("spot", 8, 4 * 1.25, 4), ethernet("single", 32, 1.25)], 288 / 1024, 1, (0, 1.25)
+        ),
+        build_scenario(
             "2 universities",
             [ethernet("ohio", 32, 5), ethernet("virginia", 32, 5)],
             288 / 1024,
@@ -151,31 +158,31 @@ def scenarios() -> list[Scenario]:
             (1, 5),
             {("ohio", "virginia"): (11, 1.12)},
         ),
-        scenario("3 regions", [ethernet(n, 16, 2) for n in four], 0.4, 0.7, (5, 2), region),
-        scenario("4 world", [ethernet(n, 8, 2) for n in CITIES], 0.5, 0.9, (5, 2), world),
+        build_scenario("3 regions", [ethernet(n, 16, 2) for n in four], 0.4, 0.7, (5, 2), region),
+        build_scenario("4 world", [ethernet(n, 8, 2) for n in CITIES], 0.5, 0.9, (5, 2), world),
     ]
 
 
-def searched(at: Scenario, tries: int) -> float:
-    """The least cost found by changing two GPUs over."""
-    dice, least = random.Random(0), np.inf
+def least_cost(scenario: Scenario, tries: int) -> float:
+    """Return the least cost of a local search that swaps two GPUs at a time."""
+    rng, least = random.Random(0), np.inf
     regular = np.arange(PP * DP).reshape(PP, DP)
-    for number in range(tries + 2):
+    for attempt in range(tries + 2):
         grid = (
-            [regular, regular.T][number].copy()
-            if number < 2
-            else np.array(dice.sample(range(PP * DP), PP * DP)).reshape(PP, DP)
+            [regular, regular.T][attempt].copy()
+            if attempt < 2
+            else np.array(rng.sample(range(PP * DP), PP * DP)).reshape(PP, DP)
         )
-        cost, better = at.cost(grid), True
-        while better:
-            better = False
+        cost, is_improving = scenario.cost(grid), True
+        while is_improving:
+            is_improving = False
             for a in range(PP * DP):
                 for b in range(a):
-                    if at.place[grid.flat[a]] == at.place[grid.flat[b]]:
+                    if scenario.place[grid.flat[a]] == scenario.place[grid.flat[b]]:
                         continue
                     grid.flat[a], grid.flat[b] = grid.flat[b], grid.flat[a]
-                    if (now := at.cost(grid)) < cost - 1e-9:
-                        cost, better = now, True
+                    if (new_cost := scenario.cost(grid)) < cost - 1e-9:
+                        cost, is_improving = new_cost, True
                     else:
                         grid.flat[a], grid.flat[b] = grid.flat[b], grid.flat[a]
         least = min(least, cost)
@@ -188,23 +195,25 @@ def main() -> None:
     arguments = parser.parse_args()
     print("| scenario | free choice: cost, step | pipeline across | hierarchical | searched cost |")
     print("|" + "---|" * 5)
-    for at in scenarios():
-        cells = [at.name]
+    for scenario in scenarios():
+        cells = [scenario.name]
         for strategy in ("auto", "pipeline", "hierarchical-dp"):
-            if strategy == "pipeline" and len(at.site.fabrics) == 1:
+            if strategy == "pipeline" and len(scenario.site.fabrics) == 1:
                 cells.append("–")
                 continue
             try:
-                plan = best_plan(XL, at.batch, at.site, PlanOptions(tp=1, pp=PP, dp=DP, strategy=strategy), Costs())
+                plan = best_plan(
+                    XL, scenario.batch, scenario.site, PlanOptions(tp=1, pp=PP, dp=DP, strategy=strategy), Costs()
+                )
             except PlanError as e:
                 cells.append(f"none: {e.what}")
                 continue
             assert plan.predicted is not None
             cells.append(
-                f"{at.cost(at.grid(plan)):.2f}, {plan.predicted.step_time_s:.2f} s"
+                f"{scenario.cost(scenario.grid(plan)):.2f}, {plan.predicted.step_time_s:.2f} s"
                 + (f" ({plan.strategy})" if strategy == "auto" else "")
             )
-        print("| " + " | ".join([*cells, f"{searched(at, arguments.tries):.2f}"]) + " |", flush=True)
+        print("| " + " | ".join([*cells, f"{least_cost(scenario, arguments.tries):.2f}"]) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -65,23 +65,23 @@ TRAINED: dict[str, tuple[tuple[tuple[int, int], ...], dict[str, Any]]] = {  # (n
 }
 
 
-def draw_site(dice: random.Random, least: int) -> Site:
+def draw_site(rng: random.Random, least: int) -> Site:
     """Return a site of `least` to four fabrics with at most 64 nodes in all, and `links` between some."""
-    kinds = dice.choice(((A100,), (H100,), (A100, H100)))
-    ethernet_gbps = dice.choice((10.0, 25.0, 100.0))
+    kinds = rng.choice(((A100,), (H100,), (A100, H100)))
+    ethernet_gbps = rng.choice((10.0, 25.0, 100.0))
     fabrics = []
-    for i in range(dice.randint(least, 4)):
-        nic = NicType(dice.choice(("ib", "roce", "ib", "roce", "ethernet")))
-        nodes, gpus_per_node = dice.choice((2, 3, 4, 5, 6, 7, 8, 12, 16)), dice.choice((4, 8, 8))
-        gpu, gbps = dice.choice(kinds), dice.choice((200.0, 400.0, 1600.0)) if nic.rdma else None
+    for i in range(rng.randint(least, 4)):
+        nic = NicType(rng.choice(("ib", "roce", "ib", "roce", "ethernet")))
+        nodes, gpus_per_node = rng.choice((2, 3, 4, 5, 6, 7, 8, 12, 16)), rng.choice((4, 8, 8))
+        gpu, gbps = rng.choice(kinds), rng.choice((200.0, 400.0, 1600.0)) if nic.rdma else None
         fabrics.append(Fabric(f"{nic}-{i}", nic, f"p{i}", nodes, gpus_per_node, ethernet_gbps, gpu, rdma_gbps=gbps))
-    pairs = [pair for pair in combinations([f.name for f in fabrics], 2) if dice.random() < 0.25]
-    links = tuple(FabricLink(pair, gbps=dice.choice((0.4, 5.0, 40.0)), delay_ms=dice.choice((0, 2))) for pair in pairs)
+    pairs = [pair for pair in combinations([f.name for f in fabrics], 2) if rng.random() < 0.25]
+    links = tuple(FabricLink(pair, gbps=rng.choice((0.4, 5.0, 40.0)), delay_ms=rng.choice((0, 2))) for pair in pairs)
     return Site("drawn", tuple(fabrics), links=links)
 
 
 def plan_options(site: Site, options: dict[str, Any]) -> PlanOptions:
-    """Return PlanOptions; `unequal` is a bool in older checkouts and a word in newer ones, off unless given."""
+    """Return PlanOptions; `unequal` is a bool in older checkouts and a text in newer ones, off by default."""
     if options.get("nodes") == "all":
         options = {**options, "nodes": {f.name: f.nodes for f in site.fabrics}}
     is_unequal = options.get("unequal", False)
@@ -101,19 +101,19 @@ def draw_search(number: int) -> tuple[Site, dict[str, Any]]:
 
 def draw_layout(number: int) -> tuple[Site, dict[str, Any]]:
     """Return a site and the options of one user-fixed layout."""
-    dice = random.Random(f"layout {number}")
-    return draw_site(dice, least=1), {key: dice.choice(values) for key, values in LAYOUT_OPTIONS.items()}
+    rng = random.Random(f"layout {number}")
+    return draw_site(rng, least=1), {key: rng.choice(values) for key, values in LAYOUT_OPTIONS.items()}
 
 
-def planned(part: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def plan_cases(part: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the plan of each case, as plain data."""
     fixed_plan = getattr(best, "fixed_plan", None) or getattr(best, "given_plan", None)  # its name in older checkouts
-    draw, make = (draw_search, best.best_plan) if part == "plans" else (draw_layout, fixed_plan)
+    draw_case, make = (draw_search, best.best_plan) if part == "plans" else (draw_layout, fixed_plan)
     plans = 0
     for number in count():
-        site, options = draw(number)
-        dice = random.Random(f"model {number}")
-        model, batch = dice.choice(MODELS), Batch(dice.choice((512, 768, 1536)), dice.choice((1, 2, 4)), 2048)
+        site, options = draw_case(number)
+        rng = random.Random(f"model {number}")
+        model, batch = rng.choice(MODELS), Batch(rng.choice((512, 768, 1536)), rng.choice((1, 2, 4)), 2048)
         try:
             plan = make(named(model), batch, site, plan_options(site, options), Costs())
         except PlanError:
@@ -141,83 +141,85 @@ def trained_plan(name: str) -> dict[str, Any]:
 
 def train(plan: dict[str, Any]) -> dict[str, Any]:
     """Train a plan with `holmes run` on CPUs; return its losses and gradient norms."""
-    with tempfile.TemporaryDirectory(prefix="holmes-equal-") as place:
-        Path(place, "plan.yaml").write_text(yaml.safe_dump(plan))
-        Path(place, "site.yaml").write_text(yaml.safe_dump({key: plan["site"][key] for key in ("name", "fabrics")}))
-        command = [sys.executable, "-m", "holmes_hpc", "run", "--site", f"{place}/site.yaml", "launcher=local"]
-        command += [f"plan_file={place}/plan.yaml", f"run_dir={place}/run", "train.steps=10", "train.device=cpu"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}")
-        lines = [json.loads(line) for line in Path(place, "run", "metrics.jsonl").read_text().splitlines()]
+    with tempfile.TemporaryDirectory(prefix="holmes-equal-") as folder:
+        Path(folder, "plan.yaml").write_text(yaml.safe_dump(plan))
+        Path(folder, "site.yaml").write_text(yaml.safe_dump({key: plan["site"][key] for key in ("name", "fabrics")}))
+        command = [sys.executable, "-m", "holmes_hpc", "run", "--site", f"{folder}/site.yaml", "launcher=local"]
+        command += [f"plan_file={folder}/plan.yaml", f"run_dir={folder}/run", "train.steps=10", "train.device=cpu"]
+        process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if process.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{process.stdout[-2000:]}")
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     return {key: [line[key] for line in lines] for key in ("loss", "grad_norm")}
 
 
-def rewritten(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan of the old checkout as this one writes it."""
+def read_and_write(plan: dict[str, Any]) -> dict[str, Any]:
+    """Read a plan of the old checkout and return it as this one writes it."""
     try:
         return best.Plan.from_dict(plan).to_dict()
     except HolmesError as e:
         return {"refused": str(e)}
 
 
-def probe(output: Path, parts: list[str], old_results: Path | None) -> None:
+def write_results(output: Path, parts: list[str], old_results: Path | None) -> None:
     """Write the results of the checkout on PYTHONPATH; with `old_results` also those as this checkout writes them."""
     old = json.loads(old_results.read_text()) if old_results else {}
     results: dict[str, Any] = {}
     for part in parts:
-        began = time.perf_counter()
+        start = time.perf_counter()
         if part == "training":
             plans = old["training plans"] if old else {name: trained_plan(name) for name in TRAINED}
             results |= {"training plans": plans, part: {name: train(plan) for name, plan in plans.items()}}
         else:
-            results[part] = dict(planned(part))
-            results[f"old {part}"] = {name: rewritten(plan) for name, plan in old.get(part, {}).items()}
-        print(f"{os.environ['PYTHONPATH']}: {part} in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+            results[part] = dict(plan_cases(part))
+            results[f"old {part}"] = {name: read_and_write(plan) for name, plan in old.get(part, {}).items()}
+        print(f"{os.environ['PYTHONPATH']}: {part} in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     output.write_text(json.dumps(results))
 
 
 def run_probe(tree: Path, parts: list[str], *old_results: Path) -> dict[str, Any]:
     """Run the probe under a checkout."""
-    with tempfile.TemporaryDirectory(prefix="holmes-equal-") as place:
-        command = [sys.executable, __file__, str(tree), "--probe", f"{place}/out.json", "--parts", ",".join(parts)]
+    with tempfile.TemporaryDirectory(prefix="holmes-equal-") as folder:
+        command = [sys.executable, __file__, str(tree), "--probe", f"{folder}/out.json", "--parts", ",".join(parts)]
         command += [f"--cache={path.resolve()}" for path in old_results]
         subprocess.run(command, check=True, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)})
-        return json.loads(Path(place, "out.json").read_text())
+        return json.loads(Path(folder, "out.json").read_text())
 
 
-def leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of everything in nested data that is no free text."""
+def entries(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of each entry of nested data, except free text."""
     if not data or not isinstance(data, dict | list):
         yield key, data
         return
     for name, value in data.items() if isinstance(data, dict) else enumerate(data):
         if name not in FREE_TEXT:
-            yield from leaves(value, f"{key}.{name}")
+            yield from entries(value, f"{key}.{name}")
 
 
-def difference(old: Any, new: Any) -> tuple[str, float]:
+def compare(old: Any, new: Any) -> tuple[str, float]:
     """Return the first differing key with both values, and the largest relative difference: infinite unless numbers."""
-    before, after, first, largest = dict(leaves(old)), dict(leaves(new)), "", 0.0
-    for key in before | after:
-        a, b = before.get(key, "(missing)"), after.get(key, "(missing)")
+    old_values, new_values, first_difference, largest = dict(entries(old)), dict(entries(new)), "", 0.0
+    for key in old_values | new_values:
+        a, b = old_values.get(key, "(missing)"), new_values.get(key, "(missing)")
         if a != b:
             numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
             largest = max(largest, abs(a - b) / max(abs(a), abs(b)) if numbers else inf)
-            first = first or f"{key[1:]}: {a!r:.40} -> {b!r:.40}"
-    return first, largest
+            first_difference = first_difference or f"{key[1:]}: {a!r:.40} -> {b!r:.40}"
+    return first_difference, largest
 
 
-def differences(part: str, old: dict[str, Any], new: dict[str, Any], allow_faster: bool) -> int:
+def report_differences(part: str, old: dict[str, Any], new: dict[str, Any], allow_faster: bool) -> int:
     """Print the totals of a part and its differing cases; return how many differ."""
     lines, largest = [], 0.0
     for case in old | new:
         plans = old.get(case, {}), new.get(case, {})
-        first, relative = difference(*plans)
+        first_difference, relative = compare(*plans)
         before_s, after_s = (plan.get("predicted", {}).get("step_time_s", nan) for plan in plans)
         is_allowed = allow_faster and "'unequal'" in case and after_s <= before_s
         if relative > TOLERANCE[part] and not is_allowed:
-            lines.append(f"  {case}: {first}" + (f" (step {before_s:g} -> {after_s:g} s)" if before_s > 0 else ""))
+            lines.append(
+                f"  {case}: {first_difference}" + (f" (step {before_s:g} -> {after_s:g} s)" if before_s > 0 else "")
+            )
         largest = max(largest, 0 if is_allowed else relative)
     print(f"{part}: {len(old | new)} cases, {len(lines)} differ, largest relative difference {largest:.3g}")
     print("".join(f"{line}\n" for line in lines), end="", flush=True)
@@ -227,22 +229,22 @@ def differences(part: str, old: dict[str, Any], new: dict[str, Any], allow_faste
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old_tree", type=Path)
-    parser.add_argument("--cache", type=Path, help="JSON file with the old results; written where it lacks some")
+    parser.add_argument("--cache", type=Path, help="JSON file with the old results; missing results are added")
     parser.add_argument("--parts", default=",".join(TOLERANCE))
     parser.add_argument("--allow-faster", action="store_true", help="a faster per-stage plan is no difference")
     parser.add_argument("--probe", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     if arguments.probe:
-        return probe(arguments.probe, parts, arguments.cache)
-    with tempfile.TemporaryDirectory(prefix="holmes-equal-") as place:
-        cache = arguments.cache or Path(place, "old.json")
+        return write_results(arguments.probe, parts, arguments.cache)
+    with tempfile.TemporaryDirectory(prefix="holmes-equal-") as folder:
+        cache = arguments.cache or Path(folder, "old.json")
         old = json.loads(cache.read_text()) if cache.exists() else {}
         if missing := [part for part in parts if part not in old]:
             old |= run_probe(arguments.old_tree.resolve(), missing)
             cache.write_text(json.dumps(old))
         new = run_probe(NEW_TREE, parts, cache)
-    counts = [differences(p, new.get(f"old {p}", old[p]), new[p], arguments.allow_faster) for p in parts]
+    counts = [report_differences(p, new.get(f"old {p}", old[p]), new[p], arguments.allow_faster) for p in parts]
     raise SystemExit(sum(counts) > 0)
 
 
