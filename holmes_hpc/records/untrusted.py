@@ -12,6 +12,7 @@ import json
 import os
 import re
 import stat
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
@@ -38,6 +39,13 @@ def open_file(path: str | os.PathLike[str], flags: int = 0, folder: int | None =
     except BaseException:
         os.close(handle)
         raise
+
+
+def leaves_folder(path: Path, folder: Path) -> bool:
+    """Return whether a file in `folder` is a link to a file outside. Links to blobs in Hugging Face's cache are not."""
+    resolved, folder = path.resolve(), folder.resolve()
+    is_blob = folder.parent.name == "snapshots" and resolved.parent == folder.parent.parent / "blobs"
+    return not is_blob and not resolved.is_relative_to(folder)
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:

@@ -22,6 +22,7 @@ from typing import Any
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.records.files import write_whole
+from holmes_hpc.records.untrusted import from_json, open_file, read_file
 from holmes_hpc.schema import keys, refuse
 
 DESCRIPTION = "holmes.json"
@@ -177,7 +178,7 @@ def wait_for_checkpoint(path: Path, timeout_s: float = 30) -> Checkpoint | None:
 def _read_description(path: Path) -> dict[str, Any] | str:
     """Return the content of holmes.json, or the problem as text."""
     try:
-        content = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+        content = from_json(read_file(path / DESCRIPTION))
     except OSError as e:
         return f"{DESCRIPTION}: {e.strerror}"
     except (ValueError, RecursionError):
@@ -191,6 +192,9 @@ def _read_description(path: Path) -> dict[str, Any] | str:
         return f"{DESCRIPTION} lists no files with sizes and checksums"
     if METADATA_FILE not in files and not content.get(IMPORTED):
         return f"{DESCRIPTION} does not list {METADATA_FILE}"
+    named_step = _NAME.match(path.resolve().name)
+    if named_step is not None and content.get("step", int(named_step[1])) != int(named_step[1]):
+        return f"{DESCRIPTION} is of step {content.get('step')}"
     return content
 
 
@@ -209,7 +213,7 @@ def _is_file_entry(name: str, entry: Any) -> bool:
 def checksum(path: Path) -> tuple[int, int]:
     """Return the size and CRC-32 of a file."""
     crc, size = 0, 0
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         while block := file.read(1 << 22):
             crc, size = zlib.crc32(block, crc), size + len(block)
     return size, crc

@@ -204,6 +204,10 @@ def _write_shards(
         pending.clear()
 
     for name, tensor in tensors:
+        if not tensor.isfinite().all():
+            raise DataError(
+                f"{name} holds values that are not finite", where="export", hint="export an earlier checkpoint"
+            )
         nbytes = tensor.numel() * tensor.element_size()
         if pending and sum(t.numel() * t.element_size() for t in pending.values()) + nbytes > shard_bytes:
             flush()

@@ -22,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from holmes_hpc.config import hugging_face
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError
+from holmes_hpc.records.files import read_json
+from holmes_hpc.records.untrusted import leaves_folder, open_file
 from holmes_hpc.schema import refuse
 from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
 from holmes_hpc.training.checkpoint.weight_names import Weight
@@ -100,19 +102,20 @@ class Folder:
         """Yield (tensor, (file, name in the file, shape, type)) of each shard's header."""
         for file in self._shards():
             try:
+                open_file(file).close()  # safe_open waits for a pipe
                 with safe_open(file, "np") as shard:
                     for name in shard.keys():  # noqa: SIM118 (no dictionary)
                         tensor = shard.get_slice(name)
                         yield name, (file, name, tuple(tensor.get_shape()), tensor.get_dtype())
             except (OSError, SafetensorError) as e:
-                reason = getattr(e, "strerror", None) or (f"damaged safetensors: {e}")
+                reason = getattr(e, "strerror", None) or f"damaged safetensors: {' '.join(str(e).split())[:200]}"
                 raise DataError(reason, where=str(file), hint=_FETCH_AGAIN) from e
 
     def _shards(self) -> list[Path]:
         index, single = self.path / INDEX, self.path / "model.safetensors"
         if index.exists():
             try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+                names = sorted(set(read_json(index, DataError, _FETCH_AGAIN)["weight_map"].values()))
                 is_inside = all(isinstance(name, str) and Path(name).name == name for name in names)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
                 raise DataError("not an index of safetensors", where=str(index), hint=_FETCH_AGAIN) from e
@@ -140,7 +143,7 @@ class Folder:
         if not path.exists():
             return
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path, DataError, _FETCH_AGAIN)
             vocab, added = content["model"]["vocab"], content.get("added_tokens") or []
             ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
             highest_id = max([*ids, *(int(token["id"]) for token in added)], default=-1)
@@ -242,7 +245,17 @@ def copy_small_files(folder: Path, target: Path) -> None:
     """Copy config and tokenizer files that `target` lacks."""
     for name in SMALL_FILES:
         if not (target / name).exists() and (folder / name).is_file():
-            shutil.copyfile(folder / name, target / name)
+            copy_file(folder / name, target / name)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file; the copy has no permission that the file lacks. DataError for a link out of its folder, which may
+    lead to a secret of this user."""
+    if leaves_folder(source, source.parent):
+        raise DataError(f"it is a link to {source.resolve()}", where=str(source), hint="put a copy of that file here")
+    open_file(source).close()  # refuses a pipe
+    shutil.copyfile(source, target)
+    target.chmod(target.stat().st_mode & source.stat().st_mode | 0o600)
 
 
 class FolderWeights(Mapping[str, "torch.Tensor"]):
@@ -294,7 +307,7 @@ def import_folder(source: Path, out: Path) -> ImportSummary:
         small_files = [source / name for name in (*SMALL_FILES, INDEX) if (source / name).is_file()]
         files = {}
         for path in (*folder.files, *small_files):
-            shutil.copyfile(path, temporary / path.name)
+            copy_file(path, temporary / path.name)
             files[path.name] = list(checkpoint_directory.checksum(temporary / path.name))
         description = {checkpoint_directory.IMPORTED: True, "step": 0, "model": folder.model.to_dict(), "files": files}
         (temporary / checkpoint_directory.DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")

@@ -8,9 +8,12 @@ beside the weights as the caller specifies. Transformer Engine's fp8 state is by
 
 from __future__ import annotations
 
+import contextlib
 import io
+import math
 import os
 import pickle
+import resource
 from collections.abc import Callable, Container, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,7 @@ from torch.distributed.checkpoint import FileSystemReader, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holmes_hpc.errors import DataError
+from holmes_hpc.records.untrusted import open_file
 
 _PACKAGE = "torch.distributed.checkpoint"
 # The only globals that the pickle of a Metadata needs: plain data, and a function that returns a layout by name.
@@ -59,6 +63,7 @@ _EXTRA_STATE_GLOBALS = {
     ("collections", "deque"),
     ("_io", "BytesIO"),
 }
+_MIN_CPU_S, _BYTES_PER_CPU_S = 2, 1 << 20  # an unpickler reads some 10 MB/s
 _RECIPE_MODULE = "transformer_engine.common.recipe"
 
 
@@ -80,7 +85,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
 def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
     """Return the content of ``.metadata``. OSError if it does not exist.
     pickle.UnpicklingError if it is damaged, refers to a forbidden global, or to a file outside the checkpoint."""
-    with open(Path(directory) / ".metadata", "rb") as file:
+    with open_file(Path(directory) / ".metadata") as file:
         try:
             content = _RestrictedUnpickler(file, _METADATA_GLOBALS).load()
         except (pickle.UnpicklingError, OSError, MemoryError):
@@ -97,6 +102,11 @@ def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
             raise pickle.UnpicklingError(f"it refers to file {name!r}, outside the checkpoint")
         if getattr(storage_info, "transform_descriptors", None):
             raise pickle.UnpicklingError(f"{name} has an unsupported encoding")
+    file_bytes = sum(entry.stat().st_size for entry in os.scandir(directory))
+    for name, tensor in content.state_dict_metadata.items():
+        size = getattr(tensor, "size", ())
+        if math.prod(size) > 8 * file_bytes:  # less than a bit each
+            raise pickle.UnpicklingError(f"{name} has {math.prod(size):,} elements in {file_bytes:,} bytes of files")
     return content
 
 
@@ -116,6 +126,19 @@ def enforce() -> None:
     FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign]
 
 
+def _ends_in_time(load: Callable[[], Any], size: int) -> bool:
+    """Return whether `load`, tried in a fork, ends within the CPU time that a file of `size` bytes may take.
+    To hash nested tuples with shared parts takes for ever, and cannot be interrupted in this process."""
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            limit_s = _MIN_CPU_S + size // _BYTES_PER_CPU_S
+            resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+            load()
+        os._exit(0)
+    return not os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
 def find_problem(directory: Path) -> str | None:
     """Return why a checkpoint's descriptions cannot be loaded safely, or None if they can."""
     loaders: dict[str, Callable[[], Any]] = {".metadata": partial(read_metadata, directory)}
@@ -123,6 +146,9 @@ def find_problem(directory: Path) -> str | None:
         loaders["common.pt"] = partial(torch.load, common, map_location="cpu", weights_only=True)
     for name, load in loaders.items():
         try:
+            open_file(directory / name).close()
+            if not _ends_in_time(load, (directory / name).stat().st_size):
+                return f"{name}: to read it takes too long, or crashes"
             load()
         except Exception as e:  # damaged bytes can cause any error
             return f"{name}: {error_message(e)}"

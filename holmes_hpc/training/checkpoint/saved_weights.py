@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -48,6 +49,8 @@ class SavedWeights(Mapping[str, torch.Tensor]):
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.fspath(directory)
         try:
+            if (problem := restricted_pickle.find_problem(Path(directory))) is not None:
+                raise pickle.UnpicklingError(problem)
             self._reader = FileSystemReader(self.directory)
             metadata = restricted_pickle.read_metadata(self.directory)
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)

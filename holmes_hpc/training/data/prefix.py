@@ -19,6 +19,7 @@ import numpy as np
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import DataError
+from holmes_hpc.records.untrusted import open_file, read_object
 from holmes_hpc.schema import refuse
 
 # Megatron's codes of integer types (megatron.core.datasets.indexed_dataset.DType)
@@ -66,11 +67,8 @@ def digest(value: Any) -> str:
 def read_summary(path: str) -> dict[str, Any]:
     """Return the content of PREFIX.json, which `holmes data prepare` writes; {} if it is damaged or missing.
     `path`: PREFIX."""
-    try:
-        content: dict[str, Any] = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-        return content if all(type(content.get(key, 0)) is int for key in _INTEGER_KEYS) else {}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
+    content = read_object(f"{path}.json") or {}
+    return content if all(type(content.get(key, 0)) is int for key in _INTEGER_KEYS) else {}
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Prefix:
         """Open PREFIX and check both files against each other without reading the data."""
         idx, binary = Path(f"{path}.idx"), Path(f"{path}.bin")
         try:
-            with idx.open("rb") as f, binary.open("rb") as data:
+            with open_file(idx) as f, open_file(binary) as data:
                 head, _ = f.read(_HEADER.size), data.read(1)
         except OSError as e:
             raise DataError(e.strerror or str(e), where=str(e.filename or path), hint=_PREPARE_HINT) from e

@@ -30,6 +30,7 @@ from typing import IO, Any
 import numpy as np
 
 from holmes_hpc.errors import ConfigError, DataError, RunFailed
+from holmes_hpc.records.untrusted import leaves_folder
 from holmes_hpc.training.data import text_files
 from holmes_hpc.training.data.prefix import Prefix, digest, read_summary
 from holmes_hpc.training.data.tokenizer import Tokenizer, load_tokenizer
@@ -178,6 +179,11 @@ def _list_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
                 for p in sorted(path.rglob("*"))
                 if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
             ]
+        for file in files_of_path if path.is_dir() else ():
+            if leaves_folder(file, path):
+                raise DataError(
+                    f"it is a link to {file.resolve()}", where=str(file), hint="name that file itself, or copy it here"
+                )
         if not files_of_path:
             raise DataError("no file in this folder", where=str(path), hint="give text files, or folders of them")
         files += files_of_path

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from holmes_hpc.errors import DataError
+from holmes_hpc.records.untrusted import open_file
 
 PIECE_BYTES = 1 << 20  # approximate size of the pieces in which a text file is read, encoded and shuffled
 _MAX_LINE_BYTES = 64 << 20  # of JSON
@@ -46,7 +47,7 @@ def extents(path: str, max_bytes: int) -> list[Extent]:
     """Split a file into extents of about `max_bytes`. A compressed or Parquet file is one extent. Raises DataError."""
     try:
         stat = Path(path).stat()
-        with open(path, "rb") as f:
+        with open_file(path) as f:
             head = f.read(8)
     except OSError as e:
         raise DataError(e.strerror or str(e), where=path, hint="give readable text files") from e
@@ -66,7 +67,7 @@ def documents(extent: Extent, json_key: str, on_read: Callable[[int], None]) -> 
     yielded in pieces. Raises DataError with the position of the problem.
     """
     try:
-        with open(extent.path, "rb") as raw:
+        with open_file(extent.path) as raw:
             head = raw.read(8)
             raw.seek(0)
             if head.startswith(_PARQUET_MAGIC):

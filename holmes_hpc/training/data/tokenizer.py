@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from holmes_hpc.errors import DataError
+from holmes_hpc.records.untrusted import read_file
 
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[SEP]")
 
@@ -44,7 +44,7 @@ class FileTokenizer:
                 hint="pip install 'holmes-hpc[tokenizers]', or omit the tokenizer to use bytes",
             ) from e
         try:
-            raw = Path(path).read_bytes()
+            raw = read_file(path)
             self._inner: Any = HuggingFaceTokenizer.from_buffer(raw)
         except OSError as e:
             raise DataError(e.strerror or str(e), where=path, hint="give a tokenizer.json") from e

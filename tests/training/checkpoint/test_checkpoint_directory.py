@@ -19,7 +19,7 @@ def create(folder: Path, step: int, description: Any = GOOD) -> Path:
     path = folder / checkpoint_directory.directory_name(step)
     path.mkdir()
     (path / ".metadata").write_bytes(b"ab")
-    text = description if isinstance(description, str) else json.dumps(description)
+    text = description if isinstance(description, str) else json.dumps({**description, "step": step})
     (path / "holmes.json").write_text(text)
     return path
 
@@ -104,3 +104,9 @@ def test_checkpoint_dir_that_is_missing_or_of_another_run_is_refused(tmp_path: P
     (tmp_path / "file").touch()
     with pytest.raises(RunFailed, match="cannot write the checkpoint"):
         checkpoint_directory.create_folder(folder, str(tmp_path / "file"))
+
+
+def test_a_renamed_checkpoint_does_not_count(tmp_path: Path) -> None:
+    path = create(tmp_path, 4).rename(tmp_path / checkpoint_directory.directory_name(9))
+    assert checkpoint_directory.complete_checkpoints(tmp_path) == []
+    assert checkpoint_directory.incomplete_checkpoints(tmp_path) == [(path, "holmes.json is of step 4")]

@@ -22,6 +22,8 @@ from holmes_hpc.training.checkpoint import weight_names
 from holmes_hpc.training.checkpoint.export import ExportSource, convert, export, run_source
 from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
 
+pytestmark = pytest.mark.integration  # a checkpoint's pickles are first read in a fork
+
 LLAMA = ModelSpec("llama", 3, 32, 4, 61, 48, 4, max_positions=24, rope_base=500.0, norm_eps=1e-3)
 GPT2 = ModelSpec(
     "gpt2",
@@ -133,6 +135,9 @@ def test_failed_export_leaves_no_files(tmp_path: Path) -> None:
         export(ExportSource(incomplete, LLAMA), tmp_path / "out")
     with pytest.raises(DataError, match=r"has shape \(96, 32\), the model's is \(128, 32\)"):
         export(ExportSource(weights, replace(LLAMA, ffn=64)), tmp_path / "out")
+    weights["decoder.layers.1.mlp.linear_fc2.weight"][0, 0] = torch.nan
+    with pytest.raises(DataError, match=r"model\.layers\.1\.mlp\.down_proj\.weight holds values that are not finite"):
+        export(ExportSource(weights, LLAMA), tmp_path / "out")
     assert not list(tmp_path.iterdir())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("all of it")

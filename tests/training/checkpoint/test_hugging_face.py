@@ -27,7 +27,7 @@ from holmes_hpc.errors import ConfigError, DataError
 from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
 from holmes_hpc.training.checkpoint.export import ExportSource, export, find_source
 from holmes_hpc.training.checkpoint.generate import generate
-from holmes_hpc.training.checkpoint.hugging_face_folder import Folder, FolderWeights, import_folder
+from holmes_hpc.training.checkpoint.hugging_face_folder import Folder, FolderWeights, copy_small_files, import_folder
 from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
 
 SPEC = ModelSpec("tiny", 2, 16, 4, 61, ffn=24, kv_heads=2, head_dim=8, qk_norm=True, max_positions=32)
@@ -330,7 +330,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}'),
         "refers to files outside its folder",
     ),
-    "not an index": (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "not an index"),
+    "not an index": (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "not a JSON object|not an index"),
 }
 
 
@@ -416,3 +416,31 @@ def test_export_may_have_other_shards(folder: Path, tmp_path: Path) -> None:
     assert summary.files > 2 and are_equal(folder, tmp_path / "out")
     with safe_open(next((tmp_path / "out").glob("*.safetensors")), "np") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_no_file_outside_a_folder_is_copied_and_modes_are_kept(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (folder / "tokenizer.json").chmod(0o600)
+    copy_small_files(folder, tmp_path / "out")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == {"config.json": 0o644, "tokenizer.json": 0o600}
+    (tmp_path / "secret").write_text("a password")
+    (folder / "generation_config.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(DataError, match=r"generation_config\.json: it is a link to .*/secret; put a copy"):
+        copy_small_files(folder, tmp_path / "out")
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "1", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "ab12").write_text("{}")
+    (snapshot / "special_tokens_map.json").symlink_to("../../blobs/ab12")  # as Hugging Face's cache has it
+    copy_small_files(snapshot, tmp_path / "out")
+    assert (tmp_path / "out" / "special_tokens_map.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json", "shard"])
+def test_a_pipe_in_a_folder_is_not_waited_for(name: str, folder: Path) -> None:
+    path = folder / name.replace("shard", "model-00001-of-00002.safetensors")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=r"Not a file|shards are missing"):
+        Folder(folder)

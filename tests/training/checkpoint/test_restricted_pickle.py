@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from holmes_hpc.errors import DataError
 from holmes_hpc.training.checkpoint import restricted_pickle
 from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
+
+pytestmark = pytest.mark.integration  # a checkpoint's pickles are first read in a fork
 
 NAME = "decoder.final_layernorm.weight"
 
@@ -96,9 +100,27 @@ def test_tensor_larger_than_memory_is_refused(tmp_path: Path) -> None:
         tensor = metadata.state_dict_metadata[NAME]
         tensor.size = tensor.chunks[0].sizes = torch.Size([1 << 50])
 
-    weights = SavedWeights(change_metadata(save(tmp_path / "saved"), grow))
-    with pytest.raises(DataError, match="cannot be read"):
-        weights[NAME]
+    with pytest.raises(DataError, match=r"has 1,125,899,906,842,624 elements in [0-9,]+ bytes of files"):
+        SavedWeights(change_metadata(save(tmp_path / "saved"), grow))
+
+
+@pytest.mark.parametrize("attack", ["nested keys", "pipe", "endless"])
+def test_metadata_that_takes_for_ever_is_refused(attack: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "saved")
+    file = path / ".metadata"
+    file.unlink()
+    if attack == "nested keys":  # a key whose hash takes 2^60 steps: {((…, …), (…, …)): None}
+        pairs = b"".join(b"q" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(60))
+        file.write_bytes(b"\x80\x02})" + pairs + b"Ns.")
+    elif attack == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    reason = "to read it takes too long" if attack == "nested keys" else "Not a file"
+    started = time.monotonic()
+    with pytest.raises(DataError, match=reason):
+        SavedWeights(path)
+    assert reason in (restricted_pickle.find_problem(path) or "") and time.monotonic() - started < 20
 
 
 def test_code_in_extra_states_is_refused(marker: Path) -> None:

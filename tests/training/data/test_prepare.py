@@ -364,3 +364,16 @@ def test_demo_corpus_is_python_source_and_deterministic(tmp_path: Path) -> None:
     assert 100_000 < first.input_bytes <= 300_000 and first.tokens == first.input_bytes + first.documents
     texts = documents(first.prefix)
     assert len(texts) == first.files and sum("def " in text for text in texts) > len(texts) / 2
+
+
+@pytest.mark.parametrize("attack", ["link", "pipe"])
+def test_no_file_outside_a_folder_is_read(attack: str, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    jsonl(tmp_path / "texts" / "a.jsonl", ["a"])
+    (tmp_path / "secret").write_text("a password")
+    if attack == "link":
+        (tmp_path / "texts" / "b.txt").symlink_to(tmp_path / "secret")
+    else:
+        os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match=r"b\.txt: it is a link to .*/secret|pipe\.txt: Not a file"):
+        prepare.prepare([tmp_path / ("texts" if attack == "link" else "pipe.txt")], tmp_path / "out", workers=1)
