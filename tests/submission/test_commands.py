@@ -106,7 +106,7 @@ def test_run_json_has_one_exit_code_that_of_the_command(
 ) -> None:
     run = RunDirectory.create(tmp_path / "runs" / "one", plan_text="", config={}, overrides=[], plan_id="")
     run.write_result({"state": "failed" if status else "completed", "exit_code": status})
-    plan, job = SimpleNamespace(id="0", spread="", components=()), SimpleNamespace(id="7")
+    plan, job = SimpleNamespace(id="0", strategy_label="", components=()), SimpleNamespace(id="7")
     monkeypatch.setattr(runs, "plan_run", lambda *_, **__: (plan, None))
     monkeypatch.setattr(runs, "create_and_submit", lambda *_: (run, job))
     monkeypatch.setattr(progress, "report_progress", lambda *_, **__: code)
