@@ -1,9 +1,10 @@
-"""The constants of planning/cost/kernels.py's Stack, fitted to published runs; what they leave over; leave-one-set-out.
+"""Fit the constants of planning/cost/kernels.py's Stack to published runs; print them and their errors.
 
-    python benchmarks/published_fit.py [--most 60] [--rounds 6]
+    python benchmarks/published_fit.py [--most 60] [--rounds 6] [--left-out]
 
-Least squares of log(predicted / measured) by Gauss-Newton, reweighted so that the mean of the absolute errors is least
-(iteratively reweighted least squares), sets of equal weight. What no row says stays near where it starts.
+Gauss-Newton on log(predicted / measured), with iteratively reweighted least squares for the least mean absolute error.
+Sets have equal weight. A constant without influence on any row stays near its start value. `--left-out` also fits
+without each set in turn.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from holmes_hpc.planning.cost.timing import timing
 from holmes_hpc.planning.schedule.simulation import ROUGH, Durations, step_seconds
 
 NAMES = tuple(f.name for f in fields(Stack))
-FREE = tuple(n for n in NAMES if n not in ("ring_s", "rank_s", "memory", "flash", "transfer"))  # those are measured
-# Where a fit starts, and stays where no row says otherwise: round figures from before any fit.
+# Fitted constants; the others are measured.
+FREE = tuple(n for n in NAMES if n not in ("ring_s", "rank_s", "memory", "flash", "transfer"))
+# Start values of a fit: round figures. A constant without influence on any row keeps its value.
 START = Stack(
     product=1.0,
     memory=0.85,
@@ -42,69 +44,77 @@ START = Stack(
     ib=0.6,
     transfer=0.9,
 )
-# Shares of a rate are at most what benchmarks of nothing else reach of it: of InfiniBand nccl-tests (hardware.py).
-MOST = {"product": 1.0, "stream": 1.0, "flash1": 1.0, "local": 0.92, "ib": 0.92}
-STEP, HELD = 0.02, 0.03  # of a constant's logarithm: its difference quotient; how firmly it stays where it starts
+# Limits of shares of a rate: the share that a pure benchmark of it reaches, such as nccl-tests (hardware.py).
+LIMITS = {"product": 1.0, "stream": 1.0, "flash1": 1.0, "local": 0.92, "ib": 0.92}
+# Of a constant's logarithm: step of the difference quotient, weight of the start value.
+STEP, START_WEIGHT = 0.02, 0.03
 
 
 def steps_s(run: Run, stacks: Sequence[Stack]) -> np.ndarray:
-    """Seconds of a step under each of `stacks`: all of them in one simulation."""
-    ends, after = [], []
+    """Return the step time in seconds under each of `stacks`, from one simulation."""
+    replicas, reductions_s = [], []
     for stack in stacks:
-        made = layout(run, costs(run, stack))
-        times = timing(made, layers(run, made))
-        ends.append(times.replicas[0])
-        after.append(times.after_reduction_s()[0])
+        run_layout = layout(run, costs(run, stack))
+        times = timing(run_layout, layers(run, run_layout))
+        replicas.append(times.replicas[0])
+        reductions_s.append(times.after_reduction_s()[0])
     names = Durations.__dataclass_fields__
-    together = Durations(*(np.concatenate([getattr(d, name) for d in ends]) for name in names))
-    return step_seconds(made.order, together, times.one_nic[0], ROUGH) + np.array(after)
+    durations = Durations(*(np.concatenate([getattr(d, name) for d in replicas]) for name in names))
+    return step_seconds(run_layout.order, durations, times.one_nic[0], ROUGH) + np.array(reductions_s)
 
 
 def fit(
-    runs: Sequence[Run], start: Stack = START, rounds: int = 6, names: Sequence[str] = FREE, near: Stack | None = None
+    runs: Sequence[Run],
+    start: Stack = START,
+    rounds: int = 6,
+    names: Sequence[str] = FREE,
+    initial: Stack | None = None,
 ) -> Stack:
-    """The constants `names` that fit `runs` best, sets of equal weight; `near`: where it is looked for first."""
+    """Fit the constants `names` to `runs`, sets of equal weight; `initial`: the first iterate, `start` by default."""
     counts = {r.set: sum(o.set == r.set for o in runs) for r in runs}
-    equal = np.array([1 / counts[r.set] for r in runs])
+    set_weights = np.array([1 / counts[r.set] for r in runs])
     measured = np.array([r.seconds for r in runs])
-    first, at = (np.log([getattr(stack, n) for n in names]) for stack in (start, near or start))
-    most, damping = np.log([MOST.get(n, np.inf) for n in names]), 0.3
+    start_logs, logs = (np.log([getattr(stack, n) for n in names]) for stack in (start, initial or start))
+    limits, damping = np.log([LIMITS.get(n, np.inf) for n in names]), 0.3
     for _ in range(rounds):
-        stacks = [_with(start, names, at), *(_with(start, names, at + STEP * row) for row in np.eye(len(names)))]
-        found = np.log(np.array([steps_s(r, stacks) for r in runs]) / measured[:, None])
-        left, slope = found[:, 0], (found[:, 1:] - found[:, :1]) / STEP
-        weight = np.sqrt(equal / np.maximum(np.abs(left), 0.02))
-        a = np.vstack([slope * weight[:, None], HELD * np.eye(len(names))])
-        b = np.concatenate([-left * weight, HELD * (first - at)])
-        at = at + np.clip(_step(a, b, most - at), -damping, damping)
-    return _with(start, names, at)
+        stacks = [
+            _replace_constants(start, names, logs),
+            *(_replace_constants(start, names, logs + STEP * row) for row in np.eye(len(names))),
+        ]
+        log_ratios = np.log(np.array([steps_s(r, stacks) for r in runs]) / measured[:, None])
+        residuals, slope = log_ratios[:, 0], (log_ratios[:, 1:] - log_ratios[:, :1]) / STEP
+        weight = np.sqrt(set_weights / np.maximum(np.abs(residuals), 0.02))
+        a = np.vstack([slope * weight[:, None], START_WEIGHT * np.eye(len(names))])
+        b = np.concatenate([-residuals * weight, START_WEIGHT * (start_logs - logs)])
+        logs = logs + np.clip(_solve_limited(a, b, limits - logs), -damping, damping)
+    return _replace_constants(start, names, logs)
 
 
-def _step(a: np.ndarray, b: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Least squares of a x = b with x at most `most`: what would go beyond is held there, and the rest fitted again."""
-    held = np.zeros(len(most), dtype=bool)
+def _solve_limited(a: np.ndarray, b: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Solve a x = b by least squares with x <= `limits`: fix violating entries at their limit, and solve again."""
+    at_limit = np.zeros(len(limits), dtype=bool)
     while True:
-        x = np.where(held, most, 0.0)
-        x[~held] = np.linalg.lstsq(a[:, ~held], b - a[:, held] @ most[held], rcond=None)[0]
-        if not (x > most + 1e-9).any():
+        x = np.where(at_limit, limits, 0.0)
+        x[~at_limit] = np.linalg.lstsq(a[:, ~at_limit], b - a[:, at_limit] @ limits[at_limit], rcond=None)[0]
+        if not (x > limits + 1e-9).any():
             return x
-        held |= x > most + 1e-9
+        at_limit |= x > limits + 1e-9
 
 
-def _with(stack: Stack, names: Sequence[str], logs: np.ndarray) -> Stack:
+def _replace_constants(stack: Stack, names: Sequence[str], logs: np.ndarray) -> Stack:
     return replace(stack, **{name: float(np.exp(x)) for name, x in zip(names, logs, strict=True)})
 
 
-def sample(runs: Sequence[Run], most: int) -> list[Run]:
-    """Runs to fit to: of a set with more than `most`, as many, evenly drawn."""
+def sample(runs: Sequence[Run], max_rows: int) -> list[Run]:
+    """Return the runs to fit to: at most `max_rows` of each set, evenly spaced."""
     counts = {r.set: sum(o.set == r.set for o in runs) for r in runs}
-    seen, kept = dict.fromkeys(counts, 0), []
+    counts_so_far, selected = dict.fromkeys(counts, 0), []
     for run in runs:
-        share = min(1.0, most / counts[run.set])
-        if int((seen[run.set] + 1) * share) > int(seen[run.set] * share):
-            kept.append(run)
-        seen[run.set] += 1
-    return kept
+        share = min(1.0, max_rows / counts[run.set])
+        if int((counts_so_far[run.set] + 1) * share) > int(counts_so_far[run.set] * share):
+            selected.append(run)
+        counts_so_far[run.set] += 1
+    return selected
 
 
 def report(name: str, runs: Sequence[Run], stack: Stack) -> float:
@@ -115,9 +125,9 @@ def report(name: str, runs: Sequence[Run], stack: Stack) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--most", type=int, default=60)
+    parser.add_argument("--most", type=int, default=60, help="rows per set")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--left-out", action="store_true")
+    parser.add_argument("--left-out", action="store_true", help="also fit without each set in turn")
     options = parser.parse_args()
     runs = sample([r for r in read() if r.seconds and r.expressible], options.most)
     sets = list(dict.fromkeys(r.set for r in runs))
@@ -126,10 +136,10 @@ def main() -> None:
     errors = [report(name, [r for r in runs if r.set == name], joint) for name in sets]
     print(f"mean over sets {np.mean(errors):.1%}")
     if options.left_out:
-        print("left out in turn:")
+        print("each set left out in turn:")
         errors = []
         for name in sets:
-            stack = fit([r for r in runs if r.set != name], rounds=-(-options.rounds // 2), near=joint)
+            stack = fit([r for r in runs if r.set != name], rounds=-(-options.rounds // 2), initial=joint)
             errors.append(report(name, [r for r in runs if r.set == name], stack))
         print(f"mean over sets {np.mean(errors):.1%}")
 

@@ -1,5 +1,6 @@
-"""Training runs that others measured (benchmarks/published/), and what the planner predicts of each;
-benchmarks/published_table.py prints how far it is off."""
+"""Read published training runs (benchmarks/published/) and predict their step times.
+
+benchmarks/published_table.py prints the errors."""
 
 from __future__ import annotations
 
@@ -33,10 +34,11 @@ GPUS = [Gpu(**{k: v for k, v in kind.items() if k != "match"}) for kind in KINDS
 
 @dataclass(frozen=True)
 class Run:
-    """One published run; a field that neither its row nor its set gives has the default. `gbps`: of a node, over all
-    its RDMA NICs, or of its Ethernet. `stages`: layers of each pipeline stage, where they are uneven. `attention`:
-    flash2, flash1, softmax (a fused softmax between two batched products) or torch. `seconds` of a step; None where it
-    ran out of memory (`fits` False). `memory_gib`: a GPU's most, where it was reported."""
+    """A published run; fields that neither its row nor its set has take the default.
+
+    `gbps`: of all RDMA NICs of a node, or of its Ethernet. `stages`: layers of each pipeline stage, if uneven.
+    `attention`: flash2, flash1, softmax (a fused softmax between two batched products) or torch. `seconds`: step time,
+    None if the run was out of memory (`fits` False). `memory_gib`: a GPU's peak, if reported."""
 
     set: str
     group: str
@@ -87,11 +89,11 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.fits and self.seconds is None:
-            raise ValueError(f"a run that fits and has no seconds: {self}")
+            raise ValueError(f"a run that fits in memory has no step time: {self}")
 
     @property
     def expressible(self) -> bool:
-        """Whether a plan can say it: tensor parallelism stays inside a node."""
+        """Return whether a plan can describe the run: its tensor parallelism stays inside a node."""
         return self.tp <= self.gpus_per_node
 
     @property
@@ -123,32 +125,32 @@ class Run:
 
 
 def read(names: list[str] | None = None) -> list[Run]:
-    """All runs of the sets `names` (None: of all)."""
-    same = yaml.safe_load((DATA / "sets.yaml").read_text())
-    kinds, runs = get_type_hints(Run), []
-    for name in names or same:
+    """Return all runs of the sets `names` (None: all sets)."""
+    sets = yaml.safe_load((DATA / "sets.yaml").read_text())
+    types, runs = get_type_hints(Run), []
+    for name in names or sets:
         with (DATA / f"{name}.csv").open() as file:
             for row in csv.DictReader(file):
-                given = same[name] | {k: v for k, v in row.items() if v != ""}
-                runs.append(Run(set=name, **{k: _typed(kinds[k], v) for k, v in given.items()}))
+                values = sets[name] | {k: v for k, v in row.items() if v != ""}
+                runs.append(Run(set=name, **{k: _parse(types[k], v) for k, v in values.items()}))
     return runs
 
 
-def _typed(kind: Any, value: Any) -> Any:
-    if not isinstance(value, str) or kind is str:
+def _parse(type_: Any, value: Any) -> Any:
+    if not isinstance(value, str) or type_ is str:
         return value
-    if kind is bool:
+    if type_ is bool:
         return value == "1"
-    return int(value) if kind is int else float(value)
+    return int(value) if type_ is int else float(value)
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU kind `name` of holmes_hpc/fabric/gpu_kinds.yaml."""
+    """Return the GPU kind `name` of holmes_hpc/fabric/gpu_kinds.yaml."""
     return next(g for g in GPUS if name.startswith(g.name))
 
 
 def layout(run: Run, costs: Costs) -> Layout:
-    """The run as the planner sees it: nodes of one fabric, stages one after the other."""
+    """Return the planner's layout of a run: nodes of one fabric, stages in sequence."""
     per_node = min(run.gpus_per_node, run.gpus)
     nodes = run.gpus // per_node
     rdma = None if run.nic == "ethernet" else run.gbps
@@ -179,9 +181,11 @@ def layout(run: Run, costs: Costs) -> Layout:
     )
 
 
-def layers(run: Run, made: Layout) -> np.ndarray:
-    """Layers of each stage and chunk, (1, S, C)."""
-    return chunk_layers([int(n) for n in run.stages.split("+")], run.chunks) if run.stages else uniform_layers(made)
+def layers(run: Run, plan_layout: Layout) -> np.ndarray:
+    """Return the layers of each stage and chunk, (1, S, C)."""
+    return (
+        chunk_layers([int(n) for n in run.stages.split("+")], run.chunks) if run.stages else uniform_layers(plan_layout)
+    )
 
 
 def software(run: Run) -> Software:
@@ -204,19 +208,19 @@ def software(run: Run) -> Software:
 
 
 def costs(run: Run, stack: Stack = STACK) -> Costs:
-    """Told what the run's software does."""
+    """Return the costs with the run's precision and software."""
     return Costs(dtype=run.dtype, gradient_bytes=run.gradient_bytes, software=software(run), stack=stack)
 
 
 def predicted_s(run: Run, stack: Stack = STACK, profile: bool = False) -> float:
-    """Seconds of a step; `profile`: by the layer profile of the run's model and GPU."""
-    known = replace(costs(run, stack), calibration=_profile(run)) if profile else costs(run, stack)
-    made = layout(run, known)
-    return float(step_s(made, layers(run, made))[0])
+    """Return the predicted step time in seconds; `profile`: from the layer profile of the run's model and GPU."""
+    run_costs = replace(costs(run, stack), calibration=_profile(run)) if profile else costs(run, stack)
+    run_layout = layout(run, run_costs)
+    return float(step_s(run_layout, layers(run, run_layout))[0])
 
 
-def profiled(run: Run) -> bool:
-    """Whether there is a layer profile of its model and GPU."""
+def has_profile(run: Run) -> bool:
+    """Return whether a layer profile of the run's model and GPU exists."""
     return run.set == "sailor" and run.group == "OPT-350"
 
 

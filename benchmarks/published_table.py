@@ -1,12 +1,12 @@
-"""How far the planner is off on runs that others measured: step times, the order of layouts, memory.
+"""Print the planner's errors on published runs: step times, the order of layouts, memory.
 
     python benchmarks/published_table.py
 
-A step's time: the mean of |predicted / measured - 1|, told what the software did. Beside it one constant share of the
-peak (of all FLOPs, those of recomputation included), fitted to the other sets. The order of layouts: of those measured
-for one model, batch and number of GPUs, the one predicted fastest costs how much more than the fastest (regret), and
-how many pairs more than 3% apart are in the right order. Memory: which runs that ran would have been refused, and which
-that did not fit accepted.
+Step time: the mean of |predicted / measured - 1|, given the run's software. For comparison: the error with one constant
+share of the GPUs' peak (of all FLOPs, with recomputation), fitted to the other sets. Order of layouts, among those
+measured for one model, batch and number of GPUs: the slowdown of the layout predicted to be fastest against the
+fastest (regret), and the share of pairs in the right order among those that differ by more than 3%. Memory: runs that
+completed but would be refused, and runs out of memory that would be accepted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 import numpy as np
-from published_runs import Run, costs, gpu, layers, layout, predicted_s, profiled, read
+from published_runs import Run, costs, gpu, has_profile, layers, layout, predicted_s, read
 
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step
 from holmes_hpc.planning.cost.memory import memory, stage_capacity
 
 
 def ideal_s(run: Run) -> float:
-    """Seconds of all FLOPs of a step at the GPUs' peak."""
+    """Return the seconds of all FLOPs of a step at the GPUs' peak."""
     flops = hardware_flops_per_step(run.model, run.batch, run.tp, run.recompute)
     return flops / (run.gpus * gpu(run.gpu).peak_tflops * 1e12)
 
@@ -33,33 +33,33 @@ def error(predicted: np.ndarray, measured: np.ndarray) -> float:
 
 
 def best_constant(sets: Iterable[Sequence[Run]]) -> float:
-    """The share of the peak with the least mean error over `sets`, each of equal weight."""
+    """Return the share of the peak with the least mean error over `sets`, each of equal weight."""
     ratios = [np.array([ideal_s(r) / (r.seconds or 1) for r in runs]) for runs in sets]
     shares = np.geomspace(0.1, 0.9, 400)
     return float(min(shares, key=lambda share: np.mean([np.abs(ratio / share - 1).mean() for ratio in ratios])))
 
 
 def by_set(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    found = defaultdict(list)
+    runs_of_set = defaultdict(list)
     for run in runs:
-        found[run.set].append(run)
-    return dict(found)
+        runs_of_set[run.set].append(run)
+    return dict(runs_of_set)
 
 
-def choices(runs: Iterable[Run]) -> list[list[Run]]:
-    """Runs among which a planner would have chosen: one model, batch, machine and software, at least three layouts."""
-    found = defaultdict(list)
+def layout_choices(runs: Iterable[Run]) -> list[list[Run]]:
+    """Return the groups of runs with the same model, batch, machine and software, and at least three layouts."""
+    groups = defaultdict(list)
     for r in runs:
-        found[r.set, r.model, r.global_size, r.gpus, r.gpu, r.attention, r.fused_norm, r.note].append(r)
-    return [c for c in found.values() if len({(r.tp, r.pp, r.micro_size, r.recompute) for r in c}) > 2]
+        groups[r.set, r.model, r.global_size, r.gpus, r.gpu, r.attention, r.fused_norm, r.note].append(r)
+    return [c for c in groups.values() if len({(r.tp, r.pp, r.micro_size, r.recompute) for r in c}) > 2]
 
 
-def ranking(choice: Sequence[Run], predicted: dict[Run, float]) -> tuple[float, int, int]:
-    """(regret, pairs in the right order, pairs more than 3% apart)."""
+def rank_choice(choice: Sequence[Run], predicted: dict[Run, float]) -> tuple[float, int, int]:
+    """Return (regret, pairs in the right order, pairs that differ by more than 3%)."""
     best = min(choice, key=lambda r: predicted[r])
-    apart = [(a, b) for a, b in combinations(choice, 2) if abs(np.log(seconds(a) / seconds(b))) > 0.03]
-    right = sum((predicted[a] < predicted[b]) == (seconds(a) < seconds(b)) for a, b in apart)
-    return seconds(best) / min(map(seconds, choice)) - 1, right, len(apart)
+    pairs = [(a, b) for a, b in combinations(choice, 2) if abs(np.log(seconds(a) / seconds(b))) > 0.03]
+    right = sum((predicted[a] < predicted[b]) == (seconds(a) < seconds(b)) for a, b in pairs)
+    return seconds(best) / min(map(seconds, choice)) - 1, right, len(pairs)
 
 
 def seconds(run: Run) -> float:
@@ -67,10 +67,10 @@ def seconds(run: Run) -> float:
     return run.seconds
 
 
-def accepted(run: Run) -> bool:
-    """Whether the planner holds that it fits."""
-    made = layout(run, costs(run))
-    return bool((memory(made, layers(run, made)).total() <= stage_capacity(made)).all())
+def is_accepted(run: Run) -> bool:
+    """Return whether the run fits in memory according to the planner."""
+    run_layout = layout(run, costs(run))
+    return bool((memory(run_layout, layers(run, run_layout)).total() <= stage_capacity(run_layout)).all())
 
 
 def main() -> None:
@@ -80,43 +80,43 @@ def main() -> None:
     print(f"{'set':14} {'rows':>5} {'error':>7} {'bias':>7} {'worst':>7} {'constant':>9}")
     errors = []
     for name, group in sets.items():
-        said, was = np.array([predicted[r] for r in group]), np.array([seconds(r) for r in group])
-        share = best_constant(other for key, other in sets.items() if key != name)
-        constant = error(np.array([ideal_s(r) / share for r in group]), was)
-        errors.append(error(said, was))
+        estimates, measured = np.array([predicted[r] for r in group]), np.array([seconds(r) for r in group])
+        share = best_constant(other_runs for key, other_runs in sets.items() if key != name)
+        constant = error(np.array([ideal_s(r) / share for r in group]), measured)
+        errors.append(error(estimates, measured))
         print(
-            f"{name:14} {len(group):5} {errors[-1]:7.1%} {(said / was - 1).mean():+7.1%}"
-            f" {np.abs(said / was - 1).max():7.1%} {constant:9.1%}"
+            f"{name:14} {len(group):5} {errors[-1]:7.1%} {(estimates / measured - 1).mean():+7.1%}"
+            f" {np.abs(estimates / measured - 1).max():7.1%} {constant:9.1%}"
         )
     print(f"mean over sets {np.mean(errors):.1%}")
-    group = [r for r in sets["sailor"] if profiled(r)]
-    said, was = np.array([predicted_s(r, profile=True) for r in group]), np.array([seconds(r) for r in group])
+    group = [r for r in sets["sailor"] if has_profile(r)]
+    estimates, measured = np.array([predicted_s(r, profile=True) for r in group]), np.array([seconds(r) for r in group])
     print(
-        f"sailor's OPT-350 by its layer profile: {len(group)} rows, {error(said, was):.1%}, bias"
-        f" {(said / was - 1).mean():+.1%}, worst {np.abs(said / was - 1).max():.1%}; by the tables"
-        f" {error(np.array([predicted[r] for r in group]), was):.1%}"
+        f"sailor's OPT-350 from its layer profile: {len(group)} rows, {error(estimates, measured):.1%}, bias"
+        f" {(estimates / measured - 1).mean():+.1%}, worst {np.abs(estimates / measured - 1).max():.1%}; "
+        f"from the tables {error(np.array([predicted[r] for r in group]), measured):.1%}"
     )
     print("\norder of layouts")
-    total = []
+    all_rankings = []
     for name, group in sets.items():
-        found = [ranking(c, predicted) for c in choices(group)]
-        if found:
-            regret, right, pairs = zip(*found, strict=True)
-            total += found
+        rankings = [rank_choice(c, predicted) for c in layout_choices(group)]
+        if rankings:
+            regret, right, pairs = zip(*rankings, strict=True)
+            all_rankings += rankings
             print(
-                f"{name:14} {len(found):4} choices, regret {np.mean(regret):.1%} (worst {max(regret):.1%}),"
+                f"{name:14} {len(rankings):4} choices, regret {np.mean(regret):.1%} (worst {max(regret):.1%}),"
                 f" {sum(right)} of {sum(pairs)} pairs right ({sum(right) / max(1, sum(pairs)):.0%})"
             )
-    regret, right, pairs = zip(*total, strict=True)
+    regret, right, pairs = zip(*all_rankings, strict=True)
     print(f"all: regret {np.mean(regret):.1%}, {sum(right) / sum(pairs):.0%} of pairs right")
     print("\nmemory")
     for name, group in by_set(runs).items():
         if any(not r.fits for r in group):
-            refused = sum(not accepted(r) for r in group if r.fits)
-            taken = sum(accepted(r) for r in group if not r.fits)
+            refused = sum(not is_accepted(r) for r in group if r.fits)
+            accepted_runs = sum(is_accepted(r) for r in group if not r.fits)
             print(
-                f"{name:14} {refused} of {sum(r.fits for r in group)} that ran refused,"
-                f" {taken} of {sum(not r.fits for r in group)} that did not fit accepted"
+                f"{name:14} {refused} of {sum(r.fits for r in group)} completed runs refused,"
+                f" {accepted_runs} of {sum(not r.fits for r in group)} runs out of memory accepted"
             )
 
 

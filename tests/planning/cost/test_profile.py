@@ -22,7 +22,7 @@ from holmes_hpc.planning.cost.profile import from_csv, from_sailor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-from published_runs import predicted_s, profiled, read
+from published_runs import has_profile, predicted_s, read
 
 pytestmark = pytest.mark.integration
 
@@ -114,6 +114,6 @@ def test_other_json_profiles_are_refused(tmp_path: Path, data: object, message: 
 def test_runs_are_predicted_by_their_layer_profile() -> None:
     """Predict OPT-350 on GH200 with micro-batches of 8, whose profile is precise.
     benchmarks/published_table.py has the other rows."""
-    runs = [r for r in read(["sailor"]) if profiled(r) and r.micro_size == 8]
+    runs = [r for r in read(["sailor"]) if has_profile(r) and r.micro_size == 8]
     errors = [predicted_s(r, profile=True) / (r.seconds or 1) - 1 for r in runs]
     assert len(runs) == 9 and np.abs(errors).mean() < 0.1

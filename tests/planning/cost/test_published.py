@@ -47,5 +47,5 @@ def test_rows_complete_the_figures_of_their_set() -> None:
     runs = read()
     assert {r.set for r in runs} == set(SETS) and len(runs) > 2800
     assert {r.attention for r in runs if r.set == "aleph"} == {"flash2", "flash1", "softmax", "torch"}
-    with pytest.raises(ValueError, match="has no seconds"):
+    with pytest.raises(ValueError, match="has no step time"):
         type(runs[0])(**{**vars(runs[0]), "seconds": None, "fits": True})
