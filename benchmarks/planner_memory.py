@@ -1,9 +1,9 @@
-"""Predicted against measured memory of CPU ranks: the most bytes of live tensor storage of each rank, over some steps.
+"""Compare predicted and measured memory of CPU ranks: the peak bytes of live tensor storage over some steps.
 
     python benchmarks/planner_memory.py [CASE...]
 
-Ranks are processes on this machine; an allocation tracker sees every tensor that PyTorch makes (gloo's own buffers are
-not tensors and stay out). Runs have 300 MB a rank and more, and stages that differ by 1.5 times and more.
+Ranks are processes on this machine. An allocation tracker sees every tensor of PyTorch; gloo's buffers are no tensors
+and do not count. Runs use at least 300 MB per rank, and their stages differ by at least a factor of 1.5.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A plan's options, and what differs from MODEL and BATCH. `in_flight`: under the schedule that runs ahead, as deep
-    as for a slow transfer, which there is none of here."""
+    """A plan's options, and the differences from MODEL and BATCH.
+
+    `in_flight`: the depth under eager 1F1B, as for slow transfers (these runs have none)."""
 
     options: Mapping[str, Any]
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Case:
     def plan(self) -> Plan:
         ranks = self.options["tp"] * self.options["pp"] * self.options["dp"]
         fabric = Fabric("here", NicType.ETHERNET, "here", 1, ranks, 10.0, replace(CPU, memory_gib=64), gres=False)
-        made = fixed_plan(
+        plan = fixed_plan(
             replace(MODEL, **self.model),
             replace(BATCH, **self.batch),
             Site("here", (fabric,)),
@@ -54,9 +55,9 @@ class Case:
             Costs(),
         )
         if self.in_flight is None:
-            return made
-        deeper = replace(made, schedule=Schedule("ahead", self.in_flight))
-        return replace(deeper, predicted=predict(deeper, Costs()))
+            return plan
+        deeper_plan = replace(plan, schedule=Schedule("ahead", self.in_flight))
+        return replace(deeper_plan, predicted=predict(deeper_plan, Costs()))
 
 
 CASES = {
@@ -85,8 +86,8 @@ CASES = {
 }
 
 
-def tracked(run: Any) -> tuple[Any, int]:
-    """`run()`, and the most bytes of tensor storage that were alive at any moment of it."""
+def measure_peak(run: Any) -> tuple[Any, int]:
+    """Call `run()`; return its value and the peak bytes of live tensor storage."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -94,49 +95,49 @@ def tracked(run: Any) -> tuple[Any, int]:
     class Tracker(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
-            self.alive, self.bytes, self.most = dict[int, int](), 0, 0
+            self.alive, self.bytes, self.peak = dict[int, int](), 0, 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            made = func(*args, **(kwargs or {}))
-            for leaf in tree_leaves(made):
+            outputs = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(outputs):
                 if isinstance(leaf, torch.Tensor):
-                    self.see(leaf)
-            for leaf in tree_leaves(args):  # resize_() of a storage that is known: Megatron frees outputs that way
+                    self.track(leaf)
+            for leaf in tree_leaves(args):  # Megatron frees outputs by resize_() of their storage
                 if isinstance(leaf, torch.Tensor):
-                    self.see(leaf)
-            return made
+                    self.track(leaf)
+            return outputs
 
-        def see(self, tensor: torch.Tensor) -> None:
+        def track(self, tensor: torch.Tensor) -> None:
             if tensor.device.type == "meta":
                 return
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key not in self.alive:
-                weakref.finalize(storage, self.gone, key)
+                weakref.finalize(storage, self.release, key)
                 self.alive[key] = 0
             self.bytes += size - self.alive[key]
             self.alive[key] = size
-            self.most = max(self.most, self.bytes)
+            self.peak = max(self.peak, self.bytes)
 
-        def gone(self, key: int) -> None:
+        def release(self, key: int) -> None:
             self.bytes -= self.alive.pop(key)
 
     with Tracker() as tracker:
-        made = run()
-    return made, tracker.most
+        value = run()
+    return value, tracker.peak
 
 
-def rank(path: str) -> None:
-    """One rank: train, and write the most bytes beside the configuration."""
+def run_rank_tracked(path: str) -> None:
+    """Train as one rank, and write its peak bytes into the run directory."""
     from holmes_hpc.rank import run_rank
 
     config = json.loads(Path(path).read_text())
-    _, most = tracked(lambda: run_rank(config))
-    Path(config["run_dir"], f"bytes-{os.environ['RANK']}").write_text(str(most))
+    _, peak = measure_peak(lambda: run_rank(config))
+    Path(config["run_dir"], f"bytes-{os.environ['RANK']}").write_text(str(peak))
 
 
 def measure(plan: Plan, directory: Path) -> list[int]:
-    """Measured bytes of every rank."""
+    """Run a plan; return the measured peak bytes of every rank."""
     from holmes_hpc.config.composition import load
 
     config = load(["data=synthetic", f"train.steps={STEPS}", "train.device=cpu"]).to_dict()
@@ -163,7 +164,7 @@ def measure(plan: Plan, directory: Path) -> list[int]:
         )
     codes = [r.wait() for r in ranks]
     if any(codes):
-        raise SystemExit(f"ranks ended with {codes}; their logs are in {run.logs}")
+        raise SystemExit(f"ranks exited with {codes}; see their logs in {run.logs}")
     return [int((run.path / f"bytes-{i}").read_text()) for i in range(plan.world_size)]
 
 
@@ -175,16 +176,16 @@ def main(names: list[str]) -> None:
     worst = 0.0
     for name in names or list(CASES):
         plan = CASES[name].plan()
-        with tempfile.TemporaryDirectory(prefix="holmes-memory-") as made:
-            measured = measure(plan, Path(made))
+        with tempfile.TemporaryDirectory(prefix="holmes-memory-") as folder:
+            measured = measure(plan, Path(folder))
         assert plan.predicted is not None
         per_stage = plan.world_size // plan.parallel.pp
         for stage, predicted in enumerate(plan.predicted.memory_bytes_per_gpu):
-            found = max(measured[stage * per_stage : (stage + 1) * per_stage])
-            worst = max(worst, abs(predicted / found - 1))
+            measured_bytes = max(measured[stage * per_stage : (stage + 1) * per_stage])
+            worst = max(worst, abs(predicted / measured_bytes - 1))
             print(
-                f"{name:24} stage {stage}: {predicted / 1e6:7.1f} MB predicted, {found / 1e6:7.1f} MB measured,"
-                f" {predicted / found - 1:+.1%}",
+                f"{name:24} stage {stage}: {predicted / 1e6:7.1f} MB predicted, "
+                f"{measured_bytes / 1e6:7.1f} MB measured, {predicted / measured_bytes - 1:+.1%}",
                 flush=True,
             )
     print(f"largest error {worst:.1%} (at most 8%)")
@@ -192,6 +193,6 @@ def main(names: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--member"]:
-        rank(sys.argv[2])
+        run_rank_tracked(sys.argv[2])
     else:
         main(sys.argv[1:])

@@ -1,11 +1,11 @@
-"""The planner's free choice against the same search told what to take: one fabric, or TP, PP and DP.
+"""Compare the planner's free choice with user-fixed plans: one fabric, or fixed TP, PP and DP.
 
     python benchmarks/planner_regret.py OUT.jsonl [--sites 200] [--told 5] [--seed 0]
 
-Sites drawn from a seed: 2 to 4 fabrics of 4 to 32 nodes, Ethernet of 1 to 100 Gb/s between them, one or two kinds of
-GPU; models of 3.6B to 175B parameters. Regret is how much slower the free choice is than the best told one, by the
-planner's own predictor: 0 where it is as fast or faster. One line a site is added to OUT.jsonl, and sites that are
-there are not planned again. The first ten sites are told twenty times as many combinations.
+Sites are drawn from seeds: 2 to 4 fabrics of 4 to 32 nodes, Ethernet of 1 to 100 Gb/s between them, one or two kinds
+of GPU. Models have 3.6B to 175B parameters. Regret is the slowdown of the free choice against the best user-fixed plan,
+by the planner's own predictor; it is 0 if the free choice is as fast or faster. Each site adds a line to OUT.jsonl;
+sites already in it are skipped. The first ten sites have twenty times as many user-fixed plans.
 """
 
 from __future__ import annotations
@@ -41,108 +41,108 @@ MODELS = (
     ("llama2_70b", 1024, 4096),
     ("gpt3_175b", 1536, 2048),
 )
-THOROUGH, MORE = 10, 20  # sites that are told more combinations, and how many times as many
-DRAWS = 400  # combinations drawn at most until enough have a plan
+THOROUGH_SITES, PLANS_FACTOR = 10, 20  # the first sites have that many times as many user-fixed plans
+DRAWS = 400  # most combinations of TP, PP and DP to try per site
 
 
-def drawn(seed: int) -> tuple[ModelSpec, Batch, Site]:
-    """The model, batch and site of a seed."""
-    dice = random.Random(seed)
-    model, size, sequence = dice.choice(MODELS)
-    kinds = dice.choice(((A100,), (H100,), (A100, H100)))
-    ethernet = dice.choice(ETHERNET_GBPS)
+def draw_problem(seed: int) -> tuple[ModelSpec, Batch, Site]:
+    """Return the model, batch and site of a seed."""
+    rng = random.Random(seed)
+    model, size, sequence = rng.choice(MODELS)
+    kinds = rng.choice(((A100,), (H100,), (A100, H100)))
+    ethernet_gbps = rng.choice(ETHERNET_GBPS)
     fabrics = []
-    for i in range(dice.randint(2, 4)):
-        nic = dice.choice((NicType.IB, NicType.ROCE, NicType.IB, NicType.ROCE, NicType.ETHERNET))
+    for i in range(rng.randint(2, 4)):
+        nic = rng.choice((NicType.IB, NicType.ROCE, NicType.IB, NicType.ROCE, NicType.ETHERNET))
         fabrics.append(
             Fabric(
                 f"{nic}-{i}",
                 nic,
                 f"p{i}",
-                dice.choice((4, 5, 6, 8, 12, 16, 24, 32)),
+                rng.choice((4, 5, 6, 8, 12, 16, 24, 32)),
                 8,
-                ethernet,
-                dice.choice(kinds),
-                rdma_gbps=dice.choice(RDMA_GBPS) if nic.rdma else None,
+                ethernet_gbps,
+                rng.choice(kinds),
+                rdma_gbps=rng.choice(RDMA_GBPS) if nic.rdma else None,
             )
         )
-    return named(model), Batch(size, dice.choice((1, 2, 4)), sequence), Site(f"site-{seed}", tuple(fabrics))
+    return named(model), Batch(size, rng.choice((1, 2, 4)), sequence), Site(f"site-{seed}", tuple(fabrics))
 
 
 def combinations(seed: int, model: ModelSpec, batch: Batch, site: Site) -> list[tuple[int, int, int]]:
-    """(TP, PP, DP) of this site in an order drawn from the seed: TP and DP that divide, as many GPUs as there are."""
+    """Return the (TP, PP, DP) that fit the model, batch and GPUs of a site, in an order drawn from the seed."""
     gpus = sum(f.gpus for f in site.fabrics)
     tensor = [t for t in (1, 2, 4, 8) if model.heads % t == 0 and model.kv_heads % t == 0]
-    every = [
+    all_combinations = [
         (tp, pp, dp)
         for tp in tensor
         for dp in divisors(batch.global_size // batch.micro_size)
         for pp in range(1, model.layers + 1)
         if gpus // 8 <= tp * pp * dp <= gpus
     ]
-    return random.Random(seed).sample(every, len(every))
+    return random.Random(seed).sample(all_combinations, len(all_combinations))
 
 
 def seconds(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> float | None:
-    """Of the step of the best plan; None where there is none."""
+    """Return the step time of the best plan in seconds, None if no plan exists."""
     try:
         return search(model, batch, site, options, Costs(), Clock())[0].seconds
     except PlanError:
         return None
 
 
-def measured(seed: int, told: int, draws: int = DRAWS) -> dict[str, Any]:
-    """One site: what the search finds freely, told one fabric, and told `told` combinations of TP, PP and DP."""
-    model, batch, site = drawn(seed)
-    began = time.process_time()
-    free = seconds(model, batch, site, PlanOptions())
-    used = time.process_time() - began
-    others: dict[str, float] = {}
-    if (one := seconds(model, batch, site, PlanOptions(strategy="one-fabric"))) is not None:
-        others["one-fabric"] = one
+def measure(seed: int, fixed: int, draws: int = DRAWS) -> dict[str, Any]:
+    """Plan one site freely, on one fabric, and for up to `fixed` combinations of TP, PP and DP; return its row."""
+    model, batch, site = draw_problem(seed)
+    start = time.process_time()
+    free_s = seconds(model, batch, site, PlanOptions())
+    cpu_s = time.process_time() - start
+    fixed_s: dict[str, float] = {}
+    if (one_fabric_s := seconds(model, batch, site, PlanOptions(strategy="one-fabric"))) is not None:
+        fixed_s["one-fabric"] = one_fabric_s
     for tp, pp, dp in combinations(seed, model, batch, site)[:draws]:
-        if len(others) > told:
+        if len(fixed_s) > fixed:
             break
-        if (found := seconds(model, batch, site, PlanOptions(tp=tp, pp=pp, dp=dp))) is not None:
-            others[f"TP{tp} PP{pp} DP{dp}"] = found
-    best = min(others, key=lambda name: others[name], default=None)
-    regret = 0.0 if best is None else float("inf") if free is None else max(0.0, free / others[best] - 1)
+        if (plan_s := seconds(model, batch, site, PlanOptions(tp=tp, pp=pp, dp=dp))) is not None:
+            fixed_s[f"TP{tp} PP{pp} DP{dp}"] = plan_s
+    best = min(fixed_s, key=lambda name: fixed_s[name], default=None)
+    regret = 0.0 if best is None else float("inf") if free_s is None else max(0.0, free_s / fixed_s[best] - 1)
     return {
         "seed": seed,
         "model": model.name,
         "ethernet_gbps": site.fabrics[0].ethernet_gbps,
         "fabrics": [f"{f.nodes} x {f.gpus_per_node} {f.gpu.name} {f.nic} {f.data_gbps:g}" for f in site.fabrics],
-        "free_s": free,
-        "told": len(others),
+        "free_s": free_s,
+        "told": len(fixed_s),
         "best_told": best,
-        "best_told_s": others[best] if best else None,
+        "best_told_s": fixed_s[best] if best else None,
         "regret": regret,
-        "search_cpu_s": used,
+        "search_cpu_s": cpu_s,
     }
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """The table for benchmarks/results/planner.md: by rate of Ethernet, and all."""
-    lines = ["| Ethernet, Gb/s | sites | told plans | mean regret | worst | sites over 0.5% |", "|" + "---|" * 6]
+    """Return the table of benchmarks/results/planner.md: by Ethernet rate, and in total."""
+    lines = ["| Ethernet, Gb/s | sites | user-fixed plans | mean regret | worst | sites over 0.5% |", "|" + "---|" * 6]
     for rate in (*ETHERNET_GBPS, None):
-        some = [r for r in rows if rate in (None, r["ethernet_gbps"])]
-        if some:
-            regrets = [r["regret"] for r in some]
+        selected = [r for r in rows if rate in (None, r["ethernet_gbps"])]
+        if selected:
+            regrets = [r["regret"] for r in selected]
             lines.append(
-                f"| {'all' if rate is None else f'{rate:g}'} | {len(some)} | {sum(r['told'] for r in some)} |"
+                f"| {'all' if rate is None else f'{rate:g}'} | {len(selected)} | {sum(r['told'] for r in selected)} |"
                 f" {sum(regrets) / len(regrets):.2%} | {max(regrets):.1%} |"
                 f" {sum(x > 0.005 for x in regrets)} |"
             )
     return lines
 
 
-def resumed(out: Path, seeds: Iterable[int], measured: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-    """All rows of `out`, a line each, to which those of `seeds` that it lacks are added as they are measured."""
+def resume(out: Path, seeds: Iterable[int], measure: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return all rows of `out`, a JSON line each; measure and append the missing ones of `seeds`."""
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     for seed in seeds:
         if any(row["seed"] == seed for row in rows):
             continue
-        rows.append(measured(seed))
+        rows.append(measure(seed))
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(rows[-1]) + "\n")
     return rows
@@ -152,21 +152,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--sites", type=int, default=200)
-    parser.add_argument("--told", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0, help="the first")
+    parser.add_argument("--told", type=int, default=5, help="user-fixed plans per site")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
     arguments = parser.parse_args()
 
-    def of(seed: int) -> dict[str, Any]:
-        r = measured(seed, arguments.told * (MORE if seed < THOROUGH else 1))
+    def measure_and_print(seed: int) -> dict[str, Any]:
+        row = measure(seed, arguments.told * (PLANS_FACTOR if seed < THOROUGH_SITES else 1))
         print(
-            f"{seed:4} {r['model']:11} {r['ethernet_gbps']:5g} Gb/s, {len(r['fabrics'])} fabrics:"
-            f" {r['free_s'] or float('nan'):8.3f} s in {r['search_cpu_s']:5.1f} s, regret {r['regret']:6.2%}"
-            f" against {r['told']} ({r['best_told']})",
+            f"{seed:4} {row['model']:11} {row['ethernet_gbps']:5g} Gb/s, {len(row['fabrics'])} fabrics:"
+            f" {row['free_s'] or float('nan'):8.3f} s in {row['search_cpu_s']:5.1f} s, regret {row['regret']:6.2%}"
+            f" against {row['told']} ({row['best_told']})",
             flush=True,
         )
-        return r
+        return row
 
-    rows = resumed(arguments.out, range(arguments.seed, arguments.seed + arguments.sites), of)
+    rows = resume(arguments.out, range(arguments.seed, arguments.seed + arguments.sites), measure_and_print)
     print("\n".join(summary(rows)))
 
 

@@ -1,7 +1,8 @@
-"""How long the planner takes, in seconds of CPU and of the clock: the sites with a limit (for two idle cores), and the
-curve over nodes of a fabric.
+"""Measure the planner's CPU and wall time: on sites with a limit (for two idle cores), and over nodes of a fabric.
 
     python benchmarks/planner_speed.py [--curve]
+
+Prints per site both times, the peak memory and the plan.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ KINDS = (("ib", A100, 1600.0), ("roce", A100, 800.0), ("ethernet", A100, None), 
 
 
 def site(nodes: list[int], gpus: int = 8, mixed: bool = True) -> Site:
-    """One fabric for each number of nodes; with `mixed` the fourth has H100s, else all have A100s."""
+    """Return a site with a fabric per number of nodes; with `mixed` the fourth has H100s, else all have A100s."""
     fabrics = []
     for i, count in enumerate(nodes):
         nic, gpu, gbps = KINDS[i % len(KINDS)]
@@ -33,17 +34,17 @@ def site(nodes: list[int], gpus: int = 8, mixed: bool = True) -> Site:
     return Site("speed", tuple(fabrics))
 
 
-def measure(name: str, at: Site, model: ModelSpec, batch: Batch, limit_s: float | None = None) -> float:
-    """Plan once and print what came out."""
-    began, used = time.perf_counter(), time.process_time()
-    plan = best_plan(model, batch, at, PlanOptions(search_micro_size=True), Costs())
-    seconds, used = time.perf_counter() - began, time.process_time() - used
-    p = plan.parallel
+def measure(name: str, target: Site, model: ModelSpec, batch: Batch, limit_s: float | None = None) -> float:
+    """Plan once, print the plan and its times, and return the wall time in seconds."""
+    start, cpu_s = time.perf_counter(), time.process_time()
+    plan = best_plan(model, batch, target, PlanOptions(search_micro_size=True), Costs())
+    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_s
+    parallel = plan.parallel
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     limit = f" (limit {limit_s:g})" if limit_s else ""
     print(
-        f"{name:22} CPU {used:6.2f} s, clock {seconds:6.2f} s{limit:12}  peak {peak:.2f} GiB so far  "
-        f"{plan.strategy} {p} micro {plan.batch.micro_size}"
+        f"{name:22} CPU {cpu_s:6.2f} s, wall {seconds:6.2f} s{limit:12}  peak {peak:.2f} GiB so far  "
+        f"{plan.strategy} {parallel} micro {plan.batch.micro_size}"
         f" {plan.schedule.kind} {plan.recompute}; step {plan.predicted.step_time_s if plan.predicted else 0:.2f} s",
         flush=True,
     )
@@ -52,7 +53,7 @@ def measure(name: str, at: Site, model: ModelSpec, batch: Batch, limit_s: float 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--curve", action="store_true", help="also the curve over nodes")
+    parser.add_argument("--curve", action="store_true", help="also plan for 16 to 1,024 nodes per fabric")
     arguments = parser.parse_args()
     measure("64 nodes in 3 fabrics", site([24, 24, 16]), named("gpt_7_5b"), Batch(1536, 4, 2048), 1)
     measure("512 GPUs, mixed", site([16, 16, 16, 16]), named("gpt_39b"), Batch(1536, 1, 2048), 5)

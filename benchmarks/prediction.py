@@ -1,13 +1,14 @@
-"""How well the planner foretells real runs on the testbed, and how good its choice is.
+"""Compare predicted and measured step times of runs on the testbed, and rate the planner's choice.
 
     eval "$(holmes testbed env)"; python benchmarks/prediction.py
 
-Four NIC environments, four layouts in each, fixed in CELLS below. First one `holmes calibrate` of other layouts than
-these; with its file every cell's plan is made, and its prediction written into the plan, before any of them is run.
-Then the runs. Printed: the inputs; for each cell the step predicted and measured, the error, and what part of the step
-is not computing; by schedule the mean absolute error; by environment the regret: how much slower the cell that was
-predicted fastest is than the one that was. Started again, finished runs are not run again; what came out so far is in
-prediction.json under HOLMES_RUNS.
+Four NIC environments with four layouts each are fixed in CELLS below. First, `holmes calibrate` runs once, with other
+layouts. With its file all plans and their predictions are written before any run starts.
+
+Prints the inputs; per cell the predicted and measured step time, the error, and the share of the step without
+computing; per schedule the mean absolute error; per environment the regret: the slowdown of the cell predicted to be
+fastest against the fastest one. A restart skips finished runs. Results so far are in prediction.json under
+HOLMES_RUNS.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ COMMON = (
     "plan.virtual_stages=1",
     "model=gpt_tiny",
 )
-# Of other layouts than the cells: its own default, a stage on two nodes of each fabric, and six layers.
+# Layouts other than the cells': the default (a stage on two nodes of each fabric) and six layers.
 CALIBRATION = ("model=gpt_tiny", "model.layers=6", "batch.micro_size=2", f"train.pace_layer_ms={PACE_MS}")
-COMMUNICATING = 0.25  # share of the step that makes a cell one with much communication
+COMMUNICATING = 0.25  # least share of the step without computing in a cell that counts as communicating
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A run. `environment`: cells that may be compared for the best, each of 16 sequences and 8 layers."""
+    """A run of 16 sequences and 8 layers; cells of one `environment` compare with each other."""
 
     environment: str
     layout: str
@@ -61,7 +62,7 @@ ENVIRONMENTS = {
 }
 _PIPELINE = "plan.strategy=pipeline"
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
-    # one fabric: stages and data parallelism are free
+    # one fabric: any PP and DP
     **{
         environment: {
             "pp2-1f1b": ("plan.pp=2", "plan.dp=2", "plan.schedule=1f1b"),
@@ -71,7 +72,7 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
         }
         for environment in ("ib", "roce")
     },
-    # two fabrics: the transfer between them is Ethernet's
+    # two fabrics: Ethernet between the stages
     **{
         environment: {
             "4-4-1f1b": (_PIPELINE, "plan.pp=2", "plan.schedule=1f1b", "plan.layers_per_stage=[4,4]"),
@@ -99,36 +100,36 @@ CELLS = tuple(
 )
 
 
-def root() -> Path:
+def runs_root() -> Path:
     return Path(os.environ.get("HOLMES_RUNS", "runs"))
 
 
-def holmes(*arguments: str) -> None:
-    done = subprocess.run([HOLMES, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"holmes {' '.join(arguments)}: {done.stderr[-2000:]}")
+def run_holmes(*arguments: str) -> None:
+    process = subprocess.run([HOLMES, *arguments], capture_output=True, text=True, check=False)
+    if process.returncode:
+        sys.exit(f"holmes {' '.join(arguments)}: {process.stderr[-2000:]}")
 
 
-def calibration() -> Path:
-    """The one calibration; made when it is not there."""
-    root().mkdir(parents=True, exist_ok=True)
-    path = root() / "prediction.cal.yaml"
+def calibrate() -> Path:
+    """Return the path of the calibration file; calibrate if it does not exist."""
+    runs_root().mkdir(parents=True, exist_ok=True)
+    path = runs_root() / "prediction.cal.yaml"
     if not path.exists():
-        holmes("calibrate", "name=prediction-calibration", *CALIBRATION, "-o", str(path))
+        run_holmes("calibrate", "name=prediction-calibration", *CALIBRATION, "-o", str(path))
     return path
 
 
-def plan(cell: Cell, measured: Path) -> Path:
-    """The cell's plan with its prediction; one that is there stays as it is."""
-    path = root() / f"{cell.name}.yaml"
+def write_plan(cell: Cell, calibration_path: Path) -> Path:
+    """Return the path of the cell's plan with its prediction; plan if it does not exist."""
+    path = runs_root() / f"{cell.name}.yaml"
     if not path.exists():
-        holmes("plan", *COMMON, *cell.overrides, f"calibration={measured}", "-o", str(path))
+        run_holmes("plan", *COMMON, *cell.overrides, f"calibration={calibration_path}", "-o", str(path))
     return path
 
 
 def run(cell: Cell, path: Path) -> RunDirectory | None:
-    """The cell's run, complete; None where it did not complete."""
-    directory = RunDirectory(root() / cell.name)
+    """Run the cell unless its run exists; return the run if it completed, else None."""
+    directory = RunDirectory(runs_root() / cell.name)
     if not directory.exists():
         subprocess.run(
             [HOLMES, "run", f"name={cell.name}", f"plan_file={path}", f"train.steps={STEPS}"],
@@ -141,8 +142,9 @@ def run(cell: Cell, path: Path) -> RunDirectory | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds of a step, predicted and measured; the share of the measured one in which the busiest stage did not
-    compute."""
+    """The predicted and measured step time of a cell.
+
+    `waiting`: the share of the measured step in which the busiest stage did not compute."""
 
     cell: Cell
     schedule: str
@@ -155,30 +157,30 @@ class Outcome:
         return self.predicted_s / self.measured_s - 1
 
 
-def outcome(cell: Cell, directory: RunDirectory) -> Outcome:
-    made = Plan.read(directory.plan_path)
-    assert made.predicted is not None
+def read_outcome(cell: Cell, directory: RunDirectory) -> Outcome:
+    plan = Plan.read(directory.plan_path)
+    assert plan.predicted is not None
     steps = directory.metrics()[WARM_UP:]
     measured = statistics.median(s["step_time_s"] for s in steps)
     computing = statistics.median(max(stage["compute_s"] for stage in s["breakdown"]) for s in steps)
-    return Outcome(cell, made.schedule.kind, made.predicted.step_time_s, measured, 1 - computing / measured)
+    return Outcome(cell, plan.schedule.kind, plan.predicted.step_time_s, measured, 1 - computing / measured)
 
 
-def summary(done: list[Outcome]) -> list[str]:
-    """Mean absolute errors and regrets."""
+def summary(outcomes: list[Outcome]) -> list[str]:
+    """Return the lines of mean absolute errors and regrets."""
     lines = []
-    for kind in sorted({o.schedule for o in done}):
-        errors = [abs(o.error) for o in done if o.schedule == kind]
+    for kind in sorted({o.schedule for o in outcomes}):
+        errors = [abs(o.error) for o in outcomes if o.schedule == kind]
         lines.append(f"{kind}: mean absolute error {statistics.mean(errors):.1%} over {len(errors)} cells")
     lines.append(
-        f"all: mean absolute error {statistics.mean(abs(o.error) for o in done):.1%}; "
-        f"{sum(o.waiting >= COMMUNICATING for o in done)} of {len(done)} cells spend at least "
-        f"{COMMUNICATING:.0%} of the step on other things than computing"
+        f"all: mean absolute error {statistics.mean(abs(o.error) for o in outcomes):.1%}; "
+        f"{sum(o.waiting >= COMMUNICATING for o in outcomes)} of {len(outcomes)} cells do not compute "
+        f"for at least {COMMUNICATING:.0%} of the step"
     )
     for environment in ENVIRONMENTS:
-        own = [o for o in done if o.cell.environment == environment]
-        if len(own) == len(LAYOUTS[environment]):
-            chosen, best = min(own, key=lambda o: o.predicted_s), min(own, key=lambda o: o.measured_s)
+        cells = [o for o in outcomes if o.cell.environment == environment]
+        if len(cells) == len(LAYOUTS[environment]):
+            chosen, best = (min(cells, key=lambda o: o.predicted_s), min(cells, key=lambda o: o.measured_s))
             lines.append(
                 f"{environment}: predicted best {chosen.cell.layout}, best {best.cell.layout}: "
                 f"regret {chosen.measured_s / best.measured_s - 1:.1%}"
@@ -188,35 +190,35 @@ def summary(done: list[Outcome]) -> list[str]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--cells", type=int, default=len(CELLS), help="run only the first that are not run yet")
-    given = options.parse_args()
+    options.add_argument("--cells", type=int, default=len(CELLS), help="run at most this many new cells")
+    arguments = options.parse_args()
     print(f"inputs: {' '.join(COMMON)}; {STEPS} steps of which {WARM_UP} are warm-up")
     print(f"calibrated on: {' '.join(CALIBRATION)}")
-    measured = calibration()
-    plans = {cell: plan(cell, measured) for cell in CELLS}
-    done: list[Outcome] = []
-    left = given.cells
+    calibration_path = calibrate()
+    plans = {cell: write_plan(cell, calibration_path) for cell in CELLS}
+    outcomes: list[Outcome] = []
+    remaining = arguments.cells
     for cell in CELLS:
-        there = RunDirectory(root() / cell.name).exists()
-        if not there and left == 0:
+        exists = RunDirectory(runs_root() / cell.name).exists()
+        if not exists and remaining == 0:
             continue
-        left -= not there
+        remaining -= not exists
         directory = run(cell, plans[cell])
         if directory is None:
             print(
-                f"{cell.environment:12} {cell.layout:18} not complete: see {root() / cell.name}, "
-                "remove it to run it again",
+                f"{cell.environment:12} {cell.layout:18} not complete: see {runs_root() / cell.name}; "
+                "remove it to repeat the run",
                 flush=True,
             )
             continue
-        done.append(outcome(cell, directory))
-        o = done[-1]
+        outcomes.append(read_outcome(cell, directory))
+        o = outcomes[-1]
         print(
             f"{cell.environment:12} {cell.layout:18} predicted {o.predicted_s:.3f} s, measured {o.measured_s:.3f} s,"
             f" error {o.error:+.1%}, not computing {o.waiting:.0%}",
             flush=True,
         )
-    (root() / "prediction.json").write_text(
+    (runs_root() / "prediction.json").write_text(
         json.dumps(
             [
                 {
@@ -227,12 +229,12 @@ def main() -> None:
                     "measured_s": o.measured_s,
                     "not_computing": o.waiting,
                 }
-                for o in done
+                for o in outcomes
             ],
             indent=1,
         )
     )
-    for line in summary(done) if done else []:
+    for line in summary(outcomes) if outcomes else []:
         print(line)
 
 

@@ -40,7 +40,7 @@ def test_estimates_count_one_nic_per_node_not_per_stage() -> None:
 
     If both stages counted the NIC, the search would choose a plan that is 17.7% slower.
     """
-    model, batch, site = planner_regret.drawn(83)
+    model, batch, site = planner_regret.draw_problem(83)
     free_s, one_fabric_s = (
         search(model, batch, site, PlanOptions(**options), Costs(), Clock())[0].seconds  # type: ignore[arg-type]
         for options in ({}, {"strategy": "one-fabric"})
@@ -53,7 +53,7 @@ def test_pruning_considers_front_loaded_layers() -> None:
 
     With balanced layers its estimate would be 16% too long, and it would be pruned.
     """
-    model, batch, site = planner_regret.drawn(51)
+    model, batch, site = planner_regret.draw_problem(51)
     free_s, fixed_s = (
         search(model, batch, site, PlanOptions(**options), Costs(), Clock())[0].seconds  # type: ignore[arg-type]
         for options in ({}, {"tp": 4, "pp": 10, "dp": 8})
@@ -63,7 +63,7 @@ def test_pruning_considers_front_loaded_layers() -> None:
 
 @pytest.mark.parametrize("seed", [12, 13])
 def test_no_user_fixed_plan_is_half_a_percent_faster(seed: int) -> None:
-    regret = planner_regret.measured(seed, told=3)
+    regret = planner_regret.measure(seed, fixed=3)
     assert regret["told"] >= 3 and regret["regret"] <= 0.005, regret
 
 
@@ -90,7 +90,7 @@ def test_slow_ethernet_is_avoided(
 
 def test_refinement_includes_candidates_that_are_behind() -> None:
     """The best plan, a pipeline over three fabrics, is 7% behind before its fabrics are ordered and then wins by 2%."""
-    model, batch, site = planner_regret.drawn(15)
+    model, batch, site = planner_regret.draw_problem(15)
     fixed_s, free_s = (
         search(model, batch, site, PlanOptions(tp=1, search_micro_size=any_size), Costs(), Clock())[0].seconds
         for any_size in (False, True)
@@ -108,7 +108,7 @@ def test_free_micro_batch_size_gives_no_slower_plan() -> None:
 @pytest.mark.parametrize("seed", [12, 18])
 def test_estimates_are_hardly_too_long(seed: int) -> None:
     """The search relies on this when it prunes a placement."""
-    model, batch, site = planner_regret.drawn(seed)
+    model, batch, site = planner_regret.draw_problem(seed)
     placements = Space(model, batch, site, PlanOptions(), Costs()).placements()
     evaluator = Evaluator(model, batch, site, PlanOptions(), Costs())
     sample = placements[:: max(1, len(placements) // 20)]
@@ -120,7 +120,7 @@ def test_estimates_are_hardly_too_long(seed: int) -> None:
 
 
 def test_search_stopped_by_the_time_limit_has_a_plan_and_notes_its_gap() -> None:
-    model, batch, site = planner_regret.drawn(18)
+    model, batch, site = planner_regret.draw_problem(18)
     full = search(model, batch, site, PlanOptions(), Costs(), Clock())
     stopped = search(model, batch, site, PlanOptions(), Costs(), Clock(seconds=1e-9))
     assert 1 < len(stopped) < len(full)  # each fabric, each pair and all of them are always tried
@@ -132,7 +132,7 @@ def test_search_stopped_by_the_time_limit_has_a_plan_and_notes_its_gap() -> None
 def test_progress_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holmes_hpc.planning.search.explore.PROGRESS_INTERVAL_S", 0)
     lines: list[str] = []
-    model, batch, site = planner_regret.drawn(12)
+    model, batch, site = planner_regret.draw_problem(12)
     best = search(model, batch, site, PlanOptions(), Costs(), Clock(report=lines.append))[0]
     assert len(lines) > 2 and all(line.startswith("planning: ") for line in lines)
     assert f"{best.seconds:.4g} s a step" in lines[-1]

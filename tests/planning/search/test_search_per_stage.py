@@ -27,7 +27,7 @@ UNEVEN = Site(
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_listed_plan_is_a_percent_faster(seed: int) -> None:
-    regret = planner_per_stage.measured(seed)
+    regret = planner_per_stage.measure(seed)
     assert regret["regret"] <= 0.01, regret
 
 
