@@ -214,7 +214,7 @@ def over_pace(record: RunDirectory) -> float:
     found = []
     for s, stage in enumerate(plan.stages):
         weights = plan.parallel.stages[s].weights
-        ranks = sum(weights) / max(weights) if weights else plan.parallel.dp_of(s)
+        ranks = sum(weights) / max(weights) if weights else plan.parallel.stages[s].dp
         factor = (plan.pace_factors or {}).get(stage.fabric, 1.0)
         each = 3e-3 * plan.pace_layer_ms * factor * stage.layers * plan.batch.micro_batches(1) / ranks
         found.append(statistics.median(line["breakdown"][s]["compute_s"] for line in steps) / each)
@@ -230,7 +230,7 @@ def shown(case: Case, repeats: int, runs: Path) -> None:
             continue
         rates = [rate(r) for r in records]
         plans = [Plan.read(r.plan_path) for r in records]
-        replicas = [sum(p.parallel.dp_of(s) for s in range(p.parallel.pp)) for p in plans]
+        replicas = [sum(stage.dp for stage in p.parallel.stages) for p in plans]
         scale = (replicas[0] - sum(1 - w / max(case.weights) for w in case.weights)) / sum(replicas[1:])
         over = [over_pace(r) for r in records]
         at_pace = [r * o for r, o in zip(rates, over, strict=True)]

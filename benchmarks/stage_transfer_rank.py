@@ -1,8 +1,8 @@
-"""One rank of benchmarks/stage_transfer_pairs.py: trains under several schedules in turn, a step each, and times them.
+"""Run one rank of stage_transfer_pairs.py: alternate the schedules step by step, and time the steps.
 
-Alternating within one job compares schedules in the same minute on the same nodes; results are equal bit for bit, so
-each goes on where the other stopped. Arguments: a JSON file of {plan, run_dir, train, cells [{micro_batches,
-in_flight}], rounds, until}, and the file that rank N writes a line to for every step, with .N at its end.
+This compares the schedules at the same time on the same nodes. Their results are equal bit for bit, so each continues
+from the other's step. Arguments: a JSON file of {plan, run_dir, train, cells [{micro_batches, in_flight}], rounds,
+until}, and a path: rank N writes a line per step to PATH.N.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.log import RankLog
 
 
-def launch() -> Launch:
-    """srun itself, without a batch script, does not tell a task the other components' nodes: they are not looked at."""
-    e = os.environ
+def read_launch() -> Launch:
+    """Return the launch of this task; srun without a batch script does not name the other components' nodes."""
+    environment = os.environ
     return Launch(
-        int(e["SLURM_PROCID"]),
-        int(e["SLURM_NTASKS"]),
-        int(e["SLURM_LOCALID"]),
+        int(environment["SLURM_PROCID"]),
+        int(environment["SLURM_NTASKS"]),
+        int(environment["SLURM_LOCALID"]),
         "srun",
-        e["SLURMD_NODENAME"],
-        f"transfer-{e.get('SLURM_HET_JOB_ID') or e['SLURM_JOB_ID']}",
+        environment["SLURMD_NODENAME"],
+        f"transfer-{environment.get('SLURM_HET_JOB_ID') or environment['SLURM_JOB_ID']}",
         False,
     )
 
 
 class Rank:
-    """What the training loop makes, without what it records: model, optimizer, data, edges."""
+    """The model, optimizer, data and edges of the training loop, without its records."""
 
-    def __init__(self, config: Configuration, here: session.Session) -> None:
-        train, plan = config.train, here.plan
-        self.plan, self.device, self.train = plan, here.device, train
-        self.breakdown = Breakdown(here.cuda)
+    def __init__(self, config: Configuration, rank_session: session.Session) -> None:
+        train, plan = config.train, rank_session.plan
+        self.plan, self.device, self.train = plan, rank_session.device, train
+        self.breakdown = Breakdown(rank_session.cuda)
         torch.manual_seed(train.seed)
         model_parallel_cuda_manual_seed(train.seed)
         self.config = gpt.transformer_config(
-            plan, gpt.dtype_of(train.dtype, here.cuda), cuda=here.cuda, timers=self.breakdown
+            plan, gpt.dtype_of(train.dtype, rank_session.cuda), cuda=rank_session.cuda, timers=self.breakdown
         )
-        chunks = gpt.build(plan, self.config, train.seed, here.device)
+        chunks = gpt.build(plan, self.config, train.seed, rank_session.device)
         emulated_layers.emulate((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.config, plan, train)
         self.optimizer = optimizer.build(self.models, self.config, plan, train, self.breakdown)
@@ -74,17 +74,17 @@ class Rank:
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.edges = point_to_point.build_communicator(
             plan,
-            here.groups.edge,
-            rank=here.launch.rank,
+            rank_session.groups.edge,
+            rank=rank_session.launch.rank,
             pp_group=self.groups.pp,
             config=self.config,
-            device=here.device,
+            device=rank_session.device,
         )
         training, _ = build_datasets(config.data, train, plan, None)
-        self.batches = batches(training, plan, parallel_state.get_data_parallel_rank(), 0)
+        self.batches = batches(training, plan, parallel_state.get_data_parallel_rank(), 0, self.device)
 
     def schedule(self, kind: str, in_flight: Sequence[int]) -> Any:
-        """megatron: its own 1F1B, over our edges; ahead: ours."""
+        """Return the schedule: `megatron`: Megatron's 1F1B over holmes_hpc's edges; `ahead`: eager 1F1B."""
         return (
             get_forward_backward_func()
             if kind == "megatron"
@@ -92,12 +92,12 @@ class Rank:
         )
 
     def step(self, schedule: Any, micro_batches: int) -> float:
-        """One step; the gradient norm."""
+        """Train one step; return the gradient norm."""
         self.models[0].zero_grad_buffer()
         self.optimizer.zero_grad()
-        with self.breakdown.part("pipeline_wait_s"):  # what is not another part
+        with self.breakdown.part("pipeline_wait_s"):  # the time of no other part
             schedule(
-                forward_step_func=functools.partial(forward_step, self.device),
+                forward_step_func=forward_step,
                 data_iterator=self.batches,
                 model=self.models[0],
                 num_microbatches=micro_batches,
@@ -113,41 +113,43 @@ class Rank:
 
 def main() -> None:
     torch.set_num_threads(1)
-    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    own, run, plan = launch(), RunDirectory(given["run_dir"]), Plan.read(given["plan"])
-    log, rank_exit = RankLog(run, own), RankExit(run, own)
+    inputs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    rank_launch, run, plan = read_launch(), RunDirectory(inputs["run_dir"]), Plan.read(inputs["plan"])
+    log, rank_exit = RankLog(run, rank_launch), RankExit(run, rank_launch)
     try:
-        config = Configuration(plan.model, plan.batch, train=TrainConfig(**given["train"]))
-        here = session.open_session(config.train, own, plan, run, rank_exit)
-        rank = Rank(config, here)
+        config = Configuration(plan.model, plan.batch, train=TrainConfig(**inputs["train"]))
+        rank_session = session.open_session(
+            config.train, rank_launch, plan, run, rank_exit, bind_cpus=False, start_phase=lambda phase: None
+        )
+        rank = Rank(config, rank_session)
         kinds = ["megatron", "ahead"]
-        with Path(f"{sys.argv[2]}.{own.rank}").open("w", encoding="utf-8") as out:
-            for turn in range(given["rounds"] + 1):  # the first one does not count
-                kinds.reverse()  # none is always the first of a pair
-                late = torch.tensor([time.time() > given["until"]])  # as the first rank's clock says
+        with Path(f"{sys.argv[2]}.{rank_launch.rank}").open("w", encoding="utf-8") as out:
+            for round_number in range(inputs["rounds"] + 1):  # the first round is warm-up
+                kinds.reverse()  # so that each schedule starts every other pair
+                late = torch.tensor([time.time() > inputs["until"]])  # by rank 0's clock
                 torch.distributed.broadcast(late, 0)
                 if late:
                     break
-                for cell, kind in itertools.product(given["cells"], kinds):
+                for cell, kind in itertools.product(inputs["cells"], kinds):
                     torch.distributed.barrier()
                     rank.breakdown.begin()
-                    began, cpu = time.perf_counter(), time.process_time()
+                    start, cpu = time.perf_counter(), time.process_time()
                     norm = rank.step(rank.schedule(kind, cell["in_flight"]), cell["micro_batches"])
                     torch.distributed.barrier()
                     line = {
-                        "round": turn,
+                        "round": round_number,
                         "kind": kind,
                         "micro_batches": cell["micro_batches"],
                         "norm": norm,
-                        "step_s": time.perf_counter() - began,
+                        "step_s": time.perf_counter() - start,
                         "cpu_s": time.process_time() - cpu,
                         "parts": rank.breakdown.take(),
                     }
-                    if turn:
+                    if round_number:
                         print(json.dumps(line), file=out, flush=True)
         rank.edges.close()
         torch.distributed.barrier()
-        here.close()
+        rank_session.close()
         rank_exit.record_end("completed")
     except Exception as e:
         sys.exit(rank_exit.record_failure(e))
