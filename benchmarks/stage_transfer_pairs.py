@@ -1,5 +1,4 @@
-"""What stage transfers between fabrics cost under Megatron's schedule and under the one that runs ahead, on the
-testbed.
+"""Measure the cost of stage transfers between fabrics under Megatron's 1F1B and under eager 1F1B, on the testbed.
 
     holmes testbed up slurm/testbed/hop.yaml; eval "$(holmes testbed env)"
     holmes calibrate name=transfer-calibration model=gpt_tiny model.layers=2 model.hidden=128 model.heads=1 \\
@@ -8,13 +7,14 @@ testbed.
     python benchmarks/stage_transfer_pairs.py --calibration runs/transfer.cal.yaml [--ratio 0.05 0.23 0.45 0.9] \\
         [--micro-batches 32] [--pairs 10] [--where hybrid ib roce] [--minutes 5]
 
-Transfer ratio: one-way transfer time of one micro-batch's activations over Ethernet, over a stage's forward and
-backward computing time for it (paced). The same TP, PP, DP and batch everywhere; `hybrid` is two nodes of either
-fabric, `ib` and `roce` four nodes of one; `three` IB, RoCE and IB nodes in a row, `ib-3` and `roce-3` six of one. The
-planner chooses the depth, and says what a step should take. In each job the schedules alternate step by step; each pair
-of steps is kept in --out, so the benchmark stops after --minutes, and goes on where it stopped. Printed: medians, the
-ratio of the schedules with its 95% interval (bootstrap over pairs), the hybrid against the mean of the homogeneous
-environments, each with its faster schedule, predictions' errors, and how busy this machine's cores were.
+Transfer ratio: the one-way transfer time of one micro-batch's activations over Ethernet, divided by a stage's emulated
+compute time for it (forward and backward). TP, PP, DP and batch are the same everywhere. `hybrid` is two nodes of
+either fabric, `ib` and `roce` four nodes of one; `three` is a row of IB, RoCE and IB nodes, `ib-3` and `roce-3` six
+nodes of one. The planner chooses the depth and predicts the step time. In each job the schedules alternate step by
+step. Pairs of steps are written to --out: the benchmark stops after --minutes, and a restart continues.
+
+Prints medians, the ratio of the schedules with its 95% interval (bootstrap over pairs), the hybrid against the mean of
+the homogeneous environments (each with its faster schedule), prediction errors, and the load of this machine's cores.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from holmes_hpc.planning.schedule.kinds import in_flight
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.records.run import RunDirectory
 
-HIDDEN, SEQUENCE, VOCABULARY = 128, 8, 64  # the fewest bytes of other things than activations, and little to compute
+HIDDEN, SEQUENCE, VOCABULARY = 128, 8, 64  # little compute, and few bytes besides activations
 SAMPLE_BYTES = 4 * HIDDEN * SEQUENCE
 HEADERS = 1.046  # TCP/IP headers at MTU 1500
-START_S = 30.0  # a job that would have less time is not begun
+MIN_JOB_S = 30.0  # no job starts with less time left
 HOMOGENEOUS = {"hybrid": ("ib", "roce"), "three": ("ib-3", "roce-3")}
 
 
 def environments(site: Site, dp: int) -> dict[str, list[tuple[str, int]]]:
-    """Name -> (fabric, stages it holds), in order."""
+    """Return the (fabric, stages) of each environment that the site has nodes for, in pipeline order."""
     ib = [f.name for f in site.fabrics if str(f.nic) == "ib"]
     roce = [f.name for f in site.fabrics if str(f.nic) == "roce"]
-    found = {
+    stages_by_fabric = {
         "hybrid": [(ib[0], 1), (roce[0], 1)],
         "ib": [(ib[0], 2)],
         "roce": [(roce[0], 2)],
@@ -70,8 +70,8 @@ def environments(site: Site, dp: int) -> dict[str, list[tuple[str, int]]]:
     sizes = {f.name: f.nodes for f in site.fabrics}
     return {
         name: parts
-        for name, parts in found.items()
-        if all(sizes[fabric] >= held * dp for fabric, held in parts)
+        for name, parts in stages_by_fabric.items()
+        if all(sizes[fabric] >= stages * dp for fabric, stages in parts)
         and len({fabric for fabric, _ in parts}) == len(parts)
     }
 
@@ -79,13 +79,13 @@ def environments(site: Site, dp: int) -> dict[str, list[tuple[str, int]]]:
 def make_plan(
     site: Site, parts: list[tuple[str, int]], dp: int, micro_batches: int, micro_size: int, costs: Costs
 ) -> Plan:
-    """The planner's own: it chooses the depth."""
-    stages = sum(held for _, held in parts)
+    """Plan one environment; the planner chooses the depth."""
+    stages = sum(count for _, count in parts)
     model = ModelSpec(
         "transfer", layers=stages, hidden=HIDDEN, heads=1, vocab=VOCABULARY, ffn=64, kv_heads=1, max_positions=SEQUENCE
     )
     options = PlanOptions(
-        nodes={fabric: held * dp for fabric, held in parts},
+        nodes={fabric: count * dp for fabric, count in parts},
         gpus_per_node=1,
         tp=1,
         pp=stages,
@@ -101,7 +101,7 @@ def make_plan(
 
 
 def predicted_s(cell: dict[str, Any], costs: Costs) -> tuple[float, float]:
-    """What the planner says of a cell: seconds of a step (under Megatron's 1F1B, running ahead)."""
+    """Predict the step time of a cell in seconds (under Megatron's 1F1B, under eager 1F1B)."""
     plan = Plan.read(cell["plan"])
     plan = replace(plan, batch=replace(plan.batch, global_size=cell["samples"]), predicted=None)
     depths = in_flight(plan.parallel.pp, cell["micro_batches"])
@@ -111,11 +111,11 @@ def predicted_s(cell: dict[str, Any], costs: Costs) -> tuple[float, float]:
     )
 
 
-def play(folder: Path, plan: Plan, given: dict[str, Any]) -> None:
-    """One job; each rank leaves its steps' times in `folder`."""
+def run_job(folder: Path, plan: Plan, inputs: dict[str, Any]) -> None:
+    """Run one job; each rank writes its step times into `folder`."""
     run = RunDirectory.create(folder, plan.to_yaml(), {"benchmark": "stage_transfer_pairs"})
     path = folder / "given.json"
-    path.write_text(json.dumps({**given, "plan": str(run.plan_path), "run_dir": str(folder)}))
+    path.write_text(json.dumps({**inputs, "plan": str(run.plan_path), "run_dir": str(folder)}))
     program = [
         sys.executable,
         "-W",
@@ -124,143 +124,159 @@ def play(folder: Path, plan: Plan, given: dict[str, Any]) -> None:
         str(path),
         str(folder / "times"),
     ]
-    words = ["srun"]
-    for index, c in enumerate(plan.components):
-        words += [":"] * bool(index) + ["-p", c.partition, f"-N{c.nodes}", f"-n{c.ranks}", "--ntasks-per-node=1"]
-        words += ["-t", "15", "-J", "transfer"] if not index else []
-        words += program
+    command = ["srun"]
+    for index, component in enumerate(plan.components):
+        command += [":"] * bool(index) + [
+            "-p",
+            component.partition,
+            f"-N{component.nodes}",
+            f"-n{component.ranks}",
+            "--ntasks-per-node=1",
+        ]
+        command += ["-t", "15", "-J", "transfer"] if not index else []
+        command += program
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, env=env, text=True, capture_output=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    process = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{process.stdout[-2000:]}\n{process.stderr[-2000:]}")
 
 
-def begin(
-    a: argparse.Namespace,
+def run_environment(
+    arguments: argparse.Namespace,
     site: Site,
     costs: Costs,
     where: str,
     ratio: float,
     micro_batches: list[int],
     rounds: int,
-    until: float,
+    deadline: float,
 ) -> None:
-    """Plan one environment at one ratio, and run it up to the time `until`."""
-    parts = environments(site, a.dp)[where]
-    stage_s = 3 * a.pace_ms / 1000
-    rate = site.fabric(parts[0][0]).ethernet_gbps * 1e9 / 8 / HEADERS
-    micro_size = max(1, round(ratio * stage_s * rate / SAMPLE_BYTES))
+    """Plan one environment at one ratio, and run it until the time `deadline`."""
+    parts = environments(site, arguments.dp)[where]
+    stage_s = 3 * arguments.pace_ms / 1000
+    bytes_per_s = site.fabric(parts[0][0]).ethernet_gbps * 1e9 / 8 / HEADERS
+    micro_size = max(1, round(ratio * stage_s * bytes_per_s / SAMPLE_BYTES))
     cells = []
     for count in micro_batches:
-        plan = make_plan(site, parts, a.dp, count, micro_size, costs)
+        plan = make_plan(site, parts, arguments.dp, count, micro_size, costs)
         cells.append({"micro_batches": count, "in_flight": plan.schedule.in_flight, "samples": plan.batch.global_size})
-    plan = make_plan(site, parts, a.dp, max(micro_batches), micro_size, costs)
-    own = SAMPLE_BYTES * micro_size / rate / stage_s  # after rounding
+    plan = make_plan(site, parts, arguments.dp, max(micro_batches), micro_size, costs)
+    rounded_ratio = SAMPLE_BYTES * micro_size / bytes_per_s / stage_s  # with a whole number of samples
     note(
-        f"{where}, transfer ratio {own:.3f}: micro-batches of {micro_size} samples; "
+        f"{where}, transfer ratio {rounded_ratio:.3f}: micro-batches of {micro_size} samples; "
         + ", ".join(f"{c['micro_batches']} with {c['in_flight']} in flight" for c in cells)
     )
-    folder = a.out / f"{where}-{ratio}-{time.strftime('%H%M%S')}"
-    play(
+    folder = arguments.out / f"{where}-{ratio}-{time.strftime('%H%M%S')}"
+    run_job(
         folder,
         plan,
         {
             "where": where,
             "ratio": ratio,
-            "own": own,
+            "own": rounded_ratio,
             "stage_s": stage_s,
-            "dp": a.dp,
+            "dp": arguments.dp,
             "cells": cells,
             "stages": len(plan.stages),
             "edges_tcp": len(parts) - 1,
             "rounds": rounds,
-            "until": until,
+            "until": deadline,
             "micro_size": micro_size,
             "load": os.getloadavg()[0],
-            "train": {"pace_layer_ms": a.pace_ms, "device": "cpu", "steps": 10_000},
+            "train": {"pace_layer_ms": arguments.pace_ms, "device": "cpu", "steps": 10_000},
         },
     )
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """95% bootstrap interval of the median."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    """Return the 95% bootstrap interval of the median."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
     return medians[50], medians[1949]
 
 
-def cells_of(out: Path) -> dict[tuple[str, float, int], dict[str, Any]]:
-    """(where, ratio, micro-batches) -> what is known of it: `pairs` of seconds (megatron, ahead), and so on, over all
-    jobs that were run, also those that were stopped."""
+def read_cells(out: Path) -> dict[tuple[str, float, int], dict[str, Any]]:
+    """Return the measurements of each (where, ratio, micro-batches), over all jobs, stopped ones included.
+
+    `pairs`: seconds (megatron, ahead); `megatron` and `ahead`: the lines of all ranks of those steps."""
     cells: dict[tuple[str, float, int], dict[str, Any]] = {}
     for path in sorted(out.glob("*/given.json"), key=lambda p: p.stat().st_mtime):
-        given = json.loads(path.read_text())
+        inputs = json.loads(path.read_text())
         lines: dict[tuple[int, int, str], list[dict[str, Any]]] = defaultdict(list)
-        ranks = given["stages"] * given["dp"]
+        ranks = inputs["stages"] * inputs["dp"]
         for rank in range(ranks):
-            of = path.with_name(f"times.{rank}")
-            for text in of.read_text().splitlines() if of.exists() else ():
+            times_path = path.with_name(f"times.{rank}")
+            for text in times_path.read_text().splitlines() if times_path.exists() else ():
                 line = json.loads(text)
                 lines[line["round"], line["micro_batches"], line["kind"]].append(line)
-        whole = {key: steps for key, steps in lines.items() if len(steps) == ranks}
-        for cell in given["cells"]:
+        complete_steps = {key: steps for key, steps in lines.items() if len(steps) == ranks}
+        for cell in inputs["cells"]:
             count = cell["micro_batches"]
-            key = given["where"], given["ratio"], count
-            rounds = [r for r, n, kind in whole if n == count and kind == "ahead" and (r, n, "megatron") in whole]
-            known = cells.setdefault(key, {"pairs": [], "ahead": [], "megatron": []})
-            known.update({k: v for k, v in {**given, **cell}.items() if k != "cells"})
-            known["pairs"] += [
-                tuple(whole[r, count, kind][0]["step_s"] for kind in ("megatron", "ahead")) for r in rounds
+            key = inputs["where"], inputs["ratio"], count
+            rounds = [
+                r
+                for r, n, kind in complete_steps
+                if n == count and kind == "ahead" and (r, n, "megatron") in complete_steps
+            ]
+            measurements = cells.setdefault(key, {"pairs": [], "ahead": [], "megatron": []})
+            measurements.update({k: v for k, v in {**inputs, **cell}.items() if k != "cells"})
+            measurements["pairs"] += [
+                tuple(complete_steps[r, count, kind][0]["step_s"] for kind in ("megatron", "ahead")) for r in rounds
             ]
             for kind in ("megatron", "ahead"):
-                known[kind] += [whole[r, count, kind] for r in rounds]
+                measurements[kind] += [complete_steps[r, count, kind] for r in rounds]
     return {key: cell for key, cell in cells.items() if cell["pairs"]}
 
 
 def bound_s(cell: dict[str, Any]) -> float:
-    """Seconds of a step in which nothing is waited for but filling and draining: the slowest stage's computing, as it
-    was measured, one micro-batch of each other stage, and one round trip over the slow edges."""
-    computing = [
+    """Return the lower bound of the step time in seconds: only filling and draining wait.
+
+    It sums the slowest stage's measured compute time, one micro-batch of each other stage, and one round trip over the
+    slow edges."""
+    compute_s = [
         statistics.median(step[stage * cell["dp"]]["parts"]["compute_s"] for step in cell["ahead"])
         for stage in range(cell["stages"])
     ]
-    rest = (sum(computing) - max(computing)) / cell["micro_batches"]
-    return max(computing) + rest + 2 * cell["own"] * cell["stage_s"] * cell["edges_tcp"]
+    others_s = (sum(compute_s) - max(compute_s)) / cell["micro_batches"]
+    return max(compute_s) + others_s + 2 * cell["own"] * cell["stage_s"] * cell["edges_tcp"]
 
 
-def report(cells: dict[tuple[str, float, int], dict[str, Any]], costs: Costs) -> None:
-    """The tables."""
-    rows, how, best = [], [], {}
+def print_tables(cells: dict[tuple[str, float, int], dict[str, Any]], costs: Costs) -> None:
+    """Print the tables."""
+    rows, details, best = [], [], {}
     for (where, ratio, count), cell in sorted(cells.items(), key=lambda item: (item[0][1], -item[0][2], item[0][0])):
-        waits, ahead = (statistics.median(x) for x in zip(*cell["pairs"], strict=True))
-        best[where, ratio, count] = cell["samples"] / min(waits, ahead)
+        megatron_s, eager_s = (statistics.median(x) for x in zip(*cell["pairs"], strict=True))
+        best[where, ratio, count] = cell["samples"] / min(megatron_s, eager_s)
         ratios = [x / y for x, y in cell["pairs"]]
         low, high = interval(ratios)
-        wrong = [said / took - 1 for said, took in zip(predicted_s(cell, costs), (waits, ahead), strict=True)]
-        busy = statistics.median(
+        errors = [
+            predicted / measured - 1
+            for predicted, measured in zip(predicted_s(cell, costs), (megatron_s, eager_s), strict=True)
+        ]
+        core_share = statistics.median(
             sum(r["cpu_s"] for r in step) / step[0]["step_s"] / (os.cpu_count() or 1) for step in cell["ahead"]
         )
-        computing = statistics.median(step[-1]["parts"]["compute_s"] for step in cell["ahead"]) / count
+        compute_s = statistics.median(step[-1]["parts"]["compute_s"] for step in cell["ahead"]) / count
         name = [where, f"{cell['own']:.3f}", count]
         rows.append(
             [
                 *name,
                 len(ratios),
                 "+".join(map(str, cell["in_flight"])),
-                f"{waits:.3f}",
-                f"{ahead:.3f}",
+                f"{megatron_s:.3f}",
+                f"{eager_s:.3f}",
                 f"{statistics.median(ratios):.3f}",
                 f"{low:.3f} to {high:.3f}",
             ]
         )
-        how.append(
+        details.append(
             [
                 *name,
-                f"{bound_s(cell) / ahead:.1%}",
-                f"{wrong[0]:+.1%}",
-                f"{wrong[1]:+.1%}",
-                f"{1000 * computing:.1f}",
-                f"{busy:.0%}",
+                f"{bound_s(cell) / eager_s:.1%}",
+                f"{errors[0]:+.1%}",
+                f"{errors[1]:+.1%}",
+                f"{1000 * compute_s:.1f}",
+                f"{core_share:.0%}",
             ]
         )
     table(
@@ -269,20 +285,20 @@ def report(cells: dict[tuple[str, float, int], dict[str, Any]], costs: Costs) ->
         rows,
     )
     table(
-        "running ahead, of the bound; the predictions' errors; ms that the last stage computes for a micro-batch; "
-        "these ranks' share of the cores",
+        "eager 1F1B as a share of the bound; prediction errors; compute time of the last stage per micro-batch in ms; "
+        "the ranks' share of the cores",
         ["where", "transfer", "micro-batches", "of the bound", "megatron", "ahead", "computing", "busy"],
-        how,
+        details,
     )
     rows = []
     for where, ratio, count in best:
-        others = [(name, ratio, count) for name in HOMOGENEOUS.get(where, ("",))]
-        if all(name in best for name in others):
+        homogeneous = [(name, ratio, count) for name in HOMOGENEOUS.get(where, ("",))]
+        if all(name in best for name in homogeneous):
             cell, stages = cells[where, ratio, count], cells[where, ratio, count]["stages"]
             fill = count + stages - 1
-            share = best[where, ratio, count] / statistics.mean(best[name] for name in others)
-            without = (
-                statistics.mean(best[name] for name in others)
+            eager_share = best[where, ratio, count] / statistics.mean(best[name] for name in homogeneous)
+            megatron_share = (
+                statistics.mean(best[name] for name in homogeneous)
                 * statistics.median(x for x, _ in cell["pairs"])
                 / cell["samples"]
             )
@@ -291,14 +307,14 @@ def report(cells: dict[tuple[str, float, int], dict[str, Any]], costs: Costs) ->
                     where,
                     f"{cell['own']:.3f}",
                     count,
-                    f"{1 / without:.1%}",
-                    f"{share:.1%}",
+                    f"{1 / megatron_share:.1%}",
+                    f"{eager_share:.1%}",
                     f"{fill / (fill + 2 * cell['own'] * cell['edges_tcp']):.1%}",
                 ]
             )
     if rows:
         table(
-            "throughput over several fabrics, of the mean of the homogeneous environments with their faster schedule",
+            "throughput over several fabrics, as a share of the mean of the homogeneous environments (faster schedule)",
             ["where", "transfer", "micro-batches", "megatron", "ahead", "fill and drain leave"],
             rows,
         )
@@ -310,22 +326,29 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[32])
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--where", nargs="+", default=["hybrid", "ib", "roce"])
-    parser.add_argument("--pace-ms", type=float, default=30.0, help="forward time of a stage, which is one layer")
+    parser.add_argument(
+        "--pace-ms", type=float, default=30.0, help="emulated forward time of a stage (one layer) in ms"
+    )
     parser.add_argument("--dp", type=int, default=2)
-    parser.add_argument("--calibration", type=Path, help="what `holmes calibrate` measured; else published figures")
-    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
+    parser.add_argument("--calibration", type=Path, help="file of `holmes calibrate`; default: published figures")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after this time")
     parser.add_argument("--out", type=Path, default=Path("runs") / "stage-transfer")
-    a = parser.parse_args()
-    calibration = Calibration.from_dict(yaml.safe_load(a.calibration.read_text())) if a.calibration else None
-    site, costs = read_site(), Costs(calibration, a.pace_ms)
-    until = time.time() + 60 * a.minutes
-    for ratio, where in itertools.product(a.ratio, a.where):
-        done = cells_of(a.out)
-        left = {n: a.pairs - len(done.get((where, ratio, n), {"pairs": ()})["pairs"]) for n in a.micro_batches}
-        wanted = [n for n, pairs in left.items() if pairs > 0]
-        if wanted and time.time() < until - START_S:
-            begin(a, site, costs, where, ratio, wanted, max(left.values()), until)
-    report(cells_of(a.out), costs)
+    arguments = parser.parse_args()
+    calibration = (
+        Calibration.from_dict(yaml.safe_load(arguments.calibration.read_text())) if arguments.calibration else None
+    )
+    site, costs = read_site(), Costs(calibration, arguments.pace_ms)
+    deadline = time.time() + 60 * arguments.minutes
+    for ratio, where in itertools.product(arguments.ratio, arguments.where):
+        cells = read_cells(arguments.out)
+        missing_pairs = {
+            n: arguments.pairs - len(cells.get((where, ratio, n), {"pairs": ()})["pairs"])
+            for n in arguments.micro_batches
+        }
+        unfinished = [n for n, pairs in missing_pairs.items() if pairs > 0]
+        if unfinished and time.time() < deadline - MIN_JOB_S:
+            run_environment(arguments, site, costs, where, ratio, unfinished, max(missing_pairs.values()), deadline)
+    print_tables(read_cells(arguments.out), costs)
 
 
 if __name__ == "__main__":
