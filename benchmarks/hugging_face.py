@@ -1,9 +1,9 @@
-"""What a rank's loading from Hugging Face takes: a random Llama of 1.6 GB (fp32) into TP 2 x PP 2 on this machine.
+"""Measure memory and time to load Hugging Face weights: a random Llama of 1.6 GB (fp32) into TP 2 x PP 2.
 
     python benchmarks/hugging_face.py
 
-Printed for each rank: what its process held at most while loading beyond what it held before, its slice, its largest
-tensor, the seconds. Exit code 1 where the first is above the sum of the others and 100 MiB.
+Ranks are processes of this machine. Prints per rank the peak memory while loading above the memory before, its slice,
+its largest tensor, and the seconds. Exits with 1 if the first exceeds the slice, the largest tensor and 100 MiB.
 """
 
 from __future__ import annotations
@@ -69,33 +69,33 @@ def _load(rank: int, root: Path) -> None:
     plan = spawn.plan(tp=2, pp=2, model=LARGE)
     config = gpt.transformer_config(plan, torch.float32, cuda=False)
     (chunk,) = gpt.build(plan, config, None, torch.device("cpu"))
-    own = [p.nbytes for p in chunk.parameters()]
-    Path("/proc/self/clear_refs").write_text("5")  # the peak, from here on
-    before, began = _status("VmRSS"), time.perf_counter()
+    sizes = [p.nbytes for p in chunk.parameters()]
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory of this process
+    start_bytes, start = _memory_bytes("VmRSS"), time.perf_counter()
     hugging_face_folder.fill_model(root / "large", LARGE, [chunk], rank % 2)
-    took, above = time.perf_counter() - began, _status("VmHWM") - before
-    within = above <= sum(own) + max(own) + ALLOWED
-    for turn in range(4):
+    elapsed_s, peak_bytes = time.perf_counter() - start, _memory_bytes("VmHWM") - start_bytes
+    is_within = peak_bytes <= sum(sizes) + max(sizes) + ALLOWED
+    for printing_rank in range(4):
         dist.barrier()
-        if turn == rank:
+        if printing_rank == rank:
             print(
-                f"rank {rank}: {above / 2**20:.0f} MiB above before; its slice {sum(own) / 2**20:.0f} MiB, its "
-                f"largest tensor {max(own) / 2**20:.0f} MiB: {'within' if within else 'ABOVE'} both and 100 MiB; "
-                f"{took:.1f} s",
+                f"rank {rank}: {peak_bytes / 2**20:.0f} MiB above the start; its slice {sum(sizes) / 2**20:.0f} MiB, "
+                f"its largest tensor {max(sizes) / 2**20:.0f} MiB; "
+                f"{'within' if is_within else 'ABOVE'} both and 100 MiB; {elapsed_s:.1f} s",
                 flush=True,
             )
     dist.destroy_process_group()
-    sys.exit(not within)
+    sys.exit(not is_within)
 
 
-def _status(name: str) -> int:
+def _memory_bytes(name: str) -> int:
     line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith(name))
     return int(line.split()[1]) * 1024
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="holmes-hugging-face-") as made:
-        measure(Path(made))
+    with tempfile.TemporaryDirectory(prefix="holmes-hugging-face-") as folder:
+        measure(Path(folder))
 
 
 if __name__ == "__main__":

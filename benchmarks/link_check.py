@@ -1,9 +1,9 @@
-"""What the checks at start and the byte counters cost a node: `python benchmarks/link_check.py`.
+"""Measure the time of the start-up checks and byte counters of a node: `python benchmarks/link_check.py`.
 
-Allowed: 5 s at 10 nodes and 20 ms for each further node; counters 0.5% of a step. One node's own work is run for real:
-reading what all nodes publish, choosing and reaching its peers (over loopback, so without their own delays), the rounds
-of samples with their fixed time, and the verdict over all reports. The nodes are made up: three fabrics, eight GPUs
-each."""
+Limits: 5 s at 10 nodes plus 20 ms per further node for the checks, 0.5% of a step for the counters. The work of one
+node is real: it reads the information of all nodes, chooses and reaches its peers (over loopback, without network
+delay), waits for the fixed time of the sample rounds, and evaluates all reports. The nodes are synthetic: three
+fabrics, eight GPUs per node."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ GPUS = 8
 STEP_S = 0.5
 
 
-def job(count: int) -> tuple[list[NodeInformation], list[CommunicationGroup]]:
-    """`count` nodes of three fabrics, data parallel inside, edges between."""
+def make_nodes(count: int) -> tuple[list[NodeInformation], list[CommunicationGroup]]:
+    """Return `count` nodes of three fabrics, with data parallelism inside fabrics and edges between them."""
     infos = []
     for i in range(count):
         fabric = ("ib-a", "roce-a", "eth-a")[3 * i // count]
@@ -52,22 +52,22 @@ def job(count: int) -> tuple[list[NodeInformation], list[CommunicationGroup]]:
     ]
     groups += [
         CommunicationGroup("edge", "tcp", (a.ranks[g], b.ranks[g]))
-        for one, two in pairwise(parts)
-        for a, b in zip(one, two, strict=False)
+        for sources, targets in pairwise(parts)
+        for a, b in zip(sources, targets, strict=False)
         for g in range(GPUS)
     ]
     return infos, [*groups, CommunicationGroup("world", "tcp", tuple(range(count * GPUS)), sampled=False)]
 
 
-def cost(count: int) -> tuple[float, int]:
-    """Seconds of one node of `count`, and how many peers it reached."""
-    infos, groups = job(count)
+def check_s(count: int) -> tuple[float, int]:
+    """Return the seconds of one node of `count`, and the number of its peers."""
+    infos, groups = make_nodes(count)
     text = msgspec.json.encode({c.node: c for c in infos})
     start = time.perf_counter()
     infos = [*msgspec.json.decode(text, type=dict[str, NodeInformation]).values()]
     find_node_faults(infos, groups)
-    own = infos[count // 2].node
-    links = peer_links(infos, groups, own)
+    node = infos[count // 2].node
+    links = peer_links(infos, groups, node)
     order = measurement_rounds(infos, groups)
     with LinkServer("peer", "word", {"tcp": ("lo", "127.0.0.1")}) as server:
         targets = {f"{x.kind} {x.receiver}": Endpoint("lo", "127.0.0.1", server.ports["tcp"], 1.0) for x in links}
@@ -80,28 +80,28 @@ def cost(count: int) -> tuple[float, int]:
 
 
 def main() -> int:
-    """Print the table; exit code 1 where the allowance is exceeded."""
+    """Print the table; return 1 if a limit is exceeded."""
     worst = 0.0
-    print(f"{'nodes':>6} {'peers':>6} {'seconds':>8} {'allowed':>8}")
+    print(f"{'nodes':>6} {'peers':>6} {'seconds':>8} {'limit':>8}")
     for count in (10, 100, 300, 1000):
-        seconds, reached = cost(count)
-        allowed = 5 + 0.02 * (count - 10)
-        worst = max(worst, seconds / allowed)
-        print(f"{count:6d} {reached:6d} {seconds:8.2f} {allowed:8.2f}")
-    tries = 200
+        seconds, reached = check_s(count)
+        limit_s = 5 + 0.02 * (count - 10)
+        worst = max(worst, seconds / limit_s)
+        print(f"{count:6d} {reached:6d} {seconds:8.2f} {limit_s:8.2f}")
+    repeats = 200
     with tempfile.TemporaryDirectory() as folder:
         log = NicLog(Path(folder) / "nics", "n0", 1)
         start = time.perf_counter()
-        for step in range(tries):
+        for step in range(repeats):
             counters = read_counters()
             log.add(step, {name: (step + 1, step + 1) for name in counters})
-            log.write()  # in a run once a second at most
-        each = (time.perf_counter() - start) / tries
+            log.write()  # a run writes at most once per second
+        counters_s = (time.perf_counter() - start) / repeats
     print(
-        f"counters of {len(counters)} NICs, read and written: {each * 1e6:.0f} us, {each / STEP_S:.3%} of a step of "
-        f"{STEP_S:g} s (allowed 0.5%)"
+        f"counters of {len(counters)} NICs, read and written: {counters_s * 1e6:.0f} us, {counters_s / STEP_S:.3%} of "
+        f"a step of {STEP_S:g} s (limit 0.5%)"
     )
-    return int(worst > 1 or each / STEP_S > 0.005)
+    return int(worst > 1 or counters_s / STEP_S > 0.005)
 
 
 if __name__ == "__main__":

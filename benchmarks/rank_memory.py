@@ -1,11 +1,10 @@
-"""What a rank holds in memory beyond weights, gradients, optimizer and activations.
+"""Measure the memory of a rank beyond weights, gradients, optimizer and activations.
 
     python benchmarks/rank_memory.py [OVERRIDES]
 
-Local ranks on CPUs, one run for each size of model. Held: the most memory that the operating system gave a rank's
-process (Python and its libraries included); the model's share is what the planner foretells, which
-benchmarks/planner_memory.py compares with every live tensor. Printed: the inputs, and the two and their difference for
-the rank that holds most beyond.
+Local ranks run on CPUs, one run per model size. The peak is the resident memory of a rank's process, with Python and
+its libraries. The model's share is the planner's prediction, which planner_memory.py compares with all live tensors.
+Prints the inputs, and both values and their difference for the rank with the largest difference.
 """
 
 from __future__ import annotations
@@ -39,24 +38,26 @@ def main() -> None:
     common = [*COMMON, *sys.argv[1:]]
     print(f"inputs: {' '.join(common)}, load {os.getloadavg()[0]:.2f}")
     for name, overrides in SIZES.items():
-        with tempfile.TemporaryDirectory(prefix="holmes-memory-") as made:
-            run = RunDirectory(Path(made) / "run")
+        with tempfile.TemporaryDirectory(prefix="holmes-memory-") as folder:
+            run = RunDirectory(Path(folder) / "run")
             subprocess.run(
                 [str(Path(sys.executable).with_name("holmes")), "run", f"run_dir={run.path}", *common, *overrides],
                 check=True,
                 capture_output=True,
             )
-            plan, held = Plan.read(run.plan_path), run.metrics()[-1]["peak_memory_bytes"]
+            plan, peak_bytes = Plan.read(run.plan_path), run.metrics()[-1]["peak_memory_bytes"]
         assert plan.predicted is not None
-        own = [
+        model_bytes = [
             plan.predicted.memory_bytes_per_gpu[stage]
             for stage in range(plan.parallel.pp)
             for _ in range(plan.world_size // plan.parallel.pp)
         ]
-        beyond, rank = max((h - o, r) for r, (h, o) in enumerate(zip(held, own, strict=True)))
+        difference, rank = max(
+            (peak - model, r) for r, (peak, model) in enumerate(zip(peak_bytes, model_bytes, strict=True))
+        )
         print(
-            f"{name}: rank {rank} holds {held[rank] / 2**20:.0f} MiB, the model's share is "
-            f"{own[rank] / 2**20:.0f} MiB; beyond it {beyond / 2**20:.0f} MiB (at most {LIMIT_MIB})",
+            f"{name}: rank {rank} has {peak_bytes[rank] / 2**20:.0f} MiB, the model's share is "
+            f"{model_bytes[rank] / 2**20:.0f} MiB; difference {difference / 2**20:.0f} MiB (at most {LIMIT_MIB})",
             flush=True,
         )
 
