@@ -1,9 +1,9 @@
-"""A sweep of 200 plan jobs: what submission costs beyond Slurm's own commands, and what watching it costs.
+"""Measure submission and status of a sweep of 200 jobs, without the time of Slurm's own commands.
 
     python benchmarks/submission_sweep.py [JOBS]
 
-Slurm's commands are stand-ins that answer at once, so all that is measured is ours. Limits (exit code 1 beyond them):
-150 ms a submission, one Slurm query per poll, 1 s until the table of all jobs is drawn.
+Slurm's commands are replaced by stand-ins that answer at once. Limits (else exit code 1): 150 ms per submission, one
+Slurm query per poll, 1 s for the status table of all jobs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SACCT = SEPARATOR.join(("{id}+{k}", "RUNNING", "0:0", "{now}", "None", "n1", "ho
 
 
 class StandIns:
-    """Slurm's commands, answered in this process; counts calls and the time in them."""
+    """Stand-ins for Slurm's commands that count the calls and their time."""
 
     def __init__(self) -> None:
         self.jobs: list[str] = []
@@ -59,7 +59,7 @@ class StandIns:
         self.seconds = 0.0
 
     def __call__(self, *arguments: str, **_: Any) -> commands.Answer:
-        began = time.perf_counter()
+        start = time.perf_counter()
         self.calls.append(arguments[0])
         out = err = ""
         if arguments[0] == "sbatch" and "--test-only" in arguments:
@@ -68,14 +68,16 @@ class StandIns:
             self.jobs.append(Path(arguments[-1]).parents[1].name)
             out = str(len(self.jobs))
         elif arguments[0] == "sacct":
-            now = int(time.time())
+            unix_s = int(time.time())
             out = (
                 "\n".join(
-                    SACCT.format(id=i, k=k, now=now, name=name) for i, name in enumerate(self.jobs, 1) for k in (0, 1)
+                    SACCT.format(id=i, k=k, now=unix_s, name=name)
+                    for i, name in enumerate(self.jobs, 1)
+                    for k in (0, 1)
                 )
                 + "\n"
             )
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - start
         return commands.Answer(0, out, err)
 
 
@@ -85,7 +87,7 @@ def work(config: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    fake = StandIns()
+    stand_ins = StandIns()
     targets = (
         "holmes_hpc.slurm.commands.slurm",
         "holmes_hpc.submission.executor.submit.slurm",
@@ -93,58 +95,58 @@ def main() -> int:
     )
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch(targets[0], fake),
-        mock.patch(targets[1], fake),
-        mock.patch(targets[2], fake),
+        mock.patch(targets[0], stand_ins),
+        mock.patch(targets[1], stand_ins),
+        mock.patch(targets[2], stand_ins),
         mock.patch("holmes_hpc.slurm.scontrol.output", lambda *_: ""),
     ):
         root = Path(folder)
         manifest = open_manifest(root, time.time())
-        each = []
-        for num in range(count):
-            began, inside = time.perf_counter(), fake.seconds
-            config = {"train": {"steps": 100}, "run_dir": str(root / str(num))}
-            run = RunDirectory.create(root / str(num), plan_text=PLAN.to_yaml(), config=config)
+        submission_s = []
+        for number in range(count):
+            start, slurm_s = time.perf_counter(), stand_ins.seconds
+            config = {"train": {"steps": 100}, "run_dir": str(root / str(number))}
+            run = RunDirectory.create(root / str(number), plan_text=PLAN.to_yaml(), config=config)
             job = submit_plan(PLAN, run.path, work, config, SlurmSettings(timeout_min=60))
             manifest.put(
                 SweepJob(
-                    num,
-                    (f"seed={num}",),
-                    str(num),
+                    number,
+                    (f"seed={number}",),
+                    str(number),
                     "plan",
                     "slurm",
                     job.job_id,
-                    f"{num}/submission",
+                    f"{number}/submission",
                     64,
-                    f"holmes-{num}",
+                    f"holmes-{number}",
                     time.time(),
                 )
             )
-            each.append(time.perf_counter() - began - (fake.seconds - inside))
+            submission_s.append(time.perf_counter() - start - (stand_ins.seconds - slurm_s))
             run.start_attempt({})
             for step in range(100):
                 run.append_metrics({"step": step, "loss": 1.0, "tokens_per_s": 1.0, "attempt": 1})
         watcher.WATCHER.clear()
-        watcher._YOUNG_S = 0  # as if they had been submitted some time ago
+        watcher._YOUNG_S = 0  # as if the jobs were not new
         polls = []
         for _ in range(5):
-            fake.calls.clear()
-            began = time.perf_counter()
+            stand_ins.calls.clear()
+            start = time.perf_counter()
             rows = sweep.sweep_status(root)
             sweep.table_cells(rows)
-            polls.append((time.perf_counter() - began, len(fake.calls)))
+            polls.append((time.perf_counter() - start, len(stand_ins.calls)))
             assert len(rows) == count and all(r.state == "running" for r in rows), rows[0]
-    each.sort()
-    drawn = sorted(seconds for seconds, _ in polls)[len(polls) // 2]
+    submission_s.sort()
+    status_s = sorted(seconds for seconds, _ in polls)[len(polls) // 2]
     queries = max(calls for _, calls in polls)
     print(f"{count} jobs of two components, 64 ranks each; {os.cpu_count()} cores")
     print(
-        f"submission beyond Slurm's commands: median {1e3 * each[len(each) // 2]:.1f} ms, "
-        f"slowest {1e3 * each[-1]:.1f} ms (limit 150)"
+        f"submission beyond Slurm's commands: median {1e3 * submission_s[len(submission_s) // 2]:.1f} ms, "
+        f"slowest {1e3 * submission_s[-1]:.1f} ms (limit 150)"
     )
     print(f"Slurm queries per poll: {queries} (limit 1)")
-    print(f"status of all jobs: {drawn:.3f} s (limit 1)")
-    return 0 if each[len(each) // 2] < 0.15 and queries <= 1 and drawn < 1 else 1
+    print(f"status of all jobs: {status_s:.3f} s (limit 1)")
+    return 0 if submission_s[len(submission_s) // 2] < 0.15 and queries <= 1 and status_s < 1 else 1
 
 
 if __name__ == "__main__":

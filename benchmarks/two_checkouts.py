@@ -1,11 +1,11 @@
-"""Is one checkout as fast as another? The demo's main job, or a cell of each regime of the evaluation, with both.
+"""Compare the speed of two checkouts: the demo's main job, or a cell of each regime of the evaluation.
 
     holmes testbed up evaluation; eval "$(holmes testbed env)"
     python benchmarks/two_checkouts.py OLD/.venv/bin/holmes NEW/.venv/bin/holmes [--pairs 5] [--steps 8] [--jobs light]
 
-Runs alternate: old, new, new, old, … The figure of a run is the median of its step times but the first's. Printed: each
-pair, and the median ratio old/new of step times with its 95% interval (results.statistics.repeats_interval): above 1
-the new one is faster. `demo` needs the testbed's default topology, the regimes its `evaluation`.
+Runs alternate: old, new, new, old, … A run's figure is the median of its step times without the first. Prints each
+pair, and the median ratio old/new with its 95% interval (results.statistics.repeats_interval); above 1 the new checkout
+is faster. The job `demo` needs the testbed's default topology, the regimes need `evaluation`.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ DEMO = ("plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "plan.schedule=1f1b", "t
 
 
 def overrides(job: str) -> list[str]:
-    """Of the demo's first job, or of the hybrid environment on four nodes under a regime."""
+    """Return the overrides of the demo's first job, or of a regime's hybrid environment on four nodes."""
     return [*DEMO] if job == "demo" else Cell(job, "hybrid", 4, "holmes").overrides
 
 
-def step_s(holmes: str, job: str, steps: int, place: Path) -> float:
-    """Run a job; the median of its step times but the first's, in seconds."""
+def step_s(holmes: str, job: str, steps: int, run_dir: Path) -> float:
+    """Run a job; return the median of its step times without the first, in seconds."""
     path = f"{Path(holmes).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "HOLMES_RUNS": str(place.parent), "PATH": path}
-    done = subprocess.run(
-        [holmes, "run", f"run_dir={place}", *overrides(job), f"train.steps={steps}"],
+    environment = {**os.environ, "HOLMES_RUNS": str(run_dir.parent), "PATH": path}
+    process = subprocess.run(
+        [holmes, "run", f"run_dir={run_dir}", *overrides(job), f"train.steps={steps}"],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=Path(holmes).parents[2],
     )
-    if done.returncode:
-        raise SystemExit(f"{holmes}: {job} failed:\n{done.stdout[-2000:]}")
-    lines = (place / "metrics.jsonl").read_text().splitlines()
+    if process.returncode:
+        raise SystemExit(f"{holmes}: {job} failed:\n{process.stdout[-2000:]}")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return statistics.median(json.loads(line)["step_time_s"] for line in lines[1:])
 
 
@@ -56,29 +56,31 @@ def main() -> None:
     options.add_argument("--pairs", type=int, default=5)
     options.add_argument("--jobs", default=",".join(REGIMES))
     options.add_argument("--steps", type=int, default=8)
-    given = options.parse_args()
+    arguments = options.parse_args()
     print(
-        f"inputs: old {given.old}, new {given.new}, {given.pairs} pairs, {given.steps} steps; hybrid, 4 nodes; "
-        "shaped NICs, paced compute but in unpaced",
+        f"inputs: old {arguments.old}, new {arguments.new}, {arguments.pairs} pairs, {arguments.steps} steps; "
+        "hybrid, 4 nodes; shaped NICs, emulated compute except in unpaced",
         flush=True,
     )
-    for job in given.jobs.split(","):
+    for job in arguments.jobs.split(","):
         ratios = []
-        for pair in range(given.pairs):
-            found: dict[str, float] = {}
-            for holmes in (given.old, given.new) if pair % 2 == 0 else (given.new, given.old):
-                with tempfile.TemporaryDirectory(prefix="holmes-pair-") as made:
-                    found[holmes] = step_s(str(Path(holmes).absolute()), job, given.steps, Path(made) / "run")
-            ratios.append(found[given.old] / found[given.new])
-            print(f"{job} pair {pair + 1}: old {found[given.old]:.4f} s, new {found[given.new]:.4f} s", flush=True)
-        found_ratio = repeats_interval(ratios)
-        print(
-            f"{job}: old/new {found_ratio.median:.3f}, 95% interval {found_ratio.low:.3f} to {found_ratio.high:.3f}",
-            flush=True,
-        )
+        for pair in range(arguments.pairs):
+            step_times: dict[str, float] = {}
+            for holmes in (arguments.old, arguments.new) if pair % 2 == 0 else (arguments.new, arguments.old):
+                with tempfile.TemporaryDirectory(prefix="holmes-pair-") as folder:
+                    step_times[holmes] = step_s(
+                        str(Path(holmes).absolute()), job, arguments.steps, Path(folder) / "run"
+                    )
+            ratios.append(step_times[arguments.old] / step_times[arguments.new])
+            print(
+                f"{job} pair {pair + 1}: old {step_times[arguments.old]:.4f} s, new {step_times[arguments.new]:.4f} s",
+                flush=True,
+            )
+        ratio = repeats_interval(ratios)
+        print(f"{job}: old/new {ratio.median:.3f}, 95% interval {ratio.low:.3f} to {ratio.high:.3f}", flush=True)
 
 
 if __name__ == "__main__":
     if shutil.which("squeue") is None:
-        raise SystemExit("no Slurm here: bring the testbed up, and eval its environment")
+        raise SystemExit('squeue not found; start the testbed and run: eval "$(holmes testbed env)"')
     main()
