@@ -1,4 +1,4 @@
-"""What unequal widths gain: plans for sites of unlike fabrics, with them and without, and how long the search takes.
+"""Compare predicted plans with per-stage and with uniform TP/DP on sites of unlike fabrics, and the search times.
 
     python benchmarks/per_stage_plans.py [512 4096]
 
@@ -22,8 +22,8 @@ A100, H100 = Gpu("a100-80gb", 312, 80, 2400), Gpu("h100-80gb", 989, 80, 3600)
 LARGE = {"512": (12, 20, 14, 18), "4096": (96, 160, 112, 144)}  # nodes of each of four fabrics
 
 
-def site(*fabrics: tuple[int, Gpu]) -> Site:
-    """Nodes and GPUs of each fabric, InfiniBand and RoCE in turn."""
+def make_site(*fabrics: tuple[int, Gpu]) -> Site:
+    """Return a site; `fabrics`: nodes and GPU of each fabric, InfiniBand and RoCE in turn."""
     kinds = [("ib", "roce")[i % 2] for i in range(len(fabrics))]
     return Site(
         "site",
@@ -34,34 +34,34 @@ def site(*fabrics: tuple[int, Gpu]) -> Site:
     )
 
 
-def shown(name: str, at: Site, unequal: bool = True) -> float:
-    """Print one plan; its samples a second."""
-    began = time.process_time()
+def print_plan(name: str, target: Site, per_stage: bool = True) -> float:
+    """Plan, print the plan and return its samples per second."""
+    start = time.process_time()
     plan: Plan = best_plan(
-        named("gpt_7_5b"), Batch(1536, 4, 2048), at, PlanOptions(unequal="auto" if unequal else "false"), Costs()
+        named("gpt_7_5b"), Batch(1536, 4, 2048), target, PlanOptions(unequal="auto" if per_stage else "false"), Costs()
     )
     assert plan.predicted is not None
-    widths = "unequal" if unequal else "equal"
+    layout = "per-stage" if per_stage else "uniform"
     print(
-        f"{name:24} {widths:8} {plan.predicted.samples_per_s:7.1f} samples/s  left out {sum(plan.unused.values())}  "
-        f"{time.process_time() - began:5.1f} s of CPU  {plan.parallel}"
+        f"{name:24} {layout:9} {plan.predicted.samples_per_s:7.1f} samples/s  "
+        f"unused nodes {sum(plan.unused.values())}  {time.process_time() - start:5.1f} s of CPU  {plan.parallel}"
     )
     return plan.predicted.samples_per_s
 
 
-def main(wanted: list[str]) -> None:
+def main(sizes: list[str]) -> None:
     for uneven, even in (((5, 7), 6), ((7, 11), 9)):
-        alike = shown(f"{even} + {even} A100", site((even, A100), (even, A100)), False)
-        for unequal in (False, True):
-            rate = shown(f"{uneven[0]} + {uneven[1]} A100", site(*((n, A100) for n in uneven)), unequal)
-        print(f"  {rate / alike:.1%} of {even} + {even}")
-    alone = max(shown("3 H100", site((3, H100))), shown("5 A100", site((5, A100))))
-    for unequal in (False, True):
-        rate = shown("3 H100 + 5 A100", site((3, H100), (5, A100)), unequal)
-    print(f"  {rate / alone:.2f} times the best of one fabric")
-    for name in wanted:
-        for unequal in (False, True):
-            shown(f"{name} GPUs", site(*((n, A100) for n in LARGE[name])), unequal)
+        uniform_rate = print_plan(f"{even} + {even} A100", make_site((even, A100), (even, A100)), False)
+        for per_stage in (False, True):
+            rate = print_plan(f"{uneven[0]} + {uneven[1]} A100", make_site(*((n, A100) for n in uneven)), per_stage)
+        print(f"  {rate / uniform_rate:.1%} of {even} + {even}")
+    best_single = max(print_plan("3 H100", make_site((3, H100))), print_plan("5 A100", make_site((5, A100))))
+    for per_stage in (False, True):
+        rate = print_plan("3 H100 + 5 A100", make_site((3, H100), (5, A100)), per_stage)
+    print(f"  {rate / best_single:.2f} times the best single fabric")
+    for name in sizes:
+        for per_stage in (False, True):
+            print_plan(f"{name} GPUs", make_site(*((n, A100) for n in LARGE[name])), per_stage)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Stages of unequal widths against equal ones, on the testbed: shaped NICs, paced compute.
+"""Compare per-stage with uniform layouts on the testbed, with shaped NICs and emulated compute.
 
     holmes testbed up unequal; eval "$(holmes testbed env)"
     python benchmarks/per_stage_widths.py [--cases 3+5,pace] [--repeats 5] [--steps 3] [--minutes N] [--runs DIR]
 
-Of every case: the rate (samples/s) of the unequal layout over that of as many replicas (of the usual pace) in equal
-layouts, whose rates are added up; the model, batch and pace are the same. Runs alternate: the order of a case's runs is
-turned round with each repeat. A run's rate is of the median of its step times but the first's. Printed too: what the
-planner said; layers' times over their pace (other work on the machine takes them: it is in every rate) and the ratio of
-the rates times that; and how far the bytes that a node's NICs counted are from those planned for it. Started again it
-goes on where it was.
+The figure of a case is the ratio of samples/s: the per-stage layout over uniform layouts with as many replicas, whose
+rates are summed. Model, batch and emulated layer time are the same. The order of a case's runs reverses with each
+repeat. A run's rate is from the median of its step times without the first.
+
+Also prints the prediction; measured over emulated layer times (other work on the machine slows all runs) and the ratio
+corrected by them; and the largest deviation of a node's NIC bytes from the planned bytes. A restart continues.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ Nodes = dict[str, int]  # fabric -> how many
 
 @dataclass(frozen=True)
 class Case:
-    """`unequal` and `equal`: the nodes of the one layout and of the others; `micro_size`: sequences, for the stage
-    transfer's share of a stage's time; `factors`: of the pace, on a fabric or, in the unequal layout alone, on nodes;
-    `wanted`: the ratio of rates at least; `weights`: of the last stage's replicas (the planner knows one speed a
-    fabric, so this rule is told); `tps`: of the stages, where that is not 1 (a paced layer takes as long with TP 2, so
-    this is told too)."""
+    """A per-stage layout and the uniform layouts to compare it with.
+
+    `unequal`, `equal`: nodes of the per-stage layout and of the uniform ones; `micro_size`: sequences, which decide the
+    transfer ratio; `factors`: of the layer time, on a fabric, or on nodes (per-stage layout only); `target`: the least
+    ratio of rates; `weights`: of the last stage's replicas, fixed because the planner knows one speed per fabric;
+    `tps`: TP of the stages if not 1, fixed because an emulated layer is not faster with TP 2."""
 
     name: str
     layers: int
@@ -61,18 +62,18 @@ class Case:
     pace_ms: float
     unequal: Nodes
     equal: tuple[Nodes, ...]
-    wanted: float
+    target: float
     factors: Nodes | None = None
     weights: tuple[float, ...] = ()
     tps: tuple[int, ...] = ()
 
     @property
-    def sides(self) -> list[Nodes]:
+    def layouts(self) -> list[Nodes]:
         return [self.unequal, *self.equal]
 
-    def plan(self, side: int, site: Site) -> Plan:
-        """The planner's choice of layers, depth and order of fabrics, for one stage a fabric (two on one alone)."""
-        nodes = self.sides[side]
+    def plan(self, index: int, site: Site) -> Plan:
+        """Plan a layout with one stage per fabric (two on a single fabric); the planner chooses the other settings."""
+        nodes = self.layouts[index]
         model = ModelSpec(
             "gpt", self.layers, HIDDEN, 2, 128, ffn=4 * HIDDEN, kv_heads=2, swiglu=False, max_positions=SEQUENCE
         )
@@ -83,31 +84,31 @@ class Case:
             pp=max(2, len(nodes)),
             recompute="none",
             strategy="pipeline" if len(nodes) > 1 else "one-fabric",
-            virtual_stages=1 if side else None,
-            unequal="false" if side else "auto",
+            virtual_stages=1 if index else None,
+            unequal="false" if index else "auto",
         )
-        factors = {at: f for at, f in (self.factors or {}).items() if at in nodes or not side}
-        costs = Costs(pace_layer_ms=self.pace_ms, pace_factors=None if side and self.weights else factors or None)
-        if side:
+        factors = {place: f for place, f in (self.factors or {}).items() if place in nodes or not index}
+        costs = Costs(pace_layer_ms=self.pace_ms, pace_factors=None if index and self.weights else factors or None)
+        if index:
             return best_plan(model, batch, site, options, costs)
-        made = to_plan(variants(Problem(model, batch, site, options, costs), Clock(), inf)[0], site, [])
+        plan = to_plan(variants(Problem(model, batch, site, options, costs), Clock(), inf)[0], site, [])
         if self.weights:
-            *others, last = made.parallel.stages
+            *front_stages, last_stage = plan.parallel.stages
             half = self.layers // 2
-            return _told(made, [*others, replace(last, weights=self.weights)], [half, half], 4)
+            return _replace_layout(plan, [*front_stages, replace(last_stage, weights=self.weights)], [half, half], 4)
         if self.tps:
-            widths = [replace(w, tp=tp, dp=w.ranks // tp) for w, tp in zip(made.parallel.stages, self.tps, strict=True)]
-            first = self.layers * widths[0].dp // sum(w.dp for w in widths)
-            return _told(made, widths, [first, self.layers - first], 4)
-        return made
+            stages = [replace(w, tp=tp, dp=w.ranks // tp) for w, tp in zip(plan.parallel.stages, self.tps, strict=True)]
+            first_layers = self.layers * stages[0].dp // sum(w.dp for w in stages)
+            return _replace_layout(plan, stages, [first_layers, self.layers - first_layers], 4)
+        return plan
 
 
-def _told(plan: Plan, widths: list[StageParallel], layers: list[int], more: int) -> Plan:
-    """A plan of two stages with other widths and layers, and `more` in flight than hide nothing but computing."""
-    depths = least_in_flight(tuple(w.dp for w in widths), (more, 0))
+def _replace_layout(plan: Plan, stage_layouts: list[StageParallel], layers: list[int], extra: int) -> Plan:
+    """Return a plan of two stages with other TP/DP and layers, and `extra` micro-batches above the least depth."""
+    depths = least_in_flight(tuple(w.dp for w in stage_layouts), (extra, 0))
     return replace(
         plan,
-        parallel=Parallel(tuple(widths), sequence_parallel=max(w.tp for w in widths) > 1),
+        parallel=Parallel(tuple(stage_layouts), sequence_parallel=max(w.tp for w in stage_layouts) > 1),
         stages=tuple(replace(s, layers=n, chunks=(n,)) for s, n in zip(plan.stages, layers, strict=True)),
         schedule=Schedule("ahead", depths),
         predicted=None,
@@ -149,26 +150,26 @@ CASES = {
 }
 
 
-def completed(record: RunDirectory) -> bool:
+def is_completed(record: RunDirectory) -> bool:
     return record.exists() and (record.read_result() or {}).get("state") == "completed"
 
 
-def run(case: Case, side: int, repeat: int, runs: Path, plan: Plan, steps: int) -> None:
-    """One job, unless it is there complete."""
-    there = RunDirectory(runs / f"{case.name}-{side}-{repeat}")
-    if completed(there):
+def run(case: Case, index: int, repeat: int, runs: Path, plan: Plan, steps: int) -> None:
+    """Run one job unless a complete run exists."""
+    record = RunDirectory(runs / f"{case.name}-{index}-{repeat}")
+    if is_completed(record):
         return
-    if there.path.exists():
-        subprocess.run([HOLMES, "cancel", str(there.path)], capture_output=True, check=False)
-        shutil.rmtree(there.path)
-    file = runs / f"{case.name}-{side}.yaml"
-    plan.write(file)
-    done = subprocess.run(
+    if record.path.exists():
+        subprocess.run([HOLMES, "cancel", str(record.path)], capture_output=True, check=False)
+        shutil.rmtree(record.path)
+    plan_path = runs / f"{case.name}-{index}.yaml"
+    plan.write(plan_path)
+    process = subprocess.run(
         [
             HOLMES,
             "run",
-            f"plan_file={file}",
-            f"run_dir={there.path}",
+            f"plan_file={plan_path}",
+            f"run_dir={record.path}",
             f"train.steps={steps}",
             "slurm.exclusive=true",
             "data=synthetic",
@@ -179,13 +180,14 @@ def run(case: Case, side: int, repeat: int, runs: Path, plan: Plan, steps: int) 
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    if done.returncode:
-        print(f"{there.name}: exit {done.returncode}\n{done.stdout[-1500:]}", flush=True)
+    if process.returncode:
+        print(f"{record.name}: exit {process.returncode}\n{process.stdout[-1500:]}", flush=True)
 
 
-def bytes_off(record: RunDirectory) -> tuple[float, str]:
-    """The farthest that a node's NIC is, in the run's last step, from what was planned for it and its headers; and
-    which NIC that is. Of those that are planned to carry something."""
+def byte_deviation(record: RunDirectory) -> tuple[float, str]:
+    """Return the largest relative deviation of a NIC's bytes in the last step from the plan, and that NIC.
+
+    Headers count; NICs without planned bytes do not."""
     plan, run = Plan.read(record.plan_path), record.read_run()
     factors, hosts = run["traffic"]["header_factors"], run["hosts"]
     fabrics = {host: place.fabric for host, place in zip(hosts, plan.places, strict=True)}
@@ -193,60 +195,61 @@ def bytes_off(record: RunDirectory) -> tuple[float, str]:
     for load in planned_loads(plan, hosts):
         on_wire = load.bytes * factors["ethernet" if load.kind == "ethernet" else fabrics[load.node]]
         planned[load.node, load.kind] = planned.get((load.node, load.kind), 0.0) + on_wire
-    off = [(0.0, "")]
-    for (node, kind), wanted in planned.items():
+    deviations = [(0.0, "")]
+    for (node, kind), planned_bytes in planned.items():
         line = json.loads((record.nics / f"{node}.jsonl").read_text().splitlines()[-1])
         sent = sum(nic["tx"] for name, nic in line["nics"].items() if name.startswith(kind[:3]))
-        off.append((sent / wanted - 1, f"{node}'s {kind}"))
-    return max(off, key=lambda o: abs(o[0]))
+        deviations.append((sent / planned_bytes - 1, f"{node}'s {kind}"))
+    return max(deviations, key=lambda o: abs(o[0]))
 
 
 def rate(record: RunDirectory) -> float:
-    """Samples a second."""
+    """Return the samples per second of a run."""
     plan = Plan.read(record.plan_path)
     return plan.batch.global_size / statistics.median(line["step_time_s"] for line in record.metrics()[1:])
 
 
-def over_pace(record: RunDirectory) -> float:
-    """How many times their pace layers took, of the stage where that is most."""
+def pace_ratio(record: RunDirectory) -> float:
+    """Return measured over emulated layer time, for the slowest stage."""
     plan, steps = Plan.read(record.plan_path), record.metrics()[1:]
     assert plan.pace_layer_ms is not None
-    found = []
+    ratios = []
     for s, stage in enumerate(plan.stages):
         weights = plan.parallel.stages[s].weights
         ranks = sum(weights) / max(weights) if weights else plan.parallel.stages[s].dp
         factor = (plan.pace_factors or {}).get(stage.fabric, 1.0)
-        each = 3e-3 * plan.pace_layer_ms * factor * stage.layers * plan.batch.micro_batches(1) / ranks
-        found.append(statistics.median(line["breakdown"][s]["compute_s"] for line in steps) / each)
-    return max(found)
+        emulated_s = 3e-3 * plan.pace_layer_ms * factor * stage.layers * plan.batch.micro_batches(1) / ranks
+        ratios.append(statistics.median(line["breakdown"][s]["compute_s"] for line in steps) / emulated_s)
+    return max(ratios)
 
 
-def shown(case: Case, repeats: int, runs: Path) -> None:
-    """Print what there is of a case."""
+def print_case(case: Case, repeats: int, runs: Path) -> None:
+    """Print the completed runs of a case and their median ratio."""
     ratios = []
     for repeat in range(repeats):
-        records = [RunDirectory(runs / f"{case.name}-{side}-{repeat}") for side in range(len(case.sides))]
-        if not all(map(completed, records)):
+        records = [RunDirectory(runs / f"{case.name}-{index}-{repeat}") for index in range(len(case.layouts))]
+        if not all(map(is_completed, records)):
             continue
         rates = [rate(r) for r in records]
         plans = [Plan.read(r.plan_path) for r in records]
         replicas = [sum(stage.dp for stage in p.parallel.stages) for p in plans]
         scale = (replicas[0] - sum(1 - w / max(case.weights) for w in case.weights)) / sum(replicas[1:])
-        over = [over_pace(r) for r in records]
-        at_pace = [r * o for r, o in zip(rates, over, strict=True)]
-        ratios.append([one[0] / (sum(one[1:]) * scale) for one in (rates, at_pace)])
-        off, nic = bytes_off(records[0])
+        pace_ratios = [pace_ratio(r) for r in records]
+        corrected = [r * o for r, o in zip(rates, pace_ratios, strict=True)]
+        ratios.append([pair[0] / (sum(pair[1:]) * scale) for pair in (rates, corrected)])
+        deviation, nic = byte_deviation(records[0])
         print(
             f"{case.name} {repeat}: {rates[0]:.3f} samples/s against {' + '.join(f'{r:.3f}' for r in rates[1:])}"
-            f" x {scale:g}: {ratios[-1][0]:.4f}; layers over their pace {', '.join(f'{o:.3f}' for o in over)}, "
-            f"without that {ratios[-1][1]:.4f}; bytes at most {off:+.1%} off ({nic})",
+            f" x {scale:g}: {ratios[-1][0]:.4f}; "
+            f"measured over emulated layer time {', '.join(f'{o:.3f}' for o in pace_ratios)}, "
+            f"corrected {ratios[-1][1]:.4f}; bytes at most {deviation:+.1%} off ({nic})",
             flush=True,
         )
     if ratios:
-        raw, at_pace_ratio = (statistics.median(column) for column in zip(*ratios, strict=True))
+        ratio, corrected_ratio = (statistics.median(column) for column in zip(*ratios, strict=True))
         print(
-            f"{case.name}: {raw:.4f} of {len(ratios)} (wanted {case.wanted:g}: "
-            f"{'met' if raw >= case.wanted else 'missed'}); at their pace {at_pace_ratio:.4f}",
+            f"{case.name}: {ratio:.4f} of {len(ratios)} (target {case.target:g}: "
+            f"{'met' if ratio >= case.target else 'missed'}); corrected {corrected_ratio:.4f}",
             flush=True,
         )
 
@@ -256,29 +259,31 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=inf, help="start no run after this long")
+    parser.add_argument("--minutes", type=float, default=inf, help="start no run after this time")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "unequal")
-    given = parser.parse_args()
-    chosen, site = [CASES[name] for name in given.cases.split(",")], read_site()
-    given.runs.mkdir(parents=True, exist_ok=True)
+    arguments = parser.parse_args()
+    chosen, site = [CASES[name] for name in arguments.cases.split(",")], read_site()
+    arguments.runs.mkdir(parents=True, exist_ok=True)
     plans = {}
     for case in chosen:
-        print(f"{case}; hidden {HIDDEN}, sequences of {SEQUENCE}, {given.steps} steps", flush=True)
-        for side in range(len(case.sides)):
-            plans[case.name, side] = plan = case.plan(side, site)
-            says = f"{plan.predicted.samples_per_s:.3f} samples/s" if plan.predicted else "nothing"
+        print(f"{case}; hidden {HIDDEN}, sequences of {SEQUENCE}, {arguments.steps} steps", flush=True)
+        for index in range(len(case.layouts)):
+            plans[case.name, index] = plan = case.plan(index, site)
+            prediction = (
+                f"{plan.predicted.samples_per_s:.3f} samples/s predicted" if plan.predicted else "no prediction"
+            )
             print(
                 f"  {plan.parallel}: {', '.join(f'{s.layers} on {s.fabric}' for s in plan.stages)}, "
-                f"{plan.schedule.in_flight} in flight, {says} predicted"
+                f"{plan.schedule.in_flight} in flight, {prediction}"
             )
-    until = time.monotonic() + 60 * given.minutes
-    for repeat in range(given.repeats):
+    deadline = time.monotonic() + 60 * arguments.minutes
+    for repeat in range(arguments.repeats):
         for case in chosen:
-            for side in list(range(len(case.sides)))[:: 1 if repeat % 2 == 0 else -1]:
-                if time.monotonic() < until:
-                    run(case, side, repeat, given.runs, plans[case.name, side], given.steps)
+            for index in list(range(len(case.layouts)))[:: 1 if repeat % 2 == 0 else -1]:
+                if time.monotonic() < deadline:
+                    run(case, index, repeat, arguments.runs, plans[case.name, index], arguments.steps)
     for case in chosen:
-        shown(case, given.repeats, given.runs)
+        print_case(case, arguments.repeats, arguments.runs)
 
 
 if __name__ == "__main__":
