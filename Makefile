@@ -90,7 +90,7 @@ bench-gpu: install ## one GPU: model TFLOP/s and memory beside Megatron-Core's o
 REGRET ?= build/planner-regret.jsonl
 SITES ?= 200
 
-planner-regret: install ## the planner's free choice against told ones on SITES (200) drawn sites; stopped, it goes on where it was
+planner-regret: install ## the planner's free choice against user-fixed plans on SITES (200) random sites; a restart continues
 	@mkdir -p $(dir $(REGRET))
 	$(BIN)/python benchmarks/planner_per_stage.py $(REGRET:.jsonl=-unequal.jsonl) --sites $(SITES)
 	$(BIN)/python benchmarks/planner_regret.py $(REGRET) --sites $(SITES)
