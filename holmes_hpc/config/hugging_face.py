@@ -156,7 +156,7 @@ def family_of(spec: ModelSpec) -> str:
         f"and {spec.kv_heads} of {spec.heads} heads for keys",
     ]
     raise ConfigError(
-        f"no Hugging Face model has {' '.join(filter(None, parts))}",
+        f"no supported Hugging Face family has {' '.join(filter(None, parts))}",
         where=f"model {spec.name}",
         hint="export models like Llama or Qwen (rope, swiglu, rmsnorm) or like GPT-2 (none of them)",
     )

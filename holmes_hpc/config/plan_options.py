@@ -116,7 +116,7 @@ class PlanOptions:
             object.__setattr__(self, "nodes", {str(k): v for k, v in self.nodes.items() if v is not None} or None)
         if self.layers_per_stage is not None and self.pp is not None and len(self.layers_per_stage) != self.pp:
             raise ConfigError(
-                f"{len(self.layers_per_stage)} numbers of layers for PP {self.pp}",
+                f"{len(self.layers_per_stage)} entries, pp is {self.pp}",
                 where="plan.layers_per_stage",
                 hint="give one number for each stage",
             )

@@ -120,7 +120,9 @@ def estimate_ends(plans: Sequence[Plan], steps: int, settings: SlurmSettings) ->
         limit = limit if max_minutes is None else min(int(max_minutes), limit)
         try:
             if max_minutes is not None and duration > 60 * max_minutes:
-                raise SubmissionError(f"needs {duration / 60:.0f} min", where="slurm.timeout_min", hint="raise it")
+                raise SubmissionError(
+                    f"training needs {duration / 60:.0f} min", where="slurm.timeout_min", hint="raise it"
+                )
             estimates.append(
                 QueueEstimate(plan, slurm_start_time(plan_components(plan, settings), limit), duration, limit)
             )

@@ -201,15 +201,15 @@ class Costs:
             else self._device(gpu).streamed_s(moved_bytes)
         )
 
-    def pass_s(self, fabric: Fabric) -> float:
-        """Return the seconds of every pass that belong to none of its parts."""
+    def pass_overhead_s(self, fabric: Fabric) -> float:
+        """Return a pass's fixed seconds outside its parts."""
         measured = self._measured_fabric(fabric)
         if measured is not None and measured.pass_s is not None:
             return measured.pass_s
         return self.stack.pass_s if self.is_modelled(fabric) else 0.0
 
-    def step_s(self, fabric: Fabric) -> float:
-        """Return the seconds of every step that belong to none of its passes and none of its traffic."""
+    def step_overhead_s(self, fabric: Fabric) -> float:
+        """Return a step's fixed seconds outside its passes and its traffic."""
         if self.calibration is not None and self.calibration.step_s is not None:
             return self.calibration.step_s
         return self.stack.step_s if self.is_modelled(fabric) else 0.0

@@ -224,7 +224,7 @@ def _compute_times(layout: Layout, replica: int) -> ComputeTimes:
         recomputed_s,
         np.array(embedding),
         np.array(head),
-        by_stage(layout, replica, ("pass",), lambda c: costs.pass_s(layout.fabric(c))),
+        by_stage(layout, replica, ("pass",), lambda c: costs.pass_overhead_s(layout.fabric(c))),
     )
 
 

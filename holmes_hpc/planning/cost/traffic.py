@@ -60,7 +60,7 @@ def network_times(layout: Layout) -> NetworkTimes:
         tuple(_replica_traffic(layout, replica) for replica in replicas),
         tied=_tied_embedding_s(layout),
         norm=_norm_s(layout),
-        overhead=max(layout.costs.step_s(layout.fabric(c)) for c in layout.components),
+        overhead=max(layout.costs.step_overhead_s(layout.fabric(c)) for c in layout.components),
         optimizer=np.max(updates, axis=0),
     )
 

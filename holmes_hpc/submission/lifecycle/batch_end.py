@@ -24,16 +24,11 @@ from holmes_hpc.slurm.commands import slurm
 from holmes_hpc.slurm.job_queries import disable_requeue, ending_state, requeue
 from holmes_hpc.slurm.job_states import read_cancellation
 from holmes_hpc.submission.executor.environment import ranks_of_job
-from holmes_hpc.submission.lifecycle.attempts import (
-    count_failures,
-    has_new_steps,
-    has_recorded_end,
-    latest_attempt_log,
-    record_attempt_end,
-)
+from holmes_hpc.submission.lifecycle.attempts import has_recorded_end, latest_attempt_log, record_attempt_end
 from holmes_hpc.submission.lifecycle.create import is_being_submitted
 from holmes_hpc.submission.lifecycle.failed_rank import parse_srun_errors
 from holmes_hpc.submission.lifecycle.outcome import build_result
+from holmes_hpc.submission.lifecycle.requeue import check_requeued_job, log, reason_to_stop
 
 JOB_RECORD_WAIT_S = 30.0  # from sbatch's answer to the job id in the run's record
 
@@ -41,19 +36,6 @@ JOB_RECORD_WAIT_S = 30.0  # from sbatch's answer to the job id in the run's reco
 def end_messages(run: RunDirectory) -> str:
     """Return what slurmd logged about the end of the job, and srun about the end of its tasks."""
     return "\n".join([*(latest_attempt_log(run) or ()), *tail(run.logs / "srun.txt", 200)])
-
-
-def reason_to_stop(run: RunDirectory, state: str, attempt: str, *, slurm_requeues: bool = False) -> str | None:
-    """Return why a job whose attempt ended in `state` is not requeued; None if it is.
-
-    Only failures count towards train.max_restarts. `slurm_requeues`: Slurm preempted the job and requeues it itself."""
-    if state in ("completed", "cancelled"):
-        return state
-    if state == "failed":
-        max_restarts, failures = int(run.config.get("train", {}).get("max_restarts") or 0), count_failures(run, attempt)
-        if failures >= max_restarts:
-            return f"already restarted after {failures} failures" if max_restarts else "train.max_restarts is 0"
-    return None if slurm_requeues or has_new_steps(run, attempt) else "no new step since the last start"
 
 
 def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, restarts: int) -> int:
@@ -90,39 +72,6 @@ def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, re
     where = f"rank {result['failed_rank']} on {result['failed_node']}: " if result["failed_rank"] is not None else ""
     log(f"{result['state']}{': ' + where + str(result['error']) if result['error'] else ''}")
     return int(result["exit_code"])
-
-
-def log(message: str) -> None:
-    """Write a line into the batch script's log. Ignore a full disk or a removed log."""
-    with contextlib.suppress(OSError):
-        os.write(1, f"holmes: {message}\n".encode(errors="replace"))
-
-
-def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
-    """Return 0 if a requeued job may continue, else 1.
-
-    Slurm itself requeues a job whose node failed. If the batch script ran on that node, nobody recorded the end of the
-    attempt. It is recorded here, as a failure."""
-    attempts, result = run.read_run()["attempts"], run.read_result()
-    if (
-        not attempts
-        or "start" in attempts[-1]
-        or (result is not None and (result["writer"] == "batch" or result["state"] == "preempted"))
-    ):
-        return 0
-    last_attempt = f"{job_id}/{restarts - 1}"
-    stop_reason = reason_to_stop(run, "failed", last_attempt)
-    if stop_reason is None:
-        record_attempt_end(run, last_attempt, "failed")
-        return 0
-    error = "the batch script exited without a record, as when its node fails"
-    run.write_result(
-        {**build_result(run, 1), "state": "failed", "error": error, "failed_rank": None, "failed_node": None}
-    )
-    log(f"failed: {error}")
-    log(f"not restarted: {stop_reason}")
-    disable_requeue(job_id)
-    return 1
 
 
 def is_run_of_another_job(run: RunDirectory, job_id: str) -> bool:

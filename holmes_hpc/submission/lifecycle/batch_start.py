@@ -1,9 +1,9 @@
 """First command of a batch script that the user submits with sbatch:
-``python -m holmes_hpc.submission.lifecycle.batch_start RUN_DIR PLAN RESTARTS [KEY=VALUE]...``.
+``python -m holmes_hpc.submission.lifecycle.batch_start RUN_DIR PLAN MAX_RESTARTS [KEY=VALUE]...``.
 
 It creates the run directory of a plan, with the configuration that the ranks will have, and records the job's id. After
-a requeue the directory exists and stays as it is. RESTARTS: train.max_restarts, unless an override sets it. A requeued
-job may end here: see :func:`holmes_hpc.submission.lifecycle.batch_end.check_requeued_job`.
+a requeue the directory exists and stays as it is. MAX_RESTARTS: train.max_restarts, unless an override sets it. A
+requeued job may end here: see :func:`holmes_hpc.submission.lifecycle.requeue.check_requeued_job`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from holmes_hpc.errors import ConfigError, HolmesError, RecordError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor.environment import TASKS_PER_NODE
-from holmes_hpc.submission.lifecycle.batch_end import check_requeued_job
 from holmes_hpc.submission.lifecycle.create import create_run, hold_submission_lock
+from holmes_hpc.submission.lifecycle.requeue import check_requeued_job
 from holmes_hpc.submission.lifecycle.status import job_of
 
 
-def prepare_run(directory: Path, plan_path: Path, restarts: int = 0, overrides: Sequence[str] = ()) -> RunDirectory:
-    """Return the run directory, complete.
+def prepare_run(directory: Path, plan_path: Path, max_restarts: int = 0, overrides: Sequence[str] = ()) -> RunDirectory:
+    """Create the run directory unless it exists, record the job's id, and return the directory.
     PlanError for a plan that cannot be run, ConfigError for a bad override, RecordError for a bad directory."""
     run, job_id = RunDirectory(directory), os.environ.get("SLURM_JOB_ID", "")
     with hold_submission_lock(directory, "the batch script"):
         if not run.exists():
             check_overrides(overrides)
-            all_overrides, plan = [f"train.max_restarts={restarts}", *overrides], Plan.read(plan_path)
+            all_overrides, plan = [f"train.max_restarts={max_restarts}", *overrides], Plan.read(plan_path)
             _check_components(plan, str(plan_path))
             config = replace(load(all_overrides), model=plan.model, batch=plan.batch, run_dir=str(run.path))
             create_run(config.with_data(), plan, all_overrides)

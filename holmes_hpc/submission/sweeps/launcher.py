@@ -199,7 +199,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             self._copies[key] += 1
             if planned is not None and "%" in str(candidates[-1].directory):
                 raise ConfigError(
-                    f"the run directory is {str(candidates[-1].directory)!r}",
+                    f"run directory {str(candidates[-1].directory)!r} contains '%'",
                     where="hydra.sweep",
                     hint="remove '%', which has a special meaning in Slurm",
                 )

@@ -258,7 +258,7 @@ def write_error(path: Path, error: OSError) -> RunFailed:
 
 
 def prune(folder: Path, keep: int) -> list[int]:
-    """Remove all complete checkpoints but the latest `keep`; return the steps of the removed ones."""
+    """Remove all complete checkpoints but the latest `keep`, after every save. Return the removed steps."""
     old = complete_checkpoints(folder)[keep:]
     for checkpoint in old:
         shutil.rmtree(checkpoint.path, ignore_errors=True)

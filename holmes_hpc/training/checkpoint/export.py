@@ -31,8 +31,8 @@ from holmes_hpc.training.checkpoint.hugging_face_folder import (
     copy_small_files,
     new_folder,
 )
-from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
 from holmes_hpc.training.checkpoint.weight_names import Weight
+from holmes_hpc.training.checkpoint.weights_for_export import SavedWeights
 from holmes_hpc.training.data.prefix import read_summary
 from holmes_hpc.training.data.tokenizer import ByteTokenizer
 

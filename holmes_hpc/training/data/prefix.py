@@ -107,7 +107,7 @@ class Prefix:
         return prefix
 
     def first_token(self, sequence: int) -> int:
-        """Return the number of tokens before `sequence`."""
+        """Return the index of the first token of `sequence`."""
         if sequence == 0:
             return 0
         with open(f"{self.path}.idx", "rb") as f:

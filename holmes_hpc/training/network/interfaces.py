@@ -247,7 +247,7 @@ def check_placement(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
     for rank, (place, node) in enumerate(zip(plan.places, nodes, strict=True)):
         if node_of.setdefault(place, node.node) != node.node:
             raise NetworkError(
-                f"rank {rank} is planned on the node of its neighbours, {node_of[place]}, and runs on {node.node}",
+                f"rank {rank} shares node {node_of[place]} in the plan, but runs on {node.node}",
                 where="ranks",
                 hint="start the plan's number of tasks on each node",
             )

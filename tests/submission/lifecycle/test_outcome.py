@@ -14,9 +14,10 @@ from holmes_hpc.slurm.job_states import JobState, read_cancellation
 from holmes_hpc.submission.executor.environment import ComponentRanks, SlurmHetJobEnvironment
 from holmes_hpc.submission.lifecycle import batch_end
 from holmes_hpc.submission.lifecycle.attempts import has_new_steps, record_attempt_end
-from holmes_hpc.submission.lifecycle.batch_end import end_attempt, reason_to_stop
+from holmes_hpc.submission.lifecycle.batch_end import end_attempt
 from holmes_hpc.submission.lifecycle.failed_rank import find_failed_rank, parse_srun_errors
 from holmes_hpc.submission.lifecycle.outcome import build_result, last_log_lines, quote_log
+from holmes_hpc.submission.lifecycle.requeue import reason_to_stop
 from holmes_hpc.submission.lifecycle.status import record_end
 
 UNREACHABLE_TWICE = """

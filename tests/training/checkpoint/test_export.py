@@ -20,7 +20,7 @@ from holmes_hpc.errors import ConfigError, DataError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.checkpoint import weight_names
 from holmes_hpc.training.checkpoint.export import ExportSource, convert, export, run_source
-from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
+from holmes_hpc.training.checkpoint.weights_for_export import SavedWeights
 
 pytestmark = pytest.mark.integration  # a checkpoint's pickles are first read in a fork
 
@@ -124,7 +124,7 @@ def test_qkv_matrix_is_split_by_group() -> None:
 
 @pytest.mark.parametrize("change", [{"swiglu": False}, {"rmsnorm": False}, {"rope": False}])
 def test_model_that_fits_no_family_is_refused(change: dict) -> None:
-    with pytest.raises(ConfigError, match="no Hugging Face model has"):
+    with pytest.raises(ConfigError, match="no supported Hugging Face family has"):
         config_of(replace(LLAMA, **change), "float32")
 
 

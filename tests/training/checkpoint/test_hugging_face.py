@@ -28,7 +28,7 @@ from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
 from holmes_hpc.training.checkpoint.export import ExportSource, export, find_source
 from holmes_hpc.training.checkpoint.generate import generate
 from holmes_hpc.training.checkpoint.hugging_face_folder import Folder, FolderWeights, copy_small_files, import_folder
-from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
+from holmes_hpc.training.checkpoint.weights_for_export import SavedWeights
 
 SPEC = ModelSpec("tiny", 2, 16, 4, 61, ffn=24, kv_heads=2, head_dim=8, qk_norm=True, max_positions=32)
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 from holmes_hpc.errors import DataError
 from holmes_hpc.training.checkpoint import restricted_pickle
-from holmes_hpc.training.checkpoint.saved_weights import SavedWeights
+from holmes_hpc.training.checkpoint.weights_for_export import SavedWeights
 
 pytestmark = pytest.mark.integration  # a checkpoint's pickles are first read in a fork
 

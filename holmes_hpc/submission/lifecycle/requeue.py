@@ -1,0 +1,57 @@
+"""The decision whether a job goes on: at its end, before a requeue, and at the start of a requeued job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_queries import disable_requeue
+from holmes_hpc.submission.lifecycle.attempts import count_failures, has_new_steps, record_attempt_end
+from holmes_hpc.submission.lifecycle.outcome import build_result
+
+
+def reason_to_stop(run: RunDirectory, state: str, attempt: str, *, slurm_requeues: bool = False) -> str | None:
+    """Return why a job whose attempt ended in `state` is not requeued; None if it is.
+
+    Only failures count towards train.max_restarts. `slurm_requeues`: Slurm preempted the job and requeues it itself."""
+    if state in ("completed", "cancelled"):
+        return state
+    if state == "failed":
+        max_restarts, failures = int(run.config.get("train", {}).get("max_restarts") or 0), count_failures(run, attempt)
+        if failures >= max_restarts:
+            return f"already restarted after {failures} failures" if max_restarts else "train.max_restarts is 0"
+    return None if slurm_requeues or has_new_steps(run, attempt) else "no new step since the last start"
+
+
+def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
+    """Return 0 if a requeued job may continue, else 1.
+
+    Slurm itself requeues a job whose node failed. If the batch script ran on that node, nobody recorded the end of the
+    attempt. It is recorded here, as a failure."""
+    attempts, result = run.read_run()["attempts"], run.read_result()
+    if (
+        not attempts
+        or "start" in attempts[-1]
+        or (result is not None and (result["writer"] == "batch" or result["state"] == "preempted"))
+    ):
+        return 0
+    last_attempt = f"{job_id}/{restarts - 1}"
+    stop_reason = reason_to_stop(run, "failed", last_attempt)
+    if stop_reason is None:
+        record_attempt_end(run, last_attempt, "failed")
+        return 0
+    error = "the batch script exited without a record, as when its node fails"
+    run.write_result(
+        {**build_result(run, 1), "state": "failed", "error": error, "failed_rank": None, "failed_node": None}
+    )
+    log(f"failed: {error}")
+    log(f"not restarted: {stop_reason}")
+    disable_requeue(job_id)
+    return 1
+
+
+def log(message: str) -> None:
+    """Write a line into the batch script's log. Ignore a full disk or a removed log."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"holmes: {message}\n".encode(errors="replace"))
