@@ -46,7 +46,7 @@ PARTS = {
         "NCCL uses sockets on request; InfiniBand without an adapter ends with a one-line error", 34, cpu=False
     ),
     "speed": Part("TFLOP/s and memory against a minimal Megatron-Core loop", 140),
-    "profile": Part("synchronisations and pageable copies per micro-batch", 36, cpu=False),
+    "profile": Part("synchronizations and pageable copies per micro-batch", 36, cpu=False),
     "resume": Part("a resumed run has the losses of an uninterrupted one", 50),
     "calibrate": Part("the measured parts of a step, and the planner's prediction from them", 40),
     "weights": Part("initial weights equal the CPU's, bit by bit", 15),

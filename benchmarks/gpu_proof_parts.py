@@ -181,7 +181,7 @@ def speed(device: str) -> Figures:
 
 
 def profile(device: str) -> Figures:
-    """Count device synchronisations and copies from pageable memory per micro-batch.
+    """Count device synchronizations and copies from pageable memory per micro-batch.
 
     Returns the slope between runs of 4 and 12 micro-batches per step, so that a step's own waits (for its loss and
     norm) cancel out."""
@@ -205,7 +205,7 @@ def profile(device: str) -> Figures:
 
 
 def _count_waits(overrides: list[str]) -> Counter[str]:
-    """Count synchronisations and copies from pageable memory of a run with torch's profiler."""
+    """Count synchronizations and copies from pageable memory of a run with torch's profiler."""
     process = _run_script(_PROFILE, 60, {"HOLMES_PROOF": json.dumps(overrides)})
     if process.returncode:
         raise SystemExit(f"profile: {_last_line(process)}")

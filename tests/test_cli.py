@@ -141,7 +141,7 @@ def test_learning_without_runs_is_refused(holmes, site, tmp_path):
     refused(holmes("plan", "--learn", str(tmp_path), "--site", str(site)), "no run to learn from", "--learn")
     plan = tmp_path / "plan.yaml"
     assert holmes("plan", "--site", str(site), "model=gpt_3_6b", "-o", str(plan))[0] == 0
-    refused(holmes("plan", f"plan_file={plan}", "--learn", str(tmp_path)), "plan_file names a plan already")
+    refused(holmes("plan", f"plan_file={plan}", "--learn", str(tmp_path)), "the plan of plan_file is finished")
 
 
 def test_a_bad_calibration_file_is_named(holmes, site, tmp_path):
@@ -767,7 +767,11 @@ def test_keys_that_the_plan_sets_cannot_be_overridden(holmes, tmp_path, monkeypa
 
 def test_layers_of_another_number_of_stages_are_refused(holmes, site):
     given = ("--model", "gpt_3_6b", "--site", str(site), "--micro-batch", "4", "--global-batch", "768")
-    refused(holmes("predict", *given, "--pp", "3", "--dp", "16", "--layers-per-stage", "10,10"), "2 numbers", "PP 3")
+    refused(
+        holmes("predict", *given, "--pp", "3", "--dp", "16", "--layers-per-stage", "10,10"),
+        "2 entries, pp is 3",
+        "PP 3",
+    )
     refused(holmes("plan", "model=gpt_3_6b", "--site", str(site), "plan.layers_per_stage=[10,10]"))
 
 

@@ -28,7 +28,7 @@ MODULES = {
     "runs": ("submit", "run", "resume", "rm", "report"),
     "site": ("nodes", "probe", "label", "doctor"),
     "testbed": ("testbed",),
-    "watch": ("status", "logs", "cancel", "sweep"),
+    "status": ("status", "logs", "cancel", "sweep"),
 }
 
 

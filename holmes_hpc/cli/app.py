@@ -86,7 +86,7 @@ app = typer.Typer(
     help="Train one large model over clusters that do not share a fast network.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Configuration overrides, KEY=VALUE.", show_default=False)]
 Earliest = Annotated[
     bool,
@@ -122,7 +122,7 @@ def requested_steps(
 def check_output(file: str | None) -> None:
     """Raise ConfigError if `file` cannot be written, before any work is done."""
     if file is not None and (not Path(file).absolute().parent.is_dir() or Path(file).is_dir()):
-        raise ConfigError("not a file in an existing directory", where=file, hint="give another FILE")
+        raise ConfigError("it is a directory, or its directory does not exist", where=file, hint="give another FILE")
 
 
 def is_file_argument(argument: str) -> bool:

@@ -83,7 +83,7 @@ def plan(
         config = config.with_train(steps=steps)
     check_output(output)
     if learn is not None and config.plan_file:
-        raise ConfigError("plan_file names a plan already", where="--learn", hint="leave one of them out")
+        raise ConfigError("the plan of plan_file is finished", where="--learn", hint="leave out --learn or plan_file")
     default_model = None if config.plan_file or any(o.startswith("model=") for o in overrides) else config.model.name
     corrections = _learned_corrections(config, learn) if learn is not None else NO_CORRECTIONS
     search_costs = None if config.plan_file else replace(request.costs(config), corrections=corrections)
@@ -118,7 +118,8 @@ def _document(chosen: Plan, costs: Costs, steps: int | None, estimates: Sequence
     slowest = stage_transfer_cost(chosen, costs)
     return {
         **chosen.to_dict(),
-        "hop": slowest.to_dict() if slowest else None,
+        "stage_transfer": slowest.to_dict() if slowest else None,
+        "hop": slowest.to_dict() if slowest else None,  # deprecated: the former name
         "throughput": throughput(chosen, steps),
         **({"earliest": [estimate.to_dict() for estimate in estimates]} if estimates else {}),
     }

@@ -52,7 +52,7 @@ class PlanOptions:
     pp: Annotated[int | None, key("pipeline-parallel size: stages", ge=1)] = None
     dp: Annotated[int | None, key("data-parallel size", ge=1)] = None
     virtual_stages: Annotated[int | None, key("model chunks per pipeline rank; 1: not interleaved", ge=1)] = None
-    layers_per_stage: Annotated[tuple[int, ...] | None, key("[26, 22]; null: by `partition`", ge=1)] = None
+    layers_per_stage: Annotated[tuple[int, ...] | None, key("[26, 22]; null: by plan.partition", ge=1)] = None
     partition: Annotated[
         str,
         key(
@@ -65,8 +65,8 @@ class PlanOptions:
     schedule: Annotated[
         str,
         key(
-            "1f1b or interleaved (Megatron-Core's), or eager_1f1b (sends and receives in the background; "
-            "ahead is the same)",
+            "1f1b or interleaved (Megatron-Core's), or eager_1f1b (sends and receives in the background); "
+            "`ahead` is the name of eager_1f1b in plan.yaml",
             one_of=("auto", *SCHEDULES, "eager_1f1b"),
         ),
     ] = "auto"

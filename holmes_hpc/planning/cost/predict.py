@@ -247,7 +247,7 @@ def chrome_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
         entries.append({"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}})
         entries += [
             {"ph": "M", "pid": stage, "tid": tid, "name": "thread_name", "args": {"name": name}}
-            for tid, name in enumerate(("compute", "send", "synchronise"))
+            for tid, name in enumerate(("compute", "send", "synchronize"))
         ]
     entries += [
         {

@@ -76,7 +76,7 @@ def _replica_traffic(layout: Layout, replica: int) -> Traffic:
         reduction, nodes = layout.intra_dp_transport(replica, first), layout.intra_dp_nodes(replica, first)
         key = stages[first].fabric, reduction.kind, nodes, job_fabrics
         sync = layout.fabric_memo.of(
-            "synchronise", *key, compute=partial(_sync_times, layout, stages[first], reduction, nodes)
+            "synchronize", *key, compute=partial(_sync_times, layout, stages[first], reduction, nodes)
         )
         reduce[:, first:end], gather[:, first:end] = sync[0][:, None], sync[1][:, None]
         if in_passes:

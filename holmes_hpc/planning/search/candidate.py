@@ -289,12 +289,15 @@ class Evaluator:
         deeper = replace(candidate, layout=layout.with_settings(schedule_of(eager[0], layout.schedule.in_flight)))
         cap, _ = next(self._depths(deeper, extra))
         note = f"memory allows {cap} more micro-batches in flight over a slow link, {max(extra)} would hide it"
-        return candidate if cap == max(extra) else replace(candidate, notes=(note,))
+        return (
+            candidate if cap == max(extra) else replace(candidate, notes=tuple(dict.fromkeys((*candidate.notes, note))))
+        )
 
     def refine(self, candidate: Candidate, max_orders: int | None = None) -> Candidate:
         """Return the candidate with the best order of fabrics, then layers and depth, then bucket size.
 
-        Other orders are simulated from the least bound on, at most `max_orders` (None: all that may be shorter).
+        Other orders are simulated in increasing order of their bounds, at most `max_orders`; None: all whose bound is
+        below the best.
         """
         simulated, s = [self._time(candidate)], candidate.layout
         reordered = (

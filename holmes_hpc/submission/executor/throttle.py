@@ -25,7 +25,7 @@ from holmes_hpc.slurm.commands import slurm
 class JobQueue:
     """The jobs of a throttle.
     `order`: job ids in order of submission; `waits`: job -> the job that it depends on; `ended`: jobs whose batch
-    script has ended; `own`: further dependencies, which all jobs have."""
+    script has ended; `own`: the dependencies that the user gave, which all jobs have."""
 
     order: list[str] = field(default_factory=list)
     waits: dict[str, str] = field(default_factory=dict)

@@ -49,7 +49,9 @@ class FileTokenizer:
         except OSError as e:
             raise DataError(e.strerror or str(e), where=path, hint="give a tokenizer.json") from e
         except Exception as e:  # the library raises bare Exception
-            raise DataError(f"not a tokenizers file: {e}", where=path, hint="give a tokenizer.json") from e
+            raise DataError(
+                f"not a tokenizer.json of Hugging Face: {e}", where=path, hint="give a tokenizer.json"
+            ) from e
         self.id = "tokenizers " + hashlib.sha256(raw).hexdigest()[:16]
         self.vocab: int = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod: int = next((i for i in map(self._inner.token_to_id, _END_NAMES) if i is not None), -1)

@@ -214,7 +214,7 @@ def header_factors(
     """Return bytes on the wire (with headers and acknowledgements) per byte of payload, for every NIC kind.
 
     A known amount is sent between two nodes. All ranks call it; `new_group(ranks, kind)` creates the pair's group,
-    `gather(row)` returns every rank's row on all ranks, and synchronises them.
+    `gather(row)` returns every rank's row on all ranks, and synchronizes them.
 
     With `cuda`, fabrics have the factor 1: a sample over TCP cannot measure RDMA. RDMA ports count some 60 bytes of
     headers with each packet of 1 to 4 KiB, well within the audit's tolerance.

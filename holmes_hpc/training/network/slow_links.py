@@ -1,4 +1,4 @@
-"""Detection of links that become slow during a run, from the time of each stage's gradient synchronisation."""
+"""Detection of links that become slow during a run, from the time of each stage's gradient synchronization."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DP = ("dp", "intra_dp", "inter_dp")
 
 
 class SlowLinkDetector:
-    """Compares the gradient synchronisation of every stage, over windows of steps, with the first window and with
+    """Compares the gradient synchronization of every stage, over windows of steps, with the first window and with
     `expected_s`, the planned seconds of each stage.
 
     The fastest rank of a stage counts: the others may wait for a slow computation. `names`: the nodes and NICs of each
@@ -52,7 +52,7 @@ class SlowLinkDetector:
                     Finding(
                         "warning",
                         self._names[stage],
-                        f"gradient synchronisation of stage {stage} takes {median_s:.3g} s a step, {baseline_s:.3g} s "
+                        f"gradient synchronization of stage {stage} takes {median_s:.3g} s a step, {baseline_s:.3g} s "
                         f"before, {planned_s:.3g} s as planned",
                         "a link there has become slow: check its speed, errors and cable "
                         "(ethtool, ibstat), and its other users; `holmes resume` measures every link again",

@@ -83,7 +83,9 @@ def test_the_json_of_a_plan_has_the_stage_transfer_cost(
         with pytest.raises(SystemExit) as exit_info:
             cli.main()
         assert not exit_info.value.code
-        transfer = json.loads(capsys.readouterr().out)["hop"]
+        plan_json = json.loads(capsys.readouterr().out)
+        transfer = plan_json["stage_transfer"]
+        assert transfer == plan_json["hop"]  # the former name, kept for one version
         assert (transfer is not None) == transfers
         if transfer:
             assert transfer["stages"] == [0, 1] and 0 <= transfer["hidden"] <= 1 and transfer["ratio"] > 0

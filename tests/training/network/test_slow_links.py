@@ -31,7 +31,7 @@ def test_a_link_at_a_twentieth_of_its_rate_is_reported_once_within_ten_steps() -
     ((step, finding),) = findings_of(links, 30, SLOW)
     assert step <= 10 and finding.level == "warning"
     assert str(finding).startswith(
-        "warning: nodes ib[1-2] (NIC ib0): gradient synchronisation of stage 0 takes 2 s a "
+        "warning: nodes ib[1-2] (NIC ib0): gradient synchronization of stage 0 takes 2 s a "
         "step, 0.1 s before, 0.1 s as planned; a link there has become slow"
     )
     assert not findings_of(links, 30, FAST)
@@ -44,7 +44,7 @@ def test_a_rank_that_computes_slowly_is_not_a_slow_link() -> None:
     assert not findings_of(links, 30, [0.1, 9.0, 0.05, 0.05])  # rank 1 waits for rank 0, which does not
 
 
-def test_planned_and_short_synchronisations_are_not_reported() -> None:
+def test_planned_and_short_synchronizations_are_not_reported() -> None:
     links = detector(expected_s=(1.0, 0.05))
     findings_of(links, 1 + 2 * WINDOW, FAST)
     assert not findings_of(links, 30, SLOW)
