@@ -3,11 +3,11 @@
     holmes testbed up slurm/testbed/evaluation.yaml; eval "$(holmes testbed env)"
     python benchmarks/evaluation.py [--part headline|pairs|demo|four-nodes|full] [--runs DIR] [--minutes N]
 
-Runs the cells of a part one job at a time, repeat by repeat. Within a repeat the systems alternate, so that drift of
-the machine affects all of them alike. A restart continues and repeats incomplete runs.
+Runs the experiments of a part one job at a time, repeat by repeat. Within a repeat the systems alternate, so that drift
+of the machine affects all of them alike. A restart continues and repeats incomplete runs.
 Then (also with --minutes 0) prints the tables: throughput by NIC environment, hybrid against the mean of InfiniBand and
 RoCE, speed-up over plain Megatron-LM with its 95% interval, predicted and measured throughput.
-The cells are in evaluation_cells.py.
+The experiments are in evaluation_experiments.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from evaluation_cells import (
+from evaluation_experiments import (
     COMMON,
     COMPARED,
     EMULATED,
@@ -38,7 +38,7 @@ from evaluation_cells import (
     PAIRS,
     REGIMES,
     TARGETS,
-    Cell,
+    Experiment,
     parts,
 )
 from matplotlib.figure import Figure
@@ -66,8 +66,8 @@ Predictions are the planner's for each run's plan, from declared rates and the e
 fitted to these runs.
 
 - Plain Megatron-LM over gloo has one connection for both directions here, so activations and gradients wait for each
-  other (benchmarks/one_connection.py). evaluation-four-nodes.md repeats the cells at 4 nodes with one connection per
-  direction. *Proportional layers* is the same 1F1B with its own connections.
+  other (benchmarks/one_connection.py). evaluation-four-nodes.md repeats the experiments at 4 nodes with one connection
+  per direction. *Proportional layers* is the same 1F1B with its own connections.
 - Plain Megatron-LM is 8% faster without overlap of its traffic. The predictions here miss that; evaluation-notes.md
   explains it.
 - Six and eight ranks fill this machine's two cores. Layers then take up to 6% longer than emulated, and up to 10%
@@ -78,12 +78,12 @@ fitted to these runs.
 - The planner's free choice takes virtual stages in light at 6 and 8 nodes. On two cores so many short passes cost more
   than they save. Only a calibration shows that.
 - Without emulated compute, Python's overhead dominates layers this small. No published figure gives that.
-- For systems on one fabric the table shows the faster schedule. The table of every cell has the free choice."""
+- For systems on one fabric the table shows the faster schedule. The table of all experiments has the free choice."""
 
 
-def run(cell: Cell, repeat: int, runs: Path, progress: str) -> None:
+def run(experiment: Experiment, repeat: int, runs: Path, progress: str) -> None:
     """Run one job unless a complete run exists; `progress` precedes its log lines."""
-    name = cell.run_name(repeat)
+    name = experiment.run_name(repeat)
     record = RunDirectory(runs / name)
     if record.exists():
         if (record.read_result() or {}).get("state") == "completed":
@@ -95,8 +95,8 @@ def run(cell: Cell, repeat: int, runs: Path, progress: str) -> None:
         HOLMES,
         "run",
         f"name={name}",
-        *cell.overrides,
-        f'+labels.system="{cell.system}"',
+        *experiment.overrides,
+        f'+labels.system="{experiment.system}"',
         f"+labels.session={repeat}",
     ]
     env = {**os.environ, "HOLMES_RUNS": str(runs), "OMP_NUM_THREADS": "1"}
@@ -108,25 +108,25 @@ def run(cell: Cell, repeat: int, runs: Path, progress: str) -> None:
     note(f"{progress} {name}: {time.monotonic() - start:.0f} s{error}")
 
 
-def load_measured(planned: list[tuple[int, Cell]], runs: Path) -> pd.DataFrame:
+def load_measured(planned: list[tuple[int, Experiment]], runs: Path) -> pd.DataFrame:
     """Return one row per completed run of `planned`.
 
-    A row adds `regime`, `where`, `system` and `nodes` of its cell, and the prediction for the run's plan."""
+    A row adds `regime`, `where`, `system` and `nodes` of its experiment, and the prediction for the run's plan."""
     frame = load_runs(runs)
     frame = frame[frame["state"] == "completed"].set_index("name", drop=False)
     rows = []
-    for repeat, cell in planned:
-        if cell.run_name(repeat) in frame.index:
-            row = frame.loc[cell.run_name(repeat)]
-            plan, has_overlap = Plan.read(runs / cell.run_name(repeat) / "plan.yaml"), bool(row["overlap"])
+    for repeat, experiment in planned:
+        if experiment.run_name(repeat) in frame.index:
+            row = frame.loc[experiment.run_name(repeat)]
+            plan, has_overlap = Plan.read(runs / experiment.run_name(repeat) / "plan.yaml"), bool(row["overlap"])
             predicted = predict(plan, Costs(pace_layer_ms=plan.pace_layer_ms, software=Software(overlap=has_overlap)))
             rows.append(
                 {
                     **row.to_dict(),
-                    "regime": cell.regime,
-                    "where": cell.environment,
-                    "nodes": cell.nodes,
-                    "system": cell.system,
+                    "regime": experiment.regime,
+                    "where": experiment.environment,
+                    "nodes": experiment.nodes,
+                    "system": experiment.system,
                     "session": row["session"],
                     "predicted_step_time_s": predicted.step_time_s,
                     "predicted_samples_per_s": predicted.samples_per_s,
@@ -136,10 +136,10 @@ def load_measured(planned: list[tuple[int, Cell]], runs: Path) -> pd.DataFrame:
 
 
 def build_tables(runs: pd.DataFrame) -> list[Table]:
-    """Build the tables: targets, throughput, Megatron-LM by environment, every cell, step breakdown."""
+    """Build the tables: targets, throughput, Megatron-LM by environment, every experiment, step breakdown."""
     rate = runs.groupby(["regime", "nodes", "where", "system"], sort=False)["samples_per_s"].median()
     answers: list[list[str]] = []
-    megatron, cells, breakdowns = list(answers), list(answers), list(answers)
+    megatron, experiments, breakdowns = list(answers), list(answers), list(answers)
     goals, rule_ratios = list(answers), {}
     for (regime, nodes), group in runs.groupby(["regime", "nodes"], sort=False):
         rates = rate[regime][nodes]
@@ -190,10 +190,10 @@ def build_tables(runs: pd.DataFrame) -> list[Table]:
             error = float(
                 np.median(percentage_errors(system_runs["predicted_samples_per_s"], system_runs["samples_per_s"]))
             )
-            cell = [f"{regime}, {nodes}", where, system]
-            cells.append(
+            key = [f"{regime}, {nodes}", where, system]
+            experiments.append(
                 [
-                    *cell,
+                    *key,
                     system_runs["layers_per_stage"].iloc[0],
                     str(len(system_runs)),
                     number(system_runs["samples_per_s"].median()),
@@ -201,12 +201,14 @@ def build_tables(runs: pd.DataFrame) -> list[Table]:
                     f"{error:+.1f}%",
                 ]
             )
-            breakdowns.append([*cell, *(number(system_runs[part].median()) for part in PARTS)])
+            breakdowns.append([*key, *(number(system_runs[part].median()) for part in PARTS)])
     goals.sort(key=lambda row: row[0])
     if rule_ratios:
         least = min(rule_ratios, key=lambda setting: rule_ratios[setting])
         goals.append(
-            _target_row(f"over the paper's rule, minimum of {len(rule_ratios)} cells", least, 1, rule_ratios[least])
+            _target_row(
+                f"over the paper's rule, minimum of {len(rule_ratios)} experiments", least, 1, rule_ratios[least]
+            )
         )
     return [
         Table(
@@ -238,9 +240,9 @@ def build_tables(runs: pd.DataFrame) -> list[Table]:
             "throughput; the paper's at 4 nodes: Ethernet 0.62, RoCE 0.81",
         ),
         Table(
-            "Every cell and its prediction",
+            "Every experiment and its prediction",
             ["regime, nodes", "where", "system", "layers", "runs", "samples/s", "predicted", "error"],
-            cells,
+            experiments,
             f"medians; {EMULATED}",
         ),
         Table(
@@ -305,7 +307,7 @@ def write_page(runs: pd.DataFrame, page_tables: list[Table], part: str, path: Pa
         "",
     ]
     for regime in (REGIMES[name] for name in runs["regime"].unique()):
-        hybrid = Cell(regime.name, "hybrid", 4, "holmes")
+        hybrid = Experiment(regime.name, "hybrid", 4, "holmes")
         lines.append(
             f"- *{regime.name}*: {f'transfer ratio {hybrid.transfer_ratio:.3f}; ' if regime.pace_ms else ''}"
             f"micro-batches of {regime.micro_size}; `{' '.join(regime.overrides)}`"
@@ -361,17 +363,17 @@ def main() -> None:
     arguments = parser.parse_args()
     planned = parts()[arguments.part]
     arguments.runs.mkdir(parents=True, exist_ok=True)
-    print(f"{len({cell for _, cell in planned})} cells, {len(planned)} runs; {' '.join(COMMON)}")
-    for name in dict.fromkeys(cell.regime for _, cell in planned):
+    print(f"{len({experiment for _, experiment in planned})} experiments, {len(planned)} runs; {' '.join(COMMON)}")
+    for name in dict.fromkeys(experiment.regime for _, experiment in planned):
         print(f"{name}: {' '.join(REGIMES[name].overrides)}")
     print(f"{platform.node()}: {len(os.sched_getaffinity(0))} CPUs, load average {os.getloadavg()[0]:.1f}", flush=True)
     deadline = time.monotonic() + 60 * arguments.minutes
-    for nth, (repeat, cell) in enumerate(planned, 1):
+    for nth, (repeat, experiment) in enumerate(planned, 1):
         if time.monotonic() < deadline:
-            run(cell, repeat, arguments.runs, f"[{nth}/{len(planned)}]")
+            run(experiment, repeat, arguments.runs, f"[{nth}/{len(planned)}]")
     frame = load_measured(planned, arguments.runs)
     names = set(frame.get("name", ()))
-    missing = [name for name in (cell.run_name(repeat) for repeat, cell in planned) if name not in names]
+    missing = [name for name in (experiment.run_name(repeat) for repeat, experiment in planned) if name not in names]
     if missing:
         note(f"{len(missing)} of {len(planned)} runs are missing: {', '.join(missing[:5])} ...; run this again")
     if len(frame) == 0:

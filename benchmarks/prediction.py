@@ -2,12 +2,12 @@
 
     eval "$(holmes testbed env)"; python benchmarks/prediction.py
 
-Four NIC environments with four layouts each are fixed in CELLS below. First, `holmes calibrate` runs once, with other
-layouts. With its file all plans and their predictions are written before any run starts.
+Four NIC environments with four layouts each are fixed in EXPERIMENTS below. First, `holmes calibrate` runs once, with
+other layouts. With its file all plans and their predictions are written before any run starts.
 
-Prints the inputs; per cell the predicted and measured step time, the error, and the share of the step without
-computing; per schedule the mean absolute error; per environment the regret: the slowdown of the cell predicted to be
-fastest against the fastest one. A restart skips finished runs. Results so far are in prediction.json under
+Prints the inputs; per experiment the predicted and measured step time, the error, and the share of the step without
+computing; per schedule the mean absolute error; per environment the regret: the slowdown of the experiment predicted to
+be fastest against the fastest one. A restart skips finished runs. Results so far are in prediction.json under
 HOLMES_RUNS.
 """
 
@@ -36,14 +36,14 @@ COMMON = (
     "plan.virtual_stages=1",
     "model=gpt_tiny",
 )
-# Layouts other than the cells': the default (a stage on two nodes of each fabric) and six layers.
+# Layouts other than the experiments': the default (a stage on two nodes of each fabric) and six layers.
 CALIBRATION = ("model=gpt_tiny", "model.layers=6", "batch.micro_size=2", f"train.pace_layer_ms={PACE_MS}")
-COMMUNICATING = 0.25  # least share of the step without computing in a cell that counts as communicating
+COMMUNICATING = 0.25  # least share of the step without computing in an experiment that counts as communicating
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A run of 16 sequences and 8 layers; cells of one `environment` compare with each other."""
+class Experiment:
+    """A run of 16 sequences and 8 layers; experiments of one `environment` compare with each other."""
 
     environment: str
     layout: str
@@ -95,8 +95,8 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
         for environment in ("ib-roce", "ib-ethernet")
     },
 }
-CELLS = tuple(
-    Cell(e, name, (nodes, *layout)) for e, nodes in ENVIRONMENTS.items() for name, layout in LAYOUTS[e].items()
+EXPERIMENTS = tuple(
+    Experiment(e, name, (nodes, *layout)) for e, nodes in ENVIRONMENTS.items() for name, layout in LAYOUTS[e].items()
 )
 
 
@@ -119,20 +119,20 @@ def calibrate() -> Path:
     return path
 
 
-def write_plan(cell: Cell, calibration_path: Path) -> Path:
-    """Return the path of the cell's plan with its prediction; plan if it does not exist."""
-    path = runs_root() / f"{cell.name}.yaml"
+def write_plan(experiment: Experiment, calibration_path: Path) -> Path:
+    """Return the path of the experiment's plan with its prediction; plan if it does not exist."""
+    path = runs_root() / f"{experiment.name}.yaml"
     if not path.exists():
-        run_holmes("plan", *COMMON, *cell.overrides, f"calibration={calibration_path}", "-o", str(path))
+        run_holmes("plan", *COMMON, *experiment.overrides, f"calibration={calibration_path}", "-o", str(path))
     return path
 
 
-def run(cell: Cell, path: Path) -> RunDirectory | None:
-    """Run the cell unless its run exists; return the run if it completed, else None."""
-    directory = RunDirectory(runs_root() / cell.name)
+def run(experiment: Experiment, path: Path) -> RunDirectory | None:
+    """Run the experiment unless its run exists; return the run if it completed, else None."""
+    directory = RunDirectory(runs_root() / experiment.name)
     if not directory.exists():
         subprocess.run(
-            [HOLMES, "run", f"name={cell.name}", f"plan_file={path}", f"train.steps={STEPS}"],
+            [HOLMES, "run", f"name={experiment.name}", f"plan_file={path}", f"train.steps={STEPS}"],
             capture_output=True,
             check=False,
         )
@@ -142,11 +142,11 @@ def run(cell: Cell, path: Path) -> RunDirectory | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The predicted and measured step time of a cell.
+    """The predicted and measured step time of an experiment.
 
     `waiting`: the share of the measured step in which the busiest stage did not compute."""
 
-    cell: Cell
+    experiment: Experiment
     schedule: str
     predicted_s: float
     measured_s: float
@@ -157,13 +157,13 @@ class Outcome:
         return self.predicted_s / self.measured_s - 1
 
 
-def read_outcome(cell: Cell, directory: RunDirectory) -> Outcome:
+def read_outcome(experiment: Experiment, directory: RunDirectory) -> Outcome:
     plan = Plan.read(directory.plan_path)
     assert plan.predicted is not None
     steps = directory.metrics()[WARM_UP:]
     measured = statistics.median(s["step_time_s"] for s in steps)
     computing = statistics.median(max(stage["compute_s"] for stage in s["breakdown"]) for s in steps)
-    return Outcome(cell, plan.schedule.kind, plan.predicted.step_time_s, measured, 1 - computing / measured)
+    return Outcome(experiment, plan.schedule.kind, plan.predicted.step_time_s, measured, 1 - computing / measured)
 
 
 def summary(outcomes: list[Outcome]) -> list[str]:
@@ -171,18 +171,18 @@ def summary(outcomes: list[Outcome]) -> list[str]:
     lines = []
     for kind in sorted({o.schedule for o in outcomes}):
         errors = [abs(o.error) for o in outcomes if o.schedule == kind]
-        lines.append(f"{kind}: mean absolute error {statistics.mean(errors):.1%} over {len(errors)} cells")
+        lines.append(f"{kind}: mean absolute error {statistics.mean(errors):.1%} over {len(errors)} experiments")
     lines.append(
         f"all: mean absolute error {statistics.mean(abs(o.error) for o in outcomes):.1%}; "
-        f"{sum(o.waiting >= COMMUNICATING for o in outcomes)} of {len(outcomes)} cells do not compute "
+        f"{sum(o.waiting >= COMMUNICATING for o in outcomes)} of {len(outcomes)} experiments do not compute "
         f"for at least {COMMUNICATING:.0%} of the step"
     )
     for environment in ENVIRONMENTS:
-        cells = [o for o in outcomes if o.cell.environment == environment]
-        if len(cells) == len(LAYOUTS[environment]):
-            chosen, best = (min(cells, key=lambda o: o.predicted_s), min(cells, key=lambda o: o.measured_s))
+        comparable = [o for o in outcomes if o.experiment.environment == environment]
+        if len(comparable) == len(LAYOUTS[environment]):
+            chosen, best = min(comparable, key=lambda o: o.predicted_s), min(comparable, key=lambda o: o.measured_s)
             lines.append(
-                f"{environment}: predicted best {chosen.cell.layout}, best {best.cell.layout}: "
+                f"{environment}: predicted best {chosen.experiment.layout}, best {best.experiment.layout}: "
                 f"regret {chosen.measured_s / best.measured_s - 1:.1%}"
             )
     return lines
@@ -190,40 +190,40 @@ def summary(outcomes: list[Outcome]) -> list[str]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--cells", type=int, default=len(CELLS), help="run at most this many new cells")
+    options.add_argument("--cells", type=int, default=len(EXPERIMENTS), help="run at most this many new experiments")
     arguments = options.parse_args()
     print(f"inputs: {' '.join(COMMON)}; {STEPS} steps of which {WARM_UP} are warm-up")
     print(f"calibrated on: {' '.join(CALIBRATION)}")
     calibration_path = calibrate()
-    plans = {cell: write_plan(cell, calibration_path) for cell in CELLS}
+    plans = {experiment: write_plan(experiment, calibration_path) for experiment in EXPERIMENTS}
     outcomes: list[Outcome] = []
     remaining = arguments.cells
-    for cell in CELLS:
-        exists = RunDirectory(runs_root() / cell.name).exists()
+    for experiment in EXPERIMENTS:
+        exists = RunDirectory(runs_root() / experiment.name).exists()
         if not exists and remaining == 0:
             continue
         remaining -= not exists
-        directory = run(cell, plans[cell])
+        directory = run(experiment, plans[experiment])
         if directory is None:
             print(
-                f"{cell.environment:12} {cell.layout:18} not complete: see {runs_root() / cell.name}; "
-                "remove it to repeat the run",
+                f"{experiment.environment:12} {experiment.layout:18} not complete: "
+                f"see {runs_root() / experiment.name}; remove it to repeat the run",
                 flush=True,
             )
             continue
-        outcomes.append(read_outcome(cell, directory))
+        outcomes.append(read_outcome(experiment, directory))
         o = outcomes[-1]
         print(
-            f"{cell.environment:12} {cell.layout:18} predicted {o.predicted_s:.3f} s, measured {o.measured_s:.3f} s,"
-            f" error {o.error:+.1%}, not computing {o.waiting:.0%}",
+            f"{experiment.environment:12} {experiment.layout:18} predicted {o.predicted_s:.3f} s, "
+            f"measured {o.measured_s:.3f} s, error {o.error:+.1%}, not computing {o.waiting:.0%}",
             flush=True,
         )
     (runs_root() / "prediction.json").write_text(
         json.dumps(
             [
                 {
-                    "environment": o.cell.environment,
-                    "layout": o.cell.layout,
+                    "environment": o.experiment.environment,
+                    "layout": o.experiment.layout,
                     "schedule": o.schedule,
                     "predicted_s": o.predicted_s,
                     "measured_s": o.measured_s,

@@ -1,4 +1,4 @@
-"""Compare the speed of two checkouts: the demo's main job, or a cell of each regime of the evaluation.
+"""Compare the speed of two checkouts: the demo's main job, or an experiment of each regime of the evaluation.
 
     holmes testbed up evaluation; eval "$(holmes testbed env)"
     python benchmarks/two_checkouts.py OLD/.venv/bin/holmes NEW/.venv/bin/holmes [--pairs 5] [--steps 8] [--jobs light]
@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from evaluation_cells import REGIMES, Cell
+from evaluation_experiments import REGIMES, Experiment
 
 from holmes_hpc.results.statistics import repeats_interval
 
@@ -28,7 +28,7 @@ DEMO = ("plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "plan.schedule=1f1b", "t
 
 def overrides(job: str) -> list[str]:
     """Return the overrides of the demo's first job, or of a regime's hybrid environment on four nodes."""
-    return [*DEMO] if job == "demo" else Cell(job, "hybrid", 4, "holmes").overrides
+    return [*DEMO] if job == "demo" else Experiment(job, "hybrid", 4, "holmes").overrides
 
 
 def step_s(holmes: str, job: str, steps: int, run_dir: Path) -> float:

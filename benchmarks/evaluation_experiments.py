@@ -1,4 +1,4 @@
-"""Regimes, systems and environments of the evaluation, and the cells of each of its parts.
+"""Regimes, systems and environments of the evaluation, and the experiments of each of its parts.
 
 Three regimes have targets, fixed beforehand: paper-like, light, heavy. They differ by transfer ratio: the one-way
 transfer time of one micro-batch's activations over Ethernet, divided by a stage's compute time for it (forward and
@@ -108,7 +108,7 @@ def nodes_override(environment: str, nodes: int) -> str:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Experiment:
     """One setting of the evaluation; its runs are named after it and their repeat."""
 
     regime: str
@@ -159,37 +159,41 @@ COMPARED = ("holmes", "Megatron-LM, overlap")  # on one fabric they differ only 
 MIXED = ("holmes", "proportional layers", "Megatron-LM, overlap")  # in environments whose stages can differ
 
 
-def environments_at(regime: str, nodes: int) -> Iterator[Cell]:
+def environments_at(regime: str, nodes: int) -> Iterator[Experiment]:
     """Yield all environments at one regime and number of nodes; hybrid also has the paper's layer partition."""
     for environment in ENVIRONMENTS:
         for system in COMPARED if environment != "hybrid" else MIXED:
-            yield Cell(regime, environment, nodes, system)
+            yield Experiment(regime, environment, nodes, system)
 
 
-def parts() -> dict[str, list[tuple[int, Cell]]]:
-    """Return the (repeat, cell) pairs of each part in run order: repeat by repeat."""
+def parts() -> dict[str, list[tuple[int, Experiment]]]:
+    """Return the (repeat, experiment) pairs of each part in run order: repeat by repeat."""
     headline = [*environments_at("paper-like", 4), *environments_at("paper-like", 8)]
-    pairs = [Cell(PAIRED[0], environment, PAIRED[1], system) for environment in ENVIRONMENTS for system in COMPARED]
+    pairs = [
+        Experiment(PAIRED[0], environment, PAIRED[1], system) for environment in ENVIRONMENTS for system in COMPARED
+    ]
     settings = (("heavy", 4), ("light", 4), ("light", 8), ("paper-like", 6), ("light", 6))
     candidates = [c for setting in settings for c in environments_at(*setting)]
-    targets = [c for c in candidates if c.environment != "Ethernet" or c.regime == "heavy"]  # cells with a target
-    targets += [Cell(regime, "hybrid", nodes, FREE) for regime in ("paper-like", "light") for nodes in (4, 6, 8)]
+    targets = [c for c in candidates if c.environment != "Ethernet" or c.regime == "heavy"]  # experiments with a target
+    targets += [Experiment(regime, "hybrid", nodes, FREE) for regime in ("paper-like", "light") for nodes in (4, 6, 8)]
     secondary = [
-        Cell("paper-like", where, nodes, system)
+        Experiment("paper-like", where, nodes, system)
         for where, nodes in (("two IB", 4), ("two IB", 8), ("three", 6))
         for system in MIXED
     ]
     secondary += [c for c in candidates if c not in targets]
-    secondary += [Cell("paper-like", where, 4, "proportional layers") for where in ENVIRONMENTS[1:]]
+    secondary += [Experiment("paper-like", where, 4, "proportional layers") for where in ENVIRONMENTS[1:]]
     secondary += environments_at(DEMO, 4)
     for nodes in (4, 8):
         secondary += [
-            Cell("paper-like", "hybrid", nodes, system)
+            Experiment("paper-like", "hybrid", nodes, system)
             for system in ("Megatron-LM", *(s for s in SYSTEMS if s.startswith("without")))
         ]
     without_target = [c for regime in ("paper-like-6", "unpaced") for c in environments_at(regime, 4)]
-    demo = [Cell(DEMO, where, 4, "holmes") for where in ENVIRONMENTS[:3]] + [Cell(DEMO, "hybrid", 4, COMPARED[1])]
-    four_nodes = [cell for regime in (*TARGETS, DEMO) for cell in environments_at(regime, 4)]
+    demo = [Experiment(DEMO, where, 4, "holmes") for where in ENVIRONMENTS[:3]] + [
+        Experiment(DEMO, "hybrid", 4, COMPARED[1])
+    ]
+    four_nodes = [experiment for regime in (*TARGETS, DEMO) for experiment in environments_at(regime, 4)]
     named_parts = {
         "headline": _repeat(headline, REPEATS),
         "pairs": _repeat(pairs, PAIRS),
@@ -205,5 +209,5 @@ def parts() -> dict[str, list[tuple[int, Cell]]]:
     return {**named_parts, "full": list(dict.fromkeys([*named_parts["headline"], *remaining]))}
 
 
-def _repeat(cells: list[Cell], repeats: int) -> list[tuple[int, Cell]]:
-    return [(repeat, cell) for repeat in range(repeats) for cell in cells]
+def _repeat(experiments: list[Experiment], repeats: int) -> list[tuple[int, Experiment]]:
+    return [(repeat, experiment) for repeat in range(repeats) for experiment in experiments]
