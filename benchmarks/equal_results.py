@@ -2,7 +2,7 @@
 
     python benchmarks/equal_results.py OLD_TREE [--cache FILE] [--parts plans,predictions,training] [--allow-faster]
 
-The new checkout is the one that holds this file. Both run the same probe in a process of their own:
+The new checkout is the one with this file. Each runs the same probe in its own process:
 
 - plans: 50 searches over 25 sites, 10 of them with per-stage TP/DP;
 - predictions: 100 user-fixed layouts over the same kind of sites;

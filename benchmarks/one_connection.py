@@ -51,9 +51,9 @@ def main() -> None:
         dist.new_group([0, 1], backend=process_groups.GLOO, pg_options=options) for _ in range(2)
     )
     cases = {
-        "one way": {0: first_group},
-        "both ways, one connection": {0: first_group, 1: first_group},
-        "both ways, one each": {0: first_group, 1: second_group},
+        "one direction": {0: first_group},
+        "both, one connection": {0: first_group, 1: first_group},
+        "both, one each": {0: first_group, 1: second_group},
     }
     rows = []
     for size in SIZES:
@@ -66,7 +66,7 @@ def main() -> None:
             [
                 f"{size / 1e3:g} kB",
                 *(f"{1000 * medians[name]:.1f} ms" for name in cases),
-                *(f"{medians[name] / medians['one way']:.2f}" for name in list(cases)[1:]),
+                *(f"{medians[name] / medians['one direction']:.2f}" for name in list(cases)[1:]),
             ]
         )
     if rank == 0:

@@ -46,11 +46,11 @@ class Case:
 
     def plan(self) -> Plan:
         ranks = self.options["tp"] * self.options["pp"] * self.options["dp"]
-        fabric = Fabric("here", NicType.ETHERNET, "here", 1, ranks, 10.0, replace(CPU, memory_gib=64), gres=False)
+        fabric = Fabric("local", NicType.ETHERNET, "local", 1, ranks, 10.0, replace(CPU, memory_gib=64), gres=False)
         plan = fixed_plan(
             replace(MODEL, **self.model),
             replace(BATCH, **self.batch),
-            Site("here", (fabric,)),
+            Site("local", (fabric,)),
             PlanOptions(**self.options),
             Costs(),
         )

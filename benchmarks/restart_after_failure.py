@@ -157,7 +157,7 @@ def main() -> int:
     arguments = options.parse_args()
     too_slow = False
     with tempfile.TemporaryDirectory(prefix="hb", dir="/tmp") as temporary:
-        directory, folder = Path(temporary) / "bed", Path(temporary) / "runs"
+        directory, folder = Path(temporary) / "testbed", Path(temporary) / "runs"
         folder.mkdir()
         os.environ["HOLMES_TESTBED"] = str(directory)
         try:
