@@ -770,7 +770,7 @@ def test_layers_of_another_number_of_stages_are_refused(holmes, site):
     refused(
         holmes("predict", *given, "--pp", "3", "--dp", "16", "--layers-per-stage", "10,10"),
         "2 entries, pp is 3",
-        "PP 3",
+        "pp is 3",
     )
     refused(holmes("plan", "model=gpt_3_6b", "--site", str(site), "plan.layers_per_stage=[10,10]"))
 
