@@ -141,7 +141,9 @@ def test_learning_without_runs_is_refused(holmes, site, tmp_path):
     refused(holmes("plan", "--learn", str(tmp_path), "--site", str(site)), "no run to learn from", "--learn")
     plan = tmp_path / "plan.yaml"
     assert holmes("plan", "--site", str(site), "model=gpt_3_6b", "-o", str(plan))[0] == 0
-    refused(holmes("plan", f"plan_file={plan}", "--learn", str(tmp_path)), "the plan of plan_file is finished")
+    refused(
+        holmes("plan", f"plan_file={plan}", "--learn", str(tmp_path)), "has no effect on the finished plan of plan_file"
+    )
 
 
 def test_a_bad_calibration_file_is_named(holmes, site, tmp_path):

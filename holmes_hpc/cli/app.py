@@ -97,7 +97,7 @@ Earliest = Annotated[
 Tokens = Annotated[
     str | None, typer.Option("--tokens", metavar="T", help="Print how long so many tokens take: 2e12, 300B.")
 ]
-Run = Annotated[str, typer.Argument(help="Run directory, its name under runs/, or its Slurm job id.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name under runs/, or its Slurm job id.")]
 
 
 def requested_steps(

@@ -19,7 +19,7 @@ app.add_typer(group, name="data")
 def data_prepare(
     files: Annotated[list[str] | None, typer.Argument(metavar="FILES...", show_default=False)] = None,
     output: Annotated[str, typer.Option("-o", "--output", metavar="PREFIX", help="Path of .bin and .idx.")] = "",
-    tokenizer: Annotated[str | None, typer.Option(help="Hugging Face tokenizer.json. [bytes]")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="Hugging Face tokenizer.json. [bytes]")] = None,
     json_key: Annotated[str, typer.Option(help="Key of the text in JSONL or Parquet.")] = "text",
     workers: Annotated[int | None, typer.Option(help="Processes. [one per core]")] = None,
     stdlib: Annotated[bool, typer.Option("--stdlib", help="Use Python's own sources, for a trial.")] = False,

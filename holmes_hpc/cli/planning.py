@@ -53,7 +53,7 @@ def plan(
     *,
     overrides: Overrides = None,
     flags: Mapping[str, Any],
-    output: Annotated[str | None, typer.Option("-o", "--output", help="Write the plan here.")] = None,
+    output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = None,
     earliest: Earliest = False,
     seconds: Annotated[
         float | None,
@@ -83,7 +83,9 @@ def plan(
         config = config.with_train(steps=steps)
     check_output(output)
     if learn is not None and config.plan_file:
-        raise ConfigError("the plan of plan_file is finished", where="--learn", hint="leave out --learn or plan_file")
+        raise ConfigError(
+            "has no effect on the finished plan of plan_file", where="--learn", hint="leave out --learn or plan_file"
+        )
     default_model = None if config.plan_file or any(o.startswith("model=") for o in overrides) else config.model.name
     corrections = _learned_corrections(config, learn) if learn is not None else NO_CORRECTIONS
     search_costs = None if config.plan_file else replace(request.costs(config), corrections=corrections)
@@ -131,7 +133,9 @@ def calibrate(
     *,
     overrides: Overrides = None,
     flags: Mapping[str, Any],
-    output: Annotated[str, typer.Option("-o", "--output", help="Write the measurements here.")] = "calibration.yaml",
+    output: Annotated[
+        str, typer.Option("-o", "--output", metavar="FILE", help="Write the measurements here.")
+    ] = "calibration.yaml",
     json: Json = False,
 ) -> None:
     """Measure layers and links in a short job. It uses two nodes of each fabric; plan and predict read its file.

@@ -79,7 +79,9 @@ def predict(
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU kind of every fabric. [the site's]")] = None,
     tokens: Tokens = None,
-    trace: Annotated[str | None, typer.Option(help="Write the simulated timeline here (Perfetto).")] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the simulated timeline here (Perfetto).")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Predict step time, throughput and memory of a layout. Defaults: 1 for TP, PP, DP and model chunks, the model's

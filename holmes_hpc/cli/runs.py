@@ -138,7 +138,7 @@ def _show_figures(record: RunDirectory) -> None:
 def resume(
     run: Run,
     overrides: Overrides = None,
-    plan_path: Annotated[str | None, typer.Option("--plan", help="Continue with this plan.")] = None,
+    plan_path: Annotated[str | None, typer.Option("--plan", metavar="FILE", help="Continue with this plan.")] = None,
 ) -> None:
     """Continue a run from its last good checkpoint. The plan may be another one for the same model and batch.
 
@@ -230,9 +230,11 @@ def remove(
 
 @app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUNS...")],
-    html: Annotated[str | None, typer.Option(help="Also write an HTML report here.")] = None,
-    trace: Annotated[str | None, typer.Option(help="Also write a run's timeline here, for Perfetto.")] = None,
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...")],
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Also write an HTML report here.")] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write a run's timeline here, for Perfetto.")
+    ] = None,
     by: Annotated[str, typer.Option(help="Rank several runs by throughput or by loss.")] = "throughput",
     json: Json = False,
 ) -> None:

@@ -17,7 +17,7 @@ from holmes_hpc.fabric import node_facts
 from holmes_hpc.fabric.grouping import NodeSettings
 from holmes_hpc.fabric.probe import probe as probe_node
 
-Vocabulary = Annotated[str | None, typer.Option(help="The site's file of node features.")]
+Vocabulary = Annotated[str | None, typer.Option(metavar="FILE", help="The site's file of node features.")]
 
 
 @app.command()
@@ -100,7 +100,7 @@ def doctor(
     ask_nodes: Annotated[
         bool, typer.Option("--ask-nodes/--no-ask-nodes", help="Also run a short job on idle nodes of each partition.")
     ] = True,
-    script: Annotated[list[str] | None, typer.Option(help="Also check this batch script.")] = None,
+    script: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Also check this batch script.")] = None,
     json: Json = False,
 ) -> None:
     """Find what would make runs fail or slow down. Exit code 1 if there is an error.

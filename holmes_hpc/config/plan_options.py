@@ -13,6 +13,7 @@ STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
 RECOMPUTE = ("none", "selective", "full")
 MEGATRON_SCHEDULES = ("1f1b", "interleaved")  # run by Megatron-Core's own functions
 SCHEDULES = (*MEGATRON_SCHEDULES, "ahead")  # names in plan.yaml; defined in planning/schedule/kinds.py
+OPTION_NAMES = {"ahead": "eager_1f1b"}  # names of plan.schedule that differ from those in plan.yaml
 TRANSPORT_MODES = ("holmes", "single")
 EDGE_DTYPES = ("same", "bf16", "fp16", "fp8")
 PARTITIONS = ("exact", "proportional", "uniform")
@@ -66,8 +67,8 @@ class PlanOptions:
         str,
         key(
             "1f1b or interleaved (Megatron-Core's), or eager_1f1b (sends and receives in the background); "
-            "`ahead` is the name of eager_1f1b in plan.yaml",
-            one_of=("auto", *SCHEDULES, "eager_1f1b"),
+            "`ahead`: its name in plan.yaml",
+            one_of=("auto", *SCHEDULES, *OPTION_NAMES.values()),
         ),
     ] = "auto"
     transport: Annotated[

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from holmes_hpc.config.plan_options import OPTION_NAMES
 from holmes_hpc.errors import PlanError, nearest
 
 
@@ -107,6 +108,11 @@ class ScheduleKind:
         if self.turns is not alternating and self.chunks != (1, 1):
             raise ValueError(f"schedule {self.name}: with virtual stages only `alternating` turns are supported")
 
+    @property
+    def option_name(self) -> str:
+        """The name that `plan.schedule` takes."""
+        return OPTION_NAMES.get(self.name, self.name)
+
     def supports(self, chunks: int) -> bool:
         """Return whether the schedule supports `chunks` virtual stages."""
         return self.chunks[0] <= chunks and (self.chunks[1] is None or chunks <= self.chunks[1])
@@ -117,8 +123,8 @@ class ScheduleKind:
             return
         fewest, largest = self.chunks
         limit = f"at least {fewest}" if chunks < fewest else "no" if largest == 1 else f"at most {largest}"
-        alternatives = " or ".join(kind.name for kind in SCHEDULES.values() if kind.supports(chunks))
-        raise PlanError(f"{self.name} has {limit} virtual stages", where="schedule", hint=f"use {alternatives}")
+        alternatives = " or ".join(kind.option_name for kind in SCHEDULES.values() if kind.supports(chunks))
+        raise PlanError(f"{self.option_name} has {limit} virtual stages", where="schedule", hint=f"use {alternatives}")
 
 
 def _one_forward_one_backward(order: Pipeline, stage: int) -> list[Pass | Exchange]:

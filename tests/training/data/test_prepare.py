@@ -351,7 +351,7 @@ def test_tokenizer_file_determines_the_ids(tmp_path: Path) -> None:
     assert all(data[i][-1] == 0 for i in range(len(data)))
     assert summary.tokens < sum(len(t.encode()) for t in TEXTS)
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(DataError, match=r"bad\.json: not a tokenizers file"):
+    with pytest.raises(DataError, match=r"bad\.json: not a tokenizer\.json of Hugging Face"):
         load_tokenizer(str(tmp_path / "bad.json"))
     with pytest.raises(DataError, match="No such file"):
         load_tokenizer(str(tmp_path / "missing.json"))
