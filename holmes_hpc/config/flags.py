@@ -62,7 +62,7 @@ class Flag:
 
     def override(self, value: Any) -> str:
         """Return the override that sets the key to `value`."""
-        return f"{self.key}={_to_grammar(value)}"
+        return f"{self.key}={_to_override_text(value)}"
 
 
 def yes_or_no(text: str, where: str) -> bool:
@@ -72,8 +72,8 @@ def yes_or_no(text: str, where: str) -> bool:
     return text == "yes"
 
 
-def _to_grammar(value: Any) -> str:
-    """Return `value` in the grammar of overrides."""
+def _to_override_text(value: Any) -> str:
+    """Return `value` in Hydra's override syntax."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {entry}" for key, entry in value.items()) + "}"
     if isinstance(value, list):

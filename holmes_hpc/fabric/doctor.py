@@ -275,7 +275,7 @@ def diagnose(
     env: Mapping[str, str] | None = None,
     settings: NodeSettings | None = None,
 ) -> list[Finding]:
-    """Return all findings about the given data. Pure, except that it reads the vocabulary's file."""
+    """Return all findings about the given data. Pure, except that it reads features.yaml and gpu_kinds.yaml."""
     settings, env = settings or NodeSettings(), {} if env is None else env
     grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
     findings = check_config(config) + check_features(nodes, grouping) + check_partitions(partitions, grouping)

@@ -146,7 +146,7 @@ def _inactive_features(node: SiteNode) -> list[str]:
 def listing_of(
     cluster: str, nodes: Sequence[SiteNode], partitions: Sequence[Partition], settings: NodeSettings | None = None
 ) -> Listing:
-    """Return the listing of given nodes and partitions. Pure, except that it reads the vocabulary's file."""
+    """Return the listing of given nodes and partitions. Pure, except that it reads features.yaml and gpu_kinds.yaml."""
     settings = settings or NodeSettings()
     grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
     return Listing(cluster, tuple(nodes), tuple(partitions), grouping)

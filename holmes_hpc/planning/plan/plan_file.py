@@ -156,7 +156,7 @@ def from_dict(cls: type[P], data: Any, where: str) -> P:
                 hint="make the plan again with `holmes plan`",
             )
         flat = flatten(data)
-        plan: Any = make(cls, _fields(flat), "plan", PlanError)
+        plan: Any = make(cls, _stored_fields(flat), "plan", PlanError)
         # Version 2 listed other groups for a plan that is a grid.
         unchecked = ("transports",) if version == PER_STAGE and not plan.is_per_stage else ()
         _check_derived(plan, {k: v for k, v in flat.items() if k not in unchecked})
@@ -168,8 +168,8 @@ def from_dict(cls: type[P], data: Any, where: str) -> P:
     return replace(plan, assumptions=(*plan.assumptions, note)) if missing else plan
 
 
-def _fields(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a plan, without derived keys."""
+def _stored_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a plan without derived keys; derived keys of components are emptied."""
     values = {k: v for k, v in flat.items() if k not in ("version", "unused", "transports", "routing")}
     stages, components = values.get("stages"), values.get("components")
     values["parallel"] = _parallel(flat)

@@ -44,7 +44,7 @@ def neighbours(stages: Stages) -> Iterator[Stages]:
 
 
 class StageTable:
-    """The layers that k stages on one fabric can compute in each tau: `reach`, (K + 1, taus).
+    """The layers that k stages on one fabric can compute within each limit on a stage's time: `reach`, (K + 1, limits).
 
     `tps`: the TPs that a stage may have. `per_tp`: for each of them, as :meth:`_ShapeEstimator._stage` returns it.
     """
@@ -55,20 +55,22 @@ class StageTable:
         per_tp: list[tuple[np.ndarray, np.ndarray, float]],
         available: AvailableFabric,
         max_stages: int,
-        taus: np.ndarray,
+        stage_time_limits: np.ndarray,
     ) -> None:
-        self.tps, self.taus, self.available = tps, taus, available
-        layers = np.stack([np.minimum(np.floor(taus[:, None] / step_s + 1e-9), fit) for step_s, fit, _ in per_tp])
-        self.best_tp = layers.argmax(axis=0)  # index, (taus, N)
-        self.stage_layers = layers.max(axis=0)  # of one stage on 1 to N nodes, (taus, N)
+        self.tps, self.stage_time_limits, self.available = tps, stage_time_limits, available
+        layers = np.stack(
+            [np.minimum(np.floor(stage_time_limits[:, None] / step_s + 1e-9), fit) for step_s, fit, _ in per_tp]
+        )
+        self.best_tp = layers.argmax(axis=0)  # index, (limits, N)
+        self.stage_layers = layers.max(axis=0)  # of one stage on 1 to N nodes, (limits, N)
         self.stage_layers[self.stage_layers < 1] = -np.inf  # every stage has a layer
         self.layer_s = per_tp[int(self.best_tp[-1, -1])][2]
         node_count = available.nodes
-        no_stage = np.full((len(taus), node_count + 1), -np.inf if available.is_fixed else 0.0)
+        no_stage = np.full((len(stage_time_limits), node_count + 1), -np.inf if available.is_fixed else 0.0)
         no_stage[:, 0] = 0.0
-        self.filled = [no_stage]  # layers of k stages on at most (if fixed: exactly) n nodes, (taus, N + 1) each
+        self.filled = [no_stage]  # layers of k stages on at most (if fixed: exactly) n nodes, (limits, N + 1) each
         for _ in range(min(max_stages, node_count)):
-            fewer, table = self.filled[-1], np.full((len(taus), node_count + 1), -np.inf)
+            fewer, table = self.filled[-1], np.full((len(stage_time_limits), node_count + 1), -np.inf)
             for n in range(1, node_count + 1):
                 table[:, n:] = np.maximum(
                     table[:, n:], fewer[:, : node_count + 1 - n] + self.stage_layers[:, n - 1, None]
@@ -76,16 +78,16 @@ class StageTable:
             self.filled.append(table)
         self.reach = np.stack([table[:, node_count] for table in self.filled])
 
-    def stages(self, count: int, tau: int) -> list[tuple[int, int]]:
-        """Return (nodes, TP) of each of the `count` stages with the most layers in that tau, the narrowest first."""
+    def stages(self, count: int, limit_index: int) -> list[tuple[int, int]]:
+        """Return (nodes, TP) of each of the `count` stages with the most layers within a limit, the narrowest first."""
         stages, unassigned = [], self.available.nodes
         for k in range(count, 0, -1):
             layers = [
-                self.filled[k - 1][tau, unassigned - n] + self.stage_layers[tau, n - 1]
+                self.filled[k - 1][limit_index, unassigned - n] + self.stage_layers[limit_index, n - 1]
                 for n in range(1, unassigned + 1)
             ]
             best = np.flatnonzero(np.asarray(layers) == max(layers)) + 1
             nodes = int(best[np.argmin(np.abs(best - unassigned / k))])  # ties go to the most even split
-            stages.append((nodes, self.tps[int(self.best_tp[tau, nodes - 1])]))
+            stages.append((nodes, self.tps[int(self.best_tp[limit_index, nodes - 1])]))
             unassigned -= nodes
         return sorted(stages)

@@ -1,9 +1,9 @@
 """Shapes of per-stage TP/DP layouts: the nodes and the TP of each stage, with the shortest estimated steps.
 
 The longest time tau that any stage computes in a step decides how good a shape is: its share of the micro-batches
-times its layers. For each tau of a series, dynamic programming over each fabric's nodes finds how many layers k stages
-can compute in that time. Each choice of stage counts per fabric gets the least tau in which all layers are computed.
-Filling and draining the pipeline adds to the step.
+times its layers. For each limit on tau in a series, dynamic programming over each fabric's nodes finds how many layers
+k stages can compute in that time. Each choice of stage counts per fabric gets the least tau in which all layers are
+computed. Filling and draining the pipeline adds to the step.
 """
 
 from __future__ import annotations
@@ -157,7 +157,9 @@ class _ShapeEstimator:
         for f, available in enumerate(self.available):
             per_tp = {tp: self._stage_costs[f, tp] for tp in self.costs_by_tp if (f, tp) in self._stage_costs}
             for tps in [(tp,) for tp in per_tp] + ([tuple(per_tp)] if len(per_tp) > 1 else []):
-                tables[f, tps] = StageTable(tps, [per_tp[tp] for tp in tps], available, self._max_stages, self.taus)
+                tables[f, tps] = StageTable(
+                    tps, [per_tp[tp] for tp in tps], available, self._max_stages, self.stage_time_limits
+                )
         return tables
 
     @property
@@ -170,8 +172,8 @@ class _ShapeEstimator:
         return self.model.layers + int(min(c.head_s / min(c.layer_s_list) for c in self.costs_by_tp.values()))
 
     @cached_property
-    def taus(self) -> np.ndarray:
-        """The series of taus. The first is the time of all layers, divided perfectly, on all nodes together."""
+    def stage_time_limits(self) -> np.ndarray:
+        """The series of limits on tau. The first is the time of all layers, divided perfectly, on all nodes."""
         layers_per_s = 0.0
         for available in self.available:
             layers_per_s += max(
@@ -222,7 +224,7 @@ class _ShapeEstimator:
         for f, available in enumerate(self.available):
             is_valid &= counts[:, f] > 0 if available.is_fixed else True
         counts, stages = counts[is_valid], stages[is_valid]
-        layers = sum((t.reach[counts[:, f]] for f, t in enumerate(tables)), np.zeros(()))  # (combinations, taus)
+        layers = sum((t.reach[counts[:, f]] for f, t in enumerate(tables)), np.zeros(()))  # (combinations, limits)
         is_enough = layers >= self._needed_layers
         is_possible = is_enough.any(axis=1)
         counts, stages, first = counts[is_possible], stages[is_possible], np.argmax(is_enough[is_possible], axis=1)
@@ -236,10 +238,12 @@ class _ShapeEstimator:
             least = min(self._transfers_s[f, g, table.tps[0]] for g in range(len(tables)) if g != f)
             has_edge = (counts[:, f] > 0) & (counts[:, f] < stages)
             transfer = np.maximum(transfer, np.where(has_edge, least * counts[:, f] / table.available.nodes, 0.0))
-        seconds = np.maximum(tables[0].taus[first], transfer) + latency * (1 - 1 / stages)
+        seconds = np.maximum(tables[0].stage_time_limits[first], transfer) + latency * (1 - 1 / stages)
         for i in np.argsort(seconds, kind="stable")[:MAX_SHAPES].tolist():
-            tau = int(first[i])
-            yield [(f, *stage) for f, table in enumerate(tables) for stage in table.stages(int(counts[i, f]), tau)]
+            limit_index = int(first[i])
+            yield [
+                (f, *stage) for f, table in enumerate(tables) for stage in table.stages(int(counts[i, f]), limit_index)
+            ]
 
     def _all_lists(self) -> list[Stages] | None:
         """Return every possible list of stages, in every order; None if there are too many."""
@@ -318,7 +322,8 @@ class _ShapeEstimator:
                     wave, wave_s = dp, layers * layer_s * FORWARD
             return count, arrival
 
-        low, high = self.taus[0] / 2, min(self.taus[0] * MAX_RATIO, self.max_s)
+        least_s = self.stage_time_limits[0]
+        low, high = least_s / 2, min(least_s * MAX_RATIO, self.max_s)
         if assign(high)[0] < self.model.layers:
             return inf
         for _ in range(BISECTION_STEPS):

@@ -20,17 +20,30 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import locked, write_whole
 from holmes_hpc.slurm.commands import slurm
 
+_COMMON_KEY = "own"  # the key of JobQueue.common_dependency in the file
+
 
 @dataclass
 class JobQueue:
     """The jobs of a throttle.
     `order`: job ids in order of submission; `waits`: job -> the job that it depends on; `ended`: jobs whose batch
-    script has ended; `own`: the dependencies that the user gave, which all jobs have."""
+    script has ended; `common_dependency`: the user's dependencies, which all jobs have."""
 
     order: list[str] = field(default_factory=list)
     waits: dict[str, str] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
-    own: str = ""
+    common_dependency: str = ""
+
+    @classmethod
+    def from_json(cls, text: str) -> JobQueue:
+        data = json.loads(text)
+        data["common_dependency"] = data.pop(_COMMON_KEY, "")
+        return cls(**data)
+
+    def to_json(self) -> str:
+        data = asdict(self)
+        data[_COMMON_KEY] = data.pop("common_dependency")
+        return json.dumps(data)
 
     def next_predecessor(self, limit: int) -> str | None:
         """Return the job that the next submitted job must depend on; None if it need not wait."""
@@ -46,7 +59,7 @@ class JobQueue:
         return next((waiting for waiting, predecessor in self.waits.items() if predecessor == job), None)
 
     def dependency(self, job: str) -> str:
-        return ",".join(d for d in (self.own, f"afterany:{job}") if d)
+        return ",".join(d for d in (self.common_dependency, f"afterany:{job}") if d)
 
 
 @dataclass
@@ -60,7 +73,7 @@ class Throttle:
         """Return the job that `submit_job` makes from its dependencies: `dependency` and one on an earlier job.
         The queue is locked meanwhile."""
         with _locked_queue(self.path) as queue:
-            queue.own = dependency or ""
+            queue.common_dependency = dependency or ""
             predecessor = queue.next_predecessor(self.limit)
             job = submit_job(dependency if predecessor is None else queue.dependency(predecessor))
             queue.order.append(job.job_id)
@@ -74,11 +87,11 @@ def _locked_queue(path: Path) -> Iterator[JobQueue]:
     """Load the queue from its file, and save it after the block. The lock holds on all nodes."""
     with locked(path.with_name(f"{path.name}.lock"), wait_s=60):
         try:
-            queue = JobQueue(**json.loads(path.read_text(encoding="utf-8")))
+            queue = JobQueue.from_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             queue = JobQueue()
         yield queue
-        write_whole(path, json.dumps(asdict(queue)))
+        write_whole(path, queue.to_json())
 
 
 def release_next(path: Path, job: str) -> None:

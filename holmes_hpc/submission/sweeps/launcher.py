@@ -117,7 +117,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> JobReturn:
-        """Run a plain job's task and record its outcome, so that nobody needs to read its pickle for it."""
+        """Run a plain job's task. Record its outcome as JSON, so that reading it needs no unpickling."""
         job_return: JobReturn = super().__call__(*args, **kwargs)
         write_outcome(job_return)
         return job_return

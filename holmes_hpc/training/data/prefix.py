@@ -73,7 +73,7 @@ def read_summary(path: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A complete pair PREFIX.bin and PREFIX.idx. `sequences` is the unit of a split."""
+    """A complete pair PREFIX.bin and PREFIX.idx. Splits count `sequences`."""
 
     path: str
     sequences: int

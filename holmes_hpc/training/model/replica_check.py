@@ -70,7 +70,8 @@ def _compare_checksums(checksums: Mapping[str, torch.Tensor], group: dist.Proces
     row = torch.stack(list(checksums.values()))
     rows = [torch.empty_like(row) for _ in ranks]
     dist.all_gather(rows, row, group=group)
-    for difference in differences(dict(zip(ranks, (r.tolist() for r in rows), strict=True)), list(checksums)):
+    checksums_by_rank = dict(zip(ranks, (r.tolist() for r in rows), strict=True))
+    for difference in replica_differences(checksums_by_rank, list(checksums)):
         raise RunFailed(
             difference,
             where="weights",
@@ -79,14 +80,14 @@ def _compare_checksums(checksums: Mapping[str, torch.Tensor], group: dist.Proces
         )
 
 
-def differences(rows: Mapping[int, Sequence[int]], names: Sequence[str]) -> Iterator[str]:
+def replica_differences(checksums_by_rank: Mapping[int, Sequence[int]], names: Sequence[str]) -> Iterator[str]:
     """Yield a message for each parameter whose checksums differ between ranks: the ranks outside the majority.
 
-    `rows`: for each rank the checksums of the parameters `names`.
+    `checksums_by_rank`: for each rank the checksums of the parameters `names`.
     """
     for column, name in enumerate(names):
-        counts = Counter(row[column] for row in rows.values())
+        counts = Counter(row[column] for row in checksums_by_rank.values())
         if len(counts) > 1:
             majority, _ = counts.most_common(1)[0]
-            ranks = [rank for rank, row in rows.items() if row[column] != majority]
+            ranks = [rank for rank, row in checksums_by_rank.items() if row[column] != majority]
             yield f"{name} of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} differs from its replicas"

@@ -160,7 +160,7 @@ def problem(facts: CudaFacts) -> HolmesError | None:
 
 
 def cuda_warnings(facts: CudaFacts) -> Iterator[str]:
-    """Yield warnings for the log."""
+    """Yield warnings about a missing compiler or an unsupported Transformer Engine."""
     if facts.wheel and not facts.compiler:
         yield (
             "no C compiler or no Python.h, so torch.compile cannot build kernels: bias, dropout and"

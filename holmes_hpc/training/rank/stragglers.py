@@ -70,10 +70,11 @@ class Stragglers:
 
 
 def work_of_stages(plan: Plan, factors: Mapping[str, float] | None) -> tuple[list[float], list[Any]]:
-    """Return each stage's work in layers and its GPU, for :class:`Stragglers`; nothing if a stage has DP above 1.
+    """Return each stage's work in layers and its GPU, for :class:`Stragglers`; empty lists if a stage has DP
+    above 1 or no layers.
 
-    The head counts as many layers as its FLOPs are worth. With emulated compute, `factors` are those of the fabrics
-    and only layers count; without it, `factors` is None.
+    The head counts as many layers as its FLOPs are worth. `factors`: fabric -> slow-down of emulated layers, with
+    which only layers count; None without emulated compute.
     """
     replicas = max(stage.dp for stage in plan.parallel.stages)
     if replicas > 1 or min(stage.layers for stage in plan.stages) < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,3 +113,5 @@ def test_later_job_replaces_an_ended_one(tmp_path: Path) -> None:
             "afterok:7", lambda dep, index=index: dependencies.append(dep) or SimpleNamespace(job_id=str(index))
         )
     assert dependencies == ["afterok:7", "afterok:7", "afterok:7", "afterok:7,afterany:0", "afterok:7,afterany:2"]
+    queue = json.loads(throttle.path.read_text())  # batch scripts of other releases read these keys
+    assert queue.keys() == {"order", "waits", "ended", "own"} and queue["own"] == "afterok:7"

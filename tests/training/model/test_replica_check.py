@@ -30,6 +30,6 @@ def test_the_checksum_does_not_depend_on_the_block_size(monkeypatch: pytest.Monk
 
 def test_the_rank_that_differs_is_named() -> None:
     equal_rows = {4: [1, 2], 5: [1, 2], 9: [1, 2]}
-    assert not list(replica_check.differences(equal_rows, ["a", "b"]))
-    messages = list(replica_check.differences({**equal_rows, 9: [1, 3]}, ["a", "b"]))
+    assert not list(replica_check.replica_differences(equal_rows, ["a", "b"]))
+    messages = list(replica_check.replica_differences({**equal_rows, 9: [1, 3]}, ["a", "b"]))
     assert messages == ["b of rank 9 differs from its replicas"]
