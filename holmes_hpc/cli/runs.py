@@ -147,13 +147,6 @@ def resume(
     record = find_run(run)
     with hold_submission_lock(record.path, "`holmes resume`"):
         state = status.run_status(record).state
-        continuation = prepare_continuation(record, state, overrides or [], plan_path)
-        plan, config, old_record = continuation.plan, continuation.config, record.read_run()
-        if continuation.missing_keys:
-            console.note(f"an older version recorded no {', '.join(continuation.missing_keys)}: defaults are used")
-        for path, why in checkpoint_directory.incomplete_checkpoints(record.checkpoints):
-            console.note(f"warning: checkpoint {path} is incomplete ({why}); skipping it")
-        check_inputs(config)
         checkpoints = checkpoint_directory.complete_checkpoints(record.checkpoints)
         if state == "completed" and not checkpoints:
             raise ConfigError(
@@ -161,6 +154,13 @@ def resume(
                 where=str(record.path),
                 hint="submit a new run, with train.checkpoint_interval=N",
             )
+        continuation = prepare_continuation(record, state, overrides or [], plan_path)
+        plan, config, old_record = continuation.plan, continuation.config, record.read_run()
+        if continuation.missing_keys:
+            console.note(f"an older version recorded no {', '.join(continuation.missing_keys)}: defaults are used")
+        for path, why in checkpoint_directory.incomplete_checkpoints(record.checkpoints):
+            console.note(f"warning: checkpoint {path} is incomplete ({why}); skipping it")
+        check_inputs(config)
         if checkpoints:
             console.note(f"it continues after step {checkpoints[0].step}, from {checkpoints[0].path}")
             if lr_change := describe_lr_change(

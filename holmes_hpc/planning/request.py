@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from holmes_hpc.config.configuration import Configuration, recorded
-from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RecordError
+from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RecordError, nearest
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.grouping import NodeSettings
 from holmes_hpc.fabric.local_gpus import local_gpus
@@ -177,14 +177,11 @@ def fixed_layout(config: Configuration, target_site: Site | None = None, cost_mo
 
 def with_gpu(target_site: Site, name: str) -> Site:
     """Return the site with GPUs of kind `name` in every fabric."""
-    gpu = read_vocabulary().gpu(name)
+    vocabulary = read_vocabulary()
+    gpu = vocabulary.gpu(name)
     if gpu is None:
-        raise ConfigError(
-            f"unknown GPU {name!r}",
-            where="--gpu",
-            hint="use a kind of holmes_hpc/fabric/gpu_kinds.yaml,"
-            " such as a100-80gb or h100, or describe the GPU in the site file",
-        )
+        kinds = nearest(name, (kind.name for _, kind in vocabulary.gpus))
+        raise ConfigError(f"unknown GPU {name!r}", where="--gpu", hint=f"{kinds}; or describe it in the site file")
     return replace(target_site, fabrics=tuple(replace(f, gpu=gpu) for f in target_site.fabrics))
 
 

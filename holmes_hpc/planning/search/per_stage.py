@@ -127,7 +127,7 @@ def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOR
         simulated = [v.simulate() for v in (balanced, front_loaded) if v is not None]
         done.passes += sum(v.passes for v in simulated)
         done.variants += simulated
-        clock.report(f"planning: {len(done.variants)} layouts with per-stage TP/DP simulated")
+        clock.report(f"planning: layouts with per-stage TP/DP, {len(done.variants)} simulated so far")
 
     for shape in best_shapes(problem, MAX_OVERESTIMATE * max_s)[:MAX_SHAPES]:
         if done.is_over(effort.shapes):

@@ -157,10 +157,11 @@ def refuse_unless_ended(run: RunDirectory, state: str) -> None:
     if is_locked(run.path / TRAINING_LOCK) or not (
         is_final(state) or state == NOT_SUBMITTED.lower() or _all_ranks_exited(run)
     ):
+        is_known = state != UNKNOWN.lower()
         raise ConfigError(
-            f"it is {state}" if state != UNKNOWN.lower() else "whether it has ended is not known",
+            f"it is {state}" if is_known else "whether it has ended is not known",
             where=str(run.path),
-            hint="wait for its end, `holmes cancel` it, or remove it from the machine that runs it",
+            hint="wait for its end, or `holmes cancel` it" if is_known else "remove it where its job can be asked for",
         )
 
 
