@@ -180,8 +180,8 @@ def with_gpu(target_site: Site, name: str) -> Site:
     vocabulary = read_vocabulary()
     gpu = vocabulary.gpu(name)
     if gpu is None:
-        kinds = nearest(name, (kind.name for _, kind in vocabulary.gpus))
-        raise ConfigError(f"unknown GPU {name!r}", where="--gpu", hint=f"{kinds}; or describe it in the site file")
+        known = (kind.name for _, kind in vocabulary.gpus)
+        raise ConfigError(f"unknown GPU {name!r}", where="--gpu", hint=nearest(name, known))
     return replace(target_site, fabrics=tuple(replace(f, gpu=gpu) for f in target_site.fabrics))
 
 
