@@ -105,6 +105,8 @@ def main() -> None:
         _end(explained(e))
     except HolmesError as e:
         _end(e)
+    except KeyboardInterrupt:  # the launcher has reported what continues
+        sys.exit(130)
 
 
 def _end(error: HolmesError) -> NoReturn:

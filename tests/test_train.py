@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from command_line import holmes  # noqa: F401 (a fixture)
 
+from holmes_hpc import train
 from holmes_hpc.config.composition import load
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.status import LocalJob
@@ -49,3 +50,16 @@ def test_a_rank_whose_packages_are_absent_says_so_and_its_run_has_failed(
     said = [line for line in out.splitlines() if line.startswith("run: ")]
     assert said == [f"run: rank 0 on {socket.gethostname()}: {done.stdout.removeprefix('failed: ').strip()}"]
     assert not any(line.startswith("  | ") for line in out.splitlines())
+
+
+def test_ctrl_c_in_a_sweep_is_an_exit_code_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["train", "-m", "train.lr=1e-3,2e-3"])
+    monkeypatch.setattr(train.hydra, "main", lambda **_: lambda _: interrupted)
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    assert ended.value.code == 130 and capsys.readouterr().err == ""
