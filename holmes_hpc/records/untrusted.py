@@ -33,8 +33,8 @@ def open_file(path: str | os.PathLike[str], flags: int = 0, folder: int | None =
     try:
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
-            is_directory = stat.S_ISDIR(mode)
-            raise OSError(*((errno.EISDIR, "Is a directory") if is_directory else (errno.EINVAL, "Not a file")))
+            code, reason = (errno.EISDIR, "Is a directory") if stat.S_ISDIR(mode) else (errno.EINVAL, "Not a file")
+            raise OSError(code, reason, os.fspath(path))
         return os.fdopen(handle, "rb")
     except BaseException:
         os.close(handle)

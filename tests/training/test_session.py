@@ -83,7 +83,7 @@ def test_rank_0_cannot_lock_a_run_directory_that_another_attempt_uses(
     monkeypatch.setattr(session, "LOCK_WAIT_S", 0.0)
     run = RunDirectory.create(tmp_path / "run")
     rank_exit, launch = SimpleNamespace(attempt=None), Launch(0, 2, 0, "srun", "ib1", "slurm-42-0-0", False)
-    with hold_lock(run.path / session.LOCK_FILE, LockOwner("an attempt", "u", "ib7", 1, "41", time.time())):
+    with hold_lock(run.path / session.TRAINING_LOCK, LockOwner("an attempt", "u", "ib7", 1, "41", time.time())):
         for state, has_ended in ((None, False), (JobState("RUNNING"), False), (JobState("FAILED"), True)):
             monkeypatch.setattr(session, "ending_state", lambda job, state=state: state)
             if has_ended:  # the owner's node died, and the file server still holds the lock

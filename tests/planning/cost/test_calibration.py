@@ -76,7 +76,7 @@ def test_an_unmeasured_gpu_kind_uses_its_table_and_the_plan_notes_it() -> None:
     calibration = Calibration((MeasuredFabric("h", H100.name, parts=(layer(BATCH, 1, (0.5, 1.0)),), pass_s=0.3),))
     for fabric in (one_fabric(A100, "h"), one_fabric(V100, "v")):  # the fabric's name does not match either
         assert Costs(calibration).layer_s(MODEL, BATCH, 1, fabric) == Costs().layer_s(MODEL, BATCH, 1, fabric)
-        assert Costs(calibration).pass_s(fabric) == Costs().pass_s(fabric) != 0.3
+        assert Costs(calibration).pass_overhead_s(fabric) == Costs().pass_overhead_s(fabric) != 0.3
     plan = fixed_plan(MODEL, BATCH, TWO, PlanOptions(tp=1, pp=2, dp=16), Costs(calibration))
     notes = [a for a in plan.assumptions if "compute times of" in a]
     assert len(notes) == 1 and A100.name in notes[0] and "the calibration has other GPUs" in notes[0]
