@@ -78,7 +78,7 @@ def suggested_override(value: str) -> str | None:
 
 def unknown_key(unknown: str) -> ConfigError:
     """Return the error for an unknown key.
-    It suggests the key for another program's name, the only key with this last part, or the nearest key."""
+    It suggests the key that another program calls so, the only key with this last part, or the nearest key."""
     last_part = unknown.rpartition(".")[2]
     same_ending = named(last_part)
     key = _OTHER_NAMES.get(last_part) or (same_ending[0] if len(same_ending) == 1 else None)

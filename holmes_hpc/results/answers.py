@@ -64,8 +64,8 @@ def answer(comparison: Comparison) -> list[str]:
     best, base = pair
     name = f" (run {best['names']})" if best["repeats"] == 1 and len(comparison.cells) > 1 else ""
     faster = comparison.cells[comparison.cells["samples_per_s"] > best["samples_per_s"]]
-    rank = "Fastest" if faster.empty else "Fastest for the same work"
-    sentences = [f"{rank}: {label(best)}{name} with {number(best['samples_per_s'])} samples/s ({work(best)})."]
+    title = "Fastest" if faster.empty else "Fastest for the same work"
+    sentences = [f"{title}: {label(best)}{name} with {number(best['samples_per_s'])} samples/s ({work(best)})."]
     if len(faster):
         other_work = "other work (model, sequence length, emulated layer time or number of nodes)"
         sentences[0] += f" {len(faster)} with more samples/s did {other_work} or did not complete."

@@ -45,7 +45,7 @@ class Gres:
 
 @dataclass(frozen=True)
 class Node:
-    """A node as Slurm shows it. `features`: the active ones; `available`: those Slurm could activate."""
+    """A node as Slurm shows it. `features`: the active features; `available`: those that Slurm can activate."""
 
     name: str
     partitions: tuple[str, ...]

@@ -77,7 +77,7 @@ def _live_processes(belongs: Callable[[psutil.Process, int], bool]) -> list[Test
 
 
 def kill_all(directory: Path, namespaces: Collection[int], timeout_s: float = 15) -> None:
-    """Kill the processes of the testbed until none is left. SIGKILL, because its data is deleted.
+    """Kill the processes of the testbed until none is left, by SIGKILL: the testbed's data is deleted anyway.
 
     :raises TestbedError: a process survives.
     """

@@ -258,7 +258,7 @@ class Costs:
     # -- from measurements ---------------------------------------------------------------------------------------------
 
     def _paced_s(self, model: ModelSpec, tokens: int, tp: int, fabric: Fabric) -> Seconds:
-        """Return the measured seconds of a paced layer, else its pace. They do not depend on its size."""
+        """Return (forward, backward) seconds of an emulated layer of any size: measured, else its pace."""
         rows = self.calibration.parts(fabric, "layer", model.hidden) if self.calibration is not None else []
         if rows:
             nearest = min(rows, key=lambda p: (abs(math.log(p.tokens / tokens)), abs(math.log(p.tp / tp))))

@@ -143,7 +143,7 @@ def read(path: str | os.PathLike[str]) -> Any:
 
 
 def from_dict(cls: type[P], data: Any, where: str) -> P:
-    """Return the plan of plain data of version 1, 2 or 3.
+    """Build a plan from plain data of version 1, 2 or 3.
     Derived keys must equal their computed values. Keys that an older version lacks get their defaults."""
     if not isinstance(data, Mapping):
         raise PlanError("not a plan", where=where, hint="make it with `holmes plan -o plan.yaml`")

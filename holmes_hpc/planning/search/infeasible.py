@@ -68,10 +68,10 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
         ),
     )
     raise PlanError(
-        f"no placement of {model.layers} layers and {micro_batches} micro-batches on {nodes} nodes with equal"
-        f" stages{fixed_options and ' and ' + fixed_options}",
+        f"no placement of {model.layers} layers and {micro_batches} micro-batches on {nodes} nodes with the"
+        f" same TP and DP in all stages{fixed_options and ' and ' + fixed_options}",
         where="plan",
-        hint="change nodes, tp, pp, dp, or the batch so that stages of TP x DP GPUs fill whole nodes, or gpus_per_node",
+        hint="change nodes, tp, pp, dp, or the batch or gpus_per_node, so that stages of TP x DP GPUs fill whole nodes",
     )
 
 

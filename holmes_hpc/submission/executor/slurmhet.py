@@ -149,19 +149,18 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return _Parameters(PARAMETERS)
 
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Return the generic parameters under this executor's names, and with them the slurm_* parameters.
-        AutoExecutor silently drops slurm_* parameters for other clusters. Here they have the same effect as for
-        SlurmExecutor. A specific one (slurm_time) wins over a generic one (timeout_min). A generic one for Slurm
-        (slurm_timeout_min) wins over one for all clusters. AutoExecutor sets slurmhet_* parameters afterwards."""
+        """Return the parameters under this executor's names. Keep the slurm_* parameters, which AutoExecutor drops.
+        The later of these wins: a generic one (timeout_min), a generic one for Slurm (slurm_timeout_min), Slurm's own
+        (slurm_time), and a slurmhet_* one, which AutoExecutor sets afterwards."""
         frame_locals = _locals_of_auto_executor("_internal_update_parameters")
-        dropped, specific = _slurm_parameters(frame_locals), frame_locals.get("specific", ())
-        for name in frame_locals.get("generics", {}).keys() & dropped.keys():
-            value = dropped.pop(name)
+        slurm_params, specific = _slurm_parameters(frame_locals), frame_locals.get("specific", ())
+        for name in frame_locals.get("generics", {}).keys() & slurm_params.keys():
+            value = slurm_params.pop(name)
             params = params if [self.name(), name] in specific else {**params, name: value}
         params = super()._convert_parameters(params)
         if "mem" in params:
             params["mem"] = format_memory(params["mem"])
-        return {**params, **dropped}
+        return {**params, **slurm_params}
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Set parameters: SlurmExecutor's, and `components`. The plain parameters are defaults for components."""

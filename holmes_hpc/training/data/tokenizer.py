@@ -69,5 +69,5 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """Return the tokenizer of a file, or of bytes for None."""
+    """Return the tokenizer in the file `path`; the byte tokenizer if None."""
     return FileTokenizer(path) if path else ByteTokenizer()

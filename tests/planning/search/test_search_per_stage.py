@@ -56,7 +56,7 @@ def test_virtual_stages_1_allows_per_stage_layouts() -> None:
 
 def test_per_stage_layout_has_the_requested_stages_if_no_uniform_layout_can() -> None:
     options = PlanOptions(pp=2, nodes={"ib-a": 2, "roce-a": 3}, strategy="pipeline")
-    with pytest.raises(PlanError, match="equal stages"):
+    with pytest.raises(PlanError, match="same TP and DP in all stages"):
         best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, replace(options, unequal="false"), Costs())
     plan = best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, options, Costs())
     assert plan.is_per_stage and plan.parallel.pp == 2 and not plan.unused
