@@ -269,7 +269,7 @@ def _load_file(path: Path) -> tuple[str, dict[str, Any]]:
         raise SiteError(f"not YAML: {e}", where=str(path), hint=hint) from e
     data = {} if data is None else data
     if not isinstance(data, dict):
-        raise SiteError("not a vocabulary", where=str(path), hint=hint)
+        raise SiteError("not a mapping of features, rates, ignored, gpus or networks", where=str(path), hint=hint)
     _refuse_unknown("key {!r}", data, _SECTIONS, str(path))
     return path.name, data
 

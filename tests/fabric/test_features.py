@@ -185,7 +185,7 @@ def test_the_sites_own_file_comes_first(vocabulary, tmp_path: Path) -> None:
         ("rates: {a: fast}", "not a map of names to rates"),
         ("gpus: [{match: x, name: y}]", "is not a GPU"),
         ("a: [", "not YAML"),
-        ("- 3", "not a vocabulary"),
+        ("- 3", "not a mapping of features"),
     ],
 )
 def test_a_bad_vocabulary_is_one_line(text: str, says: str, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from holmes_hpc.planning.schedule.order import Order
 
 
 class Post(NamedTuple):
-    """The launch of one end of a stage transfer, the send or the receive."""
+    """A send or a receive of a stage transfer, as a rank launches it on its device."""
 
     sends: bool
     transfer: StageTransfer

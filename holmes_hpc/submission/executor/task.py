@@ -56,7 +56,7 @@ class LocalTaskExecutor(LocalExecutor):
 
 
 def prepare(folder: Path, import_path: str = "", working_directory: str = "") -> Path:
-    """Wait for the pickle of this task, and let it import modules beside the submitting program. Return its path.
+    """Wait for the pickle of this task, and return its path. Make the modules beside the submitting program importable.
     Exit if other users could have written the pickle."""
     if working_directory:
         os.chdir(working_directory)

@@ -182,7 +182,9 @@ def _list_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
         for file in files_of_path if path.is_dir() else ():
             if leaves_folder(file, path):
                 raise DataError(
-                    f"it is a link to {file.resolve()}", where=str(file), hint="name that file itself, or copy it here"
+                    f"it is a link to {file.resolve()}",
+                    where=str(file),
+                    hint="name that file itself, or copy it into the folder",
                 )
         if not files_of_path:
             raise DataError("no file in this folder", where=str(path), hint="give text files, or folders of them")
