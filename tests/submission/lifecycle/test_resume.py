@@ -52,10 +52,12 @@ def test_a_completed_run_without_a_checkpoint_is_not_resumed(
         state = "completed"
 
     monkeypatch.setattr("holmes_hpc.submission.lifecycle.status.run_status", lambda _: Completed)
+    for overrides in ([], ["train.steps=8"]):
+        with pytest.raises(ConfigError, match="has no checkpoint to continue from"):
+            runs.resume(str(record.path), overrides, None)
+    monkeypatch.setattr(runs.checkpoint_directory, "complete_checkpoints", lambda _: [SimpleNamespace(step=4)])
     with pytest.raises(ConfigError, match=r"holmes resume run train\.steps=N"):
         runs.resume(str(record.path), [], None)
-    with pytest.raises(ConfigError, match="has no checkpoint to continue from"):
-        runs.resume(str(record.path), ["train.steps=8"], None)
 
 
 @pytest.mark.parametrize(
