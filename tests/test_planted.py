@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import plans
 import pytest
+from command_line import holmes  # noqa: F401 (a fixture)
 from hostile_pickle import Code
 
 from holmes_hpc import cli
@@ -78,18 +80,8 @@ def test_no_code_runs_and_one_line_is_said(
     assert not any("Traceback" in line for line in told)
 
 
-def holmes(*arguments: str) -> int:
-    """Run the command in this process. Return its exit code."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(sys, "argv", ["holmes", *arguments])
-        cli.main()
-    return int(str(ended.value.code))
-
-
 @pytest.mark.integration
-def test_cancel_ends_no_process_that_another_users_record_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cancel_ends_no_process_that_another_users_record_names(holmes: Any, tmp_path: Path) -> None:
     run = run_of_somebody(tmp_path / "run", tmp_path / "ran")
     run.result_path.unlink()
     with subprocess.Popen(["sleep", "60"]) as process:
@@ -97,15 +89,13 @@ def test_cancel_ends_no_process_that_another_users_record_names(
         run.update_run(slurm=None, local=local)
         for owner, reason in ((SOMEBODY, "belongs to another user"), (0, "is not known to be this run's")):
             os.chown(run.run_path, owner, 0)
-            assert holmes("cancel", str(run.path)) in (1, 2) and process.poll() is None
-            assert reason in capsys.readouterr().err
+            code, _, err = holmes("cancel", str(run.path))
+            assert code in (1, 2) and process.poll() is None and reason in err
         process.kill()
 
 
 @pytest.mark.parametrize("attack", ["link", "mode"])
-def test_resume_starts_nothing_from_a_folder_of_others(
-    attack: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_starts_nothing_from_a_folder_of_others(attack: str, holmes: Any, tmp_path: Path) -> None:
     run = run_of_somebody(tmp_path / "run", tmp_path / "ran")
     planted(run.path, owner=0)
     submission = run.path / "submission"
@@ -115,5 +105,5 @@ def test_resume_starts_nothing_from_a_folder_of_others(
         submission.rename(tmp_path / "theirs")
         planted(tmp_path / "theirs")
         submission.symlink_to(tmp_path / "theirs")
-    assert holmes("resume", str(run.path)) == 2
-    assert "so other users could change the code that runs" in capsys.readouterr().err
+    code, _, err = holmes("resume", str(run.path))
+    assert code == 2 and "so other users could change the code that runs" in err

@@ -106,8 +106,9 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if isinstance(self.unequal, bool):  # YAML reads these words as booleans
             object.__setattr__(self, "unequal", str(self.unequal).lower())
-        if self.schedule == "eager_1f1b":  # plan.yaml and the planner call it `ahead`
-            object.__setattr__(self, "schedule", "ahead")
+        for kind, option in OPTION_NAMES.items():
+            if self.schedule == option:
+                object.__setattr__(self, "schedule", kind)
         check(self, "plan", dotted=True)
         if ignored := edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections):
             raise ConfigError(ignored, where="plan", hint="remove it, or use transport=holmes or schedule=eager_1f1b")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from command_line import run_command
 
-from holmes_hpc import cli
 from holmes_hpc.cli import runs
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import SEPARATOR
@@ -33,14 +33,7 @@ def holmes(
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
 
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["holmes", *args])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out = capfd.readouterr()
-        return int(ended.value.code or 0), out.out, out.err
-
-    return run
+    return partial(run_command, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize("args", [(), ("train.steps=3",)])

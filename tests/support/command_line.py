@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 
 import pytest
 
@@ -15,14 +16,16 @@ def holmes(monkeypatch, capsys, tmp_path):
     """Return a function that runs `holmes ARGS` and returns (exit code, stdout, stderr)."""
     monkeypatch.setenv("HOLMES_RUNS", str(tmp_path / "runs"))
 
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["holmes", *args])
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        out = capsys.readouterr()
-        return int(exit_info.value.code or 0), out.out, out.err
+    return partial(run_command, monkeypatch, capsys)
 
-    return run
+
+def run_command(monkeypatch, capture, *args: str) -> tuple[int, str, str]:
+    """Run `holmes ARGS` in this process. Return (exit code, stdout, stderr) as `capture` (capsys or capfd) has them."""
+    monkeypatch.setattr(sys, "argv", ["holmes", *args])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    out = capture.readouterr()
+    return int(exit_info.value.code or 0), out.out, out.err
 
 
 def refused(result: tuple[int, str, str], *fragments: str) -> None:

@@ -136,13 +136,18 @@ def package_versions() -> dict[str, str]:
     return {name: version for name in PACKAGES if (version := installed_version(name)) is not None}
 
 
+def _is_over(state: str) -> bool:
+    """Return whether a run in this state has no job: it has ended, or was never submitted."""
+    return is_final(state) or state == NOT_SUBMITTED.lower()
+
+
 def remove_unused_run(run: RunDirectory) -> None:
     """Remove the files of a run without a step whose job ended or was never submitted, so that its name is free.
     The directory stays, with the lock. A run beside other files stays too."""
     if not run.exists() or run.metrics_bytes() or any(run.checkpoints.glob("*")):
         return
     state, names = run_status(run).state, files_without_lock(run.path)
-    if (is_final(state) or state == NOT_SUBMITTED.lower()) and OWN_FILES.issuperset(names):
+    if _is_over(state) and OWN_FILES.issuperset(names):
         console.note(f"{run.name} ended before its first step ({state}): it is replaced")
         for path in map(run.path.joinpath, names):
             if path.is_dir() and not path.is_symlink():
@@ -154,9 +159,7 @@ def remove_unused_run(run: RunDirectory) -> None:
 def refuse_unless_ended(run: RunDirectory, state: str) -> None:
     """Raise ConfigError unless a run whose job is in `state` is known to have ended: by that state, or by the exit
     records of all its ranks."""
-    if is_locked(run.path / TRAINING_LOCK) or not (
-        is_final(state) or state == NOT_SUBMITTED.lower() or _all_ranks_exited(run)
-    ):
+    if is_locked(run.path / TRAINING_LOCK) or not (_is_over(state) or _all_ranks_exited(run)):
         is_known = state != UNKNOWN.lower()
         raise ConfigError(
             f"it is {state}" if is_known else "whether it has ended is not known",
@@ -201,7 +204,7 @@ def prepare_continuation(
 
     ConfigError if the run is active, has made all its steps, or if the plan is for another model or batch. PlanError if
     the plan is for another site."""
-    if state != NOT_SUBMITTED.lower() and not is_final(state):
+    if not _is_over(state):
         raise ConfigError(f"it is {state}", where=str(run.path), hint="wait for its end, or `holmes cancel` it")
     if not {"launcher", "train", "slurm"} <= run.config.keys():
         raise RecordError(

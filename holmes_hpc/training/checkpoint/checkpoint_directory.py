@@ -181,7 +181,7 @@ def _read_description(path: Path) -> dict[str, Any] | str:
         content = from_json(read_file(path / DESCRIPTION))
     except OSError as e:
         return f"{DESCRIPTION}: {e.strerror}"
-    except (ValueError, RecursionError):
+    except ValueError:
         return f"{DESCRIPTION} is damaged"
     if not isinstance(content, dict) or not all(
         isinstance(content.get(key, {}), dict) for key in ("model", "parallel")

@@ -117,7 +117,7 @@ class Folder:
             try:
                 names = sorted(set(read_json(index, DataError, _FETCH_AGAIN)["weight_map"].values()))
                 is_inside = all(isinstance(name, str) and Path(name).name == name for name in names)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            except (KeyError, TypeError, AttributeError) as e:
                 raise DataError("not an index of safetensors", where=str(index), hint=_FETCH_AGAIN) from e
             missing = [name for name in names if is_inside and not (self.path / name).is_file()]
             refuse(
@@ -147,7 +147,7 @@ class Folder:
             vocab, added = content["model"]["vocab"], content.get("added_tokens") or []
             ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
             highest_id = max([*ids, *(int(token["id"]) for token in added)], default=-1)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise DataError("not a tokenizer", where=str(path), hint=_FETCH_AGAIN) from e
         if highest_id >= self.model.vocab:
             raise DataError(

@@ -8,7 +8,6 @@ beside the weights as the caller specifies. Transformer Engine's fp8 state is by
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import os
@@ -126,17 +125,23 @@ def enforce() -> None:
     FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign]
 
 
-def _ends_in_time(load: Callable[[], Any], size: int) -> bool:
-    """Return whether `load`, tried in a fork, ends within the CPU time that a file of `size` bytes may take.
+def _load_error(load: Callable[[], Any], size: int) -> str:
+    """Return the error of `load`, run in a fork with the CPU time that a file of `size` bytes may take; "" if none.
     To hash nested tuples with shared parts takes for ever, and cannot be interrupted in this process."""
-    pid = os.fork()
-    if not pid:
-        with contextlib.suppress(BaseException):
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        try:
             limit_s = _MIN_CPU_S + size // _BYTES_PER_CPU_S
             resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
             load()
-        os._exit(0)
-    return not os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        except Exception as e:  # damaged bytes can cause any error
+            os.write(writer, error_message(e).encode(errors="replace"))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        error = pipe.read().decode()
+    return "to read it takes too long, or crashes" if os.WIFSIGNALED(os.waitpid(pid, 0)[1]) else error
 
 
 def find_problem(directory: Path) -> str | None:
@@ -146,12 +151,12 @@ def find_problem(directory: Path) -> str | None:
         loaders["common.pt"] = partial(torch.load, common, map_location="cpu", weights_only=True)
     for name, load in loaders.items():
         try:
-            open_file(directory / name).close()
-            if not _ends_in_time(load, (directory / name).stat().st_size):
-                return f"{name}: to read it takes too long, or crashes"
-            load()
-        except Exception as e:  # damaged bytes can cause any error
-            return f"{name}: {error_message(e)}"
+            with open_file(directory / name) as file:
+                error = _load_error(load, os.fstat(file.fileno()).st_size)
+        except OSError as e:
+            error = error_message(e)
+        if error:
+            return f"{name}: {error}"
     return None
 
 
