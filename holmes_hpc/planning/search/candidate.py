@@ -102,6 +102,14 @@ class Evaluator:
                     if not candidate.is_full:
                         break
 
+    def bound_s(self, placement: Placement) -> float:
+        """Return a lower bound of every candidate's step: the slowest stage's layers, and the overheads of software."""
+        estimate, fabrics = placement.estimate, [b.fabric for b in placement.blocks]
+        pass_s = min(map(self.costs.pass_overhead_s, fabrics))
+        return float(estimate.micro_batches * (estimate.tau + 2 * pass_s)) + max(
+            map(self.costs.step_overhead_s, fabrics)
+        )
+
     def _chunks(self, placement: Placement) -> Sequence[int]:
         """Return the numbers of virtual stages to try."""
         fixed, kind = self.options.virtual_stages, self.options.schedule

@@ -64,7 +64,7 @@ class Exploration:
 def explore(evaluator: Evaluator, space: Space, placements: list[Placement], clock: Clock) -> Exploration:
     """Return the best candidates of `space`, whose first placements are `placements`.
 
-    If the space has few placements, estimates are not trusted: every placement is split into candidates.
+    If the space has few placements, estimates are not trusted: lower bounds take their place.
     """
     margin, simulated, placements = MARGIN, list[Candidate](), [*placements]
     waiting: list[Candidate] = []  # further candidates of the placements that are always tried
@@ -75,7 +75,7 @@ def explore(evaluator: Evaluator, space: Space, placements: list[Placement], clo
             waiting += candidates[1:]
     least_s, is_complete = min((c.seconds for c in simulated), default=inf), space.is_complete
     queue: list[tuple[float, int, Placement | Candidate | None]] = [
-        (0.0 if is_complete else p.estimate_s / MAX_OVERESTIMATE, index, p)
+        (evaluator.bound_s(p) if is_complete else p.estimate_s / MAX_OVERESTIMATE, index, p)
         for index, p in enumerate(placements)
         if index not in always_tried
     ]
