@@ -15,6 +15,8 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.extras import missing
 from holmes_hpc.records.ownership import careful_umask
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.executor.environment import LEADER
+from holmes_hpc.submission.lifecycle.requeue import watch_batch_script
 from holmes_hpc.submission.lifecycle.requirements import check_megatron_core
 from holmes_hpc.submission.local_ranks import preload_with
 from holmes_hpc.training.rank.log import one_line
@@ -30,9 +32,12 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
 
     The rank records into `config["run_dir"]`. `config` is plain data, because other versions may read its pickle."""
     careful_umask()
-    with _record_failure(RunDirectory(config["run_dir"])):
+    run = RunDirectory(config["run_dir"])
+    with _record_failure(run):
         settings, unrecorded = recorded(config)
         check_megatron_core(settings.train.optimizer)
+        if LEADER in os.environ and rank_and_size()[0] == 0:
+            watch_batch_script(run)
         return _task(settings)(settings, unrecorded)
 
 

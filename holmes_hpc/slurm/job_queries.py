@@ -161,15 +161,19 @@ def ending_state(job_id: str) -> JobState | None:
     """Return the state with which this process's job is ending, if the controller answers soon.
 
     The leader's row counts, because it ends first."""
-    if not job_id:
-        return None
-    answer = slurm("scontrol", "--oneliner", "show", "job", job_id, timeout_s=10)
-    rows = [
-        replace(row, state="TIMEOUT") if row.reason == "TimeLimit" else row
-        for row in (parse_scontrol(answer.out) if answer.ok else [])
-        if row.offset == 0
-    ]
+    rows = _leader_rows(job_id)
     return join(rows, "scontrol") if rows else None
+
+
+def has_script_failed(job_id: str) -> bool:
+    """Return whether this process's job is ending because its batch script failed or was killed."""
+    return any(row.exit_code and row.state in ("COMPLETING", "FAILED") for row in _leader_rows(job_id))
+
+
+def _leader_rows(job_id: str) -> list[Row]:
+    answer = slurm("scontrol", "--oneliner", "show", "job", job_id, timeout_s=10) if job_id else None
+    rows = parse_scontrol(answer.out) if answer is not None and answer.ok else []
+    return [replace(row, state="TIMEOUT") if row.reason == "TimeLimit" else row for row in rows if row.offset == 0]
 
 
 def requeue(job_id: str) -> tuple[str | None, bool]:

@@ -158,7 +158,7 @@ class PlanExecutor(SlurmHetExecutor):
         )
 
     def _text(self, request: JobRequest, command: str) -> str:
-        end = end_command(self.run_path)
+        end, lost = end_command(self.run_path), run_command("lost_step", self.run_path)
         first_commands = [
             f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}",
             f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {end_command(self.run_path, "1", "")} --again || exit',
@@ -167,6 +167,7 @@ class PlanExecutor(SlurmHetExecutor):
             request,
             self._commands(request, command),
             begin=first_commands,
+            beside=f'{lost} {request.ranks} "$step"',
             on_signal=[f"{end} --so-far"],
             finish=[f"{end}; status=$?"],
         )
@@ -174,9 +175,13 @@ class PlanExecutor(SlurmHetExecutor):
 
 def end_command(run_path: Path, status: str = "$status", signalled: str = "$signalled") -> str:
     """Return the shell command that requeues the job or records the run's end. Its exit status is the job's."""
-    module = module_arguments("holmes_hpc.submission.lifecycle.batch_end")
-    command = shlex.join([sys.executable, *module, str(run_path)])  # the batch script runs outside any container
-    return f'{command} "{status}" "{signalled}"'
+    return f'{run_command("batch_end", run_path)} "{status}" "{signalled}"'
+
+
+def run_command(module: str, run_path: Path) -> str:
+    """Return the shell command of a module of `lifecycle`, run outside any container."""
+    arguments = module_arguments(f"holmes_hpc.submission.lifecycle.{module}")
+    return shlex.join([sys.executable, *arguments, str(run_path)])
 
 
 def plan_executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None) -> PlanExecutor:

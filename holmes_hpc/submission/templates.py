@@ -125,7 +125,8 @@ def _script(
         environment=((LEADER, "%j"), *tasks_per_node(parts)),
         container=container,
     )
-    end = f'{PYTHON} -c "$start" holmes_hpc.submission.lifecycle.batch_end {RUN} "$status" "$signalled"'
+    start = f'{PYTHON} -c "$start" holmes_hpc.submission.lifecycle'
+    end = f'{start}.batch_end {RUN} "$status" "$signalled"'
     overrides = [o for o in overrides if not o.startswith(("run_dir=", "name=", "plan_file="))]  # the script sets these
     set_overrides = ["# shellcheck disable=SC2016 # nothing is to be expanded", f'set -- {shlex.join(overrides)} "$@"']
     python = "python3" if container else PYTHON
@@ -137,8 +138,9 @@ def _script(
             "# runs a module; `python -m` would also import code from the working directory",
             f"start={shlex.quote(START)}",
             "run=${RUN:-runs/$SLURM_JOB_ID}",
-            f'{PYTHON} -c "$start" holmes_hpc.submission.lifecycle.batch_start {RUN} {PLAN} {restarts} "$@" || exit',
+            f'{start}.batch_start {RUN} {PLAN} {restarts} "$@" || exit',
         ],
+        beside=f'{start}.lost_step {RUN} {job.ranks} "$step"',
         on_signal=[f"{end} --so-far"],
         finish=[f"{end}; status=$?"],
     )

@@ -279,12 +279,14 @@ def script_text(
     command: str | Sequence[str],
     *,
     begin: Sequence[str] = (),
+    beside: str = "",
     on_signal: Sequence[str] = (),
     finish: Sequence[str] = (),
 ) -> str:
     """Return the batch script. `command`: the shell command of every task, or a list with one for each component.
     Lines of shell: `begin` before the set-up; `on_signal` after a signal, while the step still runs; `finish` after the
-    step. In the last two ``$status`` is the step's exit status so far, and ``$signalled`` the signal received."""
+    step. In the last two ``$status`` is the step's exit status so far, and ``$signalled`` the signal received.
+    `beside`: a command that runs as long as the step, whose process id is ``$step``."""
     commands = [command] * len(job.components) if isinstance(command, str) else command
     step = _step(job, commands) if job.use_srun else " ".join(_program(job, job.components[0], commands[0]))
     record = None if job.exit_record is None else job.quote(job.exit_record)
@@ -313,11 +315,13 @@ def script_text(
         "# shellcheck disable=SC2016 # sh -c in each task expands the variables, not this shell",
         f"{step}{f' 2> {errors}' if errors else ''} &",
         "step=$!",
+        *([f"{beside} &", "beside=$!", 'disown "$beside" # no message when it is killed'] if beside else []),
         "while :; do",
         '  wait "$step"; status=$?',
         '  kill -0 "$step" 2>/dev/null || break',
         *(f"  {line}" for line in on_signal),
         "done",
+        *(['kill "$beside" 2>/dev/null'] if beside else []),
         "",
         *([f"cat -- {errors} >&2"] if errors else []),
         *([_exit_record_line(record, '"$status"', '"${signalled:--}"')] if record else []),

@@ -105,7 +105,10 @@ def build_result(
 ) -> dict[str, Any]:
     """Return the content of result.json. `status`: the step's exit status, None if unknown."""
     exits = run.read_exits()
-    is_preempted = any(e.get("state") == "preempted" for e in exits)
+    rank_states = [e.get("state") for e in exits]
+    if status and set(rank_states) == {"completed"} and len(exits) >= _count_ranks(run):
+        status = 0  # a step that Slurm lost, or an error after training
+    is_preempted = "preempted" in rank_states
     state: RunState | None = run_state(slurm.state) if slurm is not None and slurm.ended else None
     if state is None or state == "completed" or (state == "failed" and slurm is not None and slurm.state == "FAILED"):
         if status == 0 or (status is None and state == "completed"):
@@ -113,7 +116,7 @@ def build_result(
         elif is_preempted and not signalled:
             state = "preempted"
         else:
-            state = "cancelled" if signalled and not any(e.get("state") == "failed" for e in exits) else "failed"
+            state = "cancelled" if signalled and "failed" not in rank_states else "failed"
     failure = FailedRank()
     if state == "failed":
         hosts = run.read_run().get("hosts")

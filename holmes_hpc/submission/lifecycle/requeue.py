@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 
+from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.slurm.job_queries import disable_requeue
-from holmes_hpc.submission.lifecycle.attempts import count_failures, has_new_steps, record_attempt_end
+from holmes_hpc.slurm.job_queries import disable_requeue, has_script_failed, requeue
+from holmes_hpc.submission.executor.environment import LEADER
+from holmes_hpc.submission.lifecycle.attempts import attempt_id, count_failures, has_new_steps, record_attempt_end
 from holmes_hpc.submission.lifecycle.outcome import build_result
 
 
@@ -49,6 +53,26 @@ def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
     log(f"not restarted: {stop_reason}")
     disable_requeue(job_id)
     return 1
+
+
+def watch_batch_script(run: RunDirectory) -> None:
+    """Start a thread that requeues this job if its batch script is killed, unless :func:`reason_to_stop` has a reason.
+
+    For rank 0. Slurm then sends it SIGTERM, and SIGKILL when KillWait is over, perhaps before its checkpoint is saved.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)  # gets a byte for each signal that has a handler
+    threading.Thread(target=_requeue_after_signal, args=(run, reader), daemon=True).start()
+
+
+def _requeue_after_signal(run: RunDirectory, signals: int) -> None:
+    while os.read(signals, 1):
+        attempt = attempt_id(os.environ)
+        with contextlib.suppress(HolmesError, OSError):
+            if has_script_failed(os.environ[LEADER]) and reason_to_stop(run, "failed", attempt) is None:
+                record_attempt_end(run, attempt, "failed")
+                requeue(os.environ[LEADER])
 
 
 def log(message: str) -> None:
