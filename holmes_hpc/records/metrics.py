@@ -50,14 +50,16 @@ FIELDS: dict[str, Field] = {
     "validation_loss": Field("nats a token", "on the validation split, if evaluated", always=False),
     "grad_norm": Field("", "before clipping"),
     "learning_rate": Field("", "of this step"),
-    "tokens_per_s": Field("tokens/s", "of the whole run"),
-    "samples_per_s": Field("samples/s", "of the whole run"),
+    "tokens_per_s": Field("tokens/s", "over all ranks"),
+    "samples_per_s": Field("samples/s", "over all ranks"),
     "model_tflops_per_gpu": Field("TFLOP/s", "model FLOPs only"),
     "hardware_tflops_per_gpu": Field("TFLOP/s", "with recomputation"),
-    "breakdown": Field("s", f"a list, an entry per pipeline stage: {{{', '.join(PARTS)}}}, means over its ranks"),
+    "breakdown": Field(
+        "s", f"a list with one entry per pipeline stage: {{{', '.join(PARTS)}}}, means over the stage's ranks"
+    ),
     "nic_bytes": Field("bytes", "{fabric or ethernet: {tx, rx}}: traffic of all nodes' NICs during the step"),
-    "peak_memory_bytes": Field("bytes", "a list, an entry per rank: its peak so far"),
-    "skipped": Field("", "true: the optimizer skipped the step (its gradients overflowed)", always=False),
+    "peak_memory_bytes": Field("bytes", "a list with the peak so far of each rank"),
+    "skipped": Field("", "true: the optimizer skipped the step, because its gradients overflowed", always=False),
     "pause_before_s": Field("s", "pause since the previous step, for saving or validation", always=False),
 }
 _ROUNDED = frozenset(name for name, field in FIELDS.items() if field.unit in ("s", "tokens/s", "samples/s", "TFLOP/s"))

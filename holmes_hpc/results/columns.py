@@ -18,15 +18,15 @@ from holmes_hpc.config.plan_options import SCHEDULES
 from holmes_hpc.records.metrics import BREAKDOWN, FIELDS, PARTS
 
 RUN_COLUMNS: dict[str, tuple[str, str]] = {
-    "run": ("string", "path of the run below the loaded directory, or its name if that is the run itself"),
+    "run": ("string", "path relative to the loaded directory; the run's name if that directory is the run"),
     "path": ("string", "run directory"),
     "name": ("string", "run name"),
     "state": (
         "string",
-        "completed, failed, cancelled, timeout, preempted; unfinished: steps or a start but no end; "
-        "not-started; unreadable: `error` says why",
+        "completed, failed, cancelled, timeout, preempted; unfinished: started, no recorded end; "
+        "not-started; unreadable: see `error`",
     ),
-    "error": ("string", "the error, one line; also for a completed run with damaged files"),
+    "error": ("string", "one line; completed runs with damaged files have one too"),
     "exit_code": ("Int64", "exit code of the job"),
     "failed_rank": ("Int64", "the rank that failed first"),
     "failed_node": ("string", "the node of that rank"),
@@ -35,15 +35,15 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "submitted": ("datetime64[ns, UTC]", "when Slurm accepted the job"),
     "started": ("datetime64[ns, UTC]", "start of the first attempt"),
     "ended": ("datetime64[ns, UTC]", "when the end was recorded"),
-    "queue_s": ("float64", "from the latest submission to the next start"),
-    "wall_s": ("float64", "from the first start to the end, including waits between attempts"),
+    "queue_s": ("float64", "seconds between the latest submission and the start after it"),
+    "wall_s": ("float64", "seconds from the first start to the end, including waits between attempts"),
     "attempts": ("Int64", "number of starts"),
     "job_id": ("Int64", "Slurm job id of the leader"),
-    "session": ("string", "runs of one session of the machine (`labels.session`) can be compared in pairs"),
+    "session": ("string", "`labels.session`; runs of one session are compared in pairs"),
     "git_commit": ("string", "git commit of the code"),
     "device": ("string", "cpu, or the GPU's name"),
     "pace_layer_ms": ("float64", "emulated compute: forward time of a layer; NaN: real compute"),
-    "overrides": ("object", "Hydra overrides, a list of texts"),
+    "overrides": ("object", "list of Hydra overrides"),
     "plan_id": ("string", "hash of the plan's content, 12 hex digits"),
     "strategy": ("string", "one-fabric, pipeline or hierarchical-dp"),
     "transport": (
@@ -53,7 +53,7 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "schedule": ("string", ", ".join(SCHEDULES)),
     "recompute": ("string", "none, selective or full"),
     "edge_dtype": ("string", "data type of activations on TCP edges"),
-    "overlap": ("boolean", "whether gradient reduction and parameter gather overlap with computing"),
+    "overlap": ("boolean", "whether gradient reduction and parameter gather overlap with compute"),
     "partition": ("string", "how layers are divided: exact, proportional (the paper's rule), uniform"),
     "site": ("string", "name of the site"),
     "environment": ("string", "IB, RoCE, Ethernet, hybrid (IB and RoCE), a list with counts, or one node"),
@@ -73,10 +73,13 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "predicted_samples_per_s": ("float64", "by the plan"),
     "steps": ("Int64", "number of distinct steps recorded"),
     "earlier_steps": ("Int64", "steps run under an earlier plan (`holmes resume --plan`)"),
-    "warmup_steps": ("Int64", "warm-up steps among the others; all figures below but losses and peak exclude both"),
+    "warmup_steps": (
+        "Int64",
+        "warm-up steps under this plan; figures below exclude them and earlier steps, except losses and peak memory",
+    ),
     "step_time_s": ("float64", "median"),
-    "step_time_low_s": ("float64", "lower end of its 95% interval (order statistics); NaN for fewer than 6 steps"),
-    "step_time_high_s": ("float64", "upper end of that interval"),
+    "step_time_low_s": ("float64", "lower end of the median's 95% interval; NaN for fewer than 6 steps"),
+    "step_time_high_s": ("float64", "upper end of this interval"),
     "samples_per_s": ("float64", "harmonic mean"),
     "tokens_per_s": ("float64", "harmonic mean"),
     "model_tflops_per_gpu": ("float64", "harmonic mean, model FLOPs only"),
@@ -86,9 +89,12 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "validation_loss": ("float64", "the last validation loss"),
     "grad_norm": ("float64", "of the last step"),
     **{part: ("float64", "median over steps, mean over stages") for part in PARTS},
-    "header_factor": ("float64", "counted bytes over payload bytes, measured in the run, mean over NIC types"),
+    "header_factor": (
+        "float64",
+        "bytes counted on NICs divided by payload bytes, measured in the run, mean over NIC types",
+    ),
     "peak_memory_bytes": ("float64", "maximum over ranks"),
-    "missing": ("string", "fields that its files lack because an older release wrote them"),
+    "missing": ("string", "fields that the run's files lack because an older release wrote them"),
 }
 
 
@@ -106,9 +112,9 @@ FAMILIES = {  # by the key in `holmes report --json`
     "config": Family("config.", "GROUP.KEY", "the resolved configuration", None),
     "model_spec": Family("model.", "KEY", "the model and its sizes, from the plan", None),
     "planned_bytes_per_step": Family("planned_bytes_", "NIC", "planned payload bytes per step, sent by all nodes"),
-    "stage_breakdown": Family("stage_", "N.PART", "median seconds of a part over steps, mean over a stage's ranks"),
+    "stage_breakdown": Family("stage_", "N.PART", "seconds of a part: median over steps, mean over the stage's ranks"),
     "tx_bytes_per_step": Family("tx_bytes_", "NIC", "median bytes per step sent by all nodes, as counted"),
-    "rx_bytes_per_step": Family("rx_bytes_", "NIC", "the same for received bytes"),
+    "rx_bytes_per_step": Family("rx_bytes_", "NIC", "median bytes per step received by all nodes, as counted"),
     "setup_tx_bytes": Family("setup_tx_bytes_", "NIC", "bytes sent before the first step: rendezvous and control"),
     "header_factors": Family("header_factor_", "NIC", "`header_factor` of one fabric or ethernet"),
 }
@@ -124,7 +130,7 @@ STEP_COLUMNS: dict[str, tuple[str, str]] = {
     "run": ("category", "as in the table of runs"),
     "step": ("int32", FIELDS["step"].meaning),
     "attempt": ("int16", "the latest attempt that ran this step"),
-    "warmup": ("bool", "excluded from the run's figures"),
+    "warmup": ("bool", "whether the step is excluded from the run's figures"),
     **{
         name: ("float64", f"{FIELDS[name].unit}: {FIELDS[name].meaning}".removeprefix(": "))
         for name in (
