@@ -58,27 +58,28 @@ from holmes_hpc.results.tables import Table, interval, number
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 
 FOUR_NODES = """\
-Plain Megatron-LM has one connection per direction here, as it has over NCCL. Predictions are the planner's for each
-run's plan, from declared rates and the emulated layer time alone; nothing was fitted to these runs. Intervals are over
-repeats on one machine. evaluation-tables.md has 6 and 8 nodes, ablations and the planner's free choice."""
+Plain Megatron-LM has one connection per direction, as it has over NCCL. Each run's plan is predicted from the declared
+network rates and the emulated layer time alone; no constant was fitted to these runs. Intervals are over repeats on one
+machine. evaluation-tables.md has 6 and 8 nodes, ablations and the planner's free choice."""
 READING = """\
-Predictions are the planner's for each run's plan, from declared rates and the emulated layer time alone; nothing was
-fitted to these runs.
+Each run's plan is predicted from the declared network rates and the emulated layer time alone; no constant was fitted
+to these runs.
 
-- Plain Megatron-LM over gloo has one connection for both directions here, so activations and gradients wait for each
-  other (benchmarks/one_connection.py). evaluation-four-nodes.md repeats the experiments at 4 nodes with one connection
-  per direction. *Proportional layers* is the same 1F1B with its own connections.
-- Plain Megatron-LM is 8% faster without overlap of its traffic. The predictions here miss that; evaluation-notes.md
-  explains it.
-- Six and eight ranks fill this machine's two cores. Layers then take up to 6% longer than emulated, and up to 10%
-  when the machine is slow. This explains differences of 2% at 8 nodes. Ablations, two IB fabrics and the free choice
-  at 8 nodes were run in slow hours.
-- Light at 8 nodes, as a share of the mean of InfiniBand and RoCE, is 101.4%, 101.1% and 95.6% in three sessions. In the
-  last, layers took 10% longer than emulated.
-- The planner's free choice takes virtual stages in light at 6 and 8 nodes. On two cores so many short passes cost more
-  than they save. Only a calibration shows that.
-- Without emulated compute, Python's overhead dominates layers this small. No published figure gives that.
-- For systems on one fabric the table shows the faster schedule. The table of all experiments has the free choice."""
+- In these runs, plain Megatron-LM over gloo has one connection for both directions, so activations and gradients wait
+  for each other (benchmarks/one_connection.py). evaluation-four-nodes.md repeats the experiments at 4 nodes with one
+  connection per direction. *Proportional layers* is 1F1B with one connection per direction.
+- Plain Megatron-LM is 8% faster without overlap. The predictions do not show this; evaluation-notes.md explains it.
+- Six and eight ranks use both cores fully. Layers then take up to 6% longer than emulated, and up to 10% when the
+  machine is slow. This explains differences of 2% at 8 nodes. Ablations, two IB fabrics and the free choice at 8 nodes
+  ran while the machine was slow.
+- In *light* at 8 nodes, throughput is 101.4%, 101.1% and 95.6% of the mean of InfiniBand and RoCE in three sessions. In
+  the last session, layers took 10% longer than emulated.
+- The planner's free choice uses virtual stages in *light* at 6 and 8 nodes. On two cores, so many short passes cost
+  more than they save. Only a calibration would tell the planner.
+- *Unpaced* has no emulated compute. Python's overhead then dominates layers this small, and the planner does not know
+  it.
+- For systems on one fabric, the table of throughput shows the faster schedule. *Every experiment* includes the free
+  choice."""
 
 
 def run(experiment: Experiment, repeat: int, runs: Path, progress: str) -> None:
@@ -170,10 +171,10 @@ def build_tables(runs: pd.DataFrame) -> list[Table]:
             goals += [
                 _target_row(quantity, f"{regime}, {nodes}, {where}", target, value)
                 for quantity, target, value in (
-                    ("of the mean of IB and RoCE", of_mean if where == "hybrid" else None, share),
-                    ("over Megatron-LM, overlap", of_megatron if where == "hybrid" else None, ratio.median),
+                    ("holmes / mean(IB, RoCE)", of_mean if where == "hybrid" else None, share),
+                    ("holmes / Megatron-LM", of_megatron if where == "hybrid" else None, ratio.median),
                     (
-                        "over it, lower bound of 95%",
+                        "holmes / Megatron-LM, lower bound of 95%",
                         NOT_SLOWER if (regime, nodes) == PAIRED and where in ENVIRONMENTS else None,
                         ratio.low if ratio.count >= PAIRS else np.nan,
                     ),
@@ -206,16 +207,14 @@ def build_tables(runs: pd.DataFrame) -> list[Table]:
     if rule_ratios:
         least = min(rule_ratios, key=lambda setting: rule_ratios[setting])
         goals.append(
-            _target_row(
-                f"over the paper's rule, minimum of {len(rule_ratios)} experiments", least, 1, rule_ratios[least]
-            )
+            _target_row(f"holmes / proportional layers, minimum of {len(rule_ratios)}", least, 1, rule_ratios[least])
         )
     return [
         Table(
             "Targets",
             ["quantity", "regime, nodes, where", "at least", "measured", ""],
             goals,
-            "ratios of samples/s; the paper's rule: layers in proportion to speed, 1F1B",
+            "ratios of samples/s; Megatron-LM: with overlap; proportional layers: the paper's layer rule with 1F1B",
         ),
         Table(
             "Samples/s by NIC environment",
@@ -225,19 +224,19 @@ def build_tables(runs: pd.DataFrame) -> list[Table]:
                 "holmes",
                 "proportional layers",
                 "Megatron-LM, overlap",
-                "holmes over it",
-                "95%",
-                "of mean(IB, RoCE)",
+                "holmes / Megatron-LM",
+                "95% interval",
+                "holmes / mean(IB, RoCE)",
             ],
             answers,
-            f"medians; {EMULATED}; the mean takes the faster schedule of each fabric; 95%: of the pairs' "
-            "ratios, by order statistics from six pairs on, by Student's t for fewer",
+            f"medians; {EMULATED}; the mean takes the faster schedule of each fabric; 95% interval: of the ratios of "
+            "paired runs, by order statistics from six pairs on, by Student's t for fewer",
         ),
         Table(
             "Plain Megatron-LM with overlap, by environment",
-            ["regime, nodes", "where", "of IB"],
+            ["regime, nodes", "where", "throughput / IB"],
             megatron,
-            "throughput; the paper's at 4 nodes: Ethernet 0.62, RoCE 0.81",
+            "the paper has 0.62 for Ethernet and 0.81 for RoCE, at 4 nodes",
         ),
         Table(
             "Every experiment and its prediction",
@@ -246,7 +245,7 @@ def build_tables(runs: pd.DataFrame) -> list[Table]:
             f"medians; {EMULATED}",
         ),
         Table(
-            "Step breakdown: seconds",
+            "Step breakdown in seconds",
             ["regime, nodes", "where", "system", *(PART_NAMES[p] for p in PARTS)],
             breakdowns,
             f"medians, mean over stages; {EMULATED}",
