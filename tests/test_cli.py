@@ -539,7 +539,7 @@ def test_random_tokens_must_be_requested(holmes, site, tmp_path):
     )
     assert shellcheck.returncode == 0, shellcheck.stdout
     assert json.loads(holmes(*words, "--dry-run", "--json")[1])["script"] == out
-    assert "# The job finds a mistyped KEY=VALUE only when it starts." in out
+    assert "The job checks it only when it starts." in out
     refused(holmes(*words, "train.stpes=5", "--template", str(tmp_path / "other")), "did you mean 'train.steps'?")
     assert not (tmp_path / "other").exists()
 

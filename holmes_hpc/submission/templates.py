@@ -29,28 +29,31 @@ ETH = ComponentRequest(2, 1, "eth", "nic_ethernet")
 USAGE = """\
 # {summary}
 #
-#     PLAN=plan.yaml RUN=runs/mine sbatch {name} [KEY=VALUE of the configuration]...
+#     PLAN=plan.yaml RUN=runs/mine sbatch {name} [KEY=VALUE...]
 #
-# The job finds a mistyped KEY=VALUE only when it starts. To find it before the job is queued, run
-# `holmes submit plan.yaml KEY=VALUE... --dry-run >/dev/null`.
+# KEY=VALUE sets a key of the configuration. The job checks it only when it starts. To check it before the job is
+# queued, run `holmes submit plan.yaml KEY=VALUE... --dry-run >/dev/null`.
 #
-# The components below must be those of the plan (`holmes plan -o plan.yaml` shows them), in its order: partition,
-# constraint, nodes, and one task per GPU (--ntasks-per-node, --gpus-per-node). Each component needs its own options,
-# because Slurm resets them. PYTHON: the Python that has holmes_hpc, on every node. The run directory must be on a file
-# system that all nodes share. Made by holmes_hpc.submission.templates.
+# Replace the components below (#SBATCH lines from --partition on) by those of your plan, in the plan's order (`holmes
+# plan -o plan.yaml` prints them): partition, constraint, nodes, and one task per GPU (--ntasks-per-node,
+# --gpus-per-node). Repeat these options in each component, because Slurm resets them.
+#
+# RUN: the run directory, on a file system that all nodes share. PYTHON: a Python with holmes_hpc, at the same path on
+# every node (default: python3). Written by `python -m holmes_hpc.submission.templates slurm`; change it there.
 """
 
 
 USAGE_OF_PLAN = """\
-# {plan}, as a batch script that needs nothing but sbatch:
+# Batch script of {plan}. Submit it without the `holmes` command:
 #
-#     sbatch FILE [KEY=VALUE of the configuration]...
+#     sbatch FILE [KEY=VALUE...]
 #
-# The job finds a mistyped KEY=VALUE only when it starts. To find it before the job is queued, run
-# `holmes submit PLAN KEY=VALUE... --dry-run >/dev/null`, or write this script with it (`--template FILE`).
+# KEY=VALUE sets a key of the configuration. The job checks it only when it starts. To check it before the job is
+# queued, run `holmes submit PLAN KEY=VALUE... --dry-run >/dev/null`, or write this script again with KEY=VALUE
+# (`holmes submit PLAN KEY=VALUE... --template FILE`).
 #
-# It reads PLAN, RUN (the run directory, on a file system that all nodes share) and PYTHON (with holmes_hpc, on every
-# node) from the environment. The defaults are:
+# The script reads these environment variables: PLAN, RUN (the run directory, on a file system that all nodes share)
+# and PYTHON (a Python with holmes_hpc, at the same path on every node). The defaults are:
 """
 
 
@@ -70,7 +73,7 @@ def plan_script(
     )
     text = text.replace("run=${RUN:-runs/$SLURM_JOB_ID}", f'run="${{RUN:-{_quoted(run_dir)}}}"')
     plan_default, python_default = _quoted(str(plan_path.absolute())), _quoted(sys.executable)
-    usage = USAGE_OF_PLAN.format(plan=f"Plan {plan.id}")
+    usage = USAGE_OF_PLAN.format(plan=f"plan {plan.id}")
     return _filled_in(text, usage, f"${{PLAN:-{plan_default}}}", f"${{PYTHON:-{python_default}}}")
 
 
@@ -128,14 +131,17 @@ def _script(
     start = f'{PYTHON} -c "$start" holmes_hpc.submission.lifecycle'
     end = f'{start}.batch_end {RUN} "$status" "$signalled"'
     overrides = [o for o in overrides if not o.startswith(("run_dir=", "name=", "plan_file="))]  # the script sets these
-    set_overrides = ["# shellcheck disable=SC2016 # nothing is to be expanded", f'set -- {shlex.join(overrides)} "$@"']
+    set_overrides = [
+        "# shellcheck disable=SC2016 # single quotes prevent expansion on purpose",
+        f'set -- {shlex.join(overrides)} "$@"',
+    ]
     python = "python3" if container else PYTHON
     return script_text(
         job,
         f'{python} -c "$start" holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
         begin=[
             *(set_overrides if overrides else ()),
-            "# runs a module; `python -m` would also import code from the working directory",
+            "# Run a module. `python -m` would also import code from the working directory.",
             f"start={shlex.quote(START)}",
             "run=${RUN:-runs/$SLURM_JOB_ID}",
             f'{start}.batch_start {RUN} {PLAN} {restarts} "$@" || exit',
@@ -158,20 +164,20 @@ def templates() -> dict[str, str]:
         ),
         "requeue.sbatch": _template(
             "requeue.sbatch",
-            "As two_components, but it also restarts after a failed rank or node, at most 3 times, while attempts"
-            "\n# make new steps (after preemption and the time limit all of them restart).",
+            "As two_components.sbatch, and also restarts after a failed rank or node: at most 3 times, as long as it"
+            "\n# makes new steps. (All templates restart after preemption and the time limit.)",
             (IB, ROCE),
             restarts=3,
         ),
         "container_pyxis.sbatch": _template(
             "container_pyxis.sbatch",
-            "As two_components, in a container of pyxis (srun --container-image).",
+            "As two_components.sbatch, in a container of pyxis (srun --container-image).",
             (IB, ROCE),
             container="holmes_hpc:latest",
         ),
         "container_apptainer.sbatch": _template(
             "container_apptainer.sbatch",
-            "As two_components, in an apptainer image.",
+            "As two_components.sbatch, in an apptainer image.",
             (IB, ROCE),
             container="holmes_hpc.sif",
         ),

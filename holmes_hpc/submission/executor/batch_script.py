@@ -304,12 +304,12 @@ def script_text(
         *begin,
         *(["# setup", *job.setup] if job.setup else []),
         *(
-            ["# these describe component 0 only; srun would apply them to all", f"unset {unset_names}"]
+            ["# These describe component 0 only; srun would apply them to all components.", f"unset {unset_names}"]
             if len(job.components) > 1
             else []
         ),
         "",
-        "# the step over all components, in the background so that the script can handle signals",
+        "# Start the step over all components in the background, so that the script can handle signals.",
         "signalled=",
         "trap 'signalled=TERM' TERM",
         "# shellcheck disable=SC2016 # sh -c in each task expands the variables, not this shell",
