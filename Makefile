@@ -25,49 +25,49 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(BIN)/python -m pip install --progress-bar off -c constraints.txt -e '.[all]'
 	@touch $@
 
-demo: install ## set-up, the main job on the testbed, its report
+demo: install ## set up, train on the testbed, and write a report
 	PATH="$(abspath $(BIN)):$$PATH" bash slurm/demo.sh
 
-lint: install ## ruff (rules and layout), mypy, the contracts between packages
+lint: install ## ruff (rules and format), mypy, import contracts between packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-unit: install ## the tests of one module at a time, without a process: under a minute
+unit: install ## tests of one module at a time, without processes: under a minute
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not integration and not slurm and not breaking and not gpu"
 
-quick: install ## the tests that need no Slurm
+quick: install ## tests that need no Slurm
 	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not slurm"
 
-test: lint ## lint, types, import contracts and the tests, those on the testbed included
+test: lint ## lint, and all tests, including those on the testbed
 	$(BIN)/pytest -q -n 6 --dist loadfile --no-loadscope-reorder -m "not slurm and not breaking" --durations=10
 	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "slurm and not breaking" --durations=10 $$(grep -rl 'mark\.slurm' tests --include='test_*.py')
 
-test-breaking: install ## the tests that break NICs, daemons and nodes of a testbed on purpose
+test-breaking: install ## tests that break NICs, daemons and nodes of a testbed
 	$(BIN)/pytest -q -m breaking --durations=10
 
 MINUTES ?= 30
 
-explore: install ## property tests with fresh seeds and many examples for MINUTES (30); says what it finds, then fails
+explore: install ## property tests with new seeds and many examples, for MINUTES (30); fails at the end if one failed
 	$(BIN)/python tests/support/explore.py $(MINUTES)
 
-fuzz: install ## inputs that are almost right (plans, sites, records, Slurm's texts, sysfs), mutated for MINUTES (30)
+fuzz: install ## mutated inputs (plans, sites, records, Slurm's output, sysfs), for MINUTES (30)
 	$(BIN)/python tests/support/explore.py $(MINUTES) tests/test_fuzz.py --more 40
 
-faults: install ## at least 24 runs interrupted by faults drawn from a seed; stopped, it goes on where it was
+faults: install ## at least 24 runs interrupted by random faults; a repeated command continues
 	$(BIN)/python tests/support/interruptions.py $(FAULTS)
 
 CONTRACT ?= submitit waiting many_jobs sweepers
 
-submission-contract: install ## slurmhet beside submitit's slurm, reasons to wait, 300 jobs, Hydra's sweepers, on the testbed: some 20 minutes
+submission-contract: install ## compare slurmhet with submitit's slurm, 300 jobs, Hydra's sweepers, on the testbed: 20 minutes
 	$(BIN)/pytest -q -rP $(CONTRACT:%=tests/submission/contract/%_contract.py)
 
 # torch with NCCL, which PyPI's own wheel has; three equals signs, or a +cpu wheel of that version would do as well.
 VENV_NCCL ?= $(VENV)-nccl
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-test-nccl: ## NCCL's options and every group of seven plans, without a GPU: torch's CUDA build in a venv of its own (some 6 GB)
+test-nccl: ## NCCL's options and every group of seven plans, without a GPU; installs torch's CUDA build (6 GB)
 	@test -e $(VENV_NCCL)/.installed || { set -e; echo "installing packages into $(VENV_NCCL): some minutes; torch and CUDA are the largest"; \
 	  while sleep 20; do echo "  still installing, $$(date +%T)"; done & ticking=$$!; trap "kill $$ticking" EXIT; \
 	  test -x $(VENV_NCCL)/bin/python || $(PYTHON) -m venv $(VENV_NCCL); \
@@ -78,19 +78,19 @@ test-nccl: ## NCCL's options and every group of seven plans, without a GPU: torc
 
 PYTHON_GPU ?= 3.12
 
-gpu-wheels: install ## into build/wheels: what a GPU machine that has torch, and no network, lacks (PYTHON_GPU=3.12)
+gpu-wheels: install ## download the packages but torch for a GPU machine without a network, into build/wheels (PYTHON_GPU=3.12)
 	PYTHON="$(BIN)/python" bash benchmarks/gpu_wheels.sh $(PYTHON_GPU)
 
-gpu-proof: ## what one GPU can show, in 9 minutes; without .venv from build/wheels and the machine's torch (PARTS=start,speed)
+gpu-proof: ## checks on one GPU, in 9 minutes (PARTS=start,speed); without .venv uses build/wheels and the machine's torch
 	PYTHON="$(PYTHON)" bash benchmarks/gpu_proof.sh $(if $(PARTS),--parts $(PARTS))
 
-bench-gpu: install ## one GPU: model TFLOP/s and memory beside Megatron-Core's own minimal loop
+bench-gpu: install ## one GPU: TFLOP/s and memory, compared with Megatron-Core's minimal loop
 	$(BIN)/python benchmarks/gpu.py $(BENCH)
 
 REGRET ?= build/planner-regret.jsonl
 SITES ?= 200
 
-planner-regret: install ## the planner's free choice against user-fixed plans on SITES (200) random sites; a restart continues
+planner-regret: install ## the planner's choice against user-fixed layouts on SITES (200) random sites; a repeated command continues
 	@mkdir -p $(dir $(REGRET))
 	$(BIN)/python benchmarks/planner_per_stage.py $(REGRET:.jsonl=-unequal.jsonl) --sites $(SITES)
 	$(BIN)/python benchmarks/planner_regret.py $(REGRET) --sites $(SITES)
@@ -99,7 +99,7 @@ planner-regret: install ## the planner's free choice against user-fixed plans on
 BED_13 ?= /var/lib/holmes-trixie
 VENV_CURRENT := $(VENV)-current
 
-test-current: install ## all tests with today's Python, Megatron-Core and Debian 13's Slurm, and that both Megatron-Cores train alike
+test-current: install ## all tests with the newest Python, Megatron-Core and Debian 13's Slurm, and a comparison of both Megatron-Cores
 	@set -e; export HOLMES_TESTBED=$(BED_13) HOLMES_TESTBED_RELEASE=trixie; \
 	  trap '$(BIN)/holmes testbed down' EXIT; $(BIN)/holmes testbed up --release trixie; \
 	  eval "$$($(BIN)/holmes testbed env)"; \
@@ -113,7 +113,7 @@ test-current: install ## all tests with today's Python, Megatron-Core and Debian
 	  in-release $(VENV_CURRENT)/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not slurm and not breaking"; \
 	  in-release $(VENV_CURRENT)/bin/python -m pytest -q -m slurm --ignore tests/faults/test_nic_faults.py --durations=10
 
-test-slurm: install ## the tests on the testbed with another Slurm: SLURM=the prefix that its `make install` filled
+test-slurm: install ## the tests on the testbed with another Slurm, installed under SLURM=PREFIX
 	@test -n "$(SLURM)" || { echo "test-slurm: give SLURM=PREFIX (holmes testbed up --slurm-source builds one)" >&2; exit 2; }
 	HOLMES_TESTBED_SLURM="$(SLURM)" $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m slurm \
 	  --durations=10 $$(grep -rl 'mark\.slurm' tests --include='test_*.py' | grep -v test_nic_faults)
@@ -124,5 +124,5 @@ docs: install ## the documentation site, into build/site; a warning is an error
 evaluation: install ## the paper's evaluation on the testbed (PART=headline, four-nodes, pairs or full), into benchmarks/results/
 	PATH="$(abspath $(BIN)):$$PATH" bash benchmarks/evaluation.sh
 
-clean: ## remove what was built (not runs/)
+clean: ## remove what was built, but no runs
 	rm -rf $(VENV) $(VENV_CURRENT) $(VENV_NCCL) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
