@@ -38,9 +38,9 @@ class Configuration:
     train: TrainConfig = field(default_factory=TrainConfig)
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-    name: Annotated[str | int | float | None, key("name of the run directory; null: time, model and plan")] = None
+    name: Annotated[str | int | float | None, key("name of the run directory; null: from time, model and plan")] = None
     site_file: Annotated[str | None, key("plan for this site file instead of asking Slurm")] = None
-    vocabulary: Annotated[str | None, key("the site's own file of node feature spellings, see slurm/")] = None
+    vocabulary: Annotated[str | None, key("file of the site's own feature spellings (slurm/features.site.yaml)")] = None
     partitions: Annotated[
         str | tuple[str, ...] | None, key("use only these partitions: [gpu, gpu-old]; null: those that fit best")
     ] = None

@@ -29,15 +29,14 @@ class DataConfig:
     documents: Annotated[
         str,
         key(
-            "attention between documents packed into one sample of an indexed data set: joined: "
-            "a token attends to all earlier tokens; apart: only to those of its own document",
+            "attention between the documents of one sample; joined: a token attends to all earlier tokens; "
+            "apart: only to those of its own document",
             one_of=("joined", "apart"),
         ),
     ] = "joined"
     split: Annotated[str, key("shares of training and validation data; 90,10 with data=indexed")] = "100,0"
     tokenizer: Annotated[
-        str | None,
-        key("tokenizer.json that `holmes export` copies beside the weights; training data are already tokenized"),
+        str | None, key("tokenizer.json that `holmes export` copies to the weights; training does not use it")
     ] = None
     cache: Annotated[str | None, key("folder of the sample indices; null: the run directory")] = None
     learnable: Annotated[

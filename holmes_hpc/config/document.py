@@ -70,8 +70,8 @@ def page() -> str:
         "unknown keys are refused before anything is submitted.",
         "",
         "- A *map* is `{NAME: VALUE}`.",
-        "- A key whose default is `null` also takes `null`. A named model or batch sets the keys without a default.",
-        "- [Models](models.md) lists the named models. Each has a batch of its own name, its default.",
+        "- A key whose default is `null` also accepts `null`. A named model or batch sets the keys without a default.",
+        "- [Models](models.md) lists the named models. Each has a default batch of the same name.",
         "",
     ]
     for name, cls in (("", Configuration), *GROUPS.items()):

@@ -53,7 +53,7 @@ class PlanOptions:
     pp: Annotated[int | None, key("pipeline-parallel size: stages", ge=1)] = None
     dp: Annotated[int | None, key("data-parallel size", ge=1)] = None
     virtual_stages: Annotated[int | None, key("model chunks per pipeline rank; 1: not interleaved", ge=1)] = None
-    layers_per_stage: Annotated[tuple[int, ...] | None, key("[26, 22]; null: by plan.partition", ge=1)] = None
+    layers_per_stage: Annotated[tuple[int, ...] | None, key("[26, 22]; null: see plan.partition", ge=1)] = None
     partition: Annotated[
         str,
         key(
@@ -67,7 +67,7 @@ class PlanOptions:
         str,
         key(
             "1f1b or interleaved (Megatron-Core's), or eager_1f1b (sends and receives in the background); "
-            "`ahead`: its name in plan.yaml",
+            "`ahead`: another name of eager_1f1b",
             one_of=("auto", *SCHEDULES, *OPTION_NAMES.values()),
         ),
     ] = "auto"
@@ -78,7 +78,7 @@ class PlanOptions:
             one_of=TRANSPORT_MODES,
         ),
     ] = "holmes"
-    sequence_parallel: Annotated[bool | None, key("split activations between TP regions over the TP ranks")] = None
+    sequence_parallel: Annotated[bool | None, key("split activations outside TP regions over the TP ranks")] = None
     distributed_optimizer: Annotated[bool, key("shard optimizer states over the data-parallel ranks")] = True
     bucket_bytes: Annotated[int | None, key("size of a gradient bucket", unit="bytes", ge=1)] = None
     edge_dtype: Annotated[
@@ -87,13 +87,13 @@ class PlanOptions:
     edge_connections: Annotated[int, key("TCP connections for each activation", ge=1)] = 1
     search_micro_size: Annotated[bool, key("the planner may change batch.micro_size")] = False
     max_memory_gib: Annotated[
-        float | None, key("memory of one GPU, in place of the site's", unit="GiB", gt=0, infinite=True)
+        float | None, key("memory of one GPU, instead of the site's value", unit="GiB", gt=0, infinite=True)
     ] = None
     fabric_order: Annotated[tuple[str, ...] | None, key("order of fabrics along the pipeline: [ib-a, roce-a]")] = None
     unequal: Annotated[
         str,
         key(
-            "per-stage TP, DP and nodes: auto (search them if they may gain 1%), true or false",
+            "per-stage TP, DP and nodes: auto (if they may make a step 1% faster), true or false",
             one_of=("auto", "true", "false"),
         ),
     ] = "auto"

@@ -18,9 +18,11 @@ class ComponentSettings:
     qos: Annotated[str | None, key("as sbatch --qos")] = None
     reservation: Annotated[str | None, key("as sbatch --reservation")] = None
     mem: Annotated[
-        str | int | None, key("memory per node, as sbatch --mem: 64G; 0: all of it; null: by `share`", ge=0)
+        str | int | None, key("memory per node, as sbatch --mem: 64G; 0: all of it; null: see `share`", ge=0)
     ] = None
-    cpus_per_task: Annotated[int | None, key("CPUs per rank, as sbatch --cpus-per-task; null: by `share`", ge=1)] = None
+    cpus_per_task: Annotated[int | None, key("CPUs per rank, as sbatch --cpus-per-task; null: see `share`", ge=1)] = (
+        None
+    )
     share: Annotated[
         bool | None,
         key(
@@ -28,7 +30,7 @@ class ComponentSettings:
             "node; false: Slurm's defaults; null: true"
         ),
     ] = None
-    gres: Annotated[str | None, key("as sbatch --gres, in place of --gpus-per-node")] = None
+    gres: Annotated[str | None, key("as sbatch --gres, instead of --gpus-per-node")] = None
     exclusive: Annotated[bool | str | None, key("whole nodes, as sbatch --exclusive; or user, mcs")] = None
     nodelist: Annotated[str | tuple[str, ...] | None, key("as sbatch --nodelist")] = None
     exclude: Annotated[str | tuple[str, ...] | None, key("nodes to avoid, as sbatch --exclude")] = None
@@ -68,7 +70,7 @@ class SlurmSettings(ComponentSettings):
     timeout_min: Annotated[
         int | str, key("the job's time limit: minutes, or in Slurm's format: 1-12:00:00", unit="min", ge=1)
     ] = 60
-    setup: Annotated[tuple[str, ...], key("lines of the batch script before srun, as in submitit")] = ()
+    setup: Annotated[tuple[str, ...], key("shell lines that the batch script runs before srun, as in submitit")] = ()
     distribution: Annotated[
         str,
         key(

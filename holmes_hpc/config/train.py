@@ -19,7 +19,7 @@ class TrainConfig:
         int, key("seed of initial weights and dropout, and of the data order if data.seed is null", ge=0, lt=1 << 32)
     ] = 1234
     device: Annotated[
-        str, key("auto: CUDA if there is a device, except for a plan of CPUs", one_of=("auto", "cpu", "cuda"))
+        str, key("auto: CUDA if there is a device, except for a plan with CPU ranks", one_of=("auto", "cpu", "cuda"))
     ] = "auto"
     dtype: Annotated[
         str,
@@ -74,7 +74,7 @@ class TrainConfig:
     eval_interval: Annotated[int, key("steps between validations", ge=0)] = 0
     eval_steps: Annotated[int, key("validation batches", ge=1)] = 4
     checkpoint_interval: Annotated[
-        int, key("steps between checkpoints; 0: only at the end of an interrupted run", ge=0)
+        int, key("steps between checkpoints; 0: save only if a signal ends the run", ge=0)
     ] = 0
     checkpoint_keep: Annotated[int, key("number of newest checkpoints to keep", ge=1)] = 2
     checkpoint_dir: Annotated[
@@ -93,8 +93,8 @@ class TrainConfig:
     max_restarts: Annotated[
         int,
         key(
-            "failures of a rank or node after which to requeue the job, only while it gains "
-            "steps; after preemption or the time limit it is always requeued",
+            "restarts after a failed rank or node, as long as the run makes new steps; "
+            "restarts after preemption or the time limit do not count",
             ge=0,
         ),
     ] = 0
