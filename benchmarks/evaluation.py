@@ -65,7 +65,7 @@ READING = """\
 Each run's plan is predicted from the declared network rates and the emulated layer time alone; no constant was fitted
 to these runs.
 
-- In these runs, plain Megatron-LM over gloo has one connection for both directions, so activations and gradients wait
+- In these runs, plain Megatron-LM over gloo has one connection for both directions. So activations and gradients wait
   for each other (benchmarks/one_connection.py). evaluation-four-nodes.md repeats the experiments at 4 nodes with one
   connection per direction. *Proportional layers* is 1F1B with one connection per direction.
 - Plain Megatron-LM is 8% faster without overlap. The predictions do not show this; evaluation-notes.md explains it.
@@ -229,8 +229,8 @@ def build_tables(runs: pd.DataFrame) -> list[Table]:
                 "holmes / mean(IB, RoCE)",
             ],
             answers,
-            f"medians; {EMULATED}; the mean takes the faster schedule of each fabric; 95% interval: of the ratios of "
-            "paired runs, by order statistics from six pairs on, by Student's t for fewer",
+            f"medians; {EMULATED}. The mean takes the faster schedule of each fabric. The 95% interval is of the ratios "
+            "of paired runs: by order statistics from six pairs on, by Student's t for fewer.",
         ),
         Table(
             "Plain Megatron-LM with overlap, by environment",
