@@ -229,8 +229,8 @@ def build_tables(runs: pd.DataFrame) -> list[Table]:
                 "holmes / mean(IB, RoCE)",
             ],
             answers,
-            f"medians; {EMULATED}. The mean takes the faster schedule of each fabric. The 95% interval is of the ratios "
-            "of paired runs: by order statistics from six pairs on, by Student's t for fewer.",
+            f"medians; {EMULATED}. The mean takes the faster schedule of each fabric. The 95% interval is of the "
+            "ratios of paired runs: by order statistics from six pairs on, by Student's t for fewer.",
         ),
         Table(
             "Plain Megatron-LM with overlap, by environment",
