@@ -22,9 +22,9 @@ LOCK_WAIT_S = 30.0
 
 
 def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
-    """Replace `path` by `text` atomically: a reader sees the old file or the new one.
-    RunFailed when the disk is full; the old file then stays and no temporary file is left. `mode`: the new file's
-    permissions, less the umask."""
+    """Replace the content of `path` by `text` atomically: a reader sees the old text or the new one.
+    `mode`: permissions of the new file, less the umask. Raise RunFailed if it cannot be written, as on a full disk; the
+    old file then stays, and no temporary file."""
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}")
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -42,38 +42,31 @@ def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line with a single write. RunFailed on a full disk; the file then keeps its former length.
-
-    If a killed writer left half a line, a newline closes it first, so that only that line is broken.
-    """
+    """Append one line with a single write. If a killed writer left half a line, a newline first ends that one.
+    Raise RunFailed if the line cannot be written, as on a full disk; the file then keeps its former length."""
+    old_size = None
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        with open(path, "ab+", buffering=0, opener=_open_for_owner) as file:  # NFS reports a full disk only on close
+            old_size = os.fstat(file.fileno()).st_size
+            ends_in_newline = old_size == 0 or os.pread(file.fileno(), 1, old_size - 1) == b"\n"
+            data = (b"" if ends_in_newline else b"\n") + line.encode("utf-8") + b"\n"
+            if os.write(file.fileno(), data) != len(data):
+                raise OSError(28, "No space left on device")  # a short write means a full disk
     except OSError as e:
-        raise file_error(path, e) from e
-    is_closed = False
-    old_size = 0
-    try:
-        old_size = os.fstat(handle).st_size
-        ends_in_newline = old_size == 0 or os.pread(handle, 1, old_size - 1) == b"\n"
-        data = (b"" if ends_in_newline else b"\n") + line.encode("utf-8") + b"\n"
-        if os.write(handle, data) != len(data):
-            raise OSError(28, "No space left on device")  # a short write means a full disk
-        is_closed = True
-        os.close(handle)  # NFS reports a full disk only on close
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            os.truncate(path, old_size)
-        raise file_error(path, e) from e
-    finally:
-        if not is_closed:
+        if old_size is not None:
             with contextlib.suppress(OSError):
-                os.close(handle)
+                os.truncate(path, old_size)
+        raise file_error(path, e) from e
+
+
+def _open_for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o644)  # only the owner may write
 
 
 @contextlib.contextmanager
 def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
     """Hold the lock file `path`; wait while another process holds it, also on another node of a shared file system.
-    RecordError after `wait_s` seconds."""
+    Raise RecordError if it still does after `wait_s` seconds."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as e:
@@ -91,7 +84,7 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
                     raise RecordError(
                         f"another writer has held the lock for {wait_s:.0f} s",
                         where=str(path),
-                        hint="find the process that hangs, or try again",
+                        hint="try again; if this repeats, find the process that hangs and end it",
                     ) from e
                 time.sleep(0.01)
         yield
@@ -102,7 +95,8 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
 def read_yaml(
     path: str | os.PathLike[str], error: type[HolmesError] = ConfigError, hint: str = "correct it"
 ) -> dict[str, Any]:
-    """Return the YAML mapping in a file, loaded safely. Otherwise raise `error` with the file's name and `hint`."""
+    """Return the YAML mapping in a file, without running code from it.
+    Raise `error` with the file's name and `hint` if the file cannot be read or has no mapping."""
     try:
         data = from_yaml(read_text(path, error))
     except yaml.YAMLError as e:
@@ -115,7 +109,8 @@ def read_yaml(
 def read_json(
     path: str | os.PathLike[str], error: type[HolmesError] = RecordError, hint: str = "correct it"
 ) -> dict[str, Any]:
-    """Return the JSON object in a file. Otherwise raise `error` with the file's name and `hint`."""
+    """Return the JSON object in a file.
+    Raise `error` with the file's name and `hint` if the file cannot be read or has no object."""
     try:
         data = from_json(read_text(path, error))
     except ValueError as e:
@@ -126,7 +121,7 @@ def read_json(
 
 
 def read_text(path: str | os.PathLike[str], error: type[HolmesError] = ConfigError) -> str:
-    """Return a text file's content. Raise `error` with the file's name if it cannot be read."""
+    """Return the content of a UTF-8 file. Raise `error` with the file's name if it cannot be read or is not text."""
     try:
         return read_file(path).decode("utf-8")
     except OSError as e:
@@ -154,7 +149,9 @@ def _replace_nonfinite(value: Any) -> Any:
 
 
 def file_error(path: Path, error: OSError) -> RunFailed:
-    """Return the RunFailed, in one line, for a file system error."""
-    full = error.errno in (28, 122)  # ENOSPC, EDQUOT
-    hint = "free some space, then `holmes resume` the run" if full else "make the run directory writable from this node"
+    """Return the RunFailed that reports `error` of the file system at `path`, with what to do about it."""
+    is_full = error.errno in (28, 122)  # ENOSPC, EDQUOT
+    hint = (
+        "free some space, then `holmes resume` the run" if is_full else "make the run directory writable from this node"
+    )
     return RunFailed(error.strerror or str(error), where=str(path), hint=hint)

@@ -30,7 +30,11 @@ def run_directories(root: str | os.PathLike[str]) -> Iterator[RunDirectory]:
 
 
 def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
-    """Return the run called `name` (see :func:`_find_by_name`). Warn if other users may have written its records."""
+    """Return the run that `name` refers to: a run directory, a run's name, or a Slurm job id of the run.
+
+    If several runs have the job id (a reinstalled Slurm counts from 1 again), return the latest. Warn if other users
+    may have written the run's records. Raise RecordError if no run matches, or if several have the name.
+    """
     run = _find_by_name(name, root)
     if (writers := other_writers(run.path)) is not None:
         console.note(f"warning: {run.path}: {writers}; others may have changed its records")
@@ -38,24 +42,19 @@ def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None =
 
 
 def _find_by_name(name: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> RunDirectory:
-    """Return the run called `name`: a run directory, its name, or the Slurm job id of its leader.
-
-    If several runs have the job id (a reinstalled Slurm counts from 1 again), return the latest. RecordError if no run
-    matches, or if several have the name.
-    """
+    """Return the run that `name` refers to, as :func:`find_run` does."""
     reference, base = os.fspath(name), runs_root(root)
     for path in (Path(reference), base / reference):
         if RunDirectory(path).exists():
             return RunDirectory(path)
     runs = list(run_directories(base)) if base.is_dir() else []
-    if reference.isdecimal() and (
-        runs_of_job := [
-            (str(data["created"] or ""), run)
-            for run in runs
-            if (data := _read_run(run)) and int(reference) in job_ids(data)
-        ]
-    ):
-        return max(runs_of_job, key=lambda pair: pair[0])[1]
+    creation_times = {
+        run: str(record["created"] or "")
+        for run in (runs if reference.isdecimal() else ())
+        if (record := _read_run(run)) and int(reference) in job_ids(record)
+    }
+    if creation_times:
+        return max(creation_times, key=creation_times.__getitem__)
     same_name = [run for run in runs if run.name == reference]
     if len(same_name) > 1:
         raise RecordError(
@@ -71,20 +70,20 @@ def _find_by_name(name: str | os.PathLike[str], root: str | os.PathLike[str] | N
 
 
 def name_of(run: RunDirectory, root: str | os.PathLike[str] | None = None) -> str:
-    """Return the name by which :func:`find_run` finds a run.
-    It is the path below the runs' root (``SWEEP/0`` for a sweep's job), else the directory's name."""
+    """Return the name by which :func:`find_run` finds a run: its path below the directory of runs (``SWEEP/0`` for a
+    sweep's job); for a run elsewhere the name of its directory."""
     path, base = run.path.resolve(), runs_root(root).resolve()
     return str(path.relative_to(base)) if base in path.parents else run.name
 
 
 def last_change(run: RunDirectory) -> float:
-    """Return the Unix time of a run's last record: its start, a step, or its end."""
+    """Return the Unix time at which run.yaml, the metrics or the result was last written; 0 if none exists."""
     record_paths = [run.run_path, run.metrics_path, run.result_path]
     return max((path.stat().st_mtime for path in record_paths if path.exists()), default=0.0)
 
 
 def job_ids(run: dict[str, Any]) -> set[int]:
-    """Return all Slurm job ids in a run record: of its leader, its components and its attempts."""
+    """Return all Slurm job ids in the content of run.yaml: of the leader, the components and earlier attempts."""
     ids: set[int] = set()
     for section in (run.get("slurm"), *(run.get("attempts") or [])):
         if isinstance(section, dict):

@@ -31,8 +31,8 @@ def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
 
 
 class GrowingFile:
-    """A file that another process appends to. Each call of :meth:`lines` yields its new lines.
-    A file that became shorter is read from its start. `from_now`: skip the present content."""
+    """A file that another process appends to. Each call of :meth:`lines` yields the lines added since the last call.
+    A file that became shorter is read again from its start. `from_now`: skip the present content."""
 
     def __init__(self, path: Path, *, from_now: bool = False) -> None:
         self._path, self._rest = path, b""
@@ -60,17 +60,17 @@ class GrowingFile:
 
     @property
     def rest(self) -> str:
-        """The start of an unfinished line."""
+        """The text after the last newline: a line that is not complete yet."""
         return self._rest.decode("utf-8", errors="replace")
 
 
 def follow_logs(
     run: RunDirectory, done: Callable[[], bool], ranks: Sequence[int] | None = None, poll_s: float = 0.5
 ) -> Iterator[tuple[int, str]]:
-    """Yield (rank, line) as the ranks write their logs, until `done()` reports that the run has ended.
+    """Yield (rank, line) as the ranks write their logs, until `done()` returns True: the run has ended.
 
-    `ranks`: only these (default: all logs, also later ones). Lines are complete; an unfinished last line comes at the
-    end.
+    `ranks`: only these; None: all ranks, also those whose logs appear later. Each line is yielded when it is complete,
+    an incomplete last line at the end.
     """
     files: dict[int, GrowingFile] = {}
     while True:

@@ -34,7 +34,7 @@ DIRECTIONS = ("tx", "rx")  # of traffic: sent, received
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a line. `unit`: empty if it has none; `always`: whether training writes it in every line."""
+    """A field of metrics.jsonl. `unit`: empty if it has none; `always`: whether training writes it in every line."""
 
     unit: str
     meaning: str
@@ -66,8 +66,8 @@ _ROUNDED = frozenset(name for name, field in FIELDS.items() if field.unit in ("s
 
 
 def rounded(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `line` as recorded: times and rates with DIGITS digits, `time` in milliseconds, other values exact.
-    Measured figures are rounded only here; tables show fewer digits of the same numbers."""
+    """Return `line` as metrics.jsonl records it: rates and durations with DIGITS significant digits, `time` rounded to
+    milliseconds, other values unchanged. Recorded values are rounded only here."""
     return {name: _round_field(name, value) for name, value in line.items()}
 
 

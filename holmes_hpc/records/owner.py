@@ -12,7 +12,6 @@ import errno
 import fcntl
 import json
 import os
-import pwd
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -21,17 +20,18 @@ from pathlib import Path
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import file_error, locked
+from holmes_hpc.records.ownership import user_name
 from holmes_hpc.records.untrusted import from_json, read_file
 
 TRAINING_LOCK = ".training"  # in a run directory, held by the attempt that trains there
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of a file system without locks
 _NAMING_S = 0.5  # a new owner writes its name within this time after locking
 
 
 @dataclass(frozen=True)
 class LockOwner:
-    """A process that holds a lock file.
-    `what`: its task, in words; `job`: its Slurm job, as JOB_ID/RESTARTS; `since`: Unix seconds."""
+    """The process that holds a lock file. `what`: the command or attempt it runs, as shown in errors; `job`: its Slurm
+    job, as JOB_ID/RESTARTS, empty without a job; `since`: when it took the lock, in Unix seconds."""
 
     what: str
     user: str
@@ -42,12 +42,8 @@ class LockOwner:
 
     @classmethod
     def current(cls, task: str, job: str = "") -> LockOwner:
-        """Describe this process."""
-        try:
-            user = pwd.getpwuid(os.getuid()).pw_name
-        except KeyError:
-            user = str(os.getuid())
-        return cls(task, user, socket.gethostname(), os.getpid(), job, time.time())
+        """Return this process as an owner. `task`, `job`: the fields `what` and `job`."""
+        return cls(task, user_name(os.getuid()), socket.gethostname(), os.getpid(), job, time.time())
 
     def __str__(self) -> str:
         age, job = max(0, time.time() - self.since), f", job {self.job.partition('/')[0]}" if self.job else ""
@@ -60,9 +56,9 @@ class _Replaced(Exception):
 
 @contextlib.contextmanager
 def hold_lock(path: Path, owner: LockOwner, has_ended: Callable[[LockOwner], bool] = lambda _: False) -> Iterator[None]:
-    """Hold the lock file `path` as `owner`. RecordError with the other owner if another process holds it.
-    `has_ended` returns whether the other owner's job has ended; its lock is then replaced. On a file system without
-    locks, nothing is held or refused."""
+    """Hold the lock file `path` as `owner`. Raise RecordError that names the other owner if another process holds it.
+    `has_ended`: returns whether the job of such an owner has ended; its lock is then replaced. On a file system without
+    locks, this does nothing."""
     handle = take_lock(path, owner, has_ended)
     try:
         yield
@@ -95,8 +91,8 @@ def is_locked(path: Path) -> bool:
 def take_lock(
     path: Path, owner: LockOwner, has_ended: Callable[[LockOwner], bool] = lambda _: False, patience_s: float = 0
 ) -> int:
-    """Take the lock as :func:`hold_lock`, until this process ends. Return the open file.
-    `patience_s`: seconds to wait for an owner that may be ending."""
+    """Take the lock as :func:`hold_lock` does, until this process ends. Return the descriptor of the open lock file.
+    `patience_s`: seconds to wait for another owner, which may be about to end."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -112,16 +108,16 @@ def take_lock(
         other_owner = _read_owner(path)
         if other_owner is None or not has_ended(other_owner):
             raise RecordError(
-                f"it is in use by {other_owner or 'another process'}",
+                f"the run directory is in use by {other_owner or 'another process'}",
                 where=str(path.parent),
-                hint="wait for its end, `holmes cancel` the run, or end that process",
+                hint="wait until that process ends, `holmes cancel` the run, or end the process",
             )
         _remove_lock(path, other_owner)
 
 
 def _try_lock(path: Path, owner: LockOwner) -> int | None:
-    """Open and lock the file at `path` and write its owner into it; None if another process holds it.
-    _Replaced if the path now has another file."""
+    """Lock the file at `path`, write `owner` into it and return its descriptor; None if another process holds the lock.
+    Raise _Replaced if another process has put a new file at `path` meanwhile."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     is_held = False
     try:
@@ -145,7 +141,7 @@ def _try_lock(path: Path, owner: LockOwner) -> int | None:
 
 
 def _remove_lock(path: Path, ended_owner: LockOwner) -> None:
-    """Remove the lock file of an owner that has ended, unless a new owner has already replaced it."""
+    """Remove the lock file of an owner that has ended, unless it has a new owner already."""
     with locked(path.with_name(".lock")):  # the lock for changes of the run's record
         if _read_owner(path) == ended_owner:
             with contextlib.suppress(FileNotFoundError):
@@ -153,7 +149,7 @@ def _remove_lock(path: Path, ended_owner: LockOwner) -> None:
 
 
 def _lock_open_file(handle: int) -> bool:
-    """Lock an open file; False if another process has locked it."""
+    """Lock an open file and return True; False if another process has locked it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
@@ -165,7 +161,7 @@ def _lock_open_file(handle: int) -> bool:
 
 
 def _read_owner(path: Path) -> LockOwner | None:
-    """Return the owner named in the lock file; None if no name appears in time."""
+    """Return the owner that the lock file names; None if it names none within _NAMING_S."""
     deadline = time.monotonic() + _NAMING_S
     while True:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):

@@ -35,8 +35,8 @@ def is_own(path: str | os.PathLike[str], mode: int = 0o777) -> bool:
 
 
 def other_writers(path: str | os.PathLike[str]) -> str | None:
-    """Describe who else may replace the file at `path`; None if only this user and root may.
-    Groups count as trusted if the site's profile sets HOLMES_TRUST_GROUP=1."""
+    """Return a text on who else may replace the file at `path` (``/data can be written by everybody``); None if only
+    this user and root may. Groups count as trusted if the site's profile sets HOLMES_TRUST_GROUP=1."""
     for depth, part in enumerate(_path_parts(Path(os.getcwd(), path))):
         try:
             status = os.lstat(part)
@@ -48,10 +48,11 @@ def other_writers(path: str | os.PathLike[str]) -> str | None:
 
 
 def _writers(status: os.stat_result, name: str, is_folder: bool = False) -> str | None:
-    """Describe who else may write the file `name` with this status, or replace files in a folder."""
+    """Return a text on who else may write the file `name` with this status, or replace files in it if it is a folder;
+    None if nobody."""
     trusts_groups = os.environ.get("HOLMES_TRUST_GROUP") == "1"  # no setting in a file: the group could write it
     if status.st_uid not in (0, os.getuid()):
-        return f"{name} belongs to {_user_text(status.st_uid)}"
+        return f"{name} belongs to user {user_name(status.st_uid)}"
     if stat.S_ISLNK(status.st_mode) or (is_folder and status.st_mode & stat.S_ISVTX):
         return None  # a link's mode has no effect; in a sticky folder, users can replace only their own files
     if status.st_mode & stat.S_IWOTH:
@@ -79,9 +80,8 @@ def _other_writers_error(writers: str, path: str) -> RecordError:
 
 
 def open_own_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file whose content is run as code, such as a pickle. RecordError if anybody else could have written it.
-
-    The check and the reading use the same open file, so nothing can be swapped in between. A link is not followed."""
+    """Open a file whose content is run as code, such as a pickle. Raise RecordError if other users could have written
+    it. The open file itself is checked, so that nobody can swap it after the check. A link is not followed."""
     file_path = Path(os.getcwd(), path)
     refuse_other_writers(file_path)
     folder = os.open(file_path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -97,7 +97,8 @@ def open_own_file(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def _path_parts(path: Path) -> list[Path]:
-    """List each folder, link and link target on the path to `path`, last first. None of them has a link above it."""
+    """Return every file, folder and link that the system visits to resolve `path`, the last one first.
+    The paths are free of links, except in their last part."""
     parts, folder, remaining, link_count = [Path("/")], Path("/"), list(reversed(path.parts[1:])), 0
     while remaining:
         name = remaining.pop()
@@ -121,7 +122,8 @@ def _path_parts(path: Path) -> list[Path]:
 
 
 def _is_private_group(group: int) -> bool:
-    """Return whether a group is root's, or this user's private one, which many systems create for each user."""
+    """Return whether a group has no members besides root and this user, as the group that many systems create for each
+    user."""
     try:
         user, entry = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
     except KeyError:
@@ -131,11 +133,12 @@ def _is_private_group(group: int) -> bool:
     return user.pw_gid == group and entry.gr_name == user.pw_name and set(entry.gr_mem) <= {user.pw_name}
 
 
-def _user_text(uid: int) -> str:
+def user_name(uid: int) -> str:
+    """Return the name of a user, or the number if it has none."""
     try:
-        return f"user {pwd.getpwuid(uid).pw_name}"
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return f"user {uid}"
+        return str(uid)
 
 
 def _group_name(gid: int) -> str:

@@ -13,19 +13,20 @@ RATES = ("samples_per_s", "tokens_per_s", "model_tflops_per_gpu", "hardware_tflo
 
 
 def warmup_steps(count: int) -> int:
-    """Return how many of a run's first steps to leave out: a tenth, between 2 and 20, and at most half.
-    The first steps connect sockets, fill caches and allocate memory."""
+    """Return how many of a run's first steps count as warm-up if it has `count` steps: a tenth, at least 2 and at most
+    20, and never more than half. Such steps connect sockets, fill caches and allocate memory."""
     return min(max(2, min(20, count // 10)), count // 2)
 
 
 def finite(values: ArrayLike) -> NDArray[np.float64]:
-    """Return the finite values, flattened."""
+    """Return the finite numbers among `values` as a flat array."""
     array = np.asarray(values, dtype=np.float64).ravel()
     return array[np.isfinite(array)]
 
 
 def harmonic_mean(rates: ArrayLike) -> float:
-    """Return the mean rate over equal amounts of work (steps): n / sum(1 / rate), all work over all time."""
+    """Return the mean rate of steps that do equal work: n / sum(1 / rate), which is all work over all time.
+    NaN without rates, or if one is not positive."""
     values = finite(rates)
     if not len(values) or (values <= 0).any():
         return math.nan
@@ -33,7 +34,7 @@ def harmonic_mean(rates: ArrayLike) -> float:
 
 
 def first_attempt_of_plan(record: Mapping[str, Any]) -> int:
-    """Return the number of the first attempt from which on all attempts used the run's present plan."""
+    """Return the number of the attempt since which the run has used its present plan. `record`: run.yaml's content."""
     plan_id = record.get("plan_id")
     plan_ids = [(a.get("plan_id") if isinstance(a, Mapping) else None) or plan_id for a in record["attempts"]]
     return max((i + 2 for i, attempt_plan in enumerate(plan_ids) if attempt_plan != plan_id), default=1)
@@ -42,8 +43,8 @@ def first_attempt_of_plan(record: Mapping[str, Any]) -> int:
 def mean_rates(lines: Sequence[Mapping[str, Any]], first_attempt: int = 1) -> dict[str, float]:
     """Return the median step_time_s and the mean RATES of a run, as `holmes report` does.
 
-    `lines`: the run's metrics, one line a step, in order. Steps count from attempt `first_attempt` on, after the
-    warm-up. A figure that no line has is left out.
+    `lines`: the run's metrics, one line per step, in order. Steps of attempts before `first_attempt` and warm-up steps
+    do not count. The result lacks figures that no line has.
     """
     lines = [line for line in lines if not number(line.get("attempt")) < first_attempt]
     counted = lines[warmup_steps(len(lines)) :]

@@ -80,12 +80,9 @@ class RunDirectory:
     ) -> RunDirectory:
         """Create a run directory. run.yaml is written last, so a directory that has one is complete.
 
-        Args:
-            path: the new directory. RecordError if it has a run already.
-            plan_text: the text of plan.yaml.
-            config: the resolved configuration.
-            overrides: as given on the command line.
-            ids: more keys of run.yaml (plan_id, slurm, …).
+        `plan_text`: the text of plan.yaml; `config`: the resolved configuration; `overrides`: as on the command line;
+        `ids`: more keys of run.yaml (plan_id, slurm, …). Raise RecordError if the directory already holds a run or
+        cannot be created.
         """
         run = cls(path)
         if run.exists():
@@ -145,22 +142,19 @@ class RunDirectory:
         """The run's resolved configuration."""
         config = self.read_run().get("config")
         if not isinstance(config, dict):
-            raise RecordError("no configuration in it", where=str(self.path / "run.yaml"), hint="start a new run")
+            raise RecordError("it has no configuration", where=str(self.run_path), hint="start a new run")
         return config
 
     def update_run(self, **values: Any) -> dict[str, Any]:
-        """Set top-level keys of run.yaml, one writer at a time. Return its whole new content."""
+        """Set top-level keys of run.yaml, one writer at a time. Return the new content of the whole file."""
         with locked(self.path / ".lock"):
             data = {**self.read_run(), **values}
             self._write_run(data)
         return data
 
     def start_attempt(self, values: Mapping[str, Any] | None = None) -> int:
-        """Record an attempt of the run. Return its number, from 1. Results of earlier attempts no longer count.
-
-        Args:
-            values: job_id, hosts, first_step, ….
-        """
+        """Record a new attempt of the run and return its number, from 1. Results of earlier attempts no longer count.
+        `values`: more keys of the attempt, such as job_id, hosts and first_step."""
         with locked(self.path / ".lock"):
             data = self.read_run()
             number = len(data["attempts"]) + 1
@@ -187,20 +181,19 @@ class RunDirectory:
     # -- metrics.jsonl ----------------------------------------------------------------------------------------------
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Record one step. RunFailed (exit code 1) when the disk is full; the file then keeps its former length.
-
-        Times and rates are recorded with 7 digits (see metrics.rounded), losses and norms exactly.
-        """
+        """Append the metrics of one step, rounded as :func:`rounded` does.
+        Raise RunFailed if they cannot be written, as on a full disk; the file then keeps its former length."""
         if not isinstance(line.get("step"), int):
-            raise RecordError(f"step is {line.get('step')!r}", where=str(self.metrics_path), hint="number the steps")
+            raise RecordError(
+                f"the step's number is {line.get('step')!r}", where=str(self.metrics_path), hint="use a whole number"
+            )
         append_line(self.metrics_path, to_json(rounded(line)))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return one entry per step, in order.
+        """Return the metrics of each step as a mapping, in order of steps, without those that a restart undid.
 
-        If a step was run twice, the later attempt's entry counts. Entries of an earlier attempt beyond the first step
-        of a later one are dropped. A second line of the same attempt adds to the first (a validation loss). Broken
-        lines are skipped.
+        A later attempt undoes the steps of earlier ones from its own first step on. A second line of an attempt for the
+        same step adds keys to the first, such as a validation loss. Broken lines are skipped.
         """
         steps: dict[int, dict[str, Any]] = {}
         for raw in self.metrics_bytes().split(b"\n"):
@@ -237,14 +230,10 @@ class RunDirectory:
     def write_exit(
         self, rank: int, state: str, error: str | None = None, host: str | None = None, **extra: Any
     ) -> None:
-        """Record how a rank ended. Ranks write this file, never result.json.
+        """Record how a rank ended, in exits/. Ranks never write result.json.
 
-        Args:
-            rank: the global rank.
-            state: one of STATES.
-            error: its cause, in one line.
-            host: the node; None: this one.
-            extra: more keys.
+        `rank`: the global rank; `state`: one of STATES; `error`: the cause in one line; `host`: its node, by default
+        this one; `extra`: more keys.
         """
         self.exits.mkdir(mode=0o755, parents=True, exist_ok=True)
         data = {
@@ -259,40 +248,37 @@ class RunDirectory:
         write_whole(self.exits / f"rank-{rank}.json", to_json(data) + "\n")
 
     def read_exits(self) -> list[dict[str, Any]]:
-        """Return the latest attempt's exit records by time: the first failed rank is the cause of later failures."""
+        """Return the exit records of the latest attempt in order of time, because the first failure causes the rest."""
         attempt = self.attempt
-        exits = []
-        for path in self.exits.glob("rank-*.json"):
-            data = read_object(path)
-            if data is not None and (sort_key := _exit_order(data)) is not None and sort_key[0] >= attempt:
-                exits.append((*sort_key[1:], data))
-        return [data for _, _, data in sorted(exits, key=lambda exit_record: exit_record[:2])]
+        exits = [
+            (order, data)
+            for path in self.exits.glob("rank-*.json")
+            if (data := read_object(path)) is not None and (order := _exit_order(data)) and order[0] >= attempt
+        ]
+        return [data for order, data in sorted(exits, key=lambda exit_record: exit_record[0][1:])]
 
     def write_result(self, result: Mapping[str, Any], writer: str = "batch") -> bool:
-        """Record how the latest attempt ended. Return whether this result became the record.
+        """Record how the latest attempt ended in result.json. Return False if the present result has more authority.
 
-        Within an attempt, the batch script's result replaces the follower's. Between equal writers, the result with
-        more steps stays, then the first.
-
-        Args:
-            result: the keys of result.json; `state` (one of STATES) is required.
-            writer: one of WRITERS.
+        Within an attempt, the batch script's result replaces that of a follower, a process that only watches the job.
+        Of two results of the same writer, the one with more steps stays; if equal, the first. `result`: the keys of
+        result.json, at least `state` (one of STATES); `writer`: one of WRITERS.
         """
         if writer not in WRITERS:
             raise RecordError(
-                f"{writer!r} may not write it",
+                f"unknown writer {writer!r}",
                 where=str(self.result_path),
-                hint=f"only {' and '.join(WRITERS)} do; ranks write exits/",
+                hint=f"use one of {', '.join(WRITERS)}; ranks write into exits/",
             )
         if result.get("state") not in STATES:
             raise RecordError(
                 f"state is {result.get('state')!r}", where=str(self.result_path), hint=f"use one of {', '.join(STATES)}"
             )
-        defaults = {"exit_code": 0 if result["state"] == "completed" else 1, **BLANK_RESULT}
         with locked(self.path / ".lock"):
             data = {
                 "version": VERSION,
-                **defaults,
+                "exit_code": 0 if result["state"] == "completed" else 1,
+                **BLANK_RESULT,
                 "attempt": self.attempt,
                 "time": time.time(),
                 **result,
@@ -308,8 +294,8 @@ class RunDirectory:
         return True
 
     def reopen(self, plan_text: str | None = None) -> dict[Path, Path]:
-        """Prepare an ended run for another attempt. Return {file: its new name} for each file set aside.
-        The result, and the plan if `plan_text` replaces it, are renamed with the attempt's number."""
+        """Prepare an ended run for another attempt. Return {path: new path} of the files that were renamed.
+        The result, and the plan if `plan_text` replaces it, get names with the attempt's number (result-1.json)."""
         with locked(self.path / ".lock"):
             renamed = {
                 path: self.path / f"{path.stem}-{self.attempt}{path.suffix}"
@@ -326,14 +312,14 @@ class RunDirectory:
         return renamed
 
     def close_again(self, renamed: Mapping[Path, Path], record: Mapping[str, Any]) -> None:
-        """Undo :meth:`reopen`, which returned `renamed`; `record` is run.yaml's content before it."""
+        """Undo :meth:`reopen`, which returned `renamed`. `record`: the content of run.yaml before it."""
         with locked(self.path / ".lock"):
             for path, new_path in renamed.items():
                 os.replace(new_path, path)
             self._write_run(dict(record))
 
     def read_result(self) -> dict[str, Any] | None:
-        """Return how the latest attempt ended, with all keys; None if it has no readable result."""
+        """Return the result of the latest attempt, with all keys of result.json; None without a readable one."""
         data = read_object(self.result_path)
         if data is None:
             return None
@@ -346,7 +332,8 @@ class RunDirectory:
 
 
 def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return (attempt, writer, step): the result with the higher tuple stays. A broken result gets the lowest."""
+    """Return (attempt, index of the writer, last step), by which results are compared: the higher one stays.
+    A broken result has the lowest."""
     writer, final = result.get("writer"), result.get("final") or {}
     try:
         return (
@@ -359,7 +346,7 @@ def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _exit_order(exit_record: Mapping[str, Any]) -> tuple[int, float, int] | None:
-    """Return the (attempt, time, rank) of an exit record; None if one is missing."""
+    """Return (attempt, time, rank) of an exit record; None if the rank is missing or one is no number."""
     try:
         attempt, end_time = int(exit_record.get("attempt") or 0), float(exit_record.get("time") or 0)
         return attempt, end_time, int(exit_record["rank"])
@@ -368,7 +355,7 @@ def _exit_order(exit_record: Mapping[str, Any]) -> tuple[int, float, int] | None
 
 
 def _plain(value: Any) -> Any:
-    """Convert paths, tuples and mappings to types that YAML has."""
+    """Return `value` with paths, tuples and mappings replaced by texts, lists and dictionaries, as YAML needs."""
     if isinstance(value, Mapping):
         return {k if isinstance(k, (str, int)) else str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -68,14 +68,14 @@ RUN_FIELDS = {
 
 
 def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
-    """Parse run.yaml's text into plain data; missing keys get empty values.
-    RecordError if it is not a run record, or of a newer version."""
+    """Parse the text of run.yaml into plain data; missing keys get empty values. `where`: the file's path, for errors.
+    Raise RecordError if the text is no run record, or of a newer version."""
     try:
         data = from_yaml(text)
     except yaml.YAMLError as e:
         raise RecordError(f"not YAML: {e}", where=where, hint="restore the file") from e
     if not isinstance(data, dict):
-        raise RecordError("not a run record", where=where, hint="restore the file")
+        raise RecordError("not a run record: no keys with values", where=where, hint="restore the file")
     check_version(data, where)
     empty: dict[str, Any] = {
         "version": VERSION,
@@ -87,13 +87,13 @@ def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
         "attempts": [],
     }
     if not isinstance(data.get("attempts"), (list, type(None))):
-        raise RecordError(f"attempts is {data['attempts']!r}", where=where, hint="restore the file")
+        raise RecordError(f"attempts is {data['attempts']!r}, not a list", where=where, hint="restore the file")
     return {**empty, **{key: value for key, value in data.items() if value is not None or key not in empty}}
 
 
 def missing_fields(record: Mapping[str, Any]) -> list[str]:
-    """Return the fields that this release writes and `record` (of :func:`parse_run`) lacks, for a run with a step.
-    The version, the name and empty overrides are not reported."""
+    """Return the fields of run.yaml that `record` (of :func:`parse_run`) lacks, because an older release wrote it.
+    Every run with a step should have them, except `cpus`, which only ranks on GPUs write."""
     nonempty, optional = ("created", "config", "attempts"), ("cpus",)
     return [
         name
@@ -103,11 +103,11 @@ def missing_fields(record: Mapping[str, Any]) -> list[str]:
 
 
 def check_version(data: Mapping[str, Any], where: str) -> None:
-    """Raise RecordError if a record's version is newer than this release reads."""
+    """Raise RecordError if the version of a record is newer than this release reads. `where`: its path, for errors."""
     version = data.get("version", VERSION)
     if not isinstance(version, int) or version > VERSION:
         raise RecordError(
-            f"record version {version!r}, this release reads up to {VERSION}",
+            f"the record has version {version!r}, and this release reads versions up to {VERSION}",
             where=where,
             hint="use the holmes_hpc release that wrote it, or a newer one",
         )

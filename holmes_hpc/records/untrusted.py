@@ -27,8 +27,8 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 def open_file(path: str | os.PathLike[str], flags: int = 0, folder: int | None = None) -> BinaryIO:
-    """Open the regular file at `path` for reading. OSError also for pipes, devices and sockets, which may never end.
-    `flags`: more flags of open(2); `folder`: the open directory that `path` is relative to."""
+    """Open the regular file at `path` for reading. `flags`: more flags of open(2); `folder`: the descriptor of the
+    directory that `path` is relative to. Raise OSError also for pipes, devices and sockets, which may never end."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, dir_fd=folder)  # a pipe without a writer does not block
     try:
         mode = os.fstat(handle).st_mode
@@ -42,23 +42,25 @@ def open_file(path: str | os.PathLike[str], flags: int = 0, folder: int | None =
 
 
 def leaves_folder(path: Path, folder: Path) -> bool:
-    """Return whether a file in `folder` is a link to a file outside. Links to blobs in Hugging Face's cache are not."""
+    """Return whether `path`, a file in `folder`, links to a file outside of it. A link of a snapshot in Hugging Face's
+    cache to a blob of the same model does not count."""
     resolved, folder = path.resolve(), folder.resolve()
     is_blob = folder.parent.name == "snapshots" and resolved.parent == folder.parent.parent / "blobs"
     return not is_blob and not resolved.is_relative_to(folder)
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:
-    """Return the content of the file at `path`. OSError as in :func:`open_file`, and for files over `max_bytes`."""
+    """Return the content of the file at `path`.
+    Raise OSError as :func:`open_file` does, and for a file of more than `max_bytes`."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if max_bytes is not None and size > max_bytes:
-            raise OSError(errno.EFBIG, f"It has {size:,} bytes; at most {max_bytes:,} are read")
+            raise OSError(errno.EFBIG, f"the file has {size:,} bytes, at most {max_bytes:,} are read")
         return file.read()
 
 
 def from_yaml(text: str) -> Any:
-    """Parse a YAML text into plain data, without running code. yaml.YAMLError for anything unreadable."""
+    """Parse a YAML text into plain data, without running code. Raise yaml.YAMLError if that is impossible or unsafe."""
     try:
         _check_size(text)
         return yaml.load(text, Loader=SAFE_LOADER)  # noqa: S506 (a safe loader)
@@ -67,7 +69,8 @@ def from_yaml(text: str) -> Any:
 
 
 def _check_size(text: str) -> None:
-    """Raise YAMLError for text nested too deeply, or too large once its aliases are expanded."""
+    """Raise YAMLError for a text that is nested too deeply, has a too long number, or is too large with its aliases
+    expanded."""
     sizes: dict[str, int] = {}  # anchor -> number of values
     open_collections: list[tuple[str | None, int]] = []  # (anchor, values before it)
     values = alias_values = 0
@@ -101,7 +104,7 @@ def _position(event: Any) -> str:
 
 
 def from_json(text: str | bytes) -> Any:
-    """Parse a JSON text into plain data. ValueError for anything unreadable."""
+    """Parse a JSON text into plain data. Raise ValueError if it is no JSON or nested too deeply."""
     data = text.encode("utf-8", errors="surrogatepass") if isinstance(text, str) else text
     if too_deep(data):
         raise ValueError(f"nested more than {MAX_LEVELS} levels deep")

@@ -20,8 +20,8 @@ def test_the_second_is_told_who_is_the_first(tmp_path: Path) -> None:
         hold_lock(tmp_path / "lock", LockOwner.current("`holmes resume`", "41")),
         pytest.raises(
             RecordError,
-            match=rf"{tmp_path}: it is in use by `holmes resume` of \S+ on \S+ \(process \d+, job 41, "
-            r"for 0 s\); wait for its end",
+            match=rf"{tmp_path}: the run directory is in use by `holmes resume` of \S+ on \S+ \(process \d+, job 41, "
+            r"for 0 s\); wait until that process ends",
         ),
     ):
         take_lock(tmp_path / "lock", LockOwner.current("another"))

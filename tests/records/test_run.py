@@ -201,7 +201,7 @@ def test_of_equal_writers_the_one_that_saw_more_steps_counts(run: RunDirectory) 
 
 
 def test_a_rank_may_not_write_the_result(run: RunDirectory) -> None:
-    with pytest.raises(RecordError, match="ranks write exits"):
+    with pytest.raises(RecordError, match="ranks write into exits"):
         run.write_result({"state": "completed"}, writer="rank")
     with pytest.raises(RecordError, match="state"):
         run.write_result({"state": "fine"})

@@ -89,7 +89,7 @@ def test_rank_0_cannot_lock_a_run_directory_that_another_attempt_uses(
             if has_ended:  # the owner's node died, and the file server still holds the lock
                 os.close(session._lock_run(launch, run, rank_exit))
             else:
-                with pytest.raises(RecordError, match=r"it is in use by an attempt of u on ib7 .*job 41"):
+                with pytest.raises(RecordError, match=r"in use by an attempt of u on ib7 .*job 41"):
                     session._lock_run(launch, run, rank_exit)
     assert rank_exit.attempt == session.NO_ATTEMPT and run.read_run()["attempts"] == []
     run.write_exit(0, "failed", "locked", attempt=session.NO_ATTEMPT)
