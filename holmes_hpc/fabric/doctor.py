@@ -27,7 +27,7 @@ SAFE_HETJOBS = (24, 11)
 
 def check_config(config: Config) -> list[Finding]:
     """Check the scheduler's settings."""
-    cases = [(True, "error", problem, hint) for problem, hint in config.against_hetjobs()]
+    cases = [(True, "error", problem, hint) for problem, hint in config.hetjob_obstacles()]
     cases += [
         (
             config.version is not None and config.version < SAFE_HETJOBS,

@@ -14,18 +14,19 @@ _QOS_LIMITS = ("MaxJobsPU", "MaxJobsPA", "GrpJobs", "MaxSubmitPU", "MaxSubmitPA"
 
 @dataclass(frozen=True)
 class Qos:
-    """Limits on numbers of jobs by QOS (name -> limit -> number); `default`: the user's QOS, empty if unset."""
+    """The limits on numbers of jobs: `limits` maps a QOS to {name of the limit: number}. `default`: the QOS of this
+    user's jobs, empty if unset."""
 
     limits: dict[str, dict[str, int]]
     default: str = ""
 
-    def fewest(self, name: str) -> tuple[str, int] | None:
-        """Return the tightest limit of a QOS."""
+    def lowest_limit(self, name: str) -> tuple[str, int] | None:
+        """Return (name, number) of the lowest limit of QOS `name`; None if it has no limit."""
         return min(self.limits.get(name, {}).items(), key=lambda pair: pair[1], default=None)
 
 
 def read_job_limits() -> dict[str, int]:
-    """Return the limits on the number of this user's jobs that the accounting sets."""
+    """Return {name: number} of the limits on this user's jobs; empty if the accounting does not answer."""
     limits: dict[str, int] = {}
     for row in _show("association", *_USER_LIMITS):
         limits |= {name: min(limit, limits.get(name, limit)) for name, limit in _numbers(_USER_LIMITS, row).items()}
@@ -47,5 +48,5 @@ def _show(entity: str, *fields: str) -> list[list[str]]:
 
 
 def _numbers(names: Sequence[str], texts: Sequence[str]) -> dict[str, int]:
-    """Return the limits that are set, by name."""
+    """Return {name: number} of the limits that are set. `texts`: sacctmgr's cells, in the order of `names`."""
     return {name: int(text) for name, text in zip(names, texts, strict=False) if text.isdecimal()}

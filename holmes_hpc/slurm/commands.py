@@ -14,6 +14,7 @@ from typing import Any
 
 from holmes_hpc.errors import SiteError, SubmissionError
 
+# Parts of the messages of commands that could not reach a daemon of Slurm.
 AWAY = (
     "Socket timed out",
     "Unable to contact slurm controller",
@@ -32,8 +33,8 @@ AWAY = (
 )
 OUTPUT_WAIT_S = 30
 TIMED_OUT = 124  # exit code of a command that timed out, as in timeout(1)
-WITHOUT = "without Slurm: `plan`, `run` and `submit` take --site FILE or launcher=local"
-# sbatch and srun read these as options, from the shell or from the job in which the submitter runs.
+NO_SLURM_HINT = "without Slurm: `plan`, `run` and `submit` take --site FILE or launcher=local"
+# sbatch reads each of these as an option, from the variable SBATCH_NAME.
 _COMPONENT_OPTIONS = (
     "PARTITION",
     "CONSTRAINT",
@@ -80,7 +81,8 @@ _KEPT_VARIABLES = (
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a command. `away`: it failed because a daemon did not answer, so a later retry may work."""
+    """The result of a command: exit code, stdout and stderr.
+    `away`: it failed because a daemon did not answer, so that it may succeed later."""
 
     code: int
     out: str
@@ -96,7 +98,7 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        """The error message in one line, without Slurm's prefixes."""
+        """Slurm's last two messages in one line, without its prefixes (``sbatch: error: ``)."""
         messages = list[str]()
         for line in map(str.strip, (self.err or self.out).splitlines()):
             for prefix in (
@@ -117,7 +119,8 @@ class Answer:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment without variables that would change a job: options, an outer job's values."""
+    """Return the environment without variables that would change a submitted job: sbatch's options, and the variables
+    of the job in which this process runs."""
     return {
         k: v
         for k, v in os.environ.items()
@@ -138,18 +141,18 @@ def _defer_interrupt(number: int, _: object) -> None:
 
 
 def uninterrupted() -> contextlib.AbstractContextManager[None]:
-    """Defer Ctrl-C to the end of the block, so that submitted jobs are also recorded."""
+    """Defer Ctrl-C to the end of the block, so that a job submitted in it is also recorded."""
     return _handle_interrupts(_defer_interrupt)
 
 
 def ignore_interrupts() -> contextlib.AbstractContextManager[None]:
-    """Keep this terminal's Ctrl-C from processes started in the block; they outlive whoever follows them."""
+    """Make processes that are started in the block ignore Ctrl-C, so that they outlive the command that starts them."""
     return _handle_interrupts(signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def _handle_interrupts(handler: Any) -> Iterator[None]:
-    """Handle SIGINT by `handler` in the block, except in another thread or where it does so already."""
+    """Handle SIGINT by `handler` in the block. Change nothing outside the main thread, or if SIGINT is ignored."""
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or previous in (None, signal.SIG_IGN, handler):
         yield
@@ -164,16 +167,16 @@ def _handle_interrupts(handler: Any) -> Iterator[None]:
 
 
 def interrupt_here() -> None:
-    """Raise a deferred Ctrl-C, at a point where nothing is half done."""
+    """Raise KeyboardInterrupt if a Ctrl-C was deferred (:func:`uninterrupted`). Call it where nothing is half done."""
     if _interrupts:
         _interrupts.clear()
         raise KeyboardInterrupt
 
 
 def _run(command: Sequence[str], timeout_s: float, **variables: str) -> Answer:
-    """Run the command in a clean environment, with `variables`, shielded from Ctrl-C.
+    """Run the command in a clean environment with `variables`, shielded from Ctrl-C.
 
-    Raises OSError if it cannot start. After `timeout_s` the answer has the code TIMED_OUT and the output so far."""
+    After `timeout_s` the answer has the code TIMED_OUT and the output so far. Raise OSError if it cannot start."""
     try:
         result = subprocess.run(
             command,
@@ -194,15 +197,16 @@ def _run(command: Sequence[str], timeout_s: float, **variables: str) -> Answer:
 
 
 def _missing_conf() -> str:
-    """Return an error if SLURM_CONF names a missing file, as after `holmes testbed down`; else "".
+    """Return an error message if SLURM_CONF names a missing file, as after `holmes testbed down`; else "".
 
-    Slurm's commands would search for another file for half a minute."""
+    Slurm's commands would spend half a minute on a search for another file."""
     conf = os.environ.get("SLURM_CONF")
     return f"SLURM_CONF names {conf}, which does not exist" if conf and not os.path.exists(conf) else ""
 
 
 def slurm(*command: str, timeout_s: float = 60, seconds_as_epoch: bool = False) -> Answer:
-    """Run one of Slurm's commands; a failure is an answer, a missing command a SubmissionError."""
+    """Run one of Slurm's commands and return its answer, whether it succeeded or not.
+    `seconds_as_epoch`: it prints times in Unix seconds. Raise SubmissionError if it is not installed."""
     if error := _missing_conf():
         return Answer(1, "", error)
     variables = {"SLURM_TIME_FORMAT": "%s"} if seconds_as_epoch else {}
@@ -212,16 +216,17 @@ def slurm(*command: str, timeout_s: float = 60, seconds_as_epoch: bool = False) 
         raise SubmissionError(
             f"no {command[0]} on this machine",
             where="Slurm",
-            hint="load Slurm's client commands, or bring the testbed up; " + WITHOUT,
+            hint="load Slurm's client commands, or bring the testbed up; " + NO_SLURM_HINT,
         ) from e
 
 
 def slurm_with_retries(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: float = 60) -> Answer:
-    """Run a read-only command; while a daemon is away, retry with growing pauses up to `patience_s` in total."""
-    end, pause = time.monotonic() + patience_s, 0.5
+    """Run a command of Slurm. While a daemon does not answer, retry with growing pauses for up to `patience_s`.
+    Use it only for commands that may run twice."""
+    deadline, pause = time.monotonic() + patience_s, 0.5
     while True:
         answer = slurm(*arguments, timeout_s=timeout_s)
-        if not answer.away or time.monotonic() + pause > end:
+        if not answer.away or time.monotonic() + pause > deadline:
             return answer
         interrupt_here()
         time.sleep(pause)
@@ -229,34 +234,33 @@ def slurm_with_retries(arguments: Sequence[str], *, patience_s: float = 90, time
 
 
 def output(*command: str) -> str:
-    """Return the output of a command. Raises SiteError if it is missing, fails or does not answer."""
+    """Return the stdout of one of Slurm's commands. Raise SiteError if it is missing, fails or does not answer."""
     if error := _missing_conf():
-        raise SiteError(error, where="Slurm", hint="`holmes testbed up`, or unset SLURM_CONF; " + WITHOUT)
+        raise SiteError(error, where="Slurm", hint="`holmes testbed up`, or unset SLURM_CONF; " + NO_SLURM_HINT)
     try:
         answer = _run(command, OUTPUT_WAIT_S)
     except FileNotFoundError as e:
         raise SiteError(
-            f"no command {command[0]}", where="Slurm", hint="load Slurm's client commands; " + WITHOUT
+            f"no {command[0]} on this machine", where="Slurm", hint="load Slurm's client commands; " + NO_SLURM_HINT
         ) from e
     if answer.code == TIMED_OUT:
         raise SiteError(
             f"no answer to {' '.join(command)} in {OUTPUT_WAIT_S} s",
             where="Slurm",
-            hint="check that slurmctld runs (scontrol ping); " + WITHOUT,
+            hint="check that slurmctld runs (scontrol ping); " + NO_SLURM_HINT,
         )
     if not answer.ok:
         raise SiteError(
             (answer.err.strip() or answer.out.strip() or f"exit code {answer.code}").splitlines()[-1],
             where=" ".join(command),
-            hint="check that slurmctld runs (scontrol ping) and that SLURM_CONF is right; " + WITHOUT,
+            hint="check that slurmctld runs (scontrol ping) and that SLURM_CONF is right; " + NO_SLURM_HINT,
         )
     return answer.out
 
 
 def partial_output(*command: str, timeout_s: float) -> tuple[str, str]:
-    """Return the output of a command even if it fails, and its error, empty if none.
-
-    For an srun on many nodes, of which some may fail."""
+    """Return (stdout, error message) of a command that may fail in part, such as an srun on many nodes.
+    The message is empty if the command succeeded."""
     try:
         answer = _run(command, timeout_s)
     except OSError as e:

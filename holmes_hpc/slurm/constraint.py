@@ -1,4 +1,4 @@
-"""A constraint of node features (``--constraint="nic_ib&(a|b)"``) as a test of one node's features."""
+"""A constraint on node features (``--constraint="nic_ib&(a|b)"``) as a function of one node's features."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Test = Callable[[frozenset[str]], bool]
 
 
 def matcher(constraint: str | None) -> Test | None:
-    """Return a test of a node's features for a constraint of features, ``&``, ``|``, ``!`` and round brackets.
+    """Return a function that returns whether a node with given features meets `constraint`.
 
-    None for counts and square brackets, which only Slurm can evaluate, and for constraints that Slurm would reject."""
+    A constraint may have features, ``&``, ``|``, ``!`` and round brackets. Return None for counts and square brackets,
+    which only Slurm can evaluate, and for a constraint that Slurm would reject."""
     text = (constraint or "").strip()
     if not text:
         return lambda features: True
@@ -31,13 +32,14 @@ def matcher(constraint: str | None) -> Test | None:
 
 
 def _test(tree: ast.expr, names: Mapping[str, str]) -> Test:
-    """Return the test for a tree of and, or, not and `names` of features. Raises ValueError for other nodes."""
+    """Return the test that a Python expression of ``and``, ``or``, ``not`` and names describes.
+    `names`: each name's feature. Raise ValueError for other expressions."""
     if isinstance(tree, ast.BoolOp):
-        parts, combine = [_test(value, names) for value in tree.values], all if isinstance(tree.op, ast.And) else any
-        return lambda features: combine(part(features) for part in parts)
+        operands, combine = [_test(value, names) for value in tree.values], all if isinstance(tree.op, ast.And) else any
+        return lambda features: combine(operand(features) for operand in operands)
     if isinstance(tree, ast.UnaryOp):
-        inner = _test(tree.operand, names)
-        return lambda features: not inner(features)
+        negated = _test(tree.operand, names)
+        return lambda features: not negated(features)
     if isinstance(tree, ast.Name):
         feature = names[tree.id]
         return lambda features: feature in features

@@ -1,4 +1,4 @@
-"""Slurm's host lists: `expand("n[1-3,5],m7")` and back."""
+"""Slurm's host lists: :func:`expand` turns ``n[1-3,5],m7`` into host names, :func:`compress` does the reverse."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _TOKEN = re.compile(r"[\[\],]|[^\[\],]+")
 
 
 def expand(text: str) -> list[str]:
-    """Return the hosts of a Slurm host list, in its order.
+    """Return the hosts of a Slurm host list, in its order. Raise SiteError if it is malformed or too long.
 
-    Several brackets in one name multiply; the last one varies fastest. A bracket may hold names or further brackets.
-    The width of a range's first number is kept (``[08-10]``)."""
+    Of several brackets in one name, the last one varies fastest. A bracket may hold names or further brackets.
+    Numbers have the width of their range's first one (``[08-10]``)."""
     return _names(iter([*_TOKEN.findall(text), ""]), "", text) if text else []
 
 
 def numbers(text: str) -> list[int]:
-    """Return the numbers in a list of tasks or array elements (``0-2,5``), ignoring other text."""
+    """Return the numbers in a list of tasks or array elements: ``0-2,5`` is [0, 1, 2, 5]. Ignore other text."""
     ranges = [part.partition("-") for part in text.split(",")]
     return [
         n
@@ -36,10 +36,10 @@ def numbers(text: str) -> list[int]:
 
 
 def compress(hosts: Iterable[str]) -> str:
-    """Return a host list for `hosts`, without duplicates.
+    """Return the host list of `hosts`, without duplicates. Raise SiteError for a text that is no host name.
 
-    Numbers ascend; names keep the order of their first appearance. Only numbers at the end of a name form ranges,
-    because not every Slurm command accepts others."""
+    Names keep the order of their first appearance; the numbers of a name ascend. Only numbers at the end of a name form
+    ranges, because not every Slurm command accepts others."""
     groups: dict[tuple[str, bool], list[str]] = {}
     for host in hosts:
         if not _PLAIN.match(host):
@@ -51,7 +51,8 @@ def compress(hosts: Iterable[str]) -> str:
 
 
 def _ranges(numbers: list[str]) -> list[str]:
-    """Return `numbers` (digits, or empty texts) as ranges."""
+    """Return the texts of the ranges that `numbers` form: ["1", "2", "5"] gives ["1-2", "5"]. An empty text stands for
+    a host name without a number."""
     runs: list[list[str]] = []
     for number in sorted(set(numbers), key=lambda n: (int(n or 0), len(n))):
         if runs and number == str(int(runs[-1][-1]) + 1).zfill(len(runs[-1][0])):
@@ -67,7 +68,8 @@ def _host_list_error(text: str, message: str) -> SiteError:
 
 
 def _names(tokens: Iterator[str], end: str, host_list: str) -> list[str]:
-    """Return the names up to the token `end`: "]" in a bracket, "" at the end of the text."""
+    """Consume `tokens` up to `end` ("]" in a bracket, "" at the end of the text) and return the host names in them.
+    `host_list`: the whole text, for errors."""
     names: list[str] = []
     pieces: list[str | list[str]] = []  # of one name: literal text, or a bracket's names
     for token in tokens:
@@ -75,9 +77,8 @@ def _names(tokens: Iterator[str], end: str, host_list: str) -> list[str]:
             pieces.append(_names(tokens, "]", host_list))
         elif token in (",", end):
             if not pieces:
-                has_comma = names or token == ","
                 raise _host_list_error(
-                    host_list, "an empty name between commas" if has_comma else "an empty bracket or item"
+                    host_list, "a name is missing beside a comma" if names or token == "," else "an empty bracket"
                 )
             names += _expanded(pieces, host_list, is_in_bracket=bool(end))
             pieces = []
@@ -91,12 +92,12 @@ def _names(tokens: Iterator[str], end: str, host_list: str) -> list[str]:
 
 
 def _expanded(pieces: list[str | list[str]], host_list: str, is_in_bracket: bool) -> list[str]:
-    """Return all combinations of `pieces`; a lone ``1-3`` in a bracket is a range."""
+    """Return the host names that the pieces of one name form together; a single ``1-3`` in a bracket is a range."""
     match = _RANGE.match(pieces[0]) if is_in_bracket and len(pieces) == 1 and isinstance(pieces[0], str) else None
     if match:
         low, high = int(match[1]), int(match[2])
         if high < low or high - low >= MAX_HOSTS:
-            raise _host_list_error(host_list, f"range {match[0]} is descending or too long")
+            raise _host_list_error(host_list, f"range {match[0]} descends or has more than {MAX_HOSTS} hosts")
         return [str(n).zfill(len(match[1])) for n in range(low, high + 1)]
     choices = [[piece] if isinstance(piece, str) else piece for piece in pieces]
     count = math.prod(map(len, choices))

@@ -35,9 +35,9 @@ def parse_sacct(text: str) -> list[Row]:
         cells = line.split(SEPARATOR)
         if len(cells) < 7:
             continue
-        exited = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", cells[2])
-        code, signal = (int(exited[1]), int(exited[2] or 0)) if exited else (0, 0)
-        status = (code or 128 * bool(signal) + signal) if exited else None
+        exit_code = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", cells[2])  # CODE:SIGNAL
+        code, signal_number = (int(exit_code[1]), int(exit_code[2] or 0)) if exit_code else (0, 0)
+        status = (code or 128 * bool(signal_number) + signal_number) if exit_code else None
         rows += [
             Row(
                 *identity,
@@ -127,12 +127,12 @@ def _value(pattern: str, line: str) -> str:
 
 
 def _token(command: str) -> str:
-    """Return the unique token of a submission; empty if the batch script is not the executor's."""
+    """Return the unique token in the path of the executor's batch script; empty if `command` has none."""
     return _value(_TOKEN, command)
 
 
 def _state_name(state: str) -> SlurmState:
-    """Return the state without the suffixes of ``CANCELLED by 0`` and ``RUNNING+``."""
+    """Return the state alone: CANCELLED of ``CANCELLED by 0``, RUNNING of ``RUNNING+``."""
     return cast(SlurmState, (state.split() or [UNKNOWN])[0].rstrip("+").upper())
 
 
@@ -144,7 +144,9 @@ def _number(text: str) -> float | None:
 
 
 def _identities(job_id: str) -> list[tuple[str, int]]:
-    """Return ``12+1`` as ("12", 1), ``12_[3-4%2]`` as ("12_3", 0), ("12_4", 0); none for steps and the like."""
+    """Return (leader's job id, index of the component) of each job that `job_id` names.
+
+    ``12+1`` is ("12", 1); ``12_[3-4%2]`` is ("12_3", 0) and ("12_4", 0). Steps (``12.0``) name none."""
     match = re.fullmatch(r"(\d+)(?:\+(\d+)|_\[?([\d,-]+)(?:%\d+)?\]?)?", job_id.strip())
     if match is None:
         return []
@@ -158,9 +160,9 @@ def _or_empty(text: str) -> str:
 
 
 def ending_state(job_id: str) -> JobState | None:
-    """Return the state with which this process's job is ending, if the controller answers soon.
+    """Return the state with which the job of this process ends; None if the controller does not answer soon.
 
-    The leader's row counts, because it ends first."""
+    The row of the leader counts, because the leader ends first."""
     rows = _leader_rows(job_id)
     return join(rows, "scontrol") if rows else None
 
@@ -179,7 +181,7 @@ def _leader_rows(job_id: str) -> list[Row]:
 def requeue(job_id: str) -> tuple[str | None, bool]:
     """Requeue the job that this process runs in.
 
-    Return why Slurm refused (None if it is queued), and whether Slurm had requeued it by itself."""
+    Return (why Slurm refused, or None; whether Slurm had already requeued the job by itself)."""
     answer = slurm_with_retries(["scontrol", "requeue", job_id], patience_s=60, timeout_s=30)
     is_terminated = answer.code == -signal.SIGTERM  # a requeue ends everything in the job, including scontrol
     by_itself = "pending execution" in answer.err

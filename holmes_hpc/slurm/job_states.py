@@ -45,7 +45,7 @@ SlurmState = Literal[
 ]
 UNKNOWN: Final = "UNKNOWN"  # not Slurm's: no command answered, or the controller does not know the job
 NOT_SUBMITTED: Final = "NOT_SUBMITTED"  # not Slurm's either
-# The job has the first of these states that a component has, else the first of the final ones.
+# A job has the first state of ACTIVE that one of its components has, else the first one of ENDED.
 ACTIVE: tuple[SlurmState, ...] = (
     "RUNNING",
     "COMPLETING",
@@ -80,7 +80,8 @@ ENDED: tuple[SlurmState, ...] = (
 )
 REQUEUED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # sacct's states of a job that Slurm requeues by itself
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "EXPEDITING", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-CONTROLLER = ("squeue", "scontrol")  # sources that ask slurmctld
+CONTROLLER = ("squeue", "scontrol")  # commands that ask slurmctld
+# slurmd's message about a cancelled job or step, and the state that its reason stands for.
 _DUE = re.compile(
     r"\*\*\* (JOB|STEP) [\d.+]+ ON \S+ CANCELLED AT \S+"
     r"(?: DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE))?"
@@ -99,10 +100,10 @@ _STALE = ("BeginTime", "Priority", "Resources", "Dependency", "JobArrayTaskLimit
 
 @dataclass(frozen=True)
 class Row:
-    """One component in the output of a Slurm command.
+    """One component of a job, as a Slurm command reports it.
 
-    `submitted`, `start` (actual or estimated): epoch seconds, None if unknown. `token`: of the executor's
-    submission, empty for other jobs."""
+    `leader`: job id of the leader; `offset`: index of the component; `submitted`, `start` (actual or estimated): Unix
+    seconds, None if unknown; `nodes`: host list; `token`: unique to the executor's submission, empty for other jobs."""
 
     leader: str
     offset: int
@@ -119,11 +120,11 @@ class Row:
 
 @dataclass(frozen=True)
 class JobState:
-    """The joined state of a job.
+    """The state of a job, joined from the states of its components.
 
-    `components`: each component's state; `source`: the command that reported it; `unsettled`: a final state may
-    still change (a preempted job that is requeued, a leader whose components are not in the database yet);
-    `component_nodes`: each component's host list; `start`: estimated start of a waiting job (epoch seconds)."""
+    `components`: each component's state; `source`: the command or file that reported it, or "nobody"; `unsettled`: a
+    final state may still change (a preempted job that is requeued, a leader whose components are not in the database
+    yet); `nodes`, `component_nodes`: host lists; `start`: estimated start of a waiting job, in Unix seconds."""
 
     state: SlurmState = UNKNOWN
     reason: str = ""
@@ -143,13 +144,14 @@ class JobState:
 
     @property
     def why(self) -> str:
-        """The reason for waiting and the estimated start, as far as Slurm reports them."""
+        """Why the job waits and its estimated start, as far as Slurm reports them; empty if it does not wait."""
         is_held = "held" in self.reason.lower()  # Slurm's estimate is valid only after a release
         start_text = "" if is_held or (self.start or 0) < time.time() else f"starts about {when(self.start or 0)}"
         return ", ".join(text for text in (self.reason, start_text) if text) if self.waits else ""
 
     @property
     def ended(self) -> bool:
+        """True if the job is over for good."""
         return self.state not in ACTIVE and not self.unsettled
 
     @property
@@ -159,7 +161,7 @@ class JobState:
 
 
 def when(epoch: float) -> str:
-    """Format a time as HH:MM, with the date on other days."""
+    """Return a time in Unix seconds as HH:MM, with the date unless it is today."""
     moment = datetime.fromtimestamp(epoch)
     return moment.strftime("%H:%M" if moment.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
 
@@ -191,13 +193,13 @@ def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
 
 
 def out_of_memory(text: str) -> str | None:
-    """Return the line of a log in which slurmd, slurmstepd or srun reports a lack of memory."""
+    """Return the first line of a log in which slurmd, slurmstepd or srun reports a lack of memory; None without one."""
     return next((line.strip() for line in text.splitlines() if _NO_MEMORY.search(line)), None)
 
 
 def read_cancellation(text: str) -> JobState | None:
-    """Return the state that slurmd's message in the batch script's log gives for a cancelled job.
+    """Return the state of a cancelled job, from slurmd's message in the log of its batch script; None without one.
 
-    A cancelled step without a reason does not count: srun cancels one when a task fails."""
+    A message without a reason counts only for a job, because srun cancels a step whenever a task fails."""
     states = [_DUE_STATES[reason] for entity, reason in _DUE.findall(text) if reason or entity == "JOB"]
     return JobState(states[-1], components=(states[-1],), source="slurmd") if states else None

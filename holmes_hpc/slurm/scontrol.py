@@ -36,7 +36,7 @@ UNUSABLE = frozenset(
 
 @dataclass(frozen=True)
 class Gres:
-    """A generic resource: `count` devices such as ``gpu``; `type` is empty if Slurm has none."""
+    """A generic resource of a node: `count` devices of kind `name`, such as ``gpu``. `type`: empty if not specified."""
 
     name: str
     type: str
@@ -45,7 +45,7 @@ class Gres:
 
 @dataclass(frozen=True)
 class Node:
-    """A node as Slurm shows it. `features`: the active features; `available`: those that Slurm can activate."""
+    """A node as Slurm shows it. `features`: active features; `available`: features that Slurm can activate."""
 
     name: str
     partitions: tuple[str, ...]
@@ -87,7 +87,7 @@ class Partition:
     qos: str = ""
 
     @property
-    def limit_min(self) -> float | None:
+    def time_limit_min(self) -> float | None:
         """The time limit in minutes; None if there is none."""
         return minutes(self.max_time)
 
@@ -121,8 +121,8 @@ class Config:
         """True if limits of associations and QOS are enforced."""
         return not {"limits", "safe", "all"}.isdisjoint(self.options("AccountingStorageEnforce"))
 
-    def against_hetjobs(self) -> list[tuple[str, str]]:
-        """Return the scheduler settings that prevent heterogeneous jobs, each with a fix."""
+    def hetjob_obstacles(self) -> list[tuple[str, str]]:
+        """Return (problem, fix) for each setting of the scheduler that prevents heterogeneous jobs."""
         scheduler = self.get("SchedulerType")
         checks = (
             (
@@ -140,9 +140,9 @@ class Config:
 
 
 def parse_record(line: str) -> dict[str, str]:
-    """Parse a line of `scontrol -o show`: `Key=value` pairs whose values may have spaces.
+    """Parse a line of `scontrol -o show`: `Key=value` pairs, whose values may have spaces.
 
-    A key's first value counts, because free text (Reason, Comment) comes last and may have anything."""
+    The first value of a key counts, because free text that may look like pairs (Reason, Comment) comes last."""
     record: dict[str, str] = {}
     _, *pairs = _KEY.split(line)
     for key, value in zip(pairs[::2], map(str.strip, pairs[1::2]), strict=True):
@@ -151,13 +151,13 @@ def parse_record(line: str) -> dict[str, str]:
 
 
 def _require_record(line: str, key: str, entity: str) -> dict[str, str]:
-    """Parse a line of `scontrol show`. Raises SiteError without `key`."""
+    """Parse a line of `scontrol -o show`. `entity`: node or partition. Raise SiteError if it lacks `key`."""
     record = parse_record(line)
     if key not in record:
         raise SiteError(
             f"{line[:60]!r} is not a {entity}",
             where=f"scontrol show {entity}",
-            hint="report it with `scontrol --version`",
+            hint="report this line with the output of `scontrol --version`",
         )
     return record
 
@@ -225,7 +225,8 @@ def parse_config(text: str) -> Config:
 
 
 def minutes(text: object) -> float | None:
-    """Convert Slurm's times (``90``, ``90:00``, ``1:30:00``, ``1-12``) to minutes; None for ``infinite``."""
+    """Convert a time limit in Slurm's format (``90``, ``90:00``, ``1:30:00``, ``1-12``) to minutes; None for others,
+    such as ``infinite``."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(text).strip(), re.ASCII)
     if match is None:
         return None
@@ -242,7 +243,7 @@ def read_nodes() -> list[Node]:
 
 
 def read_node(name: str) -> Node | None:
-    """Return one node, None if Slurm does not know it."""
+    """Return the node called `name`; None if Slurm does not know it."""
     return next((n for n in read_nodes() if n.name == name), None)
 
 
@@ -255,7 +256,7 @@ def read_config() -> Config:
 
 
 def _records(text: str, start: str) -> list[str]:
-    """Return the lines of a command's output that are records."""
+    """Return the lines of `text` that start with `start`."""
     return [line.strip() for line in text.splitlines() if line.strip().startswith(start)]
 
 

@@ -63,7 +63,7 @@ def test_asking_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.integration
 def test_no_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SiteError, match="no command scontrol; load Slurm's client commands"):
+    with pytest.raises(SiteError, match="no scontrol on this machine; load Slurm's client commands"):
         read_site()
     script = tmp_path / "scontrol"
     script.write_text("#!/bin/sh\necho 'slurm_load_node error: Unable to contact slurm controller' >&2\nexit 1\n")

@@ -25,7 +25,7 @@ def test_a_configuration_of_slurm_that_is_gone_is_said_at_once(monkeypatch: pyte
 
 
 def test_a_missing_command_is_told_by_whoever_needs_it() -> None:
-    with pytest.raises(SiteError, match=r"no command no-such; .*--site FILE"):
+    with pytest.raises(SiteError, match=r"no no-such on this machine; .*--site FILE"):
         output("no-such")
     with pytest.raises(SubmissionError, match=r"no no-such on this machine; .*launcher=local"):
         slurm("no-such")

@@ -25,24 +25,22 @@ from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.slurm.scontrol import Config, Node, Partition, minutes, read_config, read_nodes, read_partitions
 from holmes_hpc.submission.executor.component import ComponentRequest
 
-CACHE_S = 300
-MAX_SUBSETS = 4096
+CACHE_S = 300  # age up to which answers of Slurm are reused
+MAX_SUBSETS = 4096  # of components, above which check_fit checks nothing
 _cache: dict[object, tuple[float, Any]] = {}
 log = logging.getLogger(__name__)
-
-
 _STARTS = re.compile(r"[Jj]ob \d+ to start at (\S+)(?: a)? using ")
 
 
 def start_time(answer: Answer) -> str:
-    """Return the start time in an answer of ``sbatch --test-only``, as Slurm writes it (local time), or ""."""
+    """Return the start time in an answer of ``sbatch --test-only``, as Slurm writes it (local time); "" without one."""
     match = _STARTS.search(answer.err) if answer.ok else None
     return match[1] if match else ""
 
 
 def try_component(request: ComponentRequest, *, timeout_min: object = None) -> Answer:
-    """Test one component as a separate job. Cache the answer for identical components for CACHE_S.
-    SubmissionError if Slurm does not answer."""
+    """Return the answer of ``sbatch --test-only`` for a job with this component alone. It is cached for CACHE_S.
+    Raise SubmissionError if Slurm does not answer."""
     arguments = [*request.arguments(), *([] if timeout_min is None else [f"--time={timeout_min}"])]
     return cast(Answer, _cached(tuple(arguments), lambda: _test_job(arguments)))
 
@@ -59,13 +57,14 @@ def _test_job(arguments: Sequence[str]) -> Answer:
 
 
 def check_components(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
-    """Raise SubmissionError for the first infeasible component, with Slurm's reason and a feasible change."""
+    """Raise SubmissionError if Slurm cannot start one of the components, or all of them together.
+    The error has Slurm's reason and, as a hint, a change that makes the component feasible."""
     for index, request in enumerate(requests):
         answer, where = try_component(request, timeout_min=timeout_min), f"component {index} ({describe(request)})"
         if not answer.ok:
             raise SubmissionError(answer.reason, where=where, hint=feasible_change(request, timeout_min=timeout_min))
         if error := time_limit_error(request, timeout_min, _partitions()):
-            raise SubmissionError(error, where=where, hint="shorten it, or name a QOS that allows more")
+            raise SubmissionError(error, where=where, hint="request less time, or name a QOS that allows more")
     if len(requests) > 1:
         check_fit(requests, _nodes())
         config = _config()
@@ -78,7 +77,8 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
 
 
 def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
-    """Raise SubmissionError for an infeasible job. Log warnings about possible trouble, once in this process."""
+    """Raise SubmissionError if a job of these components cannot start (see :func:`check_components`).
+    Log the warnings of :func:`find_warnings`, each once in this process."""
     check_components(requests, timeout_min=timeout_min)
     if len(requests) > 1:
         for line in find_warnings(requests, _nodes(), _config(), _site_fact("job limits", read_job_limits) or {}):
@@ -91,7 +91,8 @@ def _warn(line: str) -> None:
 
 
 def _cached(key: object, read: Callable[[], Any], *silenced: type[Exception]) -> Any:
-    """Return the value of `read`, cached for CACHE_S; None, cached too, for one of the `silenced` exceptions."""
+    """Return ``read()``, or None if it raises one of the exceptions `silenced`. The value is cached under `key` for
+    CACHE_S."""
     since, value = _cache.get(key, (-math.inf, None))
     if time.monotonic() - since > CACHE_S:
         value = None
@@ -119,7 +120,7 @@ def _partitions() -> list[Partition]:
 
 
 def clear_cache() -> None:
-    """Query Slurm again from now on."""
+    """Forget all answers of Slurm and which warnings were logged."""
     _cache.clear()
     _warn.cache_clear()
 
@@ -132,7 +133,8 @@ def describe(request: ComponentRequest) -> str:
 
 
 def feasible_change(request: ComponentRequest, *, timeout_min: object = None) -> str:
-    """Describe the smallest change that makes the request feasible: fewer nodes, else without one condition."""
+    """Return a hint on the smallest change that makes an infeasible request feasible: fewer nodes, else one condition
+    less."""
 
     def is_feasible(candidate: ComponentRequest) -> bool:
         return try_component(candidate, timeout_min=timeout_min).ok
@@ -169,27 +171,27 @@ def feasible_change(request: ComponentRequest, *, timeout_min: object = None) ->
 
 
 def time_limit_error(request: ComponentRequest, timeout_min: object, partitions: Iterable[Partition]) -> str | None:
-    """Return an error if the time limit exceeds that of all its partitions: Slurm accepts such a job but never starts
-    it. None for a request with a QOS, which may allow it."""
-    limits = {p.name: p.limit_min for p in partitions if p.limit_min is not None}
+    """Return an error message if the job's time limit exceeds that of each of its partitions, else None.
+    Slurm accepts such a job but never starts it. A request with a QOS is not checked, because the QOS may allow it."""
+    limits = {p.name: p.time_limit_min for p in partitions if p.time_limit_min is not None}
     timeout, names = minutes(timeout_min), (request.partition or "").split(",")
     if timeout is None or request.qos or not all(name in limits for name in names):
         return None
     limit = max(limits[name] for name in names)
-    return f"{timeout_min} min exceeds the time limit of its partition, {limit:g} min" if timeout > limit else None
+    return f"{timeout_min} min exceeds the partition's time limit of {limit:g} min" if timeout > limit else None
 
 
 def qos_error(requests: Sequence[ComponentRequest], partitions: Iterable[Partition], qos: Qos) -> str | None:
-    """Return an error if a QOS allows fewer jobs than the components that use it, so that they would never start."""
+    """Return an error message if more components use a QOS than it allows jobs, so that they never start; else None."""
     partition_qos = {p.name: p.qos for p in partitions if p.qos}
     count: Counter[str] = Counter()
     for request in requests:
         names = {request.qos or qos.default, *(partition_qos.get(n, "") for n in (request.partition or "").split(","))}
         count.update(names - {""})
     for name, components in count.items():
-        fewest = qos.fewest(name)
-        if fewest is not None and fewest[1] < components:
-            return f"{fewest[0]} of QOS {name} is {fewest[1]}, and each of {components} components counts as a job"
+        limit = qos.lowest_limit(name)
+        if limit is not None and limit[1] < components:
+            return f"{limit[0]} of QOS {name} is {limit[1]}, and each of {components} components counts as a job"
     return None
 
 
@@ -210,7 +212,7 @@ def eligible_nodes(request: ComponentRequest, nodes: Iterable[Node]) -> frozense
 
 
 def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> None:
-    """Raise SubmissionError if the site has too few eligible nodes for all components at once.
+    """Raise SubmissionError if the site has too few eligible nodes for all components together.
     Components share no nodes. By Hall's theorem they fit if every subset of components has enough eligible nodes."""
     if not nodes or len(requests) < 2 or 2 ** len(requests) > MAX_SUBSETS:
         return
@@ -233,8 +235,8 @@ def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> No
 def find_warnings(
     requests: Sequence[ComponentRequest], nodes: Sequence[Node], config: Config | None, limits: Mapping[str, int]
 ) -> list[str]:
-    """Return warnings about a possible job: it may never start, or get unintended nodes.
-    `config`: None if Slurm does not report it; `limits`: limits on the user's number of jobs, by name."""
+    """Return warnings about a heterogeneous job that may never start, or may get unintended nodes.
+    `config`: None if Slurm does not report it; `limits`: {name: number} of the limits on the user's jobs."""
     if len(requests) < 2:
         return []
     shared = {
@@ -243,7 +245,7 @@ def find_warnings(
         if requests[i].partition != requests[j].partition
     }
     return [
-        *(problem for problem, _ in (config.against_hetjobs() if config is not None else ())),
+        *(problem for problem, _ in (config.hetjob_obstacles() if config is not None else ())),
         *(
             f"{key} is {limit}, and each of the {len(requests)} components counts as a job"
             for key, limit in limits.items()

@@ -135,10 +135,10 @@ def test_time_limit_above_that_of_the_partition_is_an_error() -> None:
         parse_partition(partition_line(name, "n1", max_time=limit))
         for name, limit in (("eth", "00:05:00"), ("ib", "UNLIMITED"), ("roce", "1-00:00:00"))
     ]
-    assert [p.limit_min for p in limits] == [5, None, 1440]
+    assert [p.time_limit_min for p in limits] == [5, None, 1440]
     assert (
         time_limit_error(ComponentRequest(partition="eth"), 6, limits)
-        == "6 min exceeds the time limit of its partition, 5 min"
+        == "6 min exceeds the partition's time limit of 5 min"
     )
     for request, timeout_min in (
         (ComponentRequest(partition="eth"), 5),
