@@ -34,7 +34,7 @@ MODULES = {
 
 
 def load(command: str = "") -> typer.Typer:
-    """Return the application with this command; with all commands if none or an unknown one is named."""
+    """Return the application that has `command`; one with all commands if `command` is empty, an option or unknown."""
     for name in [module for module, commands in MODULES.items() if command in commands] or MODULES:
         importlib.import_module(f"holmes_hpc.cli.{name}")
     return app
@@ -82,8 +82,8 @@ def main() -> None:
 
 
 def _usage_message(error: Any) -> str:
-    """Return what is wrong with the arguments of a command and what to do.
-    For a configuration key written as an option, show KEY=VALUE."""
+    """Return what is wrong with the arguments of a command, and what to do. `error`: click's UsageError.
+    If the user wrote a configuration key as an option, the message shows it as KEY=VALUE."""
     message, context = " ".join(str(error.format_message()).split()).rstrip("."), error.ctx
     command = context.command_path if context else "holmes"
     option = str(getattr(error, "option_name", "")).lstrip("-")

@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 
 def command_with_keys(*groups: str) -> type[TyperCommand]:
-    """Return a command class whose ``--help`` ends with the keys of these groups that have no option."""
+    """Return a class of Typer commands whose ``--help`` ends with the configuration keys of `groups` (such as train).
+    Keys that the command has an option for are left out."""
 
     class Command(TyperCommand):
         def format_epilog(self, ctx: Any, formatter: Any) -> None:
@@ -39,8 +40,8 @@ def command_with_keys(*groups: str) -> type[TyperCommand]:
 
 
 def with_options(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Add options of config/flags.py to a command, all of them by default.
-    The command's parameter `flags` maps the names of the options on the command line to their values."""
+    """Return a decorator that adds the options `names` of config/flags.py to a command; without names, all of them.
+    The command gets them as its parameter `flags`: {name: value} of the options on the command line."""
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         flags = {name.strip("-").replace("-", "_"): FLAGS[name] for name in names or FLAGS}
@@ -68,7 +69,7 @@ def with_options(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 def _annotation(flag: Flag) -> Any:
-    """Return the type and the typer option of a flag."""
+    """Return the annotation, type and typer.Option, of the command's parameter for `flag`."""
     names = f"{flag.name}/--no-{flag.name.strip('-')}" if flag.is_switch else flag.name
     if flag.is_switch or flag.type in (int, float, str):
         return Annotated[flag.type | None, typer.Option(names, help=flag.help, show_default=False)]
@@ -103,8 +104,8 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name
 def requested_steps(
     config: Configuration, overrides: Sequence[str], flags: Mapping[str, Any], tokens: str | None, batch: Batch
 ) -> int | None:
-    """Return the number of steps from --tokens, --steps or train.steps; None if none of them is given.
-    --tokens is a number that may end with K, M, B or T."""
+    """Return the number of steps that the user asked for with --tokens, --steps or train.steps; None without them.
+    `tokens`: a number, which may end with K, M, B or T. Raise ConfigError for another text, or beside --steps."""
     if tokens is None:
         return config.train.steps if any(o.startswith("train.steps=") for o in overrides) else None
     if "--steps" in flags:
@@ -120,18 +121,18 @@ def requested_steps(
 
 
 def check_output(file: str | None) -> None:
-    """Raise ConfigError if `file` cannot be written, before any work is done."""
+    """Raise ConfigError if `file` is a directory or would be in a missing one. Called before any work is done."""
     if file is not None and (not Path(file).absolute().parent.is_dir() or Path(file).is_dir()):
         raise ConfigError("it is a directory, or its directory does not exist", where=file, hint="give another FILE")
 
 
 def is_file_argument(argument: str) -> bool:
-    """Return whether the first argument of a command names a file, not KEY=VALUE."""
+    """Return whether the first argument of a command is the name of a file, not an override KEY=VALUE."""
     return "=" not in argument or Path(argument).exists()
 
 
 def load_site(config: Configuration) -> Site:
-    """Return the site of a configuration. Show that Slurm is asked, if it takes long to answer."""
+    """Return the site of a configuration. Note on stderr what a site file assumes, and a long wait for Slurm."""
     from holmes_hpc.planning.request import site
 
     with console.waiting("asking Slurm"):

@@ -1,4 +1,4 @@
-"""The command data prepare."""
+"""Commands for data sets: data prepare."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ def data_prepare(
     refuse(
         "data prepare",
         (not output, "no output", "give -o PREFIX"),
-        (bool(files) == stdlib, "FILES and --stdlib" if files else "no input", "give either FILES or --stdlib"),
+        (
+            bool(files) == stdlib,
+            "FILES and --stdlib are mutually exclusive" if files else "no input",
+            "give either FILES or --stdlib",
+        ),
     )
     need("torch")  # check before tokenizing, because Megatron-Core joins the parts
     need("megatron")

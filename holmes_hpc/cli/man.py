@@ -1,4 +1,4 @@
-"""The manual page holmes(1), generated from the commands' help and the declared keys.
+"""The manual page holmes(1), generated from the help of the commands and of the configuration keys.
 
 ``python -m holmes_hpc.cli.man`` writes docs/holmes.1, and a test compares it. Wheels install it as
 share/man/man1/holmes.1.
@@ -24,7 +24,7 @@ _FILES = (("runs/", "run directories; $HOLMES_RUNS sets another place"),)
 
 
 def page() -> str:
-    """Return the page, in man(7)'s macros."""
+    """Return the manual page, written in the macros of man(7)."""
     root = typer.main.get_command(load())
     summary = " ".join((root.help or "").split()).rstrip(".")
     key_entries = [
@@ -55,12 +55,12 @@ def page() -> str:
 
 
 def _entries(entries: Iterable[tuple[str, str]]) -> list[str]:
-    """Return names in bold, each with its description below."""
+    """Return the lines of a list of (name, description): each name in bold, its description below."""
     return [line for name, description in entries for line in (".TP", f".B {_text(name)}", _text(description))]
 
 
 def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every command with its name, including those of groups (``data prepare``)."""
+    """Yield (name, command) of every command, including those of sub-groups (``data prepare``)."""
     for name, command in sorted(group.commands.items()):
         if hasattr(command, "commands"):
             yield from _commands(command, f"{prefix}{name} ")
@@ -69,7 +69,7 @@ def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _command_lines(name: str, command: Any) -> list[str]:
-    """Return the section of a command: its arguments, its description, an example and its options."""
+    """Return the lines of a command's section: arguments, description, example and options."""
     arguments = " ".join(_argument(p) for p in command.params if p.param_type_name == "argument")
     description, _, example = " ".join((command.help or "").split()).partition("Example: ")
     return [
@@ -81,7 +81,7 @@ def _command_lines(name: str, command: Any) -> list[str]:
 
 
 def _option(param: Any) -> tuple[str, str]:
-    """Return an option's names with its value, and its help with its default."""
+    """Return (names and value, help and default) of an option: ("-o, --output FILE", "Write the plan here.")."""
     value = "" if param.is_flag or param.count else f" {param.metavar or 'VALUE'}"
     has_default = param.default not in (None, "") and not param.is_flag and "[" not in (param.help or "")
     default = f" [default: {param.default}]" if has_default else ""

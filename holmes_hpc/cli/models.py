@@ -52,8 +52,8 @@ def batches(json: Json = False) -> None:
     console.output(json, document, ("", columns, rows))
 
 
-def _check(run: str) -> None:
-    """Raise an error if there is no such run or it has no checkpoint, before the slow import of torch."""
+def _require_checkpoint(run: str) -> None:
+    """Raise HolmesError if `run` is no run or has no checkpoint. Called before the slow import of torch."""
     if not (Path(run) / checkpoint_directory.DESCRIPTION).is_file():
         checkpoint_directory.newest(find_run(run).checkpoints)
 
@@ -87,7 +87,7 @@ def export(
     Example: holmes export my-run --safetensors weights/
     """
     need("torch")
-    _check(run)
+    _require_checkpoint(run)
     with console.waiting("loading and writing the weights"):
         from holmes_hpc.training.checkpoint.export import export as export_weights
         from holmes_hpc.training.checkpoint.export import find_source
@@ -110,7 +110,7 @@ def generate(
     Example: holmes generate my-run --prompt "import os"
     """
     need("transformers")
-    _check(run)
+    _require_checkpoint(run)
     with console.waiting("loading the weights"):
         from holmes_hpc.training.checkpoint.generate import generate as continue_text
 

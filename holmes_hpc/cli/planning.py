@@ -37,7 +37,7 @@ from holmes_hpc.records.files import read_yaml, write_whole
 if TYPE_CHECKING:
     from holmes_hpc.submission.queue_estimate import QueueEstimate
 
-# Overrides that make a short run. Those of the user replace them.
+# Overrides for the short run of `holmes calibrate`. The user's overrides come after them and win.
 CALIBRATION = (
     "train.measure=true",
     "train.steps=10",
@@ -84,7 +84,7 @@ def plan(
     check_output(output)
     if learn is not None and config.plan_file:
         raise ConfigError(
-            "has no effect on the finished plan of plan_file", where="--learn", hint="leave out --learn or plan_file"
+            "it cannot change the finished plan of plan_file", where="--learn", hint="leave out --learn or plan_file"
         )
     default_model = None if config.plan_file or any(o.startswith("model=") for o in overrides) else config.model.name
     corrections = _learned_corrections(config, learn) if learn is not None else NO_CORRECTIONS
@@ -171,7 +171,7 @@ def calibrate(
 
 
 def _show_fabric(fabric: MeasuredFabric, title: str) -> None:
-    """Print the measurements of a fabric."""
+    """Print a table of a fabric's measurements. Note on stderr links faster than the site's rate."""
     rows = [
         (
             f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens",
@@ -198,24 +198,26 @@ def _show_fabric(fabric: MeasuredFabric, title: str) -> None:
 
 
 def _compare(measured_s: float, predicted_s: float, unattributed_s: float) -> None:
-    """Print the measured step time beside the one that the calibration predicts."""
+    """Print the measured step time beside the predicted one, and a note if they differ much.
+    `unattributed_s`: the share of the predicted step that no measured layer or link explains."""
     console.text(
         f"Measured step time: {measured_s:.4g} s; predicted from this calibration: {predicted_s:.4g} s,"
         f" of which {unattributed_s * 1e3:.4g} ms belong to no measured part."
     )
     if not 0.8 < predicted_s / measured_s < 1.25:
         console.note(
-            "they differ much: the nodes had other work during a measurement, or steps wait for something that is"
-            " not measured; calibrate again on idle nodes"
+            "measured and predicted step time differ much: the nodes had other work during a measurement, or steps wait"
+            " for something that is not measured; calibrate again on idle nodes"
         )
 
 
 def _learned_corrections(config: Configuration, runs: str) -> Corrections:
-    """Return the corrections learned from the runs below a directory. Report unusable runs and uncorrected costs."""
+    """Return the corrections learned from the runs below the directory `runs`.
+    Note on stderr which runs could not be used, and which costs the runs do not show."""
     with console.waiting("learning from runs"):
         learned, unusable = request.learn_from_runs(config, runs)
     if unusable:
         console.note(f"{len(unusable)} runs cannot be used, the first: {unusable[0]}")
     if learned.unidentified:
-        console.note(f"these runs do not show, so it is not corrected: {', '.join(learned.unidentified)}")
+        console.note(f"not corrected, because these runs do not show it: {', '.join(learned.unidentified)}")
     return learned.corrections

@@ -104,12 +104,12 @@ def predict(
     )
     config = _configuration(overrides, plan_path)
     if config.plan_file:
-        _refuse_layout([*flags, *software.of_layout], overrides)
+        _refuse_layout([*flags, *software.layout_options], overrides)
         plan = Plan.read(config.plan_file)
-        plan = replace(plan, site=software.on(plan.site))
+        plan = replace(plan, site=software.applied_to(plan.site))
         costs = software.costs(config, plan.recompute, plan)
     else:
-        plan, costs = _of_layout(config, software, overrides)
+        plan, costs = _plan_layout(config, software, overrides)
     predicted = simulation.predict(plan, costs)
     steps = requested_steps(config, overrides, flags, tokens, plan.batch)
     plan = replace(plan, predicted=predicted)
@@ -128,7 +128,7 @@ def predict(
 
 @dataclass(frozen=True)
 class _Software:
-    """Options that describe the training software. None: the site's value, or the default."""
+    """The options of `holmes predict` that describe the training software. None: the site's value, or the default."""
 
     attention: str | None
     fused_norm: Any
@@ -147,19 +147,19 @@ class _Software:
                 raise ConfigError(f"unknown {noun} {value!r}", where=flag, hint=f"use {', '.join(allowed)}")
 
     @property
-    def of_layout(self) -> list[str]:
-        """Return the given options that a plan sets itself."""
+    def layout_options(self) -> list[str]:
+        """The options on the command line whose values a finished plan contains."""
         return [name for name, value in (("--gpu", self.gpu), ("--sharding", self.sharding)) if value is not None]
 
-    def on(self, site: Site) -> Site:
-        """Return `site` with these GPUs and this software."""
+    def applied_to(self, site: Site) -> Site:
+        """Return `site` with the GPU kind and the software of these options."""
         return request.with_software(
             request.with_gpu(site, self.gpu) if self.gpu else site, self.attention, self.fused_norm
         )
 
     def costs(self, config: Configuration, recompute: str, plan: Plan | None = None) -> Costs:
-        """Return the costs of compute and communication.
-        ConfigError for an option of a kind of recomputation that is not used."""
+        """Return the costs of compute and communication with this software.
+        Raise ConfigError for --recompute-parts or --recompute-layers if `recompute` is another kind."""
         parts = self.recompute_parts and tuple(self.recompute_parts.split(","))
         fields: dict[str, Any] = {"sharding": "full"} if self.sharding == "full" else {}
         for name, value, kind in (("parts", parts, "selective"), ("layers", self.recompute_layers, "full")):
@@ -172,26 +172,29 @@ class _Software:
 
 
 def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configuration:
-    """Return the configuration of `overrides`, with the plan or the site of the prediction.
-    Without a name, the model has the given sizes."""
+    """Return the configuration of a prediction for a plan, or for a site and a layout. A model without a name has the
+    sizes in `overrides`. Raise ConfigError for two plans, or unless there is either a plan or a site."""
     data = composed(overrides)
     plan_file, site = plan_path or data["plan_file"], data["site_file"]
     if data["plan_file"] not in (None, plan_file):
-        raise ConfigError(f"PLAN is {plan_path}, plan_file is {data['plan_file']}", hint="leave one of them out")
+        raise ConfigError(
+            f"PLAN is {plan_path}, but plan_file is {data['plan_file']}", where="predict", hint="leave one of them out"
+        )
     if (plan_file is None) == (site is None):
         raise ConfigError(
-            "a PLAN and --site are mutually exclusive" if site else "neither a PLAN nor --site",
+            "PLAN and --site are mutually exclusive" if site else "there is neither a PLAN nor --site",
             where="predict",
             hint="give a PLAN, or --site FILE with a layout",
         )
     keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     if plan_file is None and "model" not in keys:
-        data |= _by_sizes(data, keys)
+        data |= _gpt_of_sizes(data, keys)
     return from_dict({**data, "plan_file": plan_file})
 
 
-def _by_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the groups model and batch for a GPT of the given sizes."""
+def _gpt_of_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration groups model and batch for a GPT whose sizes the user specified.
+    `data`: the composed configuration; `keys`: its keys that the user set."""
     sizes, batch = ({k: v for k, v in data[group].items() if f"{group}.{k}" in keys} for group in ("model", "batch"))
     if "batch" in keys:
         batch = data["batch"]
@@ -207,14 +210,16 @@ def _by_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _refuse_layout(names: Sequence[str], overrides: Sequence[str]) -> None:
-    """Raise ConfigError for an option or an override that the plan sets itself."""
+    """Raise ConfigError if the user set a part of the layout (by an option in `names` or an override) beside a PLAN."""
     fixed = [name for name in names if name not in FLAGS or is_fixed_by_plan(f"{FLAGS[name].key}=")]
     for name in [*fixed, *filter(is_fixed_by_plan, overrides)]:
-        raise ConfigError("the PLAN sets it", where=name, hint="leave it out, or give --site FILE with a layout")
+        raise ConfigError(
+            "the PLAN already contains it", where=name, hint="leave it out, or give --site FILE with a layout"
+        )
 
 
-def _of_layout(config: Configuration, software: _Software, overrides: Sequence[str]) -> tuple[Plan, Costs]:
-    """Return the plan of the given layout, and its costs."""
+def _plan_layout(config: Configuration, software: _Software, overrides: Sequence[str]) -> tuple[Plan, Costs]:
+    """Return a plan with the layout of the configuration, in which missing sizes are 1, and its costs."""
     plan, length = config.plan, config.batch.sequence_length
     tp = plan.tp or 1
     config = replace(
@@ -231,11 +236,12 @@ def _of_layout(config: Configuration, software: _Software, overrides: Sequence[s
         ),
     )
     costs = software.costs(config, plan.recompute)
-    return _chosen_layout(config, software.on(request.site(config)), costs), costs
+    return _fastest_plan(config, software.applied_to(request.site(config)), costs), costs
 
 
 def _is_sharded(distributed: bool, sharding: str | None, overrides: Sequence[str]) -> bool:
-    """Return whether the optimizer is sharded. ConfigError if --sharding and the key contradict each other."""
+    """Return whether the optimizer is sharded. `distributed`: the value of plan.distributed_optimizer.
+    Raise ConfigError if the user set it to a value that contradicts --sharding."""
     if sharding is None:
         return distributed
     if any(o.startswith("plan.distributed_optimizer=") for o in overrides) and distributed == (sharding == "none"):
@@ -247,9 +253,9 @@ def _is_sharded(distributed: bool, sharding: str | None, overrides: Sequence[str
     return sharding != "none"
 
 
-def _chosen_layout(config: Configuration, site: Site, costs: Costs) -> Plan:
-    """Return the plan of the given layout.
-    Choose the schedule and recomputation, if not given, with the shortest step that fits; the simpler one if equal."""
+def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
+    """Return the plan with the layout of the configuration whose step is shortest among those that fit in memory.
+    Schedule and recomputation are searched unless the user set them. Of equal plans the simplest counts."""
     plan = config.plan
     background = plan.transport == "holmes" and (plan.pp or 1) > 1
     schedules = candidate_schedules(plan.schedule, plan.virtual_stages or 1, background)[::-1]  # the simplest first

@@ -125,7 +125,7 @@ def run(
 
 
 def _show_figures(record: RunDirectory) -> None:
-    """Print a run's report, or without pandas the last step's figures."""
+    """Print the report of a run; if pandas is missing, the figures of its last step."""
     try:
         report([str(record.path)])
     except ModuleNotFoundError as e:
@@ -208,13 +208,13 @@ def remove(
     """
     for name in runs:
         if is_sweep(name):
-            raise ConfigError("it is a sweep", where=name, hint=f"name its runs: {name}/0 …")
+            raise ConfigError("it is a sweep, not a run", where=name, hint=f"name its runs: {name}/0 …")
     with console.waiting("asking Slurm"):
         statuses = status.run_statuses([find_run(name) for name in runs])
     for s in statuses:
         refuse_unless_ended(RunDirectory(s.path), s.state)
     if not yes and not sys.stdin.isatty():
-        raise ConfigError("no terminal for the confirmation", where="rm", hint="add --yes")
+        raise ConfigError("there is no terminal to ask for confirmation", where="rm", hint="add --yes")
     removed = []
     for s in statuses:
         steps = f"{s.step} steps" if s.step else "no step"
@@ -269,7 +269,7 @@ def report(
 
 
 def _planned_timeline(plan_path: Path) -> list[dict[str, Any]]:
-    """Return the simulated timeline of a run's plan, to show beside the measured one; empty if there is none."""
+    """Return the simulated events of the plan at `plan_path` (in a run directory); empty if it cannot be simulated."""
     try:
         plan = Plan.read(plan_path)
         return timeline(plan, costs(recorded(RunDirectory(plan_path.parent).config)[0], plan))

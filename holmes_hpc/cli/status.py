@@ -41,7 +41,7 @@ def status(
     sweeps = [name for name in runs or [] if status_table.is_sweep(name)]
     if sweeps:
         if runs != sweeps[:1]:
-            raise ConfigError("a sweep and other names", where=sweeps[0], hint="give one sweep, or runs only")
+            raise ConfigError("it is a sweep beside other names", where=sweeps[0], hint="name one sweep, or only runs")
         sweep_status(sweeps[0], json)
         return
     chosen = [find_run(name) for name in runs] if runs else sorted(run_directories(runs_root()), key=last_change)[::-1]
@@ -152,7 +152,7 @@ def cancel(run: Run, json: Json = False) -> None:
 
 
 def _kill_wait() -> str:
-    """Return Slurm's KillWait in brackets, the time that a cancelled job has; nothing if it is unknown."""
+    """Return ``" (30 sec here)"`` for Slurm's KillWait, the time between SIGTERM and SIGKILL; "" if it is unknown."""
     with contextlib.suppress(HolmesError):
         if kill_wait := scontrol.read_config().get("KillWait"):
             return f" ({kill_wait} here)"
@@ -182,23 +182,25 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
     if json:
         console.as_json(jobs)
         return
-    figures = sorted({k for f in jobs if isinstance(f["final"], dict) for k in f["final"]})
-    common = [o for o in jobs[0]["overrides"] if all(o in f["overrides"] for f in jobs)] if len(jobs) > 1 else []
-    finals: list[dict[str | None, Any]] = [  # None: the column of a value that is no mapping
-        f["final"] if isinstance(f["final"], dict) else {} if f["final"] is None else {None: f["final"]} for f in jobs
-    ]
-    columns = [None] * any(_short(final.get(None, "")) for final in finals) + figures
+    common = [o for o in jobs[0]["overrides"] if all(o in job["overrides"] for job in jobs)] if len(jobs) > 1 else []
+    results = [_figures(job["final"]) for job in jobs]
+    figures = sorted({name for result in results for name in result}, key=lambda name: (name != "value", name))
     rows = [
         [
-            f["num"],
-            " ".join(o for o in f["overrides"] if o not in common),
-            f["state"],
-            *(_short(final[k]) if k in final else "" for k in columns),
+            job["num"],
+            " ".join(o for o in job["overrides"] if o not in common),
+            job["state"],
+            *(_short(result[name]) if name in result else "" for name in figures),
         ]
-        for f, final in zip(jobs, finals, strict=True)
+        for job, result in zip(jobs, results, strict=True)
     ]
     caption = f"all with {' '.join(common)}" if common else ""
-    console.table(directory, ["job", "overrides", "state", *(k or "value" for k in columns)], rows, caption)
+    console.table(directory, ["job", "overrides", "state", *figures], rows, caption)
+
+
+def _figures(final: Any) -> dict[str, Any]:
+    """Return {column: figure} of a job. `final`: the same, or the value that the job's function returned."""
+    return final if isinstance(final, dict) else {} if final is None or not _short(final) else {"value": final}
 
 
 @group.command("cancel")
