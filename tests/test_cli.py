@@ -142,7 +142,7 @@ def test_learning_without_runs_is_refused(holmes, site, tmp_path):
     plan = tmp_path / "plan.yaml"
     assert holmes("plan", "--site", str(site), "model=gpt_3_6b", "-o", str(plan))[0] == 0
     refused(
-        holmes("plan", f"plan_file={plan}", "--learn", str(tmp_path)), "has no effect on the finished plan of plan_file"
+        holmes("plan", f"plan_file={plan}", "--learn", str(tmp_path)), "it cannot change the finished plan of plan_file"
     )
 
 
@@ -172,7 +172,7 @@ def test_data_are_checked_before_planning(holmes, tmp_path):
     refused(holmes("run", *local(*data, "model.vocab=100")), "text.bin", "token id", "vocabulary of 100")
     refused(holmes("run", *local(*data, "batch.global_size=1024")), "training part has", "a step takes 1024")
     refused(holmes("run", *local(f"data.prefix={prefix}")), "data.kind is not given", "add data=indexed")
-    refused(holmes("run", *local("checkpoint=/nope/step-3")), "checkpoint is '/nope/step-3', which does not exist")
+    refused(holmes("run", *local("checkpoint=/nope/step-3")), "checkpoint: '/nope/step-3' does not exist")
     assert not list((tmp_path / "runs").glob("*"))
     code = "import sys; from holmes_hpc.training.data import prefix; sys.exit('megatron' in str(sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -229,14 +229,14 @@ def test_a_run_without_a_step_is_replaced_and_rm_asks_first(holmes, tmp_path, ca
     elsewhere = {"pid": 1, "host": "another", "started": 1.0}
     run = RunDirectory.create(run.path, plan_text=target.read_text(), local=elsewhere)
     run.start_attempt()
-    refused(holmes("rm", "mine", "--yes"), "whether it has ended is not known")
+    refused(holmes("rm", "mine", "--yes"), "whether the run has ended is not known")
     (tmp_path / "large" / "mine" / "step-00000001").mkdir(parents=True)
     run.checkpoints.rmdir()
     run.checkpoints.symlink_to(tmp_path / "large" / "mine")
     for rank in range(Plan.read(target).world_size):
         run.write_exit(rank, "completed")
     with hold_lock(run.path / TRAINING_LOCK, LockOwner.current("a test")):
-        refused(holmes("rm", "mine", "--yes"), "whether it has ended is not known")
+        refused(holmes("rm", "mine", "--yes"), "whether the run has ended is not known")
     assert holmes("rm", "mine", "--yes")[0] == 0
     assert not run.path.exists() and list((tmp_path / "large").iterdir()) == []
     (tmp_path / "sweep").mkdir()
@@ -520,8 +520,8 @@ def test_a_plan_shows_its_tokens_and_how_long_a_budget_takes(holmes, site):
         refused(holmes(*words, "--tokens", tokens), "--tokens", tokens, "300B")
     found = json.loads(holmes(*words, "--tokens", "300B", "--json")[1])
     assert found["throughput"]["tokens"] == pytest.approx(3e11, rel=1e-4)
-    refused(holmes("predict", "plan.yaml", "--site", str(site)), "a PLAN and --site")
-    refused(holmes("predict"), "neither a PLAN nor --site")
+    refused(holmes("predict", "plan.yaml", "--site", str(site)), "PLAN and --site are mutually exclusive")
+    refused(holmes("predict"), "there is neither a PLAN nor --site")
 
 
 def test_random_tokens_must_be_requested(holmes, site, tmp_path):
@@ -647,7 +647,7 @@ def test_predict_has_options_for_the_software(holmes, site, tmp_path):
     path = tmp_path / "plan.yaml"
     assert holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "-o", str(path))[0] == 0
     for option, value in (("--gpu", "h100"), ("--transport", "single"), ("--pp", "4"), ("--layers-per-stage", "16,16")):
-        refused(holmes("predict", str(path), option, value), "the PLAN sets it", option)
+        refused(holmes("predict", str(path), option, value), "the PLAN already contains it", option)
 
 
 def test_plan_and_predict_accept_the_same_options_and_keys(holmes, site):
@@ -688,7 +688,7 @@ def test_predict_refuses_options_that_the_plan_sets(holmes, site, tmp_path):
     path = tmp_path / "plan.yaml"
     assert holmes("plan", "model=gpt_3_6b", "--site", str(site), "-o", str(path))[0] == 0
     for key in ("plan.tp=2", "batch.global_size=8", "model=gpt_tiny"):
-        refused(holmes("predict", str(path), key), "the PLAN sets it", key)
+        refused(holmes("predict", str(path), key), "the PLAN already contains it", key)
     by_key, by_name = (
         holmes("predict", word, "train.steps=5", "--json")[1] for word in (f"plan_file={path}", str(path))
     )
@@ -755,7 +755,7 @@ def test_a_run_directory_with_other_files_is_refused(holmes, tmp_path):
     mine = tmp_path / "work"
     mine.mkdir()
     (mine / "thesis.tex").write_text("all of it")
-    refused(holmes("run", *local(f"run_dir={mine}")), "the directory has other files")
+    refused(holmes("run", *local(f"run_dir={mine}")), "the directory is not empty")
     assert [p.name for p in mine.iterdir()] == ["thesis.tex"]
 
 

@@ -44,8 +44,8 @@ from holmes_hpc.submission.queue_estimate import (
 def plan_run(
     overrides: Sequence[str], *, earliest: bool = False, plan_file: str | None = None
 ) -> tuple[Plan, Configuration]:
-    """Return the plan and the configuration of a run, checked against its site and data.
-    `earliest`: choose the plan that ends first, and set the time limit with which Slurm estimated its start."""
+    """Return the plan and the configuration of a run, checked against its site and data. `plan_file`: of PLAN.
+    `earliest`: choose the plan that ends first, with the time limit for which Slurm estimated its start."""
     config = load(overrides)
     config = replace(config, plan_file=plan_file or config.plan_file)
     if earliest:
@@ -67,8 +67,8 @@ def plan_run(
 
 
 def check_inputs(config: Configuration) -> None:
-    """Raise ConfigError for missing files, data that do not fit the model, or packages missing for local ranks.
-    Called before planning, so that nothing is queued in vain."""
+    """Raise HolmesError if local ranks lack packages, a file is missing, or weights or data do not fit the model.
+    Called before planning, so that no job starts only to fail."""
     if config.local and (packages := missing_packages()):
         raise ConfigError(
             f"this Python has no {packages}",
@@ -77,7 +77,7 @@ def check_inputs(config: Configuration) -> None:
         )
     for key, path in (("checkpoint", config.checkpoint), ("data.tokenizer", config.data.tokenizer)):
         if path is not None and not path.startswith("hf:") and not Path(path).exists():
-            raise ConfigError(f"{key} is {path!r}, which does not exist", hint="give the path of one that exists")
+            raise ConfigError(f"{path!r} does not exist", where=key, hint="give the path of an existing one")
     if (folder := folder_of(config.checkpoint)) is not None:
         from holmes_hpc.training.checkpoint.hugging_face_folder import Folder
 
@@ -91,14 +91,14 @@ def check_inputs(config: Configuration) -> None:
 
 
 def missing_packages() -> str | None:
-    """Return the names of the packages that ranks need and this Python does not have; None if there is none."""
+    """Return the names of packages that ranks need and this Python lacks, as text; None if it has all."""
     installed = software()
     return " and ".join(name for name in NEEDED if name not in installed) or None
 
 
 def create_and_submit(plan: Plan, config: Configuration, overrides: list[str] | None) -> tuple[RunDirectory, Job]:
     """Create the run directory and submit the run. Return the run and its job.
-    If the submission fails, remove the directory, unless there is a job, or may be one."""
+    If the submission fails, remove the directory, unless a job exists or may exist."""
     path = run_directory_path(config, plan)
     with hold_submission_lock(path, "`holmes submit`"):
         if config.name is not None or config.run_dir:
@@ -122,7 +122,7 @@ def create_and_submit(plan: Plan, config: Configuration, overrides: list[str] | 
 
 
 def submit_run(plan: Plan, run: RunDirectory, config: Configuration) -> Job:
-    """Submit a run with the launcher of its configuration. Return its job."""
+    """Submit a run to Slurm, or start its ranks here if the configuration says so. Return its job."""
     if config.local:
         return run_plan_locally(plan, run.path, run_rank, config.to_dict(), config.slurm)
     if not config.slurm.container and not config.slurm.setup and (packages := missing_packages()):
@@ -135,17 +135,17 @@ def submit_run(plan: Plan, run: RunDirectory, config: Configuration) -> Job:
 
 
 def check_earliest(config: Configuration) -> None:
-    """Raise ConfigError if --earliest has nothing to choose from."""
+    """Raise ConfigError if the configuration leaves --earliest no plans to choose from, or uses no Slurm."""
     fixed = ((config.site_file, "a site file"), (config.plan_file, "one plan only"), (config.local, "launcher=local"))
     hint = "leave one of them out"
     refuse("--earliest", *((value, f"{reason} leaves Slurm no choice", hint) for value, reason in fixed))
 
 
 def earliest_ends(config: Configuration, clock: Clock | None = None, costs: Costs | None = None) -> list[QueueEstimate]:
-    """Return the estimates of plans for the site and its parts, the one that ends first at the head.
+    """Return the estimates of plans for the whole site and for parts of it, the plan that ends first at the head.
 
-    `clock`: limits all searches together; `costs`: replace the configuration's. ConfigError if Slurm cannot be asked;
-    SubmissionError if no plan can run."""
+    `clock`: limits all searches together; `costs`: replace the configuration's. Raise ConfigError if Slurm cannot be
+    asked, SubmissionError if no plan can run."""
     check_earliest(config)
     whole_site = site(config)
 
@@ -159,7 +159,7 @@ def earliest_ends(config: Configuration, clock: Clock | None = None, costs: Cost
         estimates = estimate_ends(plans, config.train.steps, config.slurm)
     if estimates[0].end is None:
         raise SubmissionError(
-            f"none of {len(estimates)} plans can run; the best: {estimates[0].reason}",
+            f"none of {len(estimates)} plans can run; the best of them: {estimates[0].reason}",
             where="--earliest",
             hint="see `holmes nodes` and `holmes doctor`",
         )

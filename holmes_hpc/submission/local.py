@@ -27,11 +27,11 @@ from holmes_hpc.submission.plan_job import RankTask
 
 class LocalRankTask(RankTask):
     """A rank as a local process. It sets torchrun's variables, except an address: the ranks meet in the run directory.
-    `start`: the id of this start."""
+    `launch_id`: the same for all ranks of one start of the run."""
 
-    def __init__(self, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any], start: str) -> None:
+    def __init__(self, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any], launch_id: str) -> None:
         super().__init__(function, config)
-        self.start = start
+        self.launch_id = launch_id
 
     def __call__(self) -> Any:
         environment = submitit.JobEnvironment()
@@ -40,7 +40,7 @@ class LocalRankTask(RankTask):
             WORLD_SIZE=str(environment.num_tasks),
             LOCAL_RANK=str(environment.local_rank),
             LOCAL_WORLD_SIZE=str(environment.num_tasks),
-            TORCHELASTIC_RUN_ID=self.start,
+            TORCHELASTIC_RUN_ID=self.launch_id,
         )
         for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
             os.environ.pop(name, None)
@@ -48,7 +48,7 @@ class LocalRankTask(RankTask):
 
 
 class _ForkingExecutor(LocalTaskExecutor):
-    """Executor whose one task forks the ranks (:mod:`holmes_hpc.submission.local_ranks`)."""
+    """An executor with a single task, which forks the ranks (:mod:`holmes_hpc.submission.local_ranks`)."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         super().__init__(folder)
@@ -67,7 +67,8 @@ def run_plan_locally(
     config: Mapping[str, Any],
     settings: SlurmSettings,
 ) -> Job:
-    """Start `plan`'s ranks as processes of this machine, which survive this process. Return their job."""
+    """Start a plan's ranks as processes of this machine, which outlive this process. Return their job.
+    Every rank calls ``function(config)``. `run_dir`: directory of a created run; `settings`: group slurm."""
     run = RunDirectory(Path(run_dir).absolute())
     ranks = plan.world_size
     gpus = sum(c.gpus_per_node for c in plan.components if plan.site.fabric(c.fabric).gres)
@@ -97,7 +98,7 @@ def run_plan_locally(
 
 
 class _ChildJob(LocalJob):
-    """A local job that this process started. It waits for the controller, which would stay a zombie otherwise."""
+    """A local job that this process started. Only submitit's `job` reaps the controller, which would stay a zombie."""
 
     def __init__(self, run: RunDirectory, pid: int, host: str, started: float, job: Any) -> None:
         super().__init__(run, pid, host, started)

@@ -1,8 +1,8 @@
 """The ranks of a local job without GPUs: one process imports the slow modules, then forks every rank.
 
-Submitit's local controller starts this module as the job's one task. Each fork becomes a task of submitit's, with the
-logs and the result of its rank. A fork cannot use GPUs that CUDA opened before it, so ranks with GPUs are separate
-processes.
+Submitit's local controller starts this module as the job's only task. Each fork then acts as one of submitit's tasks,
+with the logs and the result of its rank. A fork cannot use GPUs that its parent has opened, so ranks with GPUs are
+started as separate processes instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def preload_with(load: Callable[[dict[str, Any]], object]) -> Callable[[F], F]:
-    """Decorate a rank's function with `load(config)`, whose slow imports the ranks of a machine then share."""
+    """Return a decorator for a rank's function. ``load(config)`` is called before the fork, so that all ranks of this
+    machine share its slow imports."""
 
     def mark(function: F) -> F:
         function.load = load  # type: ignore[attr-defined]
@@ -38,14 +39,15 @@ def preload_with(load: Callable[[dict[str, Any]], object]) -> Callable[[F], F]:
 
 
 def _preload(pickle: Path) -> None:
-    """Load the modules that the job's ranks need. Ignore errors, because each rank reports them."""
+    """Import the modules that the job's ranks need. Ignore errors, because each rank reports them."""
     with contextlib.suppress(Exception):
         task = DelayedSubmission.load(pickle).function
         getattr(task.function, "load", lambda _: None)(task.config)
 
 
 def _fork_ranks(ranks: int, folder: Path) -> int | None:
-    """Fork the ranks and pass signals on to them. Return None in a rank, else the job's exit code when all exited."""
+    """Fork the ranks and pass signals on to them. Return None in a rank; in the parent wait for all ranks, and return
+    the job's exit code."""
     paths = JobPaths(folder, os.environ["SUBMITIT_LOCAL_JOB_ID"])
     signals, parent = {signal.SIGTERM, LocalJobEnvironment._usr_sig()}, os.getpid()
     ranks_by_pid, received = dict[int, int](), set[int]()
@@ -77,7 +79,7 @@ def _fork_ranks(ranks: int, folder: Path) -> int | None:
 
 
 def _become_rank(rank: int, ranks: int, paths: JobPaths, parent: int) -> None:
-    """Make this fork the task `rank`. It ends with its parent, however that ends."""
+    """Turn this fork into submitit's task `rank`: variables and output files. Make it end when `parent` ends."""
     end_with(parent)
     os.environ.update(
         SUBMITIT_LOCAL_NTASKS=str(ranks), SUBMITIT_LOCAL_LOCALID=str(rank), SUBMITIT_LOCAL_GLOBALID=str(rank)

@@ -35,8 +35,8 @@ MAX_TIMEOUTS = 10**6  # for submitit; RankTask.checkpoint decides whether the jo
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job with a plan, in which every rank calls ``function(config)``.
-    `settings`: group slurm; `record`: more keys of run.yaml."""
+    """A sweep's job that has a plan. Every rank calls ``function(config)``.
+    `settings`: configuration group slurm; `record`: more keys of run.yaml."""
 
     plan: Plan
     config: dict[str, Any]
@@ -46,7 +46,7 @@ class PlannedJob:
 
 
 class RankTask:
-    """The function of each task. It calls `function(config)`; submitit calls it again while attempts make new steps.
+    """The callable that submitit runs in each task. It calls ``function(config)``, again in each attempt of the job.
     A HolmesError becomes a line of the log, without submitit's stack trace."""
 
     def __init__(self, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any]) -> None:
@@ -63,8 +63,8 @@ class RankTask:
             sys.exit(e.exit_code)
 
     def checkpoint(self) -> utils.DelayedSubmission | None:
-        """Return the job to requeue after preemption or the time limit; None if this attempt made no new step.
-        submitit calls this in rank 0, unless the function handled the signal."""
+        """Return submitit's request for a requeue after preemption or the time limit; None if this attempt made no new
+        step. submitit calls this in rank 0, unless the function handled the signal."""
         run, attempt = RunDirectory(self.config["run_dir"]), attempt_id(os.environ)
         if not has_new_steps(run, attempt):
             return None
@@ -73,7 +73,8 @@ class RankTask:
 
 
 def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentRequest, ...]:
-    """Return what each component of `plan` requests, with the site's settings and those of its fabric."""
+    """Return the request of each component of `plan`, with the settings for the site and for the component's fabric.
+    Raise SubmissionError for settings of an unknown fabric, or for a wrong value."""
     fabrics, fabric_names = settings.fabrics or {}, [f.name for f in plan.site.fabrics]
     for name in fabrics:
         if name not in fabric_names:
@@ -113,7 +114,7 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
 
 
 class PlanExecutor(SlurmHetExecutor):
-    """Executor of a run: its ranks log to logs/rank-N.txt, and its batch script writes result.json."""
+    """The executor for the job of a run: its ranks log to logs/rank-N.txt, and its batch script writes result.json."""
 
     def __init__(
         self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: SlurmSettings
@@ -143,7 +144,8 @@ class PlanExecutor(SlurmHetExecutor):
         return 1  # printing a script needs no Slurm; submitting reports a missing one
 
     def _request(self, parameters: Mapping[str, Any], token: str = "") -> JobRequest:
-        """Return the request with logs in the run directory and the signal that training handles."""
+        """Return the job that `parameters` request, with logs in the run directory and the signal that training
+        handles."""
         request, logs = super()._request(parameters, token), self.run_path / "logs"
         return replace(
             request,
@@ -185,7 +187,7 @@ def run_command(module: str, run_path: Path) -> str:
 
 
 def plan_executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None) -> PlanExecutor:
-    """Return the executor that submits `plan`. Its `job_script()` is the batch script."""
+    """Return the executor that submits `plan` as the run in `run_dir`. Its `job_script()` returns the batch script."""
     run = RunDirectory(run_dir)
     return PlanExecutor(run, plan_components(plan, settings), name or f"holmes-{run.name}", settings)
 
@@ -202,9 +204,9 @@ def submit_plan(
 ) -> SlurmHetJob:
     """Submit `plan` as a job in which every rank calls ``function(config)``. Return the job.
 
-    `config` gets `plan_file` and `run_dir`. `run_dir` must hold a run (RunDirectory.create); its run.yaml gets the
-    job's ids. `name`: the job's, by default from the run's name; `throttle`: its sweep's limit on running jobs.
-    SubmissionError if a component is impossible or Slurm refuses; nothing is submitted then.
+    `run_dir`: directory of a created run (RunDirectory.create), whose run.yaml gets the job's id; `config` gets the
+    keys `plan_file` and `run_dir`; `name`: of the job, by default made from the run's; `throttle`: the limit on running
+    jobs of its sweep. If a component is infeasible or Slurm refuses, raise SubmissionError; then there is no job.
     """
     run = RunDirectory(Path(run_dir).absolute())
     executor = plan_executor(plan, run.path, settings, name)

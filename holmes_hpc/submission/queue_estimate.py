@@ -1,4 +1,4 @@
-"""Queue estimates: the plan that would end first, from Slurm's estimated start and the predicted training time.
+"""Queue estimates: when each of several plans would end, from Slurm's estimated start and the predicted training time.
 
 No job is submitted.
 """
@@ -26,14 +26,14 @@ from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.preflight import check_components, start_time
 from holmes_hpc.submission.plan_job import plan_components
 
-SHORTEST_MIN = 5
+MIN_TIMEOUT_MIN = 5  # the least time limit of an estimate
 START_UP_S = 60.0  # from a job's start to its first step: environment modules, imports, process groups
 
 
 @dataclass(frozen=True)
 class QueueEstimate:
-    """A plan with its estimated start and end (epoch seconds) and training time; or the `reason` why it cannot run.
-    `timeout_min`: the time limit that Slurm assumed, which the submission needs too."""
+    """The estimate for one plan. `start`, `end`: of its job, in Unix seconds, None if it cannot run; `reason`: why not;
+    `duration_s`: from start to end; `timeout_min`: the time limit that the estimate and so the submission needs."""
 
     plan: Plan
     start: float | None
@@ -46,7 +46,7 @@ class QueueEstimate:
         return None if self.start is None else self.start + self.duration_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, with times as ISO 8601 in this machine's time zone."""
+        """Return the estimate as JSON values, with times as ISO 8601 in this machine's time zone."""
 
         def iso(seconds: float | None) -> str | None:
             return None if seconds is None else datetime.fromtimestamp(seconds).astimezone().isoformat("T", "seconds")
@@ -58,15 +58,16 @@ class QueueEstimate:
             "duration_s": self.duration_s,
             "end": iso(self.end),
             "timeout_min": self.timeout_min,
-            "why_not": self.reason or None,
+            "reason": self.reason or None,
+            "why_not": self.reason or None,  # deprecated: the former name
         }
 
 
 def candidate_plans(plan_for: Callable[[dict[str, int] | None], Plan], site: Site, max_plans: int = 16) -> list[Plan]:
-    """Return the best plan, and the best ones for parts of the site, largest part first.
+    """Return the best plan for the whole site, then the best plans for parts of it, the largest part first.
 
-    The parts are all sets of fabrics, with all, half and a quarter of their nodes. `plan_for` plans for a mapping of
-    fabric to nodes (None: any). Parts for which it raises an error are skipped."""
+    A part is any set of fabrics with all, half or a quarter of their nodes. `plan_for`: returns the best plan for
+    {fabric: number of nodes}, or for the whole site (None). Parts for which it raises an error are skipped."""
     plans = {(best := plan_for(None)).id: best}
     parts = {
         tuple((f.name, max(1, f.nodes // share)) for f in fabrics)
@@ -84,15 +85,15 @@ def candidate_plans(plan_for: Callable[[dict[str, int] | None], Plan], site: Sit
 
 
 def training_time_s(plan: Plan, steps: int) -> float:
-    """Return the predicted seconds from the job's start to the end of `steps` steps."""
+    """Return the predicted seconds from the start of the job to the end of `steps` steps."""
     if plan.predicted is None:
         raise SubmissionError("the plan has no prediction", where="plan", hint="create it again with `holmes plan`")
     return START_UP_S + steps * plan.predicted.step_time_s
 
 
 def slurm_start_time(requests: Sequence[ComponentRequest], timeout_min: int) -> float:
-    """Return when Slurm could start these components together (epoch seconds).
-    Test each alone first, because an infeasible one in a heterogeneous job can crash an old controller."""
+    """Return when Slurm could start a job of these components, in Unix seconds. Raise SubmissionError if it cannot.
+    Each component is tested alone first, because an infeasible one in a heterogeneous job can crash old controllers."""
     check_components(requests, timeout_min=timeout_min)
     job = JobRequest(tuple(requests), timeout_min=timeout_min, output="/dev/null")
     with TemporaryDirectory() as folder:
@@ -105,34 +106,36 @@ def slurm_start_time(requests: Sequence[ComponentRequest], timeout_min: int) -> 
     try:
         return max(datetime.fromisoformat(start).timestamp(), time.time())  # a time in the past means now
     except ValueError as e:
-        raise SubmissionError(f"start time {start!r}", where=where, hint="unset SLURM_TIME_FORMAT") from e
+        raise SubmissionError(
+            f"the start time {start!r} is not in ISO 8601", where=where, hint="unset SLURM_TIME_FORMAT"
+        ) from e
 
 
 def estimate_ends(plans: Sequence[Plan], steps: int, settings: SlurmSettings) -> list[QueueEstimate]:
-    """Return the plans' estimates by end of training, those that cannot run last.
+    """Return the estimates of the plans in order of their end, those that cannot run last.
 
-    A plan's time limit is 1.5 times its predicted time, at least five minutes and at most the settings' `timeout_min`.
-    A short job can start in a gap that is too short for a long one."""
+    A plan's time limit is 1.5 times its predicted duration, at least MIN_TIMEOUT_MIN and at most the settings'
+    `timeout_min`. With a short one, Slurm may start the job in a gap between others."""
     estimates, max_minutes = [], minutes(settings.timeout_min)
     for plan in plans:
-        duration = training_time_s(plan, steps)
-        limit = max(SHORTEST_MIN, round(duration * 1.5 / 60 + 0.5))
-        limit = limit if max_minutes is None else min(int(max_minutes), limit)
+        start: float | None = None
+        duration_s, reason = training_time_s(plan, steps), ""
+        timeout_min = max(MIN_TIMEOUT_MIN, round(duration_s * 1.5 / 60 + 0.5))
+        timeout_min = timeout_min if max_minutes is None else min(int(max_minutes), timeout_min)
         try:
-            if max_minutes is not None and duration > 60 * max_minutes:
+            if max_minutes is not None and duration_s > 60 * max_minutes:
                 raise SubmissionError(
-                    f"training needs {duration / 60:.0f} min", where="slurm.timeout_min", hint="raise it"
+                    f"training needs {duration_s / 60:.0f} min", where="slurm.timeout_min", hint="raise it"
                 )
-            estimates.append(
-                QueueEstimate(plan, slurm_start_time(plan_components(plan, settings), limit), duration, limit)
-            )
+            start = slurm_start_time(plan_components(plan, settings), timeout_min)
         except SubmissionError as e:
-            estimates.append(QueueEstimate(plan, None, duration, limit, str(e)))
-    return sorted(estimates, key=lambda e: (e.end is None, e.end or 0.0))
+            reason = str(e)
+        estimates.append(QueueEstimate(plan, start, duration_s, timeout_min, reason))
+    return sorted(estimates, key=lambda estimate: (estimate.end is None, estimate.end or 0.0))
 
 
 def estimate_rows(estimates: Sequence[QueueEstimate]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and cells of a table of the plans that can run."""
+    """Return (columns, rows) of a table of the plans that can run."""
 
     def clock(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
@@ -153,5 +156,5 @@ def estimate_rows(estimates: Sequence[QueueEstimate]) -> tuple[list[str], list[l
 
 
 def nodes_text(plan: Plan) -> str:
-    """Return the plan's nodes by fabric: ``ib-a: 4, roce-a: 2``."""
+    """Return the plan's number of nodes of each fabric as text: ``ib-a: 4, roce-a: 2``."""
     return ", ".join(f"{c.fabric}: {c.nodes}" for c in plan.components)

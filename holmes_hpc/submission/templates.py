@@ -1,7 +1,7 @@
-"""Batch scripts that users submit with sbatch alone: those under slurm/, and one for a plan.
+"""Batch scripts that users submit with sbatch themselves: those under slurm/, and one for any plan.
 
-They are made from the executor's text. ``python -m holmes_hpc.submission.templates DIR`` writes those under slurm/; a
-test compares them.
+They have the same text as the executor's. ``python -m holmes_hpc.submission.templates slurm`` writes those under
+slurm/, and a test compares them.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ USAGE_OF_PLAN = """\
 def plan_script(
     plan: Plan, plan_path: Path, run_dir: str, settings: SlurmSettings, overrides: Sequence[str], restarts: int = 0
 ) -> str:
-    """Return the batch script of a plan, for sbatch alone. It creates its run directory itself.
-    Slurm writes its output into the folder in which sbatch is called. SubmissionError as for a submission."""
+    """Return a batch script for a plan, which creates its run directory itself. Its own output goes into the folder in
+    which sbatch is called. `restarts`: train.max_restarts. Raise SubmissionError as :func:`plan_components` does."""
     text = _script(
         plan_components(plan, settings),
         restarts=restarts,
@@ -78,14 +78,15 @@ def plan_script(
 
 
 def _filled_in(text: str, usage: str, plan: str, python: str) -> str:
-    """Return the script with its variables in place of the placeholders, and `usage` after its first line."""
+    """Return the script with `plan` and `python` (shell code) in place of the placeholders, and with the comment
+    `usage` after its first line."""
     for placeholder, variable in ((RUN, "$run"), (PLAN, plan), (PYTHON, python)):
         text = text.replace(placeholder, f'"{variable}"')
     return text.replace("\n", f"\n{usage}", 1)
 
 
 def _quoted(value: str) -> str:
-    """Return a text escaped for double quotes of a shell."""
+    """Return `value` escaped for use between double quotes in a shell. Raise SubmissionError if it cannot be."""
     if "}" in value or not value.isprintable():
         raise SubmissionError(
             f"the path {value!r} contains a brace or a control character", where="template", hint="use another path"
@@ -114,7 +115,7 @@ def _script(
     distribution: str = "block:block",
     overrides: Sequence[str] = (),
 ) -> str:
-    """Return the script with placeholders for run directory, plan and Python."""
+    """Return a batch script with placeholders for run directory, plan and Python."""
     job = JobRequest(
         parts,
         name="holmes",

@@ -50,18 +50,19 @@ _DEPENDENCY = re.compile(r"[\w:,?+]+", re.ASCII)
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job of one or more components with one step over all of them.
+    """The request for a job of one or more components with one step over all of them.
 
     `output`, `error`: files of the batch script itself.
     `rank_output`, `rank_error`: files of each task; ``%j`` is the leader's job id, ``%t`` the global rank.
     `directories`: created before the step starts.
     `exit_record`, `step_errors`: files for the step's exit status and for srun's own error messages.
-    `setup`, `teardown`: lines of shell around the step, as in submitit.
+    `setup`, `teardown`: lines of shell before and after the step, as in submitit.
     `signal`: the warning signal, sent `signal_delay_s` before the time limit (None: 90 s, less in short jobs).
     `max_requeues`: after more restarts the job ends without a step; 0: no limit.
     `array`: as for sbatch; ``%j`` is then ARRAY-ID_INDEX.
-    `throttle_file`: the file of the Throttle that the job releases when it ends.
-    `distribution`: of ranks over nodes and sockets; over nodes it must be block, so that ranks follow component order.
+    `throttle_file`: the file of the Throttle that learns of the job's end.
+    `distribution`: of ranks over nodes and sockets, as for srun; over nodes it must be block, so that ranks follow the
+    order of components.
     """
 
     components: tuple[ComponentRequest, ...]
@@ -137,18 +138,19 @@ class JobRequest:
         return 1 if self.array is None else int(self.array.partition("%")[0].partition("-")[2]) + 1
 
     def quote(self, text: str) -> str:
-        """Return `text` as one word of the script's shell, with the job id for ``%j``."""
+        """Return `text` quoted as one word of the batch script, with the job id in place of ``%j``."""
         job_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if self.array else '"$SLURM_JOB_ID"'
         return shell_word(text, job_id)
 
     def _file_pattern(self, path: str) -> str:
-        """Return a path as sbatch's file name pattern, in which only ``%j`` is replaced."""
+        """Return a path as a file name pattern of sbatch that replaces only ``%j``. Raise SubmissionError for a
+        backslash."""
         if "\\" in path:  # a backslash in a pattern turns off all replacements
             raise SubmissionError(f"path {path!r} contains a backslash", where="job", hint="use another directory")
         return ("%A_%a" if self.array else "%j").join(part.replace("%", "%%") for part in path.split("%j"))
 
     def options(self) -> list[tuple[str, Value]]:
-        """Return the sbatch options of the job; the script writes them with the first component."""
+        """Return (name, value) of the sbatch options of the whole job, which the script has at its first component."""
         options: list[tuple[str, Value | None]] = [
             ("job-name", self.name),
             ("time", self.timeout_min),
@@ -173,7 +175,7 @@ class JobRequest:
     def _signal_option(self) -> str | None:
         """Return the value of ``--signal``; None for no signal.
         Slurm may send the signal a minute early, and a task needs time to install its handler. So the default delay is
-        shorter in short jobs, and the shortest get no signal."""
+        less in short jobs, and the shortest get no signal."""
         delay = self.signal_delay_s
         if delay is None:
             max_delay = 60 * self.timeout_min - 90 if isinstance(self.timeout_min, int) else SIGNAL_DELAY_S
@@ -182,9 +184,9 @@ class JobRequest:
 
 
 def _redirecting_shell(job: JobRequest, setup: Sequence[str] = ()) -> str:
-    """Return the shell command that runs `setup` and then a task, with its output in the files of its rank.
-    srun's own file patterns are wrong in a step over several components (measured on 22.05). ``%j`` is each component's
-    job id, ``%t`` the rank plus the component's index. File names are arguments, so no shell parses them."""
+    """Return the shell command that runs `setup` and then a task, with the output in the files of the task's rank.
+    srun's own file patterns are wrong in a step over several components (measured on 22.05): ``%j`` becomes the id of
+    the component, ``%t`` the rank plus the component's index. File names are arguments, so no shell parses them."""
     patterns = [pattern.split("%t") for pattern in (job.rank_output, job.rank_error) if pattern is not None]
     arguments = [job.quote(part) for parts in patterns for part in parts]
     numbers = count(1)
@@ -195,7 +197,7 @@ def _redirecting_shell(job: JobRequest, setup: Sequence[str] = ()) -> str:
 
 
 def directives(job: JobRequest) -> list[str]:
-    """Return the ``#SBATCH`` lines."""
+    """Return the ``#SBATCH`` lines of a job's batch script."""
     lines = []
     for index, part in enumerate(job.components):
         if index:
@@ -206,8 +208,8 @@ def directives(job: JobRequest) -> list[str]:
 
 
 def _step(job: JobRequest, commands: Sequence[str]) -> str:
-    """Return the srun command: one step over all components, whose block distribution gives ranks component order.
-    Components that start their tasks alike share one het group."""
+    """Return the srun command of the step over all components. `commands`: of each component's tasks.
+    Components whose tasks start in the same way share one het group."""
     parts = [_task(job, part, command) for part, command in zip(job.components, commands, strict=True)]
     groups = [(str(index), part) for index, part in enumerate(parts)]
     if len(set(parts)) == 1:
@@ -221,7 +223,7 @@ def _step(job: JobRequest, commands: Sequence[str]) -> str:
 
 
 def _task(job: JobRequest, part: ComponentRequest, command: str) -> tuple[str, str, str]:
-    """Return srun's options for one component, and the two parts of its task's command."""
+    """Return (srun's options for one component, and the two parts of :func:`_program` for its tasks)."""
     options = ["--export=ALL", "--unbuffered", "--kill-on-bad-exit=1", f"--distribution={job.distribution}"]
     image = _image(job, part)
     if image and not is_apptainer(image):
@@ -234,7 +236,7 @@ def _task(job: JobRequest, part: ComponentRequest, command: str) -> tuple[str, s
 
 
 def _program(job: JobRequest, part: ComponentRequest, command: str) -> tuple[str, str]:
-    """Return the command of a task of `part` in two parts: redirection and variables; container and `command`."""
+    """Return the command of a task of `part` in two parts: (redirection and variables, container and `command`)."""
     variables = ["env", *(shlex.quote(f"{k}={v}") for k, v in part.environment)] if part.environment else []
     return " ".join([_redirecting_shell(job, part.setup), *variables]), wrap_container(job, part, command)
 
@@ -248,7 +250,8 @@ def is_apptainer(image: str) -> bool:
 
 
 def wrap_container(job: JobRequest, part: ComponentRequest, command: str) -> str:
-    """Wrap `command` to run inside the component's apptainer image, if any. Pyxis images are an option of srun."""
+    """Return `command` wrapped to run inside the component's apptainer image, if it has one. Images for pyxis are an
+    option of srun instead."""
     image = _image(job, part)
     if not image or not is_apptainer(image):
         return command
@@ -258,12 +261,13 @@ def wrap_container(job: JobRequest, part: ComponentRequest, command: str) -> str
 
 
 def _exit_record_line(record: str, status: str, signal: str = "-") -> str:
-    """Return the line of shell that writes the exit record. All arguments are shell words."""
+    """Return the line of shell that writes ``STATUS EPOCH SIGNAL`` into the file `record`. The arguments are shell
+    words."""
     return f"printf '%s %s %s\\n' {status} \"$(date +%s)\" {signal} > {record}"
 
 
 def _requeue_limit_lines(max_requeues: int, record: str | None) -> list[str]:
-    """Return the lines of shell that end a job which Slurm requeued too often (preemption, node failures)."""
+    """Return the lines of shell that end a job if Slurm requeued it more than `max_requeues` times; none for 0."""
     lines = [
         f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {max_requeues} ]; then',
         f'  echo "holmes: not started: requeued $SLURM_RESTART_COUNT times, max_requeues is {max_requeues}" >&2',

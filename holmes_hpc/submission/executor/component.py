@@ -1,4 +1,4 @@
-"""The request for one component of a job, and quoting of values for ``#SBATCH`` lines and for the shell."""
+"""The request for one component of a job, and the quoting of values for ``#SBATCH`` lines and for the shell."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ MAX_VALUE_BYTES = 4000  # sbatch reads a directive into a buffer of 8 KiB
 
 
 def sbatch_word(value: object, name: str = "value") -> str:
-    """Return `value` as one word of an ``#SBATCH`` line. SubmissionError if it does not fit on one line.
-    sbatch's parser differs from a shell: a backslash escapes everywhere, and ``#`` outside quotes ends the line."""
+    """Return `value` as one word of an ``#SBATCH`` line. `name`: of the option, for errors.
+    sbatch's parser differs from a shell: a backslash escapes everywhere, and ``#`` outside quotes ends the line.
+    Raise SubmissionError as :func:`check_line` does."""
     text = str(value)
     check_line(text, name)
     if _PLAIN.fullmatch(text):
@@ -75,7 +76,8 @@ def sbatch_word(value: object, name: str = "value") -> str:
 
 
 def check_line(text: str, name: str) -> None:
-    """Raise SubmissionError if no directive can contain `text`: control characters (newlines), very long values."""
+    """Raise SubmissionError if no ``#SBATCH`` line can contain `text`, because it has control characters (newlines),
+    is not Unicode or is very long. `name`: of the option, for errors."""
     control_character = next((c for c in text if ord(c) < 32 or ord(c) == 127), None)
     if control_character is not None:
         raise SubmissionError(
@@ -84,13 +86,15 @@ def check_line(text: str, name: str) -> None:
             hint="remove it",
         )
     if any(0xD800 <= ord(c) <= 0xDFFF for c in text):
-        raise SubmissionError(f"{name} {text[:40]!r} is not text", where="sbatch", hint="use UTF-8")
+        raise SubmissionError(f"{name} {text[:40]!r} is not Unicode text", where="sbatch", hint="use UTF-8")
     if len(text.encode()) > MAX_VALUE_BYTES:
-        raise SubmissionError(f"{name} is {len(text)} characters long", where="sbatch", hint="shorten it")
+        raise SubmissionError(
+            f"{name} is {len(text)} characters long, more than sbatch reads", where="sbatch", hint="shorten it"
+        )
 
 
 def shell_word(text: str, job_id: str = '"$SLURM_JOB_ID"') -> str:
-    """Return `text` as one word for bash. `job_id`: shell code that replaces ``%j``."""
+    """Return `text` quoted as one word for bash, with the shell code `job_id` in place of each ``%j``."""
     if "\0" in text:
         raise SubmissionError(f"{text[:40]!r} contains a zero byte", where="batch script", hint="remove it")
     parts = [shlex.quote(part) if part else "" for part in text.split("%j")]
@@ -98,17 +102,19 @@ def shell_word(text: str, job_id: str = '"$SLURM_JOB_ID"') -> str:
 
 
 def as_list(value: Iterable[object] | None, key: str, where: str) -> tuple[str, ...]:
-    """Return a list from user input. SubmissionError for a string, which would become a list of letters."""
+    """Return a list that the user wrote under `key` as a tuple of texts.
+    Raise SubmissionError for a string, which would become a list of letters."""
     if isinstance(value, str):
-        raise SubmissionError(f"{key} is a string, must be a list", where=where, hint="write [one, two]")
+        raise SubmissionError(f"{key} is a string, not a list", where=where, hint="write [one, two]")
     return tuple(map(str, value or ()))
 
 
 def option_name(key: str, where: str) -> str:
-    """Return the name of an sbatch option as written after ``--``."""
+    """Return the name of an sbatch option as written after ``--``: ``cpus-per-task`` for ``cpus_per_task``.
+    Raise SubmissionError if it cannot be one."""
     name = str(key).lstrip("-").replace("_", "-")
     if not _OPTION.fullmatch(name):
-        raise SubmissionError(f"{key!r} is no sbatch option", where=where, hint="use a name as in sbatch's manual page")
+        raise SubmissionError(f"{key!r} is not an sbatch option", where=where, hint="use a name from `man sbatch`")
     return name
 
 
@@ -165,7 +171,11 @@ class ComponentRequest:
             object.__setattr__(self, key, value)
         for name, _ in self.environment:
             if not _VARIABLE.fullmatch(name):
-                raise SubmissionError(f"{name!r} is no variable name", where="component", hint="write {NAME: value}")
+                raise SubmissionError(
+                    f"environment: {name!r} is not the name of a variable",
+                    where="component",
+                    hint="write {NAME: value}",
+                )
         for key, value in self.options():
             check_line(str(value), key)
 
@@ -174,7 +184,7 @@ class ComponentRequest:
         return self.nodes * self.tasks_per_node
 
     def options(self) -> list[tuple[str, Value]]:
-        """Return the sbatch options of this component in a fixed order: (name, value; True for a flag)."""
+        """Return (name, value) of this component's sbatch options, in a fixed order. The value of a flag is True."""
         options: dict[str, Value] = {
             "ntasks-per-node" if f.name == "tasks_per_node" else f.name.replace("_", "-"): value
             for f in fields(self)
@@ -194,14 +204,14 @@ class ComponentRequest:
         ]
 
     def with_defaults(self, options: Mapping[str, Value]) -> ComponentRequest:
-        """Return this request with the options given for all components; its own values win.
-        Slurm resets these options at each component."""
+        """Return this request with those sbatch `options` of the job that it does not set itself. It must repeat them,
+        because Slurm resets the options at each component."""
         set_keys = {key for key, _ in self.options()} | {key for key, _ in self.additional}
         inherited = tuple((k, v) for k, v in options.items() if k not in set_keys and k not in JOB_OPTIONS)
         return replace(self, additional=(*self.additional, *inherited)) if inherited else self
 
     def arguments(self) -> list[str]:
-        """Return the same options as command arguments, without shell quoting."""
+        """Return the sbatch options of this component as command arguments, without shell quoting."""
         return [f"--{k}" if v is True else f"--{k}={v}" for k, v in self.options()]
 
 
@@ -215,14 +225,15 @@ COMPONENT_KEYS = frozenset(f.name for f in fields(ComponentRequest))
 
 
 def format_memory(gigabytes: float) -> str:
-    """Return submitit's `mem_gb` in Slurm's format."""
+    """Return an amount of memory in Slurm's format: 8 is ``8GB``, 0.5 is ``512MB``."""
     return f"{int(gigabytes)}GB" if gigabytes == int(gigabytes) else f"{int(gigabytes * 1024)}MB"
 
 
 def parse_component(
     values: Mapping[str, Any] | ComponentRequest, index: int = 0, defaults: Mapping[str, Any] | None = None
 ) -> ComponentRequest:
-    """Return the request in a user's mapping, completed by `defaults`. SubmissionError names an unknown key."""
+    """Return the request that a user wrote as a mapping, completed by `defaults`. `index`: the component's, for errors.
+    Raise SubmissionError for an unknown key or a wrong value."""
     if isinstance(values, ComponentRequest):
         return values
     where = f"component {index}"
@@ -247,9 +258,10 @@ def parse_component(
 def node_share(
     gpus: int, gpus_per_node: int, cpus: int | None, memory_gib: float | None, ranks: int, exclusive: bool = False
 ) -> dict[str, Value | None]:
-    """Return the default `cpus_per_task` and `mem` of a component that uses `gpus` of the GPUs of each node.
-    Its share of a node's CPUs is split evenly over its `ranks` per node. A whole node gives all its memory (--mem=0).
-    None for a size that Slurm does not report."""
+    """Return the default `cpus_per_task` and `mem` of a component that uses `gpus` of each node's `gpus_per_node` GPUs.
+
+    It gets the same share of the node's `cpus` and `memory_gib` (None if Slurm does not report them, and then None in
+    the result). Its CPUs are split evenly over its `ranks` per node. A whole node gives all its memory (--mem=0)."""
     is_whole_node = exclusive or gpus >= gpus_per_node
     cpus_per_rank = ((cpus or 0) if is_whole_node else (cpus or 0) * gpus // gpus_per_node) // ranks
     even_cpus = cpus_per_rank - cpus_per_rank % 2 if cpus_per_rank > 1 else 1  # whole cores, if a core has two CPUs

@@ -1,8 +1,9 @@
 """The environment of a task in a (heterogeneous) job, for submitit and for programs under plain srun.
 
-In a step over several components, some of Slurm's variables are wrong for a task (SLURM_JOB_PARTITION and
-SLURM_NTASKS_PER_NODE describe the last component). Correct are SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID, SLURM_NNODES
-(of the whole job), SLURMD_NODENAME, and each component's node list. So a task finds its component by its node name.
+In a step over several components, some of Slurm's variables are wrong for a task: SLURM_JOB_PARTITION and
+SLURM_NTASKS_PER_NODE describe the last component. Others are correct: SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID,
+SLURM_NNODES (of the whole job), SLURMD_NODENAME, and each component's node list. So a task finds its component by its
+node name.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ _HINT = "start the step with srun from the job's batch script"
 
 
 def preempt_signal() -> str:
-    """Return the signal that tasks of a job submitted now will handle; submitit reads it from their environment."""
+    """Return the name of the warning signal that a job's tasks handle, without SIG: submitit's own (USR2), unless the
+    environment sets another one."""
     return os.environ.get(PREEMPT_SIGNAL) or USER_SIGNAL
 
 
 @dataclass(frozen=True)
 class ComponentRanks:
-    """The nodes of a component and the global rank of its first task."""
+    """The nodes of a component, the global rank of its first task, and its number of tasks per node."""
 
     nodes: tuple[str, ...]
     first_rank: int
@@ -42,12 +44,13 @@ class ComponentRanks:
 
 
 def tasks_per_node(parts: Iterable[ComponentRequest]) -> list[tuple[str, str]]:
-    """Return the variables with the number of tasks per node of each component."""
+    """Return (variable, value) pairs that export the number of tasks per node of each component."""
     return [(TASKS_PER_NODE.format(index), str(part.tasks_per_node)) for index, part in enumerate(parts)]
 
 
 def ranks_of_job(environ: Mapping[str, str] = os.environ) -> list[ComponentRanks]:
-    """Return the components of the job with the variables `environ`, in order; a plain job has one."""
+    """Return the components of the job whose tasks have the variables `environ`, in order. A plain job has one, and a
+    process outside of jobs none. Raise SubmissionError if a component's node list is missing."""
     size = int(environ.get("SLURM_HET_SIZE") or 0)
     names = [f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(size)] or ["SLURM_JOB_NODELIST", "SLURM_NODELIST"]
     lists = [environ[name] for name in names if environ.get(name)][: size or 1]
@@ -61,7 +64,8 @@ def ranks_of_job(environ: Mapping[str, str] = os.environ) -> list[ComponentRanks
 
 
 def current_component(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the index of the component that this task runs in, found by its node name."""
+    """Return the index of the component that this task runs in, found by its node name.
+    Raise SubmissionError if the node is in no component."""
     parts, node = ranks_of_job(environ), environ.get("SLURMD_NODENAME", "")
     if len(parts) <= 1:
         return 0
@@ -76,8 +80,8 @@ def current_component(environ: Mapping[str, str] = os.environ) -> int:
 
 
 class TaskCount(int):
-    """The number of a job's tasks, whose quotient by the number of nodes is this node's number of tasks.
-    submitit divides them for LOCAL_WORLD_SIZE (TorchDistributedEnvironment), which is wrong for unequal components."""
+    """The number of a job's tasks. Divided by the job's number of nodes, it gives the number of tasks on this node.
+    submitit divides them for LOCAL_WORLD_SIZE (TorchDistributedEnvironment), which is wrong if components differ."""
 
     def __floordiv__(self, nodes: int) -> int:
         is_of_job = nodes == sum(len(part.nodes) for part in ranks_of_job())
@@ -115,12 +119,13 @@ class SlurmHetJobEnvironment(job_environment.JobEnvironment):
         return max(1, len(ranks_of_job()))
 
     def _requeue(self, countdown: int) -> None:
-        """Requeue the whole job by its leader's id, unless the executor's limit is reached."""
+        """Requeue the whole job by its leader's id. Raise UncompletedJobError if Slurm refuses, or if the executor's
+        limit is reached. `countdown`: requeues after a time limit that submitit still allows."""
         restarts, limit = int(os.environ.get("SLURM_RESTART_COUNT") or 0), int(os.environ.get(MAX_REQUEUES) or 0)
         is_limit_reached = limit and restarts >= limit
-        error = f"it was already requeued {restarts} times" if is_limit_reached else requeue(self.job_id)[0]
-        if error:
-            message = f"Job not requeued because: {error}"
+        refusal = f"it was already requeued {restarts} times" if is_limit_reached else requeue(self.job_id)[0]
+        if refusal:
+            message = f"Job not requeued because: {refusal}"
             logger.get_logger().warning(message)
             raise utils.UncompletedJobError(message)
         logger.get_logger().info(f"Requeued job {self.job_id} ({countdown} remaining timeouts)")

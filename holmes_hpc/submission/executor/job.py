@@ -22,25 +22,26 @@ from holmes_hpc.submission.executor.watcher import WATCHER, JobIdentity
 
 
 def ticket_path(folder: Path, job_id: str) -> Path:
-    """Return the path of a job's ticket, which distinguishes it from another job with the same id."""
+    """Return the path of a job's ticket: the executor's record, which tells the job from others with the same id."""
     return folder / f"{job_id}_job.json"
 
 
 def batch_log(folder: Path) -> Path | None:
-    """Return the path of the batch script's own output (``%j``: the job id); None if it is in the files of task 0.
-    It cannot be in a folder with ``%j``, because Slurm opens it before the job could create that folder."""
+    """Return the path of the batch script's own output (``%j``: the job id); None if it goes into the files of task 0.
+    If the name of `folder` has ``%j``, the path is outside of it, because Slurm opens the file before the job could
+    create the folder."""
     fixed_folder = utils.JobPaths.get_first_id_independent_folder(folder)
     return None if fixed_folder == folder else fixed_folder / "%j_batch.out"
 
 
 def read_ticket(folder: Path, job_id: str) -> dict[str, Any]:
-    """Return the executor's record of a job; empty if there is none."""
+    """Return the content of a job's ticket (see :meth:`SlurmHetJob.write_ticket`); empty if there is none."""
     return read_object(ticket_path(folder, job_id)) or {}
 
 
 class SlurmHetJob(core.Job[Any]):
-    """A job of one or more components. Its id is the leader's; its tasks are the ranks over all components.
-    `tasks`: None for the number in its ticket."""
+    """A job of one or more components. Its id is the leader's; its tasks are the ranks of all components.
+    `tasks`: indices of the tasks; None: as many as its ticket says."""
 
     _cancel_command = "scancel"
     _results_timeout_s = 15
@@ -54,7 +55,7 @@ class SlurmHetJob(core.Job[Any]):
             self.register_identity()
 
     def register_identity(self) -> bool:
-        """Tell the watcher which job has this id. Return whether it had states of another job with the same id."""
+        """Tell the watcher which job has this id. Return True if it knew another job with this id, which it forgets."""
         folder = self.paths.folder
         ticket = read_ticket(folder, self.job_id)  # without a ticket, only the id identifies the job
         return self.watcher.set_identity(
@@ -69,7 +70,8 @@ class SlurmHetJob(core.Job[Any]):
         )
 
     def write_ticket(self, name: str, submitted: float, **fields: Any) -> None:
-        """Record name, submission time and `fields`, for this process and for later readers of the folder."""
+        """Write the job's ticket, for this process and for later readers of the folder. `submitted`: Unix seconds;
+        `fields`: more keys, such as components, token and batch_logs."""
         ticket = {"job_id": self.job_id, "name": name, "submitted": submitted, "tasks": self.num_tasks, **fields}
         self.paths.folder.mkdir(parents=True, exist_ok=True)
         write_whole(ticket_path(self.paths.folder, self.job_id), json.dumps(ticket))
@@ -81,11 +83,11 @@ class SlurmHetJob(core.Job[Any]):
             self.register_identity()
 
     def slurm_state(self, mode: str = "force") -> JobState:
-        """Return the state with its reason, nodes and source."""
+        """Return the job's state. `mode`: as of submitit's watchers (``force``, ``standard``, ``cache``)."""
         return self.watcher.state_of(self.job_id, mode)
 
     def cancel(self, check: bool = True) -> None:
-        """Cancel all components by the leader's id. With `check`, SubmissionError if Slurm refuses."""
+        """Cancel all components by the leader's id. With `check`, raise SubmissionError if Slurm refuses."""
         answer = slurm_with_retries([self._cancel_command, self.job_id], patience_s=60 if check else 0)
         if check and not answer.ok and "Invalid job id" not in answer.err:
             raise SubmissionError(
@@ -95,9 +97,11 @@ class SlurmHetJob(core.Job[Any]):
             )
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
-        """Return outcome and result, as submitit does.
-        Missing results are waited for once per job, not once per task. If there is none, the error contains the batch
-        script's own output. RecordError if other users may write the result: unpickling it would run their code."""
+        """Return (outcome, result) of this task, as submitit does, with two differences.
+
+        The wait for the files of an ended job is at most 15 s for all tasks together. If there is no result, the error
+        contains the batch script's own output. Raise RecordError if other users may write the result, because
+        unpickling it would run their code."""
         refuse_other_writers(self.paths.result_pickle)
         ended = self.watcher.ended_at(self.job_id)
         if ended is not None and not self.paths.result_pickle.exists():
@@ -114,7 +118,7 @@ class SlurmHetJob(core.Job[Any]):
             raise utils.UncompletedJobError("\n".join(lines)) from None
 
     def _batch_logs(self) -> list[Path]:
-        """Return the files of the batch script's own output, without this task's files."""
+        """Return the paths of the batch script's own output, unless they are this task's logs."""
         batch_logs = read_ticket(self.paths.folder, self.job_id).get("batch_logs") or ()
         task_logs = (self.paths.stdout, self.paths.stderr)
         return [path for path in map(Path, batch_logs) if path not in task_logs and path.exists()]
@@ -127,15 +131,16 @@ class SlurmHetJob(core.Job[Any]):
         return "\n".join(text for text in [task_log, *batch_logs] if text) if any(batch_logs) else task_log
 
     def results(self) -> list[Any]:
-        """Return the results of all tasks, as submitit does. If a task failed, raise the error of :meth:`exception`.
-        Results of the tasks that succeeded: ``job.task(i).result()``."""
+        """Return the results of all tasks, as submitit does. If a task failed, raise the error of :meth:`exception`;
+        ``job.task(i).result()`` then returns the result of a task that succeeded."""
         error = self.exception() if self._sub_jobs else None
         if error is not None:
             raise error
         return super().results()
 
     def exception(self) -> Any:
-        """Return the job's error, as submitit does. An error raised by a task precedes tasks that were only killed."""
+        """Return the job's error, as submitit does; None if all tasks succeeded. Of several errors, one that a task
+        raised comes before those of tasks that were killed."""
         if not self._sub_jobs:
             return super().exception()
         self.wait()

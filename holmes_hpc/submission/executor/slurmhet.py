@@ -66,17 +66,18 @@ _JOB_KEYS = {
     "additional_parameters": "additional",
 }
 _EXECUTOR_KEYS = ("components", "array_parallelism", "stderr_to_stdout", "preflight", "max_requeues")
-_OLD_NAMES = {"num_gpus": "gpus_per_node"}  # as in submitit, the old name wins over the new one
-_CANONICAL = {"ntasks_per_node": "tasks_per_node"}  # two names of one parameter: the later call wins
+_OLD_NAMES = {"num_gpus": "gpus_per_node"}  # as in submitit, a value under the old name wins
+_CANONICAL = {"ntasks_per_node": "tasks_per_node"}  # other name -> name of a parameter; the value set last wins
 PARAMETERS = frozenset(
     {*_JOB_KEYS, *_EXECUTOR_KEYS, *(COMPONENT_KEYS - {"additional", "python"}), *_OLD_NAMES, *_CANONICAL}
 )
 
 
 class _Parameters(set[str]):
-    """The executor's parameters, which hide those of SlurmExecutor while AutoExecutor builds its deprecation table.
+    """The names of the executor's parameters, for AutoExecutor, which iterates over them in two functions.
 
-    Otherwise AutoExecutor would take a user's ``partition`` for ours. Its error for a mistyped name lists all of them.
+    In `_internal_update_parameters`, which lists them in an error for a mistyped name, it gets all of them. Elsewhere
+    it gets only `components`: otherwise it would take a user's ``partition`` for this executor's, not SlurmExecutor's.
     """
 
     def __iter__(self) -> Iterator[str]:
@@ -87,14 +88,12 @@ class _Parameters(set[str]):
 class SlurmHetExecutor(core.PicklingExecutor):
     """The executor that submits functions as jobs of one or more components.
 
-    Parameters
-    ----------
-    folder: folder of submissions, logs and results, visible to every node; ``%j`` is the leader's job id.
-    components: list of mappings (see :class:`ComponentRequest`); None: one component from the plain parameters.
-    max_num_timeout: maximum number of requeues of a checkpointable function after a time-out.
-    max_requeues: maximum number of restarts of any kind, after which a job ends; 0: only `max_num_timeout` applies.
-    python: the command that starts Python on the nodes (shell, as in submitit).
-    preflight: test each component alone before a heterogeneous job is submitted, and log warnings.
+    `folder`: of submissions, logs and results, visible to every node; ``%j`` is the leader's job id.
+    `components`: list of mappings (see :class:`ComponentRequest`); None: one component from the plain parameters.
+    `max_num_timeout`: maximum number of requeues of a checkpointable function after its time limit.
+    `max_requeues`: maximum number of restarts of any kind, after which a job ends; 0: only `max_num_timeout` applies.
+    `python`: the command that starts Python on the nodes (shell, as in submitit).
+    `preflight`: test each component alone before a heterogeneous job is submitted, and log warnings.
     """
 
     job_class = SlurmHetJob
@@ -129,7 +128,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Return a rank below SlurmExecutor's 2, so that scripts without a cluster name use submitit's executor."""
+        """Return 1, or -1 without sbatch. AutoExecutor takes the executor with the highest number if no cluster is
+        named; SlurmExecutor has 2."""
         return -1 if shutil.which("sbatch") is None else 1
 
     @classmethod
@@ -149,9 +149,9 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return _Parameters(PARAMETERS)
 
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters under this executor's names. Keep the slurm_* parameters, which AutoExecutor drops.
-        The later of these wins: a generic one (timeout_min), a generic one for Slurm (slurm_timeout_min), Slurm's own
-        (slurm_time), and a slurmhet_* one, which AutoExecutor sets afterwards."""
+        """Return the parameters under this executor's names, with the slurm_* parameters, which AutoExecutor drops.
+        If a parameter is set in several ways, the last of these wins: by its generic name (timeout_min), by that for
+        Slurm (slurm_timeout_min), by Slurm's own name (slurm_time), for slurmhet_*, which AutoExecutor adds later."""
         frame_locals = _locals_of_auto_executor("_internal_update_parameters")
         slurm_params, specific = _slurm_parameters(frame_locals), frame_locals.get("specific", ())
         for name in frame_locals.get("generics", {}).keys() & slurm_params.keys():
@@ -163,7 +163,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return {**params, **slurm_params}
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        """Set parameters: SlurmExecutor's, and `components`. The plain parameters are defaults for components."""
+        """Set parameters: those of SlurmExecutor, which are defaults for the components, and `components`.
+        Raise ValueError for an unknown name, SubmissionError for an impossible request."""
         unknown = sorted(k for k in kwargs if k not in PARAMETERS)
         if unknown:
             raise ValueError(
@@ -171,14 +172,15 @@ class SlurmHetExecutor(core.PicklingExecutor):
                 + ", ".join(sorted(PARAMETERS))
             )
         kwargs = {_CANONICAL.get(k, k): v for k, v in kwargs.items()}
-        self._request({**self.parameters, **kwargs})  # raises SubmissionError for an impossible request
+        self._request({**self.parameters, **kwargs})  # only for its checks
         super()._internal_update_parameters(**kwargs)
 
     def request(self) -> JobRequest:
-        """Return the request of the next submission."""
+        """Return the job that the next call of `submit` requests."""
         return self._request(self.parameters)
 
     def _request(self, parameters: Mapping[str, Any], token: str = "") -> JobRequest:
+        """Return the job that `parameters` request. `token`: unique to a submission, added to the job's comment."""
         settings = {k: v for k, v in parameters.items() if v is not None}
         settings |= {_OLD_NAMES[k]: settings.pop(k) for k in _OLD_NAMES if k in settings}
         defaults = {k: v for k, v in settings.items() if k in COMPONENT_KEYS and k not in ("additional", *_JOB_KEYS)}
@@ -216,7 +218,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
         )
 
     def job_script(self) -> str:
-        """Return the batch script of the next submission, without the token that makes each submission unique."""
+        """Return the batch script of the next submission, without its token."""
         return self._text(self.request(), self._submitit_command_str)
 
     @property
@@ -228,7 +230,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return f"{python} {shlex.join(task_arguments(self.folder, any_version=is_other_python))}"
 
     def _commands(self, request: JobRequest, command: str) -> list[str]:
-        """Return the task command of each component: `command`, or the same with the component's Python."""
+        """Return the command of each component's tasks: `command`, or the same with the component's own Python."""
         return [command if part.python is None else self._command(part.python) for part in request.components]
 
     def _num_tasks(self) -> int:
@@ -249,7 +251,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return text.strip().split(";")[0].split()[-1]
 
     def _submit_command(self, command: str) -> core.Job[Any]:
-        """Submit as submitit does, but after preflight, at most once even if Slurm's answer is lost, with a ticket."""
+        """Submit a job as submitit does, but after preflight, only once even if Slurm's answer is lost, and with a
+        ticket. `command`: of its tasks."""
         if self.throttle is None:
             return self._submit_request(command)[0]
         throttle_file = str(self.throttle.path)
@@ -260,7 +263,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return job
 
     def _submit_request(self, command: str, **changes: Any) -> list[core.Job[Any]]:
-        """Submit the request with `changes`. Return its job, or the jobs of an array."""
+        """Submit a job whose request has the fields `changes`. Return it alone, or all jobs of an array."""
         uid = uuid.uuid4().hex
         with errors_as_refused():
             request = replace(self._request(self.parameters, token=f"holmes-{uid}"), **changes)
@@ -288,14 +291,14 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return list(jobs)
 
     def _static_folder(self) -> Path:
-        """Create and return the folder for submissions without a job id."""
+        """Create the folder for files that have no job id yet, and return it."""
         folder = Path(utils.JobPaths.get_first_id_independent_folder(self.folder))
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
-        """Submit all functions; at most array_parallelism jobs run at a time. Single-component jobs form an array;
-        heterogeneous jobs cannot, so they use a throttle."""
+        """Submit all functions and return their jobs, of which at most array_parallelism run at a time.
+        Jobs of one component form an array. Heterogeneous jobs cannot, so a throttle limits them."""
         limit = int(self.parameters.get("array_parallelism") or 256)
         if limit < 1:
             raise Refused(f"array_parallelism is {limit}", where="executor slurmhet", hint="use 1 or more")
@@ -314,7 +317,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
                         else super()._internal_process_submissions(batch)
                     )
         except BaseException:
-            for job in reversed(jobs):  # all jobs of a batch are submitted, or none
+            for job in reversed(jobs):  # submit all functions or none
                 slurm("scancel", job.job_id)
             raise
         finally:
@@ -340,7 +343,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
 
 def _locals_of_auto_executor(function: str) -> Mapping[str, Any]:
-    """Return the local variables of submitit's AutoExecutor if its `function` is the caller's caller, else nothing.
+    """Return the local variables of AutoExecutor's method `function` if it called the caller of this, else nothing.
     AutoExecutor passes on only parameters with the executor's prefix and has no hook for others, so this reads its
     frame. pyproject.toml limits submitit's version for this, and test_slurmhet.py fails if AutoExecutor changes."""
     frame = sys._getframe(2)
@@ -349,7 +352,7 @@ def _locals_of_auto_executor(function: str) -> Mapping[str, Any]:
 
 
 def _slurm_parameters(frame_locals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``slurm_*`` parameters in AutoExecutor's local variables, which it would drop."""
+    """Return the parameters ``slurm_NAME`` in AutoExecutor's local variables as {NAME: value}. It would drop them."""
     return {
         k[len("slurm_") :]: v
         for k, v in frame_locals.get("kwargs", {}).items()

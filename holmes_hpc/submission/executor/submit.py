@@ -1,4 +1,4 @@
-"""Submission of a batch script exactly once: after a lost answer the job is searched for before a retry."""
+"""Submission of a batch script exactly once: if sbatch's answer is lost, the job is searched for before a retry."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _BUSY = ("Slurm temporarily unable to accept job", "Resource temporarily unavail
 
 
 class Refused(SubmissionError, FailedSubmissionError):
-    """The error for a job that Slurm refused. It is our error (one line, exit code 2) and submitit's."""
+    """The error for a job that Slurm refused. It is a HolmesError (one line, exit code 2) and an error of submitit."""
 
 
 class SubmissionUnknown(Refused):
-    """The error for a submission without an answer: the job may exist."""
+    """The error for a submission that Slurm did not answer: the job may exist."""
 
 
 @contextlib.contextmanager
 def errors_as_refused() -> Iterator[None]:
-    """Convert a SubmissionError of the block (preflight, script text) to Refused, as if Slurm had refused the job."""
+    """Convert a SubmissionError of the block (by preflight, or by the batch script's text) to Refused."""
     try:
         yield
     except Refused:
@@ -37,9 +37,10 @@ def errors_as_refused() -> Iterator[None]:
 
 
 def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
-    """Submit a batch script whose comment contains the unique `token`. Return the leader's job id.
-    Refused with Slurm's reason; SubmissionUnknown if the job may exist nevertheless. While the controller is away,
-    retry up to `patience_s` seconds. If it may have accepted the job, search for the token before a retry."""
+    """Submit the batch script at `path`, whose comment contains the unique `token`. Return the leader's job id.
+
+    While the controller does not answer, retry for up to `patience_s`. If it may have accepted the job, search for the
+    token before each retry. Raise Refused with Slurm's reason, or SubmissionUnknown if the job may exist."""
     deadline, pause = time.monotonic() + patience_s, 1.0
     while True:
         answer = slurm("sbatch", "--parsable", str(path), timeout_s=120)
@@ -48,7 +49,7 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
             if match is None:
                 output = answer.out.strip()[:60]
                 raise SubmissionUnknown(
-                    f"sbatch printed no job id but {output!r}", where="sbatch", hint="look with `squeue --me`"
+                    f"sbatch printed {output!r} instead of a job id", where="sbatch", hint="look for it: `squeue --me`"
                 )
             return match[1]
         if answer.away and "Connection refused" not in answer.err:  # it may have accepted the job
@@ -58,7 +59,7 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
             raise Refused(answer.reason, where="sbatch", hint="change the job's options")
         if time.monotonic() + pause > deadline:
             raise Refused(
-                f"{answer.reason} (for {patience_s:.0f} s)",
+                f"{answer.reason} (retried for {patience_s:.0f} s)",
                 where="sbatch",
                 hint="wait until the controller answers (`scontrol ping`), then submit again",
             )
@@ -68,8 +69,8 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
 
 
 def find_job(token: str, deadline: float) -> str | None:
-    """Return the id of the job with `token` in its comment; None if there is no such job.
-    SubmissionUnknown if the controller does not answer before `deadline` (time.monotonic())."""
+    """Return the id of the job whose comment contains `token`; None if there is none.
+    Raise SubmissionUnknown if the controller does not answer before `deadline`, a value of time.monotonic()."""
     pause = 1.0
     while True:
         answer = slurm("squeue", "--me", "--noheader", "--states=all", f"--format=%i{SEPARATOR}%k")
@@ -88,7 +89,7 @@ def find_job(token: str, deadline: float) -> str | None:
 
 @contextlib.contextmanager
 def cancel_on_error(job_id: str) -> Iterator[None]:
-    """Cancel the job if the block fails: without a record of it, nobody would know the job."""
+    """Cancel the job if the block, which records it, fails: nobody would know of the job."""
     try:
         yield
     except BaseException:

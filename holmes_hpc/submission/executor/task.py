@@ -1,4 +1,4 @@
-"""The program of every task of a job: it runs the function that submitit pickled, and no code of other users.
+"""The program of every task of a job. It runs the function that submitit pickled, but no code of other users.
 
 `python … -m holmes_hpc.submission.executor.task FOLDER [IMPORT_PATH [WORKING_DIRECTORY]]`
 """
@@ -26,9 +26,9 @@ _PICKLE_WAIT_S = 60  # as submitit: the pickle's name has the job id, which is k
 
 
 def task_arguments(folder: Path, module: str = __name__, *, any_version: bool = False) -> list[str]:
-    """Return the arguments of `python` that run a task of the job submitted in `folder`, with unbuffered output.
+    """Return the arguments of `python` that run `module`, the program of a task of the job submitted in `folder`.
 
-    The task finds the modules beside the program that submits it, unless other users could write there.
+    The task can import modules beside the program that submits it, unless other users may write there.
     `any_version`: the nodes' Python may have another version than this one."""
     import_path = os.path.abspath(sys.path[0]) if sys.path else ""
     is_safe = os.path.isdir(import_path) and other_writers(import_path) is None
@@ -56,8 +56,8 @@ class LocalTaskExecutor(LocalExecutor):
 
 
 def prepare(folder: Path, import_path: str = "", working_directory: str = "") -> Path:
-    """Wait for the pickle of this task, and return its path. Make the modules beside the submitting program importable.
-    Exit if other users could have written the pickle."""
+    """Wait for the pickle of this task and return its path. Make the modules in `import_path` importable.
+    Exit with code 2 if there is no pickle, or if other users could have written it."""
     if working_directory:
         os.chdir(working_directory)
     os.environ["SUBMITIT_FOLDER"] = str(folder)

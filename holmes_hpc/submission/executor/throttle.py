@@ -1,9 +1,9 @@
 """A throttle for heterogeneous jobs, which cannot be arrays: ``python -m ….throttle FILE JOB_ID``.
 
-At most `limit` jobs run at a time. Each later job depends (``afterany``) on an earlier one, so the limit holds even
-without the client or the batch scripts. When a job ends, its batch script calls this module: the first waiting job then
-depends on the ended job and starts. The job that depended on the ended one takes over the other's dependency. So a long
-job delays no other job.
+At most `limit` jobs run at a time. Each later job depends (``afterany``) on an earlier one, so Slurm alone keeps the
+limit. But a job that depends on a long one could wait while others end. So a job that ends calls this module in its
+batch script. The first job in the queue then gets a dependency on the ended job and starts; the job that depended on
+the ended one gets the first one's dependency.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ _COMMON_KEY = "own"  # the key of JobQueue.common_dependency in the file
 
 @dataclass
 class JobQueue:
-    """The jobs of a throttle.
-    `order`: job ids in order of submission; `waits`: job -> the job that it depends on; `ended`: jobs whose batch
-    script has ended; `common_dependency`: the user's dependencies, which all jobs have."""
+    """The jobs of a throttle, as job ids. `order`: in order of submission; `waits`: job -> the job that it depends on;
+    `ended`: jobs whose batch script has ended; `common_dependency`: the user's dependencies, which all jobs have."""
 
     order: list[str] = field(default_factory=list)
     waits: dict[str, str] = field(default_factory=dict)
@@ -46,7 +45,8 @@ class JobQueue:
         return json.dumps(data)
 
     def next_predecessor(self, limit: int) -> str | None:
-        """Return the job that the next submitted job must depend on; None if it need not wait."""
+        """Return the job on which the next submitted job must depend; None if it need not wait.
+        In the second case a job that has ended may leave `order`, because the next job takes its place."""
         if len(self.order) < limit:
             return None
         chain_ends = [job for job in self.order if job not in self.waits.values()]  # no job depends on these
@@ -56,6 +56,7 @@ class JobQueue:
         return chain_ends[0]
 
     def successor(self, job: str) -> str | None:
+        """Return the job that depends on `job`; None if there is none."""
         return next((waiting for waiting, predecessor in self.waits.items() if predecessor == job), None)
 
     def dependency(self, job: str) -> str:
@@ -64,14 +65,14 @@ class JobQueue:
 
 @dataclass
 class Throttle:
-    """A limit on running jobs. `path`: its :class:`JobQueue` as JSON, on a file system that all nodes share."""
+    """A limit on running jobs. `path`: the file with its :class:`JobQueue`, on a file system that all nodes share."""
 
     path: Path
     limit: int
 
     def submit(self, dependency: str | None, submit_job: Callable[[str | None], Any]) -> Any:
-        """Return the job that `submit_job` makes from its dependencies: `dependency` and one on an earlier job.
-        The queue is locked meanwhile."""
+        """Return the job that ``submit_job(dependencies)`` submits: with the user's `dependency` and, if the limit is
+        reached, one on an earlier job. The queue is locked meanwhile."""
         with _locked_queue(self.path) as queue:
             queue.common_dependency = dependency or ""
             predecessor = queue.next_predecessor(self.limit)
@@ -84,7 +85,7 @@ class Throttle:
 
 @contextlib.contextmanager
 def _locked_queue(path: Path) -> Iterator[JobQueue]:
-    """Load the queue from its file, and save it after the block. The lock holds on all nodes."""
+    """Load the queue from its file, and save it after the block. The file is locked for all nodes."""
     with locked(path.with_name(f"{path.name}.lock"), wait_s=60):
         try:
             queue = JobQueue.from_json(path.read_text(encoding="utf-8"))
@@ -95,7 +96,7 @@ def _locked_queue(path: Path) -> Iterator[JobQueue]:
 
 
 def release_next(path: Path, job: str) -> None:
-    """Record that `job` is about to end, and let the first waiting job follow it."""
+    """Record that `job` is about to end, and make the first waiting job depend on it (see the top of this file)."""
     with _locked_queue(path) as queue:
         if job in queue.ended:
             return

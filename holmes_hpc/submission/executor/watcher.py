@@ -1,7 +1,7 @@
-"""States of submitted jobs: from sacct, else squeue, else scontrol, else the batch script's exit record.
+"""The states of submitted jobs, from sacct, else squeue, else scontrol, else the exit record of the batch script.
 
-Job ids repeat. A row of another job with the same id has another batch script name, which is unique. If that name is
-unknown, the job's name and submission time are compared.
+A reinstalled Slurm uses job ids again. The path of the batch script has a unique token, which shows whether a row
+belongs to a job. If the token is unknown, the job's name and its time of submission are compared.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from holmes_hpc.slurm.job_queries import (
 from holmes_hpc.slurm.job_states import CONTROLLER, REQUEUED, UNKNOWN, JobState, Row, SlurmState, join
 
 _SLACK_S = 120  # clocks of client and controller may differ by this much
-_PARTIAL_GRACE_S = 20
-
-_YOUNG_S = 15
-_REQUEUED_GRACE_S = 15  # time until the queue shows a requeued job
-_LOST_S = 60  # this long after submission the controller knows every job that has not ended
+_PARTIAL_GRACE_S = 20  # from the end of a job until the database has the rows of all its components
+_YOUNG_S = 15  # from a submission until the database has the job
+_REQUEUED_GRACE_S = 15  # from a requeue until the queue shows the job again
+_LOST_S = 60  # from a submission until the controller certainly knows the job
 
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """The properties that distinguish a job from others with the same id.
-    `record`: its batch script's exit record; `token`: unique to its submission, part of its batch script's name."""
+    """The properties that tell a job from others with the same id. `submitted`: Unix seconds; `record`: path of its
+    batch script's exit record; `token`: unique to its submission, part of its batch script's path."""
 
     name: str | None = None
     submitted: float | None = None
@@ -57,6 +56,7 @@ class JobIdentity:
         )
 
     def matches(self, row: Row) -> bool:
+        """Return whether `row`, which has the same job id, may belong to this job."""
         if self.token and row.token:  # names can change while a job runs, and the database truncates them
             return self.token == row.token
         if self.name is not None and row.name and _database_name(row.name) != _database_name(self.name):
@@ -66,12 +66,13 @@ class JobIdentity:
 
 
 def _database_name(name: str) -> str:
-    """Return a job's name as slurmdbd stores it: with every quote as a backquote."""
+    """Return a job's name as the accounting database stores it, with a backquote in place of every quote."""
     return re.sub(r"[\"'`\\]", "`", name).strip()
 
 
 def read_exit_record(path: Path, since: float | None = None) -> JobState | None:
-    """Return the state in a batch script's exit record (``STATUS EPOCH SIGNAL``); None if it is older than `since`."""
+    """Return the state that a batch script's exit record (``STATUS EPOCH SIGNAL``) shows; None if the record is
+    missing, unreadable or older than `since` (Unix seconds)."""
     try:
         fields = path.read_text(encoding="utf-8", errors="replace").split()
         status, ended = int(fields[0]), float(fields[1])
@@ -84,9 +85,9 @@ def read_exit_record(path: Path, since: float | None = None) -> JobState | None:
 
 
 class StateWatcher(core.InfoWatcher):
-    """submitit's watcher for (heterogeneous) jobs: one query for all jobs of this process, with backoff.
+    """A watcher as in submitit that queries the states of all jobs of this process at once.
 
-    `delay_s`: the longest pause between queries, except with mode ``force``.
+    While no command answers, pauses between queries grow up to `delay_s`, except with mode ``force``.
     """
 
     def __init__(self, delay_s: int = 20) -> None:
@@ -100,11 +101,10 @@ class StateWatcher(core.InfoWatcher):
         self._partial_since: dict[str, float] = {}
         self._down_until: dict[str, float] = {}
         self._failures = 0
-        self._controller: str | None = None  # the command by which the controller answered the last query
+        self._controller: str | None = None  # the command (of CONTROLLER) that answered in the last query
 
     def set_identity(self, job_id: str, identity: JobIdentity) -> bool:
-        """Set the identity of the job with this id. If the id belonged to another job, forget that one and return
-        True."""
+        """Set the identity of the job with this id. Return True if it had that of another job, which is forgotten."""
         previous = self._identities.get(job_id)
         is_other_job = previous is not None and previous.differs_from(identity)
         if is_other_job:
@@ -141,6 +141,7 @@ class StateWatcher(core.InfoWatcher):
         return self._is_final(job_id, self.state_of(job_id, mode))
 
     def _is_final(self, job_id: str, state: JobState) -> bool:
+        """Return whether the job has ended in `state` and neither a requeue nor a late row can change that."""
         if state.unsettled:
             return False
         num_components = self._identity(job_id).components
@@ -192,9 +193,10 @@ class StateWatcher(core.InfoWatcher):
             self._ended_at.setdefault(job_id, time.monotonic())
 
     def _state_without_row(self, job_id: str) -> JobState | None:
-        """Return the state of a job that no source lists.
-        Its exit record counts, but unless the controller answers, the job may have been requeued since. Without a
-        record, the job is lost if the controller answers and should know it."""
+        """Return the state of a job that no command lists; None to keep the one before.
+
+        Its exit record counts. If the controller does not answer, the job may have been requeued since then, so the
+        state is unsettled. Without a record, a job that the controller should know has failed."""
         identity = self._identity(job_id)
         state = read_exit_record(identity.record, identity.submitted) if identity.record else None
         if state is not None:
@@ -203,12 +205,13 @@ class StateWatcher(core.InfoWatcher):
             return None
         # squeue --me lists only this user's jobs
         if self._age(job_id) >= _LOST_S and identity.record and is_own(identity.record.parent):
-            return JobState("FAILED", "lost: it no longer knows the job", source="nobody")
+            return JobState("FAILED", "lost: Slurm no longer knows the job", source="nobody")
         return None if job_id in self._states else JobState(source=self._controller)
 
     def _query_states(self, job_ids: set[str]) -> dict[str, JobState]:
-        """Return the states of the jobs that a source lists. Query each further source only for missing jobs.
-        If jobs wait, or may be too new for the database, query squeue first: only it has the reason."""
+        """Return the states of those jobs that Slurm's commands list. Each further command is run only for jobs that
+        the earlier ones do not list, or whose state in the database is doubtful. squeue comes first if jobs wait (only
+        it has the reason) or may be too new for the database."""
         sources = [
             ("sacct", sacct_command, parse_sacct),
             ("squeue", squeue_command, parse_squeue),
@@ -257,7 +260,7 @@ class StateWatcher(core.InfoWatcher):
         return self._states.get(job_id, JobState()).state == UNKNOWN and self._age(job_id) < _YOUNG_S
 
     def _age(self, job_id: str) -> float:
-        """Return seconds since the job's submission; if that is unknown, since its registration in this process."""
+        """Return the seconds since the job was submitted; if that is unknown, since this process registered it."""
         return time.time() - (self._identity(job_id).submitted or self._registered_at.get(job_id, 0))
 
     def _identity(self, job_id: str) -> JobIdentity:

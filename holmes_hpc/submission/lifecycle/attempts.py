@@ -9,12 +9,12 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import LEADER
 
-START_MARK = "holmes: start of job"  # the batch script logs it at the start of every attempt
+START_MARK = "holmes: start of job"  # starts a line of the batch script's log at the start of every attempt
 
 
 def latest_attempt_log(run: RunDirectory) -> list[str] | None:
-    """Return the last lines that the latest attempt wrote into the batch script's log.
-    None if the run's job has not started yet, so that the log is of an earlier job."""
+    """Return the last lines that the latest attempt wrote into the batch script's log; None if the run's job has not
+    started yet, so that the log is an earlier job's."""
     lines = tail(run.logs / "batch.txt", 200)
     starts = [number for number, line in enumerate(lines) if line.startswith(START_MARK)]
     if not starts:
@@ -28,13 +28,13 @@ def latest_attempt_log(run: RunDirectory) -> list[str] | None:
 
 
 def attempt_id(environ: Mapping[str, str]) -> str:
-    """Return the id of this attempt: ``JOB_ID/RESTARTS``."""
+    """Return ``JOB_ID/RESTARTS`` for the attempt that has the variables `environ`."""
     return f"{environ.get(LEADER) or environ.get('SLURM_JOB_ID') or 'local'}/{environ.get('SLURM_RESTART_COUNT') or 0}"
 
 
 def has_new_steps(run: RunDirectory, attempt: str) -> bool:
-    """Return whether the attempt with this id got further than every earlier one.
-    An attempt that rank 0 did not record made no step."""
+    """Return whether the attempt with the id `attempt` made steps beyond those of every earlier one.
+    An attempt that rank 0 did not record made none."""
     attempts = run.read_run()["attempts"]
     if not attempts or attempts[-1].get("start", attempt) != attempt:
         return False
@@ -44,7 +44,7 @@ def has_new_steps(run: RunDirectory, attempt: str) -> bool:
 
 
 def count_failures(run: RunDirectory, attempt: str) -> int:
-    """Return how many earlier attempts of the same job failed."""
+    """Return the number of recorded attempts that failed, of the job that the id `attempt` names."""
     job_id = attempt.partition("/")[0]
     return sum(
         a.get("ended") == "failed" and str(a.get("start", "")).partition("/")[0] == job_id
@@ -53,14 +53,15 @@ def count_failures(run: RunDirectory, attempt: str) -> int:
 
 
 def startup_phase(run: RunDirectory, rank: int = 0) -> str:
-    """Describe what a running job does before its first step, judging by the log of `rank`."""
+    """Return a text on what a running job does before its first step, according to the log of `rank`."""
     if not (log := run.log_path(rank)).exists():
         return "the nodes start the ranks"
     return "ranks set up" if tail(log, 1) else "ranks load torch and Megatron-Core"
 
 
 def state_detail(run: RunDirectory, state: JobState, step: int | None) -> str:
-    """Return why a job waits, or what a running job does if `step` is None: it has not made a step yet."""
+    """Return a text on why a job waits, or on what a running job does before its first step; empty for other jobs.
+    `step`: number of the run's last step, None before the first."""
     return state.why or (startup_phase(run) if state.state == "RUNNING" and step is None else "")
 
 
@@ -70,12 +71,13 @@ def last_step(run: RunDirectory) -> int | None:
 
 
 def has_recorded_end(run: RunDirectory, attempt: str) -> bool:
-    """Return whether the end of the attempt is recorded, so that the job will be requeued."""
+    """Return whether the run's latest attempt has the id `attempt` and its end is recorded, as before a requeue."""
     return any(a.get("start") == attempt for a in run.read_run()["attempts"][-1:])
 
 
 def record_attempt_end(run: RunDirectory, attempt: str, state: str) -> None:
-    """Record an attempt's last step and how it ended, before a requeue. The next attempt is compared with them."""
+    """Record the last step of the latest attempt and the state in which it ended, before a requeue.
+    :func:`has_new_steps` compares the next attempt with it."""
     attempts = run.read_run()["attempts"]
     if attempts and "start" not in attempts[-1]:
         step = last_step(run)

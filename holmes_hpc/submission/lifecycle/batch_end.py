@@ -1,12 +1,12 @@
 """Last command of a job's batch script:
 ``python -m holmes_hpc.submission.lifecycle.batch_end RUN_DIR STATUS SIGNAL [--so-far|--again]``.
 
-It determines how the ranks ended. Then it requeues the job (at the leader) or writes result.json. Its exit code is the
-job's. A job is requeued after preemption, after its time limit, and after at most train.max_restarts failures. In each
-case its last attempt must have made a new step.
+It determines how the ranks ended, and requeues the job or writes result.json. Its exit code becomes the job's. A job is
+requeued after preemption, after its time limit, and after at most train.max_restarts failures. In each case its last
+attempt must have made a new step.
 
-With ``--so-far`` the job was signalled and its ranks still run: a provisional result is written, in case the final one
-cannot be. A requeued job runs it first with ``--again``: see :func:`check_requeued_job`.
+``--so-far``: the job was signalled and its ranks still run. A provisional result is written, in case the job is killed
+before the final one. ``--again``: the job was requeued and starts again, see :func:`check_requeued_job`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JOB_RECORD_WAIT_S = 30.0  # from sbatch's answer to the job id in the run's reco
 
 
 def end_messages(run: RunDirectory) -> str:
-    """Return what slurmd logged about the end of the job, and srun about the end of its tasks."""
+    """Return the text of slurmd's messages about the end of the job and of srun's about the end of its tasks."""
     return "\n".join([*(latest_attempt_log(run) or ()), *tail(run.logs / "srun.txt", 200)])
 
 
@@ -75,8 +75,8 @@ def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, re
 
 
 def is_run_of_another_job(run: RunDirectory, job_id: str) -> bool:
-    """Return whether the run is another job's, so that this job must not record its end; log that.
-    A job may end before its id is recorded. Then wait for the record."""
+    """Return whether run.yaml names another job, so that this job must not record the run's end; if so, log it.
+    If the job ends while it is still being submitted, wait until its id is recorded."""
     deadline = time.monotonic() + JOB_RECORD_WAIT_S
     while (
         str(recorded_id := (run.read_run()["slurm"] or {}).get("job_id")) != job_id
@@ -91,7 +91,8 @@ def is_run_of_another_job(run: RunDirectory, job_id: str) -> bool:
 
 
 def write_provisional_result(run: RunDirectory, status: int, job_id: str) -> int:
-    """Write a result while the ranks are shutting down. Any later result replaces it."""
+    """Write a result while the ranks are shutting down; a later one replaces it. Return the exit code of this command.
+    `status`: the exit status of the job's step so far."""
     if is_run_of_another_job(run, job_id):
         return 1
     state = read_cancellation(end_messages(run)) or ending_state(job_id)

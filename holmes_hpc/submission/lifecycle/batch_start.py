@@ -2,8 +2,8 @@
 ``python -m holmes_hpc.submission.lifecycle.batch_start RUN_DIR PLAN MAX_RESTARTS [KEY=VALUE]...``.
 
 It creates the run directory of a plan, with the configuration that the ranks will have, and records the job's id. After
-a requeue the directory exists and stays as it is. MAX_RESTARTS: train.max_restarts, unless an override sets it. A
-requeued job may end here: see :func:`holmes_hpc.submission.lifecycle.requeue.check_requeued_job`.
+a requeue the directory exists and stays as it is. MAX_RESTARTS is the value of train.max_restarts, unless an override
+sets it. A requeued job may end here: see :func:`holmes_hpc.submission.lifecycle.requeue.check_requeued_job`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holmes_hpc.submission.lifecycle.status import job_of
 
 def prepare_run(directory: Path, plan_path: Path, max_restarts: int = 0, overrides: Sequence[str] = ()) -> RunDirectory:
     """Create the run directory unless it exists, record the job's id, and return the directory.
-    PlanError for a plan that cannot be run, ConfigError for a bad override, RecordError for a bad directory."""
+    Raise PlanError for an invalid plan, ConfigError for a bad override, RecordError for a bad directory."""
     run, job_id = RunDirectory(directory), os.environ.get("SLURM_JOB_ID", "")
     with hold_submission_lock(directory, "the batch script"):
         if not run.exists():
@@ -57,20 +57,22 @@ def _check_earlier_job(run: RunDirectory, job_id: str) -> None:
     state = earlier_job.state("force")
     if not state.ended and not state.forgotten:
         raise RecordError(
-            f"job {earlier_job.id} uses it ({state.state})",
+            f"job {earlier_job.id} of this run is still {state.state}",
             where=str(run.path),
             hint=f"wait for its end, or `scancel {earlier_job.id}`; or give RUN another directory",
         )
 
 
 def _check_components(plan: Plan, where: str) -> None:
-    """Raise ConfigError if this job differs from the plan's in components, nodes or ranks per node."""
+    """Raise ConfigError if this job has other components, nodes or ranks per node than the plan. `where`: its path."""
     count = int(os.environ.get("SLURM_HET_SIZE") or 1)
     if "SLURM_JOB_ID" not in os.environ:
         return
     hint = "write the script for this plan: `holmes submit PLAN --template FILE`"
     if count != len(plan.components):
-        raise ConfigError(f"the plan has {len(plan.components)} components, this job {count}", where=where, hint=hint)
+        raise ConfigError(
+            f"the plan has {len(plan.components)} components, this job has {count}", where=where, hint=hint
+        )
     for index, part in enumerate(plan.components):
         nodes = os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{index}") or (
             os.environ.get("SLURM_JOB_NUM_NODES") if count == 1 else None
@@ -78,8 +80,8 @@ def _check_components(plan: Plan, where: str) -> None:
         ranks = os.environ.get(TASKS_PER_NODE.format(index))
         if (nodes or str(part.nodes), ranks or str(part.gpus_per_node)) != (str(part.nodes), str(part.gpus_per_node)):
             raise ConfigError(
-                f"component {index} ({part.fabric}) of the plan is {part.nodes} nodes x"
-                f" {part.gpus_per_node} ranks, this job's is {nodes} x {ranks}",
+                f"component {index} ({part.fabric}) of the plan has {part.nodes} nodes with"
+                f" {part.gpus_per_node} ranks each, this job's has {nodes} with {ranks}",
                 where=where,
                 hint=hint,
             )

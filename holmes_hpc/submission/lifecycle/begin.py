@@ -1,4 +1,4 @@
-"""Forward to batch_start, for batch scripts that were written when it had this name."""
+"""The former name of batch_start, which older batch scripts still call."""
 
 from holmes_hpc.submission.lifecycle.batch_start import main
 

@@ -31,13 +31,13 @@ from holmes_hpc.submission.lifecycle.requirements import check_megatron_core, in
 from holmes_hpc.submission.lifecycle.status import run_status
 
 PACKAGES = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
-LOCK = ".starting"  # held from the first look at a run until its job is recorded
+LOCK = ".starting"  # lock file in a run directory, held from the first look at the run until its job is recorded
 
 
 @contextlib.contextmanager
 def hold_submission_lock(path: Path, command: str) -> Iterator[None]:
     """Lock the run directory `path` while `command` submits its job. Create the directory if it does not exist.
-    RecordError if another process holds the lock, or if other users may write into the directory."""
+    Raise RecordError if another process holds the lock, or if other users may write into the directory."""
     refuse_other_writers(path)
     is_new = not path.exists()
     try:
@@ -65,18 +65,18 @@ def hold_submission_lock(path: Path, command: str) -> Iterator[None]:
 
 
 def is_being_submitted(path: Path) -> bool:
-    """Return whether a process submits the job of the run in `path`, or was killed while it did."""
+    """Return whether a process is submitting the job of the run in `path`, or was killed while it did so."""
     return has_owner(path / LOCK)
 
 
 def files_without_lock(path: Path) -> list[str]:
-    """Return the names of the files in `path` except the lock; none if it is no directory."""
+    """Return the sorted names of all files in `path` except the lock file; none if it is no directory."""
     return sorted(name for name in os.listdir(path) if name != LOCK) if path.is_dir() else []
 
 
 def run_directory_path(config: Configuration, plan: Plan) -> Path:
-    """Return the directory of a new run: `run_dir`, or `name` under the runs' root.
-    The default name consists of time, model and plan."""
+    """Return the path of a new run: `run_dir` of the configuration, else its `name` in the directory of runs.
+    The default name consists of time, model and plan id. Raise ConfigError for a name or path that cannot be used."""
     name = config.name
     name = str(name) if name is not None else f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.model.name}-{plan.id[:6]}"
     path = (Path(config.run_dir) if config.run_dir else runs_root() / name).absolute()
@@ -100,10 +100,10 @@ def create_run(
     config: Configuration, plan: Plan, overrides: Sequence[str], needs_empty_directory: bool = False
 ) -> RunDirectory:
     """Create the directory and the record of a new run.
-    ConfigError if it must be empty and is not; RecordError if it already holds a run."""
+    Raise ConfigError if the directory must be empty and is not, RecordError if it already holds a run."""
     path = run_directory_path(config, plan)
     if needs_empty_directory and not RunDirectory(path).exists() and files_without_lock(path):
-        raise ConfigError("the directory has other files", where=str(path), hint="give the run an empty directory")
+        raise ConfigError("the directory is not empty", where=str(path), hint="give the run a new or empty directory")
     if RunDirectory(path).exists() and config.name is not None and path == (runs_root() / str(config.name)).absolute():
         raise RecordError(
             "it already holds a run", where=str(path), hint="continue it with `holmes resume`, or give another name"
@@ -119,8 +119,8 @@ def create_run(
 
 
 def record_fields(config: Configuration, plan: Plan) -> dict[str, Any]:
-    """Return the other fields of a new run's record: components, emulated layer time, versions and commit.
-    ConfigError if the installed Megatron-Core cannot train it."""
+    """Return the fields of run.yaml on plan and installation: components, emulated layer time, versions and commit.
+    Raise ConfigError if the installed Megatron-Core cannot train the run."""
     check_megatron_core(config.train.optimizer)
     return {
         "components": plan.layout,
@@ -132,18 +132,18 @@ def record_fields(config: Configuration, plan: Plan) -> dict[str, Any]:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Return the installed versions of the packages that influence a run's figures."""
+    """Return {package: version} of the installed packages that can influence a run's results."""
     return {name: version for name in PACKAGES if (version := installed_version(name)) is not None}
 
 
 def _is_over(state: str) -> bool:
-    """Return whether a run in this state has no job: it has ended, or was never submitted."""
+    """Return whether a run in this state (of a table) has ended or was never submitted."""
     return is_final(state) or state == NOT_SUBMITTED.lower()
 
 
 def remove_unused_run(run: RunDirectory) -> None:
-    """Remove the files of a run without a step whose job ended or was never submitted, so that its name is free.
-    The directory stays, with the lock. A run beside other files stays too."""
+    """Empty the directory of a run that has no steps and no active job, so that a new run can take its name.
+    A directory that also has files of another origin stays as it is."""
     if not run.exists() or run.metrics_bytes() or any(run.checkpoints.glob("*")):
         return
     state, names = run_status(run).state, files_without_lock(run.path)
@@ -157,14 +157,16 @@ def remove_unused_run(run: RunDirectory) -> None:
 
 
 def refuse_unless_ended(run: RunDirectory, state: str) -> None:
-    """Raise ConfigError unless a run whose job is in `state` is known to have ended: by that state, or by the exit
-    records of all its ranks."""
+    """Raise ConfigError if a run may still be active: its `state` (of a table) is not final and not all of its ranks
+    have exit records, or a process trains into its directory."""
     if is_locked(run.path / TRAINING_LOCK) or not (_is_over(state) or _all_ranks_exited(run)):
         is_known = state != UNKNOWN.lower()
         raise ConfigError(
-            f"it is {state}" if is_known else "whether it has ended is not known",
+            f"the run is {state}" if is_known else "whether the run has ended is not known",
             where=str(run.path),
-            hint="wait for its end, or `holmes cancel` it" if is_known else "remove it where its job can be asked for",
+            hint="wait for its end, or `holmes cancel` it"
+            if is_known
+            else "remove it on the machine that it ran on, or on one whose Slurm knows its job",
         )
 
 
@@ -177,7 +179,7 @@ def _all_ranks_exited(run: RunDirectory) -> bool:
 
 def remove_run(run: RunDirectory) -> None:
     """Remove a run with its checkpoints, including those in `train.checkpoint_dir`.
-    ConfigError unless it is known to have ended; RecordError if its job is being submitted."""
+    Raise ConfigError if the run may be active, RecordError if its job is being submitted."""
     with hold_lock(run.path / LOCK, LockOwner.current("`holmes rm`")):
         refuse_unless_ended(run, run_status(run).state)
         checkpoints, name = run.checkpoints.resolve(), run.name
@@ -188,8 +190,8 @@ def remove_run(run: RunDirectory) -> None:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The plan and configuration of a continued run, and the configuration recorded so far.
-    `missing_keys`: keys that the recorded one lacks, because an older version wrote it."""
+    """The plan and the configuration with which a run continues. `recorded_config`: the one so far; `missing_keys`:
+    keys that run.yaml lacks, because an older version wrote it."""
 
     plan: Plan
     config: Configuration
@@ -200,12 +202,13 @@ class Continuation:
 def prepare_continuation(
     run: RunDirectory, state: str, overrides: Sequence[str], plan_path: str | None
 ) -> Continuation:
-    """Return how `run`, whose job is in `state`, continues with `overrides` and the plan at `plan_path` (or its own).
+    """Return how `run`, whose state in a table is `state`, continues with `overrides` and the plan at `plan_path`, by
+    default its own.
 
-    ConfigError if the run is active, has made all its steps, or if the plan is for another model or batch. PlanError if
-    the plan is for another site."""
+    Raise ConfigError if the run is active, has made all its steps, or if the plan is for another model or batch;
+    PlanError if the plan is for another site; RecordError if run.yaml has no complete configuration."""
     if not _is_over(state):
-        raise ConfigError(f"it is {state}", where=str(run.path), hint="wait for its end, or `holmes cancel` it")
+        raise ConfigError(f"the run is {state}", where=str(run.path), hint="wait for its end, or `holmes cancel` it")
     if not {"launcher", "train", "slurm"} <= run.config.keys():
         raise RecordError(
             "run.yaml has no complete configuration",
@@ -218,7 +221,7 @@ def prepare_continuation(
     config = replace(applied(recorded_config, overrides), **paths) if overrides else recorded_config
     if state == "completed" and config.train.steps <= recorded_config.train.steps:
         raise ConfigError(
-            f"it has made all of its {recorded_config.train.steps} steps",
+            f"the run has made all of its {recorded_config.train.steps} steps",
             where=str(run.path),
             hint=f"for more: holmes resume {run.name} train.steps=N",
         )

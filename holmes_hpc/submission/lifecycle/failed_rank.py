@@ -1,7 +1,7 @@
-"""The rank that ended a run, and its error, from the ranks' exit records and srun's error messages.
+"""The rank whose failure ended a run, and its error, from the ranks' exit records and srun's error messages.
 
-A killed rank leaves no exit record. srun names it (``srun: error: ib2: task 3: Killed``) before it kills the others. In
-a local job the ranks' parent process records how they exited.
+A killed rank leaves no exit record. srun reports it (``srun: error: ib2: task 3: Killed``) before it kills the others.
+In a local job, the parent process of the ranks records their exit codes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SRUN_ERROR = re.compile(
     re.MULTILINE,
 )
 _NODE_FAILED = "node failure"
-_BY_SIGNAL = "killed by signal"  # our message for a local rank; the others are srun's commonest
+_BY_SIGNAL = "killed by signal"  # message for a local rank; the others in _SIGNALS are srun's most frequent ones
 _SIGKILL_CAUSES = "kill -9, or the kernel for lack of memory"
 _SIGNALS = (
     _BY_SIGNAL,
@@ -50,7 +50,7 @@ _PEER_ERRORS = ("NetworkError", "Connection", "connection", "Broken pipe", "rese
 
 
 def signal_message(number: int) -> str:
-    """Describe the exit of a rank killed by signal `number`."""
+    """Return the error message for a rank that signal `number` killed."""
     with contextlib.suppress(ValueError):
         causes = f": {_SIGKILL_CAUSES}" if number == signal.SIGKILL else ""
         return f"{_BY_SIGNAL} {number:d} ({signal.Signals(number).name}{causes})"
@@ -59,7 +59,8 @@ def signal_message(number: int) -> str:
 
 @dataclass(frozen=True)
 class SrunError:
-    """One error line of srun: how these tasks (global ranks, see :func:`parse_srun_errors`) on these nodes ended."""
+    """One error message of srun about the end of tasks. `nodes`: host list; `tasks`: global ranks, see
+    :func:`parse_srun_errors`."""
 
     nodes: str
     tasks: tuple[int, ...]
@@ -71,7 +72,7 @@ class SrunError:
 
 
 def component_ranks(plan: Plan, nodes: Sequence[str]) -> list[ComponentRanks]:
-    """Return the components of a plan's job that ran on `nodes` (a host list per component)."""
+    """Return the components of a plan's job with their nodes and ranks. `nodes`: a host list for each component."""
     first_ranks = accumulate((component.ranks for component in plan.components), initial=0)
     return [
         ComponentRanks(tuple(expand(names)), first, component.gpus_per_node)
@@ -80,11 +81,11 @@ def component_ranks(plan: Plan, nodes: Sequence[str]) -> list[ComponentRanks]:
 
 
 def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> list[SrunError]:
-    """Return srun's errors about tasks, in the order of `text`; tasks that srun itself terminated come last there.
+    """Return srun's errors about tasks in `text`, in order. Tasks that srun itself terminated come last.
 
-    In a step over several components srun counts tasks from 0 in each component (measured on 22.05). With `components`,
-    the node shows which one is meant, and the tasks become global ranks. If `text` reports a lack of memory, that
-    becomes the cause of killed tasks.
+    In a step over several components, srun counts tasks from 0 in each component (measured on 22.05). `components`
+    shows which one a node belongs to, so that the tasks become global ranks. If `text` reports a lack of memory, that
+    becomes the message of killed tasks.
     """
     errors, memory = [], out_of_memory(text)
     for match in _SRUN_ERROR.finditer(text):
@@ -103,17 +104,19 @@ def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> l
 
 
 def _global_ranks(nodes: str, tasks: Sequence[int], components: Sequence[ComponentRanks]) -> tuple[int, ...]:
+    """Return the global ranks of srun's task numbers on a host list. Numbers that do not fit the position of the first
+    node in its component are global already."""
     first_node = expand(nodes)[0]
     for component in components:
         if first_node in component.nodes:
-            is_local = tasks[0] // component.tasks_per_node == component.nodes.index(first_node)  # else global already
-            return tuple(t + component.first_rank * is_local for t in tasks)
+            counts_in_component = tasks[0] // component.tasks_per_node == component.nodes.index(first_node)
+            return tuple(task + component.first_rank * counts_in_component for task in tasks)
     return tuple(tasks)
 
 
 @dataclass(frozen=True)
 class FailedRank:
-    """The rank that ended the run, its node and its error; None where unknown."""
+    """The rank whose failure ended the run, its node and its error message. None: unknown."""
 
     rank: int | None = None
     node: str | None = None
@@ -125,15 +128,15 @@ def find_failed_rank(
 ) -> FailedRank:
     """Return the rank that failed first, not one that failed because of it.
 
-    A rank killed by a signal leaves no exit record, and its peers record lost connections. So return the first of:
+    `exits`: exit records by time; `ranks`: number of ranks; `hosts`: the host of each rank, as far as recorded. A rank
+    killed by a signal leaves no exit record, and other ranks record lost connections. So return the first of:
 
     1. the earliest recorded failure that is no lost connection
-    2. a task that has an srun error and no record: killed by a signal or on a failed node, else any
-    3. one of `ranks` with neither, with the earliest recorded failure as a hint
+    2. a task without an exit record that srun reports: preferably killed by a signal or on a failed node, but not
+       terminated by srun itself
+    3. a rank without an exit record, if others have one; its error includes the earliest recorded failure
     4. the earliest recorded failure
     5. srun's first error
-
-    Tasks terminated by srun did not fail first. `hosts`: recorded host of each rank.
     """
     recorded_ranks = {int(e["rank"]) for e in exits if "rank" in e}
     failures = [e for e in exits if e.get("state") == "failed"]
@@ -171,8 +174,8 @@ def _node(error: SrunError, task: int) -> str:
 
 @dataclass(frozen=True)
 class LocalExits:
-    """The exits of a local job's ranks. `told`: the job received SIGTERM.
-    `codes`: (rank, exit code) in the order of exits; a negative code is a signal."""
+    """The exits of a local job's ranks. `told`: whether the job received SIGTERM;
+    `codes`: (rank, exit code) in the order of exits. The code -N stands for signal N."""
 
     told: bool = False
     codes: tuple[tuple[int, int], ...] = ()
@@ -187,14 +190,15 @@ class LocalExits:
 
 
 def record_local_exits(folder: Path, job_id: str, terminated: bool, codes: Sequence[tuple[int, int]]) -> None:
-    """Record how the ranks of a local job exited. Their parent calls this when all have.
-    `terminated`: the job received SIGTERM."""
+    """Record how the ranks of a local job exited. Their parent process calls this after the last exit.
+    `terminated`: whether the job received SIGTERM; `codes`: as in :class:`LocalExits`."""
     with contextlib.suppress(HolmesError):
         write_whole(_exits_path(folder, job_id), to_json({"told": terminated, "codes": codes}) + "\n")
 
 
 def read_local_exits(folder: Path, job_id: str) -> LocalExits:
-    """Return how the ranks exited; nothing if their parent recorded nothing or there was none (ranks with GPUs)."""
+    """Return how the ranks of a local job exited; an empty LocalExits if no parent process recorded it, as for ranks
+    with GPUs, which have none."""
     with contextlib.suppress(msgspec.ValidationError):
         return msgspec.convert(read_object(_exits_path(folder, job_id)), LocalExits, strict=False)
     return LocalExits()

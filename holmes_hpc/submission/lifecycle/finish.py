@@ -1,4 +1,4 @@
-"""Forward to batch_end, for batch scripts that were written when it had this name."""
+"""The former name of batch_end, which older batch scripts still call."""
 
 from holmes_hpc.submission.lifecycle.batch_end import main
 

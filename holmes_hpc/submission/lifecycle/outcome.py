@@ -59,7 +59,7 @@ def job_state(run_state: RunState) -> SlurmState:
 
 
 def is_final(state: str) -> bool:
-    """Return whether a state in a table is how a run ended. Else it is the state of an active job, in lower case."""
+    """Return whether the state in a row of a table is that of an ended run, not that of an active job."""
     return state in STATES
 
 
@@ -77,7 +77,7 @@ class StateRow:
 
 
 def last_log_lines(path: Path) -> list[str]:
-    """Return the last lines of a log that are not blank. They are safe for a terminal and for JSON."""
+    """Return at most TAIL_LINES last lines of a log, without blank ones and without control characters."""
     return _printable(tail(path, 2 * TAIL_LINES))
 
 
@@ -87,8 +87,8 @@ def _printable(lines: Iterable[str]) -> list[str]:
 
 
 def quote_log(lines: Iterable[str], error: str, rank: int | None = None) -> list[str]:
-    """Return a log's last lines, marked as a quotation, without those that only repeat `error`.
-    Ranks other than 0 do not log every step, so add that such a rank may have got further."""
+    """Return the lines of a log marked as a quotation, without those that only repeat `error`.
+    `rank`: whose log it is. Ranks other than 0 do not log every step, so a note on that is added to their lines."""
     quotation = [f"  | {line}" for line in lines if not error or error not in line]
     if rank and any(_STEP.search(line) for line in quotation):
         quotation.append(f"  (ranks other than 0 log every {SPARSE_STEPS}th step: it may have made more)")
@@ -103,7 +103,8 @@ def build_result(
     slurm: JobState | None = None,
     srun_errors: Iterable[SrunError] = (),
 ) -> dict[str, Any]:
-    """Return the content of result.json. `status`: the step's exit status, None if unknown."""
+    """Return the content of result.json for the latest attempt. `status`: exit status of the job's step, None if
+    unknown; `signalled`: the job received a signal; `slurm`: state of the job, None if unknown."""
     exits = run.read_exits()
     rank_states = [e.get("state") for e in exits]
     if status and set(rank_states) == {"completed"} and len(exits) >= _count_ranks(run):
@@ -153,7 +154,8 @@ def _count_ranks(run: RunDirectory) -> int:
 
 
 def _error_without_rank(run: RunDirectory, state: RunState, status: int | None) -> str | None:
-    """Return why a run ended if no rank has an error. There is no log if only this machine has the directory."""
+    """Return why a run ended in `state` if no rank has an error; None if it completed. Without any log the likely cause
+    is that the nodes do not share the run directory."""
     if state == "failed" and not any(run.logs.glob("rank-*.txt")) and not (run.logs / "batch.txt").exists():
         return f"no node wrote anything into {run.path}: is it on a file system that all nodes share?"
     unknown_cause = "the job ended before its batch script recorded the cause"
@@ -174,7 +176,7 @@ def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
 
 
 def final_figures(run: RunDirectory) -> dict[str, Any]:
-    """Return the last step's figures; none if there is no step or the metrics cannot be read."""
+    """Return {figure: value} of the last step; empty if there is no step or the metrics cannot be read."""
     last: dict[str, Any] = {}
     with contextlib.suppress(HolmesError):
         last = (run.metrics() or [last])[-1]

@@ -15,12 +15,14 @@ from holmes_hpc.submission.lifecycle.attempts import last_step, startup_phase
 from holmes_hpc.submission.lifecycle.outcome import quote_log
 from holmes_hpc.submission.lifecycle.status import Job, is_conclusive, is_outdated, record_end
 
-QUIET_S, LATER_S, SOON_S = 10.0, 30.0, 120.0  # longest silence, for SOON_S after a change of state and later
+# The longest time without a line on the terminal: in the first EARLY_S after a change of state, and later.
+EARLY_SILENCE_S, LATER_SILENCE_S, EARLY_S = 10.0, 30.0, 120.0
 SETTLE_S = 20  # from the end of the job in Slurm until result.json is visible on this machine
 
 
 class _Display:
-    """The state and the log lines of a run that the user has seen."""
+    """The display of a job's progress, which keeps what the user has seen. `show`: called with each line of the log of
+    `rank`."""
 
     def __init__(self, run: RunDirectory, job: Job, rank: int, show: Callable[[str], None]) -> None:
         self._run, self._job, self._rank, self._show = run, job, rank, show
@@ -31,7 +33,7 @@ class _Display:
         self._silent_since = self._state_since = time.monotonic()
 
     def show_state(self, state: JobState) -> bool:
-        """Show `state` if it differs from the last one. Return whether the state itself, not its details, changed."""
+        """Show the job's state if it or its details (reason, nodes) changed. Return whether the state itself did."""
         last = self._state
         if (state.state, state.why, state.nodes) == (last.state, last.why, last.nodes):
             return False
@@ -44,7 +46,7 @@ class _Display:
         return state.state != last.state
 
     def show_new_lines(self) -> None:
-        """Show the new lines of the rank's log and of the batch script's."""
+        """Show the new lines of the rank's log and of the batch script's log."""
         for line in self._log.lines():
             self._show(line)
             self.log_lines.append(line)
@@ -53,11 +55,12 @@ class _Display:
             console.note(line)
 
     def break_silence(self, state: JobState, poll_s: float) -> None:
-        """Show that the job still waits, starts or runs, if nothing was shown for long."""
+        """Show what the job does if nothing was shown for long. `poll_s`: time until the next call."""
         is_starting = state.state == "RUNNING" and not self.log_lines  # rank 0 logs its set-up
         now = time.monotonic()
         in_state_s = now - self._state_since
-        if now - self._silent_since <= (QUIET_S if is_starting or in_state_s < SOON_S else LATER_S) - poll_s:
+        longest_s = EARLY_SILENCE_S if is_starting or in_state_s < EARLY_S else LATER_SILENCE_S
+        if now - self._silent_since <= longest_s - poll_s:
             return
         if is_starting:
             console.note(f"{startup_phase(self._run, self._rank)}: {in_state_s:.0f} s")
@@ -77,12 +80,11 @@ def report_progress(
     ask: Callable[[], str] | None = None,
     show: Callable[[str], None] = console.text,
 ) -> int:
-    """Show the job's progress until it ends. Return 0 if it completed, 130 after detaching, else 1.
+    """Show the job's progress until it ends. Return the exit code: 0 if it completed, 130 after detaching, else 1.
 
     Read the run directory every `poll_s`; ask Slurm at growing intervals up to `slurm_every_s`. Ctrl-C calls `ask`,
-    which returns ``cancel``, ``detach`` or ``go on``. By default it is a question on the terminal; without a terminal,
-    Ctrl-C detaches. If the batch script could not write result.json, write it. `show` is called with the lines of the
-    rank's log.
+    which returns ``cancel``, ``detach`` or ``go on``. By default it asks on the terminal; without a terminal, Ctrl-C
+    detaches. `show`: called with each line of the log of `rank`. If the job ends without result.json, write it.
     """
     display = _Display(run, job, rank, show)
     asked_at, interval_s = 0.0, 1.0
@@ -123,7 +125,8 @@ def report_progress(
 
 
 def report_end(run: RunDirectory, result: dict[str, object], shown_lines: Collection[str] = ()) -> int:
-    """Show how the run ended, with the last log lines that are not in `shown_lines`. Return the exit code."""
+    """Show how the run ended, with the last log lines that are not in `shown_lines`.
+    Return the exit code: 0 if the run completed, else 1."""
     if result["state"] == "completed":
         console.note(f"{run.name}: completed")
         return 0

@@ -16,7 +16,7 @@ from holmes_hpc.submission.lifecycle.outcome import build_result
 
 
 def reason_to_stop(run: RunDirectory, state: str, attempt: str, *, slurm_requeues: bool = False) -> str | None:
-    """Return why a job whose attempt ended in `state` is not requeued; None if it is.
+    """Return why a job is not requeued whose attempt, with the id `attempt`, ended in `state`; None if it is requeued.
 
     Only failures count towards train.max_restarts. `slurm_requeues`: Slurm preempted the job and requeues it itself."""
     if state in ("completed", "cancelled"):
@@ -29,10 +29,10 @@ def reason_to_stop(run: RunDirectory, state: str, attempt: str, *, slurm_requeue
 
 
 def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
-    """Return 0 if a requeued job may continue, else 1.
+    """Return 0 if a requeued job may continue, else 1, the exit code of its batch script. `restarts`: their number.
 
     Slurm itself requeues a job whose node failed. If the batch script ran on that node, nobody recorded the end of the
-    attempt. It is recorded here, as a failure."""
+    last attempt. This function then records it, as a failure."""
     attempts, result = run.read_run()["attempts"], run.read_result()
     if (
         not attempts

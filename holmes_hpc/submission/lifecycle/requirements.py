@@ -6,13 +6,13 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from holmes_hpc.errors import ConfigError
 
-# Megatron-Core has the option `muon` since 0.18 (before, Muon was a separate module), with Muon of another package.
+# Since 0.18 Megatron-Core has an option for Muon, whose code is in another package. Before, Muon was a separate module.
 MUON = {"megatron-core": ">=0.18", "emerging-optimizers": ">=0.2"}
 
 
 def check_megatron_core(optimizer: str = "adam") -> None:
-    """Raise ConfigError if the installed Megatron-Core is outside the range of pyproject.toml or lacks `optimizer`.
-    A missing one is accepted, because a login node may have none."""
+    """Raise ConfigError if the version of Megatron-Core is outside the range in pyproject.toml, or lacks `optimizer`.
+    Do nothing if it is not installed, as on some login nodes."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 

@@ -36,12 +36,12 @@ from holmes_hpc.submission.lifecycle.outcome import StateRow, build_result, job_
 
 T = TypeVar("T", int, float)
 LOCAL_GRACE_S = 5  # from SIGTERM to SIGKILL for local processes
-# Errors that a damaged record, or one of another program, can cause.
+# Errors that a damaged record, or a file of another program, can cause.
 _BAD_RECORD_ERRORS = (RecordError, TypeError, ValueError, AttributeError, KeyError, OverflowError)
 
 
 class SlurmJob:
-    """A run's job on Slurm. `folder`: submitit's, ``submission/`` of the run directory."""
+    """A run's job on Slurm. `folder`: submitit's folder, ``submission/`` in the run directory."""
 
     def __init__(self, folder: Path, job_id: str) -> None:
         self.id = job_id
@@ -52,7 +52,7 @@ class SlurmJob:
         return self._job.slurm_state("force" if is_other_job and mode == "cache" else mode)
 
     def uid(self) -> int | None:
-        """Return the user id of the job's owner; None if it is not known."""
+        """Return the user id of the job's owner; None if Slurm does not know the job."""
         return job_uid(self.id)
 
     def cancel(self) -> None:
@@ -60,8 +60,8 @@ class SlurmJob:
 
 
 class LocalJob:
-    """A run's processes on this machine. The job id is the process id of submitit's controller.
-    `folder`: submitit's; ``submission/`` of the run directory by default."""
+    """A run's job on a machine without Slurm. Its id is the process id of submitit's controller, the ranks' parent.
+    `started`: Unix seconds; `folder`: submitit's folder, by default ``submission/`` in the run directory."""
 
     def __init__(self, run: RunDirectory, pid: int, host: str, started: float, folder: Path | None = None) -> None:
         self.id, self._run, self._pid, self._host, self._started = str(pid), run, pid, host, started
@@ -78,7 +78,7 @@ class LocalJob:
             return False
 
     def uid(self) -> int | None:
-        """Return the user id of the controller; None if it has ended."""
+        """Return the user id of the job's owner; None if the controller has ended."""
         return psutil.Process(self._pid).uids().real if self._is_alive() else None
 
     def state(self, mode: str = "standard") -> JobState:
@@ -90,7 +90,7 @@ class LocalJob:
         return JobState(state, "", self._host, 0 if state == "COMPLETED" else 1, source="process")
 
     def _final_state(self) -> SlurmState:
-        """Return the Slurm state that describes how the job ended."""
+        """Return the Slurm state that corresponds to how the job ended."""
         results = list(self._folder.glob(f"{self._pid}_*_result.pkl"))
         exits = self._run.read_exits() if self._run.exists() else []  # a plain job of a sweep has no run directory
         if (
@@ -110,14 +110,14 @@ class LocalJob:
 
     def cancel(self) -> None:
         if self._host != socket.gethostname():
-            raise SubmissionError(f"it runs on {self._host}", where=str(self._run.path), hint="cancel it there")
+            raise SubmissionError(f"the job runs on {self._host}", where=str(self._run.path), hint="cancel it there")
         if not self._is_alive():
             return
         if str(self._folder) not in psutil.Process(self._pid).cmdline():
             raise SubmissionError(
-                f"process {self._pid} is not known to be this run's",
+                f"process {self._pid} does not name this run's directory, so it may belong to something else",
                 where=str(self._run.path),
-                hint="if the directory was moved meanwhile, end the process with `kill`",
+                hint=f"if the directory was moved meanwhile, end the process with `kill {self._pid}`",
             )
         self._cancelled.touch()
         children = psutil.Process(self._pid).children(recursive=True)
@@ -131,22 +131,22 @@ Job: TypeAlias = SlurmJob | LocalJob
 
 
 def job_of(run: RunDirectory) -> Job:
-    """Return the job of the latest submission of `run`."""
+    """Return the job of the latest submission of `run`. Raise SubmissionError if it was never submitted."""
     local, slurm = _latest_submission(run.read_run())
     if local:
         return LocalJob(run, int(local["pid"]), str(local.get("host")), float(local.get("started") or 0))
     if slurm:
         return SlurmJob(run.path / "submission", str(slurm["job_id"]))
-    raise SubmissionError("it was never submitted", where=str(run.path), hint="`holmes submit`, or `holmes run`")
+    raise SubmissionError("the run was never submitted", where=str(run.path), hint="start one with `holmes submit`")
 
 
 def is_local(record: Mapping[str, Any]) -> bool:
-    """Return whether the latest submission of the run with this record was to this machine, without Slurm."""
+    """Return whether the run with this record (content of run.yaml) was last started without Slurm."""
     return bool(_latest_submission(record)[0])
 
 
 def _latest_submission(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the sections `local` and `slurm` of a run's record. The one not submitted last is empty."""
+    """Return (section `local`, section `slurm`) of run.yaml. Only the section of the latest submission is not empty."""
     local, slurm = (
         section if isinstance(section, dict) and section.get(key) else {}
         for section, key in ((record.get("local"), "pid"), (record.get("slurm"), "job_id"))
@@ -163,7 +163,8 @@ def _job_id(record: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Status(StateRow):
-    """A row of `holmes status`. `why`: why the job waits and its estimated start, or what it does before step 1."""
+    """A row of `holmes status`. `reason`: Slurm's; `why`: the reason with the estimated start if the job waits, or what
+    it does before its first step; `source`: as in JobState; `step`, `loss`, `step_time_s`: of the last step."""
 
     name: str
     path: str
@@ -186,7 +187,8 @@ class Status(StateRow):
 
 
 def run_status(run: RunDirectory, mode: str = "force") -> Status:
-    """Return the status of a run from its job and its records. If it ended without a result, write one."""
+    """Return the status of a run, from its job and its records. If it ended without result.json, write that file.
+    `mode`: as of submitit's watchers (``force``, ``standard``, ``cache``)."""
     return run_statuses([run], mode)[0]
 
 
@@ -213,7 +215,8 @@ def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Stat
 
 @contextlib.contextmanager
 def _bad_records_as_rows(run: RunDirectory, rows: dict[RunDirectory, Status], is_only_run: bool) -> Iterator[None]:
-    """Turn an error from a bad record into a row "unreadable"; raise it if there is only one run."""
+    """Turn an error that the run's record causes in the block into a row "unreadable" in `rows`.
+    Raise RecordError instead if `is_only_run`."""
     try:
         yield
     except _BAD_RECORD_ERRORS as e:
@@ -230,8 +233,8 @@ def is_conclusive(result: Mapping[str, Any]) -> bool:
 
 
 def is_outdated(result: Mapping[str, Any] | None, last_step: int | None) -> bool:
-    """Return whether a result is missing, or was written by a follower before the last step.
-    A signalled job makes one more step, and may be killed before its batch script writes the result."""
+    """Return whether a result is missing, or a follower wrote it before the run's last step. A signalled job makes one
+    more step, and may be killed before its batch script writes the result."""
     return result is None or (result["writer"] == "follower" and (result["final"].get("step") or 0) < (last_step or 0))
 
 
@@ -267,13 +270,13 @@ def _status(
 
 
 def _number(value: Any, kind: type[T]) -> T | None:
-    """Return a recorded number as `kind`; None if it is no number, because other programs may write records."""
+    """Return a recorded number converted to `kind`; None for another value, which other programs may have written."""
     return kind(value) if isinstance(value, (int, kind)) and not isinstance(value, bool) else None
 
 
 def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
-    """Write result.json for a job whose batch script could not, and return it.
-    Only return it if the disk is full or other users may write into the run directory."""
+    """Write result.json for a job whose batch script did not, and return its content. `state`: the job's.
+    On a full disk, or if other users may write into the run directory, only return it."""
     code = state.exit_code if state.exit_code is not None else (0 if state.state == "COMPLETED" else None)
     srun_errors, local = list[SrunError](), LocalExits()
     with contextlib.suppress(HolmesError, OSError):
@@ -293,10 +296,10 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
 
 
 def cancel_run(run: RunDirectory) -> JobState:
-    """Cancel the run's job with all components. Return its state just before.
+    """Cancel the run's job with all components. Return the job's state before that.
 
-    If the run's end is recorded, nothing is cancelled, because another job may have the id by now. The same holds if
-    Slurm does not know the job. SubmissionError if Slurm refuses."""
+    Cancel nothing if the run's end is recorded, because another job may have the id by now, or if Slurm does not know
+    the job. Raise SubmissionError if Slurm refuses."""
     result = run.read_result()
     if result is not None and is_conclusive(result):
         return JobState(job_state(result["state"]), source="result.json")
@@ -309,12 +312,12 @@ def cancel_run(run: RunDirectory) -> JobState:
 
 
 def _refuse_other_owner(run: RunDirectory, job: Job) -> None:
-    """Raise SubmissionError for a run of another user, whose record may name any job. Root may act for the owner of
-    both the run and the job."""
+    """Raise SubmissionError if the run belongs to another user, who may have recorded the id of any job. Root may
+    cancel a job if its owner also owns the run."""
     owner, uid = os.stat(run.run_path).st_uid, os.getuid()
     if owner != uid and (uid != 0 or job.uid() != owner):
         raise SubmissionError(
-            "the run belongs to another user, and its job is not known to be theirs",
+            "the run belongs to another user, and its job may belong to somebody else",
             where=str(run.path),
             hint="only its owner can cancel it",
         )
@@ -327,8 +330,7 @@ def log_paths(run: RunDirectory) -> list[Path]:
 
 
 def end_detector(run: RunDirectory, slurm_every_s: float = 10.0) -> Callable[[], bool]:
-    """Return a function that returns whether the run has ended and will not be requeued.
-    It asks Slurm at most every `slurm_every_s`."""
+    """Return a function that tells whether the run has ended for good. It asks Slurm at most every `slurm_every_s`."""
     asked_at = -math.inf
 
     def has_ended() -> bool:

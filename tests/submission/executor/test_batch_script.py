@@ -285,11 +285,11 @@ def test_task_without_srun_writes_to_its_files_too(tmp_path: Path) -> None:
     [
         ({"nodes": 0}, "component 0: nodes is 0"),
         ({"partitoin": "x"}, "did you mean 'partition'"),
-        ({"additional": {"foo bar": 1}}, "no sbatch option"),
+        ({"additional": {"foo bar": 1}}, "not an sbatch option"),
         ({"partition": "a\nb"}, "control character"),
         ({"nodes": True}, "nodes is True"),
         ({"setup": "module load x"}, "setup is a string"),
-        ({"environment": {"a b": 1}}, "no variable name"),
+        ({"environment": {"a b": 1}}, "not the name of a variable"),
     ],
 )
 def test_impossible_components_are_refused(values: dict[str, object], error: str) -> None:
@@ -308,7 +308,7 @@ def test_component_accepts_submitit_names() -> None:
         ({"dependency": "singleton", "components": (IB, ETH)}, "wait for itself"),
         ({"dependency": "afterany:1 --x"}, "dependency"),
         ({"additional": (("array", "1-3"),), "components": (IB, ETH)}, "cannot be an array"),
-        ({"setup": "module load x"}, "must be a list"),
+        ({"setup": "module load x"}, "is a string, not a list"),
         ({"use_srun": False}, "more than one task"),
         ({"timeout_min": 0}, "timeout_min"),
         ({"components": ()}, "no component"),

@@ -143,7 +143,7 @@ def test_two_resumes_make_one_job(jobs: Jobs, tmp_path: Path) -> None:
     cancel(tmp_path / "run")
     refused = at_once(*[lambda: resume(tmp_path / "run")] * 2)
     assert len(jobs.states) == 2 and jobs.alive == ["2"] and len(refused) == 1
-    assert "in use by `holmes resume` of" in str(refused[0]) or "it is running" in str(refused[0])
+    assert "in use by `holmes resume` of" in str(refused[0]) or "the run is running" in str(refused[0])
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -211,7 +211,7 @@ def test_a_batch_script_does_not_take_the_run_of_an_active_job(
 ) -> None:
     submit_to(tmp_path / "run")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    with pytest.raises(RecordError, match=r"job 1 uses it \(RUNNING\)"):
+    with pytest.raises(RecordError, match=r"job 1 of this run is still RUNNING"):
         batch_start.prepare_run(tmp_path / "run", tmp_path / "plan.yaml")
     cancel(tmp_path / "run")
     batch_start.prepare_run(tmp_path / "run", tmp_path / "plan.yaml")

@@ -83,7 +83,7 @@ def test_states_reasons_and_the_log_are_shown(run: RunDirectory, capfd: pytest.C
 def test_the_phase_of_a_starting_job_is_shown(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.QUIET_S", 0.0)
+    monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.EARLY_SILENCE_S", 0.0)
 
     def load() -> JobState:
         time.sleep(0.1)
@@ -115,8 +115,8 @@ def test_the_phase_of_a_starting_job_is_shown(
 def test_the_phase_is_repeated_while_ranks_load(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.QUIET_S", 0.0)
-    monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.SOON_S", 0.0)
+    monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.EARLY_SILENCE_S", 0.0)
+    monkeypatch.setattr("holmes_hpc.submission.lifecycle.progress.EARLY_S", 0.0)
 
     def later() -> JobState:
         time.sleep(0.1)
