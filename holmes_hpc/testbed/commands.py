@@ -1,4 +1,4 @@
-"""Execution of system commands without a shell. A failure is one line that names the command."""
+"""Execution of system commands without a shell. An error is one line that names the command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def system_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return a fixed environment with the variables `extra`, so that daemons do not depend on the user of `up`."""
+    """Return an environment that does not depend on the user's own, with the variables `extra`."""
     return {"PATH": SYSTEM_PATH, "LANG": "C.UTF-8", "HOME": "/root", **(extra or {})}
 
 
@@ -27,10 +27,8 @@ def is_installed(program: str) -> bool:
 def run(
     argv: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None, timeout_s: float = 60, hint: str = ""
 ) -> str:
-    """Return the command's stdout.
-
-    :raises TestbedError: with the last line of output, if it is missing, fails or exceeds `timeout_s`.
-    """
+    """Run a command and return its stdout. `stdin`: its input; `env`: more variables; `hint`: of the error.
+    Raise TestbedError, with the command's last line of output, if it is missing, fails or exceeds `timeout_s`."""
     try:
         done = subprocess.run(
             list(argv),
@@ -49,12 +47,13 @@ def run(
         raise TestbedError(f"no answer within {timeout_s:g} s", where=" ".join(argv), hint=hint) from None
     if done.returncode:
         lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
-        raise TestbedError(lines[-1] if argv[0] != "ip" else lines[0], where=" ".join(argv), hint=hint)
+        # The last line of `ip -batch` is only the number of the wrong command.
+        raise TestbedError(lines[0 if argv[0] == "ip" else -1], where=" ".join(argv), hint=hint)
     return done.stdout
 
 
 def succeeds(argv: Sequence[str], timeout_s: float = 30) -> bool:
-    """Return whether the command exits with 0. Discard its output."""
+    """Run a command and return whether it exits with 0. Discard its output."""
     try:
         return (
             subprocess.run(
@@ -75,9 +74,9 @@ def succeeds(argv: Sequence[str], timeout_s: float = 30) -> bool:
 def run_showing(
     argv: Sequence[str], env: Mapping[str, str], show: Callable[[str], None], kill: bool = False
 ) -> str | None:
-    """Run a long command and call `show` with each line of output. Return None, or its last error if it fails.
+    """Run a long command and call `show` with each line of its output. Return None if it succeeds, else its last error.
 
-    `kill`: kill the command if this process is interrupted; only for commands that can be repeated then.
+    `kill`: whether to kill the command if this process is interrupted. A killed command must be repeatable.
     """
     error = ""
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The daemons of a testbed: their commands, their start, and checks that they answer."""
+"""The daemons of a testbed: their files and commands, their start, and checks that they answer."""
 
 from __future__ import annotations
 
@@ -20,24 +20,20 @@ from holmes_hpc.testbed.processes import MARK, SERVERS
 from holmes_hpc.testbed.record import write_private
 from holmes_hpc.testbed.slurmconf import Paths
 
-# Give a node its own hostname ($0) and /etc/hosts ($1), then run the command. `ip netns exec` has already created a
-# private mount namespace, with a /sys that shows this namespace's NICs.
+# Set a node's hostname ($0) and /etc/hosts ($1), then run the command (other arguments). `ip netns exec` has already
+# created a private mount namespace, with a /sys that shows this namespace's NICs.
 ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 # auth/slurm's sockets have fixed paths below /run ($0). The testbed mounts its own folder ($1) there for its daemons
 # and their jobs, to stay separate from another Slurm.
 BIND_SOCKETS = 'mkdir -p "$0" "$1" && mount --bind "$1" "$0" && shift && exec "$@"'
-
-
 PROGRESS_S = 5.0  # between two progress lines
 
 
 @dataclass(frozen=True)
 class Testbed:
-    """One testbed: its files, its network and its ports.
-
-    `userland`: root of another Debian release's programs, None for the machine's own; `prefix`: of a Slurm installed by
-    `make install`, None for a packaged one.
-    """
+    """One testbed: its files, network and ports. `password`: of the database; `userland`: folder with the programs of
+    another Debian release, None for this machine's; `prefix`: of a Slurm installed by `make install`, None for Debian's
+    packages; `auth`: Slurm's auth plugin, munge or slurm."""
 
     paths: Paths
     wiring: Wiring
@@ -49,11 +45,11 @@ class Testbed:
 
     @property
     def mark(self) -> dict[str, str]:
-        """The variable that marks the testbed's processes."""
+        """The environment variable by which the testbed's processes are found."""
         return {MARK: str(self.paths.root)}
 
     def env(self, daemon: str = "slurmctld") -> dict[str, str]:
-        """Return the variables for Slurm's commands. `daemon`: the one that issues auth/slurm's credentials."""
+        """Return the variables for Slurm's commands. `daemon`: which daemon issues the credentials of auth/slurm."""
         variables = {"SLURM_CONF": str(self.paths.slurm_conf)}
         if self.prefix is not None:
             variables["PATH"] = f"{slurm_prefix.program_path(self.prefix)}:{SYSTEM_PATH}"
@@ -63,7 +59,7 @@ class Testbed:
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The daemons outside the nodes, in the order of their dependencies."""
+        """The names of the daemons outside the nodes, each after those that it needs."""
         return tuple(name for name in SERVERS if name != "munged" or self.auth == slurmconf.MUNGE)
 
     def slurm(self, argv: Sequence[str], timeout_s: float = 30, daemon: str = "slurmctld") -> str:
@@ -72,7 +68,7 @@ class Testbed:
 
 
 def node_command(testbed: Testbed, node: str, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs `argv` on a node."""
+    """Return the command that runs `argv` on a node: in its network namespace, with its hostname and /etc/hosts."""
     command = ["sh", "-c", ENTER, node, str(testbed.paths.hosts), *_with_socket_folder(testbed, "slurm", node, argv)]
     return [
         "ip",
@@ -86,22 +82,22 @@ def node_command(testbed: Testbed, node: str, argv: Sequence[str]) -> list[str]:
 
 
 def _with_socket_folder(testbed: Testbed, name: str, daemon: str, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs `argv` with the testbed's folder at /run/`name`, if it uses auth/slurm.
-    The mount namespace must be private."""
+    """Return the command that runs `argv`; with auth/slurm, the folder with the socket of `daemon` is mounted at
+    /run/`name`. The command must run in a private mount namespace."""
     if testbed.auth == slurmconf.MUNGE:
         return list(argv)
     return ["sh", "-c", BIND_SOCKETS, f"/run/{name}", str(testbed.paths.sack_folder(daemon)), *argv]
 
 
 def cgroup_plugin(version: str) -> str:
-    """Return the cgroup plugin with which Slurm ignores control groups. `version`: as in ``slurm-wlm 22.05.8``.
-    A node's own /sys has no control groups. Older Slurms do not start with `disabled` or `cgroup/v2`; their v1 plugin
+    """Return the CgroupPlugin with which Slurm uses no control groups, which a node's own /sys lacks.
+    `version`: a text such as ``slurm-wlm 22.05.8``. Older Slurms do not start with `disabled`, but their `cgroup/v1`
     does nothing unless another plugin uses it."""
     return "disabled" if slurm_prefix.parse_release(version) >= (23, 11) else "cgroup/v1"
 
 
 def write_files(testbed: Testbed) -> None:
-    """Write configuration files and keys, and create the folders."""
+    """Create the testbed's folders, and write its configuration files and keys."""
     paths = testbed.paths
     plugin = cgroup_plugin(testbed.slurm(["slurmd", "-V"]))
     for folder in (paths.etc, paths.run, paths.log, paths.spool, paths.save):
@@ -122,7 +118,7 @@ def write_files(testbed: Testbed) -> None:
 
 
 def create_database(testbed: Testbed) -> None:
-    """Create MariaDB's own tables, in about a second."""
+    """Create the folder of the database with MariaDB's own tables. This takes about a second."""
     paths = testbed.paths
     run(
         userland.private_command(
@@ -143,8 +139,8 @@ def create_database(testbed: Testbed) -> None:
 
 @dataclass(frozen=True)
 class Daemon:
-    """One daemon. `answers`: returns whether it is ready; `enters_release`: `argv` itself enters the release's
-    programs."""
+    """A daemon to start. `argv`: its command line; `answers`: returns whether it is ready; `enters_release`: whether
+    `argv` itself switches to the programs of another Debian release."""
 
     name: str
     argv: tuple[str, ...]
@@ -153,7 +149,7 @@ class Daemon:
 
 
 def _listens(address: str | tuple[str, int]) -> bool:
-    """Return whether a server accepts connections at a path, or at an address and port."""
+    """Return whether a server accepts connections at `address`: the path of a socket, or (IP address, port)."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family) as client:
         client.settimeout(1)
@@ -228,10 +224,10 @@ def reap() -> None:
 def start(
     daemons: Iterable[Daemon], testbed: Testbed, timeout_s: float, progress: Callable[[str], None]
 ) -> Callable[[], None]:
-    """Start all daemons and wait until each answers. Return a function that raises if one has died since.
+    """Start all daemons and wait until each answers. Return a function that raises TestbedError if one has died since.
 
-    :param progress: called with a line about a daemon that does not answer yet.
-    :raises TestbedError: a daemon died or does not answer; with the last line of its output.
+    `progress`: called with a line about a daemon that does not answer yet. Raise TestbedError, with the daemon's last
+    line of output, if one dies or does not answer within `timeout_s`.
     """
     paths = testbed.paths
     started = []
@@ -275,11 +271,14 @@ def _raise_if_ended(daemon: Daemon, process: subprocess.Popen[bytes], paths: Pat
 
 
 def _daemon_error(daemon: Daemon, paths: Paths, problem: str) -> TestbedError:
-    """Return the error for `problem`, with the daemon's last error line, because `down` removes its log."""
+    """Return the error for `problem`. It quotes the daemon's last error line, because `down` removes the log."""
     message = ""
     for path in (paths.log / f"{daemon.name}.out", paths.log / f"{daemon.name}.log"):
         with contextlib.suppress(OSError):
             lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             message = next((x for x in reversed(lines) if "error" in x.lower()), lines[-1] if lines else message)
-    hint = "correct that, then `up` again"
-    return TestbedError(f"{problem}: {message}" if message else problem, where=daemon.name, hint=hint)
+    return TestbedError(
+        f"{problem}: {message}" if message else problem,
+        where=daemon.name,
+        hint="correct the cause, then run `holmes testbed up` again",
+    )

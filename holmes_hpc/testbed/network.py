@@ -1,7 +1,7 @@
 """Network namespaces, bridges and shaped NICs.
 
-Each node has a namespace. A further one, the switch, has all bridges, so that the machine itself gets only one new
-interface, to the management bridge. Every NIC is a veth pair from a node to a bridge in the switch::
+Each node has a network namespace. One more namespace, the switch, has all bridges, so that the machine itself gets only
+one new interface, to the management bridge. Every NIC is a veth pair from a node to a bridge in the switch::
 
     node ib1:    mgmt0 --- ib1-mgmt0 (br-mgmt) --- the machine, where slurmctld listens
                  eth0  --- ib1-eth0  (br-eth)      shaped at both ends
@@ -25,20 +25,21 @@ from holmes_hpc.testbed.topology import NodeSpec, Topology
 RUN_NETNS = Path("/run/netns")
 SHARED = Path("/run")  # locked while a testbed chooses names and a subnet, never written
 MTU = 1500
-FIRST_HOST = 11  # a node's last octet is this plus its index; .1 is the machine
+FIRST_HOST = 11  # the last octet of a node's addresses is this plus the node's index; the machine has .1
 # Segmentation offload (GSO) passes packets in bundles of up to 16 kB, at a fraction of the CPU time of single packets.
 # The token bucket counts them at wire size and must hold one bundle with its headers, or it would split it. Larger
 # bundles would need a bucket that passes small messages unshaped, so bundles are small on a slow NIC.
-GSO_BYTES = 16_384
-GSO_S = 0.003
-BUCKET_PER_GSO = 1.22
-BURST_S = 0.001
-QUEUE_S = 0.05
+GSO_BYTES = 16_384  # the largest bundle of a fast NIC
+GSO_S = 0.003  # the duration of a bundle of a slow NIC, at its rate
+BUCKET_PER_GSO = 1.22  # size of the token bucket over that of a bundle's payload
+BURST_S = 0.001  # the least duration of the token bucket, at the NIC's rate
+QUEUE_S = 0.05  # the duration of the queue, at the NIC's rate
 
 
 @dataclass(frozen=True)
 class NicSpec:
-    """One veth pair. `name`: in the node; `port`: in the switch; `mbit`: None if unshaped."""
+    """One NIC, a veth pair. `name`: of its end in the node; `port`: of its end in the switch; `mbit`: rate in Mbit/s,
+    None if unshaped."""
 
     name: str
     port: str
@@ -49,7 +50,8 @@ class NicSpec:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The names and addresses of a topology's network. They depend only on topology, prefix and subnet (a /16)."""
+    """The names and addresses of a testbed's network. They follow from the topology, the `prefix` of its names and its
+    `subnet`, a /16."""
 
     topology: Topology
     prefix: str
@@ -109,8 +111,8 @@ class Wiring:
         )
 
     def hosts(self) -> str:
-        """Return /etc/hosts of the nodes. A node's name resolves to its Ethernet address, as at most sites.
-        So traffic to a host name is shaped, and counted on the Ethernet NIC."""
+        """Return the text of the nodes' /etc/hosts. A node's name resolves to its Ethernet address, as at most sites.
+        So traffic to a host name is shaped and counted as Ethernet traffic."""
         lines = [f"{self.ethernet(node)} {node.name}" for node in self.topology.nodes]
         return "\n".join(["127.0.0.1 localhost", "::1 localhost ip6-localhost", *lines, ""])
 
@@ -121,7 +123,8 @@ def gso_bytes(mbit: float | None) -> int:
 
 
 def tbf_line(device: str, mbit: float) -> str:
-    """Return a line for ``tc -batch``: a token bucket of 1 ms (at least one bundle), with a queue of 50 ms."""
+    """Return the line of ``tc -batch`` that limits `device` to `mbit` by a token bucket: of 1 ms, but at least one
+    bundle, with a queue of 50 ms."""
     bytes_per_s = mbit * 1e6 / 8
     burst = max(int(BUCKET_PER_GSO * gso_bytes(mbit)), int(bytes_per_s * BURST_S))
     limit = burst + max(4 * GSO_BYTES, int(bytes_per_s * QUEUE_S))
@@ -129,7 +132,8 @@ def tbf_line(device: str, mbit: float) -> str:
 
 
 def free_subnet(prefix: str) -> str:
-    """Return a /16 that overlaps no address or route of this machine. The search starts at a point set by `prefix`."""
+    """Return a /16 that overlaps no address or route of this machine. Different prefixes start the search at different
+    networks. Raise TestbedError if every private /16 is in use."""
     used_networks = list(_networks_in_use())
     candidates = [f"10.{n}.0.0/16" for n in range(64, 255)] + [f"172.{n}.0.0/16" for n in range(16, 32)]
     start = int(prefix[-4:], 16) % 191
@@ -140,7 +144,8 @@ def free_subnet(prefix: str) -> str:
 
 
 def free_ports(subnet: str) -> Iterator[int]:
-    """Yield free TCP ports below the ephemeral range. The subnet sets the first one, so testbeds do not collide."""
+    """Yield free TCP ports below the ephemeral range. The first one depends on the subnet, so that testbeds do not
+    collide. Raise TestbedError if none is left."""
     start = ipaddress.ip_network(subnet).network_address.packed[1] * 40
     ports = iter([*range(20001 + start, 32001), *range(20000, 20001 + start)])
     while (port := free_port(ports, "0.0.0.0")) is not None:
@@ -173,6 +178,7 @@ _NO_BRIDGE = "this kernel lacks bridges; run on one that has them"
 
 
 def _batch(tool: str, namespace: str | None, lines: Iterable[str], hint: str = "") -> None:
+    """Run `lines` with ``ip -batch`` or ``tc -batch`` (`tool`). `hint`: of an error other than missing permission."""
     namespace_options = ["-n", namespace] if namespace else []
     try:
         run([tool, *namespace_options, "-batch", "-"], stdin="\n".join(lines) + "\n")
@@ -182,7 +188,7 @@ def _batch(tool: str, namespace: str | None, lines: Iterable[str], hint: str = "
 
 
 def _set_sysctls(namespace: str, values: dict[str, str]) -> None:
-    """Write /proc/sys values inside the namespace. Skip those that this kernel lacks."""
+    """Set sysctls (path below /proc/sys -> value) in a namespace. Skip those that this kernel lacks."""
     script = 'while [ $# -gt 0 ]; do if [ -w "/proc/sys/$1" ]; then echo "$2" > "/proc/sys/$1"; fi; shift 2; done'
     arguments = [argument for pair in values.items() for argument in pair]
     run(["ip", "netns", "exec", namespace, "sh", "-c", script, "sh", *arguments])
@@ -199,10 +205,8 @@ _NODE_SYSCTLS = {
 
 
 def create(wiring: Wiring) -> None:
-    """Create the network. The caller has already recorded its names.
-
-    :raises TestbedError: the kernel or the container does not allow it.
-    """
+    """Create all namespaces, bridges and NICs. The caller has already recorded their names.
+    Raise TestbedError if the kernel or the container does not allow it."""
     _batch("ip", None, (f"netns add {name}" for name in wiring.namespaces))
     _set_sysctls(wiring.switch, {"net/ipv6/conf/default/disable_ipv6": "1"})
     _batch(
@@ -256,7 +260,7 @@ def _create_node(wiring: Wiring, node: NodeSpec) -> None:
 
 
 def is_complete(wiring: Wiring) -> bool:
-    """Return whether all namespaces and the uplink exist. They vanish in a reboot."""
+    """Return whether all namespaces and the uplink still exist. A reboot removes them."""
     return {*wiring.namespaces, wiring.uplink} <= set(names_in_use())
 
 
@@ -271,7 +275,8 @@ def netns_folder_state() -> str:
 def remove(namespaces: Iterable[str], uplink: str, run_netns: str) -> None:
     """Delete the namespaces, with their bridges and NICs, and the uplink. Skip those that do not exist.
 
-    `run_netns`: the state of /run/netns before `create`, which is restored unless others use it.
+    `run_netns`: the state of /run/netns before `create` (:func:`netns_folder_state`), which is restored unless other
+    namespaces are there.
     """
     for name in namespaces:
         if (RUN_NETNS / name).exists():
@@ -285,7 +290,7 @@ def remove(namespaces: Iterable[str], uplink: str, run_netns: str) -> None:
 
 
 def inode(namespace: str) -> int | None:
-    """Return the inode that identifies the namespace in /proc/PID/ns/net; None if it does not exist."""
+    """Return the inode of a namespace, which /proc/PID/ns/net of its processes also has; None if it does not exist."""
     try:
         return (RUN_NETNS / namespace).stat().st_ino
     except OSError:

@@ -10,7 +10,7 @@ from pathlib import Path
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.testbed.commands import is_installed, run_showing, succeeds, system_env
 
-# program -> packages that contain it, of which the first that apt knows is installed
+# program (or path of a file) -> packages that contain it; the first one that apt knows is installed
 NODES = {
     "ip": ("iproute2",),
     "tc": ("iproute2",),
@@ -38,8 +38,6 @@ SLURM = {
 POLICY = Path("/usr/sbin/policy-rc.d")
 _BACKUP_SUFFIX = ".holmes-testbed"
 _DENY = "#!/bin/sh\n# holmes testbed: no service starts while packages are installed\nexit 101\n"
-
-
 DEBOOTSTRAP = {"debootstrap": ("debootstrap",)}
 BUILD = {
     "gcc": ("gcc",),
@@ -64,10 +62,8 @@ def _choose_package(choices: Sequence[str]) -> str:
 
 
 def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], None]) -> None:
-    """Install the missing `programs` (or files) from their packages. `down` does not remove them.
-
-    :raises TestbedError: no apt, or apt failed; with the names of the missing programs.
-    """
+    """Install those `programs` (program or file -> packages) that are missing. `down` does not remove them.
+    `progress`: called with a line about each activity. Raise TestbedError if there is no apt-get, or if it fails."""
     missing = [program for program in programs if not _exists(program)]
     if not missing:
         return
@@ -75,7 +71,7 @@ def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], Non
         raise TestbedError(
             f"missing programs: {', '.join(missing)}",
             where="testbed",
-            hint="install Slurm, munge and MariaDB by hand (this machine has no apt-get)",
+            hint="install them yourself, because this machine has no apt-get",
         )
     with _no_services():
         names = sorted({_choose_package(programs[program]) for program in missing})
@@ -89,14 +85,14 @@ def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], Non
     missing = [program for program in programs if not _exists(program)]
     if error is not None or missing:
         raise TestbedError(
-            f"apt-get could not install {', '.join(names)}: {error or 'programs still missing'}",
+            f"apt-get could not install {', '.join(names)}: {error or f'it has no {missing[0]}'}",
             where="testbed",
-            hint=f"install {', '.join(names)} by hand",
+            hint=f"install {', '.join(names)} yourself",
         )
 
 
 def _apt(arguments: list[str], progress: Callable[[str], None]) -> str | None:
-    """Run apt-get. Return None, or its last error if it fails."""
+    """Run apt-get with `arguments`. Return None if it succeeds, else its last error."""
     argv = [
         "apt-get",
         "-q",
@@ -123,7 +119,7 @@ def _apt(arguments: list[str], progress: Callable[[str], None]) -> str | None:
 
 @contextlib.contextmanager
 def _no_services() -> Iterator[None]:
-    """Install a policy-rc.d that prevents the start of services. Restore the machine's own afterwards."""
+    """Keep packages that are installed in the block from starting services, by a policy-rc.d of our own."""
     restore_policy()
     backup = POLICY.with_name(POLICY.name + _BACKUP_SUFFIX)
     if os.path.lexists(POLICY):
@@ -137,7 +133,7 @@ def _no_services() -> Iterator[None]:
 
 
 def restore_policy() -> None:
-    """Restore the machine's policy-rc.d after `_no_services`, also after a killed `up`."""
+    """Restore the machine's own policy-rc.d after `_no_services`, also if an earlier `up` was killed in it."""
     backup = POLICY.with_name(POLICY.name + _BACKUP_SUFFIX)
     with contextlib.suppress(OSError):
         if POLICY.is_file() and not POLICY.is_symlink() and POLICY.read_text(encoding="utf-8") == _DENY:

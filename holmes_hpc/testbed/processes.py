@@ -1,8 +1,9 @@
 """Search and termination of the processes of one testbed.
 
-They are all processes in its network namespaces (slurmd and its jobs) and all with its mark in their environment. A
-server may overwrite its environment, so servers are also found by a command line or working directory in the state
-directory. Process ids are not stored: after a crash or a reboot they would belong to other processes.
+A process belongs to it if it is in one of its network namespaces (slurmd and its jobs) or has its mark in the
+environment. A server may overwrite its environment, so a server also belongs to it if its working directory, or a path
+in its command line, is below the state directory. Process ids are not recorded, because after a crash or a reboot they
+would be those of other processes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from holmes_hpc.errors import TestbedError
 
 SERVERS = ("munged", "mariadbd", "slurmdbd", "slurmctld")
 DAEMONS = (*SERVERS, "slurmd")
-MARK = "HOLMES_TESTBED_OF"  # variable with the testbed's directory, in the environment of its processes
+MARK = "HOLMES_TESTBED_OF"  # environment variable of the testbed's processes, with the testbed's directory
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def _namespace(pid: int) -> int:
 
 
 def _program(executable: str) -> str:
-    """Return ``slurmctld`` for /usr/sbin/slurmctld-wlm, a name of Debian's alternatives."""
+    """Return the name of an executable without the suffix of Debian's: ``slurmctld`` for /usr/sbin/slurmctld-wlm."""
     return os.path.basename(executable.removesuffix(" (deleted)")).removesuffix("-wlm")
 
 
@@ -51,7 +52,7 @@ def _uses_directory(process: psutil.Process, directory: Path) -> bool:
 
 
 def find(directory: Path, namespaces: Collection[int]) -> list[TestbedProcess]:
-    """Return all live processes of the testbed in `directory`. `namespaces`: the inodes of its namespaces."""
+    """Return all live processes of the testbed in `directory`. `namespaces`: inodes of its network namespaces."""
     return _live_processes(
         lambda process, namespace: (
             namespace in namespaces
@@ -62,7 +63,7 @@ def find(directory: Path, namespaces: Collection[int]) -> list[TestbedProcess]:
 
 
 def _live_processes(belongs: Callable[[psutil.Process, int], bool]) -> list[TestbedProcess]:
-    """Return the live processes, except this one, for which `belongs(process, inode of its network namespace)`."""
+    """Return the live processes, except this one, for which ``belongs(process, inode of its network namespace)``."""
     matches = []
     for process in psutil.process_iter():
         try:
@@ -77,18 +78,14 @@ def _live_processes(belongs: Callable[[psutil.Process, int], bool]) -> list[Test
 
 
 def kill_all(directory: Path, namespaces: Collection[int], timeout_s: float = 15) -> None:
-    """Kill the processes of the testbed until none is left, by SIGKILL: the testbed's data is deleted anyway.
-
-    :raises TestbedError: a process survives.
-    """
+    """Kill all processes of the testbed by SIGKILL, because its data is deleted anyway.
+    Raise TestbedError if one survives for `timeout_s`."""
     _kill_until_none(lambda: find(directory, namespaces), str(directory), timeout_s)
 
 
 def kill_namespace(namespace: int, timeout_s: float = 15) -> None:
-    """Kill all processes in the network namespace with this inode, also those forked meanwhile, as a power cut does.
-
-    :raises TestbedError: a process survives.
-    """
+    """Kill all processes in the network namespace with this inode by SIGKILL, also those forked meanwhile.
+    Raise TestbedError if one survives for `timeout_s`."""
     _kill_until_none(lambda: _live_processes(lambda _, inode: inode == namespace), f"netns {namespace}", timeout_s)
 
 
@@ -97,7 +94,11 @@ def _kill_until_none(find_processes: Callable[[], list[TestbedProcess]], where: 
     while survivors := find_processes():
         if time.monotonic() > deadline:
             names = ", ".join(f"{p.program} ({p.pid})" for p in survivors[:5])
-            raise TestbedError(f"still alive after SIGKILL: {names}", where=where, hint="see dmesg, then `down` again")
+            raise TestbedError(
+                f"processes are alive after SIGKILL: {names}",
+                where=where,
+                hint="look for the cause in dmesg, then run `holmes testbed down` again",
+            )
         for process in survivors:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -106,7 +107,8 @@ def _kill_until_none(find_processes: Callable[[], list[TestbedProcess]], where: 
 
 @contextlib.contextmanager
 def sigterm_as_exit() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM in the block, so that it is undone as after Ctrl-C. Only in the main thread."""
+    """Raise SystemExit on SIGTERM in the block, so that its cleanup runs as after Ctrl-C. Outside the main thread, do
+    nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""The record of what a testbed creates, written before the creation, so that `down` can undo it after any crash."""
+"""The record of everything that a testbed creates. It is written first, so that `down` can undo all after any crash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ MAX_PATH = 60  # a socket's path has at most 107 characters, and sockets are bel
 
 
 def state_dir() -> Path:
-    """Return the testbed's directory without links: ``$HOLMES_TESTBED`` or /var/lib/holmes-testbed."""
+    """Return the testbed's directory, with links resolved: ``$HOLMES_TESTBED`` or /var/lib/holmes-testbed.
+    Raise TestbedError if the path is too long or has characters that Slurm's files cannot have."""
     directory = Path(os.path.realpath(os.environ.get("HOLMES_TESTBED") or DEFAULT_DIRECTORY))
     path, hint = str(directory), "set HOLMES_TESTBED to a path of letters, digits and -_./"
     is_long, is_odd = len(path) > MAX_PATH, any(c.isspace() or c in "#\"'\\%:," for c in path) or path == "/"
@@ -40,10 +41,11 @@ def state_dir() -> Path:
 class Record:
     """The record of one testbed.
 
-    `prefix`: start of the names of its namespaces and interface; `subnet`: a /16 in CIDR form;
-    `release`: Debian release of its programs; `slurm`: prefix of a Slurm built from source, empty for the release's;
-    `auth`: Slurm's auth plugin; `made_directory`: whether `up` created the directory;
-    `ready`: false while the testbed is being created or removed.
+    `prefix`: start of the names of its namespaces and interface; `subnet`: a /16 in CIDR form; `password`: of its
+    database; `release`: Debian release of its programs; `topology`: its text in YAML; `made_directory`: whether `up`
+    created the directory; `run_netns`: state of /run/netns before; `slurm`: prefix of a Slurm installed by
+    `make install`, empty for the release's packages; `auth`: Slurm's auth plugin; `ready`: false while the testbed is
+    being created or removed.
     """
 
     prefix: str
@@ -62,21 +64,27 @@ class Record:
 
     @classmethod
     def read(cls, directory: Path) -> Record | None:
-        """Return the record in `directory`; None if there is no testbed."""
+        """Return the record in `directory`; None if there is no testbed. Raise TestbedError if it cannot be read."""
         where = str(directory / FILE)
         try:
             data: Any = json.loads((directory / FILE).read_text(encoding="utf-8"))
             if not isinstance(data, dict) or data.get("version") != VERSION:
-                hint = "take it down with that version"
-                raise TestbedError("created by another version of holmes", where=where, hint=hint)
+                raise TestbedError(
+                    "created by another version of holmes",
+                    where=where,
+                    hint="run `holmes testbed down` of that version",
+                )
             return cls(**{**data, "namespaces": tuple(data["namespaces"])})
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError:
             raise TestbedError("cannot be read", where=where, hint="run as root") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            hint = "restore it, or remove the testbed's namespaces and files by hand"
-            raise TestbedError(f"cannot be read: {error}", where=where, hint=hint) from None
+            raise TestbedError(
+                f"cannot be read: {error}",
+                where=where,
+                hint="restore it, or remove the testbed's namespaces and files yourself",
+            ) from None
 
     def write(self, directory: Path) -> None:
         """Replace the record. Only root can read it, because it contains the database password."""
@@ -84,7 +92,7 @@ class Record:
 
 
 def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Replace a file atomically. Its mode is `mode` from the start, whatever the umask."""
+    """Replace a file atomically by one with permissions `mode`, less the umask, from the start."""
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
@@ -97,8 +105,9 @@ def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
 @contextlib.contextmanager
 def locked(directory: Path, create: bool) -> Iterator[bool]:
     """Lock the directory against another `up` or `down`. Yield whether this call created it.
-    The lock is on the directory itself, so it needs no file elsewhere. `down` removes the directory while others wait
-    for the lock. A lock on a removed directory is dropped and taken again on the new one."""
+
+    `create`: create a missing directory, else raise FileNotFoundError. The lock is on the directory itself, so it needs
+    no file elsewhere. `down` removes the directory while others wait for the lock; they then lock the new one."""
     has_created = False
     while True:
         if create and not directory.is_dir():
@@ -132,7 +141,7 @@ def locked(directory: Path, create: bool) -> Iterator[bool]:
 
 
 def remove_files(directory: Path) -> None:
-    """Remove everything in `directory` except the record."""
+    """Remove everything in `directory` except the record. Unmount what is mounted there."""
     # `up` mounts nothing there, but a mount by somebody else must not be deleted with the directory.
     for line in reversed(Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()):
         if (mount_point := line.split()[4]).startswith(f"{directory}/"):

@@ -44,7 +44,7 @@ AUTH_SLURM_SINCE = (25, 5)
 
 
 def program_path(prefix: Path) -> str:
-    """Return the folders of its programs for PATH."""
+    """Return the folders with the programs of the Slurm at `prefix`, as part of PATH."""
     return f"{prefix}/bin:{prefix}/sbin"
 
 
@@ -55,7 +55,8 @@ def parse_release(version: str) -> tuple[int, int]:
 
 
 def check_prefix(prefix: Path) -> str:
-    """Return the version (``slurm 26.05.3``) at `prefix`. TestbedError if there is no Slurm, or one out of range."""
+    """Return the version (``slurm 26.05.3``) of the Slurm at `prefix`.
+    Raise TestbedError if there is none, or if its release is not tested."""
     missing = [name for name in PROGRAMS if not (prefix / name).is_file()]
     if missing:
         raise TestbedError(
@@ -65,12 +66,12 @@ def check_prefix(prefix: Path) -> str:
         )
     version = run([str(prefix / "sbin/slurmd"), "-V"]).strip()
     if not OLDEST <= parse_release(version) <= NEWEST:
-        raise TestbedError(f"is {version}", where=f"--slurm {prefix}", hint=f"give a Slurm of {RANGE}")
+        raise TestbedError(f"this is {version}", where=f"--slurm {prefix}", hint=f"give a Slurm of {RANGE}")
     return version
 
 
 def auth_plugin(prefix: Path, version: str) -> str:
-    """Return the auth plugin for this Slurm's daemons. TestbedError if it has neither of the two."""
+    """Return the auth plugin for the daemons of this Slurm, munge or slurm. Raise TestbedError if it has neither."""
     plugins = {path.stem for path in prefix.glob("lib*/**/auth_*.so")}
     if parse_release(version) >= AUTH_SLURM_SINCE and "auth_slurm" in plugins:
         return SLURM
@@ -85,7 +86,7 @@ def auth_plugin(prefix: Path, version: str) -> str:
 
 # --- build from source -----------------------------------------------------------------------------------------------
 
-# The first option lets one munged serve the daemons of several nodes; the others omit unused parts.
+# Options of configure. The first lets one munged serve the daemons of several nodes; the others omit unused parts.
 OPTIONS = ("--enable-multiple-slurmd", "--disable-debug", "--disable-x11", "--disable-slurmrestd")
 FLAGS = "-O1 -g0 -pipe"
 PROGRESS_S = 8  # between two progress lines
@@ -93,15 +94,15 @@ MARKER = "built"  # file that shows a complete build
 
 
 def cache_folder() -> Path:
-    """Return the folder of all builds, below $XDG_CACHE_HOME or ~/.cache."""
+    """Return the folder of all builds: ``holmes/slurm`` in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holmes" / "slurm"
 
 
 def build(source: Path, progress: Callable[[str], None]) -> Path:
-    """Build `source` unless the cache has it, and return its prefix. A build takes minutes on all cores and 200 MB.
+    """Build Slurm from `source`, a folder or a tarball, unless an earlier build is in the cache. Return its prefix.
 
-    :param source: Slurm's source, unpacked or as a tarball.
-    :raises TestbedError: no source, or the build fails; with the last line of its log and the log's path.
+    A build takes some minutes on all cores, and 200 MB. Raise TestbedError if there is no source, or, with the last
+    line of the log, if the build fails.
     """
     source = source.absolute()
     if not source.exists():
@@ -133,7 +134,7 @@ def _build(source: Path, folder: Path, progress: Callable[[str], None]) -> None:
 
 
 def _digest(source: Path) -> str:
-    """Return a digest of the source's files."""
+    """Return a hash of the names and contents of the source's files."""
     digest = hashlib.sha256()
     paths = [source] if source.is_file() else sorted(source.rglob("*"))
     for path in (p for p in paths if p.is_file() and ".git" not in p.parts):
@@ -143,7 +144,8 @@ def _digest(source: Path) -> str:
 
 
 def _unpack(source: Path, target: Path) -> Path:
-    """Unpack a tarball into `target`. Return the folder with `configure`."""
+    """Unpack `source` into `target` if it is a tarball. Return the folder with `configure`.
+    Raise TestbedError if it is no source of Slurm."""
     where = f"--slurm-source {source}"
     tree = source
     if source.is_file():
@@ -151,7 +153,9 @@ def _unpack(source: Path, target: Path) -> Path:
             with tarfile.open(source) as archive:
                 archive.extractall(target, filter="data")
         except (tarfile.TarError, OSError) as e:
-            raise TestbedError(f"no tarball: {e}", where=where, hint="give slurm-VERSION.tar.bz2 or .tar.gz") from None
+            raise TestbedError(
+                f"not a tarball: {e}", where=where, hint="give slurm-VERSION.tar.bz2 or .tar.gz"
+            ) from None
         tree = next((path.parent for path in sorted(target.glob("*/configure"))), target)
     if not (tree / "configure").is_file() or not (tree / "META").is_file():
         raise TestbedError(

@@ -1,4 +1,4 @@
-"""The text of Slurm's configuration files for one testbed. Pure functions."""
+"""The texts of Slurm's configuration files for one testbed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Paths:
         self.save = root / "save"
 
     def sack_folder(self, daemon: str) -> Path:
-        """Return the folder of the socket from which commands get auth/slurm's credentials of a daemon."""
+        """Return the folder of the socket at which `daemon` issues the credentials of auth/slurm."""
         return self.root / "sack" / daemon
 
 
 def host_name() -> str:
-    """Return the host's name up to the first dot, with which Slurm compares SlurmctldHost and DbdHost."""
+    """Return this machine's name up to the first dot. Slurm compares SlurmctldHost and DbdHost with it."""
     return socket.gethostname().split(".")[0]
 
 
@@ -52,7 +52,8 @@ def _auth_settings(paths: Paths, auth: str) -> dict[str, str]:
 
 
 def slurm_conf(paths: Paths, wiring: Wiring, ports: dict[str, int], auth: str = MUNGE) -> str:
-    """Return slurm.conf for all daemons and clients. Its nodes have more CPUs than the machine."""
+    """Return the text of slurm.conf for all daemons and clients. The topology's settings replace those of the testbed.
+    The nodes may have more CPUs than the machine."""
     topology = wiring.topology
     settings = {
         "ClusterName": CLUSTER,
@@ -124,7 +125,7 @@ def _partitions(topology: Topology) -> Iterator[str]:
 
 
 def slurmdbd_conf(paths: Paths, wiring: Wiring, ports: dict[str, int], password: str, auth: str = MUNGE) -> str:
-    """Return slurmdbd.conf, which must be in slurm.conf's folder and readable only by root."""
+    """Return the text of slurmdbd.conf. The file must be beside slurm.conf and readable only by root."""
     return (
         "\n".join(
             [
@@ -150,7 +151,7 @@ def slurmdbd_conf(paths: Paths, wiring: Wiring, ports: dict[str, int], password:
 
 
 def database_sql(password: str) -> str:
-    """Return the SQL that MariaDB runs at each start: Slurm's user and its rights."""
+    """Return the SQL that MariaDB runs at each start: it creates Slurm's user and grants its rights."""
     return (
         f"CREATE USER IF NOT EXISTS slurm@'127.0.0.1' IDENTIFIED BY '{password}';\n"
         "GRANT ALL ON slurm_acct_db.* TO slurm@'127.0.0.1';\n"

@@ -28,7 +28,7 @@ from holmes_hpc.testbed.slurmconf import CLUSTER, MUNGE, Paths
 from holmes_hpc.testbed.topology import Topology
 
 READY_S = 60
-UNAVAILABLE = ("down", "error", "fail", "inval", "unknown")  # states of a fault, unlike drained, planned, …
+UNAVAILABLE = ("down", "error", "fail", "inval", "unknown")  # starts of node states that show a fault
 
 
 def _quiet(_: str) -> None:
@@ -36,6 +36,7 @@ def _quiet(_: str) -> None:
 
 
 def _load(directory: Path, record: Record) -> Testbed:
+    """Return the testbed in `directory` that `record` describes."""
     layout = topology.parse(record.topology, f"{directory / FILE}: topology")
     return Testbed(
         Paths(directory),
@@ -49,11 +50,11 @@ def _load(directory: Path, record: Record) -> Testbed:
 
 
 def _current() -> Testbed:
-    """Return the testbed that is up."""
+    """Return the testbed that is up. Raise TestbedError if there is none."""
     directory = state_dir()
     record = Record.read(directory)
     if record is None or not record.ready:
-        raise TestbedError("is not up", where=f"testbed in {directory}", hint="holmes testbed up")
+        raise TestbedError("it is not up", where=f"testbed in {directory}", hint="run `holmes testbed up`")
     return _load(directory, record)
 
 
@@ -70,12 +71,12 @@ def up(
 ) -> None:
     """Create the testbed and wait until every node can run jobs. If it is up, repair it where necessary.
 
-    :param topology_path: a topology file, or a name under slurm/testbed/; None: the present one, or else `default`.
-    :param release: the Debian release whose Slurm is used; None: the present one, or else the machine's own.
-    :param slurm: the prefix of a Slurm installed by `make install`; None: $HOLMES_TESTBED_SLURM, if set.
-    :param source: the source of a Slurm to build first (once): a folder or a tarball.
-    :param progress: called with a line about each activity.
-    :raises TestbedError: one line; everything created so far is removed.
+    `topology_path`: a topology file, or a name under slurm/testbed/; None: the present topology, or else `default`.
+    `release`: the Debian release whose Slurm is used; None: the present one, or else the machine's own.
+    `slurm`: the prefix of a Slurm installed by `make install`; None: $HOLMES_TESTBED_SLURM, if set.
+    `source`: the source of a Slurm to build first (once): a folder or a tarball.
+    `progress`: called with a line about each activity.
+    Raise TestbedError if it cannot be created; everything created so far is then removed.
     """
     releases, sources = userland.RELEASES, [option for option in (release, slurm, source) if option is not None]
     refuse(
@@ -97,7 +98,7 @@ def up(
                 raise TestbedError(
                     f"another one is up ({testbed.wiring.topology.name}, {record.slurm or record.release})",
                     where=f"testbed in {directory}",
-                    hint="holmes testbed down",
+                    hint="run `holmes testbed down` first",
                 )
             if _repair(testbed, progress):
                 return
@@ -107,7 +108,7 @@ def up(
             is_new = record.made_directory
             _remove(directory, record, keep_directory=True)
         elif os.listdir(directory):
-            raise TestbedError("has other files", where=str(directory), hint="set HOLMES_TESTBED to a new directory")
+            raise TestbedError("it is not empty", where=str(directory), hint="set HOLMES_TESTBED to a new directory")
         try:
             _create(directory, text or topology.read_text(None), *(programs or (userland.NATIVE, "")), is_new, progress)
         except BaseException:
@@ -121,7 +122,7 @@ def up(
 
 
 def _requested_prefix(slurm: str | Path | None, source: str | Path | None, progress: Callable[[str], None]) -> str:
-    """Return the prefix of the requested Slurm; empty for a packaged one."""
+    """Return the prefix of the requested Slurm, which is built from `source` if needed; empty for a packaged one."""
     if source is not None:
         return str(slurm_prefix.build(Path(source), progress))
     prefix = slurm or os.environ.get("HOLMES_TESTBED_SLURM")
@@ -157,7 +158,8 @@ def _create(
 
 
 def _new_record(directory: Path, layout: Topology, text: str, release: str, is_new: bool) -> Record:
-    """Return the record for a new testbed in `directory`, with unused names, subnet and ports."""
+    """Return the record of a new testbed in `directory`, with names, subnet and ports that are not in use.
+    `layout`: the topology in `text`; `is_new`: whether `up` created the directory."""
     used_names = network.names_in_use()
     start = int(hashlib.sha256(str(directory).encode()).hexdigest()[:4], 16)
     prefixes = (f"hb{(start + step) % 65536:04x}" for step in range(65536))
@@ -177,7 +179,7 @@ def _new_record(directory: Path, layout: Topology, text: str, release: str, is_n
 
 
 def _start_servers(testbed: Testbed, programs: Sequence[str], progress: Callable[[str], None]) -> None:
-    """Start those of the servers, in order of their dependencies. slurmctld needs its cluster in slurmdbd."""
+    """Start the servers named in `programs`, each after those that it needs; before slurmctld, record its cluster."""
     query = ["sacctmgr", "-nP", "show", "cluster", "format=cluster"]
     for program in (name for name in testbed.servers if name in programs):
         if program == "slurmctld" and CLUSTER not in testbed.slurm(query, daemon="slurmdbd").split():
@@ -186,17 +188,18 @@ def _start_servers(testbed: Testbed, programs: Sequence[str], progress: Callable
 
 
 def _node_states(testbed: Testbed) -> dict[str, str]:
-    """Return Slurm's state of each node, in lower case (``idle``, ``mixed``, ``down*``, …)."""
+    """Return {node: its state in Slurm, in lower case} (``idle``, ``mixed``, ``down*``, …)."""
     rows = testbed.slurm(["sinfo", "-h", "-a", "-N", "-o", "%N %T"]).splitlines()
     return {name: state for name, state in (row.split() for row in rows)}
 
 
 def is_registered(state: str) -> bool:
-    """Return whether a node in this state has a slurmd that answers, also if it is drained or reserved."""
+    """Return whether a node in this state has a slurmd that answers. It may be drained or reserved."""
     return not state.endswith("*") and not state.startswith(UNAVAILABLE)
 
 
 def _wait_for_nodes(testbed: Testbed, progress: Callable[[str], None], check_alive: Callable[[], None]) -> None:
+    """Wait until every node is registered. `check_alive`: raises TestbedError if a slurmd has died."""
     start = last_progress = time.monotonic()
     while True:
         states = _node_states(testbed)
@@ -221,11 +224,12 @@ def _wait_for_nodes(testbed: Testbed, progress: Callable[[str], None], check_ali
 
 
 def _inodes(namespaces: Sequence[str]) -> dict[int, str]:
+    """Return {inode: name} of those network namespaces that exist."""
     return {inode: name for name in namespaces if (inode := network.inode(name)) is not None}
 
 
 def _daemons_alive(testbed: Testbed) -> dict[str, bool]:
-    """Return whether each daemon's process is alive; keys: ``munged``, …, ``slurmd.ib1``."""
+    """Return {daemon: whether its process is alive} for ``munged``, …, ``slurmd.ib1``."""
     inodes = _inodes(testbed.wiring.namespaces)
     alive = processes.find(testbed.paths.root, inodes)
     servers = {process.program for process in alive}
@@ -266,8 +270,10 @@ def _repair(testbed: Testbed, progress: Callable[[str], None]) -> bool:
 
 
 def status() -> dict[str, Any]:
-    """Return the testbed's state: ``{up, state_dir}``, and if there is one ``topology, release, slurm``,
-    ``daemons{name: is alive}, nodes[{name, partition, features, state, nics{name: mbit}}]``."""
+    """Return the testbed's state as JSON values: ``up`` (whether all of it runs) and ``state_dir``. If there is one,
+    also ``topology`` (its name), ``release`` (where its Slurm is from: a Debian release, or a prefix), ``slurm`` (the
+    version, empty if Slurm does not answer), ``daemons{name: is alive}`` and ``nodes[{name, partition, features, state,
+    nics{name: rate in Mbit/s}}]``."""
     directory = state_dir()
     record = Record.read(directory)
     if record is None:
@@ -295,7 +301,7 @@ def status() -> dict[str, Any]:
         "up": record.ready and all(alive.values()),
         "state_dir": str(directory),
         "topology": layout.name,
-        "release": record.slurm or record.release,
+        "release": record.slurm or record.release,  # of Debian, or the prefix of a Slurm that is not Debian's
         "slurm": version,
         "daemons": alive,
         "nodes": nodes,
@@ -311,9 +317,7 @@ def exec_in(
     node: str, argv: Sequence[str], *, capture: bool = False, timeout_s: float | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `argv` on a node, with its NICs, hostname and /sys. With `capture`, the result contains the output.
-
-    :raises TestbedError: no testbed, no such node, or no command.
-    """
+    Raise TestbedError if there is no testbed, no such node or no command, or after `timeout_s`."""
     testbed = _load_with_node(node)
     refuse("testbed exec", (not argv, "no command", "write it after --"), error=TestbedError)
     require_machine()
@@ -327,27 +331,26 @@ def exec_in(
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        raise TestbedError(f"timeout after {timeout_s} s", where=f"{node}: {argv[0]}", hint="allow more time") from None
+        raise TestbedError(f"not done in {timeout_s} s", where=f"{node}: {argv[0]}", hint="allow more time") from None
 
 
 def kill_node(node: str) -> None:
     """Kill all processes of a node at once, as a power cut does. `up` restarts its slurmd.
-
-    :raises TestbedError: no testbed, or no such node.
-    """
+    Raise TestbedError if there is no testbed or no such node."""
     inode = network.inode(_load_with_node(node).wiring.namespace(node))
     if inode is not None:
         processes.kill_namespace(inode)
 
 
 def _load_with_node(node: str) -> Testbed:
-    """Return the present testbed. TestbedError if it has no such node."""
+    """Return the testbed that is up. Raise TestbedError if it has no such node."""
     if node not in (names := nodes()):
         raise TestbedError(f"no such node {node!r}", where="testbed", hint=nearest(node, names))
     return _current()
 
 
 def _env(testbed: Testbed) -> dict[str, str]:
+    """Return the variables of a testbed. Its own programs come first in PATH, unless it uses the machine's Slurm."""
     variables = {"HOLMES_TESTBED": str(testbed.paths.root), **testbed.env()}
     testbed_path = slurm_prefix.program_path(testbed.prefix) if testbed.prefix else str(testbed.paths.root / "bin")
     if testbed.prefix or testbed.userland:
@@ -357,10 +360,8 @@ def _env(testbed: Testbed) -> dict[str, str]:
 
 
 def env() -> dict[str, str]:
-    """Return the variables with which Slurm's client commands use this testbed.
-
-    :raises TestbedError: it is not up.
-    """
+    """Return the environment variables with which Slurm's commands use this testbed.
+    Raise TestbedError if it is not up."""
     return _env(_current())
 
 
@@ -368,10 +369,8 @@ def env() -> dict[str, str]:
 
 
 def down(progress: Callable[[str], None] = _quiet) -> bool:
-    """Remove everything that `up` created, also after a killed `up` or crashed daemons. Return whether there was any.
-
-    :raises TestbedError: not root, or something cannot be removed.
-    """
+    """Remove everything that `up` created, also after a killed `up` or crashed daemons. Return whether there was a
+    testbed. `progress`: called with a line about the activity. Raise TestbedError if something cannot be removed."""
     directory = state_dir()
     if not directory.is_dir():
         return False
@@ -388,7 +387,7 @@ def down(progress: Callable[[str], None] = _quiet) -> bool:
 
 
 def _remove(directory: Path, record: Record, keep_directory: bool = False) -> None:
-    """Remove the testbed's processes, network and files. The record goes last, so that this can be repeated."""
+    """Remove the testbed's processes, network and files. The record goes last, so that `down` can be repeated."""
     replace(record, ready=False).write(directory)
     packages.restore_policy()
     processes.kill_all(directory, _inodes(record.namespaces))

@@ -1,4 +1,4 @@
-"""The topology of a testbed: fabrics, nodes, rates and partitions, read from YAML and checked. Data only."""
+"""The topology of a testbed: fabrics, nodes, rates and partitions, read from YAML and checked."""
 
 from __future__ import annotations
 
@@ -59,22 +59,18 @@ def format_rate(mbit: float) -> str:
     return f"{mbit / 1000:.6f}".rstrip("0").rstrip(".") + "g"
 
 
-def _error(problem: str, where: str, hint: str) -> TestbedError:
-    return TestbedError(problem, where=where, hint=hint)
-
-
 def _matches(pattern: re.Pattern[str], value: Any) -> bool:
     return isinstance(value, str) and pattern.fullmatch(value) is not None
 
 
 def _check_name(key: str, value: Any, pattern: re.Pattern[str], where: str) -> None:
     if not _matches(pattern, value):
-        raise _error(f"{key} is {value!r}, must match {pattern.pattern}", where, f"rename {key}")
+        raise TestbedError(f"{key} is {value!r}", where=where, hint=f"write a text that matches {pattern.pattern}")
 
 
 @dataclass(frozen=True)
 class FabricSpec:
-    """The nodes on one bridge."""
+    """A fabric: nodes that one bridge connects."""
 
     name: Annotated[str, key("name of the fabric")]
     nic: Annotated[str, key("type of its fast NIC", one_of=NICS)]
@@ -110,7 +106,7 @@ class FabricSpec:
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """A further partition over nodes of the fabrics."""
+    """A partition of Slurm besides those of the fabrics, over nodes of one or more fabrics."""
 
     name: Annotated[str, key("name of the partition")]
     fabrics: Annotated[tuple[str, ...], key("fabrics whose nodes it has: [ib-a]")]
@@ -128,7 +124,7 @@ class PartitionSpec:
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """One node. `index`: its index over all fabrics, from 0; `fabric_index`: the index of its fabric."""
+    """One node. `index`: its position among all nodes, from 0; `fabric_index`: the position of its fabric."""
 
     name: str
     index: int
@@ -138,7 +134,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class Topology:
-    """The topology of a testbed."""
+    """The topology of a testbed, as its YAML file describes it."""
 
     name: Annotated[str, key("name of the topology")]
     ethernet_mbit: Annotated[float, key("every node's Ethernet rate", unit="Mbit/s", gt=0, lt=10**7)]
@@ -209,48 +205,48 @@ class Topology:
 
 
 def parse(text: str, where: str) -> Topology:
-    """Return the topology in a YAML text.
-
-    :raises TestbedError: one line with `where` and the error.
-    """
+    """Return the topology in a YAML text. Raise TestbedError if it has none. `where`: the text's file, for errors."""
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         position = f" in line {line + 1}" if line is not None else ""
-        raise _error(f"not YAML{position}", where, "correct it; see slurm/testbed/default.yaml") from None
+        raise TestbedError(
+            f"not YAML{position}", where=where, hint="correct it; slurm/testbed/default.yaml is an example"
+        ) from None
     if not isinstance(data, dict):
-        raise _error("not a map", where, "see slurm/testbed/default.yaml")
+        raise TestbedError("no keys with values", where=where, hint="slurm/testbed/default.yaml is an example")
     try:
         return make(Topology, data, "topology", TestbedError)
     except TestbedError as error:
-        raise _error(f"{error.where}: {error.what}", where, error.hint) from None
+        raise TestbedError(f"{error.where}: {error.what}", where=where, hint=error.hint) from None
 
 
 def find_file(path: str | Path | None) -> Path:
-    """Return the topology file for `path`: a file, or a name under slurm/testbed/; None for the default topology."""
+    """Return the path of a topology file. `path`: a file, or a name under slurm/testbed/; None: the default topology.
+    Raise TestbedError if there is no such file."""
     path = Path("default" if path is None else path)
     for candidate in (path, FOLDER / path, FOLDER / f"{path}.yaml"):
         if candidate.is_file():
             return candidate
     names = [p.stem for p in FOLDER.glob("*.yaml")] if FOLDER.is_dir() else []
-    raise _error("no such topology file", str(path), nearest(path.stem, names) if names else "give a YAML file")
+    raise TestbedError(
+        "no such topology file", where=str(path), hint=nearest(path.stem, names) if names else "give a YAML file"
+    )
 
 
 def read_text(path: str | Path | None) -> str:
-    """Return the text of the topology file for `path` (see `find_file`).
-
-    :raises TestbedError: the file is missing, unreadable or no topology.
-    """
+    """Return the text of the topology file for `path` (see :func:`find_file`).
+    Raise TestbedError if the file is missing, unreadable or no topology."""
     file = find_file(path)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _error(f"cannot be read: {error}", str(file), "give a readable YAML file") from None
+        raise TestbedError(f"cannot be read: {error}", where=str(file), hint="give a readable YAML file") from None
     parse(text, str(file))
     return text
 
 
 def read(path: str | Path | None) -> Topology:
-    """Return the topology in the file for `path` (see `find_file`)."""
+    """Return the topology in the file for `path` (see :func:`find_file`)."""
     return parse(read_text(path), str(path))

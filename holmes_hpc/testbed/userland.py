@@ -1,6 +1,6 @@
 """The programs of another Debian release on this machine: from debootstrap, mounted over the machine's /usr and /etc.
 
-This is no chroot. A process gets a private mount namespace in which /usr/bin, /usr/lib, … and /etc are the release's.
+It is not a chroot. A process gets a private mount namespace in which /usr/bin, /usr/lib, … and /etc are the release's.
 Everything else (the checkout, home directories, /tmp, the state directory, /proc) is the machine's, at the same paths.
 The mounts end with the process, so the machine's mount table stays unchanged.
 """
@@ -52,32 +52,31 @@ exec "$@"'''
 
 
 def release_root(directory: Path, release: str) -> Path | None:
-    """Return the folder of the release's files below the state directory; None for the machine's own release."""
+    """Return the folder for the files of a Debian release, below `directory`; None for the machine's own Slurm."""
     return None if release == NATIVE else directory / release
 
 
 def enter_command(root: Path | None, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs `argv` with the release's programs. It mounts in the caller's mount namespace, which
-    must be private."""
+    """Return the command that runs `argv` with the programs of the release in `root`, if any. The command must run in a
+    private mount namespace."""
     return list(argv) if root is None else ["sh", "-c", _ENTER, str(root), *argv]
 
 
 def private_command(root: Path | None, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs `argv` with the release's programs in a private mount namespace."""
+    """Return the command that runs `argv` in a private mount namespace with the programs of the release in `root`;
+    `argv` itself if `root` is None."""
     return list(argv) if root is None else ["unshare", "--mount", *enter_command(root, argv)]
 
 
 def create(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[str], None]) -> None:
-    """Fetch the release. It takes a minute or two and half a gigabyte.
-
-    :raises TestbedError: debootstrap failed, or this machine's /bin and /lib are not below /usr.
-    """
+    """Fetch a Debian release into `root`. It takes a minute or two and half a gigabyte. `mark`: see Testbed.mark.
+    Raise TestbedError if debootstrap is missing or fails, or if this machine's /bin and /lib are not below /usr."""
     is_merged = Path("/lib").is_symlink() and Path("/bin").is_symlink()
     merged_hint = "use a machine with merged /usr (Debian 12, Ubuntu 22.04 or later)"
     refuse(
         f"testbed --release {release}",
         (not is_merged, "/bin and /lib are not links into /usr", merged_hint),
-        (not is_installed("debootstrap"), "missing programs: debootstrap", "install it"),
+        (not is_installed("debootstrap"), "debootstrap is not installed", "install it"),
         error=TestbedError,
     )
     argv = [
@@ -113,7 +112,8 @@ def create(root: Path, release: str, mark: Mapping[str, str], progress: Callable
 
 
 def write_wrappers(root: Path, folder: Path) -> None:
-    """Write scripts into `folder`: Slurm's client commands under their names, and `in-release COMMAND`."""
+    """Write scripts into `folder` that run programs of the release in `root`: one for each of Slurm's client commands,
+    and `in-release COMMAND` for any program."""
     folder.mkdir(mode=0o755, exist_ok=True)
     clients = [path.name for path in (root / "usr" / "bin").iterdir() if path.name in CLIENTS]
     for name in (*clients, "in-release"):

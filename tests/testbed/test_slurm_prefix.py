@@ -130,5 +130,5 @@ def test_build_error_has_the_last_line_of_the_log(source: Path) -> None:
 def test_wrong_sources_are_refused(name: str, source: Path) -> None:
     (source.parent / "empty").mkdir()
     (source.parent / "no.tar.gz").write_text("x")
-    with pytest.raises(TestbedError, match=r"does not exist|contains no Slurm|no tarball"):
+    with pytest.raises(TestbedError, match=r"does not exist|contains no Slurm|not a tarball"):
         slurm_prefix.build(source.parent / name, print)

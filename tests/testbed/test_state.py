@@ -252,7 +252,7 @@ def test_directory_with_other_files_is_refused(monkeypatch: pytest.MonkeyPatch) 
         with tempfile.TemporaryDirectory(dir="/tmp") as folder:
             (Path(folder) / "thesis.tex").write_text("dear")
             patch.setenv("HOLMES_TESTBED", folder)
-            with pytest.raises(TestbedError, match="other files"):
+            with pytest.raises(TestbedError, match="not empty"):
                 testbed.up()
             assert testbed.down() is False
             assert (Path(folder) / "thesis.tex").read_text() == "dear"

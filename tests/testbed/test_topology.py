@@ -77,7 +77,7 @@ def test_features_of_both_kinds_of_node() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "not a map"),
+        ("", "no keys with values"),
         ("fabrics: [", "not YAML"),
         ("fabrics: 3\nname: x\nethernet_mbit: 5", "fabrics is 3"),
         ("name: x\nethernet_mbit: 5\nfabrics: []", "no fabric"),
