@@ -53,7 +53,7 @@ from holmes_hpc.results import load_runs
 from holmes_hpc.results.compare import compare
 from holmes_hpc.results.figures import ablation, predicted_measured, scaling, svg, throughput
 from holmes_hpc.results.statistics import fraction_of_homogeneous, paired_ratios, percentage_errors, repeats_interval
-from holmes_hpc.results.tables import Table, interval, number
+from holmes_hpc.results.tables import Table, format_interval, format_number
 
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 
@@ -160,11 +160,11 @@ def build_tables(runs: pd.DataFrame) -> list[Table]:
                 [
                     f"{regime}, {nodes}",
                     where,
-                    number(holmes_rate),
-                    number(rates[where].get("proportional layers")),
-                    number(megatron_rate),
-                    number(ratio.median),
-                    interval(ratio.low, ratio.high),
+                    format_number(holmes_rate),
+                    format_number(rates[where].get("proportional layers")),
+                    format_number(megatron_rate),
+                    format_number(ratio.median),
+                    format_interval(ratio.low, ratio.high),
                     f"{share:.1%}" if has_mean else "",
                 ]
             )
@@ -197,12 +197,12 @@ def build_tables(runs: pd.DataFrame) -> list[Table]:
                     *key,
                     system_runs["layers_per_stage"].iloc[0],
                     str(len(system_runs)),
-                    number(system_runs["samples_per_s"].median()),
-                    number(system_runs["predicted_samples_per_s"].median()),
+                    format_number(system_runs["samples_per_s"].median()),
+                    format_number(system_runs["predicted_samples_per_s"].median()),
                     f"{error:+.1f}%",
                 ]
             )
-            breakdowns.append([*key, *(number(system_runs[part].median()) for part in PARTS)])
+            breakdowns.append([*key, *(format_number(system_runs[part].median()) for part in PARTS)])
     goals.sort(key=lambda row: row[0])
     if rule_ratios:
         least = min(rule_ratios, key=lambda setting: rule_ratios[setting])

@@ -1,4 +1,4 @@
-"""Sentences about a comparison: which setting wins, by how much, and why."""
+"""Sentences about a comparison of runs: which setting is best, by how much, and why."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from typing import Any
 
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.columns import has_value
-from holmes_hpc.results.compare import SAME_WORK, Comparison, completed, entries, label, labels, loss_of, work
-from holmes_hpc.results.tables import interval, number
+from holmes_hpc.results.compare import SAME_WORK, Comparison, completed, entries, label, labels, loss_of, work_text
+from holmes_hpc.results.tables import format_interval, format_number
 
 
 def ranking(comparison: Comparison) -> list[str]:
-    """Name the settings with the lowest, second lowest and highest loss."""
+    """Return sentences that name the settings with the lowest, second lowest and highest loss."""
     cells = comparison.cells
     key = loss_of(cells)
     cells = cells[cells[key].notna()]
     if cells.empty:
         return ["No run has a loss yet."]
     names, values = labels(cells), cells[key].tolist()
-    sentences = [f"Lowest {key.replace('_', ' ')}: {names[0]} with {number(values[0], 4)}."]
+    sentences = [f"Lowest {key.replace('_', ' ')}: {names[0]} with {format_number(values[0], 4)}."]
     if len(values) > 1:
-        last = f"; last: {names[-1]} with {number(values[-1], 4)}" if len(values) > 2 else ""
-        sentences.append(f"Next: {names[1]} with {number(values[1], 4)}{last}.")
+        last = f"; last: {names[-1]} with {format_number(values[-1], 4)}" if len(values) > 2 else ""
+        sentences.append(f"Next: {names[1]} with {format_number(values[1], 4)}{last}.")
     if comparison.runs.loc[comparison.runs[key].notna(), "steps"].nunique() > 1:
         sentences.append("The runs did not make the same number of steps.")
     return sentences
 
 
 def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-    """Return the fastest cell among cells that did the same work, and the cell it is compared with, if any.
+    """Return (fastest cell, cell that it is compared with) among cells that did the same work, as mappings of columns.
 
-    The largest group of cells with the same work counts. The fastest cell has a `ratio`: its speed-up over the other
-    cell. Incomplete runs win only if no run completed."""
+    Of several groups of cells with the same work, the largest one counts. The fastest cell gets a key `ratio`, its
+    speed-up over the other one, which is None if the group has no other cell. Cells without a completed run count only
+    if there are no others. Return None without any cells."""
     cells = comparison.cells
     if cells.empty:
         return None
@@ -57,7 +58,7 @@ def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | Non
 
 
 def answer(comparison: Comparison) -> list[str]:
-    """Return which placement is fastest, by how much, and why: at most three sentences (see :func:`winner`)."""
+    """Return at most three sentences: which placement is fastest (see :func:`winner`), by how much, and why."""
     pair = winner(comparison)
     if pair is None:
         return ["No run has figures yet."]
@@ -65,28 +66,31 @@ def answer(comparison: Comparison) -> list[str]:
     name = f" (run {best['names']})" if best["repeats"] == 1 and len(comparison.cells) > 1 else ""
     faster = comparison.cells[comparison.cells["samples_per_s"] > best["samples_per_s"]]
     title = "Fastest" if faster.empty else "Fastest for the same work"
-    sentences = [f"{title}: {label(best)}{name} with {number(best['samples_per_s'])} samples/s ({work(best)})."]
+    sentences = [
+        f"{title}: {label(best)}{name} with {format_number(best['samples_per_s'])} samples/s ({work_text(best)})."
+    ]
     if len(faster):
         other_work = "other work (model, sequence length, emulated layer time or number of nodes)"
         sentences[0] += f" {len(faster)} with more samples/s did {other_work} or did not complete."
     if base is None:
         return sentences
     bounds = (
-        f" (95% interval {interval(best['speedup_low'], best['speedup_high'])}, {best['pairs']} pairs)"
+        f" (95% interval {format_interval(best['speedup_low'], best['speedup_high'])}, {best['pairs']} pairs)"
         if has_value(best["speedup_low"])
         else ""
     )
     plain_note = " (as plain Megatron-LM)" if base["system"] == "one transport" else ""
-    speedup = f"That is {number(best['ratio'])} times {label(base)}{plain_note}{bounds}"
+    speedup = f"That is {format_number(best['ratio'])} times {label(base)}{plain_note}{bounds}"
     if not is_faster(best, base):
         return [*sentences, f"{speedup}: no significant difference."]
     return [*sentences, f"{speedup}.", explain(best, base)]
 
 
 def is_faster(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
-    """Return whether `best` (of :func:`winner`) is faster than `base` beyond the noise of repeats and steps.
+    """Return whether `best` is significantly faster than `base` (the two cells of :func:`winner`).
 
-    The interval of its pairs decides, else the intervals of both step times. Without intervals, 5% is the threshold."""
+    If runs are paired, the interval of their speed-ups must be above 1. Else the intervals of the two step times per
+    sample must not overlap. Without intervals, the speed-up must be above 1.05."""
     if has_value(best["speedup_low"]):
         return bool(best["speedup_low"] > 1)
     if not all(
@@ -97,7 +101,8 @@ def is_faster(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
 
 
 def explain(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    """Name the part of a step that saves most time, in seconds per sample so that batch sizes compare."""
+    """Return a sentence on the part of a step in which `best` saves most time over `base`. Times are compared per
+    sample, because batch sizes may differ."""
     saved = {}
     for part in PARTS if has_value(best["global_batch"]) and has_value(base["global_batch"]) else ():
         per_sample = [float(c[part]) / float(c["global_batch"]) for c in (best, base) if has_value(c[part])]
@@ -109,6 +114,6 @@ def explain(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     saved_s = base["step_time_s"] / base["global_batch"] - best["step_time_s"] / best["global_batch"]
     share = f", {saved[top] / saved_s:.0%} of the time saved" if saved_s > 0 and saved[top] <= saved_s else ""
     return (
-        f"Why: {PART_NAMES[top]} takes {number(best[top])} s of a {number(best['step_time_s'])} s step, against "
-        f"{number(base[top])} s of {number(base['step_time_s'])} s{share}."
+        f"Why: {PART_NAMES[top]} takes {format_number(best[top])} s of a {format_number(best['step_time_s'])} s step,"
+        f" against {format_number(base[top])} s of {format_number(base['step_time_s'])} s{share}."
     )

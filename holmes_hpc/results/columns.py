@@ -1,7 +1,7 @@
 """The columns of the tables of runs, steps and stages: name -> (type, meaning). Types are pandas' names.
 
-Missing texts are None, missing figures NaN. The keys of a configuration, of a run's labels and of its NIC counters
-differ from run to run. Each such group of keys is a family of columns, named by a prefix and the key
+Missing texts are None, missing numbers NaN. The keys of a configuration, of a run's labels and of its NIC counters
+differ from run to run. Each such group of keys becomes a family of columns, whose names are a prefix and a key
 (`config.train.lr`, `tx_bytes_ib-a`)."""
 
 from __future__ import annotations
@@ -99,12 +99,13 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
 
 
 class Family(NamedTuple):
-    """Columns of the table of runs, one for each key of any run, named `prefix` and the key."""
+    """A family of columns of the table of runs: one column, named `prefix` and a key, for each key that any run has.
+    `keys`: what the keys are, for the documentation; `kind`: pandas' type of the columns."""
 
     prefix: str
     keys: str
     meaning: str
-    kind: str | None = "float64"  # None: the type that holds all values of a column
+    kind: str | None = "float64"  # None: for each column the type that holds its values
 
 
 FAMILIES = {  # by the key in `holmes report --json`
@@ -175,7 +176,7 @@ def arrow_type(kind: str) -> pa.DataType:
 
 
 def family_columns(name: str, entries: list[dict[str, Any]]) -> dict[str, pd.Series[Any]]:
-    """Return the columns of the family `name` from each run's {key: value}; missing keys are NaN or None."""
+    """Return {name: column} of the family `name`. `entries`: {key: value} of each run; missing keys are NaN or None."""
     family = FAMILIES[name]
     columns = {}
     for key in dict.fromkeys(key for entry in entries for key in entry):
@@ -185,7 +186,7 @@ def family_columns(name: str, entries: list[dict[str, Any]]) -> dict[str, pd.Ser
     return columns
 
 
-def family(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+def family_values(row: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return {key: value} of the family `name` in a row of the table of runs, without missing values."""
     prefix = FAMILIES[name].prefix
     return {
@@ -194,14 +195,14 @@ def family(row: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def stage_breakdown(row: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return [{part: median seconds} for each stage] from a row of the table of runs."""
-    parts = family(row, "stage_breakdown")
+    """Return {part of a step: median seconds} of each pipeline stage, from a row of the table of runs."""
+    parts = family_values(row, "stage_breakdown")
     stages = 1 + max((int(key.partition(".")[0]) for key in parts), default=-1)
     return [{part: parts.get(f"{stage}.{part}", math.nan) for part in PARTS} for stage in range(stages)]
 
 
 def has_value(value: Any) -> bool:
-    """Return whether a value is neither None nor missing in pandas nor a float that is not finite."""
+    """Return whether `value` is known: not None, not pandas' NA or NaT, and not a NaN or infinite float."""
     return (
         value is not None
         and value is not pd.NA

@@ -1,18 +1,20 @@
-"""Comparison of runs: repeats of one setting form a cell, cells are ranked; answers.py has the sentences."""
+"""Comparison of runs: the runs with one setting (its repeats) form a cell, and cells are ranked.
+
+answers.py describes the result in sentences, comparison_tables.py in tables."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from holmes_hpc.records.metrics import PARTS
-from holmes_hpc.results.columns import FAMILIES, family, has_value
+from holmes_hpc.results.columns import FAMILIES, family_values, has_value
 from holmes_hpc.results.statistics import (
     Estimate,
     fraction_of_homogeneous,
@@ -24,7 +26,7 @@ from holmes_hpc.results.statistics import (
 from holmes_hpc.results.tables import as_text, pace_note
 from holmes_hpc.slurm.hostlist import compress
 
-# Runs that agree in these columns are repeats of one setting; with_systems derives `system`, `varied` and `sizes`.
+# Runs with equal values in these columns are repeats of one setting. with_systems adds `system`, `varied`, `sizes`.
 CELL = [
     "system",
     "varied",
@@ -54,7 +56,7 @@ CELL = [
 # Column families whose values a cell takes from its median run.
 MEDIAN_RUN_FAMILIES = ("stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step")
 RUN_MEDIANS = ["loss", "validation_loss", "tokens_per_s"]  # medians over a cell's runs
-# Runs that agree in these columns can be compared.
+# Runs with equal values in these columns did the same work, so that their speed can be compared.
 SAME_WORK = ["model", "sizes", "sequence_length", "pace_layer_ms", "device", "nodes"]
 # Overrides that other columns contain, or that do not change the setting.
 REDUNDANT = (
@@ -98,34 +100,31 @@ REDUNDANT = (
     "plan.edge_dtype",
     "plan.recompute",
 )
-# Cells may differ in these columns, which tables lack: `apart` names them where rows would look alike.
+# Columns that tables lack. Where cells differ only in them, the column `apart` says how.
 NOT_IN_ROWS = [name for name in CELL if name not in ("system", "varied", "environment", "placement", "nodes")]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`cells`: one row per setting, fastest first, with medians over its repeats.
+    """A comparison of runs. `cells`: one row per setting, the best first, with medians over its repeats; `runs`: all
+    runs, with their `system` and `cell` (index of the cell; -1: the run has no figures).
 
-    Columns of `cells`: `baseline` (index of the cell it is compared with), `speedup`, `speedup_low`, `speedup_high`,
-    `pairs`, `of_linear` and `of_mean` (see with_shares), `apart` (differences from cells that would look alike).
-
-    `runs`: all runs, with their `system` and `cell` (-1: no figures)."""
+    Columns of `cells`: `baseline` (index of the cell that it is compared with), `speedup` over it with the interval
+    `speedup_low` to `speedup_high`, `pairs` (number of paired runs), `of_linear` and `of_mean` (see with_shares),
+    `apart` (differences from cells that would look the same in a table)."""
 
     cells: pd.DataFrame
     runs: pd.DataFrame
 
 
 def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
-    """Add the columns `system`, `varied` and `sizes` to `runs`.
+    """Return `runs` with the columns `system`, `varied` and `sizes`.
 
-    `system`: the label of that name, else a description of the configuration. `varied`: the overrides in which runs
-    differ and that no other column contains (`train.lr=0.01`). `sizes`: the model as text (`layers=12 hidden=768
-    …`)."""
+    `system`: the run's label of that name, else a description of its configuration. `varied`: the overrides in which
+    runs differ and that no other column shows (`train.lr=0.01`). `sizes`: of the model (`layers=12 hidden=768 …`)."""
     per_run = [_overrides(row) for _, row in entries(runs)]
-    values: dict[str, set[str | None]] = {key: set() for overrides in per_run for key in overrides}
-    for key, variants in values.items():
-        variants.update(overrides.get(key) for overrides in per_run)
-    differ = sorted(key for key, variants in values.items() if len(variants) > 1)
+    all_keys = {key for overrides in per_run for key in overrides}
+    differ = sorted(key for key in all_keys if len({overrides.get(key) for overrides in per_run}) > 1)
     return runs.assign(
         system=[_system(row) for _, row in entries(runs)],
         varied=[" ".join(f"{key}={overrides[key]}" for key in differ if key in overrides) for overrides in per_run],
@@ -134,6 +133,7 @@ def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
+    """Return {key: value} of those overrides of a run that belong into the column `varied`."""
     values = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in run["overrides"])}
     overlaps = {values.get(f"train.overlap_{kind}", "true").lower() for kind in ("grad_reduce", "param_gather")}
     ignored = (*REDUNDANT, *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(overlaps) == 1 else ()))
@@ -145,7 +145,7 @@ def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def entries(frame: pd.DataFrame) -> list[tuple[int, dict[str, Any]]]:
-    """Return (index, row as a mapping) of every row."""
+    """Return (index, {column: value}) of every row of `frame`."""
     rows: list[dict[Any, Any]] = frame.to_dict("records")
     return list(zip(frame.index.tolist(), rows, strict=True))
 
@@ -162,9 +162,9 @@ def _system(run: Mapping[str, Any]) -> str:
 
 
 def compare(runs: pd.DataFrame, by: str = "throughput") -> Comparison:
-    """Group `runs` (of load_runs) into cells, fastest first, or lowest loss first if `by` is loss.
+    """Group `runs` (of load_runs) into cells, ranked by throughput or, if `by` is "loss", by loss.
 
-    The interval of one run is over its steps, that of several runs is between them (repeats_interval)."""
+    Intervals of a cell with one run show the variation of its steps, other intervals that between runs."""
     runs = with_systems(runs)
     usable = runs[runs["step_time_s"].notna() & runs["samples_per_s"].notna()]
     groups = usable.groupby(CELL, dropna=False, sort=False, observed=True)
@@ -172,7 +172,7 @@ def compare(runs: pd.DataFrame, by: str = "throughput") -> Comparison:
     rows = []
     for index, (_, repeats) in enumerate(groups):
         complete = repeats[repeats["state"] == "completed"]
-        group = complete if len(complete) else repeats  # incomplete runs count only if no run completed
+        group = complete if len(complete) else repeats
         runs.loc[group.index, "cell"] = index
         rows.append({**entries(group)[0][1], "cell": index, **_figures(group)})
     cells = pd.DataFrame(
@@ -207,8 +207,8 @@ def loss_of(cells: pd.DataFrame) -> str:
     return "validation_loss" if len(cells) and cells["validation_loss"].notna().all() else "loss"
 
 
-def named(names: Sequence[str]) -> str:
-    """Return the runs of a cell: a few names, or one host list for numbered repeats (`mine-[0-2]`)."""
+def names_text(names: Sequence[str]) -> str:
+    """Return the names of a cell's runs as text: a few names, or one list for numbered repeats (`mine-[0-2]`)."""
     heads = {name.rstrip("0123456789") for name in names}
     if len(names) > 1 and len(heads) == 1 and re.fullmatch(r"[\w./-]+", min(heads)):
         return compress(names)
@@ -216,6 +216,7 @@ def named(names: Sequence[str]) -> str:
 
 
 def _figures(group: pd.DataFrame) -> dict[str, Any]:
+    """Return the columns of a cell that are computed from its runs, `group`."""
     time, rate = _step_time(group), repeats_interval(group["samples_per_s"])
     median_run = group.iloc[(group["step_time_s"] - group["step_time_s"].median()).abs().argsort().iloc[0]]
     return {
@@ -229,7 +230,7 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
         "samples_high": rate.high,
         "predicted_samples_per_s": float(group["predicted_samples_per_s"].median()),
         "predicted_step_time_s": float(group["predicted_step_time_s"].median()),
-        "names": named([str(name) for name in group["run"]]),
+        "names": names_text([str(name) for name in group["run"]]),
         **{name: float(group[name].median()) for name in RUN_MEDIANS},
         "mape": mape(group["predicted_step_time_s"], group["step_time_s"]),
         **{part: float(group[part].median()) for part in PARTS},
@@ -238,11 +239,7 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def _columns(runs: pd.DataFrame, *families: str) -> list[str]:
-    return [
-        name
-        for name in map(str, runs)
-        if name.startswith(tuple(FAMILIES[family_name].prefix for family_name in families))
-    ]
+    return [name for name in map(str, runs) if name.startswith(tuple(FAMILIES[key].prefix for key in families))]
 
 
 def _step_time(group: pd.DataFrame) -> Estimate:
@@ -258,7 +255,7 @@ def completed(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_distinctions(cells: pd.DataFrame) -> pd.DataFrame:
-    """Add the column `apart`: the differences between cells that would look alike."""
+    """Return `cells` with the column `apart`: in what cells differ that would look the same in a table."""
     distinctions = pd.Series("", index=cells.index, dtype="object")
     for _, group in cells.groupby(["system", "varied", "environment", "placement"], dropna=False, observed=True):
         differ = [name for name in NOT_IN_ROWS if group[name].nunique(dropna=False) > 1]
@@ -271,53 +268,44 @@ def _with_distinctions(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _sizes(run: Mapping[str, Any]) -> list[str]:
-    """Return the model's sizes, `layers=12` and so on, without its name."""
-    return [f"{key}={as_text(value)}" for key, value in family(run, "model_spec").items() if key != "name"]
+    """Return the sizes of the model as texts: ["layers=12", "hidden=768", …]."""
+    return [f"{key}={as_text(value)}" for key, value in family_values(run, "model_spec").items() if key != "name"]
 
 
 def _other_sizes(cell: Mapping[str, Any], group: pd.DataFrame) -> str:
-    """Return the model sizes in which this cell differs from others in `group`."""
+    """Return as text the model sizes in which `cell` differs from other cells of `group`."""
     group_sizes = [_sizes(row) for _, row in entries(group)]
     return " ".join(size for size in _sizes(cell) if any(size not in row for row in group_sizes))
 
 
 def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    rows, complete = [], completed(cells)
+    """Return `cells` with their speed-ups over their baselines: medians of paired runs, if there are any."""
+    rows, complete, labelled = [], completed(cells), runs[runs["session"].notna()]
     for index, cell in entries(cells):
-        baseline = _baseline(complete, index, cell)
-        row: dict[str, Any] = {
-            "cell": index,
-            "baseline": baseline,
-            "pairs": 0,
-            "speedup": math.nan,
-            "speedup_low": math.nan,
-            "speedup_high": math.nan,
-        }
+        baseline, speedup = _baseline(complete, index, cell), repeats_interval([])
         if baseline is not None and baseline != index:
-            row["speedup"] = cell["samples_per_s"] / cells.loc[baseline, "samples_per_s"]
-            labelled = runs[runs["session"].notna()]
-            pairs = paired_ratios(labelled, "cell", baseline, index)
-            if len(pairs):
-                ratio = repeats_interval(pairs["ratio"])
-                row.update(pairs=len(pairs), speedup=ratio.median, speedup_low=ratio.low, speedup_high=ratio.high)
-        rows.append(row)
+            speedup = repeats_interval(paired_ratios(labelled, "cell", baseline, index)["ratio"])
+            if not speedup.count:
+                speedup = replace(speedup, median=cell["samples_per_s"] / cells.loc[baseline, "samples_per_s"])
+        rows.append((index, baseline, speedup.count, speedup.median, speedup.low, speedup.high))
     columns = ["cell", "baseline", "pairs", "speedup", "speedup_low", "speedup_high"]
     return cells.join(pd.DataFrame(rows, columns=columns).set_index("cell").astype({"baseline": "Int64"}))
 
 
 def _baseline(cells: pd.DataFrame, index: int, cell: Mapping[str, Any]) -> int | None:
-    """Return the index of the cell to compare `cell` with; None if no cell did the same work.
+    """Return the index of the cell to compare `cell` with; None if no other cell did the same work.
 
-    This is one transport on the same nodes (plain Megatron-LM), whatever its label, else the slowest cell."""
-    same = cells[_equal(cells, cell, SAME_WORK)]
-    plain = same[_equal(same, {**cell, "transport": "single"}, ["placement", "transport"])]
+    This is the fastest cell with one transport for all groups on the same nodes (plain Megatron-LM), else the slowest
+    cell."""
+    same = cells[_matches(cells, cell, SAME_WORK)]
+    plain = same[_matches(same, {**cell, "transport": "single"}, ["placement", "transport"])]
     if len(plain):
         return int(plain.index[plain["samples_per_s"].argmax()])
     return int(same.index[same["samples_per_s"].argmin()]) if len(same.index.difference([index])) else None
 
 
 def with_shares(cells: pd.DataFrame) -> pd.DataFrame:
-    """Add the columns `of_linear` and `of_mean`, NaN where they have no reference.
+    """Return `cells` with the columns `of_linear` and `of_mean`, which are NaN without cells to compare with.
 
     `of_linear`: throughput per node over that of the same system and environment on the fewest nodes. `of_mean`: for a
     hybrid cell, throughput over the mean of the fastest IB and the fastest RoCE cell with the same work."""
@@ -331,7 +319,7 @@ def with_shares(cells: pd.DataFrame) -> pd.DataFrame:
         rates = [
             float(
                 complete["samples_per_s"][
-                    _equal(complete, {**cell, "environment": kind}, ["environment", *SAME_WORK])
+                    _matches(complete, {**cell, "environment": kind}, ["environment", *SAME_WORK])
                 ].max()
             )
             for kind in ("IB", "RoCE")
@@ -342,13 +330,15 @@ def with_shares(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def scaled(cells: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
-    """Return (first cell, cells) of every setting that did the same work on several numbers of nodes."""
+    """Return (first cell, all cells) of each system and environment that did the same work on different numbers of
+    nodes."""
     keys = ["system", "varied", "environment", *(name for name in SAME_WORK if name != "nodes")]
     groups = cells[cells["nodes"].notna()].groupby(keys, dropna=False, observed=True, sort=False)
     return [(entries(group)[0][1], group) for _, group in groups if group["nodes"].nunique() > 1]
 
 
-def _equal(frame: pd.DataFrame, cell: Mapping[str, Any], columns: Iterable[str]) -> Any:
+def _matches(frame: pd.DataFrame, cell: Mapping[str, Any], columns: Iterable[str]) -> Any:
+    """Return a boolean array: which rows of `frame` equal `cell` in `columns`. Missing values equal each other."""
     equal = np.ones(len(frame), dtype=bool)
     for name in columns:
         equal &= (
@@ -359,13 +349,13 @@ def _equal(frame: pd.DataFrame, cell: Mapping[str, Any], columns: Iterable[str])
     return equal
 
 
-def work(cell: Mapping[str, Any]) -> str:
-    """Return the model, if known, and the emulated compute."""
+def work_text(cell: Mapping[str, Any]) -> str:
+    """Return as text the model, if known, and whether compute was real or emulated."""
     return f"{cell['model']}, {pace_note(cell)}" if has_value(cell["model"]) else pace_note(cell)
 
 
 def label(cell: Mapping[str, Any]) -> str:
-    """Return a cell's name: `hybrid, ib-a:2 roce-a:2, holmes`."""
+    """Return a text that names a cell: `hybrid, ib-a:2 roce-a:2, holmes`."""
     if not has_value(cell["placement"]):
         return "a run without a plan"
     return ", ".join(
@@ -376,7 +366,7 @@ def label(cell: Mapping[str, Any]) -> str:
 
 
 def labels(cells: pd.DataFrame) -> list[str]:
-    """Return a name for each of `cells`: its run, or the number of runs, and how it differs from the others."""
+    """Return a distinct text for each of `cells`: its run, if it has a single one, and how it differs from others."""
     parts = [
         name
         for name in ("environment", "placement", "system", "varied", "apart")

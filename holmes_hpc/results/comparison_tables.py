@@ -9,15 +9,15 @@ import pandas as pd
 
 from holmes_hpc.console import NONE, data_size
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
-from holmes_hpc.results.columns import family, has_value
+from holmes_hpc.results.columns import family_values, has_value
 from holmes_hpc.results.compare import Comparison, entries
-from holmes_hpc.results.tables import Table, as_text, interval, number, pace_note, percent
+from holmes_hpc.results.tables import Table, as_text, format_interval, format_number, format_percent, pace_note
 
 MAX_ROWS = 40  # rows of a table in a terminal
 
 
 def comparison_tables(comparison: Comparison, by: str = "throughput") -> list[Table]:
-    """Return all tables, the most important first."""
+    """Return all tables of a comparison, the most important first. `by`: throughput or loss."""
     tables = (
         [cell_table(comparison, by), breakdown_table(comparison), bytes_table(comparison)]
         if len(comparison.cells)
@@ -27,9 +27,8 @@ def comparison_tables(comparison: Comparison, by: str = "throughput") -> list[Ta
 
 
 def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
-    """Return each cell's throughput, speed-up, predicted step time, loss and, where known, shares.
-
-    Columns with one value for all cells are in the caption."""
+    """Return the table of cells: throughput, speed-up, predicted step time, loss and, where known, `of_linear` and
+    `of_mean`. Columns with the same text in all rows are in the caption instead."""
     cells = comparison.cells
     shares = {
         name: column
@@ -42,7 +41,9 @@ def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
         base = numbers.get(int(c["baseline"]), NONE) if has_value(c["baseline"]) and c["baseline"] != index else NONE
         error = 100 * (c["predicted_step_time_s"] / c["step_time_s"] - 1)
         bounds = (
-            f" ({interval(c['step_time_low_s'], c['step_time_high_s'])})" if has_value(c["step_time_low_s"]) else ""
+            f" ({format_interval(c['step_time_low_s'], c['step_time_high_s'])})"
+            if has_value(c["step_time_low_s"])
+            else ""
         )
         system = ", ".join(
             filter(None, [str(c["system"]), c["varied"], c["apart"], "" if c["completed"] else "not completed"])
@@ -56,14 +57,14 @@ def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
                 placed,
                 as_text(c["layers_per_stage"]),
                 str(c["repeats"]),
-                number(c["samples_per_s"]),
-                number(c["tokens_per_s"]),
-                number(c["step_time_s"]) + bounds,
-                _times(c),
+                format_number(c["samples_per_s"]),
+                format_number(c["tokens_per_s"]),
+                format_number(c["step_time_s"]) + bounds,
+                _speedup_text(c),
                 base,
-                percent(error),
-                number(c["loss"], 4),
-                number(c["validation_loss"], 4),
+                format_percent(error),
+                format_number(c["loss"], 4),
+                format_number(c["validation_loss"], 4),
                 *(f"{c[column]:.1%}" if has_value(c[column]) else NONE for column in shares.values()),
             ]
         )
@@ -100,7 +101,8 @@ def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
 
 
 def _without_constants(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
-    """Return the table without empty and constant columns, and the constants as text."""
+    """Return (columns, rows, start of a caption) without empty columns and without constant ones, which the caption
+    names."""
     drop, constants = set(), []
     for index, name in enumerate(columns):
         values = {row[index] for row in rows}
@@ -116,15 +118,17 @@ def _without_constants(columns: list[str], rows: list[list[str]]) -> tuple[list[
     )
 
 
-def _not_shown(cells: pd.DataFrame) -> str:
-    return f"; {len(cells) - MAX_ROWS} more not shown" if len(cells) > MAX_ROWS else ""
+def _not_shown(rows: pd.DataFrame) -> str:
+    return f"; {len(rows) - MAX_ROWS} more not shown" if len(rows) > MAX_ROWS else ""
 
 
-def _times(cell: Mapping[str, Any]) -> str:
+def _speedup_text(cell: Mapping[str, Any]) -> str:
     if not has_value(cell["speedup"]):
         return NONE
-    bounds = f" ({interval(cell['speedup_low'], cell['speedup_high'])})" if has_value(cell["speedup_low"]) else ""
-    return f"{number(cell['speedup'])}x{bounds}"
+    bounds = (
+        f" ({format_interval(cell['speedup_low'], cell['speedup_high'])})" if has_value(cell["speedup_low"]) else ""
+    )
+    return f"{format_number(cell['speedup'])}x{bounds}"
 
 
 def _pace_notes(cells: pd.DataFrame) -> str:
@@ -133,17 +137,16 @@ def _pace_notes(cells: pd.DataFrame) -> str:
 
 
 def breakdown_table(comparison: Comparison) -> Table:
-    """Return the parts of a step for every cell, mean over stages."""
-    all_cells = comparison.cells
-    cells = all_cells.head(MAX_ROWS)
+    """Return the table of the seconds that each part of a step takes, mean over stages."""
+    cells = comparison.cells.head(MAX_ROWS)
     rows = [
         [
             str(i),
             str(c["names"]),
             str(c["system"]),
             as_text(c["placement"]),
-            number(c["step_time_s"]),
-            *(number(c[p]) for p in PARTS),
+            format_number(c["step_time_s"]),
+            *(format_number(c[p]) for p in PARTS),
         ]
         for i, (_, c) in enumerate(entries(cells), 1)
     ]
@@ -151,15 +154,14 @@ def breakdown_table(comparison: Comparison) -> Table:
         "Time per part of a step: seconds, mean over stages",
         ["#", "run", "system", "nodes", "step", *(PART_NAMES[p] for p in PARTS)],
         rows,
-        f"medians; {_pace_notes(cells)}{_not_shown(all_cells)}",
+        f"medians; {_pace_notes(cells)}{_not_shown(comparison.cells)}",
     )
 
 
 def bytes_table(comparison: Comparison) -> Table | None:
-    """Return the bytes that the NICs of all nodes sent per step; None if they sent none."""
-    all_cells = comparison.cells
-    cells = all_cells.head(MAX_ROWS)
-    sent = [family(c, "tx_bytes_per_step") for _, c in entries(cells)]
+    """Return the table of the bytes that the NICs of all nodes sent per step; None if none were counted."""
+    cells = comparison.cells.head(MAX_ROWS)
+    sent = [family_values(c, "tx_bytes_per_step") for _, c in entries(cells)]
     kinds = sorted({kind for entry in sent for kind in entry}, key=lambda k: (k == "ethernet", k))
     if not kinds:
         return None
@@ -177,12 +179,13 @@ def bytes_table(comparison: Comparison) -> Table | None:
         "Bytes sent per step, all nodes together, as counted",
         ["#", "run", "system", "nodes", *kinds],
         rows,
-        f"medians, headers included; {_pace_notes(cells)}{_not_shown(all_cells)}",
+        f"medians, headers included; {_pace_notes(cells)}{_not_shown(comparison.cells)}",
     )
 
 
 def incomplete_table(comparison: Comparison) -> Table | None:
-    """Return the runs that did not complete or have damaged files, with errors; None if there are none."""
+    """Return the table of runs that did not complete or have damaged files, with their errors; None if there are
+    none."""
     runs = comparison.runs
     incomplete = runs[(runs["state"] != "completed") | runs["error"].notna()]
     if incomplete.empty:
@@ -191,5 +194,9 @@ def incomplete_table(comparison: Comparison) -> Table | None:
         [str(r["run"]), str(r["state"]), as_text(r["steps"]), str(r["error"]) if has_value(r["error"]) else ""]
         for _, r in entries(incomplete.head(MAX_ROWS))
     ]
-    omitted_note = f"{len(incomplete) - MAX_ROWS} more not shown" if len(incomplete) > MAX_ROWS else ""
-    return Table("Runs that did not complete, or are damaged", ["run", "state", "steps", "error"], rows, omitted_note)
+    return Table(
+        "Runs that did not complete, or are damaged",
+        ["run", "state", "steps", "error"],
+        rows,
+        _not_shown(incomplete).removeprefix("; "),
+    )

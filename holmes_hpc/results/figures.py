@@ -1,7 +1,7 @@
-"""Charts of runs and of their steps, for phones and print: hatches and markers repeat what colours show.
+"""Charts of runs and of their steps, readable on phones and in print: hatches and markers repeat what colours show.
 
-Every axis has its unit. Each function takes tables of the loader or of `compare` and returns a matplotlib Figure, which
-:func:`svg` turns into text."""
+Each function takes tables of the loader or of `compare` and returns a matplotlib Figure, which :func:`svg` turns into
+text. Every axis has its unit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _axes(height: float) -> tuple[Figure, Axes]:
 
 
 def svg(figure: Figure) -> str:
-    """Return the figure as an <svg> element; equal figures give equal text."""
+    """Return the text of an <svg> element with the figure. Equal figures have equal texts."""
     buffer = io.StringIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
@@ -87,7 +87,8 @@ def _bars(
 ) -> None:
     """Draw horizontal bars from top to bottom, each below its label, so that long labels need no margin.
 
-    Each of `rows` has the stacked parts of one bar."""
+    `labels`, `rows` and `ends` have an element for each bar: its label, the lengths of its stacked parts, and the text
+    after it. `names`: of the parts, for the legend; `bounds`: (low, high) of each bar's interval."""
     labels = distinct(labels)
     extents = [float(np.nansum(parts)) for parts in rows] + [high for _, high in bounds if has_value(high)]
     longest = max(extents, default=1.0) or 1.0
@@ -117,9 +118,9 @@ def _bars(
 
 
 def distinct(labels: Sequence[str], width: int = MAX_LABEL) -> list[str]:
-    """Return labels of at most `width` characters that stay distinct when shortened.
+    """Return the labels shortened to at most `width` characters, but still distinct.
 
-    The prefix that all labels share goes first, then the middle."""
+    If one is longer, all lose the prefix that they share. Then the middle of labels that are still too long goes."""
     long = [text for text in labels if len(text) > width]
     if not long:
         return list(labels)
@@ -139,20 +140,21 @@ def distinct(labels: Sequence[str], width: int = MAX_LABEL) -> list[str]:
 
 
 def _plain(name: object) -> str:
-    """Return a name that matplotlib prints literally: no `$` formula, no leading `_` that legends hide."""
+    """Return `name` as a text that matplotlib shows as it is: without formulas (`$`), and not hidden from legends
+    (`_` at the start)."""
     text = str(name).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
 
 def omission_note(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> str:
-    """Return which settings a figure shows; empty if it shows all of `cells`."""
+    """Return a text on which of `cells` a figure shows; empty if it shows all."""
     return f"the fastest {max_bars} of {len(cells)} settings" if len(cells) > max_bars else ""
 
 
 def throughput(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> Figure:
-    """Draw samples/s by NIC environment and system (cells of `compare`), with the interval over runs.
+    """Draw the samples/s of `cells` (of `compare`), with their intervals.
 
-    Only the fastest `max_bars` are shown; the title says so if there are more."""
+    Only the first `max_bars` cells are drawn; the title says so if there are more."""
     rows = [c for _, c in entries(cells.head(max_bars))]
     figure, axes = _axes(0.9 + 0.62 * max(1, len(rows)))
     _bars(
@@ -171,7 +173,7 @@ def throughput(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> Figure:
 
 
 def ablation(cells: pd.DataFrame, reference: Any) -> Figure:
-    """Draw the throughput of every cell in percent of the cell `reference` (a label of `cells`' index)."""
+    """Draw the throughput of every cell in percent of that of the cell with the index `reference`."""
     base = float(cells.loc[reference, "samples_per_s"])
     rows = [c for _, c in entries(cells)]
     figure, axes = _axes(0.9 + 0.62 * max(1, len(rows)))
@@ -183,9 +185,9 @@ def ablation(cells: pd.DataFrame, reference: Any) -> Figure:
 
 
 def scaling(cells: pd.DataFrame) -> Figure:
-    """Draw samples/s over nodes, one line per setting that did the same work on several node counts.
+    """Draw samples/s over the number of nodes, one line for each group of :func:`scaled`.
 
-    Dotted lines are linear scaling from the smallest count."""
+    Dotted lines show linear scaling from the smallest number."""
     groups = scaled(cells)
     distinctions = [
         key
@@ -216,7 +218,7 @@ def scaling(cells: pd.DataFrame) -> Figure:
 
 
 def breakdown(labels: Sequence[str], rows: Sequence[Mapping[str, float]]) -> Figure:
-    """Draw the stacked parts of a step: one bar per stage, or per setting."""
+    """Draw the parts of a step as one stacked bar for each of `rows` ({part: seconds}), a stage or a setting."""
     figure, axes = _axes(1.9 + 0.62 * max(1, len(rows)))
     values = [[float(row[part]) if has_value(row.get(part)) else np.nan for part in PARTS] for row in rows]
     _bars(axes, labels, values, [PART_NAMES[p] for p in PARTS], [f"{np.nansum(v):.3g} s" for v in values])
@@ -224,24 +226,25 @@ def breakdown(labels: Sequence[str], rows: Sequence[Mapping[str, float]]) -> Fig
     return figure
 
 
-def nic_bytes(entries: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw bytes per step by NIC type: planned payload and NIC counters (entries of `tables.traffic`)."""
-    labels, values, ends = [], [], []
-    for e in entries:
-        for source, key in (("planned", "planned_bytes"), ("counted, with headers", "counted_bytes")):
-            if key == "counted_bytes" and not has_value(e[key]):
-                continue  # there are no counters
-            labels.append(f"{e['kind']}: {source}")
-            values.append([float(e[key] or 0) / 1e6])
-            ends.append(f"{float(e[key] or 0) / 1e6:.3g}")
-    figure, axes = _axes(0.9 + 0.62 * max(1, len(labels)))
-    _bars(axes, labels, values, ["MB"], ends)
+def nic_bytes(traffic: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the bytes sent per step by NIC type: planned payload, and NIC counters if there are any.
+
+    `traffic`: of :func:`holmes_hpc.results.tables.traffic`."""
+    megabytes = {
+        f"{row['kind']}: {source}": float(row[key] or 0) / 1e6
+        for row in traffic
+        for source, key in (("planned", "planned_bytes"), ("counted, with headers", "counted_bytes"))
+        if key == "planned_bytes" or has_value(row[key])
+    }
+    figure, axes = _axes(0.9 + 0.62 * max(1, len(megabytes)))
+    values = megabytes.values()
+    _bars(axes, list(megabytes), [[value] for value in values], ["MB"], [f"{value:.3g}" for value in values])
     axes.set(xlabel="sent in a step by all nodes, MB (1e6 bytes)", title="Bytes by NIC kind")
     return figure
 
 
 def predicted_measured(runs: pd.DataFrame) -> Figure:
-    """Draw predicted over measured step time, one point per run; the band is 10% on either side."""
+    """Draw predicted over measured step time, one point per run, and a band of 10% around equality."""
     figure, axes = _axes(4.2)
     usable = runs[runs["predicted_step_time_s"].notna() & runs["step_time_s"].notna()]
     for index, (name, group) in enumerate(usable.groupby("environment", sort=False)):
@@ -268,10 +271,10 @@ def predicted_measured(runs: pd.DataFrame) -> Figure:
 
 
 def loss(steps: pd.DataFrame, by: str = "step", tokens: Mapping[str, float] | None = None) -> Figure:
-    """Draw the loss of every run in `steps`, validation loss as markers, later attempts as vertical lines.
+    """Draw the loss of every run in `steps`, with validation losses as markers and restarts as vertical lines.
 
-    `by`: step, tokens (`tokens`: per step, for each run) or time (since each run's start, without waits between
-    attempts)."""
+    `by`: the horizontal axis: step, tokens (`tokens`: {run: tokens per step}) or time (since the run's start, without
+    waits between attempts)."""
     figure, axes = _axes(3.2 + (0.25 * steps["run"].nunique() if steps["run"].nunique() <= 8 else 0))
     for index, (name, run) in enumerate(steps.groupby("run", observed=True, sort=False)):
         progress, colour = _progress(run, by, (tokens or {}).get(str(name), 1.0)), COLOURS[index % len(COLOURS)]
@@ -301,7 +304,7 @@ def loss(steps: pd.DataFrame, by: str = "step", tokens: Mapping[str, float] | No
 
 
 def _progress(run: pd.DataFrame, by: str, tokens: float) -> pd.Series:
-    """Return the x values of a run's steps."""
+    """Return the position of each of a run's steps on the horizontal axis. `tokens`: per step."""
     if by != "time":
         return run["step"] * (tokens if by == "tokens" else 1.0)
     elapsed_s = run["time"].diff().clip(lower=0)
@@ -310,7 +313,7 @@ def _progress(run: pd.DataFrame, by: str, tokens: float) -> pd.Series:
 
 
 def step_times(steps: pd.DataFrame) -> Figure:
-    """Draw step time over the steps of one run; warm-up steps are hollow."""
+    """Draw the step times of one run, with hollow markers for warm-up steps."""
     figure, axes = _axes(2.8)
     for is_warmup, face in ((True, "none"), (False, COLOURS[0])):
         part = steps[steps["warmup"] == is_warmup]
@@ -334,9 +337,10 @@ def step_times(steps: pd.DataFrame) -> Figure:
 
 
 def timeline(measured: pd.DataFrame, simulated: pd.DataFrame | None = None) -> Figure:
-    """Draw one step of the pipeline, a row per stage: measured above, simulated below, on one time axis.
+    """Draw one step of the pipeline, a row per stage: measured above, simulated below, on the same time axis.
 
-    Forward passes are light, backward passes dark and hatched; gaps are waiting."""
+    Forward passes are light, backward passes dark and hatched. In the gaps a stage waits. `measured`: of
+    :func:`holmes_hpc.results.timeline.typical_step`; `simulated`: with the same columns."""
     panels = [("measured", measured)] + ([("simulated", simulated)] if simulated is not None and len(simulated) else [])
     stages = int(max((frame["stage"].max() for _, frame in panels if len(frame)), default=0)) + 1
     with matplotlib.rc_context(STYLE):

@@ -1,19 +1,19 @@
-"""The headline of a comparison: hybrid against homogeneous clusters, and a bar chart."""
+"""The headline of a comparison: a sentence on hybrid against homogeneous clusters, and the values of a bar chart."""
 
 from __future__ import annotations
 
 from holmes_hpc.results.columns import has_value
 from holmes_hpc.results.compare import Comparison, entries, labels
-from holmes_hpc.results.tables import number
+from holmes_hpc.results.tables import format_number
 
 MAX_BARS = 12  # the table has the other cells
 
 
 def headline(comparison: Comparison) -> list[str]:
-    """Compare the fastest hybrid cell with the mean of InfiniBand and RoCE alone.
+    """Return a sentence that compares the fastest hybrid cell with the mean of InfiniBand and RoCE alone.
 
-    Also compare it with one transport for all groups on the same nodes, and report the error of predicted step times.
-    Empty without a cell that has both fabrics alone beside it."""
+    It also has the speed-up over one transport for all groups on the same nodes, and the error of predicted step times.
+    Empty unless a hybrid cell, an InfiniBand cell and a RoCE cell did the same work."""
     cells = dict(entries(comparison.cells))
     hybrid = next((cell for cell in cells.values() if has_value(cell["of_mean"])), None)
     if hybrid is None:
@@ -22,7 +22,8 @@ def headline(comparison: Comparison) -> list[str]:
     base = cells.get(int(hybrid["baseline"])) if has_value(hybrid["baseline"]) else None
     if base is not None and base["transport"] == "single" and has_value(hybrid["speedup"]):
         claims.append(
-            f"{number(hybrid['speedup'])} times plain Megatron-LM (one transport for all groups) on the same nodes"
+            f"{format_number(hybrid['speedup'])} times plain Megatron-LM (one transport for all groups)"
+            " on the same nodes"
         )
     errors = [float(cell["mape"]) for cell in cells.values() if has_value(cell["mape"])]
     accuracy = f" Step times were predicted within {max(errors):.1f}%." if errors else ""
@@ -30,6 +31,6 @@ def headline(comparison: Comparison) -> list[str]:
 
 
 def bars(comparison: Comparison) -> list[tuple[str, float]]:
-    """Return (name, samples/s) of the fastest cells for a bar chart; empty for fewer than two cells."""
+    """Return (name, samples/s) of the first cells for a bar chart; empty if there are fewer than two cells."""
     cells = comparison.cells.head(MAX_BARS)
     return list(zip(labels(cells), cells["samples_per_s"].astype(float), strict=True)) if len(cells) > 1 else []

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML file: no network, no scripts, readable on a phone."""
+"""The report as one self-contained HTML file, without scripts, readable on a phone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from holmes_hpc.results.report import Report
 
 def write_html(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the HTML report to `path`: the answer first, then figures and tables.
-
-    Raises RecordError if the file cannot be written."""
+    Raise RecordError if the file cannot be written."""
     try:
         Path(path).write_text(render_html(report), encoding="utf-8")
     except OSError as e:
@@ -26,7 +25,7 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def render_html(report: Report) -> str:
-    """Return the report as HTML."""
+    """Return the text of the HTML report."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("holmes_hpc.results", "."),
         autoescape=True,
@@ -46,24 +45,24 @@ def render_html(report: Report) -> str:
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
-    """Return a few (figure, meaning) pairs, shown large."""
+    """Return (value, meaning) of the few figures that the report shows in large type."""
     if report.by == "loss" and not report.single:
         return _facts_by_loss(report.comparison.cells)
     pair = answers.winner(report.comparison)
     if pair is None:
         return []
     best, base = pair
-    facts = [(tables.number(best["samples_per_s"]), "samples/s" if report.single else "samples/s, the fastest")]
+    facts = [(tables.format_number(best["samples_per_s"]), "samples/s" if report.single else "samples/s, the fastest")]
     if tables.has_value(best["tokens_per_s"]):
-        facts.append((tables.number(best["tokens_per_s"]), "tokens/s"))
+        facts.append((tables.format_number(best["tokens_per_s"]), "tokens/s"))
     if report.single:
-        facts += [(tables.number(best["loss"], 4), "loss of the last step"), (str(report.run["state"]), "state")]
+        facts += [(tables.format_number(best["loss"], 4), "loss of the last step"), (str(report.run["state"]), "state")]
     if base is not None:
-        facts.append((f"{tables.number(best['ratio'])}x", f"as fast as {compare.label(base)}"))
+        facts.append((f"{tables.format_number(best['ratio'])}x", f"as fast as {compare.label(base)}"))
     if tables.has_value(best["mape"]):
         facts.append(
             (
-                tables.percent(100 * (best["predicted_step_time_s"] / best["step_time_s"] - 1)),
+                tables.format_percent(100 * (best["predicted_step_time_s"] / best["step_time_s"] - 1)),
                 "predicted over measured step time",
             )
         )
@@ -71,7 +70,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
 
 
 def _facts_by_loss(cells: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return the lowest and highest loss, and the fastest setting's rate."""
+    """Return (value, meaning) of the lowest loss, the highest loss and the highest throughput."""
     key = compare.loss_of(cells)
     cells = cells[cells[key].notna()]
     if cells.empty:
@@ -79,13 +78,14 @@ def _facts_by_loss(cells: pd.DataFrame) -> list[tuple[str, str]]:
     names, loss_name = compare.labels(cells), key.replace("_", " ")
     fastest = int(cells["samples_per_s"].to_numpy().argmax())
     return [
-        (tables.number(cells[key].iloc[0], 4), f"lowest {loss_name}: {names[0]}"),
-        (tables.number(cells[key].iloc[-1], 4), f"highest: {names[-1]}"),
-        (tables.number(cells["samples_per_s"].iloc[fastest]), f"samples/s, the fastest: {names[fastest]}"),
+        (tables.format_number(cells[key].iloc[0], 4), f"lowest {loss_name}: {names[0]}"),
+        (tables.format_number(cells[key].iloc[-1], 4), f"highest: {names[-1]}"),
+        (tables.format_number(cells["samples_per_s"].iloc[fastest]), f"samples/s, the fastest: {names[fastest]}"),
     ]
 
 
 def _figures(report: Report) -> list[tuple[str, Any]]:
+    """Return (caption, figure) of all figures."""
     cells, runs = report.comparison.cells, report.comparison.runs
     captioned: list[tuple[str, Any]] = []
     if cells.empty:
@@ -137,22 +137,14 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
 
 
 def _notes(report: Report) -> list[str]:
-    """Return the commits, devices and times of the runs, and fields missing in their files."""
+    """Return lines with the commits, devices, sites and start times of runs, and the fields that their files lack."""
     runs = report.runs
     notes = [
         f"{name}: {', '.join(values)}"
         for name, column in (("commit", "git_commit"), ("device", "device"), ("site", "site"))
         if (values := sorted({str(value) for value in runs[column].dropna()}))
     ]
-    started = runs["started"].dropna()
-    if len(started):
-        notes.append(
-            f"started {_day(started.min())} to {_day(started.max())}"
-            if len(started) > 1
-            else f"started {_day(started.min())}"
-        )
+    started = runs["started"].dropna().sort_values().dt.strftime("%Y-%m-%d %H:%M UTC").tolist()
+    if started:
+        notes.append(f"started {started[0]}" + (f" to {started[-1]}" if len(started) > 1 else ""))
     return [*notes, *filter(None, [report.missing()])]
-
-
-def _day(time: pd.Timestamp) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC")

@@ -1,4 +1,4 @@
-"""A run's plan.yaml as plain data: placement, NIC environment, sizes, predictions."""
+"""The plan of a run as plain data, and the columns of the table of runs that come from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NIC_WORDS = {
     "ethernet": "Ethernet",
 }
 
-SHAPE: dict[str, Any] = {  # examples of the values that results compute with
+SHAPE: dict[str, Any] = {  # an example of a plan, with the values that this package computes with
     "model": {},
     "batch": {},
     "parallel": {},
@@ -44,7 +44,7 @@ SHAPE: dict[str, Any] = {  # examples of the values that results compute with
 
 
 def read_plan(run: RunDirectory) -> dict[str, Any]:
-    """Return plan.yaml as plain data, which callers must not change; empty if missing or unreadable."""
+    """Return the content of plan.yaml, which callers must not change; empty if it is missing or unreadable."""
     try:
         return _plan(read_file(run.plan_path).decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -53,15 +53,15 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
 
 @lru_cache(maxsize=100)
 def _plan(text: str) -> dict[str, Any]:
-    """Parse a plan once: repeats have the same plan, byte for byte."""
+    """Parse the text of a plan. The result is cached, because all repeats of a setting have the same text."""
     plan = mapping(flatten(from_yaml(text)))
     return {key: _shaped(value, SHAPE.get(key)) for key, value in plan.items()}
 
 
 def _shaped(value: Any, shape: Any) -> Any:
-    """Return `value` without the parts whose type differs from `shape`, as in a plan edited by hand.
+    """Return `value` without the parts whose types differ from those in `shape`, as in a plan edited by hand.
 
-    `shape` is an example, as in SHAPE; None stands for values that are only shown."""
+    `shape`: an example of a value, as in SHAPE; None allows any value, because it is only shown."""
     if isinstance(shape, dict):
         return {key: _shaped(element, shape.get(key)) for key, element in mapping(value).items()}
     if isinstance(shape, list):
@@ -80,7 +80,7 @@ def _shaped(value: Any, shape: Any) -> Any:
 
 
 def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of the table of runs that come from the plan; missing values are None or NaN."""
+    """Return {column: value} of the columns that come from the plan. Missing values are None or NaN."""
     model, batch, parallel = mapping(plan.get("model")), mapping(plan.get("batch")), mapping(plan.get("parallel"))
     predicted, site = mapping(plan.get("predicted")), mapping(plan.get("site"))
     components = [c for c in plan.get("components") or [] if isinstance(c, dict)]
@@ -113,16 +113,16 @@ def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def nic_types(plan: Mapping[str, Any]) -> dict[str, str]:
-    """Return fabric name -> NIC type from the plan's site."""
+    """Return {name of the fabric: its NIC type} of the plan's site."""
     fabrics = mapping(plan.get("site")).get("fabrics") or []
     return {str(f.get("name")): str(f.get("nic")) for f in fabrics if isinstance(f, dict)}
 
 
 def environment(nodes: Mapping[str, int], types: Mapping[str, str]) -> str:
-    """Return the name of a placement's NIC environment (fabric -> nodes).
+    """Return the name of the NIC environment of a placement: IB, RoCE or Ethernet, "hybrid" for IB with RoCE, "one
+    node", or a list for other mixes (`2 x IB`, `IB + RoCE + Ethernet`).
 
-    The name is IB, RoCE or Ethernet, hybrid for IB with RoCE, or "one node". Other mixes are lists, `2 x IB`, `IB +
-    RoCE + Ethernet`."""
+    `nodes`: {fabric: number of nodes}; `types`: of :func:`nic_types`."""
     if sum(nodes.values()) == 1:
         return "one node"
     kinds = [types.get(name, name) for name in nodes]
@@ -136,7 +136,7 @@ def environment(nodes: Mapping[str, int], types: Mapping[str, str]) -> str:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """Return a mapping as it is, and an empty one for anything else: records of dead runs may hold anything."""
+    """Return `value` if it is a dictionary, else an empty one. Damaged records may have any value in its place."""
     return value if isinstance(value, dict) else {}
 
 
@@ -145,7 +145,7 @@ def text(value: Any) -> str | None:
 
 
 def integer(value: Any) -> int | None:
-    """Return an integer of 64 bits; None for anything else."""
+    """Return `value` converted to an integer; None if it is no number or does not fit into 64 bits."""
     try:
         converted = int(value)
     except (TypeError, ValueError, OverflowError):

@@ -14,7 +14,7 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import answers, compare, headline, tables
-from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family, has_value, stage_breakdown
+from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family_values, has_value, stage_breakdown
 from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
 from holmes_hpc.results.plans import read_plan
@@ -28,10 +28,11 @@ MAX_RUNS_WITH_STEPS = 8  # no figure shows the steps of more runs
 
 @dataclass(frozen=True)
 class Report:
-    """The loaded runs, and their steps if they are few.
+    """The report of one or several runs. `runs`: a row per run; `steps`: a row per step, empty for many runs; `by`:
+    throughput or loss, by which settings are ranked.
 
-    For a single run (empty for several): `plan`: plan.yaml; `trace`: measured events of one step (see
-    timeline.typical_step); `simulated`: the same, simulated. `by`: settings are ranked by throughput or loss."""
+    For one run, else empty: `plan`: the content of plan.yaml; `trace`: the measured events of one step (see
+    timeline.typical_step); `simulated`: the events of the simulated step."""
 
     runs: pd.DataFrame
     steps: pd.DataFrame
@@ -47,11 +48,11 @@ class Report:
 
     @property
     def run(self) -> dict[str, Any]:
-        """Return the row of the only run."""
+        """The row of the only run, as a mapping of columns."""
         return compare.entries(self.comparison.runs)[0][1]
 
     def answer(self) -> list[str]:
-        """Return which placement is fastest, by how much, and why; for one run a summary. A few sentences."""
+        """Return a few sentences: which placement is fastest, by how much, and why; for one run a summary."""
         if self.single:
             return _one_run_answer(self.run, self.plan)
         if self.by == "throughput":
@@ -59,29 +60,29 @@ class Report:
         return answers.ranking(self.comparison)
 
     def bars(self) -> list[tuple[str, float]]:
-        """Return (name, samples/s) of several runs' cells for a bar chart; none for one run, or by loss."""
+        """Return (name, samples/s) of each setting for a bar chart; empty for one run, or if ranked by loss."""
         return [] if self.single or self.by != "throughput" else headline.bars(self.comparison)
 
     def tables(self) -> list[Table]:
-        """Return all tables (title, columns, rows, caption), the most important first."""
+        """Return all tables, the most important first."""
         return tables.one_run(self.run, self.plan) if self.single else comparison_tables(self.comparison, self.by)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report for scripts: numbers in seconds and bytes, null if unknown."""
+        """Return the report as JSON values, in seconds and bytes; null if unknown."""
         data: dict[str, Any] = {"answer": self.answer(), "runs": _records(self.comparison.runs)}
         if self.single:
             data.update(
                 traffic=tables.traffic(self.run, self.plan),
                 transports=tables.transports(self.plan),
                 stages=stage_breakdown(self.run),
-                setup_tx_bytes=family(self.run, "setup_tx_bytes"),
+                setup_tx_bytes=family_values(self.run, "setup_tx_bytes"),
             )
         else:
             data["cells"] = _records(self.comparison.cells.reset_index(), ("model_spec", *compare.MEDIAN_RUN_FAMILIES))
         return data
 
     def missing(self) -> str | None:
-        """Return, in one line, the fields that files of older releases lack; None if none are missing."""
+        """Return a line with the fields that files of older releases lack; None if no file lacks any."""
         counts = self.runs["missing"].dropna().value_counts(sort=False)
         missing_fields = "; ".join(
             f"{fields} ({count} run{'s' if count > 1 else ''})" for fields, count in counts.items()
@@ -89,9 +90,8 @@ class Report:
         return f"fields not recorded by an older release: {missing_fields}" if missing_fields else None
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the only run's measured timeline for Perfetto.
-
-        Raises RecordError without a trace."""
+        """Write the measured timeline of the only run for Perfetto.
+        Raise RecordError if there are several runs, or if no trace was recorded."""
         if not self.single:
             raise RecordError(
                 f"a timeline shows one run, but {len(self.runs)} runs are given", where=str(path), hint="name one run"
@@ -102,10 +102,10 @@ class Report:
 def load_report(
     paths: Sequence[str | os.PathLike[str]], simulate: Simulate | None = None, by: str = "throughput"
 ) -> Report:
-    """Return the report of runs, or of all runs below directories (sweeps).
+    """Return the report of all runs at or below `paths`, which are run directories or directories of runs (sweeps).
 
-    `simulate` returns the simulated timeline of a plan.yaml (events with stage, kind, start_s, end_s). It is called if
-    there is one run with a trace. Raises RecordError if there are no runs."""
+    `simulate`: returns the simulated events (stage, kind, start_s, end_s) of the plan.yaml at a path. It is called for
+    a single run with a trace. Raise RecordError if there are no runs."""
     frames: list[pd.DataFrame] = []
     selections: list[tuple[str | os.PathLike[str], set[str], dict[str, str]]] = []
     loaded_paths: set[str] = set()
@@ -118,7 +118,7 @@ def load_report(
         loaded_paths.update(real_paths)
         is_run = RunDirectory(path).exists()
         names = {key: key if is_run or not prefix else prefix + key for key in runs["run"]}
-        if len(set(names.values()) & {name for frame in frames for name in frame["run"]}):
+        if set(names.values()) & {name for frame in frames for name in frame["run"]}:
             names = {key: f"{index + 1}:{name}" for key, name in names.items()}
         frames.append(runs.assign(run=runs["run"].map(names).astype("string")))
         selections.append((path, set(runs["run"]), names))
@@ -140,14 +140,13 @@ def load_report(
 
 
 def _steps(path: str | os.PathLike[str], runs: set[str], names: dict[str, str]) -> pd.DataFrame:
-    """Load the steps of `runs` below `path`, under their `names` in the report."""
+    """Return the steps of those runs below `path` that are in `runs`. `names`: {run: its name in the report}."""
     steps = load_steps(path, runs=runs)
-    steps = steps.assign(run=steps["run"].cat.remove_unused_categories())
-    return steps.assign(run=steps["run"].cat.rename_categories(names))
+    return steps.assign(run=steps["run"].cat.remove_unused_categories().cat.rename_categories(names))
 
 
 def _concat_steps(steps: list[pd.DataFrame]) -> pd.DataFrame:
-    """Concatenate the tables; `run` stays a category."""
+    """Return the tables `steps` as one, whose column `run` is a category as theirs."""
     if not steps:
         return pd.DataFrame(columns=list(STEP_COLUMNS))
     run_names = [str(name) for frame in steps for name in frame["run"].cat.categories]
@@ -159,15 +158,15 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     if not has_value(run["steps"]) or not run["steps"]:
         return [f"{run['name']} is {run['state']}: no steps are recorded."]
     sentences = [
-        f"{compare.label(run)}: {tables.number(run['samples_per_s'])} samples/s, "
-        f"{tables.number(run['tokens_per_s'])} tokens/s, a step takes {tables.number(run['step_time_s'])} s "
-        f"({compare.work(run)}).",
+        f"{compare.label(run)}: {tables.format_number(run['samples_per_s'])} samples/s, "
+        f"{tables.format_number(run['tokens_per_s'])} tokens/s,"
+        f" a step takes {tables.format_number(run['step_time_s'])} s ({compare.work_text(run)}).",
         _run_summary(run),
     ]
     if has_value(run["predicted_step_time_s"]):
         error = 100 * (run["predicted_step_time_s"] / run["step_time_s"] - 1)
         sentences.append(
-            f"Its plan predicted a step of {tables.number(run['predicted_step_time_s'])} s "
+            f"Its plan predicted a step of {tables.format_number(run['predicted_step_time_s'])} s "
             f"({abs(error):.1f}% {'less' if error < 0 else 'more'} than measured)."
         )
     parts = {part: float(run[part]) for part in PARTS if has_value(run[part])}
@@ -185,11 +184,13 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
 
 
 def _run_summary(run: dict[str, Any]) -> str:
-    """Return the state, steps, loss, nodes, batch and hyperparameters of a run as a sentence."""
+    """Return a sentence with the state, steps, loss, nodes, batch and hyperparameters of a run."""
     steps = f" of {run['config.train.steps']}" if has_value(run.get("config.train.steps")) else ""
-    parts = [f"{run['state']}, {tables.as_text(run['steps'])}{steps} steps, loss {tables.number(run['loss'], 4)}"]
+    parts = [
+        f"{run['state']}, {tables.as_text(run['steps'])}{steps} steps, loss {tables.format_number(run['loss'], 4)}"
+    ]
     if has_value(run["validation_loss"]):
-        parts.append(f"validation loss {tables.number(run['validation_loss'], 4)}")
+        parts.append(f"validation loss {tables.format_number(run['validation_loss'], 4)}")
     if has_value(run["nodes"]):
         parts.append(", ".join(f"{run[name]} {name if run[name] != 1 else name[:-1]}" for name in ("nodes", "ranks")))
     if has_value(run["global_batch"]):
@@ -204,19 +205,17 @@ def _run_summary(run: dict[str, Any]) -> str:
 
 
 def _records(frame: pd.DataFrame, families: Iterable[str] = FAMILIES) -> list[dict[str, Any]]:
-    """Return rows as JSON values, the columns of each of `families` under one key."""
+    """Return the rows of `frame` as JSON values. The columns of each of `families` are under one key."""
     prefixes = tuple(column_family.prefix for column_family in FAMILIES.values())
     rows = []
     for _, row in compare.entries(frame):
         record: dict[str, Any] = {}
         for key, value in row.items():
-            if key.startswith(prefixes):
-                continue
             if isinstance(value, pd.Timestamp):
                 record[key] = value.isoformat()
-            else:
+            elif not key.startswith(prefixes):
                 record[key] = value.item() if hasattr(value, "item") else value
-        record |= {name: family(row, name) for name in families} | {"stage_breakdown": stage_breakdown(row)}
+        record |= {name: family_values(row, name) for name in families} | {"stage_breakdown": stage_breakdown(row)}
         if "config" in families:
             record["config"] = _config(row)
         rows.append({k: v if has_value(v) else None for k, v in record.items()})
@@ -224,9 +223,9 @@ def _records(frame: pd.DataFrame, families: Iterable[str] = FAMILIES) -> list[di
 
 
 def _config(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's configuration as groups of keys. A key without a value is null."""
+    """Return the configuration in a row of the table of runs as {group: {key: value}}. Missing values are None."""
     config: dict[str, Any] = {}
-    for name, value in family(row, "config").items():
+    for name, value in family_values(row, "config").items():
         group, _, key = name.partition(".")
         config |= {group: {**config.get(group, {}), key: value} if key else value}
     for name in (key.removeprefix("config.") for key in row if key.startswith("config.")):

@@ -1,7 +1,7 @@
 """Statistics of step times and throughput, without warm-up steps.
 
-Step times get medians with intervals, rates harmonic means, speed-ups are paired within a session of the machine. All
-functions take and return numbers; NaN is a missing value."""
+Step times have medians with intervals, rates harmonic means. Speed-ups are computed from pairs of runs in one session
+of the machine. NaN is a missing value."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class Estimate:
 
 @lru_cache(maxsize=4096)
 def interval_ranks(count: int, confidence: float = CONFIDENCE) -> tuple[int, int] | None:
-    """Return the positions (from 0) of the sorted values that enclose the median; None if too few.
+    """Return the positions (from 0) of the two among `count` sorted values that enclose the median with at least this
+    confidence; None if there are too few values.
 
-    The interval has at least this confidence. It is exact and free of assumptions on the distribution: P(X(k+1) <=
-    median <= X(n-k)) = 1 - 2 P(Bin(n, 1/2) <= k) (order statistics; David and Nagaraja 2003, 7.1). Above 1000 values,
-    the binomial is approximated by a normal distribution."""
+    The interval makes no assumption on the distribution: P(X(k+1) <= median <= X(n-k)) = 1 - 2 P(Bin(n, 1/2) <= k)
+    (order statistics; David and Nagaraja 2003, 7.1). Above 1000 values a normal distribution approximates the
+    binomial."""
     tail = (1 - confidence) / 2
     if count > 1000:
         k = math.floor(count / 2 - _normal_quantile(1 - tail) * math.sqrt(count) / 2) - 1
@@ -54,7 +55,7 @@ def interval_ranks(count: int, confidence: float = CONFIDENCE) -> tuple[int, int
 
 
 def _normal_quantile(p: float) -> float:
-    """Return the z with Phi(z) = p, by bisection."""
+    """Return the quantile z of the standard normal distribution: Phi(z) = p. By bisection."""
     low, high = -10.0, 10.0
     while high - low > 1e-9:
         middle = (low + high) / 2
@@ -63,7 +64,8 @@ def _normal_quantile(p: float) -> float:
 
 
 def median_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Estimate:
-    """Return the median and its order-statistics interval; fewer than 6 values have no interval of 95%."""
+    """Return the median and its interval by order statistics (:func:`interval_ranks`). Fewer than 6 values have no
+    interval of 95%."""
     ordered = np.sort(finite(values))
     if not len(ordered):
         return Estimate(math.nan, math.nan, math.nan, 0)
@@ -73,10 +75,11 @@ def median_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Estima
 
 
 def repeats_interval(values: ArrayLike) -> Estimate:
-    """Return the median of a positive figure (step time, rate) over repeated runs, with its interval.
+    """Return the median of positive values (a step time or a rate, one per repeated run), with its interval.
 
-    The interval is of the variation between runs. Six runs and more use order statistics; two to five use Student's t
-    of the logarithms, assumed to be normal. One run has no interval: its steps do not show how runs vary."""
+    The interval shows the variation between runs: by order statistics for six runs or more, by Student's t of the
+    logarithms, assumed to be normal, for two to five. One run has no interval, because it does not show how runs
+    vary."""
     estimate = median_interval(values)
     if estimate.count not in STUDENT:
         return estimate
@@ -86,7 +89,7 @@ def repeats_interval(values: ArrayLike) -> Estimate:
 
 
 def percentage_errors(predicted: ArrayLike, measured: ArrayLike) -> NDArray[np.float64]:
-    """Return 100 * (predicted - measured) / measured, entry by entry."""
+    """Return 100 * (predicted - measured) / measured of each pair of values; NaN if the measured one is 0."""
     p, m = np.asarray(predicted, dtype=np.float64), np.asarray(measured, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(m != 0, 100.0 * (p - m) / m, np.nan)
@@ -99,13 +102,13 @@ def mape(predicted: ArrayLike, measured: ArrayLike) -> float:
 
 
 def fraction_of_homogeneous(hybrid: float, homogeneous: Iterable[float]) -> float:
-    """Return a mixed run's throughput over the mean of homogeneous RDMA runs on as many nodes."""
+    """Return the throughput `hybrid` over the mean of the throughputs `homogeneous`; NaN if there are none."""
     rates = list(homogeneous)
     return float(hybrid / np.mean(rates)) if rates else math.nan
 
 
 def scaling_efficiency(throughput: ArrayLike, nodes: ArrayLike) -> NDArray[np.float64]:
-    """Return throughput per node over that on the fewest nodes (mean of its runs); 1.0 is linear."""
+    """Return each run's throughput per node over the mean of the runs on the fewest nodes; 1.0 is linear scaling."""
     t, n = np.asarray(throughput, dtype=np.float64), np.asarray(nodes, dtype=np.float64)
     if not len(t):
         return t
@@ -116,12 +119,14 @@ def scaling_efficiency(throughput: ArrayLike, nodes: ArrayLike) -> NDArray[np.fl
 def paired_ratios(
     runs: pd.DataFrame, system: str, baseline: object, candidate: object, within: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Return candidate / baseline ratios of samples/s, of runs that are neighbours in time.
+    """Return the ratios of samples/s of two systems in pairs of runs that are neighbours in time.
 
-    In each session (and each value of `within`), the k-th run of one system is paired with the k-th of the other, by
-    start time. Drift between sessions cancels; unpaired runs are dropped.
+    `system`: the column whose values `baseline` and `candidate` name the systems. In each session (and each value of
+    the columns `within`), the k-th run of one system is paired with the k-th run of the other, in order of start. Drift
+    between sessions cancels; runs without a partner are dropped.
 
-    One row per pair: the `within` columns, `session`, `pair`, `baseline`, `candidate`, `ratio`."""
+    The table has one row per pair: the columns `within`, `session`, `pair` (k), `baseline` and `candidate` (samples/s),
+    and `ratio`, candidate over baseline."""
     keys, rate = [*within, "session"], "samples_per_s"
     usable = runs[runs[system].isin([baseline, candidate]) & runs[rate].notna()].sort_values("started", kind="stable")
     rows = []

@@ -1,15 +1,14 @@
-"""Tables of one run, ready to print: text cells, units in column names, emulated compute named in each caption."""
+"""Tables of one run, ready to print. Names of columns have units, and captions say whether compute was emulated."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holmes_hpc.console import NONE, data_size
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
-from holmes_hpc.results.columns import family, has_value, stage_breakdown
+from holmes_hpc.results.columns import family_values, has_value, stage_breakdown
 from holmes_hpc.results.plans import NIC_WORDS, nic_types
 from holmes_hpc.results.statistics import percentage_errors
 
@@ -37,8 +36,8 @@ class Table(NamedTuple):
     caption: str
 
 
-def number(value: Any, digits: int = 3) -> str:
-    """Format a figure with `digits` significant digits and no exponent; a dash if missing."""
+def format_number(value: Any, digits: int = 3) -> str:
+    """Return a number as text with `digits` significant digits and no exponent; a dash if it is missing."""
     if not has_value(value):
         return NONE
     figure = float(value)
@@ -49,22 +48,24 @@ def number(value: Any, digits: int = 3) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Format a value, and whole floats without a decimal point; a dash if missing."""
+    """Return a value as text, whole floats without a decimal point; a dash if it is missing."""
     if not has_value(value):
         return NONE
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def percent(value: Any) -> str:
+def format_percent(value: Any) -> str:
     return f"{float(value):+.1f}%" if has_value(value) else NONE
 
 
-def interval(low: Any, high: Any, digits: int = 3) -> str:
-    return f"{number(low, digits)} to {number(high, digits)}" if has_value(low) and has_value(high) else NONE
+def format_interval(low: Any, high: Any, digits: int = 3) -> str:
+    return (
+        f"{format_number(low, digits)} to {format_number(high, digits)}" if has_value(low) and has_value(high) else NONE
+    )
 
 
 def pace_note(run: Mapping[str, Any]) -> str:
-    """Describe emulated compute; every table of measured figures has this note."""
+    """Return a text on whether compute was real or emulated, for the caption of every table of measurements."""
     value: Any = run.get("pace_layer_ms")
     return (
         f"emulated compute: {float(value):g} ms per layer forward, twice that backward"
@@ -74,7 +75,7 @@ def pace_note(run: Mapping[str, Any]) -> str:
 
 
 def basis_note(run: Mapping[str, Any]) -> str:
-    """Describe which steps the figures are from, and emulated compute."""
+    """Return a text on which steps the figures are from, and whether compute was real."""
     count, earlier, warmup = (
         int(run[name]) if has_value(run[name]) else 0 for name in ("steps", "earlier_steps", "warmup_steps")
     )
@@ -83,7 +84,7 @@ def basis_note(run: Mapping[str, Any]) -> str:
 
 
 def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
-    """Return measured figures with their intervals, beside the predicted ones."""
+    """Return the table of a run's measured figures with their intervals, beside the predicted ones."""
     predicted = plan.get("predicted") or {}
     # A plan predicts GPU memory, not the memory of a process.
     memory = predicted.get("memory_bytes_per_gpu") if run["device"] != "cpu" else None
@@ -115,15 +116,25 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
             _gib(run["peak_memory_bytes"]),
             predicted=_gib(max(memory or [math.nan])),
         ),
-        ["loss, first to last step", f"{number(run['first_loss'], 4)} to {number(run['loss'], 4)}", "", "", ""],
+        [
+            "loss, first to last step",
+            f"{format_number(run['first_loss'], 4)} to {format_number(run['loss'], 4)}",
+            "",
+            "",
+            "",
+        ],
         *(
-            [["validation loss, last", number(run["validation_loss"], 4), "", "", ""]]
+            [["validation loss, last", format_number(run["validation_loss"], 4), "", "", ""]]
             if has_value(run["validation_loss"])
             else []
         ),
     ]
-    columns = ["figure", "measured", "95% interval", "predicted", "error of prediction"]
-    return Table(f"Throughput of {run['name']}", columns, rows, basis_note(run))
+    return Table(
+        f"Throughput of {run['name']}",
+        ["figure", "measured", "95% interval", "predicted", "error of prediction"],
+        rows,
+        basis_note(run),
+    )
 
 
 def _figure(
@@ -133,9 +144,16 @@ def _figure(
     predicted: Any = None,
     hide_error: bool = False,
 ) -> list[str]:
-    """Return a row. `hide_error` avoids an error of opposite sign: above 0, steps were predicted too long."""
+    """Return a row of :func:`throughput`. `bounds`: of the interval. `hide_error`: for rates, whose error would have
+    the opposite sign of that of the step time."""
     error = float(percentage_errors([predicted], [value])[0]) if has_value(predicted) and has_value(value) else math.nan
-    return [name, number(value), interval(*bounds), number(predicted), "" if hide_error else percent(error)]
+    return [
+        name,
+        format_number(value),
+        format_interval(*bounds),
+        format_number(predicted),
+        "" if hide_error else format_percent(error),
+    ]
 
 
 def _gib(value: Any) -> float:
@@ -143,7 +161,7 @@ def _gib(value: Any) -> float:
 
 
 def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
-    """Return where each pipeline stage's step time goes: seconds of each part and its share of the step."""
+    """Return the table of each pipeline stage's step time: the seconds of each part, and its share of the step."""
     plan_stages = plan.get("stages") or []
     types = nic_types(plan)
     rows = []
@@ -157,7 +175,9 @@ def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
                 f"{fabric} ({NIC_WORDS.get(types.get(fabric, ''), '?')})",
                 str(plan_stage.get("layers", NONE)),
                 *(
-                    f"{number(parts.get(p))} {parts[p] / total:.0%}" if has_value(parts.get(p)) and total else NONE
+                    f"{format_number(parts.get(p))} {parts[p] / total:.0%}"
+                    if has_value(parts.get(p)) and total
+                    else NONE
                     for p in PARTS
                 ),
             ]
@@ -171,12 +191,13 @@ def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
 
 
 def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the bytes that all nodes together send per step, for each NIC type.
+    """Return the bytes that all nodes together send per step, as a mapping for each fabric and for ethernet (`kind`).
 
-    Keys: `planned_bytes` (payload), `counted_bytes` (by the NICs), `header_factor`, `payload_bytes` (counted over
-    factor), `difference_percent` (from planned)."""
-    planned, counted = family(run, "planned_bytes_per_step"), family(run, "tx_bytes_per_step")
-    factors, types = family(run, "header_factors"), nic_types(plan)
+    Keys: `kind`, `nic` (its type), `planned_bytes` (payload), `counted_bytes` (by the NICs), `header_factor`,
+    `payload_bytes` (counted bytes over header factor), `difference_percent` (of payload from planned bytes). None:
+    unknown."""
+    planned, counted = family_values(run, "planned_bytes_per_step"), family_values(run, "tx_bytes_per_step")
+    factors, types = family_values(run, "header_factors"), nic_types(plan)
     rows = []
     for kind in sorted({*planned, *counted}, key=lambda k: (k == "ethernet", k)):
         factor = factors.get(kind, run.get("header_factor"))
@@ -198,30 +219,30 @@ def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, A
 
 
 def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
-    """Return :func:`traffic` as a table, with a row for bytes sent before the first step."""
+    """Return :func:`traffic` as a table, with a row for the bytes sent before the first step."""
     no_plan_bytes = "none" if plan.get("predicted") else NONE
     rows = [
         [
             _nic_name(r),
             no_plan_bytes if r["planned_bytes"] is None else data_size(r["planned_bytes"]),
             data_size(r["counted_bytes"]),
-            number(r["header_factor"], 4),
+            format_number(r["header_factor"], 4),
             data_size(r["payload_bytes"]),
-            percent(r["difference_percent"]),
+            format_percent(r["difference_percent"]),
         ]
         for r in traffic(run, plan)
     ]
-    setup = {k: v for k, v in family(run, "setup_tx_bytes").items() if v}
-    setup_note = ""
-    if rows or setup:
-        rows.append(
-            ["rendezvous and control, once", NONE, data_size(sum(setup.values())) if setup else NONE, NONE, NONE, NONE]
+    setup = {k: v for k, v in family_values(run, "setup_tx_bytes").items() if v}
+    if not rows and not setup:
+        reason = "none: all ranks were on one node" if _count_nodes(plan) < 2 else "no counters"
+        return Table(
+            "Bytes sent per step, all nodes together", ["NIC kind", *[""] * 5], [[reason, *[""] * 5]], basis_note(run)
         )
-        parts = ", ".join(f"{kind} {data_size(count)}" for kind, count in sorted(setup.items()))
-        setup_note = f"; rendezvous and control, before the first step: {parts}" if parts else ""
-    if not rows:
-        rows = [["none: all ranks were on one node" if len(_hosts(plan)) < 2 else "no counters", *[""] * 5]]
-        return Table("Bytes sent per step, all nodes together", ["NIC kind", *[""] * 5], rows, basis_note(run))
+    rows.append(
+        ["rendezvous and control, once", NONE, data_size(sum(setup.values())) if setup else NONE, NONE, NONE, NONE]
+    )
+    parts = ", ".join(f"{kind} {data_size(count)}" for kind, count in sorted(setup.items()))
+    setup_note = f"; rendezvous and control, before the first step: {parts}" if parts else ""
     return Table(
         "Bytes sent per step, all nodes together",
         ["NIC kind", "planned", "counted", "header factor", "counted / factor", "difference"],
@@ -238,30 +259,29 @@ def _nic_name(entry: Mapping[str, Any]) -> str:
     return "Ethernet, all nodes" if kind == "ethernet" else f"{kind} ({NIC_WORDS.get(nic, nic)})"
 
 
-def _hosts(plan: Mapping[str, Any]) -> list[str]:
-    return [f"{i}.{n}" for i, c in enumerate(plan.get("components") or []) for n in range(int(c.get("nodes") or 0))]
+def _count_nodes(plan: Mapping[str, Any]) -> int:
+    return sum(int(component.get("nodes") or 0) for component in plan.get("components") or [])
 
 
 def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the plan's process groups by kind and transport: their count, fabric and the first one's ranks."""
-    counts: Counter[tuple[str, str, str, str]] = Counter()
-    example: dict[tuple[str, str, str, str], list[int]] = {}
+    """Return a mapping for each kind, transport, NIC type and fabric of the plan's process groups, with the number of
+    such `groups` and the `ranks` of the first one."""
+    ranks_by_kind: dict[tuple[str, str, str, str], list[list[int]]] = {}
     for group in plan.get("transports") or []:
         if isinstance(group, dict):
             kind, transport = (str(group.get(name) or NONE) for name in ("kind", "transport"))
             key = (kind, transport, str(group.get("nic") or ""), str(group.get("fabric") or ""))
-            counts[key] += 1
-            example.setdefault(key, list(group.get("ranks") or []))
+            ranks_by_kind.setdefault(key, []).append(list(group.get("ranks") or []))
     return [
         {
-            "kind": key[0],
-            "transport": key[1],
-            "nic": key[2] or None,
-            "fabric": key[3] or None,
-            "groups": count,
-            "ranks": example[key],
+            "kind": kind,
+            "transport": transport,
+            "nic": nic or None,
+            "fabric": fabric or None,
+            "groups": len(group_ranks),
+            "ranks": group_ranks[0],
         }
-        for key, count in counts.items()
+        for (kind, transport, nic, fabric), group_ranks in ranks_by_kind.items()
     ]
 
 
@@ -276,9 +296,11 @@ def transports_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
         ]
         for t in transports(plan)
     ]
-    columns = ["groups", "number", "transport", "fabric", "ranks of the first"]
     return Table(
-        "Transport of each process group", columns, rows, f"{MODES.get(str(run['transport']))}; {pace_note(run)}"
+        "Transport of each process group",
+        ["groups", "number", "transport", "fabric", "ranks of the first"],
+        rows,
+        f"{MODES.get(str(run['transport']))}; {pace_note(run)}",
     )
 
 
@@ -294,7 +316,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def incomplete_table(run: Mapping[str, Any]) -> Table | None:
-    """Return how a run ended that did not complete; None for a completed run."""
+    """Return the table of how a run ended that did not complete; None for a completed run."""
     if run["state"] == "completed":
         return None
     rows = [

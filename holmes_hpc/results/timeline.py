@@ -1,6 +1,6 @@
-"""The pipeline's timeline, measured and simulated, and as a trace for Perfetto (ui.perfetto.dev).
+"""The timeline of the pipeline that a run with `train.trace=true` records in trace/rank-*.jsonl.
 
-A run with `train.trace=true` records it in trace/rank-*.jsonl. chrome://tracing reads the trace, too."""
+It can be written in the Chrome trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing read."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ TYPES = {
 
 
 def read_trace(run: RunDirectory) -> pd.DataFrame:
-    """Return one row per event of every rank, empty without a trace.
+    """Return one row per event of every rank, in order of rank and start; no rows without a trace.
 
-    Columns: `rank, step, stage, kind, micro_batch, chunk, start_s, end_s` (Unix seconds), `held` (passes whose
-    activations the stage held). Half-written lines are skipped, and so are steps that a later attempt repeated."""
+    Columns: `rank, step, stage, kind, micro_batch, chunk, start_s, end_s` (Unix seconds), `held` (number of forward
+    passes whose activations the stage held). Broken lines are skipped, and so are steps that a later attempt repeated.
+    Raise RecordError if a file cannot be read."""
     rows: list[dict[str, Any]] = []
     for path in sorted(run.trace.glob("rank-*.jsonl")):
         rank = integer(path.stem.removeprefix("rank-"))
@@ -66,7 +67,7 @@ def read_trace(run: RunDirectory) -> pd.DataFrame:
 
 
 def _event(line: bytes, rank: int) -> dict[str, Any] | None:
-    """Parse a line of a rank's trace; None for a half-written line or one that is no event."""
+    """Return the event in a line of a rank's trace as {column: value}; None for a broken line."""
     try:
         fields = from_json(line)
         event: dict[str, Any] = {
@@ -85,9 +86,9 @@ def _event(line: bytes, rank: int) -> dict[str, Any] | None:
 
 
 def typical_step(trace: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
-    """Return one step's events of the first rank of each stage, in seconds from its first event.
+    """Return the events of one step, of the first rank of each stage, with times in seconds from the first event.
 
-    The default is the step of median length after warm-up."""
+    `trace`: of :func:`read_trace`; `step`: by default the step of median length after warm-up."""
     if trace.empty:
         return trace
     if step is None:
@@ -103,8 +104,8 @@ def typical_step(trace: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
 def perfetto(events: Iterable[Mapping[str, Any]], name: str = "measured") -> dict[str, Any]:
     """Return events (`stage, kind, micro_batch, start_s, end_s`; `rank` if measured) as a Chrome trace.
 
-    Each stage and rank is a process; computing, waiting and each kind of transfer are its threads. Times are
-    microseconds since the first event."""
+    A process of the trace is a rank, or a stage if simulated; its threads are computing, waiting and each kind of
+    transfer. Times are in microseconds since the first event. `name`: start of the names of processes."""
     rows = sorted((dict(e) for e in events), key=lambda e: (e["stage"], e.get("rank", 0), e["start_s"]))
     first_s = min((e["start_s"] for e in rows), default=0.0)
     trace_events: list[dict[str, Any]] = []
@@ -115,13 +116,13 @@ def perfetto(events: Iterable[Mapping[str, Any]], name: str = "measured") -> dic
         if stage_rank not in pids:
             pids[stage_rank] = len(pids)
             rank_note = f", rank {stage_rank[1]}" if "rank" in event else ""
-            trace_events.append(_name("process_name", pids[stage_rank], 0, f"{name}: stage {stage_rank[0]}{rank_note}"))
-        pid = pids[stage_rank]
-        kind = event["kind"]
+            stage_name = f"{name}: stage {stage_rank[0]}{rank_note}"
+            trace_events.append(_naming_event("process_name", pids[stage_rank], 0, stage_name))
+        pid, kind = pids[stage_rank], event["kind"]
         thread = "compute" if kind in COMPUTING else "wait" if kind.startswith("wait") else kind
         if (pid, thread) not in threads:
             threads[pid, thread] = len([t for t in threads if t[0] == pid])
-            trace_events.append(_name("thread_name", pid, threads[pid, thread], thread))
+            trace_events.append(_naming_event("thread_name", pid, threads[pid, thread], thread))
         micro_batch = event.get("micro_batch")
         label = event["kind"] if micro_batch is None or pd.isna(micro_batch) else f"{event['kind']} {int(micro_batch)}"
         trace_events.append(
@@ -138,14 +139,14 @@ def perfetto(events: Iterable[Mapping[str, Any]], name: str = "measured") -> dic
     return {"traceEvents": trace_events, "displayTimeUnit": "ms"}
 
 
-def _name(key: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _naming_event(key: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    """Return the event of a Chrome trace that names a process or a thread (`key`: process_name or thread_name)."""
     return {"ph": "M", "pid": pid, "tid": tid, "name": key, "args": {"name": name}}
 
 
 def write_perfetto(run: RunDirectory, path: str | os.PathLike[str]) -> int:
-    """Write a run's measured timeline for Perfetto and return the number of its events.
-
-    Raises RecordError without a trace."""
+    """Write the measured timeline of a run to `path` as a Chrome trace. Return the number of its events.
+    Raise RecordError if no trace was recorded."""
     trace = read_trace(run)
     if trace.empty:
         raise RecordError("no trace was recorded", where=str(run.path), hint="repeat the run with train.trace=true")

@@ -67,4 +67,4 @@ def test_the_demos_networks_are_the_evaluations() -> None:
     ],
 )
 def test_numbered_repeats_are_named_in_one_word(names: list[str], told: str) -> None:
-    assert compare.named(names) == told
+    assert compare.names_text(names) == told

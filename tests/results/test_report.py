@@ -410,7 +410,7 @@ def test_every_table_names_the_pace(sweep: Path, one: Report, tmp_path: Path) ->
     ],
 )
 def test_numbers_for_people(value: Any, text: str) -> None:
-    assert tables.number(value) == text
+    assert tables.format_number(value) == text
 
 
 def test_a_run_directory_is_not_changed_by_reporting(tmp_path: Path) -> None:

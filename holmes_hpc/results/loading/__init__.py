@@ -1,1 +1,1 @@
-"""Loading many run directories into DataFrames, with a cache."""
+"""Reading of many run directories into DataFrames, with a cache."""

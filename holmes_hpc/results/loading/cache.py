@@ -1,7 +1,7 @@
-"""Cache of run directories in Arrow files, so that only changed runs are read again.
+"""A cache of run directories in Arrow files, so that only changed runs are read again.
 
-The files come in pairs of some hundred runs each: `runs-ID.arrow` (a row per run) and `steps-ID.arrow` (the steps of
-these runs, in the same order). They are memory-mapped, not copied."""
+The files come in pairs for some hundred runs each: `runs-ID.arrow` has a row per run, `steps-ID.arrow` the steps of
+these runs, in the same order. They are memory-mapped."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results.columns import FAMILIES, RUN_COLUMNS, arrow_type
 from holmes_hpc.results.loading.run_row import read_one
-from holmes_hpc.results.loading.steps import no_steps
+from holmes_hpc.results.loading.steps import NO_STEPS
 
 FILES = ("run.yaml", "plan.yaml", "metrics.jsonl", "result.json")  # the files that a run's row and steps come from
 RUNS_PER_PAIR = 500
-MAX_PAIRS = 20  # besides full pairs; runs that change one by one each add a pair, so more are merged
+MAX_PAIRS = 20  # besides full pairs; above this, all pairs are merged, because each changed run adds a pair
 READER_VERSION = 8  # increment it to discard caches when this release reads the same files differently
 SCHEMA = pa.schema(
     [
         *((name, arrow_type(kind)) for name, (kind, _) in RUN_COLUMNS.items()),
-        *((name, pa.string()) for name in FAMILIES),  # JSON {key: value}: keys differ between runs
+        *((name, pa.string()) for name in FAMILIES),  # {key: value} as JSON, because keys differ between runs
         ("fingerprint", pa.string()),
     ]
 )
@@ -39,7 +39,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class _Pair:
-    """The tables of one pair of files."""
+    """The tables in one pair of files. `name`: the ID in the files' names."""
 
     name: str
     runs: pa.Table
@@ -50,8 +50,9 @@ class _Pair:
 class Loaded:
     """The requested runs and their steps.
 
-    `runs`: a row per run, in the requested order. `steps`: of these runs and of others, in any order. The steps of row
-    i start at `starts[i]`; :attr:`counts` has their number."""
+    `runs`: a row per requested run, in the order of the request. `steps`: a row per step, of these runs and of others
+    that are in the same files. The steps of the run in row i of `runs` are ``counts[i]`` rows of `steps`, of which the
+    first one is row ``starts[i]``."""
 
     runs: pa.Table
     steps: pa.Table
@@ -59,10 +60,11 @@ class Loaded:
 
     @property
     def counts(self) -> NDArray[np.int64]:
+        """The number of steps of each run in `runs`."""
         return _counts(self.runs)
 
     def steps_of(self, rows: Sequence[int]) -> pa.Table:
-        """Return the steps of these runs, one run after the other."""
+        """Return the steps of the runs in these rows of `runs`, one run after the other."""
         pieces: list[list[int]] = []
         counts = self.counts
         for start, end in ((int(self.starts[row]), int(self.starts[row] + counts[row])) for row in rows):
@@ -74,7 +76,7 @@ class Loaded:
 
 
 def fingerprint(directory: str) -> str:
-    """Return a text that changes when a run does: size and time of its files, and the reader's version."""
+    """Return a text that changes whenever the run in `directory` does: sizes and times of its files, READER_VERSION."""
     parts = [str(READER_VERSION)]
     for name in FILES:
         try:
@@ -87,9 +89,10 @@ def fingerprint(directory: str) -> str:
 
 
 def load(folder: Path, run_dirs: Sequence[tuple[str, str]]) -> Loaded:
-    """Return the runs `run_dirs` (key, directory) from the cache in `folder`; read and cache changed runs.
+    """Return the runs in `run_dirs`, pairs of (key, directory), from the cache in `folder`. Read and cache new and
+    changed runs.
 
-    Raises OSError or ArrowException if another process removed files meanwhile, or if the disk is full."""
+    Raise OSError or ArrowException if another process removed files meanwhile, or if the disk is full."""
     fingerprints = {key: fingerprint(directory) for key, directory in run_dirs}
     pairs = _cached_pairs(folder)
     cached = {
@@ -122,11 +125,12 @@ def _read(key: str, directory: str) -> tuple[dict[str, Any], pa.Table]:
 
 
 def _select(pairs: list[_Pair], fingerprints: dict[str, str], new_keys: set[str]) -> tuple[Loaded, list[_Pair]]:
-    """Return the rows of `pairs` that match `fingerprints` (key -> fingerprint), and the pairs that hold them.
+    """Return (runs in `fingerprints`, pairs that hold them). `fingerprints`: {key of a run: its present fingerprint}.
 
-    The latest row of each of `new_keys` counts whatever its fingerprint."""
+    A row counts if it has this fingerprint. `new_keys`: runs that were just read, whose last row counts in any case,
+    because the run may have changed while it was read."""
     if not fingerprints:
-        return Loaded(SCHEMA.empty_table(), no_steps().table(), np.zeros(0, dtype=np.int64)), []
+        return Loaded(SCHEMA.empty_table(), NO_STEPS.table(), np.zeros(0, dtype=np.int64)), []
     runs = pa.concat_tables([pair.runs for pair in pairs])
     steps = pa.concat_tables([pair.steps for pair in pairs], promote_options="default")
     row_of = {
@@ -142,6 +146,7 @@ def _select(pairs: list[_Pair], fingerprints: dict[str, str], new_keys: set[str]
 
 
 def _fingerprints(runs: pa.Table) -> list[tuple[str, str]]:
+    """Return (key of the run, its fingerprint) of each row."""
     return list(zip(runs["run"].to_pylist(), runs["fingerprint"].to_pylist(), strict=True))
 
 
@@ -150,7 +155,7 @@ def _counts(runs: pa.Table) -> NDArray[np.int64]:
 
 
 def _cached_pairs(folder: Path) -> list[_Pair]:
-    """Return the readable pairs in `folder`; the runs of unreadable pairs are read again."""
+    """Return the readable pairs of files in `folder`. Others are ignored, so that their runs are read again."""
     pairs = []
     for path in sorted(folder.glob("runs-*.arrow")):
         name = path.stem.removeprefix("runs-")
@@ -166,7 +171,7 @@ def _map_table(path: Path) -> pa.Table:
 
 
 def _write(folder: Path, runs: pa.Table, steps: pa.Table) -> _Pair:
-    """Write a pair, `runs-*` last, so that readers see all of it or nothing."""
+    """Write the tables to a new pair of files and return it. `runs-*` is last, so that readers see both or none."""
     name = uuid.uuid4().hex[:16]
     for kind, table in (("steps", steps), ("runs", runs)):
         temporary = folder / f".{kind}-{name}"
@@ -177,7 +182,7 @@ def _write(folder: Path, runs: pa.Table, steps: pa.Table) -> _Pair:
 
 
 def _remove_unused(folder: Path, used: set[str]) -> None:
-    """Remove the files that no run needs any more."""
+    """Remove the pairs of files whose names are not in `used`."""
     for path in folder.iterdir():
         if path.stem.partition("-")[2] not in used and path.suffix in (".arrow", ".parquet"):
             with suppress(OSError):

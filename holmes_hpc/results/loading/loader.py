@@ -3,9 +3,9 @@
     runs = load_runs("runs/sweep-20250101-120000")
     runs[runs.state == "completed"].groupby("environment").samples_per_s.median()
 
-`path` is a run, a directory of runs, a Hydra multirun tree or a sweep. Finished, failed, half-finished and unreadable
-runs all have a row. Columns: holmes_hpc/results/columns.py. If there are more than a few runs, they are cached in
-`.holmes-cache/` under `path`, if that is writable. A run is read again when its files have changed."""
+`path` is a run, a directory of runs, a Hydra multirun tree or a sweep. Completed, failed, active and unreadable runs
+all have a row. holmes_hpc/results/columns.py describes the columns. If there are more than a few runs, they are cached
+in `.holmes-cache/` under `path`, if that is writable. A run is read again when its files have changed."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ PathLike = str | os.PathLike[str]
 
 
 def load_runs(path: PathLike, cache: bool = True) -> pd.DataFrame:
-    """Return one row per run below `path`, in order of path, with RUN_COLUMNS and the columns of FAMILIES.
+    """Return one row per run at or below `path`, in order of path, with RUN_COLUMNS and the columns of FAMILIES.
 
-    Args:
-        path: a run, a directory of runs or a sweep. RecordError if it does not exist.
-        cache: keep what was read in `.holmes-cache/` below it.
+    `path`: a run, a directory of runs or a sweep; `cache`: whether to use `.holmes-cache/` below it. Raise RecordError
+    if `path` does not exist.
     """
     run_dirs = _directories(Path(path))
     table = _load(Path(path), run_dirs, cache).runs
@@ -64,13 +63,10 @@ def load_runs(path: PathLike, cache: bool = True) -> pd.DataFrame:
 def load_steps(
     path: PathLike, columns: Sequence[str] | None = None, runs: Collection[str] | None = None, cache: bool = True
 ) -> pd.DataFrame:
-    """Return one row per step of every run below `path`, in order: STEP_COLUMNS and bytes per NIC type.
+    """Return one row per step of every run at or below `path`, in order, with STEP_COLUMNS and bytes per NIC type.
 
-    Args:
-        path: a run, a directory of runs or a sweep.
-        columns: only these, with `run` and `step`.
-        runs: only these runs (values of the column `run`).
-        cache: keep what was read in `.holmes-cache/`.
+    `columns`: only these, besides `run` and `step`; `runs`: only these (values of the column `run`); `path`, `cache`:
+    as of :func:`load_runs`. Raise ConfigError for an unknown run or column.
     """
     run_dirs = _directories(Path(path))
     loaded = _load(Path(path), run_dirs, cache)
@@ -88,7 +84,8 @@ def load_steps(
 
 
 def _names(steps: pa.Table, requested: Sequence[str] | None) -> list[str]:
-    """Return the requested columns of `steps` in the order of the request, by default the documented one."""
+    """Return the names of the requested columns of `steps`, in the order of the request; by default all of them, those
+    of STEP_COLUMNS first. Raise ConfigError for an unknown name."""
     documented = [name for name in STEP_COLUMNS if name != "run"]
     names = [*documented, *sorted(set(steps.column_names) - set(documented), key=lambda name: (name[:1] != "t", name))]
     if requested is None:
@@ -100,12 +97,8 @@ def _names(steps: pa.Table, requested: Sequence[str] | None) -> list[str]:
 
 
 def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
-    """Return one row per pipeline stage of every run with steps: STAGE_COLUMNS, medians of the step's parts.
-
-    Args:
-        path: a run, a directory of runs or a sweep.
-        cache: keep what was read in `.holmes-cache/`.
-    """
+    """Return one row per pipeline stage of every run with steps, with STAGE_COLUMNS: medians of the parts of a step.
+    `path`, `cache`: as of :func:`load_runs`."""
     runs = load_runs(path, cache).filter(regex=f"^(run$|{FAMILIES['stage_breakdown'].prefix})")
     records: list[dict[Any, Any]] = runs.to_dict("records")
     rows = [
@@ -120,6 +113,7 @@ def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
 
 
 def _load(root: Path, run_dirs: Sequence[tuple[str, str]], cache: bool) -> run_cache.Loaded:
+    """Return the runs in `run_dirs`, through the cache below `root` if `cache` and possible."""
     if cache and len(run_dirs) >= MIN_CACHED_RUNS:
         folder = root / CACHE
         try:
@@ -133,7 +127,8 @@ def _load(root: Path, run_dirs: Sequence[tuple[str, str]], cache: bool) -> run_c
 
 
 def _directories(root: Path) -> list[tuple[str, str]]:
-    """Return (key, directory) of every run below `root`, including runs that never started."""
+    """Return (value of the column `run`, directory) of every run at or below `root`, including runs that never started.
+    Raise RecordError if `root` is no directory."""
     if not root.is_dir():
         raise RecordError("no such directory", where=str(root), hint="give a run directory, or one that holds runs")
     run_dirs = []

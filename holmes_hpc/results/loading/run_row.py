@@ -19,17 +19,17 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import missing_fields
 from holmes_hpc.records.untrusted import from_json, from_yaml, read_file
 from holmes_hpc.results.columns import FAMILIES, PARTS, RUN_COLUMNS
-from holmes_hpc.results.loading.steps import Floats, Steps, no_steps, read_steps
+from holmes_hpc.results.loading.steps import NO_STEPS, Floats, Steps, read_steps
 from holmes_hpc.results.plans import integer, mapping, number, plan_columns, read_plan, text
 from holmes_hpc.results.statistics import median_interval
 
-START_RESOLUTION = timedelta(seconds=1)  # start times are rounded to seconds
+START_RESOLUTION = timedelta(seconds=1)  # recorded start times are rounded down by up to this much
 
 
 def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
-    """Return the row of one run (RUN_COLUMNS, and FAMILIES as JSON texts) and its steps.
+    """Return the row of one run (RUN_COLUMNS, and FAMILIES as JSON texts) and its steps. `key`: its value of `run`.
 
-    An unreadable run has a row with its error."""
+    An unreadable run has a row with its error, and no steps."""
     row: dict[str, Any] = dict.fromkeys([*RUN_COLUMNS, *FAMILIES])
     row.update(run=key, path=plain_name(run.path), name=plain_name(run.name))
     try:
@@ -41,7 +41,7 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
             row.update(
                 error="no run.yaml: the job ended before it recorded the run", overrides=_read_hydra_overrides(run.path)
             )
-        return row, no_steps()
+        return row, NO_STEPS
     plan, result = read_plan(run), _read_result(run)
     try:
         steps = read_steps(run, first_attempt_of_plan(record))
@@ -50,7 +50,7 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
     except (TypeError, ValueError, AttributeError, OverflowError, HolmesError) as e:
         message = str(e) if isinstance(e, HolmesError) else f"{row['path']}: {type(e).__name__}: {e}"
         row.update(state="unreadable", error=message)
-        return row, no_steps()  # the row counts no steps
+        return row, NO_STEPS  # the row counts no steps
     row["plan_id"] = text(record.get("plan_id"))
     row["missing"] = "; ".join(_missing(record, steps)) or None
     row["error"] = "; ".join(filter(None, [row["error"], *_damage(row, steps, plan, result)])) or None
@@ -72,19 +72,19 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
 
 
 def plain_name(path: str | Path) -> str:
-    """Return a name that can be printed and stored, whatever bytes the file system has."""
+    """Return the path of a file as printable text. Bytes that are not UTF-8 are escaped."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _missing(record: dict[str, Any], steps: Steps) -> Iterator[str]:
-    """Yield the fields that the files of a run with steps lack, file by file."""
+    """Yield a text for each file of a run with steps that lacks fields: ``run.yaml: hosts, nics``."""
     for file, fields in (("run.yaml", missing_fields(record)), ("metrics.jsonl", steps.missing)):
         if fields and len(steps):
             yield f"{file}: {', '.join(fields)}"
 
 
 def _damage(row: dict[str, Any], steps: Steps, plan: dict[str, Any], result: dict[str, Any] | None) -> list[str]:
-    """Return the unreadable parts of a recorded run."""
+    """Return an error message for each file of a run that cannot be read, or only in part."""
     damage = [f"metrics.jsonl: {steps.broken} lines cannot be read"] if steps.broken else []
     if row["attempts"] and not plan:
         damage.append("plan.yaml cannot be read")
@@ -94,6 +94,7 @@ def _damage(row: dict[str, Any], steps: Steps, plan: dict[str, Any], result: dic
 
 
 def _identity(record: dict[str, Any], steps: Steps, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns on the run's state, times, job and code, from run.yaml and result.json."""
     attempts = [a for a in record["attempts"] if isinstance(a, dict)]
     # The result of an earlier attempt does not count.
     latest = result if int(result.get("attempt") or 0) >= len(attempts) else {}
@@ -142,13 +143,13 @@ def _configuration(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _two_levels(config: dict[str, Any]) -> dict[str, Any]:
-    """Return {"name": …, "train": {"lr": …}} as {"name": …, "train.lr": …}."""
+    """Return a configuration with dotted keys: {"name": …, "train": {"lr": …}} becomes {"name": …, "train.lr": …}."""
     groups = {group: keys if isinstance(keys, dict) else {"": keys} for group, keys in config.items()}
     return {f"{group}.{key}".rstrip("."): value for group, keys in groups.items() for key, value in keys.items()}
 
 
 def figures(steps: Steps) -> dict[str, Any]:
-    """Return a run's figures over its steps after warm-up."""
+    """Return the columns that are computed from a run's steps, after warm-up and under its present plan."""
     count, counted = len(steps), slice(steps.left_out, None)
     if count == steps.earlier:
         return {"steps": count, "earlier_steps": steps.earlier, "warmup_steps": 0}
@@ -189,20 +190,20 @@ def figures(steps: Steps) -> dict[str, Any]:
 
 
 def _last(values: Floats) -> float:
-    """Return the last number among the values; NaN if there is none."""
+    """Return the last value that is not NaN; NaN if there is none."""
     numbers = values[~np.isnan(values)]
     return float(numbers[-1]) if len(numbers) else math.nan
 
 
 def _medians(values: Floats) -> Floats:
-    """Return the median of the numbers in each row; NaN if a row has none."""
+    """Return the median of each row of a matrix without its NaN values; NaN if a row has no others."""
     ordered, count = np.sort(values, axis=1), (~np.isnan(values)).sum(axis=1, keepdims=True)  # NaN comes last
     middle_pairs = np.take_along_axis(ordered, np.concatenate([(count - 1) // 2, count // 2], axis=1), axis=1)
     return np.asarray(middle_pairs.mean(axis=1))
 
 
 def _read_result(run: RunDirectory) -> dict[str, Any] | None:
-    """Return result.json: empty if unreadable, None if missing."""
+    """Return the content of result.json; empty if it is unreadable, None if it is missing."""
     try:
         return mapping(from_json(read_file(run.result_path)))
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""One run's metrics.jsonl as arrays.
+"""The metrics of one run as arrays.
 
-pyarrow reads it, or the slower reader of `records` if a line is broken or unusual."""
+pyarrow reads metrics.jsonl, or the slower reader of `records` if a line is broken or unusual."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ LINE = pa.schema(
         ("breakdown", pa.list_(pa.struct([(part, pa.float64()) for part in PARTS]))),
         ("peak_memory_bytes", pa.list_(pa.float64())),
     ]
-)  # nic_bytes is missing here because its fields differ between runs
+)  # without nic_bytes, whose fields differ between runs
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """One run's steps, in order, each once, as arrays.
+    """The metrics of one run's steps, each step once, in order. NaN: not recorded.
 
-    `scalars[name]`: [steps]. `breakdown`: [parts, stages, steps]. `tx`, `rx`: {fabric or ethernet: [steps]}. `peak`:
-    the maximum memory over ranks. NaN: not recorded. `earlier`: the number of first steps run under an earlier plan;
-    `warmup` steps follow. `broken`: the number of unreadable lines. `missing`: fields that every line should have and
-    no line has."""
+    Shapes: `scalars`: {field: [steps]}; `breakdown`: [parts, stages, steps], in seconds; `tx`, `rx`: {fabric or
+    ethernet: [steps]}, in bytes. `peak`: the maximum memory over ranks and steps, in bytes. `earlier`: how many of the
+    first steps ran under an earlier plan; `warmup` steps follow. `broken`: the number of unreadable lines. `missing`:
+    fields that every line should have and no line has."""
 
     step: NDArray[np.int64]
     attempt: NDArray[np.int64]
@@ -65,15 +65,16 @@ class Steps:
 
     @property
     def warmup(self) -> int:
+        """The number of warm-up steps."""
         return warmup_steps(len(self) - self.earlier)
 
     @property
     def left_out(self) -> int:
-        """Return the number of first steps that are excluded from figures."""
+        """The number of first steps that do not count: those under an earlier plan, and warm-up steps."""
         return self.earlier + self.warmup
 
     def table(self) -> pa.Table:
-        """Return the documented step columns except `run`."""
+        """Return the steps as a table with STEP_COLUMNS, except `run`, and bytes per NIC type."""
         columns: dict[str, Any] = {
             "step": self.step,
             "attempt": self.attempt,
@@ -92,39 +93,35 @@ class Steps:
 
 
 def mean_over_stages(breakdown: Floats) -> Floats:
-    """Return [parts, stages, steps] as [parts, steps], the mean over stages with a value; NaN if none."""
+    """Return the mean over stages of an array [parts, stages, steps], without NaN values: an array [parts, steps]."""
     with np.errstate(invalid="ignore"):
         return np.asarray(np.nansum(breakdown, axis=1) / (~np.isnan(breakdown)).sum(axis=1))
 
 
 def read_steps(run: RunDirectory, first_attempt: int = 1) -> Steps:
-    """Return a run's steps; those of attempts before `first_attempt` are `earlier` ones.
+    """Return the steps of a run. Those of attempts before `first_attempt` count as run under an earlier plan.
 
-    Half-written lines, broken lines, missing keys and lines of earlier attempts are allowed."""
+    The file may have broken lines, lines without some keys, and steps that a later attempt repeats."""
     data = run.metrics_bytes()
     data = data[: data.rfind(b"\n") + 1]
     try:
         if any(len(line) > MAX_LEVELS and too_deep(line) for line in data.split(b"\n")):
-            raise _OutOfOrder  # deep nesting crashes pyarrow
+            raise _UnusualLines  # deep nesting crashes pyarrow
         return _steps(data, first_attempt)
-    except (pa.ArrowException, _OutOfOrder):  # the slower reader selects the valid lines
+    except (pa.ArrowException, _UnusualLines):  # the slower reader selects the valid lines
         lines = b"".join(to_json(_regular(line)).encode() + b"\n" for line in run.metrics())
     return _steps(lines, first_attempt, broken=sum(not _readable(line) for line in data.splitlines()))
 
 
-def no_steps() -> Steps:
-    """Return the steps of a run without any."""
-    return _steps(b"", 1)
-
-
-class _OutOfOrder(Exception):
-    """Lines that pyarrow's result cannot represent: repeated steps, several writers, or foreign lines."""
+class _UnusualLines(Exception):
+    """The file has lines that only the slower reader handles: nested deeply, or with repeated or missing steps."""
 
 
 def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
-    """Parse whole lines in order.
+    """Return the steps in `data`, complete lines of metrics.jsonl. `broken`: see :class:`Steps`.
 
-    Raises ArrowException if a line is broken or has a value of another type, _OutOfOrder if steps repeat."""
+    Raise ArrowException if a line is broken or has a value of another type, _UnusualLines if a step is repeated or
+    missing."""
     lines = (
         arrow_json.read_json(
             pa.BufferReader(data),
@@ -136,7 +133,7 @@ def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
     )
     step, attempt = lines["step"].to_numpy(), lines["attempt"].fill_null(1).to_numpy()
     if lines["step"].null_count or (np.diff(step) <= 0).any() or (np.diff(attempt) < 0).any():
-        raise _OutOfOrder
+        raise _UnusualLines
     nic_bytes, breakdown = _nic_bytes(lines), _breakdown(lines)
     return Steps(
         step,
@@ -153,7 +150,7 @@ def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
 
 
 def _missing(lines: pa.Table, breakdown: Floats) -> Iterator[str]:
-    """Yield fields, and parts of the breakdown, that every line should have and no line has."""
+    """Yield the names of fields, and of parts of the breakdown, that every line should have and no line has."""
     for name, definition in FIELDS.items():
         if definition.always and (name not in lines.column_names or lines[name].null_count == len(lines)):
             yield name
@@ -164,7 +161,7 @@ def _missing(lines: pa.Table, breakdown: Floats) -> Iterator[str]:
 
 
 def _breakdown(lines: pa.Table) -> Floats:
-    """Return [parts, stages, steps]; NaN if a line has no value."""
+    """Return the seconds of each part as an array [parts, stages, steps]; NaN where a line has no value."""
     lists = lines["breakdown"].combine_chunks()
     stages = pc.max(pc.list_value_length(lists)).as_py() or 0
     values = np.full((len(PARTS), stages, len(lines)), math.nan)
@@ -176,7 +173,7 @@ def _breakdown(lines: pa.Table) -> Floats:
 
 
 def _nic_bytes(lines: pa.Table) -> dict[str, dict[str, Floats]]:
-    """Return {tx or rx: {fabric or ethernet: [steps]}}; a network that a line omits carried nothing."""
+    """Return the bytes as {tx or rx: {fabric or ethernet: [steps]}}. A network that a line omits has carried none."""
     counts: dict[str, dict[str, Floats]] = {direction: {} for direction in DIRECTIONS}
     if "nic_bytes" not in lines.column_names or not pa.types.is_struct(lines["nic_bytes"].type):
         return counts
@@ -206,7 +203,7 @@ def _readable(line: bytes) -> bool:
 
 
 def _regular(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line with a value of the right type, or null, for every field."""
+    """Return a line of metrics.jsonl in which every field has a value of the right type, or None."""
     stages, nics, ranks = line.get("breakdown"), line.get("nic_bytes"), line.get("peak_memory_bytes")
     return {
         "step": int(line["step"]),
@@ -228,3 +225,6 @@ def _regular(line: Mapping[str, Any]) -> dict[str, Any]:
 def _number(value: Any) -> float | None:
     converted = number(value)
     return None if math.isnan(converted) else converted
+
+
+NO_STEPS = _steps(b"", 1)  # of a run that has made none

@@ -18,7 +18,7 @@ from made_runs import make_line, make_plan, make_run
 from holmes_hpc.errors import ConfigError, RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS, load_runs, load_stages, load_steps
-from holmes_hpc.results.columns import FAMILIES, family, stage_breakdown
+from holmes_hpc.results.columns import FAMILIES, family_values, stage_breakdown
 from holmes_hpc.results.loading import cache, loader
 from holmes_hpc.results.loading.steps import read_steps
 
@@ -84,7 +84,7 @@ def test_figures_are_those_of_the_steps_after_the_warm_up(tmp_path: Path) -> Non
     assert row["step_time_low_s"] in kept and row["step_time_low_s"] <= row["step_time_s"] <= row["step_time_high_s"]
     assert row["samples_per_s"] == pytest.approx(16 * len(kept) / sum(kept), rel=1e-6)
     assert row["compute_s"] == pytest.approx(0.7 * row["step_time_s"], rel=1e-3)
-    assert family(row, "tx_bytes_per_step") == {"ib-a": 8.4e6, "roce-a": 8.4e6, "ethernet": 1.05e6}
+    assert family_values(row, "tx_bytes_per_step") == {"ib-a": 8.4e6, "roce-a": 8.4e6, "ethernet": 1.05e6}
     assert row["planned_bytes_ib-a"] == 8e6
     assert row["queue_s"] == 10 and row["header_factor"] == 1.05
     assert row["first_loss"] == run.metrics()[0]["loss"] and row["peak_memory_bytes"] == 812_646_403
@@ -348,7 +348,7 @@ def test_a_kind_that_carried_nothing_in_most_steps_has_a_median_of_nothing(tmp_p
     for step in range(2, 20):
         run.append_metrics({**line, "step": step, "nic_bytes": {"ethernet": {"tx": 5, "rx": 5}}})
     row = load_runs(run.path).iloc[0]
-    assert family(row, "tx_bytes_per_step") == {"ethernet": 5.0, "ib-a": 0.0, "roce-a": 0.0}
+    assert family_values(row, "tx_bytes_per_step") == {"ethernet": 5.0, "ib-a": 0.0, "roce-a": 0.0}
 
 
 def test_a_resumed_run_waited_for_its_latest_job(tmp_path: Path) -> None:
