@@ -29,11 +29,15 @@ def models(json: Json = False) -> None:
         )
         for m in MODELS.values()
     ]
-    columns = ("model", "layers", "hidden", "heads", "KV heads", "FFN", "vocabulary", "batch", "sequence")
     console.output(
         json,
         [{**asdict(m), "batch": asdict(BATCHES[m.name]) if m.name in BATCHES else None} for m in MODELS.values()],
-        ("", columns, rows, "batch: sequences per step; sequence: tokens per sequence"),
+        (
+            "",
+            ("model", "layers", "hidden", "heads", "KV heads", "FFN", "vocabulary", "batch", "sequence"),
+            rows,
+            "batch: sequences per step; sequence: tokens per sequence",
+        ),
     )
 
 
@@ -47,9 +51,11 @@ def batches(json: Json = False) -> None:
         (name, f"{b.global_size:,}", f"{b.micro_size:,}", f"{b.sequence_length:,}", f"{b.tokens:,}")
         for name, b in BATCHES.items()
     ]
-    columns = ("batch", "sequences per step", "per micro-batch", "tokens per sequence", "tokens per step")
-    document = {name: {**asdict(b), "tokens": b.tokens} for name, b in BATCHES.items()}
-    console.output(json, document, ("", columns, rows))
+    console.output(
+        json,
+        {name: {**asdict(b), "tokens": b.tokens} for name, b in BATCHES.items()},
+        ("", ("batch", "sequences per step", "per micro-batch", "tokens per sequence", "tokens per step"), rows),
+    )
 
 
 def _require_checkpoint(run: str) -> None:

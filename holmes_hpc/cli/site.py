@@ -50,8 +50,9 @@ def probe(
     if check:
         with console.waiting("asking Slurm"):
             findings = node_facts.check_here(nics, vocabulary, node)
-    document = {**report.probe_dict(nics), "findings": [f.to_dict() for f in findings]}
-    console.output(json, document, *report.probe_tables(nics))
+    console.output(
+        json, {**report.probe_dict(nics), "findings": [f.to_dict() for f in findings]}, *report.probe_tables(nics)
+    )
     if not json:
         console.text(f"features: {','.join(labels.features_of(nics))}")
         if check:
