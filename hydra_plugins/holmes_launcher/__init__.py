@@ -1,6 +1,7 @@
-"""The launchers holmes_slurm and holmes_local, registered with Hydra (code: holmes_hpc.submission.sweeps.launcher).
+"""Registration of the launchers holmes_slurm and holmes_local with Hydra.
 
-Hydra loads all plugins whenever it composes a configuration, so a launcher's imports wait until a sweep starts.
+Their code is in holmes_hpc/submission/sweeps/launcher.py. Hydra loads all plugins whenever it composes a configuration,
+so this module imports that code only when a sweep starts.
 """
 
 from abc import abstractmethod
@@ -17,7 +18,7 @@ from holmes_hpc.submission.sweeps.launcher_settings import LocalLauncherConf, Sl
 
 
 class _LazyLauncher(Launcher):
-    """A launcher that imports its implementation when it is created."""
+    """A launcher that imports its implementation, which :meth:`load` returns, when it is created."""
 
     def __init__(self, **params: Any) -> None:
         self._launcher = self.load()(**params)

@@ -1,1 +1,1 @@
-"""Heterogeneous jobs for submitit: the text of the batch script, preflight, sbatch, states."""
+"""The executor that adds heterogeneous jobs to submitit: requests, checks, batch scripts, submission and job states."""

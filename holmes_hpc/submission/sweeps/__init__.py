@@ -1,1 +1,1 @@
-"""Hydra sweeps of heterogeneous jobs: launcher, manifest, table, results."""
+"""Hydra sweeps of heterogeneous jobs: the launchers, the manifest of a sweep's jobs, their states and results."""

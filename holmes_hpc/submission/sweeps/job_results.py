@@ -1,4 +1,4 @@
-"""The results of a sweep's jobs for Hydra: one JobReturn of each, progress while they run, and handling of Ctrl-C.
+"""The results of a sweep's jobs for Hydra (a JobReturn of each), progress while the jobs run, and handling of Ctrl-C.
 
 Progress is a live table on a terminal, else a log line whenever a state changes.
 """
@@ -33,14 +33,14 @@ from holmes_hpc.submission.sweeps.status_table import SweepRow, live_display, li
 
 log = logging.getLogger(__name__)
 POLL_S = 2.0  # pause between queries of the jobs
-LOG_INTERVAL_S = 8.0  # a line is logged at least this often, plus POLL_S
+LOG_INTERVAL_S = 8.0  # the longest pause between log lines, to which up to POLL_S adds
 SETTLE_S = 20  # time after a job's end in Slurm until its records are visible on this machine
 
 
 @dataclass
 class LaunchedJob:
-    """A job of this launch. `entry`: its entry in the manifest; `is_cached`: it had completed before the launch.
-    `submitit_job`: to wait for its result; else `handle`: to query its state. A cached job has neither."""
+    """A job of this launch. `entry`: its entry in the manifest; `is_cached`: whether it completed in an earlier launch.
+    Other jobs have a `submitit_job`, which returns their result, or else a `handle`, which returns their state."""
 
     entry: SweepJob
     config: DictConfig
@@ -56,7 +56,7 @@ class LaunchedJob:
 
 
 def reattach(manifest: Manifest, entry: SweepJob) -> tuple[Any, Any]:
-    """Return (submitit's job, else a handle) for a job of an earlier launch."""
+    """Return (submitit_job, handle) of a LaunchedJob for an active job of an earlier launch. One of them is None."""
     if entry.kind == "plan":
         return None, job_of(RunDirectory(manifest.resolve(entry.directory)))
     if entry.where == "local":  # submitit's local job knows only its own child processes
@@ -65,7 +65,7 @@ def reattach(manifest: Manifest, entry: SweepJob) -> tuple[Any, Any]:
 
 
 def wait(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], None]) -> JobReturn:
-    """Wait until a job ends and return its result. Call `on_poll` repeatedly meanwhile."""
+    """Wait until a job ends, and return its result. Call `on_poll` repeatedly meanwhile."""
     if job.entry.kind == "plan":
         return _wait_for_plan(manifest, job, on_poll)
     while not job.done():
@@ -80,7 +80,7 @@ def wait(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], None]) -> J
 
 
 def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], None]) -> JobReturn:
-    """Wait until a plan's job ends. Return its JobReturn with the final loss as value."""
+    """Wait until the job of a plan ends, and return its result, whose value is the last loss."""
     run = RunDirectory(manifest.resolve(job.entry.directory))
     ended, state = None, JobState("COMPLETED")
     while job.handle is not None:
@@ -114,7 +114,7 @@ def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], N
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-    """The progress display of the jobs `launched`, a list that may grow. :meth:`show` may be called at any rate."""
+    """The display of the progress of the jobs in `launched`, a list that may grow. It ends with the block."""
 
     def __init__(self, manifest: Manifest, launched: Sequence[LaunchedJob]) -> None:
         self._manifest, self._launched = manifest, launched
@@ -132,6 +132,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         return [row_of(self._manifest, job, state) for job, state in job_states(self._manifest, jobs, mode).items()]
 
     def show(self) -> None:
+        """Query and show the states of the jobs, unless the last time was less than POLL_S ago."""
         now = time.monotonic()
         if now - self._polled_at < POLL_S:
             return
@@ -149,7 +150,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             log.info(summary_line(rows))
 
     def conclude(self) -> None:
-        """Print the final table."""
+        """End the display and print the final table of the jobs."""
         self.__exit__(None, None, None)
         with contextlib.suppress(OSError):
             console.table(str(self._manifest.path.parent), *table_cells(self.rows("cache")))
@@ -172,7 +173,7 @@ def summary_line(rows: Sequence[SweepRow]) -> str:
 
 
 def handle_interrupt(manifest: Manifest, jobs: list[SweepJob]) -> None:
-    """Ask after Ctrl-C whether to cancel the submitted jobs. If not, log how to continue later."""
+    """Ask after Ctrl-C whether to cancel the submitted jobs. If not, log how to continue the sweep later."""
     answer = None
     with contextlib.suppress(KeyboardInterrupt):
         answer = console.ask(f"\ncancel the sweep's {len(jobs)} jobs? [y/N] ")
@@ -187,7 +188,8 @@ def handle_interrupt(manifest: Manifest, jobs: list[SweepJob]) -> None:
 
 
 def write_hydra_files(config: DictConfig, directory: Path) -> None:
-    """Write Hydra's files of a plan's job. For other jobs Hydra itself writes them in the task."""
+    """Write the files that Hydra keeps of each job (.hydra/) for the job of a plan. For others, Hydra writes them in
+    the task. `directory`: the job's run directory."""
     if config.hydra.output_subdir is None:
         return
     target = directory / str(config.hydra.output_subdir)
@@ -198,5 +200,5 @@ def write_hydra_files(config: DictConfig, directory: Path) -> None:
 
 
 def task_config(config: DictConfig) -> DictConfig:
-    """Return a job's configuration without its ``hydra`` section."""
+    """Return the configuration of a job without Hydra's own section ``hydra``."""
     return OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: their states, outcomes and results, and cancellation."""
+"""The jobs of a sweep: their states, recorded outcomes and results, and their cancellation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 
 
 def job_states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force") -> dict[SweepJob, JobState]:
-    """Return the states of `jobs` of a sweep, from records, Slurm or this machine."""
+    """Return the state of each of `jobs`: from records if it completed, else from Slurm or this machine's processes.
+    `mode`: as of submitit's watchers (``force``, ``standard``, ``cache``)."""
     incomplete = {job: job_handle(manifest, job) for job in jobs if not is_completed(manifest, job)}
     states: dict[SweepJob, JobState] = {}
     for job in jobs:
@@ -38,7 +39,7 @@ def job_states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force"
 
 
 def job_handle(manifest: Manifest, job: SweepJob) -> Job:
-    """Return a handle for the state and cancellation of a job. A local job's state is known only on its machine."""
+    """Return the job as an object that queries its state and cancels it. A local job must be queried on its machine."""
     if job.where == "slurm":
         return SlurmJob(manifest.resolve(job.folder), job.job_id)
     run = RunDirectory(manifest.resolve(job.directory))
@@ -54,7 +55,8 @@ def outcome_path(folder: Path, job_id: str) -> Path:
 
 
 def write_outcome(job_return: Any) -> None:
-    """Record the outcome in a plain job's task: `state` (completed, failed), `value` if it is plain data, `error`."""
+    """Record the outcome of a plain job, in its task of rank 0: `state` (completed or failed), `value` if it is plain
+    data, `error`. `job_return`: of Hydra."""
     environment = submitit.JobEnvironment()
     if environment.global_rank:
         return
@@ -70,7 +72,7 @@ def write_outcome(job_return: Any) -> None:
 
 
 def read_outcome(manifest: Manifest, job: SweepJob) -> dict[str, Any]:
-    """Return the outcome that a plain job's task recorded; empty while it runs, or if it was killed."""
+    """Return what :func:`write_outcome` recorded; empty while the job runs, or if it was killed."""
     return read_object(outcome_path(manifest.resolve(job.folder), job.job_id)) or {}
 
 
@@ -83,7 +85,8 @@ def is_completed(manifest: Manifest, job: SweepJob) -> bool:
 
 
 def untrusted_reason(manifest: Manifest, job: SweepJob) -> str | None:
-    """Return why a plain job's result must not be read, if other users may write it: unpickling runs code."""
+    """Return a text if other users may write the result of a plain job, so that unpickling it could run their code;
+    else None."""
     writers = other_writers(result_pickle(manifest, job)) if job.kind == "plain" else None
     return None if writers is None else f"its result is not read: {writers}"
 
@@ -93,7 +96,7 @@ def result_pickle(manifest: Manifest, job: SweepJob) -> Path:
 
 
 class _LenientUnpickler(pickle.Unpickler):
-    """An unpickler that replaces classes which cannot be imported here by their names."""
+    """An unpickler that replaces each class that cannot be imported here by a stand-in with its name."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -112,8 +115,8 @@ class _MissingClass:
 
 
 def plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
-    """Return (state, value or error) of a plain job; (None, None) while there is no result.
-    States: "completed", "failed", and "unread" for a result that other users may write."""
+    """Return (state, the function's value or the error message) of a plain job; (None, None) without a result.
+    The state is "completed", "failed", or "unread" for a result that other users may write."""
     outcome = read_outcome(manifest, job)
     if "value" in outcome or "error" in outcome:
         return outcome["state"], outcome.get("value", outcome.get("error"))
@@ -136,7 +139,8 @@ def plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
 
 
 def cancel_sweep(manifest: Manifest, jobs: Sequence[SweepJob]) -> None:
-    """Cancel jobs that have not completed, in reverse order, so that a cancelled job does not start the next one."""
+    """Cancel those of `jobs` that have not completed, the last one first, so that no cancelled job starts another one
+    that waits for it."""
     for job in reversed(jobs):
         if is_completed(manifest, job):
             continue

@@ -1,8 +1,8 @@
-"""Hydra launchers for sweeps in which every job is heterogeneous, with its own components, or plain.
+"""Hydra launchers for sweeps. A job of a sweep has a plan with its own components, or is plain.
 
-They extend hydra-submitit-launcher. If the task function has an attribute ``plan_job``, as in the training application,
-``plan_job(cfg, "slurm" | "local") -> PlannedJob | None`` returns each job's plan. Other jobs run the task function
-itself with the launcher's `components`.
+They extend hydra-submitit-launcher. The task function of the training application has an attribute ``plan_job``:
+``plan_job(cfg, "slurm" | "local") -> PlannedJob | None`` returns the plan of a job. A plain job, which has none, runs
+the task function itself, with the launcher's `components`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ log = logging.getLogger(__name__)
 
 
 class HolmesLauncher(BaseSubmititLauncher):
-    """The common part of both launchers."""
+    """The common part of both launchers. `WHERE`: slurm or local; `_EXECUTOR`: submitit's name of the executor;
+    `_shield`: block in which plain jobs are submitted."""
 
     WHERE = "abstract"
     _shield: Callable[[], contextlib.AbstractContextManager[None]] = staticmethod(contextlib.nullcontext)
@@ -76,6 +77,8 @@ class HolmesLauncher(BaseSubmititLauncher):
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Submit the jobs with these overrides, and wait for their results unless `detach` is set. Called by Hydra.
+        `initial_job_idx`: the number of the first job."""
         detach = bool(self.params.get("detach", False))
         sweeper = str(self.config.hydra.sweeper.get("_target_", ""))
         reuse = parse_reuse(self.params.get("reuse"), sweeper)
@@ -117,20 +120,21 @@ class HolmesLauncher(BaseSubmititLauncher):
             raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> JobReturn:
-        """Run a plain job's task. Record its outcome as JSON, so that reading it needs no unpickling."""
+        """Run the task of a plain job, and record its outcome as JSON, which can be read without unpickling."""
         job_return: JobReturn = super().__call__(*args, **kwargs)
         write_outcome(job_return)
         return job_return
 
     def _create_directory(self, sweep_dir: Path) -> None:
-        """Create the sweep directory. RecordError if other users may write in it, because its pickles are run."""
+        """Create the sweep directory. Raise SubmissionError if that fails, RecordError if other users may write into
+        it, because code is run from its pickles."""
         try:
             sweep_dir.mkdir(parents=True, exist_ok=True)
             if "mode" in self.config.hydra.sweep:
                 os.chmod(sweep_dir, int(str(self.config.hydra.sweep.mode), 8))
         except OSError as e:
             raise SubmissionError(
-                e.strerror or str(e), where=str(sweep_dir), hint="set hydra.sweep.dir to a directory of yours"
+                e.strerror or str(e), where=str(sweep_dir), hint="set hydra.sweep.dir to a directory of your own"
             ) from e
         refuse_other_writers(sweep_dir / NAME)
 
@@ -142,13 +146,14 @@ class HolmesLauncher(BaseSubmititLauncher):
         reuse: bool | str,
         progress: Progress,
     ) -> None:
-        """Submit the candidates that are not reused. Add all jobs to `launched`."""
+        """Submit the candidates, except those for which an earlier job is reused, and add all jobs to `launched`.
+        Raise SubmissionError or ConfigError if earlier jobs into this directory do not allow it."""
         for job in manifest.jobs:
             if (reason := untrusted_reason(manifest, job)) is not None:
                 raise SubmissionError(
                     f"job {job.num}: {reason}",
                     where=str(manifest.path),
-                    hint="set hydra.sweep.dir to a directory of yours",
+                    hint="set hydra.sweep.dir to a directory of your own",
                 )
         states = job_states(manifest, [job for job in manifest.jobs if job.submitted < PROCESS_START])
         for job, state in states.items():
@@ -183,7 +188,8 @@ class HolmesLauncher(BaseSubmititLauncher):
     # -- one job ----------------------------------------------------------------------------------------------------
 
     def _plan_all(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Candidate]:
-        """Compose and plan all jobs before the first submission. ConfigError with the first impossible job."""
+        """Compose and plan all jobs, before the first one is submitted. `first`: number of the first job.
+        Raise ConfigError with the error of the first impossible job."""
         hook: Callable[[DictConfig, str], PlannedJob | None] | None = getattr(self.task_function, "plan_job", None)
         candidates, errors = [], []
         for num, overrides in enumerate(job_overrides, first):
@@ -199,15 +205,15 @@ class HolmesLauncher(BaseSubmititLauncher):
             self._copies[key] += 1
             if planned is not None and "%" in str(candidates[-1].directory):
                 raise ConfigError(
-                    f"run directory {str(candidates[-1].directory)!r} contains '%'",
+                    f"the run directory {str(candidates[-1].directory)!r} contains '%'",
                     where="hydra.sweep",
-                    hint="remove '%', which has a special meaning in Slurm",
+                    hint="remove '%', which Slurm replaces in paths",
                 )
         if errors:
             raise ConfigError(
                 f"{len(errors)} of {len(job_overrides)} jobs are impossible; {errors[0]}",
                 where="sweep",
-                hint="nothing was submitted",
+                hint="correct it; nothing was submitted",
             )
         return candidates
 
@@ -221,7 +227,8 @@ class HolmesLauncher(BaseSubmititLauncher):
         can_resume: bool,
     ) -> None:
         """Raise ConfigError if a job's directory has a run of another configuration or program.
-        `can_resume`: a failed run with the same ones may continue from its last checkpoint."""
+        `earlier`, `reused`: by key, of :func:`find_earlier_jobs` and :func:`select_reused`; `can_resume`: whether a run
+        of the same configuration and program may continue from its last checkpoint."""
         for job in candidates:
             run, old = RunDirectory(job.directory), manifest.find(job.key, job.digest)
             is_same_directory = old is not None and manifest.resolve(old.directory) == job.directory
@@ -244,7 +251,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         launched: list[LaunchedJob],
         progress: Progress,
     ) -> None:
-        """Submit a job, or reuse the earlier job `old`. Add it to `launched`."""
+        """Reuse the earlier job `old`, or submit `job` if it is None. Add the job to `launched`."""
         if old is not None:
             launched.append(
                 LaunchedJob(old.job, job.config, is_cached=True)
@@ -264,7 +271,7 @@ class HolmesLauncher(BaseSubmititLauncher):
                 raise
 
     def _sweep_config(self, overrides: list[str], num: int) -> DictConfig:
-        """Compose the job's configuration as the job itself would."""
+        """Return the configuration of job `num`, composed as Hydra would in the job itself."""
         config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config.hydra.job):
             config.hydra.job.id = f"job_id_for_{num}"
@@ -272,6 +279,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         return config
 
     def _submit_plain(self, manifest: Manifest, job: Candidate) -> LaunchedJob:
+        """Submit a job without a plan: submitit pickles this launcher, which calls the task function."""
         executor = create_executor(job.config, self._EXECUTOR)
         refuse_other_writers(executor.folder)
         executor._executor.throttle = self._throttle
@@ -293,6 +301,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         return LaunchedJob(entry, job.config, submitit_job=submitit_job)
 
     def _submit_planned(self, manifest: Manifest, job: Candidate) -> LaunchedJob:
+        """Submit a job with a plan as a run, whose directory is the job's. An earlier run in it continues."""
         assert job.planned is not None
         plan, run = job.planned.plan, RunDirectory(job.directory)
         settings = plan_job_settings(job.config, job.planned.settings, self.WHERE)
@@ -331,11 +340,12 @@ class HolmesLauncher(BaseSubmititLauncher):
         raise TypeError("use SlurmLauncher or LocalLauncher")
 
     def _wait_for_slot(self, launched: list[LaunchedJob], progress: Progress, *, planned: bool) -> None:
-        """Wait until fewer than `array_parallelism` jobs run. Slurm itself limits its jobs."""
+        """Wait until another job may start. By default do nothing, because Slurm itself limits its jobs.
+        `planned`: whether the job has a plan."""
 
 
 class SlurmLauncher(HolmesLauncher):
-    """The launcher that submits a heterogeneous or plain Slurm job for each job of the sweep."""
+    """The launcher that submits a Slurm job for each job of the sweep."""
 
     _EXECUTOR, WHERE = "slurmhet", "slurm"
 

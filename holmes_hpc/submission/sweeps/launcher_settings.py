@@ -13,10 +13,11 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.slurm.scontrol import minutes
 from holmes_hpc.submission.executor.task import LocalTaskExecutor
 
-# keys of the launcher that are no parameters of the executor
+# Keys of the launcher that it uses itself; it passes all others on to the executor.
 LAUNCHER_KEYS = ("detach", "reuse", "submitit_folder", "max_num_timeout", "array_parallelism")
 SIGNAL_DELAY_S = SlurmQueueConf.signal_delay_s
-ENVIRONMENT = ("container", "setup")  # a function's value may depend on these
+ENVIRONMENT = ("container", "setup")  # keys on which the value of a function may depend
+# Keys that jobs with a plan may have; their other settings come from the plan.
 PLAN_JOB_KEYS = ("timeout_min", "account", "qos", "gres", "cpus_per_task", "setup", "container")
 
 
@@ -50,7 +51,8 @@ class LocalLauncherConf(LocalQueueConf):
 
 
 def create_executor(config: DictConfig, prefix: str) -> Any:
-    """Create a submitit executor (slurmhet, local) with the launcher parameters in a job's configuration."""
+    """Return submitit's executor for a plain job, with the parameters of the launcher in the job's configuration.
+    `prefix`: the executor's name, slurmhet or local, with which its own parameters start."""
     import submitit
 
     conf = config.hydra.launcher
@@ -73,8 +75,8 @@ def create_executor(config: DictConfig, prefix: str) -> Any:
 
 
 def plan_job_settings(config: DictConfig, settings: SlurmSettings, where: str) -> SlurmSettings:
-    """Return the site's `settings`, updated by changed launcher keys, for a job with a plan.
-    `where`: slurm or local. ConfigError for a launcher key that such a job cannot have."""
+    """Return the settings of a job with a plan: `settings` (group slurm), replaced by launcher keys that the user set.
+    `where`: slurm or local. Raise ConfigError for a launcher key whose value comes from the plan."""
     default = OmegaConf.structured(SlurmLauncherConf if where == "slurm" else LocalLauncherConf)
     changed = {
         str(k): v
@@ -85,7 +87,7 @@ def plan_job_settings(config: DictConfig, settings: SlurmSettings, where: str) -
         raise ConfigError(
             f"{key} comes from the plan",
             where=f"hydra.launcher.{key}",
-            hint="use the configuration groups plan and slurm",
+            hint="remove this setting; the configuration groups plan and slurm have others",
         )
     updates = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in changed.items()}
     if config.hydra.launcher.get("components"):

@@ -26,9 +26,12 @@ NAME = "sweep.json"
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One job of a sweep.
-    `directory`: Hydra's output directory, for a plan's job its run directory; `host`: the machine of a local job;
-    `program`: the digest of its program (a key of the manifest's programs), empty if unknown."""
+    """One job of a sweep, as in the manifest.
+
+    `directory`: Hydra's output directory, for a plan's job its run directory; `folder`: submitit's; `submitted`: Unix
+    seconds; `digest`: of its configuration, see Candidate.digest; `copy`: the number of earlier jobs of its launch with
+    the same overrides; `host`: the machine from which it was submitted; `program`: the digest of its program (a key of
+    the manifest's programs), empty if unknown."""
 
     num: int
     overrides: tuple[str, ...]
@@ -48,18 +51,19 @@ class SweepJob:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The key that identifies the job in a repeated sweep."""
+        """The key by which a repeated sweep finds the job."""
         return job_key(self.overrides, self.copy)
 
 
 def job_key(overrides: Sequence[str], copy: int = 0) -> tuple[str, ...]:
-    """Return the key of a job with these overrides. `copy`: the number of earlier jobs of its launch with the same."""
+    """Return the key of a job: its overrides in order of the alphabet, and its `copy` (see :class:`SweepJob`)."""
     return (*sorted(overrides), *([f"copy {copy}"] if copy else []))
 
 
 @dataclass
 class Manifest:
-    """The jobs of one sweep directory, in order of submission; a resubmitted job replaces its older entry."""
+    """The manifest at `path`. `jobs`: in order of submission, a resubmitted job in place of its earlier entry;
+    `created`: Unix seconds; `programs`: {digest: the program's files and packages}."""
 
     path: Path
     jobs: list[SweepJob] = field(default_factory=list)
@@ -67,7 +71,8 @@ class Manifest:
     programs: dict[str, Any] = field(default_factory=dict)
 
     def put(self, job: SweepJob, launched: float = 0.0) -> None:
-        """Add or replace a job and write the file. Jobs submitted before `launched` into its directory are removed."""
+        """Add `job` or replace its earlier entry, and write the file. Entries of jobs that were submitted into the same
+        directory before the time `launched` are removed."""
         self.jobs = [
             *(
                 j
@@ -85,26 +90,31 @@ class Manifest:
         write_whole(self.path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
     def find(self, key: tuple[str, ...], digest: str) -> SweepJob | None:
-        """Return the job of an earlier launch with the same overrides and configuration."""
+        """Return the job with this key and this digest of its configuration; None if there is none."""
         return next((j for j in self.jobs if j.key == key and j.digest == digest), None)
 
     def resolve(self, relative: str) -> Path:
-        """Return the absolute path of a path in the manifest."""
+        """Return the absolute path of `relative`, a path in the manifest."""
         return self.path.parent / relative
 
     def relative(self, path: Path) -> str:
-        """Return `path` as written in the manifest: relative if it is inside the sweep directory."""
+        """Return `path` as the manifest has it: relative to the sweep directory if it is inside of it."""
         path, root = path.absolute(), self.path.parent
         return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def open_manifest(directory: str | os.PathLike[str], created: float = 0.0) -> Manifest:
-    """Return the manifest of a sweep directory; an empty one if there is no file."""
+    """Return the manifest of a sweep directory; a new one, with the time `created`, if there is none.
+    Raise RecordError if the file cannot be read or is of a newer release."""
     path = Path(directory).absolute() / NAME
     try:
         data: Any = from_json(read_file(path))
         if not isinstance(data, dict) or not isinstance(data.get("version"), int) or data["version"] > VERSION:
-            raise RecordError("no manifest, or of a newer release", where=str(path), hint="use a newer holmes_hpc")
+            raise RecordError(
+                f"not a sweep's manifest of version {VERSION} or older",
+                where=str(path),
+                hint="use the holmes_hpc release that wrote it, or a newer one",
+            )
         jobs = msgspec.convert(data.get("jobs", []), list[SweepJob])
         if unknown := {key for job in data.get("jobs", []) for key in job} - {f.name for f in fields(SweepJob)}:
             raise ValueError(f"unknown keys {sorted(unknown)}")
@@ -112,11 +122,11 @@ def open_manifest(directory: str | os.PathLike[str], created: float = 0.0) -> Ma
     except FileNotFoundError:
         return Manifest(path, [], created)
     except (OSError, TypeError, ValueError, msgspec.ValidationError) as e:
-        raise RecordError(f"not a manifest: {e}", where=str(path), hint="restore the file") from e
+        raise RecordError(f"not a sweep's manifest: {e}", where=str(path), hint="restore the file") from e
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """Return the manifest of a launched sweep. RecordError if there is none."""
+    """Return the manifest of a sweep that was launched. Raise RecordError if there is none, or if it cannot be read."""
     if not (Path(directory) / NAME).is_file():
         raise RecordError(
             f"no {NAME}",

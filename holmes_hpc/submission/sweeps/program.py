@@ -1,6 +1,6 @@
-"""The program of a job: the user's modules that it can import, and the versions of the installed packages.
+"""The program of a job: the user's own modules that it may import, and the versions of the installed packages.
 
-A job's result is reused only if configuration and program are equal.
+A repeated sweep reuses the result of a job only if configuration and program are the same.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _OURS = ("holmes_hpc", "hydra_plugins")  # loaded in every launch; part of a pro
 
 @dataclass(frozen=True)
 class Program:
-    """A job's program. `files`: path -> digest of each of the user's modules; `packages`: ``name-version`` of Python
-    and of all installed packages."""
+    """A job's program. `files`: {path: digest} of the user's modules; `packages`: ``name-version`` of Python and of all
+    installed packages."""
 
     files: dict[str, str]
     packages: tuple[str, ...]
@@ -44,7 +44,7 @@ class Program:
 
 
 def describe_changes(old: Any, new: Program) -> str:
-    """Describe the difference between a program in a manifest and the present one."""
+    """Return a text on how the present program `new` differs from `old`, a program as a manifest has it."""
     if not isinstance(old, dict):
         return "by an unknown program"
     files, packages = old.get("files") or {}, set(old.get("packages") or ())
@@ -54,7 +54,7 @@ def describe_changes(old: Any, new: Program) -> str:
 
 
 def program_of(function: Callable[..., Any]) -> Program | None:
-    """Return the program that a job of `function` runs; None without a source file (a notebook, ``python -c``)."""
+    """Return the program of a job that calls `function`; None if it has no source file (a notebook, ``python -c``)."""
     function = inspect.unwrap(function)
     while isinstance(function, functools.partial):
         function = function.func
@@ -69,13 +69,11 @@ def program_of(function: Callable[..., Any]) -> Program | None:
 
 @functools.lru_cache
 def _read_program(path: str, package: str) -> Program:
-    """Return the program of the file with the task function.
-    Imports are read from the text of each module, also inside functions. Modules that are already loaded are added."""
+    """Return the program whose task function is in the file `path` of the package `package`.
+    It has all modules that this file imports, directly or not, also inside functions, and all loaded ones."""
     files: dict[str, str] = {}
-    pending = [(path, package)]
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in _OURS and (source := _user_source(module)):
-            pending.append((source, module.__package__ or ""))
+    loaded = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _OURS]
+    pending = [(path, package), *((source, m.__package__ or "") for m in loaded if (source := _user_source(m)))]
     while pending:
         path, package = pending.pop(0)
         if path in files:
@@ -103,7 +101,8 @@ def _package_versions() -> tuple[str, ...]:
 
 
 def _imports(text: bytes, package: str) -> Iterator[str]:
-    """Yield the absolute names that a module imports; for ``from a import b`` both a and a.b, which may be a module."""
+    """Yield the absolute names of modules that a module may import, according to its `text`: for ``from a import b``
+    both a and a.b. `package`: the module's, for relative imports."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -120,7 +119,8 @@ def _imports(text: bytes, package: str) -> Iterator[str]:
 
 @functools.cache
 def _sources(name: str) -> tuple[tuple[str, str], ...]:
-    """Return (file, package) of a module and of its parent packages if they are the user's, without importing them."""
+    """Return (file, package) of the module `name` and of its parent packages, as far as they are the user's own.
+    Nothing is imported."""
     sources: list[tuple[str, str]] = []
     search_path, parts = None, name.split(".")
     for depth in range(1, len(parts) + 1):
@@ -140,6 +140,7 @@ def _sources(name: str) -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def _find_spec(name: str, search_path: tuple[str, ...] | None) -> Any:
+    """Return the spec of a module without importing its parents; None if there is none. `search_path`: the parent's."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         try:
@@ -158,7 +159,7 @@ def _user_source(module: ModuleType) -> str | None:
 
 @functools.cache
 def _is_user_file(path: str) -> bool:
-    """Return whether a module's file belongs neither to Python nor to an installed package."""
+    """Return whether `path`, a module's file, belongs neither to Python nor to an installed package."""
     if path in ("built-in", "frozen") or any(part in _INSTALLED for part in Path(path).parts):
         return False
     return not str(Path(path).resolve()).startswith(_PYTHON)

@@ -1,6 +1,6 @@
-"""The candidate jobs of a launch, and reuse of jobs of earlier launches into the same sweep directory.
+"""The jobs that a launch is to submit, and the reuse of jobs of earlier launches into the same sweep directory.
 
-A job is reused only if configuration and program are the same. A sweeper that repeats a point gets a new measurement.
+A job is reused only if configuration and program are the same. Within a launch, repeated jobs are all run.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from holmes_hpc.submission.sweeps.launcher_settings import ENVIRONMENT
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, job_key
 from holmes_hpc.submission.sweeps.program import Program, describe_changes
 
-PROCESS_START = time.time()  # jobs of this process were submitted later
+PROCESS_START = time.time()  # jobs submitted before this are of earlier launches
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A job of this launch before its submission. `copy`: the number of earlier jobs with the same overrides;
-    `program`: None without a source file."""
+    """A job that this launch is to submit. `planned`: its plan, None for a plain job; `copy`: the number of earlier
+    jobs of this launch with the same overrides; `program`: None if its function has no source file."""
 
     num: int
     overrides: list[str]
@@ -51,8 +51,8 @@ class Candidate:
 
     @property
     def digest(self) -> str:
-        """The digest that, with the key, identifies the job in a repeated sweep.
-        It covers the configuration, and the plan or the launcher's environment settings, but not the program."""
+        """A hash of the configuration, and of the plan or, for a plain job, the launcher's environment settings. With
+        the key, it identifies the job in a repeated sweep."""
         data = OmegaConf.to_yaml(task_config(self.config))
         launcher = self.config.hydra.launcher
         data += self.planned.plan.id if self.planned else repr([(key, launcher.get(key)) for key in ENVIRONMENT])
@@ -83,8 +83,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class EarlierJob:
-    """A job with the same overrides and configuration that another process submitted.
-    `program_change`: the difference of its program, empty if there is none."""
+    """A job of an earlier launch with the overrides and the configuration of a candidate.
+    `program_change`: how its program differs from the candidate's, empty if they are the same."""
 
     job: SweepJob
     state: JobState
@@ -100,15 +100,13 @@ class EarlierJob:
 
 
 def parse_reuse(value: Any, sweeper: str) -> bool | str:
-    """Return ``hydra.launcher.reuse`` as True, False or "ask".
-    ConfigError for another value, or for reuse with a sweeper that needs new measurements."""
+    """Return `value`, the setting hydra.launcher.reuse, as True, False or "ask". `sweeper`: the path of its class.
+    Raise ConfigError for another value, or for reuse with a sweeper that needs new measurements."""
     is_basic = sweeper == BASIC_SWEEPER
     if value is None:
         return is_basic
     if value not in (True, False, "ask"):
-        raise ConfigError(
-            f"{value!r} is none of true, false, ask", where="hydra.launcher.reuse", hint="give one of them"
-        )
+        raise ConfigError(f"{value!r} is not true, false or ask", where="hydra.launcher.reuse", hint="use one of these")
     if value and not is_basic:
         raise ConfigError(
             f"the sweeper {sweeper.rsplit('.', 1)[-1]} needs a new measurement of every point",
@@ -123,8 +121,8 @@ def find_earlier_jobs(
     candidates: Mapping[tuple[str, ...], tuple[str, Program | None]],
     states: Mapping[SweepJob, JobState],
 ) -> dict[tuple[str, ...], EarlierJob]:
-    """Return for each candidate the job of an earlier launch that completed or is active, if any.
-    `candidates`: key -> (digest of the configuration, program)."""
+    """Return {key: job of an earlier launch} for the candidates of which such a job completed or is active.
+    `candidates`: {key: (digest of the configuration, program)}; `states`: of jobs in the manifest."""
     earlier_jobs = {}
     for key, (digest, program) in candidates.items():
         job = manifest.find(key, digest)
@@ -146,7 +144,7 @@ def find_earlier_jobs(
 def select_reused(
     earlier_jobs: Mapping[tuple[str, ...], EarlierJob], reuse: bool | str
 ) -> dict[tuple[str, ...], EarlierJob]:
-    """Return the jobs that this launch reuses. Log all jobs, reused or not."""
+    """Return those of `earlier_jobs` that this launch reuses. Log for each whether it is reused."""
     if reuse == "ask":
         lines = "\n".join(f"  {earlier}" for earlier in earlier_jobs.values())
         answer = console.ask(f"{lines}\nreuse these jobs of earlier launches? [y/N] ") if earlier_jobs else None
@@ -165,7 +163,8 @@ def refuse_active_jobs(
     directories: Iterable[str],
     reused: Mapping[tuple[str, ...], EarlierJob],
 ) -> None:
-    """Raise SubmissionError if a waiting or running job of an earlier launch has a new job's key or directory."""
+    """Raise SubmissionError if an active job of an earlier launch, which is not reused, has the key or the directory of
+    a job of this launch. `keys`, `directories`: of the jobs of this launch."""
     new_keys, new_directories = set(keys), set(directories)
     for job, state in states.items():
         if not is_active(state) or (job.key in reused and reused[job.key].job == job):

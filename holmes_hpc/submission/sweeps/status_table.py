@@ -1,4 +1,4 @@
-"""The table of `holmes sweep status`: one row per job, live on a terminal, or collected as data."""
+"""The table of a sweep's jobs, also live on a terminal, and the collection of their results."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from holmes_hpc.submission.lifecycle.status import record_end
 from holmes_hpc.submission.sweeps.jobs import job_states, plain_outcome, read_outcome, untrusted_reason
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, SweepJob, read_manifest
 
-MAX_GROWING_BYTES = 8_000_000  # a larger metrics.jsonl of a running job is not read completely
+MAX_GROWING_BYTES = 8_000_000  # of a larger metrics.jsonl that still grows, only the end is read
 
 
 @dataclass(frozen=True)
 class SweepRow(StateRow):
     """The row of one job in the table of a sweep.
-    `state`: completed, failed, … after its end, else Slurm's state in lower case; `step`, `loss`: of the last step;
-    `tokens_per_s`: the run's mean rate (:func:`run_rates`)."""
+    `step`, `loss`: of the last step; `tokens_per_s`: the mean rate of the run (:func:`run_rates`); `why`: why the job
+    waits, or what it does before its first step."""
 
     num: int
     overrides: tuple[str, ...]
@@ -51,12 +51,13 @@ class SweepRow(StateRow):
 
 
 def sweep_status(directory: str | os.PathLike[str], mode: str = "force") -> list[SweepRow]:
-    """Return the row of every job of a sweep, with one Slurm query for all of them."""
+    """Return the row of each job of a sweep, with one Slurm query for all of them. `mode`: see :func:`job_states`."""
     manifest = read_manifest(directory)
     return [row_of(manifest, job, state) for job, state in job_states(manifest, manifest.jobs, mode).items()]
 
 
 def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
+    """Return the row of a job. If the run of a plan ended without result.json, write that file."""
     step = loss = rate = error = None
     shown_state, why = state.state.lower(), state.why
     if job.kind == "plan":
@@ -74,11 +75,9 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
         if outcome:
             shown_state, error = outcome["state"], outcome.get("error")
         elif state.ended:
-            shown_state, no_outcome = (
-                run_state(state.state),
-                untrusted_reason(manifest, job) or "it recorded no outcome",
-            )
-            error = no_outcome if shown_state == "completed" else f"Slurm reports {state.state}"
+            shown_state, error = run_state(state.state), f"Slurm reports {state.state}"
+            if shown_state == "completed":
+                error = untrusted_reason(manifest, job) or "it recorded no outcome"
     return SweepRow(
         num=job.num,
         overrides=job.overrides,
@@ -95,8 +94,8 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
 
 
 def run_rates(run: RunDirectory) -> dict[str, float]:
-    """Return a run's mean rates, as in `holmes report`. While it runs and its file exceeds MAX_GROWING_BYTES, use only
-    its last steps."""
+    """Return the mean rates of a run as {name: rate}, as in `holmes report`; empty without metrics. While it runs and
+    its file exceeds MAX_GROWING_BYTES, only the last steps count."""
     with contextlib.suppress(OSError):
         status = run.metrics_path.stat()
         return _read_rates(run.path, status.st_size, status.st_mtime_ns, run.result_path.exists())
@@ -105,6 +104,7 @@ def run_rates(run: RunDirectory) -> dict[str, float]:
 
 @lru_cache(maxsize=1024)
 def _read_rates(directory: Path, size: int, _: int, has_ended: bool) -> dict[str, float]:
+    """Return :func:`run_rates`, cached while the size and the time (`_`) of metrics.jsonl stay the same."""
     run = RunDirectory(directory)
     try:
         if size > MAX_GROWING_BYTES and not has_ended:
@@ -115,7 +115,7 @@ def _read_rates(directory: Path, size: int, _: int, has_ended: bool) -> dict[str
 
 
 def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the last complete lines of metrics.jsonl, in reverse order."""
+    """Yield the last lines of metrics.jsonl that can be read, the last one first."""
     for line in reversed(tail(path, 160)):
         try:
             data = from_json(line)
@@ -126,8 +126,8 @@ def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return one mapping per job: `num, overrides, job_id, state, error, directory, final`.
-    `final`: for a plan's job the number and loss of the last step and the run's rates, else the function's value."""
+    """Return a mapping for each job of a sweep: `num, overrides, job_id, state, error, directory, final`.
+    `final`: for the job of a plan {figure: value} of its last step and its mean rates, else the function's value."""
     manifest = read_manifest(directory)
     return [
         {
@@ -145,7 +145,7 @@ def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _final(manifest: Manifest, job: SweepJob) -> Any:
-    """Return the figures of an ended plan's job, or the value of a completed other job; else None."""
+    """Return the key `final` of :func:`collect`; None if the job has no result."""
     if job.kind == "plan":
         run = RunDirectory(manifest.resolve(job.directory))
         result = run.read_result()
@@ -155,7 +155,7 @@ def _final(manifest: Manifest, job: SweepJob) -> Any:
 
 
 def table_cells(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
-    """Return the columns and cells of a sweep's table."""
+    """Return (columns, rows) of a sweep's table."""
     cells = [
         [
             r.num,
@@ -173,7 +173,8 @@ def table_cells(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
 
 
 def select_rows(rows: Sequence[SweepRow], limit: int) -> list[SweepRow]:
-    """Return at most `limit` rows, failed jobs first, then running, waiting and completed ones."""
+    """Return `rows`, or if there are more than `limit` as many: of failed jobs first, then of running, waiting and
+    completed ones."""
     if len(rows) <= limit:
         return list(rows)
 
@@ -184,7 +185,7 @@ def select_rows(rows: Sequence[SweepRow], limit: int) -> list[SweepRow]:
 
 
 def live_table(title: str, rows: Sequence[SweepRow], height: int) -> Table:
-    """Return the table for a terminal of `height` lines while jobs run."""
+    """Return the table of a sweep for a terminal of `height` lines."""
     selected = select_rows(rows, max(5, height - 4))
     columns, cells = table_cells(selected)
     counts = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in rows).most_common())
@@ -204,12 +205,12 @@ def live_table(title: str, rows: Sequence[SweepRow], height: int) -> Table:
 
 
 def live_display() -> Live:
-    """Return a display that redraws a table on the terminal; its `stop` ends it."""
+    """Return a display that redraws a table on the terminal; it ends with its block or by ``stop()``."""
     return Live(console=Console(markup=False, highlight=False), auto_refresh=False)
 
 
 def show_live(directory: str | os.PathLike[str], *, poll_s: float = 2.0) -> list[SweepRow]:
-    """Update the table on a terminal until all jobs have ended, or until Ctrl-C. Return the last rows."""
+    """Show the table of a sweep on the terminal until all jobs have ended, or until Ctrl-C. Return the last rows."""
     rows = sweep_status(directory)
     with live_display() as display:
         try:

@@ -91,7 +91,7 @@ def test_damaged_manifest_is_a_one_line_error(damage: Callable[[Any], None], tmp
     data = json.loads(path.read_text())
     damage(data)
     path.write_text(json.dumps(data))
-    with pytest.raises(RecordError, match=r"not a manifest: .*restore the file"):
+    with pytest.raises(RecordError, match=r"not a sweep's manifest: .*restore the file"):
         open_manifest(tmp_path)
 
 

@@ -35,7 +35,7 @@ def test_reuse_needs_the_basic_sweeper() -> None:
     assert parse_reuse("ask", BASIC_SWEEPER) == "ask" and parse_reuse(False, OTHER_SWEEPER) is False
     with pytest.raises(ConfigError, match="OptunaSweeper needs a new measurement of every point"):
         parse_reuse(True, OTHER_SWEEPER)
-    with pytest.raises(ConfigError, match="'yes' is none of true, false, ask"):
+    with pytest.raises(ConfigError, match="'yes' is not true, false or ask"):
         parse_reuse("yes", BASIC_SWEEPER)
 
 
