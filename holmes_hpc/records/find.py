@@ -84,15 +84,10 @@ def last_change(run: RunDirectory) -> float:
 
 def job_ids(run: dict[str, Any]) -> set[int]:
     """Return all Slurm job ids in the content of run.yaml: of the leader, the components and earlier attempts."""
-    ids: set[int] = set()
-    for section in (run.get("slurm"), *(run.get("attempts") or [])):
-        if isinstance(section, dict):
-            for key in ("job_id", "job_ids", "het_job_ids"):
-                value = section.get(key)
-                for job_id in value if isinstance(value, list) else [value]:
-                    if isinstance(job_id, (int, str)) and str(job_id).isdecimal() and len(str(job_id)) < 20:
-                        ids.add(int(job_id))
-    return ids
+    sections = [s for s in (run.get("slurm"), *(run.get("attempts") or [])) if isinstance(s, dict)]
+    values = [section.get(key) for section in sections for key in ("job_id", "job_ids", "het_job_ids")]
+    listed_ids = [job_id for value in values for job_id in (value if isinstance(value, list) else [value])]
+    return {int(i) for i in listed_ids if isinstance(i, (int, str)) and str(i).isdecimal() and len(str(i)) < 20}
 
 
 def _read_run(run: RunDirectory) -> dict[str, Any] | None:

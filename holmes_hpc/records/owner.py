@@ -1,4 +1,4 @@
-"""Lock files with a named owner: who is starting a run's job, and which attempt trains into its directory.
+"""Lock files that name their owner: the command that submits a run's job, or the attempt that trains in its directory.
 
 The owner keeps the lock file open and locked. The kernel releases the lock when the owner's process ends, however it
 ends; on NFS the server does. The file's text names the owner. After a node failure the server may keep the lock for a

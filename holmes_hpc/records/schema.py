@@ -3,14 +3,15 @@
 `run.yaml`: the run's settings, attempts and hardware (:data:`RUN_FIELDS`).
 `plan.yaml`: the Plan, as `holmes plan` writes it (schema: holmes_hpc/planning/plan/plan.py).
 `metrics.jsonl`: a line per step (schema: holmes_hpc/records/metrics.py).
-`nics/NODE.jsonl`: a line per step by each node: `step, attempt, node, nics{interface or device:port: {tx, rx}}`, bytes.
-`logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`: the ranks' output, their timelines, the saved states.
-`exits/rank-N.json`: how a rank ended: `rank, state (completed|failed|preempted), error, host, attempt, time`,
-and `signal`, its name, if a signal ended the rank.
-`result.json`: how the run ended, written last, by the batch script or the follower only: `version, state, exit_code,
-error, failed_rank, failed_node, log_tail[], final{}, writer, attempt, time`.
+`nics/NODE.jsonl`: a line per step of each node, in bytes: `step, attempt, node, nics{NIC: {tx, rx}}`. A NIC is named by
+its interface, or as device:port.
+`logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`: the ranks' output, their timelines, the checkpoints.
+`exits/rank-N.json`: how a rank ended: `rank, state (completed|failed|preempted), error, host, attempt, time`; `signal`
+(its name) if a signal ended the rank.
+`result.json`: how the run ended: `version, state, exit_code, error, failed_rank, failed_node, log_tail[], final{},
+writer, attempt, time`. It is written last, by the batch script, or by a command that follows the job (a follower).
 
-Readers accept this version and older ones, missing keys, and runs that died; they refuse newer versions.
+Readers accept this version and older ones, missing keys, and runs that were killed. They refuse newer versions.
 """
 
 from __future__ import annotations

@@ -151,6 +151,7 @@ def entries(frame: pd.DataFrame) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _system(run: Mapping[str, Any]) -> str:
+    """Return the column `system` of a run: its label of that name, else a text such as "one transport, no overlap"."""
     if has_value(label := run.get("labels.system")) and label:
         return str(label)
     parts = ["one transport" if run["transport"] == "single" else "holmes"]
@@ -243,6 +244,7 @@ def _columns(runs: pd.DataFrame, *families: str) -> list[str]:
 
 
 def _step_time(group: pd.DataFrame) -> Estimate:
+    """Return a cell's step time. The interval of a single run is over its steps, that of several between them."""
     if len(group) == 1:
         run = group.iloc[0]
         return Estimate(float(run["step_time_s"]), float(run["step_time_low_s"]), float(run["step_time_high_s"]), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -128,11 +129,9 @@ def environment(nodes: Mapping[str, int], types: Mapping[str, str]) -> str:
     kinds = [types.get(name, name) for name in nodes]
     if sorted(kinds) == ["ib", "roce"]:
         return "hybrid"
-    names = []
-    for kind in sorted(set(kinds), key=lambda k: (list(NIC_WORDS).index(k) if k in NIC_WORDS else 9, k)):
-        count = kinds.count(kind)
-        names.append(f"{count} x {NIC_WORDS.get(kind, kind)}" if count > 1 else NIC_WORDS.get(kind, kind))
-    return " + ".join(names)
+    counts = Counter(kinds)
+    ordered = sorted(counts, key=lambda kind: (list(NIC_WORDS).index(kind) if kind in NIC_WORDS else 9, kind))
+    return " + ".join(f"{counts[kind]} x " * (counts[kind] > 1) + NIC_WORDS.get(kind, kind) for kind in ordered)
 
 
 def mapping(value: Any) -> dict[str, Any]:

@@ -30,28 +30,29 @@ def sacct_command(ids: Iterable[str]) -> list[str]:
 
 
 def parse_sacct(text: str) -> list[Row]:
-    rows = []
-    for line in text.splitlines():
-        cells = line.split(SEPARATOR)
-        if len(cells) < 7:
-            continue
-        exit_code = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", cells[2])  # CODE:SIGNAL
-        code, signal_number = (int(exit_code[1]), int(exit_code[2] or 0)) if exit_code else (0, 0)
-        status = (code or 128 * bool(signal_number) + signal_number) if exit_code else None
-        rows += [
-            Row(
-                *identity,
-                state=_state_name(cells[1]),
-                name=cells[6],
-                submitted=_number(cells[3]),
-                nodes=_or_empty(cells[5]),
-                reason=_or_empty(cells[4]),
-                exit_code=status,
-                token=_token("".join(cells[7:])),
-            )
-            for identity in _identities(cells[0])
-        ]
-    return rows
+    """Return the rows in the output of :func:`sacct_command`. Incomplete lines are skipped."""
+    return [
+        Row(
+            *identity,
+            state=_state_name(cells[1]),
+            name=cells[6],
+            submitted=_number(cells[3]),
+            nodes=_or_empty(cells[5]),
+            reason=_or_empty(cells[4]),
+            exit_code=_exit_status(cells[2]),
+            token=_token("".join(cells[7:])),
+        )
+        for cells in (line.split(SEPARATOR) for line in text.splitlines())
+        if len(cells) >= 7
+        for identity in _identities(cells[0])
+    ]
+
+
+def _exit_status(text: str) -> int | None:
+    """Return a shell's exit status for sacct's ``CODE:SIGNAL``: CODE, or 128 + SIGNAL; None for another text."""
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
+    code, signal_number = (int(match[1]), int(match[2] or 0)) if match else (0, 0)
+    return (code or 128 * bool(signal_number) + signal_number) if match else None
 
 
 SQUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%V", "%r", "%N", "%j", "%S", "%o"))
@@ -69,24 +70,22 @@ def squeue_command(ids: Iterable[str] = ()) -> list[str]:
 
 
 def parse_squeue(text: str) -> list[Row]:
-    rows = []
-    for line in text.splitlines():
-        cells = line.split(SEPARATOR)
-        if len(cells) >= 6:
-            rows += [
-                Row(
-                    *identity,
-                    _state_name(cells[1]),
-                    cells[5],
-                    _number(cells[2]),
-                    _or_empty(cells[4]),
-                    _or_empty(cells[3]),
-                    start=_number("".join(cells[6:7])),
-                    token=_token("".join(cells[7:])),
-                )
-                for identity in _identities(cells[0])
-            ]
-    return rows
+    """Return the rows in the output of :func:`squeue_command`. Incomplete lines are skipped."""
+    return [
+        Row(
+            *identity,
+            state=_state_name(cells[1]),
+            name=cells[5],
+            submitted=_number(cells[2]),
+            nodes=_or_empty(cells[4]),
+            reason=_or_empty(cells[3]),
+            start=_number("".join(cells[6:7])),
+            token=_token("".join(cells[7:])),
+        )
+        for cells in (line.split(SEPARATOR) for line in text.splitlines())
+        if len(cells) >= 6
+        for identity in _identities(cells[0])
+    ]
 
 
 def scontrol_command(ids: Iterable[str] = ()) -> list[str]:
@@ -94,6 +93,7 @@ def scontrol_command(ids: Iterable[str] = ()) -> list[str]:
 
 
 def parse_scontrol(text: str) -> list[Row]:
+    """Return the rows in the output of :func:`scontrol_command`. Lines without a job and a state are skipped."""
     rows = []
     for line in text.splitlines():
         job, state = _value(r"\bJobId=(\d+)", line), _value(r"\bJobState=(\S+)", line)

@@ -144,7 +144,7 @@ class JobState:
 
     @property
     def why(self) -> str:
-        """Why the job waits and its estimated start, as far as Slurm reports them; empty if it does not wait."""
+        """The reason of a waiting job and its estimated start, as far as Slurm reports them; empty for other jobs."""
         is_held = "held" in self.reason.lower()  # Slurm's estimate is valid only after a release
         start_text = "" if is_held or (self.start or 0) < time.time() else f"starts about {when(self.start or 0)}"
         return ", ".join(text for text in (self.reason, start_text) if text) if self.waits else ""
@@ -167,7 +167,7 @@ def when(epoch: float) -> str:
 
 
 def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
-    """Join the components of one job into one state."""
+    """Return the state of one job from the rows of its components. `source`: the command that reported them."""
     ordered = sorted(rows, key=lambda r: r.offset)
     if not ordered:
         return JobState()

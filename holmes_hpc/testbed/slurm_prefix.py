@@ -169,6 +169,7 @@ def _unpack(source: Path, target: Path) -> Path:
 def _run_step(
     argv: Sequence[str], work: Path, out: int, log: Path, where: str, progress: Callable[[str], None]
 ) -> None:
+    """Run one command of the build, with its output in `log` (descriptor `out`). Raise TestbedError if it fails."""
     start, name = time.monotonic(), Path(argv[0]).name + "".join(f" {arg}" for arg in argv[1:] if arg == "install")
     with subprocess.Popen(
         argv, cwd=work, env=system_env(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True

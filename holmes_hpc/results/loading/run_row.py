@@ -129,6 +129,7 @@ def _identity(record: dict[str, Any], steps: Steps, result: dict[str, Any]) -> d
 
 
 def _configuration(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns that come from the configuration in run.yaml."""
     config = mapping(record["config"])
     train, plan = mapping(config.get("train")), mapping(config.get("plan"))
     pace = record.get("pace_layer_ms", train.get("pace_layer_ms"))
@@ -221,7 +222,7 @@ def _read_hydra_overrides(directory: Path) -> list[str]:
 
 
 def _time(value: Any) -> datetime | None:
-    """Convert Unix seconds, ISO 8601 text or a datetime to a datetime in UTC."""
+    """Convert Unix seconds, an ISO 8601 text or a datetime to a datetime in UTC; None for another value."""
     try:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return datetime.fromtimestamp(value, timezone.utc)

@@ -325,6 +325,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return jobs
 
     def _submit_array(self, delayed_submissions: list[utils.DelayedSubmission], limit: int) -> list[core.Job[Any]]:
+        """Submit the functions as an array of which `limit` jobs run at a time. Pickle them first: an array job's task
+        looks for its function at once."""
         pickles = [self._static_folder() / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
         try:
             for delayed, path in zip(delayed_submissions, pickles, strict=True):

@@ -175,6 +175,7 @@ class StateWatcher(core.InfoWatcher):
         self._last_status_check = time.time()
 
     def _store_state(self, job_id: str, state: JobState | None) -> None:
+        """Store the state of a job for this class and for submitit. `state`: None if no command lists the job."""
         state = state or self._state_without_row(job_id)
         if state is None:  # keep the previous state
             return
@@ -223,12 +224,12 @@ class StateWatcher(core.InfoWatcher):
         doubtful: dict[str, JobState] = {}
         answered: list[str] = []
         for name, command, parse in sources:
-            missing = {j for j in job_ids - states.keys() if not answered or j in doubtful or not self._is_young(j)}
-            has_answered = name == "scontrol" and "squeue" in answered  # both query the controller
-            if not missing or has_answered or self._down_until.get(name, 0) > time.monotonic():
+            unknown_ids = {j for j in job_ids - states.keys() if not answered or j in doubtful or not self._is_young(j)}
+            is_redundant = name == "scontrol" and "squeue" in answered  # both query the controller
+            if not unknown_ids or is_redundant or self._down_until.get(name, 0) > time.monotonic():
                 continue
             self._num_calls += 1
-            answer = self._query(command(missing))
+            answer = self._query(command(unknown_ids))
             if not answer.ok:
                 self._down_until[name] = time.monotonic() + (60 if name == "sacct" else 5)
                 continue

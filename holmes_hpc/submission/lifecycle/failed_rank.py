@@ -139,9 +139,14 @@ def find_failed_rank(
     5. srun's first error
     """
     recorded_ranks = {int(e["rank"]) for e in exits if "rank" in e}
-    failures = [e for e in exits if e.get("state") == "failed"]
-    for e in [e for e in failures if not any(text in str(e.get("error") or "") for text in _PEER_ERRORS)][:1]:
-        return FailedRank(int(e["rank"]), e.get("host"), e.get("error") or f"rank {e['rank']} failed")
+    failures = [
+        FailedRank(int(e["rank"]), e.get("host"), str(e.get("error") or f"rank {e['rank']} failed"))
+        for e in exits
+        if e.get("state") == "failed"
+    ]
+    for failure in failures:
+        if not any(text in str(failure.error) for text in _PEER_ERRORS):
+            return failure
     unrecorded = [
         (error, task)
         for error in srun_errors
@@ -149,22 +154,21 @@ def find_failed_rank(
         for task in error.tasks
         if task not in recorded_ranks
     ]
-    for error, task in sorted(unrecorded, key=lambda e: not (e[0].is_signal or e[0].message == _NODE_FAILED))[:1]:
+    if unrecorded:
+        error, task = min(unrecorded, key=lambda pair: not (pair[0].is_signal or pair[0].message == _NODE_FAILED))
         is_node = error.message == _NODE_FAILED
         cause = f"node {error.nodes} failed" if is_node else f"rank {task} died: {error.message}"
         return FailedRank(task, _node(error, task), cause)
     silent_ranks = [rank for rank in range(ranks) if rank not in recorded_ranks]
     if silent_ranks and (failures or len(silent_ranks) < ranks):
         rank = silent_ranks[0]
-        peer = "".join(f"; rank {e['rank']} on {e.get('host')}: {e.get('error')}" for e in failures[:1])
+        peer = "".join(f"; rank {failure.rank} on {failure.node}: {failure.error}" for failure in failures[:1])
         node = hosts[rank] if rank < len(hosts) else None
         return FailedRank(rank, node, f"rank {rank} exited without an exit record{peer}")
-    for e in failures[:1]:
-        return FailedRank(int(e["rank"]), e.get("host"), e.get("error") or f"rank {e['rank']} failed")
-    for error in srun_errors[:1]:
-        task = error.tasks[0]
-        return FailedRank(task, _node(error, task), f"rank {task}: {error.message}")
-    return FailedRank()
+    if failures or not srun_errors:
+        return failures[0] if failures else FailedRank()
+    error, task = srun_errors[0], srun_errors[0].tasks[0]
+    return FailedRank(task, _node(error, task), f"rank {task}: {error.message}")
 
 
 def _node(error: SrunError, task: int) -> str:

@@ -167,6 +167,7 @@ def _error_without_rank(run: RunDirectory, state: RunState, status: int | None) 
 
 
 def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
+    """Return the last log lines of the failed rank, else of the batch script, else of srun; none of a completed run."""
     if state == "completed":
         return []
     if rank is not None and (lines := last_log_lines(run.log_path(rank))):
