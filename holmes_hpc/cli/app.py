@@ -123,7 +123,11 @@ def requested_steps(
 def check_output(file: str | None) -> None:
     """Raise ConfigError if `file` is a directory or would be in a missing one. Called before any work is done."""
     if file is not None and (not Path(file).absolute().parent.is_dir() or Path(file).is_dir()):
-        raise ConfigError("it is a directory, or its directory does not exist", where=file, hint="give another FILE")
+        raise ConfigError(
+            "cannot be written: it is a directory, or its directory does not exist",
+            where=file,
+            hint="give another FILE",
+        )
 
 
 def is_file_argument(argument: str) -> bool:

@@ -165,7 +165,9 @@ class _Software:
         for name, value, kind in (("parts", parts, "selective"), ("layers", self.recompute_layers, "full")):
             if value is not None and recompute != kind:
                 raise ConfigError(
-                    f"recomputation is {recompute}", where=f"--recompute-{name}", hint=f"it needs --recompute {kind}"
+                    f"it has no effect, because recomputation is {recompute}",
+                    where=f"--recompute-{name}",
+                    hint=f"give --recompute {kind} too, or leave it out",
                 )
             fields |= {} if value is None else {f"recompute_{name}": value}
         return request.costs(config, plan, fields, BYTES[self.grad_dtype] if self.grad_dtype else None)
@@ -204,7 +206,9 @@ def _gpt_of_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
         )
     missing = [f"--{name}" for name in ("layers", "hidden", "heads") if name not in sizes]
     if missing:
-        raise ConfigError(f"no {', '.join(missing)}", where="predict", hint="give --model NAME, or the model's sizes")
+        raise ConfigError(
+            f"the model lacks {', '.join(missing)}", where="predict", hint="give --model NAME, or the model's sizes"
+        )
     model = gpt(**{"name": "gpt", "vocab": 51200, "positions": batch["sequence_length"], "tied": True, **sizes})
     return {"model": asdict(model), "batch": {"micro_size": 1, **batch}}
 
@@ -246,7 +250,7 @@ def _is_sharded(distributed: bool, sharding: str | None, overrides: Sequence[str
         return distributed
     if any(o.startswith("plan.distributed_optimizer=") for o in overrides) and distributed == (sharding == "none"):
         raise ConfigError(
-            f"--sharding {sharding} with plan.distributed_optimizer={str(distributed).lower()}",
+            f"--sharding {sharding} contradicts plan.distributed_optimizer={str(distributed).lower()}",
             where="predict",
             hint="leave one of them out",
         )

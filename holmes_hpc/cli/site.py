@@ -44,7 +44,11 @@ def probe(
     Example: holmes probe --check
     """
     if not Path(sysfs, "class").is_dir():
-        raise SiteError("no sysfs tree", where=sysfs, hint="copy /sys/class and /sys/devices from a node")
+        raise SiteError(
+            "not a copy of /sys: it has no folder class",
+            where=sysfs,
+            hint="copy /sys/class and /sys/devices from a node",
+        )
     nics = probe_node(Path(sysfs))
     findings = []
     if check:

@@ -125,9 +125,9 @@ def read_text(path: str | os.PathLike[str], error: type[HolmesError] = ConfigErr
     try:
         return read_file(path).decode("utf-8")
     except OSError as e:
-        raise error(e.strerror or str(e), where=str(path), hint="give an existing file") from e
+        raise error(e.strerror or str(e), where=str(path), hint="give a file that exists and that you can read") from e
     except UnicodeDecodeError as e:
-        raise error("not text", where=str(path), hint="give a text file") from e
+        raise error("not UTF-8 text", where=str(path), hint="give a text file") from e
 
 
 def to_json(value: Any) -> str:

@@ -124,14 +124,14 @@ def perfetto(events: Iterable[Mapping[str, Any]], name: str = "measured") -> dic
             threads[pid, thread] = len([t for t in threads if t[0] == pid])
             trace_events.append(_naming_event("thread_name", pid, threads[pid, thread], thread))
         micro_batch = event.get("micro_batch")
-        label = event["kind"] if micro_batch is None or pd.isna(micro_batch) else f"{event['kind']} {int(micro_batch)}"
+        label = kind if micro_batch is None or pd.isna(micro_batch) else f"{kind} {int(micro_batch)}"
         trace_events.append(
             {
                 "ph": "X",
                 "pid": pid,
                 "tid": threads[pid, thread],
                 "name": label,
-                "cat": event["kind"],
+                "cat": kind,
                 "ts": round((event["start_s"] - first_s) * 1e6, 3),
                 "dur": round((event["end_s"] - event["start_s"]) * 1e6, 3),
             }

@@ -125,7 +125,7 @@ def estimate_ends(plans: Sequence[Plan], steps: int, settings: SlurmSettings) ->
         try:
             if max_minutes is not None and duration_s > 60 * max_minutes:
                 raise SubmissionError(
-                    f"training needs {duration_s / 60:.0f} min", where="slurm.timeout_min", hint="raise it"
+                    f"training needs {duration_s / 60:.0f} min", where="slurm.timeout_min", hint="increase it"
                 )
             start = slurm_start_time(plan_components(plan, settings), timeout_min)
         except SubmissionError as e:

@@ -31,7 +31,7 @@ def state_dir() -> Path:
     refuse(
         repr(path),
         (is_long, f"path longer than {MAX_PATH} characters", "set HOLMES_TESTBED to a shorter path"),
-        (is_odd, "unsuitable as the testbed's directory", hint),
+        (is_odd, "the path has characters that the testbed's files cannot have", hint),
         error=TestbedError,
     )
     return directory
@@ -117,7 +117,9 @@ def locked(directory: Path, create: bool) -> Iterator[bool]:
                 has_created = True
             except FileExistsError:
                 if not directory.is_dir():
-                    raise TestbedError("is not a directory", where=str(directory), hint="set HOLMES_TESTBED") from None
+                    raise TestbedError(
+                        "it is not a directory", where=str(directory), hint="set HOLMES_TESTBED to another path"
+                    ) from None
             except OSError as error:
                 raise TestbedError(
                     f"cannot be created: {error.strerror}",

@@ -82,7 +82,7 @@ def up(
     refuse(
         "testbed",
         (release not in (None, *releases), f"unknown release {release!r}", nearest(str(release), releases)),
-        (len(sources) > 1, "more than one Slurm", "give --release, --slurm or --slurm-source"),
+        (len(sources) > 1, "--release, --slurm and --slurm-source are mutually exclusive", "give one of them"),
         error=TestbedError,
     )
     require_machine()

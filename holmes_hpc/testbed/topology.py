@@ -215,7 +215,7 @@ def parse(text: str, where: str) -> Topology:
             f"not YAML{position}", where=where, hint="correct it; slurm/testbed/default.yaml is an example"
         ) from None
     if not isinstance(data, dict):
-        raise TestbedError("no keys with values", where=where, hint="slurm/testbed/default.yaml is an example")
+        raise TestbedError("it has no keys with values", where=where, hint="slurm/testbed/default.yaml is an example")
     try:
         return make(Topology, data, "topology", TestbedError)
     except TestbedError as error:

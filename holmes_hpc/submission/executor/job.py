@@ -97,11 +97,11 @@ class SlurmHetJob(core.Job[Any]):
             )
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
-        """Return (outcome, result) of this task, as submitit does, with two differences.
+        """Return (outcome, result) of this task, as submitit does, with some differences.
 
-        The wait for the files of an ended job is at most 15 s for all tasks together. If there is no result, the error
-        contains the batch script's own output. Raise RecordError if other users may write the result, because
-        unpickling it would run their code."""
+        After a job's end, this waits at most _results_timeout_s for the files of all its tasks together. If there is no
+        result, the error contains the batch script's own output. If other users may write the result, raise
+        RecordError, because unpickling it would run their code."""
         refuse_other_writers(self.paths.result_pickle)
         ended = self.watcher.ended_at(self.job_id)
         if ended is not None and not self.paths.result_pickle.exists():

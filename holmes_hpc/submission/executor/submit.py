@@ -79,7 +79,7 @@ def find_job(token: str, deadline: float) -> str | None:
             return lines[0].split(SEPARATOR)[0].partition("+")[0].strip() if lines else None
         if time.monotonic() + pause > deadline:
             raise SubmissionUnknown(
-                "the controller went away during the submission, so whether the job exists is unknown",
+                "the controller stopped answering during the submission, so the job may exist",
                 where="sbatch",
                 hint=f"look for it: squeue --me -o '%i %k' | grep {token}",
             )

@@ -220,8 +220,8 @@ def _bad_records_as_rows(run: RunDirectory, rows: dict[RunDirectory, Status], is
     try:
         yield
     except _BAD_RECORD_ERRORS as e:
-        error = RecordError(f"{type(e).__name__}: {e}", where=str(run.path), hint="restore its files")
-        error = e if isinstance(e, RecordError) else error
+        message = f"the run's record is damaged: {type(e).__name__}: {e}"
+        error = e if isinstance(e, RecordError) else RecordError(message, where=str(run.path), hint="restore its files")
         if is_only_run:
             raise error from None
         rows[run] = Status(name_of(run), str(run.path), None, "unreadable", source="run record", error=str(error))

@@ -98,7 +98,9 @@ def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], N
     value: Any = (
         (result.get("final") or {}).get("loss")
         if has_completed
-        else RunFailed(f"{result['state']}: {result['error']}", where=str(run.path), hint="see its log")
+        else RunFailed(
+            f"{result['state']}: {result['error']}", where=str(run.path), hint=f"see `holmes logs {run.path}`"
+        )
     )
     with read_write(job.config.hydra.runtime), open_dict(job.config.hydra.runtime):
         job.config.hydra.runtime.output_dir = str(run.path)
