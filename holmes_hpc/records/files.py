@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,7 @@ def read_yaml(
 ) -> dict[str, Any]:
     """Return the YAML mapping in a file, without running code from it.
     Raise `error` with the file's name and `hint` if the file cannot be read or has no mapping."""
-    try:
-        data = from_yaml(read_text(path, error))
-    except yaml.YAMLError as e:
-        raise error(f"not YAML: {' '.join(str(e).split())}", where=str(path), hint=hint) from e
-    if not isinstance(data, dict):
-        raise error("not a mapping of keys to values", where=str(path), hint=hint)
-    return data
+    return _read_mapping(path, from_yaml, "YAML", error, hint)
 
 
 def read_json(
@@ -111,12 +105,19 @@ def read_json(
 ) -> dict[str, Any]:
     """Return the JSON object in a file.
     Raise `error` with the file's name and `hint` if the file cannot be read or has no object."""
+    return _read_mapping(path, from_json, "JSON", error, hint)
+
+
+def _read_mapping(
+    path: str | os.PathLike[str], parse: Callable[[str], Any], language: str, error: type[HolmesError], hint: str
+) -> dict[str, Any]:
+    """Return the mapping in a file whose text `parse` converts to plain data. `language`: its name, for errors."""
     try:
-        data = from_json(read_text(path, error))
-    except ValueError as e:
-        raise error(f"not JSON: {e}", where=str(path), hint=hint) from e
+        data = parse(read_text(path, error))
+    except (ValueError, yaml.YAMLError) as e:
+        raise error(f"not {language}: {' '.join(str(e).split())}", where=str(path), hint=hint) from e
     if not isinstance(data, dict):
-        raise error("not a JSON object", where=str(path), hint=hint)
+        raise error("not a mapping of keys to values", where=str(path), hint=hint)
     return data
 
 

@@ -110,14 +110,12 @@ def load_report(
     selections: list[tuple[str | os.PathLike[str], set[str], dict[str, str]]] = []
     loaded_paths: set[str] = set()
     for index, path in enumerate(paths):
-        prefix = "" if len(paths) == 1 else f"{Path(path).resolve().name}/"
         runs = load_runs(path)
-        real_paths = [os.path.realpath(run_path) for run_path in runs["path"]]
-        is_new = pd.Series([run_path not in loaded_paths for run_path in real_paths], index=runs.index, dtype=bool)
-        runs = runs[is_new]  # a run may be named twice, or be below two of the directories
+        real_paths = runs["path"].map(os.path.realpath)
+        runs = runs[~real_paths.isin(loaded_paths)]  # a run may be named twice, or be below two of the directories
         loaded_paths.update(real_paths)
-        is_run = RunDirectory(path).exists()
-        names = {key: key if is_run or not prefix else prefix + key for key in runs["run"]}
+        prefix = "" if len(paths) == 1 or RunDirectory(path).exists() else f"{Path(path).resolve().name}/"
+        names = {key: prefix + key for key in runs["run"]}
         if set(names.values()) & {name for frame in frames for name in frame["run"]}:
             names = {key: f"{index + 1}:{name}" for key, name in names.items()}
         frames.append(runs.assign(run=runs["run"].map(names).astype("string")))

@@ -115,6 +115,7 @@ def build(source: Path, progress: Callable[[str], None]) -> Path:
 
 
 def _build(source: Path, folder: Path, progress: Callable[[str], None]) -> None:
+    """Build Slurm from `source` and install it into slurm/ in `folder`. A file MARKER shows that it is complete."""
     unpacked, work, prefix, log = folder / "source", folder / "build", folder / "slurm", folder / "build.log"
     for leftover in (unpacked, work, prefix):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -287,16 +287,6 @@ def status() -> dict[str, Any]:
             version = testbed.slurm(["sinfo", "-V"]).strip()
             states = _node_states(testbed)
     layout = testbed.wiring.topology
-    nodes = [
-        {
-            "name": node.name,
-            "partition": node.fabric.partition,
-            "features": list(layout.features(node.fabric)),
-            "state": states.get(node.name, "unknown"),
-            "nics": {nic.name: nic.mbit for nic in testbed.wiring.nics(node)},
-        }
-        for node in layout.nodes
-    ]
     return {
         "up": record.ready and all(alive.values()),
         "state_dir": str(directory),
@@ -304,7 +294,16 @@ def status() -> dict[str, Any]:
         "release": record.slurm or record.release,  # of Debian, or the prefix of a Slurm that is not Debian's
         "slurm": version,
         "daemons": alive,
-        "nodes": nodes,
+        "nodes": [
+            {
+                "name": node.name,
+                "partition": node.fabric.partition,
+                "features": list(layout.features(node.fabric)),
+                "state": states.get(node.name, "unknown"),
+                "nics": {nic.name: nic.mbit for nic in testbed.wiring.nics(node)},
+            }
+            for node in layout.nodes
+        ],
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -234,16 +235,13 @@ class StateWatcher(core.InfoWatcher):
                 self._down_until[name] = time.monotonic() + (60 if name == "sacct" else 5)
                 continue
             answered.append(name)
-            rows: dict[str, list[Row]] = {}
-            for row in parse(answer.out):
-                if row.leader in job_ids - states.keys() and self._identity(row.leader).matches(row):
-                    rows.setdefault(row.leader, []).append(row)
-            for job_id, job_rows in rows.items():
-                state, previous = join(job_rows, name), self._states.get(job_id)
-                has_run = previous and previous.state in ("RUNNING", "COMPLETING")
-                if name == "sacct" and state.state == "PENDING" and previous and has_run:
+            for job_id, rows in self._rows_by_job(parse(answer.out), job_ids - states.keys()).items():
+                state, previous = join(rows, name), self._states.get(job_id)
+                if name != "sacct":
+                    states[job_id] = state
+                elif state.state == "PENDING" and previous and previous.state in ("RUNNING", "COMPLETING"):
                     doubtful[job_id] = previous  # requeued, or the database does not have the start yet
-                elif name == "sacct" and (state.state in REQUEUED or (state.waits and not state.reason)):
+                elif state.state in REQUEUED or (state.waits and not state.reason):
                     doubtful[job_id] = state  # the queue may have it again, or the reason why it waits
                 else:
                     states[job_id] = state
@@ -255,6 +253,14 @@ class StateWatcher(core.InfoWatcher):
         }
         self._failures = 0 if answered else self._failures + 1
         return states
+
+    def _rows_by_job(self, rows: Iterable[Row], job_ids: set[str]) -> dict[str, list[Row]]:
+        """Return the rows that belong to the jobs `job_ids`, by job id."""
+        rows_by_job: dict[str, list[Row]] = {}
+        for row in rows:
+            if row.leader in job_ids and self._identity(row.leader).matches(row):
+                rows_by_job.setdefault(row.leader, []).append(row)
+        return rows_by_job
 
     def _is_young(self, job_id: str) -> bool:
         """Return whether the job may be too new for the database."""

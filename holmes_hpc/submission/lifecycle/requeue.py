@@ -16,7 +16,7 @@ from holmes_hpc.submission.lifecycle.outcome import build_result
 
 
 def reason_to_stop(run: RunDirectory, state: str, attempt: str, *, slurm_requeues: bool = False) -> str | None:
-    """Return why a job is not requeued whose attempt, with the id `attempt`, ended in `state`; None if it is requeued.
+    """Return why a job is not requeued after its attempt with the id `attempt` ended in `state`; None if it is.
 
     Only failures count towards train.max_restarts. `slurm_requeues`: Slurm preempted the job and requeues it itself."""
     if state in ("completed", "cancelled"):
