@@ -122,8 +122,8 @@ def _path_parts(path: Path) -> list[Path]:
 
 
 def _is_private_group(group: int) -> bool:
-    """Return whether a group has no members besides root and this user, as the group that many systems create for each
-    user."""
+    """Return whether a group is root's or this user's private one, which many systems create for each user, and has no
+    other members."""
     try:
         user, entry = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
     except KeyError:

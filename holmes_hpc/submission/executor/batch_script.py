@@ -223,7 +223,7 @@ def _step(job: JobRequest, commands: Sequence[str]) -> str:
 
 
 def _task(job: JobRequest, part: ComponentRequest, command: str) -> tuple[str, str, str]:
-    """Return (srun's options for one component, and the two parts of :func:`_program` for its tasks)."""
+    """Return srun's options for the tasks of one component, and the two parts of their command (:func:`_program`)."""
     options = ["--export=ALL", "--unbuffered", "--kill-on-bad-exit=1", f"--distribution={job.distribution}"]
     image = _image(job, part)
     if image and not is_apptainer(image):

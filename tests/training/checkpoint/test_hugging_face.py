@@ -330,7 +330,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}'),
         "refers to files outside its folder",
     ),
-    "not an index": (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "not a JSON object"),
+    "not an index": (
+        lambda p: (p / "model.safetensors.index.json").write_text("[]"),
+        "not a mapping of keys to values",
+    ),
 }
 
 
