@@ -96,7 +96,7 @@ def test_retries_of_sbatch_can_be_interrupted(fake_slurm: Any, tmp_path: Path) -
 def test_unknown_outcome_differs_from_a_refusal(fake_slurm: Any, tmp_path: Path) -> None:
     fake_slurm.answer("sbatch", SILENT)
     fake_slurm.answer("squeue", SILENT)
-    with pytest.raises(SubmissionUnknown, match="whether the job exists is unknown"):
+    with pytest.raises(SubmissionUnknown, match="so the job may exist"):
         submit_file(tmp_path / "x.sh", "holmes-1", patience_s=0.1)
     fake_slurm.answer("sbatch", REFUSED)
     with pytest.raises(Refused, match="Invalid account") as refused:
