@@ -151,7 +151,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
         """Return the parameters under this executor's names, with the slurm_* parameters, which AutoExecutor drops.
         If a parameter is set in several ways, the last of these wins: by its generic name (timeout_min), by that for
-        Slurm (slurm_timeout_min), by Slurm's own name (slurm_time), for slurmhet_*, which AutoExecutor adds later."""
+        Slurm (slurm_timeout_min), by Slurm's own name (slurm_time), by slurmhet_NAME, which AutoExecutor adds later."""
         frame_locals = _locals_of_auto_executor("_internal_update_parameters")
         slurm_params, specific = _slurm_parameters(frame_locals), frame_locals.get("specific", ())
         for name in frame_locals.get("generics", {}).keys() & slurm_params.keys():

@@ -89,7 +89,7 @@ def find_job(token: str, deadline: float) -> str | None:
 
 @contextlib.contextmanager
 def cancel_on_error(job_id: str) -> Iterator[None]:
-    """Cancel the job if the block, which records it, fails: nobody would know of the job."""
+    """Cancel the job if the block, which records it, fails, because nobody would know of the job."""
     try:
         yield
     except BaseException:

@@ -40,7 +40,8 @@ def end_messages(run: RunDirectory) -> str:
 
 def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, restarts: int) -> int:
     """Requeue the job or write result.json. Return the job's exit code.
-    `status`: the exit status of the job's step; `signalled`: the job received a signal."""
+    `status`: the exit status of the job's step; `signalled`: whether the job received a signal; `restarts`: number of
+    restarts so far."""
     if is_run_of_another_job(run, job_id):
         return status or 1
     messages = end_messages(run)

@@ -81,7 +81,7 @@ def component_ranks(plan: Plan, nodes: Sequence[str]) -> list[ComponentRanks]:
 
 
 def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> list[SrunError]:
-    """Return srun's errors about tasks in `text`, in order. Tasks that srun itself terminated come last.
+    """Return srun's errors about tasks in the order of `text`, where tasks that srun itself terminated come last.
 
     In a step over several components, srun counts tasks from 0 in each component (measured on 22.05). `components`
     shows which one a node belongs to, so that the tasks become global ranks. If `text` reports a lack of memory, that
@@ -178,10 +178,10 @@ def _node(error: SrunError, task: int) -> str:
 
 @dataclass(frozen=True)
 class LocalExits:
-    """The exits of a local job's ranks. `told`: whether the job received SIGTERM;
+    """The exits of a local job's ranks. `is_terminated`: whether the job received SIGTERM;
     `codes`: (rank, exit code) in the order of exits. The code -N stands for signal N."""
 
-    told: bool = False
+    is_terminated: bool = False
     codes: tuple[tuple[int, int], ...] = ()
 
     def srun_errors(self, node: str) -> list[SrunError]:
@@ -195,7 +195,7 @@ class LocalExits:
 
 def record_local_exits(folder: Path, job_id: str, terminated: bool, codes: Sequence[tuple[int, int]]) -> None:
     """Record how the ranks of a local job exited. Their parent process calls this after the last exit.
-    `terminated`: whether the job received SIGTERM; `codes`: as in :class:`LocalExits`."""
+    `terminated`, `codes`: as `is_terminated` and `codes` of :class:`LocalExits`."""
     with contextlib.suppress(HolmesError):
         write_whole(_exits_path(folder, job_id), to_json({"told": terminated, "codes": codes}) + "\n")
 
@@ -203,8 +203,10 @@ def record_local_exits(folder: Path, job_id: str, terminated: bool, codes: Seque
 def read_local_exits(folder: Path, job_id: str) -> LocalExits:
     """Return how the ranks of a local job exited; an empty LocalExits if no parent process recorded it, as for ranks
     with GPUs, which have none."""
+    record = read_object(_exits_path(folder, job_id)) or {}
     with contextlib.suppress(msgspec.ValidationError):
-        return msgspec.convert(read_object(_exits_path(folder, job_id)), LocalExits, strict=False)
+        fields = {"is_terminated": record.get("told", False), "codes": record.get("codes", ())}
+        return msgspec.convert(fields, LocalExits, strict=False)
     return LocalExits()
 
 

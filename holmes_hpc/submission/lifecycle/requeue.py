@@ -29,7 +29,8 @@ def reason_to_stop(run: RunDirectory, state: str, attempt: str, *, slurm_requeue
 
 
 def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
-    """Return 0 if a requeued job may continue, else 1, the exit code of its batch script. `restarts`: their number.
+    """Return the exit code for the batch script of a requeued job: 0 if it may continue, else 1. `restarts`: number of
+    restarts so far.
 
     Slurm itself requeues a job whose node failed. If the batch script ran on that node, nobody recorded the end of the
     last attempt. This function then records it, as a failure."""

@@ -101,7 +101,7 @@ class LocalJob:
             return "COMPLETED"
         preempted = [e for e in exits if e.get("state") == "preempted"]
         has_failed = any(e.get("state") == "failed" for e in exits)
-        is_terminated = read_local_exits(self._folder, self.id).told or any(
+        is_terminated = read_local_exits(self._folder, self.id).is_terminated or any(
             e.get("signal") == signal.SIGTERM.name for e in preempted
         )
         if self._cancelled.exists() or (is_terminated and not has_failed):
@@ -288,7 +288,7 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
         if state.source == "process" and (job_id := _job_id(run.read_run())) is not None:
             local = read_local_exits(run.path / "submission", job_id)
     srun_errors += local.srun_errors(state.nodes)
-    result = build_result(run, code, signalled=local.told, slurm=state, srun_errors=srun_errors)
+    result = build_result(run, code, signalled=local.is_terminated, slurm=state, srun_errors=srun_errors)
     with contextlib.suppress(HolmesError):
         if other_writers(run.path) is None:  # else their links could redirect what is written
             run.write_result(result, writer="follower")

@@ -12,7 +12,7 @@ from holmes_hpc.submission.lifecycle.failed_rank import LocalExits, read_local_e
 def test_failed_exits_become_srun_errors_in_their_order(tmp_path: Path) -> None:
     record_local_exits(tmp_path, "7", True, [(2, -11), (0, 0), (1, 3)])
     exits = read_local_exits(tmp_path, "7")
-    assert exits.told
+    assert exits.is_terminated
     assert [(e.nodes, e.tasks, e.message, e.is_signal) for e in exits.srun_errors("here")] == [
         ("here", (2,), "killed by signal 11 (SIGSEGV)", True),
         ("here", (1,), "exited with exit code 3", False),
