@@ -1,15 +1,16 @@
 """The dependencies of a pipeline schedule, as arcs between numbered nodes.
 
 With S stages, C chunks and T = micro-batches * C turns, the pass of stage s in direction d (0 forward, 1 backward) at
-turn t is node (2s + d)*T + t. The stage transfer of its result is that + 2*S*T. Then come ``ready``, ``tail`` and
-``reduce`` of every stage and chunk. Nodes are numbers, because a search builds hundreds of graphs of ten thousand
-nodes.
+turn t is node (2s + d)*T + t. The stage transfer of its result is node 2*S*T + (2s + d)*T + t. The collectives follow,
+from node 4*S*T on: ``ready`` of every stage and chunk, then ``tail``, then ``reduce`` (see `Durations`). Nodes are
+numbers, because a search builds hundreds of graphs of ten thousand nodes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,9 @@ PARTS = ("forward", "backward", "down", "up", "last_up", "ready", "reduce", "tai
 class Graph:
     """Nodes sorted into levels: a node depends only on nodes of earlier levels.
 
-    `node`: node numbers as above, in sorted order. `column`: their columns in the table of durations. `levels`: (first
-    index, end, indices of all dependencies of the level, start of each node's dependencies among them).
+    An index is a position in this sorted order. `node`: the node number at each index. `column`: its column in the
+    table of durations. `levels`: for each level but the first, (first index, end index, indices of the dependencies of
+    all its nodes, position of each node's first dependency among them).
     """
 
     node: np.ndarray
@@ -36,14 +38,17 @@ class Graph:
     def end_times(self, table: np.ndarray) -> np.ndarray:
         """Return the end time of each node, (plans, nodes), from a table of durations, (plans, columns)."""
         ends = table[0, self.column] if len(table) == 1 else table.T[self.column]  # one plan needs no second axis
-        latest = np.maximum.reduceat
-        for first, end, dependencies, starts in self.levels:
-            ends[first:end] += latest(ends[dependencies], starts)
+        for first, end, dependencies, starts in self.levels:  # a node starts when its last dependency ends
+            ends[first:end] += np.maximum.reduceat(ends[dependencies], starts)
         return ends[None] if len(table) == 1 else ends.T
 
 
 class NodeNumbers:
-    """The node numbers and columns of an order's graph."""
+    """The node numbers and columns of an order's graph.
+
+    `transfers`, `collectives`: the number of the first stage transfer and of the first collective. `micro_batch`,
+    `chunk`: of each forward turn, (T,).
+    """
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -54,39 +59,43 @@ class NodeNumbers:
         self.count = self.collectives + 3 * self.stages * self.chunks
         turns = order.turns()
         self.micro_batch = np.array([m for m, _ in turns])
-        self.chunk = np.array([c for _, c in turns])  # of a forward turn; a backward turn has chunks - 1 - this
+        self.chunk = np.array([c for _, c in turns])
         self.turn_of = {turn: t for t, turn in enumerate(turns)}
 
     def node(self, stage: int, p: Pass) -> int:
+        """Return the node number of a pass of `stage`."""
         chunk = p.chunk if p.forward else self.chunks - 1 - p.chunk
         return (2 * stage + (not p.forward)) * self.turns + self.turn_of[p.micro_batch, chunk]
 
     def transfer(self, transfer: StageTransfer) -> int:
+        """Return the node number of a stage transfer."""
         return self.transfers + self.node(transfer.source, transfer.source_pass)
 
     def chunk_of(self, direction: int) -> np.ndarray:
+        """Return the chunk of each turn, (T,): backward passes go through the chunks in reverse."""
         return self.chunk if direction == 0 else self.chunks - 1 - self.chunk
 
     def columns(self, exists: np.ndarray) -> np.ndarray:
-        """Return the column of each node. `exists`: a mask of the transfers; others get the column of zeros."""
-        s, c, t = self.stages, self.chunks, self.turns
-        sizes = (s * c, s * c, s, s, s, s * c, s * c, s * c)
-        starts = dict(zip(PARTS, np.concatenate([[0], np.cumsum(sizes)]).tolist(), strict=False))
-        zeros = sum(sizes)
+        """Return the column of each node in `Durations.table`.
+        `exists`: whether the schedule has each transfer; the others get the last column, of zeros."""
+        per_stage, per_chunk = self.stages, self.stages * self.chunks
+        widths = [per_stage if part in ("down", "up", "last_up") else per_chunk for part in PARTS]
+        *starts, zeros = accumulate(widths, initial=0)
+        start_of = dict(zip(PARTS, starts, strict=True))
         column = np.full(self.count, zeros)
-        stage = np.arange(s)[:, None]
-        passes = column[: self.transfers].reshape(s, 2, t)
-        passes[:, 0] = starts["forward"] + stage * c + self.chunk_of(0)
-        passes[:, 1] = starts["backward"] + stage * c + self.chunk_of(1)
-        transfers = column[self.transfers : self.collectives].reshape(s, 2, t)
-        transfers[:, 0] = starts["down"] + stage
-        last = self.micro_batch == self.order.micro_batches - 1
-        transfers[:, 1] = np.where(last, starts["last_up"], starts["up"]) + stage
-        transfers[~exists.reshape(s, 2, t)] = zeros
-        collectives = column[self.collectives :].reshape(3, s * c)
-        for row, name in enumerate(("ready", "tail", "reduce")):
-            collectives[row] = starts[name] + np.arange(s * c)
-        collectives[2].reshape(s, c)[:, c - 1] = zeros  # the last chunk finishes first and only has a tail
+        stage = np.arange(self.stages)[:, None]
+        passes = column[: self.transfers].reshape(self.stages, 2, self.turns)
+        passes[:, 0] = start_of["forward"] + stage * self.chunks + self.chunk_of(0)
+        passes[:, 1] = start_of["backward"] + stage * self.chunks + self.chunk_of(1)
+        transfers = column[self.transfers : self.collectives].reshape(passes.shape)
+        transfers[:, 0] = start_of["down"] + stage
+        is_last = self.micro_batch == self.order.micro_batches - 1
+        transfers[:, 1] = np.where(is_last, start_of["last_up"], start_of["up"]) + stage
+        transfers[~exists.reshape(passes.shape)] = zeros
+        collectives = column[self.collectives :].reshape(3, self.stages, self.chunks)
+        for row, part in zip(collectives, ("ready", "tail", "reduce"), strict=True):
+            row[:] = start_of[part] + np.arange(per_chunk).reshape(row.shape)
+        collectives[2, :, -1] = zeros  # the last chunk is reduced first: no earlier reduction delays its tail
         return column
 
     def describe(self, node: int) -> dict[str, Any]:
@@ -113,25 +122,29 @@ Arcs = list[tuple[np.ndarray, np.ndarray]]  # arrays of (waiting nodes, their de
 
 
 def _collective_arcs(numbers: NodeNumbers, before_first: dict[int, list[int]]) -> Arcs:
-    """Return the arcs of parameter gathers (before each chunk's first forward pass) and gradient reductions (after its
-    last backward pass). `before_first`: other dependencies of those forward passes; the gathers share them."""
-    n, last = numbers, numbers.order.micro_batches - 1
+    """Return the arcs of parameter gathers and gradient reductions.
+
+    A gather ends before its chunk's first forward pass. A reduction follows its chunk's last backward pass, and the
+    reductions of the stage's later chunks. `before_first`: the other dependencies of those first forward passes, which
+    are dependencies of the gathers, too.
+    """
+    n, last_micro_batch = numbers, numbers.order.micro_batches - 1
     arcs: list[tuple[int, int]] = []
     for stage in range(n.stages):
-        reduced: list[int] = []
+        earlier_reductions: list[int] = []
         for chunk in reversed(range(n.chunks)):
             ready, tail, reduce = (n.collectives + (part * n.stages + stage) * n.chunks + chunk for part in range(3))
-            first = n.node(stage, Pass(True, 0, chunk))
-            arcs += [(ready, b) for b in before_first.get(first, ())] + [(first, ready)]
-            arcs.append((tail, n.node(stage, Pass(False, last, chunk))))
-            arcs += [(reduce, r) for r in reduced]
-            reduced = [tail, reduce] if reduced else [tail]
-    pairs = np.array(arcs)
-    return [(pairs[:, 0], pairs[:, 1])]
+            first_pass = n.node(stage, Pass(True, 0, chunk))
+            arcs += [(ready, dependency) for dependency in before_first.get(first_pass, ())]
+            arcs += [(first_pass, ready), (tail, n.node(stage, Pass(False, last_micro_batch, chunk)))]
+            arcs += [(reduce, reduction) for reduction in earlier_reductions]
+            earlier_reductions = [tail, reduce] if earlier_reductions else [tail]
+    waiting, dependency = np.transpose(arcs)
+    return [(waiting, dependency)]
 
 
 def _blocking_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
-    """Return the arcs of Megatron-Core's schedules, and a mask of the transfers.
+    """Return (the arcs of Megatron-Core's schedules, whether each transfer exists).
 
     A stage continues when the exchanges that it waits for are complete. A transfer starts when both stages have reached
     it and the previous one in its direction is complete.
@@ -139,60 +152,61 @@ def _blocking_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Arcs
     n, arcs = numbers, list[tuple[int, int]]()
     exists = np.zeros(n.transfers, dtype=bool)
     for stage in range(n.stages):
-        state: list[int] = []
-        latest: dict[bool, int] = {}
+        awaited: list[int] = []  # nodes that must end before the stage continues
+        previous_send: dict[bool, int] = {}  # by direction; one NIC for both directions has one entry
         for item in n.order.program(stage):
             if isinstance(item, Exchange):
-                sends, receives = [n.transfer(h) for h in item.sends], [n.transfer(h) for h in item.receives]
-                arcs += [(transfer, b) for transfer in (*sends, *receives) for b in state]
+                sends, receives = [n.transfer(t) for t in item.sends], [n.transfer(t) for t in item.receives]
+                arcs += [(transfer, dependency) for transfer in (*sends, *receives) for dependency in awaited]
                 for transfer, node in zip(item.sends, sends, strict=True):
                     direction = transfer.source_pass.forward or shared[stage]
-                    if direction in latest:
-                        arcs.append((node, latest[direction]))
-                    latest[direction] = node
+                    if direction in previous_send:
+                        arcs.append((node, previous_send[direction]))
+                    previous_send[direction] = node
                     exists[node - n.transfers] = True
-                waits = [*sends, *receives] if item.waits is None else [n.transfer(h) for h in item.waits]
-                state = waits if item.waits is None else [*state, *waits]
+                waits = [*sends, *receives] if item.waits is None else [n.transfer(t) for t in item.waits]
+                awaited = waits if item.waits is None else [*awaited, *waits]
             else:
                 node = n.node(stage, item)
-                arcs += [(node, b) for b in state]
-                state = [node]
-    pairs = np.array(arcs or [(0, 0)])[0 if arcs else 1 :]
-    return [(pairs[:, 0], pairs[:, 1])], exists
+                arcs += [(node, dependency) for dependency in awaited]
+                awaited = [node]
+    waiting, dependency = np.array(arcs, dtype=int).reshape(-1, 2).T
+    return [(waiting, dependency)], exists
 
 
 def _background_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
-    """Return the arcs of a schedule that exchanges in the background, and a mask of the transfers.
+    """Return (the arcs of a schedule that exchanges in the background, whether each transfer exists).
 
     A stage waits only for the input of a pass, and for the send one window earlier. A transfer starts when its tensor
     is computed, its receive is posted, and the previous transfer of the edge is complete.
     """
-    n, order = numbers, numbers.order
-    s_count, t_count = n.stages, n.turns
-    turns = np.arange(t_count)
-    exists = np.zeros((s_count, 2, t_count), dtype=bool)
+    n, order, stages = numbers, numbers.order, range(numbers.stages)
+    turns, both_turns = np.arange(n.turns), np.arange(2 * n.turns)
+    exists = np.zeros((n.stages, 2, n.turns), dtype=bool)
     arcs: Arcs = []
-    # Per stage: its passes in order, and the transfer that must be complete before each of them, or -1.
-    sequences, required_sends = [], []
-    windows = [order.window_below(s) if s_count > 1 else 1 for s in range(s_count)]
+    # Per stage: its passes in order, the position of each pass there, and the send that must be complete before the
+    # pass at each position (-1: none).
+    sequences, positions_of, required_sends = [], [], []
+    windows = [order.window_below(s) if n.stages > 1 else 1 for s in stages]
 
-    for stage in range(s_count):
+    for stage in stages:
         sequence = order.turn_sequence(stage)
-        nodes = 2 * stage * t_count + sequence
+        nodes = 2 * stage * n.turns + sequence
         sequences.append(nodes)
         arcs.append((nodes[1:], nodes[:-1]))
-        required = np.full(2 * t_count + 1, -1)
-        position = np.empty(2 * t_count, dtype=int)
-        position[sequence] = np.arange(2 * t_count)
+        required = np.full(2 * n.turns + 1, -1)
+        position = np.empty(2 * n.turns, dtype=int)
+        position[sequence] = both_turns
+        positions_of.append(position)
         sends = []
         for direction in (0, 1):
-            is_sent = _sent_mask(n, stage, direction)
+            is_sent = _is_sent(n, stage, direction)
             exists[stage, direction] = is_sent
-            transfers = n.transfers + (2 * stage + direction) * t_count + turns[is_sent]
+            transfers = n.transfers + (2 * stage + direction) * n.turns + turns[is_sent]
             arcs.append((transfers, transfers - n.transfers))
             arcs.append((transfers[1:], transfers[:-1]))
-            window = windows[stage if direction == 0 else (stage - 1) % s_count]
-            positions = position[direction * t_count + turns[is_sent]]
+            window = windows[stage if direction == 0 else (stage - 1) % n.stages]
+            positions = position[direction * n.turns + turns[is_sent]]
             if len(transfers) > window:
                 required[positions[window:] + 1] = transfers[:-window]
             sends.append((positions, transfers))
@@ -200,34 +214,33 @@ def _background_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Ar
         waits = required[:-1] >= 0
         arcs.append((nodes[waits], required[:-1][waits]))
         if shared[stage]:
-            positions, transfers = (np.concatenate(x) for x in zip(*sends, strict=True))
+            positions, transfers = (np.concatenate(both) for both in zip(*sends, strict=True))
             transfers = transfers[np.argsort(positions)]
             arcs.append((transfers[1:], transfers[:-1]))
-    for stage in range(s_count):
-        position = np.empty(2 * t_count, dtype=int)
-        position[sequences[stage] - 2 * stage * t_count] = np.arange(2 * t_count)
+    for stage in stages:
         for direction in (0, 1):
             transfers, consuming_turns = _arrivals(n, stage, direction)
             if not len(transfers):
                 continue
-            arcs.append(((2 * stage + direction) * t_count + consuming_turns, transfers))
-            window = windows[(stage - 1) % s_count if direction == 0 else stage]
-            # A pass that takes its input posts the receive one window later.
-            positions = position[direction * t_count + consuming_turns[:-window]]
-            later = transfers[window:]
+            arcs.append(((2 * stage + direction) * n.turns + consuming_turns, transfers))
+            window = windows[(stage - 1) % n.stages if direction == 0 else stage]
+            # When a pass takes its input, the stage posts the receive one window later.
+            positions = positions_of[stage][direction * n.turns + consuming_turns[:-window]]
+            later_transfers = transfers[window:]
             has_predecessor = positions > 0
-            arcs.append((later[has_predecessor], sequences[stage][positions[has_predecessor] - 1]))
+            arcs.append((later_transfers[has_predecessor], sequences[stage][positions[has_predecessor] - 1]))
             required = required_sends[stage][positions]
-            arcs.append((later[required >= 0], required[required >= 0]))
-    last_chunk_turns = np.flatnonzero(n.chunk == 0)  # of backward passes, which follow their own forward pass
-    forward_turns = np.array([n.turn_of[m, n.chunks - 1] for m in n.micro_batch[last_chunk_turns].tolist()])
-    last = 2 * (s_count - 1) * t_count
-    arcs.append((last + t_count + last_chunk_turns, last + forward_turns))
+            arcs.append((later_transfers[required >= 0], required[required >= 0]))
+    # On the last stage, the backward passes of the last chunk follow the forward passes of their micro-batches.
+    backward_turns = np.flatnonzero(n.chunk_of(1) == n.chunks - 1)
+    forward_turns = np.array([n.turn_of[m, n.chunks - 1] for m in n.micro_batch[backward_turns].tolist()])
+    first_node = 2 * (n.stages - 1) * n.turns
+    arcs.append((first_node + n.turns + backward_turns, first_node + forward_turns))
     return arcs, exists.ravel()
 
 
-def _sent_mask(n: NodeNumbers, stage: int, direction: int) -> np.ndarray:
-    """Return which turns send their result over an edge, (turns,)."""
+def _is_sent(n: NodeNumbers, stage: int, direction: int) -> np.ndarray:
+    """Return for each turn of `stage` whether its result goes over an edge, (turns,)."""
     if n.stages == 1:
         return np.zeros(n.turns, dtype=bool)
     if stage != (n.stages - 1 if direction == 0 else 0):
@@ -236,20 +249,20 @@ def _sent_mask(n: NodeNumbers, stage: int, direction: int) -> np.ndarray:
 
 
 def _arrivals(n: NodeNumbers, stage: int, direction: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (transfers that `stage` receives, the turns that need them), in order."""
+    """Return (nodes of the transfers that `stage` receives, the turns of `stage` that need them), in order."""
     source = (stage - 1 if direction == 0 else stage + 1) % n.stages
-    sent_turns = np.arange(n.turns)[_sent_mask(n, source, direction)]
+    sent_turns = np.flatnonzero(_is_sent(n, source, direction))
     wraps_around = source == (n.stages - 1 if direction == 0 else 0)  # the next chunk's turn needs the tensor
     transfers = n.transfers + (2 * source + direction) * n.turns + sent_turns
     return transfers, sent_turns + (n.order.group if wraps_around else 0)
 
 
 def _sort_into_levels(count: int, arcs: Arcs, column: np.ndarray) -> Graph | None:
-    """Return the graph with nodes sorted by their longest path from a start; None if it has a cycle."""
-    waiting, dependency = (np.concatenate(x) for x in zip(*arcs, strict=True))
-    by_source = np.argsort(dependency, kind="stable")
-    starts = np.searchsorted(dependency[by_source], np.arange(count + 1)).tolist()
-    targets = waiting[by_source].tolist()  # levels are narrow: lists are faster than an array for each
+    """Return the graph of `count` nodes, sorted by the longest path to each node; None if it has a cycle."""
+    waiting, dependency = (np.concatenate(nodes) for nodes in zip(*arcs, strict=True))
+    by_dependency = np.argsort(dependency, kind="stable")
+    starts = np.searchsorted(dependency[by_dependency], np.arange(count + 1)).tolist()
+    dependents = waiting[by_dependency].tolist()  # levels are narrow: lists are faster than an array for each
     unmet, level_of = np.bincount(waiting, minlength=count).tolist(), [0] * count
     frontier, depth, visited = [node for node in range(count) if not unmet[node]], 0, 0
     while frontier:
@@ -257,40 +270,41 @@ def _sort_into_levels(count: int, arcs: Arcs, column: np.ndarray) -> Graph | Non
         depth += 1
         next_frontier = []
         for node in frontier:
-            for target in targets[starts[node] : starts[node + 1]]:
-                unmet[target] -= 1
-                if not unmet[target]:
-                    level_of[target] = depth
-                    next_frontier.append(target)
+            for dependent in dependents[starts[node] : starts[node + 1]]:
+                unmet[dependent] -= 1
+                if not unmet[dependent]:
+                    level_of[dependent] = depth
+                    next_frontier.append(dependent)
         frontier = next_frontier
     if visited < count:
         return None
     level = np.array(level_of)
-    ranked = np.argsort(level, kind="stable")
-    rank = np.empty(count, dtype=int)
-    rank[ranked] = np.arange(count)
-    by_rank = np.argsort(rank[waiting], kind="stable")
-    waiting, dependency = rank[waiting][by_rank], rank[dependency][by_rank]
-    bounds = np.searchsorted(level[ranked], np.arange(1, depth + 1))
+    by_level = np.argsort(level, kind="stable")  # node numbers
+    index_of = np.empty(count, dtype=int)
+    index_of[by_level] = np.arange(count)
+    by_index = np.argsort(index_of[waiting], kind="stable")
+    waiting, dependency = index_of[waiting][by_index], index_of[dependency][by_index]
+    bounds = np.searchsorted(level[by_level], np.arange(1, depth + 1)).tolist()
     offsets = np.searchsorted(waiting, np.arange(count + 1))
-    levels = []
-    for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        levels.append((first, end, dependency[offsets[first] : offsets[end]], offsets[first:end] - offsets[first]))
-    return Graph(ranked, column[ranked], tuple(levels))
+    levels = tuple(
+        (first, end, dependency[offsets[first] : offsets[end]], offsets[first:end] - offsets[first])
+        for first, end in pairwise(bounds)
+    )
+    return Graph(by_level, column[by_level], levels)
 
 
 @lru_cache(maxsize=128)
 def graph(order: Order, shared: tuple[bool, ...] = ()) -> Graph:
     """Return the graph of a schedule. PlanError if it would deadlock.
     `shared`: per stage, whether its sends in both directions leave through one NIC, one after the other."""
-    numbers = NodeNumbers(order)
-    for nic in (shared or (False,) * order.stages, (False,) * order.stages):
-        arcs, exists = (_blocking_arcs if order.schedule.megatron else _background_arcs)(numbers, nic)
-        first = np.zeros(numbers.count, dtype=bool)
-        first[[numbers.node(s, Pass(True, 0, c)) for s in range(order.stages) for c in range(order.chunks)]] = True
+    numbers, separate_nics = NodeNumbers(order), (False,) * order.stages
+    for shared_nics in (shared or separate_nics, separate_nics):  # the order of sends on a shared NIC may be a cycle
+        arcs, exists = (_blocking_arcs if order.schedule.megatron else _background_arcs)(numbers, shared_nics)
+        is_first = np.zeros(numbers.count, dtype=bool)
+        is_first[[numbers.node(s, Pass(True, 0, c)) for s in range(order.stages) for c in range(order.chunks)]] = True
         before_first: dict[int, list[int]] = {}
         for waiting, dependency in arcs:
-            for i in np.flatnonzero(first[waiting]).tolist():
+            for i in np.flatnonzero(is_first[waiting]).tolist():
                 before_first.setdefault(int(waiting[i]), []).append(int(dependency[i]))
         arcs += _collective_arcs(numbers, before_first)
         if (sorted_graph := _sort_into_levels(numbers.count, arcs, numbers.columns(exists))) is not None:
@@ -298,5 +312,5 @@ def graph(order: Order, shared: tuple[bool, ...] = ()) -> Graph:
     raise PlanError(
         f"with in_flight {list(order.in_flight)} the stages would wait for each other forever",
         where="schedule",
-        hint="hold more passes in flight",
+        hint="raise in_flight: hold more passes in flight",
     )

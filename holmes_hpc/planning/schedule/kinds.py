@@ -18,7 +18,7 @@ from holmes_hpc.errors import PlanError, nearest
 
 
 class Pass(NamedTuple):
-    """One pass of a stage, forward or backward, of model chunk `chunk`, for `micro_batch`."""
+    """One pass of a stage: forward (else backward), of one micro-batch, through one of the stage's model chunks."""
 
     forward: bool
     micro_batch: int
@@ -66,12 +66,15 @@ class Pipeline(Protocol):
 
 
 def alternating(turns: int, depth: int) -> np.ndarray:
-    """Return `depth` - 1 forward passes, then one forward and one backward pass in turn, (2 turns,)."""
-    sequence, warm_up, pairs = np.empty(2 * turns, dtype=int), depth - 1, turns - depth + 1
+    """Return the order of passes that starts with `depth` - 1 forward passes and then alternates, (2 * turns,).
+
+    Forward passes are 0 … turns-1, backward passes turns … 2*turns-1.
+    """
+    warm_up, pairs = depth - 1, turns - depth + 1
     turn = np.arange(turns)
-    sequence[np.where(turn < warm_up, turn, 2 * turn - warm_up)] = turn
-    sequence[np.where(turn < pairs, warm_up + 2 * turn + 1, turn + turns)] = turn + turns
-    return sequence
+    forward_position = np.where(turn < warm_up, turn, 2 * turn - warm_up)
+    backward_position = np.where(turn < pairs, warm_up + 2 * turn + 1, turns + turn)
+    return np.argsort(np.concatenate([forward_position, backward_position]))
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,15 @@ class ScheduleKind:
 
     `label`: its name in text. `chunks`: the smallest and largest (None: any) number of virtual stages.
     `in_flight`: (stages, micro-batches, chunks) -> the most passes whose activations each stage holds, for the memory
-    estimate. `deepens`: the planner may let a stage hold more, as the plan's in_flight states.
+    estimate. `deepens`: a plan may let its stages hold more passes than that.
 
-    `megatron`: (order, stage) -> the passes and blocking exchanges of Megatron-Core's function, which runs the
+    `megatron`: (order, stage) -> the passes and blocking exchanges of the Megatron-Core function that runs the
     schedule. None: this project's executor runs it and exchanges in the background. `turns`: (T passes per direction,
-    passes that the stage holds) -> the order of the passes. Forward passes are 0 … T-1 and backward passes T … 2T-1,
-    each in the order of :meth:`Order.turns`. With virtual stages it must be `alternating`.
+    passes that the stage holds) -> the order of the passes, as :func:`alternating` returns it. Both directions are
+    numbered in the order of :meth:`Order.turns`. With virtual stages it must be `alternating`.
 
-    `waits`: in the steady state a stage does nothing else during its two exchanges per micro-batch, one with each
-    neighbour; the lower bound of a step relies on it. `per_stage`: it supports per-stage TP/DP.
+    `waits`: in the steady state, a stage has two exchanges per micro-batch, one with each neighbour, and does not
+    compute during them; the lower bound of a step relies on this. `per_stage`: the schedule supports per-stage TP/DP.
     """
 
     name: str
@@ -102,8 +105,8 @@ class ScheduleKind:
     per_stage: bool = False
 
     def __post_init__(self) -> None:
-        fewest, largest = self.chunks
-        if fewest < 1 or (largest is not None and largest < fewest):
+        smallest, largest = self.chunks
+        if smallest < 1 or (largest is not None and largest < smallest):
             raise ValueError(f"schedule {self.name}: chunks are {self.chunks}")
         if self.turns is not alternating and self.chunks != (1, 1):
             raise ValueError(f"schedule {self.name}: with virtual stages only `alternating` turns are supported")
@@ -121,8 +124,8 @@ class ScheduleKind:
         """Raise PlanError if the schedule does not support `chunks` virtual stages."""
         if self.supports(chunks):
             return
-        fewest, largest = self.chunks
-        limit = f"at least {fewest}" if chunks < fewest else "no" if largest == 1 else f"at most {largest}"
+        smallest, largest = self.chunks
+        limit = f"at least {smallest}" if chunks < smallest else "no" if largest == 1 else f"at most {largest}"
         alternatives = " or ".join(kind.option_name for kind in SCHEDULES.values() if kind.supports(chunks))
         raise PlanError(f"{self.option_name} has {limit} virtual stages", where="schedule", hint=f"use {alternatives}")
 
@@ -131,23 +134,23 @@ def _one_forward_one_backward(order: Pipeline, stage: int) -> list[Pass | Exchan
     """Return the program of Megatron-Core's 1F1B: every pass waits for its input.
     In the steady state, a send and the receive of the opposite direction are one exchange (`order.paired`)."""
     items: list[Pass | Exchange] = []
-    m, warm = order.micro_batches, min(order.micro_batches, order.stages - stage - 1)
-    f, b = (lambda i: Pass(True, i, 0)), (lambda i: Pass(False, i, 0))
-    out, into = partial(order.sent, stage), partial(order.received, stage)
-    for i in range(warm):
-        items += [Exchange(receives=into(f(i))), f(i), Exchange(sends=out(f(i)))]
-    if warm < m:
-        items.append(Exchange(receives=into(f(warm))))
-    for i in range(m - warm):
-        below = Exchange(out(f(i + warm)), into(b(i)))
-        above = Exchange(out(b(i)), into(f(i + warm + 1)) if i + warm + 1 < m else ())
+    count, warm_up = order.micro_batches, min(order.micro_batches, order.stages - stage - 1)
+    forward, backward = ([Pass(is_forward, m, 0) for m in range(count)] for is_forward in (True, False))
+    sends, receives = partial(order.sent, stage), partial(order.received, stage)
+    for f in forward[:warm_up]:
+        items += [Exchange(receives=receives(f)), f, Exchange(sends=sends(f))]
+    if warm_up < count:
+        items.append(Exchange(receives=receives(forward[warm_up])))
+    for f, b in zip(forward[warm_up:], backward, strict=False):
+        below = Exchange(sends(f), receives(b))
+        above = Exchange(sends(b), receives(forward[f.micro_batch + 1]) if f.micro_batch + 1 < count else ())
         if order.paired:
-            items += [f(i + warm), below, b(i), above]
+            items += [f, below, b, above]
         else:
-            items += [f(i + warm), Exchange(receives=below.receives), Exchange(below.sends), b(i)]
+            items += [f, Exchange(receives=below.receives), Exchange(below.sends), b]
             items += [Exchange(above.sends), Exchange(receives=above.receives)]
-    for i in range(m - warm, m):
-        items += [Exchange(receives=into(b(i))), b(i), Exchange(sends=out(b(i)))]
+    for b in backward[count - warm_up :]:
+        items += [Exchange(receives=receives(b)), b, Exchange(sends=sends(b))]
     return [item for item in items if item]
 
 
@@ -159,47 +162,49 @@ def _interleaved(order: Pipeline, stage: int) -> list[Pass | Exchange]:
     """
     forward = [Pass(True, m, c) for m, c in order.turns()]
     backward = [Pass(False, m, order.chunks - 1 - c) for m, c in order.turns()]
-    total, last = len(forward), order.stages - 1
-    warm = min(total, 2 * (last - stage) + (order.chunks - 1) * order.group)
-    out, into = partial(order.sent, stage), partial(order.received, stage)
+    total, last_stage = len(forward), order.stages - 1
+    warm_up = min(total, 2 * (last_stage - stage) + (order.chunks - 1) * order.group)
+    sends, receives = partial(order.sent, stage), partial(order.received, stage)
 
-    def incoming(passes: Sequence[Pass], k: int) -> tuple[StageTransfer, ...]:
-        """Return the receive after `passes[k]`: the input of the next pass.
+    def next_receives(passes: Sequence[Pass], k: int) -> tuple[StageTransfer, ...]:
+        """Return the receives that the stage posts after `passes[k]`: the input of its next pass.
         Over the wrap-around edge it is the result that the other end computed `stages - 1` passes ago."""
         if k + 1 >= total:
             return ()
-        if stage != (0 if passes[k].forward else last):
-            return into(passes[k + 1])
-        source_pass = passes[k - last] if k >= last else None
-        return order.sent(last if passes[k].forward else 0, source_pass) if source_pass else ()
+        if stage != (0 if passes[k].forward else last_stage):
+            return receives(passes[k + 1])
+        source_pass = passes[k - last_stage] if k >= last_stage else None
+        return order.sent(last_stage if passes[k].forward else 0, source_pass) if source_pass else ()
 
-    items: list[Pass | Exchange] = [Exchange(receives=into(forward[0]))]
-    for k in range(warm):
-        items += [forward[k], Exchange(out(forward[k]), incoming(forward, k))]
-    early = into(backward[0])
-    items.append(Exchange(receives=early, waits=early if warm == total else ()))
-    sent: dict[bool, tuple[StageTransfer, ...]] = {True: (), False: ()}
-    for k in range(total - warm):
+    items: list[Pass | Exchange] = [Exchange(receives=receives(forward[0]))]
+    for k in range(warm_up):
+        items += [forward[k], Exchange(sends(forward[k]), next_receives(forward, k))]
+    first_gradient = receives(backward[0])
+    items.append(Exchange(receives=first_gradient, waits=first_gradient if warm_up == total else ()))
+    previous_sends: dict[bool, tuple[StageTransfer, ...]] = {True: (), False: ()}  # by direction
+    for k in range(total - warm_up):
         if not order.overlap:
-            f, b = forward[k + warm], backward[k]
+            f, b = forward[k + warm_up], backward[k]
             items += [
-                Exchange(waits=into(b)) if k == 0 else Exchange(),
+                Exchange(waits=receives(b)) if k == 0 else Exchange(),
                 f,
                 b,
-                Exchange(out(f) + out(b), incoming(forward, k + warm) + incoming(backward, k)),
+                Exchange(sends(f) + sends(b), next_receives(forward, k + warm_up) + next_receives(backward, k)),
             ]
             continue
-        for passes, index in ((forward, k + warm), (backward, k)):
+        for passes, index in ((forward, k + warm_up), (backward, k)):
             p = passes[index]
-            items += [Exchange(waits=into(p)), p, Exchange(out(p), incoming(passes, index), sent[p.forward])]
-            sent[p.forward] = out(p)
-    for k in range(total - warm, total):
-        items += [Exchange(waits=into(backward[k])), backward[k], Exchange(out(backward[k]), incoming(backward, k))]
+            posted = Exchange(sends(p), next_receives(passes, index), waits=previous_sends[p.forward])
+            items += [Exchange(waits=receives(p)), p, posted]
+            previous_sends[p.forward] = sends(p)
+    for k in range(total - warm_up, total):
+        b = backward[k]
+        items += [Exchange(waits=receives(b)), b, Exchange(sends(b), next_receives(backward, k))]
     return [item for item in items if item]
 
 
 def in_flight(stages: int, micro_batches: int, chunks: int = 1) -> tuple[int, ...]:
-    """Return the most passes that each stage holds under Megatron-Core's schedules: its warm-up and one more."""
+    """Return, per stage, the most passes that it holds under Megatron-Core's schedules: its warm-up and one more."""
     if chunks == 1:
         return tuple(min(micro_batches, stages - s) for s in range(stages))
     return tuple(min(micro_batches * chunks, 2 * (stages - s - 1) + (chunks - 1) * stages + 1) for s in range(stages))

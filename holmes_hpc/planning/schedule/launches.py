@@ -35,13 +35,13 @@ from holmes_hpc.planning.schedule.order import Order
 
 
 class Post(NamedTuple):
-    """A send or a receive of a stage transfer, as a rank launches it on its device."""
+    """A send (else a receive) of a stage transfer, as a rank launches it on its device."""
 
     sends: bool
     transfer: StageTransfer
 
     @property
-    def other(self) -> int:
+    def peer(self) -> int:
         """The row at the other end."""
         return self.transfer.target if self.sends else self.transfer.source
 
@@ -65,9 +65,9 @@ def nccl_launches(order: Order, forward_only: bool = False) -> Launches:
     """Return background launches for NCCL: each receive is posted before the pass during which the peer sends.
 
     All events are put into one total order, and each rank launches its part of it. The order comes from a simulated
-    step with passes of equal length, the depths of `order`, and transfers that take half of the time that the depth
-    hides (in_flight[s] is in_flight[s + 1] + 1 + 2h, docs/schedule.md). Passes are sorted by their end, and each is
-    followed by the transfer of its result. PlanError if a stage would wait forever.
+    step in which passes take the times below, and transfers half of the time that the depths of `order` can hide
+    (docs/schedule.md). Passes are sorted by their end, and each is followed by the transfer of its result. PlanError if
+    a stage would wait forever.
     """
     ends = _pass_ends(order, forward_only)
     rows: Launches = [[] for _ in range(order.rows)]
@@ -79,11 +79,12 @@ def nccl_launches(order: Order, forward_only: bool = False) -> Launches:
     return rows
 
 
-FORWARD, BACKWARD, HALF = 2, 4, 3  # the time of each pass, and half of both
+FORWARD, BACKWARD = 2, 4  # simulated time units of a pass
+HALF = (FORWARD + BACKWARD) // 2  # of a micro-batch's time on one stage
 
 
 def _pass_ends(order: Order, forward_only: bool) -> list[dict[Pass, int]]:
-    """Return, per row, the end time of each pass, in order."""
+    """Return, per row, the end time of each pass in a simulated step, in order."""
     step = _Step(order, [passes(order, row, forward_only) for row in range(order.rows)])
     ends: list[dict[Pass, int]] = [{} for _ in step.rows]
     now = [0] * order.rows
@@ -146,15 +147,15 @@ def megatron_launches(order: Order) -> Launches:
                     for sends, transfers in ((True, item.sends), (False, item.receives))
                     for t in transfers
                 }
-                row += [posts[turn] for turn in exchange_order(stage) if turn in posts]
+                row += [posts[post] for post in exchange_order(stage) if post in posts]
         rows.append(row)
     return rows
 
 
 def exchange_order(stage: int) -> tuple[tuple[bool, bool], ...]:
-    """Return the launch order of one exchange, as (forward, sends).
+    """Return the launch order of the posts of one exchange, each as (whether of an activation, whether a send).
 
-    Activations precede gradients, so that both ends of an edge reach the same transfer. Every other stage receives
+    Activations precede gradients, so that both ends of an edge reach the same transfer. Every second stage receives
     first, so that the stages of a ring never all send.
     """
     sends_first = stage % 2 == 0
@@ -185,19 +186,22 @@ class _Step:
         self.order, self.rows = order, rows
         self.done: list[set[Launch]] = [set() for _ in rows]
         self._position = [0] * len(rows)
-        self._arrivals: dict[tuple[int, bool], dict[int, int]] = {}  # times of rows at a stage's first (last) pass
+        # By stage, and whether it is for their first (else last) passes: when each row arrived there.
+        self._arrivals: dict[tuple[int, bool], dict[int, int]] = {}
         computed = [[launch for launch in row if isinstance(launch, Pass)] for row in rows if order.synchronizes_rows]
         self._outer_passes = [(row_passes[0], row_passes[-1]) for row_passes in computed]
 
     def next(self, row: int) -> Launch | None:
+        """Return the next launch of `row`; None after its last one."""
         return self.rows[row][self._position[row]] if self._position[row] < len(self.rows[row]) else None
 
     def complete(self, row: int, launch: Launch) -> None:
+        """Record that `row` has completed `launch`, its next one."""
         self.done[row].add(launch)
         self._position[row] += 1
 
     def synchronize(self, row: int, launch: Pass, after_last: bool, start: int = 0) -> int | None:
-        """Return when `row`, which reached `launch` at `start`, can run it; None while other rows have not arrived.
+        """Return the time at which `row` can run `launch`, reached at `start`; None while it waits for other rows.
         `after_last`: rows also synchronize at their last passes."""
         if not self._outer_passes or launch not in self._outer_passes[row][: 1 + after_last]:
             return start
@@ -224,7 +228,7 @@ class _Step:
                     f"with in_flight {list(order.in_flight)} stage {order.stage_of(row)} would wait forever for"
                     f" micro-batch {blocked_pass.micro_batch}",
                     where="plan.schedule",
-                    hint="hold more passes in flight: "
+                    hint="raise in_flight, to hold more passes in flight: "
                     + (
                         "replicas of a stage wait for each other"
                         if order.routes
@@ -251,9 +255,9 @@ def check_windows(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
             if step.synchronize(row, launch, after_last=False) is None:
                 return False
         elif launch.sends:
-            sent_transfers = sent.setdefault((row, launch.other), [])
+            sent_transfers = sent.setdefault((row, launch.peer), [])
             index = len(sent_transfers) - order.window(launch.transfer)
-            if index >= 0 and Post(False, sent_transfers[index]) not in step.done[launch.other]:
+            if index >= 0 and Post(False, sent_transfers[index]) not in step.done[launch.peer]:
                 return False
             sent_transfers.append(launch.transfer)
         step.complete(row, launch)
@@ -276,10 +280,12 @@ def check_unbuffered(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
             if step.synchronize(row, launch, after_last=True) is None:
                 return False
         else:
-            twin = Post(not launch.sends, launch.transfer)
-            if (launch.sends and launch.transfer.source_pass not in step.done[row]) or step.next(launch.other) != twin:
+            other_end = Post(not launch.sends, launch.transfer)
+            if launch.sends and launch.transfer.source_pass not in step.done[row]:
                 return False
-            step.complete(launch.other, twin)
+            if step.next(launch.peer) != other_end:
+                return False
+            step.complete(launch.peer, other_end)
         step.complete(row, launch)
         return True
 

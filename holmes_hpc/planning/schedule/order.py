@@ -97,6 +97,7 @@ class Order:
         return self._first_rows[-1]
 
     def row(self, stage: int, replica: int) -> int:
+        """Return the row of a replica of `stage`."""
         return self._first_rows[stage] + replica
 
     def stage_of(self, row: int) -> int:
@@ -128,7 +129,7 @@ class Order:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """The most passes that each row holds.
+        """The most passes that each row holds, at most its `in_flight`.
 
         If rows are stages, a stage never holds more than the stages above it. With virtual stages, the wrap-around edge
         also limits it to two groups more than the last stage holds.
@@ -228,7 +229,7 @@ class Order:
         return buffers
 
     def extra_depth(self, transfer: StageTransfer) -> int:
-        """Return how many micro-batches more than 1F1B needs eager 1F1B holds above the edge of `transfer`.
+        """Return the micro-batches that eager 1F1B holds above the edge of `transfer` beyond those of 1F1B.
         Two of them hide a transfer that takes as long as a stage computes one micro-batch."""
         source, target = self.stage_of(transfer.source), self.stage_of(transfer.target)
         if abs(source - target) != 1:  # the wrap-around edge
@@ -252,11 +253,12 @@ class Order:
 
 
 def least_in_flight(replicas: tuple[int, ...], extra: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Return, per stage, the micro-batches that a replica must hold so that no stage waits if transfers take no time.
+    """Return the fewest micro-batches that a replica of each stage must hold so that no stage waits, (S,).
 
-    Replicas take turns. `extra`: micro-batches held in addition above each edge, to hide its transfers. Before its
-    backward pass of micro-batch k, a stage runs the forward pass of k + (depth - 1) * replicas. The stage above must
-    have computed that before it waits for k, and one more micro-batch so that it can take the result in turn.
+    Transfers take no time, except those that `extra` hides: further micro-batches held above each edge. Replicas take
+    turns. Before its backward pass of micro-batch k, a stage runs the forward pass of k + (depth - 1) * replicas. The
+    stage above must have computed that before it waits for k, and one more micro-batch so that it can take the result
+    in turn.
     """
     depths = [1]
     for stage in reversed(range(len(replicas) - 1)):
@@ -265,11 +267,11 @@ def least_in_flight(replicas: tuple[int, ...], extra: tuple[int, ...] = ()) -> t
 
 
 def _distance(above: list[int], below: list[int], depth_above: int, depth_below: int) -> int:
-    """Return the most shared micro-batches that the upper row can have sent before the lower row received them.
+    """Return the most micro-batches that the upper row can have sent before the lower row received them.
 
-    `above`, `below`: positions of the shared micro-batches in the order of each row. When the upper row finishes a
-    forward pass, it has finished the backward pass `depth_above` positions earlier. So the lower row has finished that
-    backward pass too, and before it forward passes up to its own depth.
+    `above`, `below`: the positions, in the order of each row, of the micro-batches that both rows compute. When the
+    upper row finishes a forward pass, it has finished the backward pass `depth_above` positions earlier. So the lower
+    row has finished that backward pass too, and before it forward passes up to its own depth.
     """
     largest, received, backward_done = 1, 0, 0
     for sent, position in enumerate(above, 1):
