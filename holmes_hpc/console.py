@@ -39,7 +39,7 @@ def visible(text: str) -> str:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # as other streams do; rich would exit with 1
+        raise BrokenPipeError  # as other streams do, for the caller; rich itself would exit with 1
 
 
 def substitute_unencodable() -> None:
@@ -93,13 +93,13 @@ def table(
         )
         for index, column_width in zip(block, widths, strict=True):
             cells = [row[index] for row in rows if row[index] not in ("", NONE)]
-            numeric = bool(cells) and all(
-                c.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x").isdecimal()
-                for c in cells
-                if c.strip()
+            is_numeric = bool(cells) and all(
+                cell.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x").isdecimal()
+                for cell in cells
+                if cell.strip()
             )
             block_table.add_column(
-                columns[index], justify="right" if numeric else "left", overflow="fold", width=column_width
+                columns[index], justify="right" if is_numeric else "left", overflow="fold", width=column_width
             )
         for row in rows:
             block_table.add_row(*(row[i] for i in block))
@@ -109,9 +109,9 @@ def table(
 
 
 def _blocks(rows: Sequence[Sequence[str]], max_width: int) -> list[list[int]]:
-    """Group the columns that fit side by side without broken words or columns of single words.
+    """Return the indices of the columns in each block of a table. Each block begins with the first column.
 
-    Each block has the first column."""
+    A block has the columns that fit side by side with at least their :func:`_min_width`."""
     min_widths = [_min_width(column) for column in zip(*rows, strict=True)]
     blocks = [[0]]
     for index in range(1, len(min_widths)):
@@ -122,7 +122,7 @@ def _blocks(rows: Sequence[Sequence[str]], max_width: int) -> list[list[int]]:
 
 
 def _min_width(column: Sequence[str]) -> int:
-    """Return a column's least width: its name folds between words, its cells only if they are prose."""
+    """Return a column's least width: its name folds between words, its cells only beyond MIN_PROSE_WIDTH."""
     name, *cells = column
     longest = max(map(cell_len, cells), default=0)
     return max(_longest_word(name), min(longest, max(MIN_PROSE_WIDTH, *map(_longest_word, cells), 0)))
@@ -135,21 +135,21 @@ def _longest_word(cell: str) -> int:
 def _column_widths(rows: Sequence[Sequence[str]], max_width: int) -> list[int | None]:
     """Return a width for each column that breaks no word, folding the widest columns first.
 
-    None: the columns fit without folding, or cannot fit."""
-    cells = list(zip(*rows, strict=True))
-    widths = [max(map(cell_len, (line for cell in column for line in cell.split("\n")))) for column in cells]
-    minimums = ([_min_width(column) for column in cells], [max(map(_longest_word, column)) for column in cells])
+    All are None, which leaves the widths to rich, if the columns fit without folding or cannot fit."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(cell_len, (line for cell in column for line in cell.split("\n")))) for column in columns]
+    minimums = ([_min_width(column) for column in columns], [max(map(_longest_word, column)) for column in columns])
     min_widths = next((candidate for candidate in minimums if sum(candidate) <= max_width), None)
     if sum(widths) <= max_width or min_widths is None:
-        return [None] * len(cells)
+        return [None] * len(columns)
     while sum(widths) > max_width:
-        index = max((i for i in range(len(cells)) if widths[i] > min_widths[i]), key=lambda i: widths[i])
+        index = max((i for i in range(len(columns)) if widths[i] > min_widths[i]), key=lambda i: widths[i])
         widths[index] -= 1
     return list(widths)
 
 
 def bars(title: str, values: Sequence[tuple[str, float]]) -> None:
-    """Print named values of at least 0 as bars that fill the available width; print nothing without values."""
+    """Print (name, value) pairs as bars that fill the available width. Values are at least 0."""
     if not values:
         return
     console = _console()
@@ -168,7 +168,7 @@ def bars(title: str, values: Sequence[tuple[str, float]]) -> None:
 
 
 def text(message: str = "") -> None:
-    """Print lines to stdout as they are."""
+    """Print lines to stdout without wrapping them."""
     _console().print(visible(message), soft_wrap=True)
 
 
@@ -178,7 +178,7 @@ def paragraph(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """Print progress and remarks to stderr, one line."""
+    """Print one line of progress, or a remark, to stderr."""
     _console(stderr=True).print(visible(message), soft_wrap=True)
 
 
@@ -190,18 +190,17 @@ def problem(message: object) -> None:
 
 @contextlib.contextmanager
 def waiting(activity: str, after_s: float = 5.0) -> Iterator[None]:
-    """Report `activity` every few seconds while it lasts."""
+    """Print `activity` and its seconds to stderr every few seconds while the block runs."""
     with steps(activity, after_s):
         yield
 
 
 @contextlib.contextmanager
 def steps(first: str, after_s: float = 8.0) -> Iterator[Callable[[str], None]]:
-    """Yield a function that reports each step of longer work; a long step is reported again, with its seconds.
-
-    `first`: the step before the first call."""
+    """Yield a function that prints each step of longer work to stderr. A step of more than `after_s` seconds is printed
+    again, with its seconds. `first`: the step before the first call."""
     done, lock = threading.Event(), threading.Lock()
-    state = [(first, time.monotonic(), time.monotonic())]  # the step, its start, its last report
+    state = [(first, time.monotonic(), time.monotonic())]  # (the step, its start, its last report)
 
     def report(step: str) -> None:
         with lock:
@@ -211,8 +210,8 @@ def steps(first: str, after_s: float = 8.0) -> Iterator[Callable[[str], None]]:
     def tick() -> None:
         while not done.wait(after_s / 8):
             with lock:
-                (step, started, last), now = state[0], time.monotonic()
-                if now - last > after_s:
+                (step, started, last_report), now = state[0], time.monotonic()
+                if now - last_report > after_s:
                     state[0] = (step, started, now)
                     note(f"{step}: {now - started:.0f} s")
 
@@ -227,19 +226,15 @@ class Progress:
     """A callback (activity, done, total) that reports on stderr every few seconds, and at the end."""
 
     def __init__(self, every_s: float = 2.0) -> None:
-        self._every_s, self._reported, self._activity = every_s, time.monotonic(), ""
+        self._every_s, self._last_report, self._activity, self._done = every_s, time.monotonic(), "", -1.0
 
     def __call__(self, activity: str, done: float, total: float) -> None:
-        now = time.monotonic()
-        if (activity == self._activity and now - self._reported < self._every_s and done < total) or (
-            activity,
-            done,
-        ) == self._last:
+        now, is_same = time.monotonic(), activity == self._activity
+        is_too_early = now - self._last_report < self._every_s and done < total
+        if is_same and (is_too_early or done == self._done):
             return
-        self._reported, self._activity, self._last = now, activity, (activity, done)
+        self._last_report, self._activity, self._done = now, activity, done
         note(f"{activity}: {done / total:4.0%}" if total else activity)
-
-    _last: tuple[str, float] = ("", -1.0)
 
 
 def ask(question: str) -> str | None:
@@ -250,14 +245,14 @@ def ask(question: str) -> str | None:
 
 
 def as_json(document: Any) -> None:
-    """Print one JSON document on stdout; control characters are escaped as in JSON, so its value is unchanged."""
+    """Print one JSON document on stdout, with control characters escaped as JSON allows."""
     ascii_only = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") != "utf8"
     document_text = json.dumps(document, indent=1, ensure_ascii=ascii_only, default=str)
     sys.stdout.write(_CONTROL.sub(lambda control: f"\\u{ord(control[0]):04x}", document_text) + "\n")
 
 
 def outcome(result: Any, json: bool) -> None:
-    """Print a command's result, a dataclass: one JSON document, or its text."""
+    """Print the result of a command, a dataclass: as one JSON document if `json`, else its ``str``."""
     if json:
         as_json(asdict(result))
     else:
@@ -265,7 +260,7 @@ def outcome(result: Any, json: bool) -> None:
 
 
 def output(json: bool, document: Any, *tables: Sequence[Any]) -> None:
-    """Print one JSON document, or tables (arguments of :func:`table`)."""
+    """Print `document` as JSON if `json`, else the tables, each given as the arguments of :func:`table`."""
     if json:
         as_json(document)
         return

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class HolmesError(Exception):
-    """Bad input or a bad site: `what` is wrong, `where`, and `hint` (what to do). Exit code 2.
+    """Bad input or a bad site. `what`: what is wrong; `where`: its place; `hint`: what to do. Exit code 2.
 
     ``str(error)`` is always one line: ``where: what; hint``."""
 
@@ -21,8 +21,7 @@ class HolmesError(Exception):
 
     @classmethod
     def refuse(cls, *cases: tuple[Any, str, str, str]) -> None:
-        """Raise this error for the first of `cases` (whether it is wrong, what is wrong, where, what to do) that is
-        wrong."""
+        """Raise this error for the first wrong case. `cases`: (whether it is wrong, what is wrong, where, hint)."""
         for is_wrong, what, where, hint in cases:
             if is_wrong:
                 raise cls(what, where=where, hint=hint)
@@ -33,7 +32,7 @@ class SiteError(HolmesError):
 
 
 class PlanError(HolmesError):
-    """A model, a layout or a plan is impossible, or is for another site."""
+    """A model, a layout or a plan is impossible, or a plan is for another site."""
 
 
 class ConfigError(HolmesError):
@@ -65,11 +64,11 @@ class RunFailed(HolmesError):
 
 
 class NetworkError(RunFailed):
-    """A NIC, a link or a process group does not do what the plan needs."""
+    """A NIC, a link or a process group fails, or is not what the plan needs."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return `did you mean X?` for an unknown name, or the list of known names."""
+    """Return a hint for an unknown name: `did you mean X?` if one of `choices` is similar, else all choices."""
     names = sorted(choices)
     matches = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {matches[0]!r}?" if matches else f"choose one of: {', '.join(names)}"

@@ -17,5 +17,5 @@ START = (
 
 def module_arguments(module: str, *, any_version: bool = False) -> list[str]:
     """Return the arguments of `python` that run `module` as a program.
-    `any_version`: that Python may have another version than this one."""
+    `any_version`: the Python that runs it may have another version than this one."""
     return ["-c", START, module] if any_version or sys.version_info < (3, 11) else ["-P", "-m", module]

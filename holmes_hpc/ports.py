@@ -20,7 +20,7 @@ def free_port(ports: Iterable[int], address: str) -> int | None:
 
 
 def first_ephemeral() -> int:
-    """Return the first port that the system assigns to connections; servers use lower ports."""
+    """Return the lowest port that the system may assign to outgoing connections; servers should listen below it."""
     try:
         return max(10001, int(_RANGE.read_text().split()[0]))
     except OSError:  # not Linux

@@ -29,7 +29,7 @@ REQUIRED = dataclasses.MISSING
 
 @dataclasses.dataclass(frozen=True)
 class KeySpec:
-    """The help, unit and bounds of a field. `one_of`: the allowed texts; `infinite`: infinity is allowed."""
+    """The help, unit and range of a field. `one_of`: the allowed texts; `infinite`: whether infinity is allowed."""
 
     help: str = ""
     unit: str = ""
@@ -41,17 +41,16 @@ class KeySpec:
     le: float | None = None
 
     def bounds(self) -> dict[str, Any]:
-        return {n: v for n in ("gt", "ge", "lt", "le") if (v := getattr(self, n)) is not None}
+        """Return the bounds that are set, by name (gt, ge, lt, le)."""
+        return {name: bound for name in ("gt", "ge", "lt", "le") if (bound := getattr(self, name)) is not None}
 
 
-def key(help: str, **details: Any) -> KeySpec:
-    """Return the declaration of a field; `details`: unit, one_of, infinite, and its range (gt, ge, lt, le)."""
-    return KeySpec(help, **details)
+key = KeySpec  # in a declaration: Annotated[int, key("optimizer steps to make", ge=1)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of a group. `type`: the annotation; `default`: REQUIRED if there is none."""
+    """One key of a dataclass. `type`: its annotation; `default`: REQUIRED if there is none."""
 
     name: str
     type: Any
@@ -59,32 +58,24 @@ class Key:
     default: Any
 
 
+@cache
 def keys(cls: type[Any]) -> dict[str, Key]:
-    """Return the keys of a dataclass, in order."""
-    if cls not in _KEYS:
-        _KEYS[cls] = _read_keys(cls)
-    return _KEYS[cls]
-
-
-_KEYS: dict[type[Any], dict[str, Key]] = {}
-
-
-def _read_keys(cls: type[Any]) -> dict[str, Key]:
+    """Return the keys of a dataclass by name, in the order of their declaration."""
     hints = get_type_hints(cls, include_extras=True)
     declared = {}
     for field in dataclasses.fields(cls):
         if field.init:
-            specs = [m for m in getattr(hints[field.name], "__metadata__", ()) if isinstance(m, KeySpec)]
+            specs = [spec for spec in getattr(hints[field.name], "__metadata__", ()) if isinstance(spec, KeySpec)]
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             declared[field.name] = Key(field.name, hints[field.name], specs[0] if specs else KeySpec(), default)
     return declared
 
 
 def check(instance: Any, where: str, error: type[HolmesError] = ConfigError, dotted: bool = False) -> None:
-    """Raise `error` for the first field whose value has another type or range than declared.
+    """Raise `error` for the first field of `instance` whose value has another type or range than declared.
 
-    Lists become tuples where tuples are declared. For ``__post_init__``. `dotted`: `where` is a configuration group,
-    and errors name its keys in full (``train.steps``)."""
+    Call it in ``__post_init__``. It converts lists to tuples where tuples are declared. `dotted`: `where` is a
+    configuration group, and errors name its keys in full (``train.steps``)."""
     for name, declared in keys(type(instance)).items():
         value = getattr(instance, name)
         if isinstance(value, list) and tuple in kinds(declared.type):
@@ -92,11 +83,12 @@ def check(instance: Any, where: str, error: type[HolmesError] = ConfigError, dot
             object.__setattr__(instance, name, value)
         if not _fits(value, type(instance), name):
             key_name = f"{where}.{name}" if dotted else name
-            raise error(f"{key_name} is {_shown(value)}", where="" if dotted else where, hint=allowed(declared, value))
+            message = f"{key_name} is {_short_repr(value)}"
+            raise error(message, where="" if dotted else where, hint=allowed(declared, value))
 
 
 class Checked:
-    """A base class of dataclasses that only check their fields (:func:`check`) when created."""
+    """A base class for dataclasses that only need :func:`check` when created, with the arguments of the class."""
 
     _check: tuple[str, type[HolmesError]]
 
@@ -108,34 +100,31 @@ class Checked:
 
 
 def refuse(where: str, *cases: tuple[Any, str, str], error: type[HolmesError] = ConfigError) -> None:
-    """Raise `error` for the first of `cases` (is wrong, message, hint) that is wrong."""
+    """Raise `error` for the first wrong case. `cases`: (whether it is wrong, message, hint)."""
     error.refuse(*((is_wrong, message, where, hint) for is_wrong, message, hint in cases))
 
 
 def _unknown(name: str, value: Any, declared: Mapping[str, Key], where: str, error: type[HolmesError]) -> HolmesError:
-    """Return the error for an unknown key.
+    """Return the error for the unknown key `name`.
 
-    For a rate in GB/s, such as rdma_GBps, the hint has the converted number: renaming the key alone would give an
-    eighth."""
+    For a rate in GB/s, such as rdma_GBps, the hint is the correct key with the rate in Gb/s: the correct key with the
+    old number would mean an eighth of the rate."""
     intended = declared.get(name.lower()) if name.endswith("GBps") else None
     if intended is not None and intended.spec.unit == "Gb/s" and isinstance(value, int | float):
-        return error(
-            f"unknown key {name!r}: rates are in Gb/s, 8 for each GB/s",
-            where=where,
-            hint=f"write {intended.name}: {8 * value:g}",
-        )
+        message = f"unknown key {name!r}: rates are in Gb/s, 8 for each GB/s"
+        return error(message, where=where, hint=f"write {intended.name}: {8 * value:g}")
     return error(f"unknown key {name!r}", where=where, hint=nearest(name, declared))
 
 
 def make(cls: type[T], values: Any, where: str, error: type[HolmesError] = ConfigError) -> T:
-    """Build the dataclass `cls` from plain data, nested ones too.
+    """Build the dataclass `cls`, and dataclasses nested in it, from plain data.
 
-    Errors name unknown and missing keys. The dataclass checks its values itself (:func:`check`)."""
+    Raise `error` for unknown and missing keys. The dataclass checks its values itself (:func:`check`). `where`: the
+    place of `values`, for errors."""
     declared = keys(cls)
     if not isinstance(values, Mapping):
-        raise error(
-            f"is {_shown(values)}, not keys with values", where=where, hint=f"allowed keys: {', '.join(declared)}"
-        )
+        message = f"is {_short_repr(values)}, not keys with values"
+        raise error(message, where=where, hint=f"allowed keys: {', '.join(declared)}")
     for name in values:
         if name not in declared:
             raise _unknown(str(name), values[name], declared, where, error)
@@ -149,13 +138,13 @@ def make(cls: type[T], values: Any, where: str, error: type[HolmesError] = Confi
     arguments = {name: _nested(value, declared[name], f"{where}.{name}", error) for name, value in values.items()}
     try:
         return cls(**arguments)
-    except HolmesError as e:  # the error may not name the full path
-        is_outer = e.where and where.startswith(e.where)  # this path is more precise
-        raise type(e)(e.what, where=where if is_outer else e.where, hint=e.hint) from None
+    except HolmesError as e:
+        is_less_precise = e.where and where.startswith(e.where)  # the dataclass does not know its full path
+        raise type(e)(e.what, where=where if is_less_precise else e.where, hint=e.hint) from None
 
 
 def _nested(value: Any, declared: Key, where: str, error: type[HolmesError]) -> Any:
-    """Convert plain data to the dataclass that its key declares, alone or in a list; return the rest unchanged."""
+    """Convert plain data to the dataclass that its key declares, also in a list or map; return other data unchanged."""
     for member in _members(declared.type):
         if dataclasses.is_dataclass(member) and isinstance(value, Mapping):
             return make(member, value, where, error)  # type: ignore[arg-type]
@@ -173,36 +162,40 @@ def _nested(value: Any, declared: Key, where: str, error: type[HolmesError]) -> 
 
 
 def allowed(declared: Key, value: Any = None) -> str:
-    """Return the allowed values of a key as text; for an unknown text also the nearest one."""
+    """Return the allowed values of a key as text, for a hint. `value`: the refused one; the nearest allowed text is
+    suggested."""
     if choices := declared.spec.one_of:
         matches = difflib.get_close_matches(value, choices, 1, 0.75) if isinstance(value, str) else []
         text = f"use {', '.join(choices)}" + "".join(f" (did you mean {str(match)!r}?)" for match in matches)
     else:
-        text = "use " + " or ".join(dict.fromkeys(_phrase(m, declared.spec) for m in _members(declared.type)))
+        text = "use " + " or ".join(dict.fromkeys(_type_text(m, declared.spec) for m in _members(declared.type)))
     text += f" ({declared.spec.unit})" if declared.spec.unit else ""
     return text + (", or null" if type(None) in _all_members(declared.type) else "")
 
 
-def _phrase(member: Any, spec: KeySpec) -> str:
-    """Return one of a key's types as text, with its range."""
-    kind = _kind(member)
+def _type_text(member: Any, spec: KeySpec) -> str:
+    """Return one of a key's types as text, with the key's range: `a list of whole numbers from 1`."""
+    kind, limits = _kind(member), _range_text(spec)
     if kind in (int, float):
-        return ("a whole number" if kind is int else "a number") + _range(spec)
-    inner = [t for a in get_args(member) if a is not Ellipsis for t in _members(a)]
-    plurals = {int: "whole numbers" + _range(spec), float: "numbers" + _range(spec), str: "texts"}
-    elements = " or ".join(plurals.get(t, "values") for t in (inner if kind is tuple else inner[1:]))
+        return ("a whole number" if kind is int else "a number") + limits
+    arguments = [t for argument in get_args(member) if argument is not Ellipsis for t in _members(argument)]
+    element_types = arguments if kind is tuple else arguments[1:]  # the first argument of a map is its keys' type
+    plurals = {int: f"whole numbers{limits}", float: f"numbers{limits}", str: "texts"}
+    elements = " or ".join(plurals.get(t, "values") for t in element_types)
     return {bool: "true or false", str: "text", tuple: f"a list of {elements}"}.get(
         kind, f"keys with {elements or 'values'}"
     )
 
 
-def _range(spec: KeySpec) -> str:
+def _range_text(spec: KeySpec) -> str:
+    """Return a range as text, with a space in front; empty without bounds."""
     low = f" above {spec.gt:g}" if spec.gt is not None else f" from {spec.ge:g}" if spec.ge is not None else ""
     high = f" below {spec.lt:.10g}" if spec.lt is not None else f" up to {spec.le:.10g}" if spec.le is not None else ""
     return low + ("," if low and high else "") + high
 
 
 def _fits(value: Any, cls: Any, name: str) -> bool:
+    """Return whether `value` has the type and range that `cls` declares for its key `name`."""
     declared = keys(cls)[name]
     if isinstance(value, float) and not math.isfinite(value) and not declared.spec.infinite:
         return False
@@ -224,7 +217,7 @@ def _fits(value: Any, cls: Any, name: str) -> bool:
 
 @cache
 def _classes(cls: Any, name: str) -> tuple[tuple[type, ...], bool, bool]:
-    """Return (classes that a key's value may have, whether all are dataclasses, whether it may be null)."""
+    """Return (classes that the value of a key may have, whether all are dataclasses, whether it may be null)."""
     all_members = _all_members(keys(cls)[name].type)
     members = [m for m in all_members if m is not type(None)]
     return (
@@ -236,7 +229,7 @@ def _classes(cls: Any, name: str) -> tuple[tuple[type, ...], bool, bool]:
 
 @cache
 def _bounded(cls: Any, name: str) -> Any:
-    """Return a key's type for msgspec: ranges at every number, dataclasses unchecked."""
+    """Return the type of a key for msgspec: with the key's range at every number, and dataclasses unchecked."""
     declared = keys(cls)[name]
     bounds = declared.spec.bounds()
 
@@ -258,7 +251,7 @@ def _bounded(cls: Any, name: str) -> Any:
     return convert(declared.type)
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -269,9 +262,10 @@ def _plain(annotation: Any) -> Any:
 
 
 def _all_members(annotation: Any) -> list[Any]:
+    """Return the members of a union, or the single type, with null's type."""
     bare = _plain(annotation)
-    parts = get_args(bare) if get_origin(bare) in (Union, types.UnionType) else (bare,)
-    return [_plain(p) for p in parts]
+    members = get_args(bare) if get_origin(bare) in (Union, types.UnionType) else (bare,)
+    return [_plain(member) for member in members]
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -280,7 +274,7 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def _kind(member: Any) -> Any:
-    """Return int, float, bool, str, tuple, dict or a dataclass."""
+    """Return the kind of a type: int, float, bool, str, tuple (of any list), dict (of any map) or a dataclass."""
     origin = get_origin(member) or member
     if origin in (tuple, list):
         return tuple
@@ -288,5 +282,5 @@ def _kind(member: Any) -> Any:
 
 
 def kinds(annotation: Any) -> list[Any]:
-    """Return the kinds of a key's values without null: int, float, bool, str, tuple, dict or a dataclass."""
+    """Return the kinds (:func:`_kind`) of a key's values, without null."""
     return [_kind(m) for m in _members(annotation)]

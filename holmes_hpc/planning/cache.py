@@ -1,4 +1,4 @@
-"""A cache of results: a search asks for the same values again and again."""
+"""A cache of results, for a search that needs the same values again and again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class Memo(dict[tuple[object, ...], Any]):
-    """Results by everything that they depend on."""
+    """Results by key. A key has a name and all values that its result depends on."""
 
     def of(self, *key: object, compute: Callable[[], T]) -> T:
-        """Return the result of `compute`, which runs once per `key`."""
+        """Return the result of `compute`, which runs only once for each `key`."""
         try:
             value: T = self[key]
         except KeyError:

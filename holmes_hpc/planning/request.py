@@ -27,8 +27,8 @@ from holmes_hpc.records.find import run_directories
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import make
 
-WARM_UP = 3  # first steps of a run, which are not used
-MAX_RUNS = 32  # the most runs to learn from, the last ones by path
+WARM_UP = 3  # the first steps of a run, which are not measured
+MAX_RUNS = 32  # the most runs to learn from: the last ones in the order of their paths
 
 
 def local_site(processes: int, device: str) -> Site:
@@ -99,7 +99,8 @@ def costs(
 
 
 def read_calibration(path: str, target: Plan | Configuration) -> Calibration:
-    """Return the calibration, or layer profile, in a file. ConfigError if it is not of the model of `target`."""
+    """Return the calibration in a file, which may also be a layer profile.
+    ConfigError if it was measured with another model than that of `target`."""
     try:
         if path.endswith(".csv"):
             return from_csv(read_text(path), target.model, target.batch)
@@ -114,14 +115,14 @@ def read_calibration(path: str, target: Plan | Configuration) -> Calibration:
 
 
 def pace(config: Configuration, plan: Plan | None) -> float | None:
-    """Return the emulated milliseconds of a layer: of the configuration, else of `plan`."""
+    """Return the emulated milliseconds of a layer's forward pass: of the configuration, else of `plan`, else None."""
     configured = config.train.pace_layer_ms
     return configured if configured is not None or plan is None else plan.pace_layer_ms
 
 
 def learn_from_runs(config: Configuration, root: str) -> tuple[CorrectionFit, list[str]]:
-    """Return corrections of the planner's figures from the runs at or below `root`, and why other runs were skipped.
-    The calibration of `config`, if it names one, applies. ConfigError if no run can be used."""
+    """Return (corrections of the planner's figures, why runs were skipped) from the runs at or below `root`.
+    A reason is `RUN: REASON`. The calibration of `config` applies, if set. ConfigError if no run can be used."""
     runs, skipped = list[ObservedRun](), list[str]()
     for record in run_directories(root):
         try:
@@ -138,29 +139,29 @@ def learn_from_runs(config: Configuration, root: str) -> tuple[CorrectionFit, li
 
 
 def _observed(record: RunDirectory, calibration: str | None) -> ObservedRun:
-    """Return the plan of a run, and the median times of its latest attempt after warm-up."""
+    """Return the plan of a run with the median times of its latest attempt, without the warm-up."""
     config, plan = recorded(record.config)[0], Plan.read(record.plan_path)
     if plan.is_per_stage:
         raise RecordError("its plan has per-stage TP/DP", where=str(record.path), hint="learn from uniform layouts")
-    lines = record.metrics()
-    last = max((int(line.get("attempt") or 1) for line in lines), default=1)
-    steps = [line for line in lines if int(line.get("attempt") or 1) == last][WARM_UP:]
+    all_steps = record.metrics()
+    last_attempt = max((int(step.get("attempt") or 1) for step in all_steps), default=1)
+    steps = [step for step in all_steps if int(step.get("attempt") or 1) == last_attempt][WARM_UP:]
     if len(steps) < 2:
         raise RecordError(f"fewer than {WARM_UP + 2} steps", where=str(record.path), hint="let it run longer")
-    compute_s = zip(*([float(stage["compute_s"]) for stage in line["breakdown"]] for line in steps), strict=True)
+    stage_times = zip(*([float(stage["compute_s"]) for stage in step["breakdown"]] for step in steps), strict=True)
     return ObservedRun(
         record.name,
         plan,
         costs(replace(config, calibration=calibration), plan),
-        median(float(line["step_time_s"]) for line in steps),
-        tuple(median(stage) for stage in compute_s),
+        median(float(step["step_time_s"]) for step in steps),
+        tuple(median(times) for times in stage_times),
     )
 
 
 def make_plan(
     config: Configuration, target_site: Site | None = None, clock: Clock | None = None, cost_model: Costs | None = None
 ) -> Plan:
-    """Return the plan file of `config`, or else the best plan for its model.
+    """Return the plan in the plan file of `config`; without one, the best plan for its model.
     Site and cost model default to those of `config`; `clock` as in :func:`best_plan`."""
     if config.plan_file:
         return Plan.read(config.plan_file)
@@ -186,17 +187,18 @@ def with_gpu(target_site: Site, name: str) -> Site:
 
 
 def calibration_config(config: Configuration) -> Configuration:
-    """Return `config` for a short run that uses every network.
+    """Return `config` changed for a short run that uses every network.
 
-    It uses two nodes and one stage per fabric, few layers, and a batch that any data-parallel size divides. Values that
-    the configuration fixes stay.
+    It has two nodes and one stage per fabric, few layers, and a batch that any data-parallel size divides. Nodes,
+    stages and strategy that the configuration fixes stay.
     """
     fabrics, plan, batch = site(config).fabrics, config.plan, config.batch
     if plan.nodes is None and not config.local:
         plan = replace(plan, nodes={f.name: min(2, f.nodes) for f in fabrics})
-    used = [f for f in fabrics if not plan.nodes or f.name in plan.nodes]
-    ranks = [((plan.nodes or {}).get(f.name) or f.nodes) * (plan.gpus_per_node or f.gpus_per_node) for f in used]
-    plan = replace(plan, unequal="false")  # measurements are of one TP
+    nodes = plan.nodes or {}
+    used = [f for f in fabrics if not nodes or f.name in nodes]
+    ranks = [(nodes.get(f.name) or f.nodes) * (plan.gpus_per_node or f.gpus_per_node) for f in used]
+    plan = replace(plan, unequal="false")  # one TP is measured
     if len(used) > 1 and plan.strategy == "auto":
         plan = replace(plan, strategy="pipeline")
     if plan.pp is None and plan.strategy == "pipeline" and len(set(ranks)) == 1:
@@ -211,7 +213,7 @@ def calibration_config(config: Configuration) -> Configuration:
 
 
 def with_software(target_site: Site, attention: str | None, fused_norm: bool | None) -> Site:
-    """Return the site with this attention kernel and norm fusion in every fabric; None keeps the site's."""
+    """Return the site with these implementations of attention and norms in every fabric; None keeps the site's."""
     return replace(
         target_site,
         fabrics=tuple(
@@ -232,25 +234,29 @@ def check_site(plan: Plan, target_site: Site) -> None:
     """Raise PlanError for the first difference between the plan's fabrics and those of the site."""
     hint = "make a plan for this site with `holmes plan`, or give the plan's own site with --site FILE"
     fabrics = {f.name: f for f in target_site.fabrics}
-    for part in plan.components:
-        planned, where = plan.site.fabric(part.fabric), f"site {target_site.name}: fabric {part.fabric}"
-        actual = fabrics.get(part.fabric, planned)
+    for component in plan.components:
+        name, planned = component.fabric, plan.site.fabric(component.fabric)
+        actual, where = fabrics.get(name, planned), f"site {target_site.name}: fabric {name}"
         PlanError.refuse(
             (
-                part.fabric not in fabrics,
-                f"the plan is for site {plan.site.name}, whose fabric {part.fabric!r} is not here "
-                f"(here: {', '.join(fabrics)})",
+                name not in fabrics,
+                f"the plan needs fabric {name!r} of site {plan.site.name}; this site has {', '.join(fabrics)}",
                 f"site {target_site.name}",
                 hint,
             ),
             *(
                 (
-                    getattr(planned, name) != getattr(actual, name),
-                    f"the plan was made for {name} {getattr(planned, name)}, here it is {getattr(actual, name)}",
+                    getattr(planned, key) != getattr(actual, key),
+                    f"the plan was made for {key} {getattr(planned, key)}, this site has {getattr(actual, key)}",
                     where,
                     hint,
                 )
-                for name in ("nic", "partition", "constraint", "gpus_per_node")
+                for key in ("nic", "partition", "constraint", "gpus_per_node")
             ),
-            (part.nodes > actual.nodes, f"the plan needs {part.nodes} nodes, {actual.nodes} can be used", where, hint),
+            (
+                component.nodes > actual.nodes,
+                f"the plan needs {component.nodes} nodes, {actual.nodes} can be used",
+                where,
+                hint,
+            ),
         )

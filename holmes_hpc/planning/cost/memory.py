@@ -336,9 +336,9 @@ def shortage(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -
     return Shortage(float(missing[stage]), float(need[stage]), stage)
 
 
-def refuse(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> None:
+def check_memory(layout: Layout, layers: np.ndarray) -> None:
     """Raise PlanError with the stage and the shortage if one layer split, (1, S, C), does not fit."""
-    missing = shortage(layout, layers, max_gib)
+    missing = shortage(layout, layers)
     if missing.bytes > 0:
         gpus = [layout.fabric(replica[missing.stage]).gpu for replica in layout.replicas]
         raise PlanError(

@@ -13,7 +13,7 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.memory import refuse
+from holmes_hpc.planning.cost.memory import check_memory
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout
 from holmes_hpc.planning.plan.plan import Plan, Stage
 from holmes_hpc.planning.schedule.kinds import megatron_kind, schedule_kind
@@ -27,13 +27,15 @@ from holmes_hpc.planning.search.space import MIN_BATCH_GAIN, Space, nearby_batch
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 
 MAX_REFINED = 24
-NEAR = 1.05  # candidates slower than the best by no more than this are refined
-FAR = 1.12  # up to this, too, if their bound is below the best: refinement gains up to 10%
-MAX_ORDERS_FAR = 3  # of fabrics, tried for the latter
-MIN_REFINED_OF_KIND = 6  # then a candidate is skipped if it had to gain twice the most that its kind has gained
-MAX_NODE_CHOICES = 50  # tried for one fixed layout
+NEAR = 1.05  # candidates up to this many times as slow as the best are refined
+FAR = 1.12  # so are those up to this many times as slow whose bound is below the best: refinement gains up to 10%
+MAX_ORDERS_FAR = 3  # the most orders of fabrics tried for a candidate beyond NEAR
+# After this many refinements of a kind, a candidate of the kind is skipped if it would have to gain more than twice the
+# largest gain so far.
+MIN_REFINED_OF_KIND = 6
+MAX_NODE_CHOICES = 50  # the most placements tried for one user-fixed layout
 MAX_RUNNERS_UP = 5
-MIN_PER_STAGE_GAIN = 0.01  # per-stage TP/DP is less simple and must gain at least this
+MIN_PER_STAGE_GAIN = 0.01  # per-stage TP/DP is less simple and must gain at least this share of the step
 PREDICTED = tuple(part for part in PARTS if part != "other_s")  # parts of a step's time
 MIN_NOTED_GAP = 0.005  # smaller gaps to the lower bound are not noted
 
@@ -44,12 +46,12 @@ def best_plan(
     """Return the plan with the shortest predicted step, with its prediction and runners-up.
 
     `clock`: the time limit and progress log; without one the search goes on until nothing can be gained. Raise
-    PlanError, one line, if something does not divide, or with the missing memory and a change under which it fits.
+    PlanError if a size does not divide, or if nothing fits in memory, with the missing memory and a change that helps.
     """
     clock, problem = clock or Clock(), Problem(model, batch, costs.with_measured_links(site), options, costs)
     conflict = conflicting_option(options, costs) if options.unequal == "true" else None
-    message, hint = f"per-stage TP/DP cannot be combined with {conflict}", f"plan.unequal=true or {conflict}"
-    PlanError.refuse((conflict, message, "plan.unequal", f"remove one of the two: {hint}"))
+    message, hint = f"per-stage TP/DP cannot be combined with {conflict}", f"remove plan.unequal=true or {conflict}"
+    PlanError.refuse((conflict, message, "plan.unequal", hint))
     try:
         best, *slower = search(*problem, clock=clock)
     except PlanError:  # no uniform layout
@@ -57,16 +59,17 @@ def best_plan(
         if plan is None:
             raise
         return plan
-    is_tried = not clock.is_over() and (options.unequal == "true" or _may_gain_per_stage(best, problem))
-    per_stage = _per_stage_plan(problem, clock, [best, *slower]) if is_tried else None
-    plan = per_stage or to_plan(best, problem.site, slower)
+    tries_per_stage = not clock.is_over() and (options.unequal == "true" or _may_gain_per_stage(best, problem))
+    per_stage_plan = _per_stage_plan(problem, clock, [best, *slower]) if tries_per_stage else None
+    plan = per_stage_plan or to_plan(best, problem.site, slower)
     return plan if clock.is_over() else _note_nearby_batch(plan, best, problem, clock)
 
 
 def _may_gain_per_stage(best: Candidate, problem: Problem) -> bool:
     """Return whether per-stage TP/DP may be faster than the best uniform layout.
 
-    It may if that layout leaves nodes unused, fabrics are unlike, or its ranks are idle for more than the least gain.
+    It may if fabrics differ in GPUs or nodes, or if that layout leaves nodes unused or its ranks idle for more than
+    MIN_PER_STAGE_GAIN of the step.
     """
     available = available_fabrics(problem.site, problem.options)
     kinds = {(a.fabric.gpu, a.nodes, a.gpus_per_node) for a in available}
@@ -79,9 +82,9 @@ def _may_gain_per_stage(best: Candidate, problem: Problem) -> bool:
 
 
 def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate] = ()) -> Plan | None:
-    """Return the best plan with per-stage TP/DP that is clearly faster than the best of the `uniform` candidates.
+    """Return the best plan with per-stage TP/DP if it gains MIN_PER_STAGE_GAIN over the first of `uniform`, else None.
 
-    Return None if there is none, or the options exclude it.
+    `uniform`: the candidates with uniform layouts, the best first. None, too, if the options exclude per-stage TP/DP.
     """
     options = problem.options
     if options.unequal == "false" or conflicting_option(options, problem.costs):
@@ -96,7 +99,7 @@ def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate]
             return None
         try:
             plan = to_plan(variant, problem.site, uniform)
-        except PlanError:  # may deadlock
+        except PlanError:  # its schedule could deadlock
             continue
         notes = [
             f"{nodes} nodes of {fabric} are unused: no layout found has a shorter step with them"
@@ -130,9 +133,9 @@ def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem, clock: Clo
 def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
     """Return the plan of one user-fixed layout without a search; `options` must give tp, pp and dp.
 
-    Defaults: layers as equal as possible, Megatron-Core's schedule, no recomputation, fabrics in the order of `nodes`
-    or of the site. Eager 1F1B gets the depth and buckets that a search would choose. A layout that does not fit in
-    memory is predicted all the same, with a note.
+    Options that are not set mean: layers as equal as possible, Megatron-Core's schedule, no recomputation, fabrics in
+    the order of `nodes` or of the site. Eager 1F1B gets the passes in flight and the buckets that a search would
+    choose. The plan of a layout that does not fit in memory has a note that says so.
     """
     PlanError.refuse(*((not getattr(options, n), f"{n} is missing", "layout", f"give {n}") for n in ("tp", "pp", "dp")))
     site, chunks = costs.with_measured_links(site), options.virtual_stages or 1
@@ -159,7 +162,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         raise_out_of_memory(Evaluator(model, batch, site, unlimited, costs), placements)
     plan = to_plan(best, site, [])
     try:
-        refuse(Layout.of(plan, costs), layer_array(plan))
+        check_memory(Layout.of(plan, costs), layer_array(plan))
     except PlanError as e:
         return replace(plan, assumptions=(*plan.assumptions, f"it does not fit: {e.what}"))
     return plan
@@ -167,8 +170,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
 
 def _fixed_candidate(problem: Problem) -> Candidate | None:
     """Return the best candidate of the one layout that the options fix; None if there is none."""
-    evaluator = Evaluator(*problem)
-    placements = Space(*problem).placements()
+    evaluator, placements = Evaluator(*problem), Space(*problem).placements()
     pipelines = [p for p in placements if p.strategy != "hierarchical-dp"]  # Megatron-Core's usual order of ranks
     candidates = [
         evaluator.simulate(candidate)
@@ -185,13 +187,11 @@ def search(
     model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock
 ) -> list[Candidate]:
     """Return the candidates with uniform layouts, from best to worst."""
-    space = Space(model, batch, site, options, costs)
+    space, evaluator = Space(model, batch, site, options, costs), Evaluator(model, batch, site, options, costs)
     placements = space.placements()
-    evaluator = Evaluator(model, batch, site, options, costs)
     if not placements:
-        unlimited = replace(options, max_memory_gib=float("inf"))
-        too_large = Space(model, batch, site, unlimited, costs).placements()
-        if too_large:
+        unlimited = replace(options, max_memory_gib=inf)
+        if too_large := Space(model, batch, site, unlimited, costs).placements():
             raise_out_of_memory(evaluator, too_large)
         raise_indivisible(model, batch, site, options)
     exploration = explore(evaluator, space, placements, clock)
@@ -233,7 +233,7 @@ def _refine(evaluator: Evaluator, exploration: Exploration, clock: Clock) -> lis
 
 
 def to_plan(candidate: Candidate | Variant, site: Site, slower: Sequence[Candidate]) -> Plan:
-    """Return a candidate as a plan from which a run can start, with its runners-up from `slower`."""
+    """Return a candidate as a complete plan, with the best of the `slower` candidates as runners-up."""
     layout = candidate.layout
     stages = tuple(
         Stage(c.fabric, int(chunks.sum()), tuple(int(n) for n in chunks))
@@ -262,26 +262,24 @@ def to_plan(candidate: Candidate | Variant, site: Site, slower: Sequence[Candida
 
 
 def _alternatives(best: Candidate | Variant, slower: Sequence[Candidate]) -> tuple[dict[str, Any], ...]:
-    """Return the best of each other kind of placement (strategy, fabrics, and parallel sizes), the fastest first."""
+    """Return the first candidate of each kind of placement other than that of `best`, the fastest first."""
     kinds, runners_up = {_kind(best)}, list[dict[str, Any]]()
     for candidate in slower:
         if _kind(candidate) not in kinds and len(runners_up) < MAX_RUNNERS_UP:
             kinds.add(_kind(candidate))
             runners_up.append(alternative(best, candidate))
-    return tuple(sorted(runners_up, key=_step_time_s))
-
-
-def _step_time_s(runner_up: dict[str, Any]) -> float:
-    return float(runner_up["predicted"]["step_time_s"])
+    return tuple(sorted(runners_up, key=lambda runner_up: runner_up["predicted"]["step_time_s"]))
 
 
 def _kind(candidate: Candidate | Variant) -> tuple[object, ...]:
+    """Return the strategy, parallel sizes and fabrics of a candidate."""
     layout = candidate.layout
     return candidate.strategy, layout.parallel.stages, tuple(sorted(c.fabric for c in layout.components))
 
 
 def alternative(best: Candidate | Variant, runner_up: Candidate) -> dict[str, Any]:
-    """Return a runner-up, whose layout is uniform, as plain data, with the parts in which it is slower than `best`."""
+    """Return a runner-up as plain data. `why_not` names the parts of its step that take longer than those of `best`.
+    Its layout is uniform."""
     layout, layers = runner_up.layout, runner_up.layers
     best_prediction, prediction = predict_layout(best.layout, best.layers), predict_layout(layout, layers)
     slowdown = prediction.step_time_s / best_prediction.step_time_s - 1
@@ -311,9 +309,9 @@ def alternative(best: Candidate | Variant, runner_up: Candidate) -> dict[str, An
 
 
 def slowest_parts(extra_s: Mapping[str, float]) -> str:
-    """Return as text the part of a step with the most extra time, and the second one if it is at least a third of that.
+    """Return a text on the part with the most extra time, and on the next one if it has at least a third of that.
 
-    `extra_s`: seconds of each part beyond the best plan's, negative where shorter.
+    `extra_s`: the seconds by which each part of the step is longer than in the best plan (negative: shorter).
     """
     first, second = sorted(extra_s, key=lambda name: -extra_s[name])[:2]
     text = f"{PART_NAMES[first]} takes {extra_s[first]:.3g} s longer"

@@ -1,4 +1,8 @@
-"""Hierarchical placements: whole pipelines in each fabric, or in each node of one, and data parallelism across them."""
+"""Hierarchical placements: whole pipelines in each fabric, or in each node of one, and data parallelism across them.
+
+Here tau is the seconds of one micro-batch, forward and backward, in the layers of the slowest stage. The data-parallel
+ranks are divided into optimizer instances of equal size, each inside one fabric.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ MAX_STAGES = 64
 
 
 def hierarchies(costs: FabricCosts, dp: int, limit: Limit) -> Iterator[Placement]:
-    """Yield the hierarchical placements that `limit` admits, with the largest optimizer instances of equal size."""
-    fixed_pp, slowness = costs.options.stages, 1 / costs.between_gbps
+    """Yield the hierarchical placements of `dp` pipelines that `limit` admits, with the largest optimizer instances."""
+    fixed_pp, edge_s = costs.options.stages, 1 / costs.between_gbps  # of a transfer of 1 Gb between two fabrics
     depths = np.array([fixed_pp] if fixed_pp else range(1, min(costs.layers, MAX_STAGES) + 1))
     depths = depths[(depths <= costs.layers) & (depths * costs.tp * dp <= costs.ranks.sum())]
     per_stage, chunks = -(-costs.layers // depths), costs.max_chunks_array(depths, costs.micro_batches // dp)
@@ -33,7 +37,7 @@ def hierarchies(costs: FabricCosts, dp: int, limit: Limit) -> Iterator[Placement
         maxima = [ranks // (pp * costs.tp) // u * u for ranks, u in zip(costs.ranks.tolist(), units, strict=True)]
         is_too_slow = partial(_is_too_slow, costs, dp, pp, limit)
         for counts, instance_dp in _splits(costs, dp, maxima, units, _single_fabrics(costs, pp), is_too_slow):
-            used = costs.order_fabrics([f for f, n in enumerate(counts) if n], slowness, is_ring=True)
+            used = costs.order_fabrics([f for f, n in enumerate(counts) if n], edge_s, is_ring=True)
             estimate = _estimate(costs, dp, pp, used, instance_dp)
             if limit.admit(float(estimate.least_seconds()), frozenset(costs.available[f].fabric.name for f in used)):
                 ranks_and_stages = {f: (counts[f] * pp * costs.tp, pp) for f in used}
@@ -67,7 +71,8 @@ def _slowest_pipeline(
 def _is_too_slow(
     costs: FabricCosts, dp: int, pp: int, limit: Limit, choice: Sequence[int], names: frozenset[str]
 ) -> bool:
-    """Return whether compute alone takes pipelines of `pp` stages in these fabrics beyond the limit."""
+    """Return whether the compute time of pipelines of `pp` stages in the fabrics `choice` exceeds the limit.
+    `names`: of the fabrics."""
     max_s = limit.max_s(names)
     if isinf(max_s):
         return False
@@ -77,10 +82,10 @@ def _is_too_slow(
 
 
 def _single_fabrics(costs: FabricCosts, pp: int) -> frozenset[int]:
-    """Return the fabrics in which a hierarchy may be alone: a pipeline of `pp` stages must fit into one node.
+    """Return the fabrics in which a hierarchical placement may use only that fabric.
 
-    Longer pipelines in one fabric belong to :mod:`.pipelines`. If the user asks for a hierarchy and there are several
-    fabrics, it spans all of them.
+    A pipeline of `pp` stages must fit into one node there; longer pipelines in one fabric belong to :mod:`.pipelines`.
+    The result is empty for one stage, and if the user asks for a hierarchy on several fabrics: it spans at least two.
     """
     if pp == 1 or (costs.options.strategy != "auto" and len(costs.available) > 1):
         return frozenset()
@@ -97,8 +102,8 @@ def _splits(
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield (pipelines of each fabric, DP of an optimizer instance) for each choice of fabrics.
 
-    A choice has two or more fabrics, or one of `single_fabrics`. `maxima`: pipelines that fit in each fabric. `units`:
-    pipelines that fill whole nodes.
+    A choice has two or more fabrics, or one of `single_fabrics`. `maxima`: the most pipelines in each fabric. `units`:
+    the fewest pipelines that fill whole nodes there. `is_left_out`: (fabrics of a choice, their names) -> skip it.
     """
     if costs.is_fixed:
         if sum(maxima) == dp and all(maxima) and (len(maxima) > 1 or single_fabrics):
@@ -130,10 +135,10 @@ def _estimate(costs: FabricCosts, dp: int, pp: int, used: list[int], instance_dp
     across = costs.cached(costs.ring_s, tuple(used)) * per_stage / instance_dp if instance_dp < dp else 0.0
     reduce, gather = costs.cached(costs.sync_s, instance_dp, min(pp, costs.node_stride))
     layer_s = max(costs.layer_s_list[f] for f in used)
-    stages = min(pp, max(costs.available[f].gpus_per_node for f in used) // costs.tp)  # that share a node's NIC
+    sharing = min(pp, max(costs.available[f].gpus_per_node for f in used) // costs.tp)  # stages that share a node's NIC
     backward = per_stage * 2 / 3 * layer_s  # hides gradient traffic
-    exposed_reduce = max(0.0, per_stage * stages * max(float(reduce[f]) for f in used) + across - backward)
-    exposed = exposed_reduce + per_stage * stages * pp * max(float(gather[f]) for f in used)
+    exposed_reduce = max(0.0, per_stage * sharing * max(float(reduce[f]) for f in used) + across - backward)
+    exposed = exposed_reduce + per_stage * sharing * pp * max(float(gather[f]) for f in used)
     inside, _ = costs.cached(costs.transfers_s, 1)  # needed by pipelines that are longer than a node
     transfer = max((float(inside[f]) for f in used if pp * costs.tp > costs.available[f].gpus_per_node), default=0.0)
     return _slowest_pipeline(costs, pp, chunks, dp, layer_s=layer_s, transfer=transfer, exposed=exposed)

@@ -1,4 +1,4 @@
-"""Errors for problems without a plan: what cannot be divided, or how much memory is missing and which change helps."""
+"""The errors if no plan is possible: the size that does not divide, or the missing memory and a change that helps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from holmes_hpc.planning.search.placement import Placement
 from holmes_hpc.planning.search.problem import available_fabrics, divisors
 from holmes_hpc.planning.search.space import Space
 
-MAX_PLACEMENTS = 100  # whose memory is computed
+MAX_PLACEMENTS = 100  # the most whose memory is computed: those with the largest TP x PP
 
 
 def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:
-    """Raise PlanError for the first size that does not divide."""
+    """Raise PlanError for the first size that does not divide. Call it if no placement divides everything."""
     size, micro_size, available = batch.global_size, batch.micro_size, available_fabrics(site, options)
     tp, dp, pp = (n or 1 for n in (options.tp, options.dp, options.stages))
     micro_batches, is_fixed = size // micro_size, not options.search_micro_size
@@ -68,7 +68,7 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
         ),
     )
     raise PlanError(
-        f"no placement of {model.layers} layers and {micro_batches} micro-batches on {nodes} nodes with the"
+        f"no placement of {model.layers} layers and {micro_batches} micro-batches on {nodes} nodes has the"
         f" same TP and DP in all stages{fixed_options and ' and ' + fixed_options}",
         where="plan",
         hint="change nodes, tp, pp, dp, or the batch or gpus_per_node, so that stages of TP x DP GPUs fill whole nodes",
@@ -76,7 +76,7 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
 
 
 class PlacementShortage(NamedTuple):
-    """A placement and the memory that it lacks."""
+    """A placement and the memory that its fullest stage needs and lacks."""
 
     memory: Shortage
     placement: Placement
@@ -91,20 +91,26 @@ class PlacementShortage(NamedTuple):
 
 
 def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
-    """Raise PlanError with the least memory that any placement lacks, and the user's options or the site as the cause.
+    """Raise PlanError for placements of which none fits, with the least memory that one lacks and a change that helps.
 
-    The options are the cause if the model fits without them.
+    If the model fits without some of the user's options, the change is to remove them. Otherwise it is a change of the
+    batch or the site.
     """
     o, model, batch = evaluator.options, evaluator.model, evaluator.batch
     least, error = _least_shortage(evaluator, placements)
     if least is None and error is not None:
         raise error
     if least is None or least.fits:
-        cause = o.layers_per_stage or o.virtual_stages or (o.schedule if o.partition == "exact" else o.partition)
+        causes = [
+            f"plan.{name}={list(value) if isinstance(value, tuple) else value}"
+            for name in ("layers_per_stage", "virtual_stages", "partition", "schedule")
+            if (value := getattr(o, name)) not in (None, "exact", "auto")
+        ]
         raise PlanError(
-            f"no placement can have {cause}",
+            f"no placement can have {' and '.join(causes) or 'these options'}",
             where="plan",
-            hint="virtual stages need as many layers in each stage and a multiple of PP micro-batches",
+            hint="change one: each stage needs a layer for each virtual stage, and with virtual stages the number of"
+            " micro-batches must be a multiple of PP",
         )
     message = f"{model.name} does not fit: at best ({least}, recompute {_recompute(o)}) {least.memory} than available"
     where, hint = "memory", ""
@@ -116,10 +122,10 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
             hint = f"remove {where}: {shortage_without}, recompute {_recompute(relaxed)} fits"
             break
     else:
-        o = replace(o, **{name: DEFAULTS[name] for name in DEFAULTS})
-        relaxed_shortage = _search_shortage(evaluator, batch, evaluator.site, o) or least
-        hint = f"use GPUs of {relaxed_shortage.memory.need / 2**30 / USABLE_SHARE:.0f} GiB" + "".join(
-            f", or {change}" for change in _fitting_changes(evaluator, o, relaxed_shortage.memory)
+        free = replace(o, **DEFAULTS)
+        free_shortage = _search_shortage(evaluator, batch, evaluator.site, free) or least
+        hint = f"use GPUs of {free_shortage.memory.need / 2**30 / USABLE_SHARE:.0f} GiB" + "".join(
+            f", or {change}" for change in _fitting_changes(evaluator, free, free_shortage.memory)
         )
     raise PlanError(message, where=where, hint=hint)
 
@@ -148,13 +154,13 @@ def _option_sets(o: PlanOptions) -> Iterator[tuple[str, ...]]:
 
 
 def _fitting_changes(evaluator: Evaluator, o: PlanOptions, missing: Shortage) -> Iterator[str]:
-    """Yield changes of the batch and the site under which the model fits; each was tried."""
+    """Yield changes of the batch and the site, each of which was tried and makes the model fit."""
     batch, site = evaluator.batch, evaluator.site
     if batch.micro_size > 1:
         least = _search_shortage(evaluator, replace(batch, micro_size=1), site, o)
         if least is not None and least.fits:
             yield "batch.micro_size=1"
-    first_factor = int(-(-missing.need // (missing.need - missing.bytes)))
+    first_factor = int(-(-missing.need // (missing.need - missing.bytes)))  # needed over available bytes
     for factor in (first_factor, 2 * first_factor):
         fabrics = tuple(replace(f, nodes=factor * f.nodes, node_names=()) for f in site.fabrics)
         least = _search_shortage(evaluator, batch, replace(site, fabrics=fabrics), o)
@@ -176,15 +182,15 @@ def _search_shortage(evaluator: Evaluator, batch: Batch, site: Site, o: PlanOpti
 def _least_shortage(
     evaluator: Evaluator, placements: list[Placement]
 ) -> tuple[PlacementShortage | None, PlanError | None]:
-    """Return (the least shortage of any placement, the last error of a placement that cannot be laid out)."""
-    o = evaluator.options
+    """Return (the least shortage of any placement, the last error of a placement that cannot be laid out).
+    Either is None if there is none."""
+    o, chunks = evaluator.options, evaluator.options.virtual_stages or 1
     shortages, error = list[PlacementShortage](), None
+    kind = candidate_schedules(o.schedule, chunks, background=False)[-1]
     for placement in sorted(placements, key=lambda p: (-p.tp * p.pp, p.sort_key()))[:MAX_PLACEMENTS]:
-        kind = candidate_schedules(o.schedule, o.virtual_stages or 1, background=False)[-1]
         try:
-            layout = evaluator.layout(placement, _recompute(o), kind, o.virtual_stages or 1)
-            fixed_layers, chunks = o.layers_per_stage, layout.parallel.virtual_stages
-            layers = chunk_layers(fixed_layers, chunks) if fixed_layers else uniform_layers(layout)
+            layout = evaluator.layout(placement, _recompute(o), kind, chunks)
+            layers = chunk_layers(o.layers_per_stage, chunks) if o.layers_per_stage else uniform_layers(layout)
             if layers.shape[1] == placement.pp:
                 shortages.append(PlacementShortage(shortage(layout, layers, o.max_memory_gib), placement))
         except PlanError as e:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import ceil
 
 import numpy as np
 
@@ -43,7 +42,7 @@ def uniform_layers(layout: Layout) -> np.ndarray:
 
 
 def proportional_layers(layout: Layout) -> np.ndarray:
-    """Return layers by the paper's self-adapting partition: stage i gets floor(N * S_i / sum(S)) of N layers.
+    """Return layers by the paper's self-adapting partition: stage i gets floor(N * S_i / sum of all S) of N layers.
 
     The last stage gets the remainder, which may be too few. S_i is the speed of the stage's fabric: one over the
     predicted seconds in which uniform layers keep it busy with compute and data-parallel traffic.
@@ -59,9 +58,9 @@ def proportional_layers(layout: Layout) -> np.ndarray:
 
 
 def assign_all(assign: Callable[[float], list[int]], layers: int, max_s: float) -> list[int]:
-    """Return the layers per stage of `assign` under the least time limit at which all `layers` are assigned.
+    """Return the layers per stage of `assign` under the least time limit at which it assigns all `layers`.
 
-    `max_s`: a limit that is long enough.
+    `assign`: time limit in seconds -> layers of each stage. `max_s`: a limit that is long enough.
     """
     low, high = 0.0, max_s
     for _ in range(BISECTION_STEPS):
@@ -74,9 +73,9 @@ def assign_all(assign: Callable[[float], list[int]], layers: int, max_s: float) 
 
 
 class LayerSplitter:
-    """Divides layers among the stages of one layout. The cost of a further layer per stage is computed once.
+    """Divides a model's layers among the stages of one layout.
 
-    `max_layers`: layers that fit in memory, (S,). `can_fit`: all layers fit.
+    `max_layers`: layers of each stage that fit in memory, (S,). `can_fit`: all layers fit.
     """
 
     def __init__(self, layout: Layout, max_gib: float | None = None) -> None:
@@ -92,13 +91,14 @@ class LayerSplitter:
 
     @cached_property
     def _times(self) -> tuple[Durations, ...]:
+        """The durations with one and with two layers per chunk, which give the cost of a further layer."""
         return timing(self._layout, _one_and_two_layers(self._layout)).replicas
 
     def balanced(self) -> tuple[np.ndarray, bool]:
         """Return (layers that minimize the time of the busiest stage; whether a stage has as many as fit).
 
         A stage is busy with compute and gradient traffic. Each layer goes to the stage that is then least busy, which
-        is optimal for such a maximum.
+        minimizes the time of the busiest one. So the layers are the least busy ones of a table (stages, next layers).
         """
         counts = np.full(self.pp, self.chunks)
         with_one, with_two = _busy_s(self._times, self.micro_batches)
@@ -108,17 +108,18 @@ class LayerSplitter:
         next_counts = counts[:, None] + 1 + np.arange(unassigned)
         busy_s = np.where(
             next_counts <= self.max_layers[:, None], fixed[:, None] + per_layer[:, None] * next_counts, np.inf
-        ).ravel()
-        counts += np.bincount(np.argsort(busy_s, kind="stable")[:unassigned] // max(1, unassigned), minlength=self.pp)
+        )
+        least_busy = np.argsort(busy_s, axis=None, kind="stable")[:unassigned]
+        counts += np.bincount(least_busy // max(1, unassigned), minlength=self.pp)
         return chunk_layers(counts, self.chunks), bool((counts >= self.max_layers).any())
 
     def front_loaded(self) -> np.ndarray:
         """Return layers for stages that run far ahead of those below: the later a stage starts, the fewer it has.
 
-        For a given step time, stage after stage gets as many layers as it can compute. It computes from the arrival of
-        the first micro-batch until the last gradients must leave. The least time that assigns all layers counts.
+        For a given step time, stage after stage gets as many layers as it can compute from the arrival of the first
+        micro-batch until the last gradients must leave. The least time in which all layers are assigned counts.
         """
-        delay, busy, transfer = (np.zeros((2, self.pp)) for _ in range(3))
+        delay, busy, transfer = (np.zeros((2, self.pp)) for _ in range(3))  # with one and with two layers per stage
         for d in self._times:
             passes = d.forward[:, :, 0] + d.backward[:, :, 0]
             delay = np.maximum(delay, passes + d.ready[:, :, 0])  # by which a stage delays those below
@@ -149,26 +150,27 @@ class LayerSplitter:
 
 
 def _busy_s(times: tuple[Durations, ...], micro_batches: int) -> np.ndarray:
-    """Return each stage's seconds of compute and of gradient traffic beyond the last backward pass, (plans, S)."""
+    """Return the seconds that each stage computes in a step or reduces gradients, (plans, S).
+    The reduction overlaps with the last backward pass."""
     busy_s = [(d.forward * micro_batches + d.backward * (micro_batches - 1) + d.reduce).sum(axis=2) for d in times]
     return np.asarray(np.max(busy_s, axis=0))
 
 
 def idle_share(layout: Layout, layers: np.ndarray, seconds: float) -> float:
-    """Return the share of a step of `seconds` in which a rank does not compute, on average over all stages."""
+    """Return the share of a step of `seconds` in which the ranks do not compute, on average over all stages."""
     durations = timing(layout, layers).replicas
     work = np.mean([(d.forward + d.backward).sum(axis=2).mean() for d in durations]) * layout.order.micro_batches
     return float(1 - work / seconds)
 
 
 def _one_and_two_layers(layout: Layout) -> np.ndarray:
-    """Return two splits: one layer in every chunk, and two, (2, S, C)."""
+    """Return two layer splits, (2, S, C): one layer in every chunk, and two."""
     shape = layout.parallel.pp, layout.parallel.virtual_stages
     return np.stack([np.full(shape, 1), np.full(shape, 2)])
 
 
 def _max_layers(layout: Layout, max_gib: float | None) -> np.ndarray:
-    """Return the layers that fit on each stage, (S,). Memory grows linearly, in steps of the largest chunk."""
+    """Return the layers that fit on each stage, (S,). Its memory grows linearly with the layers of a chunk."""
     chunks = layout.parallel.virtual_stages
     with_one, with_two = memory(layout, _one_and_two_layers(layout)).total()
     per_layer = (with_two - with_one) / chunks
@@ -220,9 +222,9 @@ def may_front_load(layout: Layout) -> bool:
 
 def deepen(layout: Layout, extra: list[int]) -> Layout:
     """Return the layout with `extra` passes in flight at each stage beyond one more than the stage below."""
-    p, total = layout.parallel, layout.order.micro_batches
-    base = layout.order.schedule.in_flight(p.pp, total, p.virtual_stages)
-    depths = tuple(min(total * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
+    p, micro_batches = layout.parallel, layout.order.micro_batches
+    base = layout.order.schedule.in_flight(p.pp, micro_batches, p.virtual_stages)
+    depths = tuple(min(micro_batches * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
     order = replace(layout.order, in_flight=depths)
     return layout.with_settings(schedule_of(order.kind, tuple(order.depths[s] for s in range(p.pp))))
 
@@ -231,15 +233,12 @@ def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
     """Return the extra passes in flight per stage, as :func:`deepen` takes them, that hide the transfer below.
 
     They are zero with virtual stages: a stage further ahead of the last one would only wait longer for it, over the
-    edge that closes the ring.
+    wrap-around edge.
     """
     p = layout.parallel
     extra = np.zeros(p.pp, dtype=int)
-    if p.virtual_stages > 1:
-        return [0] * p.pp
-    for replica, d in enumerate(timing(layout, layers).replicas):
+    for replica, d in enumerate(timing(layout, layers).replicas if p.virtual_stages == 1 else ()):
         slowest_s = float((d.forward + d.backward)[0].sum(axis=1).max())
         down, up = transfers_s(layout, replica)
-        hidden = [ceil((a + b) / slowest_s - 1e-3) for a, b in zip(down[:-1], up[1:], strict=True)]
-        extra[:-1] = np.maximum(extra[:-1], hidden)
-    return [int(e) for e in extra]
+        extra[:-1] = np.maximum(extra[:-1], np.ceil((down[:-1] + up[1:]) / slowest_s - 1e-3))
+    return [int(passes) for passes in extra]

@@ -32,13 +32,13 @@ from holmes_hpc.planning.search.placement import component
 from holmes_hpc.planning.search.problem import AvailableFabric, Problem, available_fabrics
 from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 
-MAX_SHAPES = 400  # whose memory is checked
+MAX_SHAPES = 400  # the most whose memory is checked
 NEAR = 1.04  # neighbours of shapes up to this many times as slow as the best are tried
-FAR = 1.12  # variants slower than the best by more than this are not refined
+FAR = 1.12  # variants up to this many times as slow as the best are refined
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
-
-_FREE_VALUES: dict[str, tuple[Any, ...]] = {  # of the options that could fix the TP, DP and nodes of all stages
+# Plan options with the values under which stages may differ in TP, DP and nodes.
+_FREE_VALUES: dict[str, tuple[Any, ...]] = {
     "dp": (None,),
     "layers_per_stage": (None,),
     "fabric_order": (None,),
@@ -53,7 +53,7 @@ _FREE_VALUES: dict[str, tuple[Any, ...]] = {  # of the options that could fix th
 
 
 def conflicting_option(options: PlanOptions, costs: Costs) -> str | None:
-    """Return the option that excludes per-stage TP/DP, with its value; None if there is none."""
+    """Return the first option that excludes per-stage TP/DP, as KEY=VALUE; None if there is none."""
     for name, free_values in _FREE_VALUES.items():
         if (value := getattr(options, name)) not in free_values:
             return f"plan.{name}={value}"
@@ -62,7 +62,7 @@ def conflicting_option(options: PlanOptions, costs: Costs) -> str | None:
 
 @dataclass(frozen=True)
 class Effort:
-    """The most passes to simulate: of shapes, of their neighbours, to refine variants, and to refine one variant."""
+    """The most passes to simulate: for all shapes, their neighbours, the refinement of all variants, and of one."""
 
     shapes: int
     neighbours: int
@@ -76,7 +76,7 @@ THOROUGH = Effort(500_000, neighbours=1_200_000, refinement=1_000_000, per_varia
 
 @dataclass(frozen=True)
 class Variant:
-    """A shape with its layers, (1, S, 1), and depths; once simulated, also the seconds of its step."""
+    """A shape with its layout and layers, (1, S, 1). `seconds`: of its step, infinite until it is simulated."""
 
     shape: Shape
     layout: Layout
@@ -90,7 +90,7 @@ class Variant:
 
     @property
     def passes(self) -> int:
-        """The number of passes to simulate."""
+        """The number of passes that one simulation takes."""
         return 2 * self.layout.parallel.pp * self.layout.order.micro_batches
 
     def simulate(self, layers: np.ndarray | None = None, **changes: Any) -> Variant:
@@ -110,14 +110,17 @@ class _Simulated:
     passes: int = 0
 
     def least_s(self, default: float = inf) -> float:
+        """Return the seconds of the shortest step so far."""
         return min((v.seconds for v in self.variants), default=default)
 
     def is_over(self, max_passes: int) -> bool:
+        """Return whether `max_passes` or the time limit is reached."""
         return self.passes > max_passes or bool(self.variants and self.clock.is_over())
 
 
 def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOROUGH) -> list[Variant]:
-    """Return the variants with the shortest steps, the shortest first; none if no shape promises less than `max_s`."""
+    """Return the variants with the shortest steps, the shortest first.
+    The list is empty if no shape is estimated to take less than `max_s`."""
     options, done, available = problem.options, _Simulated(clock), available_fabrics(problem.site, problem.options)
 
     def simulate(shape: Shape) -> None:
@@ -168,10 +171,10 @@ def _balanced_variant(problem: Problem, available: list[AvailableFabric], shape:
     """
     model, batch, site, options, costs = problem
     components, sizes = list[Component](), list[StageParallel]()
-    for index, part in groupby(shape.stages, key=lambda s: s[0]):
-        fabric, stages = available[index], list(part)
-        nodes, gpus = sum(nodes for _, nodes, _ in stages), fabric.gpus_per_node
-        components.append(component(fabric.fabric, nodes, gpus, first_stage=len(sizes), stages=len(stages)))
+    for index, stages_on_fabric in groupby(shape.stages, key=lambda stage: stage[0]):
+        fabric, stages = available[index], list(stages_on_fabric)
+        gpus, all_nodes = fabric.gpus_per_node, sum(nodes for _, nodes, _ in stages)
+        components.append(component(fabric.fabric, all_nodes, gpus, first_stage=len(sizes), stages=len(stages)))
         sizes += [StageParallel(tp, nodes * gpus // tp) for _, nodes, tp in stages]
     try:
         layout = Layout(
@@ -203,48 +206,50 @@ def _deepen(layout: Layout, layers: np.ndarray, extra: int) -> Layout:
     A replica has no more passes in flight than it has micro-batches.
     """
     order, pp, dps = layout.order, layout.parallel.pp, tuple(s.dp for s in layout.parallel.stages)
-    extras = tuple(h + extra * (s < pp - 1) for s, h in enumerate(_hiding_depths(layout, layers)))
+    extras = tuple(hiding + extra * (s < pp - 1) for s, hiding in enumerate(_hiding_depths(layout, layers)))
     micro_batches = [len(order.micro_batches_of(order.row(s, 0))) for s in range(pp)]
-    depths = tuple(min(d, m) for d, m in zip(least_in_flight(dps, extras), micro_batches, strict=True))
-    return layout.with_settings(Schedule(PER_STAGE.name, depths))
+    in_flight = tuple(map(min, least_in_flight(dps, extras), micro_batches))
+    return layout.with_settings(Schedule(PER_STAGE.name, in_flight))
 
 
 def _hiding_depths(layout: Layout, layers: np.ndarray) -> tuple[int, ...]:
-    """Return the extra passes in flight at each stage that hide the transfers to the stage below and back."""
+    """Return, per stage, the extra passes in flight that hide the transfers to the stage below and back."""
     d, sizes = timing(layout, layers).replicas[0], layout.parallel.stages
-    passes = (d.forward + d.backward)[0, :, 0].tolist()
-    slowest_s = max(seconds / s.dp for seconds, s in zip(passes, sizes, strict=True))  # per micro-batch
-    return (*(ceil(t / (slowest_s * sizes[s].dp) - 1e-3) for s, t in enumerate(_transfers_s(layout))), 0)
+    compute_s = (d.forward + d.backward)[0, :, 0].tolist()
+    slowest_s = max(seconds / stage.dp for seconds, stage in zip(compute_s, sizes, strict=True))  # per micro-batch
+    transfers_s = _transfers_s(layout)
+    return (*(ceil(s / (slowest_s * stage.dp) - 1e-3) for s, stage in zip(transfers_s, sizes, strict=False)), 0)
 
 
 def _transfers_s(layout: Layout) -> list[float]:
     """Return the seconds of one stage transfer down and one up over each edge."""
-    e = edge_times(layout)
-    return [sum(down) + sum(up) for down, up in zip(e.down, e.up, strict=True)]
+    times = edge_times(layout)
+    return [sum(down) + sum(up) for down, up in zip(times.down, times.up, strict=True)]
 
 
 @memoised("bucket_bytes")
 def _busy_s(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Return (seconds that a stage is busy in a step, seconds by which it delays a micro-batch), (layers, S) each.
+    """Return (seconds that a stage is busy in a step, seconds by which it delays the stage below), (layers, S) each.
 
-    Both are tables by the stage's number of layers. A stage is busy with its replicas' largest share of the
-    micro-batches and with exposed gradient and parameter traffic.
+    Both are tables by the stage's number of layers, from one to all. A stage is busy with its replicas' largest share
+    of the micro-batches and with exposed gradient and parameter traffic.
     """
     order, d = layout.order, timing(layout, layout.all_layers).replicas[0]
     shares = np.array([len(order.micro_batches_of(order.row(s, 0))) for s in range(order.stages)])
-    forward, backward, ready, tail = (x[:, :, 0] for x in (d.forward, d.backward, d.ready, d.tail))
+    forward, backward, ready, tail = (part[:, :, 0] for part in (d.forward, d.backward, d.ready, d.tail))
     return shares * (forward + backward) + ready + tail, forward + backward + ready
 
 
 def _to_array(counts: list[int]) -> np.ndarray:
+    """Return the layers of each stage in shape (1, S, 1)."""
     return np.array(counts)[None, :, None]
 
 
 def _balanced_layers(layout: Layout) -> np.ndarray:
-    """Return the layers that minimize the time of the busiest stage: each layer goes to the least busy stage."""
+    """Return the layers that minimize the time of the busiest stage: each goes to the stage that is then least busy."""
     busy_s, counts = _busy_s(layout)[0], [1] * layout.parallel.pp
     for _ in range(layout.model.layers - len(counts)):
-        least_busy = min(range(len(counts)), key=lambda s: busy_s[counts[s], s])
+        least_busy = min(range(len(counts)), key=lambda s: busy_s[counts[s], s])  # with one layer more
         counts[least_busy] += 1
     return _to_array(counts)
 
@@ -260,10 +265,10 @@ def _front_loaded_variant(balanced: Variant, options: PlanOptions) -> Variant | 
 
 
 def _front_loaded_layers(layout: Layout) -> np.ndarray:
-    """Return layers as :meth:`LayerSplitter.front_loaded` does: the later a stage starts, the fewer it has.
+    """Return layers for stages that run far ahead of those below, as :meth:`LayerSplitter.front_loaded` does.
 
-    For a given step time, stage after stage gets as many layers as it can compute, from the arrival of the first
-    micro-batch until the last gradients must leave.
+    For a given step time, stage after stage gets as many layers as it can compute from the arrival of the first
+    micro-batch until the last gradients must leave. The least time in which all layers are assigned counts.
     """
     busy_s, delay_s = _busy_s(layout)
     transfers_s = [0.0, *_transfers_s(layout)]
@@ -281,14 +286,14 @@ def _front_loaded_layers(layout: Layout) -> np.ndarray:
 
 
 def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant, int]:
-    """Return (the variant with the bucket size, depth and layers of the shortest step, the passes simulated).
+    """Return (a variant of `first` with a shorter step, or `first`; the number of passes simulated).
 
-    One of them changes at a time as long as a change helps; at most `passes` passes are simulated.
+    Bucket size, depth and layers change one at a time as long as a change helps and `passes` passes are not exceeded.
     """
     best, simulations_left = first, passes // first.passes
 
     def apply_first(changes: Iterator[dict[str, Any]], min_gain: float) -> bool:
-        """Apply the first change that makes the step shorter; return whether there is one."""
+        """Apply the first change that makes the step shorter by the share `min_gain`; return whether there is one."""
         nonlocal best, simulations_left
         for change in changes:
             if simulations_left <= 0:
@@ -309,7 +314,7 @@ def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant,
 
 
 def _bucket_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
-    """Yield bucket sizes that expose less of the data-parallel traffic."""
+    """Yield changes to bucket sizes that expose less of the data-parallel traffic."""
     exposed_s = _exposed_s(variant.layout, variant.layers)
     for size in () if options.bucket_bytes else BUCKETS:
         if _exposed_s(variant.layout.with_settings(bucket_bytes=size), variant.layers) < exposed_s:
@@ -317,7 +322,7 @@ def _bucket_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str
 
 
 def _depth_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
-    """Yield other numbers of passes in flight that fit in memory."""
+    """Yield changes to other numbers of passes in flight that fit in memory."""
     for extra in (0, *EXTRA_DEPTHS):
         deeper = _deepen(variant.layout, variant.layers, extra)
         if deeper.schedule != variant.layout.schedule and fits(deeper, variant.layers, options.max_memory_gib)[0]:
@@ -325,7 +330,7 @@ def _depth_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str,
 
 
 def _exposed_s(layout: Layout, layers: np.ndarray) -> float:
-    """Return approximately the seconds of data-parallel traffic that nothing hides."""
+    """Return an estimate of the seconds of data-parallel traffic that nothing hides."""
     d = timing(layout, layers).replicas[0]
     return sum(d.ready[0, :, 0].tolist()) + max(d.tail[0, :, 0].tolist())
 
@@ -338,9 +343,9 @@ def _layer_moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, A
         return sorted((float(busy_s[n - 1, s]) for s, n in enumerate(layers)), reverse=True)
 
     moves = [
-        [n - (s == a) + (s == b) for s, n in enumerate(counts)]
-        for a, b in permutations(range(len(counts)), 2)
-        if counts[a] > 1
+        [n - (s == source) + (s == target) for s, n in enumerate(counts)]
+        for source, target in permutations(range(len(counts)), 2)
+        if counts[source] > 1
     ]
     for layers in sorted(moves, key=busiest_first):
         if fits(variant.layout, _to_array(layers), options.max_memory_gib)[0]:

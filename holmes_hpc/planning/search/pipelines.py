@@ -1,9 +1,9 @@
 """Pipeline placements: each fabric holds consecutive stages.
 
-Every stage is a block of TP x DP GPUs, so a fabric holds a fixed number of stages. The longest time tau that any stage
-needs for a micro-batch decides how good a placement is. For each tau that a whole number of layers can take, each
-choice of fabrics is filled in order until all layers are assigned. Fewer stages would not reach tau; more would only
-lengthen the fill. If there are few combinations, all of them are listed instead.
+Every stage is a block of TP x DP GPUs, so a fabric holds at most a fixed number of stages. The longest time tau that a
+stage computes for one micro-batch decides how good a placement is. For each tau that a whole number of layers can take,
+each choice of fabrics is filled with stages until all layers are assigned. With fewer stages, tau would be longer; with
+more, only the pipeline's fill. If there are few combinations of stage counts, all of them are listed instead.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from holmes_hpc.planning.search.fabric_costs import FabricCosts
 from holmes_hpc.planning.search.placement import Placement, spanning_tree_edges
 from holmes_hpc.planning.search.problem import is_allowed
 
-FEW_COMBINATIONS = 512  # up to this number, all are listed
+FEW_COMBINATIONS = 512  # up to this number of combinations of stage counts, all are listed
 MAX_PLACEMENTS = 32  # of one TP, DP and micro-batch size
-PLACEMENTS_PER_CHOICE = 2  # further ones of each fabric alone, each pair and all fabrics
+PLACEMENTS_PER_CHOICE = 2  # besides those: of each fabric alone, each pair and all fabrics
 FRONT_LOADED_SHARE = 0.5  # the least share of data-parallel traffic that remains if the first stages have more layers
 
 
@@ -31,6 +31,7 @@ def pipelines(costs: FabricCosts, dp: int, limit: Limit) -> Iterator[Placement]:
     block, options, layers = costs.tp * dp, costs.options, costs.layers
     if all(costs.bound_on_s(dp, choice) > limit.max_s(names) for choice, names in costs.fabric_choices):
         return
+    # Per fabric: the fewest stages that fill whole nodes, and the most stages.
     units = np.array([gpus // gcd(gpus, block) for gpus in costs.gpus_per_node.tolist()])
     maxima = np.minimum(costs.ranks // block, layers) // units * units
     if costs.is_fixed:
@@ -64,15 +65,19 @@ def pipelines(costs: FabricCosts, dp: int, limit: Limit) -> Iterator[Placement]:
 
 
 def _shortest(counts: np.ndarray, seconds: np.ndarray) -> list[int]:
-    """Return the indices of the shortest estimates, and of the best of each fabric, each pair and all fabrics."""
-    order, used = np.argsort(seconds, kind="stable"), counts > 0
+    """Return the indices of the shortest estimates, and of the best of each fabric, each pair and all, shortest first.
+
+    `counts`: the stages of each fabric, (placements, F). `seconds`: the estimates, (placements,).
+    """
+    order, used, fabric_count = np.argsort(seconds, kind="stable"), counts > 0, counts.shape[1]
     selected = [order[:MAX_PLACEMENTS]]
-    codes = (used @ (1 << np.arange(counts.shape[1])))[order]
-    for code, first in zip(*np.unique(codes, return_index=True), strict=True):
-        if is_always_tried(int(used[order[first]].sum()), counts.shape[1]):
-            selected.append(order[np.flatnonzero(codes == code)[:PLACEMENTS_PER_CHOICE]])
-    indices = np.unique(np.concatenate(selected))
-    return [int(i) for i in indices[np.lexsort((indices, seconds[indices]))]]
+    choices = (used @ (1 << np.arange(fabric_count)))[order]  # the fabrics of each placement, a bit for each
+    for choice in np.unique(choices):
+        with_choice = order[choices == choice]
+        if is_always_tried(int(used[with_choice[0]].sum()), fabric_count):
+            selected.append(with_choice[:PLACEMENTS_PER_CHOICE])
+    indices: list[int] = order[np.isin(order, np.concatenate(selected))].tolist()
+    return indices
 
 
 def _filled(
@@ -80,14 +85,10 @@ def _filled(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (stages of each fabric, (placements, F); tau, (placements,)) within the limit.
 
-    Each choice of fabrics is filled up to each tau. Each of its fabrics in turn is the last one, which need not be
-    full.
+    For each tau, each choice of fabrics is filled with stages that take at most tau, the fastest fabric first. Each of
+    its fabrics in turn is the last one, which need not be full. `maxima`, `units`: as in :func:`pipelines`.
     """
-    found_counts, found_taus, fabric_count = [np.zeros((0, len(maxima)), dtype=int)], [np.zeros(0)], len(maxima)
-    fastest_first = sorted(
-        range(fabric_count), key=lambda f: (costs.layer_s[f], -costs.available[f].fabric.data_gbps, f)
-    )
-    position = {f: i for i, f in enumerate(fastest_first)}
+    all_counts, all_taus, fabric_count = [np.zeros((0, len(maxima)), dtype=int)], [np.zeros(0)], len(maxima)
     layers_per_s, micro_batches = (maxima / costs.layer_s).tolist(), costs.micro_batches // dp
     for choice, names in costs.fabric_choices:
         total_rate = sum(layers_per_s[f] for f in choice)
@@ -99,22 +100,22 @@ def _filled(
         tau, max_layers = costs.taus[start:end], costs.layers_in_tau[start:end]
         if not len(tau):
             continue
-        ordered = sorted(choice, key=lambda f: position[f])
-        for last in ordered:
+        fastest_first = sorted(choice, key=lambda f: (costs.layer_s_list[f], -costs.available[f].fabric.data_gbps, f))
+        for last in fastest_first:
             unassigned = np.full(len(tau), costs.layers)
             counts = np.zeros((len(tau), fabric_count), dtype=int)
-            for f in [f for f in ordered if f != last] + [last]:
+            for f in [f for f in fastest_first if f != last] + [last]:
                 per_stage = np.maximum(max_layers[:, f], 1)
                 stages = -(-np.maximum(unassigned, 0) // per_stage)
                 stages = -(-stages // units[f]) * units[f]
                 counts[:, f] = np.where(max_layers[:, f] > 0, np.minimum(stages, maxima[f]), 0)
                 unassigned -= counts[:, f] * max_layers[:, f]
-            found_counts.append(counts[unassigned <= 0])
-            found_taus.append(tau[unassigned <= 0])
-    counts, tau = np.concatenate(found_counts), np.concatenate(found_taus)
-    codes = counts @ (costs.layers + 1.0) ** np.arange(fabric_count)  # of equal stage counts, keep the least tau
-    order = np.lexsort((tau, codes))
-    unique = order[np.concatenate([[True], np.diff(codes[order]) != 0])] if len(order) else order
+            all_counts.append(counts[unassigned <= 0])
+            all_taus.append(tau[unassigned <= 0])
+    counts, tau = np.concatenate(all_counts), np.concatenate(all_taus)
+    by_tau = np.argsort(tau, kind="stable")
+    codes = counts @ (costs.layers + 1.0) ** np.arange(fabric_count)  # equal for equal stage counts
+    unique = by_tau[np.unique(codes[by_tau], return_index=True)[1]]  # of equal stage counts, those with the least tau
     return counts[unique], tau[unique]
 
 
@@ -145,8 +146,8 @@ def _estimate(costs: FabricCosts, counts: np.ndarray, tau: np.ndarray, dp: int) 
     exposed_gather = np.maximum(0, gather * layers - first_forward)
     exposed = np.where(fits, (exposed_gather * counts).sum(axis=1), np.inf)
     exposed_reduce = (reduce * layers).max(axis=1) - (tau * 2 / 3 if software.overlap else 0)
-    least_last = np.where(stages > 1, costs.head_s + costs.layer_s.min(), 0)  # the last stage: one layer and the head
-    head = np.maximum(costs.head_s / stages, least_last - tau)
+    last_stage_s = np.where(stages > 1, costs.head_s + costs.layer_s.min(), 0)  # with one layer and the head
+    head = np.maximum(costs.head_s / stages, last_stage_s - tau)
     schedule = costs.options.schedule
     may_front_load = (schedule == "auto" or schedule_kind(schedule).deepens) and costs.options.transport == "holmes"
     return Estimate(

@@ -36,7 +36,8 @@ def component(fabric: Fabric, nodes: int, gpus_per_node: int, first_stage: int, 
 class Placement:
     """Blocks of nodes with one TP, DP and micro-batch size.
 
-    `estimate`: of the step, good enough to rank placements. `instances`: of the distributed optimizer.
+    `estimate`: the parts of the step, good enough to rank placements. `instances`: the optimizer instances into which
+    the data-parallel ranks are divided.
     """
 
     strategy: str

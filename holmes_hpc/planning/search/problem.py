@@ -38,7 +38,7 @@ class AvailableFabric:
 
 
 def available_fabrics(site: Site, options: PlanOptions) -> list[AvailableFabric]:
-    """Return the fabrics to plan with. Raise PlanError for fabrics, nodes or GPUs that the site does not have."""
+    """Return the fabrics that the options allow. Raise PlanError for fabrics, nodes or GPUs that the site lacks."""
     node_limits: Mapping[str, int | None] = options.nodes or {f.name: None for f in site.fabrics}
     fabrics = sorted((site.fabric(name) for name in node_limits), key=site.fabrics.index)
     available = [
@@ -50,47 +50,40 @@ def available_fabrics(site: Site, options: PlanOptions) -> list[AvailableFabric]
         )
         for f in fabrics
     ]
+    unused = [name for name in options.fabric_order or () if name not in node_limits]
     PlanError.refuse(
+        (unused, f"it names {', '.join(unused)}", "plan.fabric_order", f"choose from {', '.join(node_limits)}"),
         *(
             (
-                name not in node_limits,
-                f"fabric_order names {name!r}",
-                "plan.fabric_order",
-                f"choose from {', '.join(node_limits)}",
+                a.nodes > a.fabric.nodes,
+                f"{a.nodes} nodes requested, the site has {a.fabric.nodes}",
+                f"plan.nodes.{a.fabric.name}",
+                f"use at most {a.fabric.nodes}",
             )
-            for name in options.fabric_order or ()
+            for a in available
         ),
         *(
-            case
-            for a in available
-            for f in [a.fabric]
-            for case in (
-                (
-                    a.nodes > f.nodes,
-                    f"{a.nodes} nodes requested, the site has {f.nodes}",
-                    f"plan.nodes.{f.name}",
-                    f"use at most {f.nodes}",
-                ),
-                (
-                    a.gpus_per_node > f.gpus_per_node,
-                    f"{a.gpus_per_node} GPUs per node requested, a node has {f.gpus_per_node}",
-                    f"fabric {f.name}",
-                    f"use at most {f.gpus_per_node}",
-                ),
+            (
+                a.gpus_per_node > a.fabric.gpus_per_node,
+                f"{a.gpus_per_node} GPUs per node requested, a node of fabric {a.fabric.name} has"
+                f" {a.fabric.gpus_per_node}",
+                "plan.gpus_per_node",
+                f"use at most {a.fabric.gpus_per_node}",
             )
+            for a in available
         ),
     )
     return available
 
 
 def tp_sizes(model: ModelSpec, options: PlanOptions, available: list[AvailableFabric]) -> list[int]:
-    """Return every TP that divides the model's layers and is no larger than a node."""
+    """Return the TPs to try, which divide the widths of the model's layers: the user's, or all up to a node's GPUs."""
     sizes = [options.tp] if options.tp else range(1, max(a.gpus_per_node for a in available) + 1)
     return [tp for tp in sizes if not indivisible_sizes(model, tp)]
 
 
 def is_allowed(options: PlanOptions, layers: int, stages: Any, fabrics: Any) -> Any:
-    """Return whether a placement may have `stages` stages on `fabrics` fabrics (numbers or arrays)."""
+    """Return whether a placement may have `stages` stages on `fabrics` fabrics (counts, or arrays of counts)."""
     has_valid_stages = (stages >= 1) & (stages <= layers) & (stages == (options.stages or stages))
     return has_valid_stages & {"one-fabric": fabrics == 1, "pipeline": fabrics > 1}.get(options.strategy, fabrics >= 1)
 

@@ -1,6 +1,6 @@
-"""Lists of stages, each stage as (index of its fabric, nodes, TP): orders, neighbours and a table of layers per time.
+"""Lists of stages, each stage as (index of its fabric, nodes, TP): their orders, and lists one change away.
 
-The table holds how many layers some stages on one fabric can compute in a given time, by dynamic programming over the
+A table holds how many layers the stages on one fabric can compute in a given time, by dynamic programming over the
 fabric's nodes.
 """
 
@@ -13,23 +13,25 @@ import numpy as np
 
 from holmes_hpc.planning.search.problem import AvailableFabric
 
-FEW_FABRICS = 3  # up to this number, all orders are tried, and each fabric's wider stages first or last
+FEW_FABRICS = 3  # up to this number, all orders are tried
 Stages = tuple[tuple[int, int, int], ...]
 
 
 def stage_orders(stages: list[tuple[int, int, int]]) -> Iterator[Stages]:
-    """Yield the stages with the fabrics in other orders, and each fabric's wider stages first or last."""
-    parts = [tuple(part) for _, part in groupby(stages, key=lambda stage: stage[0])]
-    has_few = len(parts) <= FEW_FABRICS
-    for order in permutations(parts) if has_few else [parts, parts[::-1]]:
-        variants = (
-            product(*((part, part[::-1]) for part in order)) if has_few else [order, [part[::-1] for part in order]]
-        )
-        yield from (sum(variant, ()) for variant in variants)
+    """Yield the stages with the fabrics in other orders, and with each fabric's stages forward or reversed.
+
+    With more than FEW_FABRICS fabrics, only the given order and its reverse are tried, with all fabrics' stages alike.
+    """
+    parts = [tuple(part) for _, part in groupby(stages, key=lambda stage: stage[0])]  # the stages of each fabric
+    if len(parts) <= FEW_FABRICS:
+        orders = [choice for order in permutations(parts) for choice in product(*((p, p[::-1]) for p in order))]
+    else:
+        orders = [tuple(p[::step] for p in order) for order in (parts, parts[::-1]) for step in (1, -1)]
+    yield from (sum(order, ()) for order in orders)
 
 
 def neighbours(stages: Stages) -> Iterator[Stages]:
-    """Yield the stages with one change within a fabric: one split, two merged or swapped, or one node moved."""
+    """Yield the stages with one change on a fabric: one split, two merged or swapped, or a node moved between two."""
     for i, (f, nodes, tp) in enumerate(stages):
         above, below = stages[:i], stages[i + 1 :]
         for first in {1, nodes // 2, nodes - 1} - {0, nodes}:
@@ -44,9 +46,10 @@ def neighbours(stages: Stages) -> Iterator[Stages]:
 
 
 class StageTable:
-    """The layers that k stages on one fabric can compute within each limit on a stage's time: `reach`, (K + 1, limits).
+    """The layers that stages on one fabric can compute within each limit on a stage's time.
 
-    `tps`: the TPs that a stage may have. `per_tp`: for each of them, as :meth:`_ShapeEstimator._stage` returns it.
+    `reach`: the most layers of k stages, (K + 1, limits). `tps`: the TPs that a stage may have. `per_tp`: for each TP,
+    (seconds of a step per layer on 1 to N nodes, layers that fit there, seconds of a layer for one micro-batch).
     """
 
     def __init__(
@@ -68,26 +71,25 @@ class StageTable:
         node_count = available.nodes
         no_stage = np.full((len(stage_time_limits), node_count + 1), -np.inf if available.is_fixed else 0.0)
         no_stage[:, 0] = 0.0
-        self.filled = [no_stage]  # layers of k stages on at most (if fixed: exactly) n nodes, (limits, N + 1) each
+        # By k, the most layers of k stages on at most (if fixed: exactly) n nodes, (limits, N + 1).
+        self.filled = [no_stage]
         for _ in range(min(max_stages, node_count)):
-            fewer, table = self.filled[-1], np.full((len(stage_time_limits), node_count + 1), -np.inf)
-            for n in range(1, node_count + 1):
-                table[:, n:] = np.maximum(
-                    table[:, n:], fewer[:, : node_count + 1 - n] + self.stage_layers[:, n - 1, None]
-                )
+            fewer, table = self.filled[-1], np.full_like(no_stage, -np.inf)
+            for n in range(1, node_count + 1):  # nodes of the last stage
+                with_stage = fewer[:, : node_count + 1 - n] + self.stage_layers[:, n - 1, None]
+                table[:, n:] = np.maximum(table[:, n:], with_stage)
             self.filled.append(table)
         self.reach = np.stack([table[:, node_count] for table in self.filled])
 
     def stages(self, count: int, limit_index: int) -> list[tuple[int, int]]:
         """Return (nodes, TP) of each of the `count` stages with the most layers within a limit, the narrowest first."""
-        stages, unassigned = [], self.available.nodes
+        stages, free_nodes = [], self.available.nodes
         for k in range(count, 0, -1):
-            layers = [
-                self.filled[k - 1][limit_index, unassigned - n] + self.stage_layers[limit_index, n - 1]
-                for n in range(1, unassigned + 1)
-            ]
-            best = np.flatnonzero(np.asarray(layers) == max(layers)) + 1
-            nodes = int(best[np.argmin(np.abs(best - unassigned / k))])  # ties go to the most even split
+            layers = {  # of k stages, by the nodes of the last one
+                n: self.filled[k - 1][limit_index, free_nodes - n] + self.stage_layers[limit_index, n - 1]
+                for n in range(1, free_nodes + 1)
+            }
+            nodes = min(layers, key=lambda n: (-layers[n], abs(n - free_nodes / k), n))  # ties: the most even split
             stages.append((nodes, self.tps[int(self.best_tp[limit_index, nodes - 1])]))
-            unassigned -= nodes
+            free_nodes -= nodes
         return sorted(stages)

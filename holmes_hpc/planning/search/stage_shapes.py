@@ -1,8 +1,8 @@
 """Shapes of per-stage TP/DP layouts: the nodes and the TP of each stage, with the shortest estimated steps.
 
-The longest time tau that any stage computes in a step decides how good a shape is: its share of the micro-batches
-times its layers. For each limit on tau in a series, dynamic programming over each fabric's nodes finds how many layers
-k stages can compute in that time. Each choice of stage counts per fabric gets the least tau in which all layers are
+The longest time tau that any stage computes in a step (its share of the micro-batches times its layers) decides how
+good a shape is. For each limit on tau in a series, dynamic programming over each fabric's nodes finds how many layers k
+stages can compute in that time. Each choice of stage counts per fabric gets the least tau in which all layers are
 computed. Filling and draining the pipeline adds to the step.
 """
 
@@ -33,12 +33,12 @@ from holmes_hpc.planning.search.stage_lists import Stages, StageTable, neighbour
 TAU_STEP, TAU_RANGE = 1.006, 1.8  # ratio of each tau to the one before, and of the last to the first
 MAX_STAGES = 12  # on one fabric
 MAX_COMBINATIONS = 8000  # of stage counts of all fabrics
-EQUAL_TP_FIRST, EQUAL_TP_MARGIN = 12, 1.3  # shapes of one TP that come first, up to this times the best estimate
+EQUAL_TP_FIRST, EQUAL_TP_MARGIN = 12, 1.3  # shapes per TP that come first, up to this many times the best estimate
 MAX_SHAPES = 24  # of one micro-batch size, recomputation and choice of TPs
 
-MAX_LISTED = 3000  # lists of stages, in every order; up to this number, all are estimated
-FORWARD = 1 / 3  # of a layer's seconds
-NIC_WAIT = 1.3  # time of a NIC that always sends over that of its bytes: it waits for other nodes
+MAX_LISTED = 3000  # up to this number of lists of stages, in every order, all are estimated
+FORWARD = 1 / 3  # the share of the forward pass in a layer's seconds
+NIC_WAIT = 1.3  # the time of a NIC that sends all the time over that of its bytes: it also waits for other nodes
 MAX_RATIO, BISECTION_STEPS = 64, 14  # the longest estimate over the least tau; steps of a bisection
 
 
@@ -65,7 +65,7 @@ class Shape:
 def best_shapes(problem: Problem, max_s: float = inf) -> list[Shape]:
     """Return the shapes whose step is estimated to take at most `max_s` seconds, the shortest first.
 
-    The best few with one TP for all stages come before them: the estimate flatters unequal TPs.
+    The best few with one TP for all stages come before them, because estimates of unequal TPs are too short.
     """
     options, batch, shapes = problem.options, problem.batch, list[Shape]()
     available = available_fabrics(problem.site, options)
@@ -103,23 +103,27 @@ class _ShapeEstimator:
     def _stage(self, fabric: int, tp: int) -> tuple[np.ndarray, np.ndarray, float] | None:
         """Return the costs of a stage with TP `tp` on 1 to N nodes of a fabric; None if TP does not divide a node.
 
-        They are: seconds of a step per layer, (N,); layers that fit in memory, (N,); and the seconds of one layer for
-        one micro-batch.
+        They are (seconds of a step per layer, (N,); layers that fit in memory, (N,); seconds of a layer for one
+        micro-batch).
         """
         available, costs = self.available[fabric], self.costs_by_tp[tp]
         if available.gpus_per_node % tp:
             return None
-        index = self._index(fabric, tp)
+        index, replicas_per_node = self._index(fabric, tp), available.gpus_per_node // tp
         nodes = np.arange(1, available.nodes + 1)
-        dp = nodes * (available.gpus_per_node // tp)
+        dp = nodes * replicas_per_node
         layer_s = costs.layer_s_list[index]
-        reduce, gather = np.zeros(len(nodes)), np.zeros(len(nodes))
-        for node_count, mask in ((2, nodes > 1), (1, nodes == 1)):  # a single node uses NVLink
-            sample_dp = node_count * (available.gpus_per_node // tp)
-            limits = [float(s[index]) / max(1, sample_dp - 1) * sample_dp for s in costs.sync_s(sample_dp)]
-            reduce, gather = (
-                np.where(mask, limit * (dp - 1) / dp, s) for limit, s in zip(limits, (reduce, gather), strict=True)
+
+        def whole_tensor_s(sample_dp: int) -> list[float]:
+            """Return the seconds to (reduce, gather) on n ranks, over (n - 1) / n."""
+            return [float(s[index]) / max(1, sample_dp - 1) * sample_dp for s in costs.sync_s(sample_dp)]
+
+        reduce, gather = (
+            np.where(nodes == 1, inside, between) * (dp - 1) / dp  # a single node uses NVLink
+            for inside, between in zip(
+                whole_tensor_s(replicas_per_node), whole_tensor_s(2 * replicas_per_node), strict=True
             )
+        )
         exposed = np.maximum(0, reduce - layer_s * 2 / 3) + np.maximum(0, gather - layer_s / 3)
         step_s = -(-self.micro_batches // dp) * layer_s + exposed
         sequence_parallel = tp > 1 and self.options.sequence_parallel is not False
@@ -164,11 +168,12 @@ class _ShapeEstimator:
 
     @property
     def _max_stages(self) -> int:
+        """The most stages on one fabric."""
         return min(MAX_STAGES, self.model.layers, int(MAX_COMBINATIONS ** (1 / len(self.available))) - 1)
 
     @cached_property
     def _needed_layers(self) -> int:
-        """The layers that all stages compute together, including the output layer as its number of layers."""
+        """The layers that all stages compute together; the output layer counts as the layers that take as long."""
         return self.model.layers + int(min(c.head_s / min(c.layer_s_list) for c in self.costs_by_tp.values()))
 
     @cached_property
@@ -188,7 +193,7 @@ class _ShapeEstimator:
         return np.asarray(least * TAU_STEP ** np.arange(int(np.log(TAU_RANGE) / np.log(TAU_STEP))))
 
     def shapes(self) -> list[Shape]:
-        """Return all shapes if they are few, else the best of each choice of TPs; in several orders of the stages."""
+        """Return all shapes if they are few, else the best of each choice of TPs, with several orders of the stages."""
         if not self.costs_by_tp:
             return []
         lists = self._all_lists()
@@ -203,22 +208,27 @@ class _ShapeEstimator:
         return [shape for shape in shapes if shape.estimate < inf]
 
     def _tp_choices(self) -> list[tuple[tuple[int, ...], ...]]:
-        """Return the choices of TPs per fabric: one TP for all, or any TP. For two fabrics, all combinations."""
+        """Return the choices of TPs to search; a choice has the TPs that the stages on each fabric may have.
+
+        On up to two fabrics, all combinations of one TP and all TPs; on more, each TP on all fabrics, and all TPs.
+        """
         tp_sets = [[tps for f, tps in self._tables if f == fabric] for fabric in range(len(self.available))]
         if any(not sets for sets in tp_sets):
             return []
-        any_tp = [max(sets, key=len) for sets in tp_sets]
         if len(tp_sets) <= 2:
             return list(product(*tp_sets))
+        all_tps = tuple(max(sets, key=len) for sets in tp_sets)
         return [
-            tuple((tp,) if (tp,) in sets else any_tp[f] for f, sets in enumerate(tp_sets)) for tp in self.costs_by_tp
-        ] + [tuple(any_tp)]
+            *(
+                tuple((tp,) if (tp,) in sets else tps for tps, sets in zip(all_tps, tp_sets, strict=True))
+                for tp in self.costs_by_tp
+            ),
+            all_tps,
+        ]
 
     def _best_lists(self, tables: list[StageTable]) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield the stages of the stage counts per fabric with the shortest estimated steps."""
-        counts = np.stack(np.meshgrid(*(np.arange(t.reach.shape[0]) for t in tables), indexing="ij"), axis=-1).reshape(
-            -1, len(tables)
-        )
+        """Yield the lists of stages with the shortest estimated steps, from one table per fabric."""
+        counts = np.array(list(product(*(range(len(t.reach)) for t in tables))))  # stages of each fabric
         stages = counts.sum(axis=1)
         is_valid = is_allowed(self.options, self.model.layers, stages, (counts > 0).sum(axis=1))
         for f, available in enumerate(self.available):
@@ -227,10 +237,11 @@ class _ShapeEstimator:
         layers = sum((t.reach[counts[:, f]] for f, t in enumerate(tables)), np.zeros(()))  # (combinations, limits)
         is_enough = layers >= self._needed_layers
         is_possible = is_enough.any(axis=1)
-        counts, stages, first = counts[is_possible], stages[is_possible], np.argmax(is_enough[is_possible], axis=1)
+        counts, stages = counts[is_possible], stages[is_possible]
+        limit = np.argmax(is_enough[is_possible], axis=1)  # the index of the first limit with enough layers
         if not len(counts):
             return
-        reach = np.stack([t.reach[counts[:, f], first] for f, t in enumerate(tables)], axis=1)
+        reach = np.stack([t.reach[counts[:, f], limit] for f, t in enumerate(tables)], axis=1)
         shares = reach / reach.sum(axis=1, keepdims=True)
         latency = shares @ np.array([t.layer_s for t in tables]) * self.model.layers  # of one micro-batch
         transfer = np.zeros(len(counts))  # lower bound, with a fabric's stages as wide as possible
@@ -238,15 +249,16 @@ class _ShapeEstimator:
             least = min(self._transfers_s[f, g, table.tps[0]] for g in range(len(tables)) if g != f)
             has_edge = (counts[:, f] > 0) & (counts[:, f] < stages)
             transfer = np.maximum(transfer, np.where(has_edge, least * counts[:, f] / table.available.nodes, 0.0))
-        seconds = np.maximum(tables[0].stage_time_limits[first], transfer) + latency * (1 - 1 / stages)
+        seconds = np.maximum(tables[0].stage_time_limits[limit], transfer) + latency * (1 - 1 / stages)
         for i in np.argsort(seconds, kind="stable")[:MAX_SHAPES].tolist():
-            limit_index = int(first[i])
             yield [
-                (f, *stage) for f, table in enumerate(tables) for stage in table.stages(int(counts[i, f]), limit_index)
+                (f, *stage)
+                for f, table in enumerate(tables)
+                for stage in table.stages(int(counts[i, f]), int(limit[i]))
             ]
 
     def _all_lists(self) -> list[Stages] | None:
-        """Return every possible list of stages, in every order; None if there are too many."""
+        """Return every possible list of stages, in every order; None if there are more than MAX_LISTED."""
         count, per_fabric = factorial(len(self.available)), list[list[Stages]]()
         for f, available in enumerate(self.available):
             tps = sum(available.gpus_per_node % tp == 0 for tp in self.costs_by_tp)
@@ -280,7 +292,7 @@ class _ShapeEstimator:
         return bool(is_allowed(self.options, self.model.layers, len(stages), len({f for f, *_ in stages})))
 
     def estimate(self, stages: Stages) -> float:
-        """Return the seconds of the step; infinite if the layers do not fit, or not within `max_s`.
+        """Return the estimated seconds of the step; infinite if the layers do not fit, or if it exceeds `max_s`.
 
         For a given step time, stage after stage gets as many layers as it can compute, from the arrival of the first
         micro-batch until the last gradients must leave. The estimate is the least time that assigns all layers. A stage
@@ -288,7 +300,7 @@ class _ShapeEstimator:
         transfers of one node take longer, they count instead.
         """
         m, costs, transfer = self.micro_batches, [], 0.0
-        nic_s = [[0.0, 0.0] for _ in stages]  # a node of each stage sends so long inside its fabric, and outside
+        nic_s = [[0.0, 0.0] for _ in stages]  # seconds that a node of each stage sends (inside its fabric, outside)
         for s, (f, nodes, tp) in enumerate(stages):
             step_s, fit, layer_s = self._stage_costs[f, tp]
             dp = nodes * (self.available[f].gpus_per_node // tp)
@@ -341,6 +353,7 @@ class _ShapeEstimator:
         }
 
     def _transfer_s(self, source: int, target: int, tp: int) -> float:
+        """Return one entry of :attr:`_transfers_s`."""
         costs = self.costs_by_tp[tp]
         index = self._index(source, tp)
         target_index = next((i for i, a in enumerate(costs.available) if a is self.available[target]), None)
@@ -351,4 +364,5 @@ class _ShapeEstimator:
         return self.batch.tokens * self.model.hidden * element_bytes * 8e-9 / float(gbps)
 
     def _index(self, fabric: int, tp: int) -> int:
+        """Return the index of a fabric in the arrays of the costs at TP `tp`."""
         return self.costs_by_tp[tp].available.index(self.available[fabric])

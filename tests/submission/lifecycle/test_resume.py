@@ -34,7 +34,7 @@ def write_plan(plan: Plan, path: Path) -> str:
 
 def test_a_local_run_refuses_a_plan_for_another_site(record: RunDirectory, tmp_path: Path) -> None:
     other = write_plan(plans.plan("ib-a", "roce-a", nodes=1), tmp_path / "other.yaml")
-    with pytest.raises(PlanError, match="the plan is for site holmes, whose fabric 'ib-a' is not here"):
+    with pytest.raises(PlanError, match="the plan needs fabric 'ib-a' of site holmes; this site has"):
         prepare_continuation(record, "failed", [], other)
 
 
