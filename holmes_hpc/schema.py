@@ -14,10 +14,10 @@ import dataclasses
 import difflib
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from enum import Enum
 from functools import cache
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -58,9 +58,13 @@ class Key:
     default: Any
 
 
-@cache
 def keys(cls: type[Any]) -> dict[str, Key]:
     """Return the keys of a dataclass by name, in the order of their declaration."""
+    return _keys(cast("Hashable", cls))
+
+
+@cache
+def _keys(cls: Any) -> dict[str, Key]:
     hints = get_type_hints(cls, include_extras=True)
     declared = {}
     for field in dataclasses.fields(cls):

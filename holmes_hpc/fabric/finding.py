@@ -14,7 +14,7 @@ MAX_SKEW_S = 60.0  # between two nodes' clocks; munge refuses credentials at 300
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check. `level`: ``error`` (a run fails or is slow), ``warning`` (it may), ``info``.
+    """One result of a check. `level`: ``error`` (a run fails or is slow), ``warning`` (it may), ``info`` (it does not).
     `node`, `nic`: set if it concerns one node or NIC. ``str(finding)`` is one line: ``level: where: what; hint``."""
 
     level: str
@@ -40,10 +40,8 @@ def errors(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def raise_errors(findings: Iterable[Finding]) -> None:
-    """Raise the first error as a NetworkError that also counts the others."""
-    found_errors = errors(findings)
-    if found_errors:
-        first, more_count = found_errors[0], len(found_errors) - 1
-        raise NetworkError(
-            first.what + (f" (and {more_count} more like it)" if more_count else ""), where=first.where, hint=first.hint
-        )
+    """Raise NetworkError for the first finding that is an error; its text also counts the others."""
+    if error_findings := errors(findings):
+        first, *others = error_findings
+        more = f" (and {len(others)} more errors)" if others else ""
+        raise NetworkError(first.what + more, where=first.where, hint=first.hint)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.schema import refuse
 
 _VIRTUAL = re.compile(
     r"(lo|docker|br-|virbr|veth|cni|flannel|cali|ifb|tun|tap|dummy|kube|vxlan|wg|lxc|podman|sit|gre"
@@ -23,18 +24,19 @@ def role_of(name: str) -> str:
     return "management" if _MANAGEMENT.match(name) else "data"
 
 
-def natural(name: str) -> list[tuple[int, int | str]]:
-    """Return a sort key that puts eth2 before eth10."""
+def natural_key(name: str) -> list[tuple[int, int | str]]:
+    """Return the key of a natural sort order, in which eth2 comes before eth10."""
     return [(0, int(p)) if p.isdecimal() else (1, p) for p in re.split(r"(\d+)", name) if p]
 
 
 @dataclass(frozen=True)
 class Nic:
-    """A kernel network interface. `address`: its IPv4 address; `gbps`: None if the kernel does not know it.
+    """A kernel network interface.
 
-    `type`: the type of traffic on it: IB for IPoIB, RoCE if a RoCE port belongs to it, else Ethernet. `rdma`: the RDMA
-    ports behind it, as ``mlx5_0:1``. `member_of`: its bond or bridge. `carrier`: False if the interface is on and the
-    other end of its cable is off.
+    `type`: the type of traffic on it: IB for IPoIB, RoCE if a RoCE port belongs to it, else Ethernet. `address`,
+    `prefix`: its IPv4 address. `gbps`: its rate; None if the kernel does not know it. `rdma`: the RDMA ports behind it,
+    as ``mlx5_0:1``. `member_of`: its bond or bridge. `carrier`: False if the interface is on and the other end of its
+    cable is off.
     """
 
     name: str
@@ -69,10 +71,10 @@ class RdmaPort:
     """A port of an RDMA device.
 
     `kind`: ``ib``, ``roce``, or another of the kernel's kinds (``iwarp``, ``omnipath``, ``efa``, ``usnic``), which
-    NCCL's IB transport does not use. `gid_index`/`gid`: the IPv4-mapped RoCE v2 GID on the owning interface (shown,
-    never set: NCCL finds it itself); for an InfiniBand port its first GID, whose upper half is its subnet. `gpus`:
-    indices, in PCI order, of the nearest GPUs. `pci`: the PCI path, root first. `physical`: for a virtual function, the
-    PCI address of its physical function.
+    NCCL's IB transport does not use. `interface`: the kernel interface that owns it. `gid_index`/`gid`: its RoCE v2 GID
+    with an IPv4 address (only for display: NCCL finds it itself); of an InfiniBand port the first GID, whose upper half
+    is its subnet. `gpus`: indices, in PCI order, of the nearest GPUs. `pci`: the PCI path, root first. `physical`: for
+    a virtual function, the PCI address of its physical function.
     """
 
     device: str
@@ -96,11 +98,12 @@ class RdmaPort:
 
 @dataclass(frozen=True)
 class NodeNics:
-    """All NICs of one node. `gpus`: PCI addresses of its GPUs; `notes`: unreadable facts, one line each.
+    """All NICs of one node. `gpus`: PCI addresses of its GPUs. `notes`: why NICs are not used, one line each.
 
-    `addressed`: False if no addresses are known (a copied tree); then a missing address has no meaning. `verbs`: RDMA
-    devices can be opened (``/dev/infiniband/uverbs*``), even if sysfs shows none, as in some containers. `sockets`,
-    `hcas`: the interfaces and ports (``mlx5_0:1``) allowed for sockets and RDMA (nccl.restrict_nics); None: no limit.
+    `addressed`: False if the probe could not read addresses (a copied tree): then a missing address means nothing.
+    `verbs`: RDMA devices can be opened (``/dev/infiniband/uverbs*``), even if sysfs shows none, as in some containers.
+    `sockets`, `hcas`: the only interfaces and ports (``mlx5_0:1``) allowed for sockets and RDMA (nccl.restrict_nics);
+    None: no limit.
     """
 
     interfaces: tuple[Nic, ...]
@@ -114,9 +117,9 @@ class NodeNics:
 
     @property
     def type(self) -> NicType:
-        """The NIC type for fast traffic: the one with the highest total rate of usable ports, InfiniBand if equal.
+        """The NIC type for fast traffic: the one with the highest total rate of its compute ports, InfiniBand if equal.
         So a storage card in Ethernet mode does not turn an IB node into a RoCE node."""
-        # a port of unknown rate counts more than no port
+        # A port of unknown rate counts more than no port.
         rates = {t: self.rdma_gbps(t) or 0.001 * len(self.compute_ports(t)) for t in (NicType.IB, NicType.ROCE)}
         if any(rates.values()):
             return NicType.IB if rates[NicType.IB] >= rates[NicType.ROCE] else NicType.ROCE
@@ -133,7 +136,7 @@ class NodeNics:
         )
 
     def compute_ports(self, nic: NicType) -> tuple[RdmaPort, ...]:
-        """Return the usable ports of the highest rate: the rails of a node. If `hcas` is set, return those.
+        """Return the usable ports that collectives run on: those in `hcas` if set, else those of the highest rate.
 
         A slower port of the same type is a storage card or has a bad cable; NCCL would run at its rate. A virtual
         function is left out if its physical function is present, because they share a wire.
@@ -141,19 +144,19 @@ class NodeNics:
         usable = self.usable_ports(nic)
         if self.hcas is not None:
             return tuple(p for p in usable if p.name in self.hcas)
-        addresses = {p.pci[-1] for p in usable if p.pci}
-        usable = tuple(p for p in usable if p.physical not in addresses)
-        best = max((self.port_gbps(p) for p in usable), default=0.0)
-        return tuple(p for p in usable if self.port_gbps(p) == best)
+        pci_addresses = {p.pci[-1] for p in usable if p.pci}
+        usable = tuple(p for p in usable if p.physical not in pci_addresses)
+        best_gbps = max(map(self.port_gbps, usable), default=0.0)
+        return tuple(p for p in usable if self.port_gbps(p) == best_gbps)
 
     def port_gbps(self, port: RdmaPort) -> float:
-        """Return a port's rate, 0 if unknown. A bond counts with its interface's speed; its device shows one port's."""
+        """Return the rate of a port, 0 if unknown. On a bond it is the bond's; its RDMA device shows a member's."""
         owner = self.interface(port.interface) if port.interface else None
-        bond = owner.gbps if owner is not None and owner.driver == "bond" else None
-        return max(port.gbps or 0.0, bond or 0.0)
+        bond_gbps = owner.gbps if owner is not None and owner.driver == "bond" else None
+        return max(port.gbps or 0.0, bond_gbps or 0.0)
 
     def rdma_gbps(self, nic: NicType) -> float | None:
-        """Return the rate that this node can send over its compute ports of a type; None if it is unknown."""
+        """Return the total rate of this node's compute ports of a type; None if it is unknown."""
         return sum(self.port_gbps(p) for p in self.compute_ports(nic)) or None
 
     def interface(self, name: str) -> Nic | None:
@@ -161,16 +164,17 @@ class NodeNics:
 
 
 def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
-    """Return the interfaces that could carry `nic` traffic, best first: up, with an address, fast, then by name.
+    """Return the interfaces that could carry `nic` traffic, the best first.
 
-    For Ethernet the fastest comes first, plain or RoCE (plain if rates are equal or unknown), then management ports.
-    Loopback, container bridges, IPoIB and members of a bond are never included, unless `sockets` names them.
+    An interface that is up comes first, then one with an address, one that is not for management, the fastest one,
+    plain Ethernet before RoCE, and by name. Loopback, container bridges, IPoIB and members of a bond are never
+    included, unless `sockets` names them.
     """
     if nics.sockets is not None and not nic.rdma:
-        chosen = [n for n in nics.interfaces if n.name in nics.sockets]
+        possible = [n for n in nics.interfaces if n.name in nics.sockets]
     else:
         free = [n for n in nics.interfaces if n.member_of is None and n.role != "virtual"]
-        chosen = [n for n in free if (n.type is nic if nic.rdma else n.type is not NicType.IB)]
+        possible = [n for n in free if (n.type is nic if nic.rdma else n.type is not NicType.IB)]
 
     def rank(n: Nic) -> tuple[bool, bool, bool, float, bool, list[tuple[int, int | str]]]:
         return (
@@ -179,43 +183,40 @@ def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
             n.role == "management",
             -(n.gbps or 0),
             n.type is not nic,
-            natural(n.name),
+            natural_key(n.name),
         )
 
-    return sorted(chosen, key=rank)
+    return sorted(possible, key=rank)
 
 
 def data_interface(nics: NodeNics, nic: NicType, node: str = "") -> Nic:
     """Return the kernel interface for `nic` traffic of this node, which is up and has an IPv4 address.
 
-    SiteError names the interface and a hint; `node` is for its text only.
+    SiteError if there is none. `node`: the node's name, for the error.
     """
-    where = f"node {node}" if node else "this node"
+    where, ports = f"node {node}" if node else "this node", ", ".join(p.name for p in nics.usable_ports(nic))
     interfaces = candidates(nics, nic)
-    if not interfaces:
-        ports = ", ".join(p.name for p in nics.usable_ports(nic))
-        if ports:
-            raise SiteError(
-                f"{nic} ports {ports} have no kernel interface",
-                where=where,
-                hint="give them one with an IPv4 address (IPoIB for InfiniBand)",
-            )
-        raise SiteError(
+    refuse(
+        where,
+        (
+            not interfaces and ports,
+            f"{nic} ports {ports} have no kernel interface",
+            "give them one with an IPv4 address (IPoIB for InfiniBand)",
+        ),
+        (
+            not interfaces,
             f"no {nic} interface among {', '.join(n.name for n in nics.interfaces) or 'none'}",
-            where=where,
-            hint="correct the node's features (holmes label), or bring the interface back under its name",
-        )
+            "correct the node's features (holmes label), or bring the interface back under its name",
+        ),
+        error=SiteError,
+    )
     best = interfaces[0]
-    if not best.up and not best.carrier:
-        raise SiteError(
-            f"{nic} interface {best.name} has no carrier", where=where, hint="check its cable and switch port"
-        )
-    if not best.up:
-        raise SiteError(f"{nic} interface {best.name} is down", where=where, hint=f"ip link set {best.name} up")
-    if best.address is None:
-        raise SiteError(
-            f"{nic} interface {best.name} has no IPv4 address",
-            where=where,
-            hint=f"ip addr add ADDRESS/PREFIX dev {best.name}",
-        )
+    name = f"{nic} interface {best.name}"
+    refuse(
+        where,
+        (not best.up and not best.carrier, f"{name} has no carrier", "check its cable and switch port"),
+        (not best.up, f"{name} is down", f"ip link set {best.name} up"),
+        (best.address is None, f"{name} has no IPv4 address", f"ip addr add ADDRESS/PREFIX dev {best.name}"),
+        error=SiteError,
+    )
     return best

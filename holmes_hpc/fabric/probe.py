@@ -8,12 +8,14 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 
 import psutil
 
 from holmes_hpc.fabric.nic_types import NicType
-from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort, candidates, data_interface, natural
+from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort, candidates, data_interface, natural_key
 
 __all__ = ["Nic", "NodeNics", "RdmaPort", "addresses", "candidates", "data_interface", "probe"]
 
@@ -30,7 +32,7 @@ def read_text(path: Path) -> str:
 
 
 def addresses() -> dict[str, tuple[str, int]]:
-    """Return this process's interfaces with an IPv4 address -> (address, prefix length); the first address of each."""
+    """Return interface -> (its first IPv4 address, prefix length), for this machine's interfaces with an address."""
     by_interface: dict[str, tuple[str, int]] = {}
     for name, entries in psutil.net_if_addrs().items():
         for address in entries:
@@ -46,11 +48,11 @@ def probe(
     read: Reader = read_text,
     dev: Path | None = None,
 ) -> NodeNics:
-    """Return this node's NICs, or those of a copy (`cp -a /sys/class/net /sys/class/infiniband …` with their links).
+    """Return this node's NICs, or those in a copy of its sysfs (`cp -a /sys/class/net /sys/class/infiniband …`).
 
-    `ipv4`: interface -> (address, prefix); by default this machine's for ``/sys``, and none for a copy, which has only
-    RoCE's GIDs. `read`: reads one file (tests make it fail as kernels do). `dev`: the folder of device files, by
-    default ``/dev`` for ``/sys``.
+    `ipv4`: interface -> (address, prefix length); by default this machine's if `sysfs` is ``/sys``, else none, because
+    a copy has only the addresses in RoCE's GIDs. `read`: reads one file (tests make it fail as kernels do). `dev`: the
+    folder of device files, by default ``/dev`` if `sysfs` is ``/sys``.
     """
     notes: list[str] = []
     tree = _Tree(sysfs, read)
@@ -64,18 +66,16 @@ def probe(
     interfaces = [
         _read_interface(tree, name, ports, ipv4) for name in tree.names("class/net") if tree.is_dir(f"class/net/{name}")
     ]
-    interfaces.sort(key=lambda n: natural(n.name))
-    ports.sort(key=lambda p: (natural(p.device), p.port))
+    interfaces.sort(key=lambda n: natural_key(n.name))
+    ports.sort(key=lambda p: (natural_key(p.device), p.port))
     nics = NodeNics(tuple(interfaces), tuple(ports), tuple(g[-1] for g in gpus), (), bool(ipv4), verbs)
     for nic in (NicType.IB, NicType.ROCE):
-        rails = nics.compute_ports(nic)
-        for p in nics.usable_ports(nic):
-            if p not in rails and nics.port_gbps(p) == nics.port_gbps(rails[0]):
-                notes.append(f"{p.name} is a virtual function of {p.physical}, which is also present: not used")
-            elif p not in rails:
-                notes.append(
-                    f"{p.name} runs at {nics.port_gbps(p):g} Gb/s, others at {nics.port_gbps(rails[0]):g}: not used"
-                )
+        compute_ports = nics.compute_ports(nic)
+        for p in (port for port in nics.usable_ports(nic) if port not in compute_ports):
+            gbps, best_gbps = nics.port_gbps(p), nics.port_gbps(compute_ports[0])
+            virtual = f"is a virtual function of {p.physical}, which is also present"
+            reason = virtual if gbps == best_gbps else f"runs at {gbps:g} Gb/s, others at {best_gbps:g}"
+            notes.append(f"{p.name} {reason}: not used")
     usable = [n for n in candidates(nics, NicType.ETHERNET) if n.up and (n.address or not nics.addressed)]
     plain_nic = next((n for n in usable if n.type is NicType.ETHERNET and n.role == "data"), None)
     if plain_nic is not None and usable[0].type is NicType.ROCE:
@@ -98,7 +98,7 @@ def probe(
 
 
 class _Tree:
-    """A reader of a sysfs tree; unreadable entries are None."""
+    """A reader of a sysfs tree. An entry that is missing or cannot be read is None; a folder's names are then empty."""
 
     def __init__(self, root: Path, read: Reader) -> None:
         self.root, self._read = root, read
@@ -111,7 +111,7 @@ class _Tree:
 
     def names(self, path: str) -> list[str]:
         try:
-            return sorted(os.listdir(self.root / path), key=natural)
+            return sorted(os.listdir(self.root / path), key=natural_key)
         except OSError:
             return []
 
@@ -209,7 +209,7 @@ def _port_kind(device: str, node_type: str, layer: str) -> str:
 
 
 def _find_gid(tree: _Tree, port: str) -> tuple[int | None, str | None, str | None]:
-    """Return index, GID and interface of the first RoCE v2 GID that maps an IPv4 address."""
+    """Return (index, GID, interface) of a port's first RoCE v2 GID with an IPv4 address; all None if it has none."""
     for index in tree.names(f"{port}/gids"):
         if not index.isdecimal() or tree.text(f"{port}/gid_attrs/types/{index}") != "RoCE v2":
             continue  # an empty slot, RoCE v1, or EINVAL in a container
@@ -220,7 +220,7 @@ def _find_gid(tree: _Tree, port: str) -> tuple[int | None, str | None, str | Non
 
 
 def _parse_subnet_gid(text: str | None) -> str | None:
-    """Return an InfiniBand port's first GID; None if it has none yet (no subnet manager) or it is unreadable."""
+    """Return the GID in the file of an InfiniBand port; None if it is zero (no subnet manager yet) or unreadable."""
     try:
         return text if text and int(ipaddress.IPv6Address(text)) else None
     except ValueError:
@@ -239,13 +239,9 @@ def gid_address(gid: str) -> str | None:
 def _find_owner(tree: _Tree, device: str, pci: tuple[str, ...]) -> str | None:
     """Return the network interface on the same PCI function, for a port without a GID that names it."""
     names = tree.names(f"class/infiniband/{device}/device/net")
-    if names:
-        return names[0]
-    if pci:
-        for name in tree.names("class/net"):
-            if tree.pci_path(f"class/net/{name}/device") == pci:
-                return name
-    return None
+    if not names and pci:
+        names = [name for name in tree.names("class/net") if tree.pci_path(f"class/net/{name}/device") == pci]
+    return names[0] if names else None
 
 
 def _find_bond(tree: _Tree, name: str | None) -> str | None:
@@ -255,14 +251,10 @@ def _find_bond(tree: _Tree, name: str | None) -> str | None:
 
 
 def _nearest_gpus(pci: tuple[str, ...], gpus: list[tuple[str, ...]]) -> tuple[int, ...]:
-    """Return the GPUs that share the longest PCI path with the NIC; none if no path is shared."""
-
-    def shared_depth(gpu: tuple[str, ...]) -> int:
-        return next((i for i, (a, b) in enumerate(zip(pci, gpu)) if a != b), min(len(pci), len(gpu)))  # noqa: B905
-
-    depths = [shared_depth(g) for g in gpus]
+    """Return the indices of the GPUs that share the longest PCI path with a NIC; none if no path is shared."""
+    depths = [sum(takewhile(bool, map(eq, pci, gpu))) for gpu in gpus]  # equal elements from the root on
     max_depth = max(depths, default=0)
-    return tuple(i for i, d in enumerate(depths) if d == max_depth and max_depth > 0)
+    return tuple(i for i, depth in enumerate(depths) if depth == max_depth and max_depth > 0)
 
 
 def _read_interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping[str, tuple[str, int]]) -> Nic:
@@ -298,17 +290,17 @@ def _read_interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping
 def _is_up(tree: _Tree, base: str) -> bool:
     state = tree.text(f"{base}/operstate") or "unknown"
     if state == "unknown":  # drivers without carrier detection
-        flags = tree.text(f"{base}/flags") or "0x1"
-        return bool(int(flags, 16) & 1)
+        return bool(int(tree.text(f"{base}/flags") or "0x1", 16) & 1)  # IFF_UP
     return state in ("up", "dormant")
 
 
 def _has_carrier(tree: _Tree, base: str) -> bool:
-    """Return False only if the kernel reports no carrier; it is unreadable while the interface is off."""
+    """Return False only if the kernel reports that there is no carrier; while an interface is off, it does not know."""
     return tree.text(f"{base}/carrier") != "0" and tree.text(f"{base}/operstate") != "lowerlayerdown"
 
 
 def _read_speed(tree: _Tree, base: str, is_bond: bool, ports: list[RdmaPort]) -> float | None:
+    """Return the rate of an interface in Gb/s: of its RDMA `ports` if known, else the kernel's; None if unknown."""
     if ports and ports[0].gbps and not is_bond:
         return sum(p.gbps or 0 for p in ports)
     if not is_bond and tree.is_virtual(base):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from holmes_hpc.errors import SiteError, nearest
 from holmes_hpc.fabric.nic_types import NCCL_NETWORKS, NicType
-from holmes_hpc.schema import check, key, make
+from holmes_hpc.schema import check, key, make, refuse
 from holmes_hpc.slurm.hostlist import expand
 
 # Implementations of attention: FlashAttention-2 or later, its first version, torch's own fused one, Megatron-LM's fused
@@ -46,7 +47,7 @@ CPU = Gpu(name="cpu", peak_tflops=0.05, memory_gib=4, intra_node_gbps=40)
 
 @dataclass(frozen=True)
 class NicNames:
-    """The NICs that the site names for the job. NICs that are not named are chosen from the kernel's facts."""
+    """The NICs that the site names for its jobs. For the rest, a rank chooses from the NICs that its kernel shows."""
 
     ethernet: Annotated[str | None, key("interface of the sockets: bond0")] = None
     hca: Annotated[tuple[str, ...], key("RDMA devices or ports: [mlx5_0, 'mlx5_1:1']")] = ()
@@ -75,19 +76,10 @@ class NicNames:
         return NicNames(self.ethernet or fallback.ethernet, self.hca or fallback.hca, self.storage or fallback.storage)
 
 
+# Keys of a fabric that older files lack: they are written only if they are set.
+_NEWER_KEYS = ("ethernet", "hca", "storage", "node_nics", "nccl_net", "node_cpus", "node_memory_gib", "node_gpus")
 # Keys about the use of a fabric's nodes, not their hardware: a site's digest omits them.
-_USAGE_KEYS = (
-    "node_names",
-    "nodes",
-    "ethernet",
-    "hca",
-    "storage",
-    "node_nics",
-    "nccl_net",
-    "node_cpus",
-    "node_memory_gib",
-    "node_gpus",
-)
+_USAGE_KEYS = ("node_names", "nodes", *_NEWER_KEYS)
 
 
 @dataclass(frozen=True)
@@ -124,29 +116,49 @@ class Fabric:
         if self.nic in tuple(NicType):
             object.__setattr__(self, "nic", NicType(self.nic))
         check(self, where, SiteError)
-        if not self.name or not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            raise SiteError(f"name {self.name!r} is not letters, digits, '-', '_' or '.'", where=where, hint="rename")
-        if self.nic.rdma and self.rdma_gbps is None:
-            raise SiteError(
-                "rdma_gbps is missing", where=where, hint="give the rate of one node over all its RDMA NICs, in Gb/s"
-            )
-        if not self.nic.rdma and self.rdma_gbps is not None:
-            raise SiteError("an Ethernet-only fabric has rdma_gbps", where=where, hint="remove rdma_gbps or set nic")
-        if self.node_names and len(self.node_names) != self.nodes:
-            raise SiteError(f"{len(self.node_names)} node names for {self.nodes} nodes", where=where, hint="correct it")
-        for names in (NicNames(self.ethernet, self.hca, self.storage), *(self.node_nics or {}).values()):
-            if names.hca and not self.nic.rdma:
-                raise SiteError("an Ethernet-only fabric has hca", where=where, hint="remove hca or set nic")
+        has_hca = any(names.hca for names in (self._common_nics, *(self.node_nics or {}).values()))
+        refuse(
+            where,
+            (
+                not re.fullmatch(r"[\w.-]*[^\W_][\w.-]*", self.name),
+                f"name {self.name!r} is not letters, digits, '-', '_' or '.'",
+                "choose another name",
+            ),
+            (
+                self.nic.rdma and self.rdma_gbps is None,
+                "rdma_gbps is missing",
+                "give the rate of one node over all its RDMA NICs, in Gb/s",
+            ),
+            (
+                not self.nic.rdma and self.rdma_gbps is not None,
+                "an Ethernet-only fabric has rdma_gbps",
+                "remove rdma_gbps, or set nic to its RDMA type",
+            ),
+            (
+                self.node_names and len(self.node_names) != self.nodes,
+                f"{len(self.node_names)} node names for {self.nodes} nodes",
+                "give the names of all nodes, or none",
+            ),
+            (
+                has_hca and not self.nic.rdma,
+                "an Ethernet-only fabric has hca",
+                "remove hca, or set nic to its RDMA type",
+            ),
+            error=SiteError,
+        )
+
+    @property
+    def _common_nics(self) -> NicNames:
+        return NicNames(self.ethernet, self.hca, self.storage)
 
     def nic_names(self, node: str) -> NicNames:
         """Return the NICs that the site names for `node`; entries for the node override those of the fabric."""
-        common = NicNames(self.ethernet, self.hca, self.storage)
-        node_names = next((names for hosts, names in (self.node_nics or {}).items() if node in expand(hosts)), None)
-        return common if node_names is None else node_names.over(common)
+        node_nics = next((names for hosts, names in (self.node_nics or {}).items() if node in expand(hosts)), None)
+        return self._common_nics if node_nics is None else node_nics.over(self._common_nics)
 
     @property
     def nccl_network(self) -> str:
-        """NCCL's name of its RDMA network (of its Ethernet, if it has no RDMA)."""
+        """NCCL's name of the network of its fast traffic: RDMA, or Ethernet if it has none."""
         return self.nccl_net or NCCL_NETWORKS[self.nic]
 
     @property
@@ -172,12 +184,20 @@ class FabricLink:
     def __post_init__(self) -> None:
         where = f"link {' - '.join(map(str, self.between))}" if isinstance(self.between, list | tuple) else "link"
         check(self, where, SiteError)
-        if len(set(self.between)) != 2 or len(self.between) != 2:
-            raise SiteError(f"between is {list(self.between)}", where=where, hint="name two fabrics")
-        if self.gbps is None and not self.delay_ms:
-            raise SiteError(
-                "no gbps and no delay_ms", where=where, hint="give gbps (Gb/s of a node), delay_ms, or both"
-            )
+        refuse(
+            where,
+            (
+                len(self.between) != 2 or len(set(self.between)) != 2,
+                f"between is {list(self.between)}",
+                "name two different fabrics",
+            ),
+            (
+                self.gbps is None and not self.delay_ms,
+                "no gbps and no delay_ms",
+                "give gbps (Gb/s of a node), delay_ms, or both",
+            ),
+            error=SiteError,
+        )
 
 
 @dataclass(frozen=True)
@@ -190,27 +210,28 @@ class Site:
     links: Annotated[tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, delay_ms}")] = ()
 
     def __post_init__(self) -> None:
-        check(self, f"site {self.name}", SiteError)
-        if not self.fabrics:
-            raise SiteError("no fabric", where=f"site {self.name}", hint="list at least one fabric")
+        where = f"site {self.name}"
+        check(self, where, SiteError)
         names = [f.name for f in self.fabrics]
-        for name in names:
-            if names.count(name) > 1:
-                raise SiteError(f"two fabrics are named {name!r}", where=f"site {self.name}", hint="rename one")
-        for link in self.links:
-            for name in link.between:
-                if name not in names:
-                    raise SiteError(
-                        f"a link names fabric {name!r}", where=f"site {self.name}", hint=nearest(name, names)
-                    )
         pairs = [frozenset(link.between) for link in self.links]
-        for pair in pairs:
-            if pairs.count(pair) > 1:
-                raise SiteError(
-                    f"two links between {' and '.join(sorted(pair))}", where=f"site {self.name}", hint="leave one out"
-                )
+        refuse(
+            where,
+            (not self.fabrics, "no fabric", "list at least one fabric"),
+            *((names.count(name) > 1, f"two fabrics are named {name!r}", "rename one") for name in names),
+            *(
+                (name not in names, f"a link names unknown fabric {name!r}", nearest(name, names))
+                for link in self.links
+                for name in link.between
+            ),
+            *(
+                (pairs.count(pair) > 1, f"two links between {' and '.join(sorted(pair))}", "remove one")
+                for pair in pairs
+            ),
+            error=SiteError,
+        )
 
     def fabric(self, name: str) -> Fabric:
+        """Return the fabric called `name`. SiteError if there is none."""
         for fabric in self.fabrics:
             if fabric.name == name:
                 return fabric
@@ -219,13 +240,14 @@ class Site:
         )
 
     def link(self, sender: str, receiver: str) -> FabricLink | None:
-        """Return the declared network between two fabrics, if any."""
+        """Return the link that the site declares between two fabrics, named in any order; None if it has none."""
         return next((link for link in self.links if frozenset(link.between) == {sender, receiver}), None)
 
     def rate_gbps(self, transport: str, sender: Fabric, receiver: Fabric | None = None) -> float:
-        """Return the nominal rate from one node of `sender` (locally: one GPU) to a node of `receiver`.
+        """Return the nominal rate, without efficiency, from one node of `sender` to one of `receiver`.
 
-        `transport`: ``local``, ``rdma`` or ``tcp``. `receiver`: None is the same fabric. Efficiencies come on top.
+        `transport`: ``rdma``, ``tcp``, or ``local`` (the rate of one GPU to its peers in the node). `receiver`: None
+        means the same fabric.
         """
         link = self._link_used(transport, sender, receiver)
         if link is not None and link.gbps is not None:
@@ -233,7 +255,8 @@ class Site:
         return {"local": sender.gpu.intra_node_gbps, "tcp": sender.ethernet_gbps, "rdma": sender.data_gbps}[transport]
 
     def delay_s(self, transport: str, sender: Fabric, receiver: Fabric | None = None) -> float:
-        """Return the one-way delay beyond the latency of the fabrics' networks; arguments as in :meth:`rate_gbps`."""
+        """Return the one-way delay that a link adds to the latency of the fabrics' networks.
+        Arguments as in :meth:`rate_gbps`."""
         link = self._link_used(transport, sender, receiver)
         return link.delay_ms / 1e3 if link is not None else 0.0
 
@@ -243,33 +266,31 @@ class Site:
         return self.link(sender.name, receiver.name)
 
     def nccl_network(self, nic: NicType | None, fabric: str | None = None) -> str | None:
-        """Return NCCL's name of the network of a transport over `nic` (in `fabric`, if RDMA); None inside a node."""
+        """Return NCCL's name of the network of a transport: over `nic`, for RDMA in `fabric`. None inside a node."""
         if fabric is not None:
             return self.fabric(fabric).nccl_network
         return NCCL_NETWORKS[nic] if nic is not None else None
 
     def slowest_gbps(self, transport: str, ring: Sequence[str]) -> float:
-        """Return the lowest :meth:`rate_gbps` on a ring of nodes: `ring` names the fabric of each, in order."""
+        """Return the lowest :meth:`rate_gbps` on a ring of nodes. `ring`: the name of each node's fabric, in order."""
         fabrics = [self.fabric(name) for name in ring]
         return min(self.rate_gbps(transport, *pair) for pair in zip(fabrics, [*fabrics[1:], fabrics[0]], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for :meth:`from_dict`."""
         data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        for fabric in data["fabrics"]:  # unset keys are left out, as in older files
+        for fabric in data["fabrics"]:
             fabric["gpu"] = {k: v for k, v in fabric["gpu"].items() if v is not None}
-        data["fabrics"] = [
-            {k: v for k, v in fabric.items() if v or k not in _USAGE_KEYS[2:]} for fabric in data["fabrics"]
-        ]
+        data["fabrics"] = [{k: v for k, v in f.items() if v or k not in _NEWER_KEYS} for f in data["fabrics"]]
         return data if self.links else {k: v for k, v in data.items() if k != "links"}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Site:
-        """Read the data of :meth:`to_dict` (fabric.site_file reads site files, which have defaults)."""
+        """Return the site of the data from :meth:`to_dict` (fabric/site_file.py reads site files)."""
         return make(cls, data, "site", SiteError)
 
     def digest(self) -> str:
-        """Return twelve hex digits that depend on hardware, partitions and constraints, not on states."""
+        """Return twelve hex digits that identify the hardware, partitions and constraints, not the nodes in use."""
         site = self.to_dict()
         data = [{k: v for k, v in f.items() if k not in _USAGE_KEYS} for f in site["fabrics"]]
         links = [site["links"]] if self.links else []

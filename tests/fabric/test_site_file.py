@@ -113,7 +113,7 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
         ("name: ib-a", "name: 'ib a; rm'", "is not letters"),
         ("fabrics:", "fabrics: {}\nx:", "unknown key 'x'"),
         ("name: two-clusters", "name: [", "not YAML"),
-        ("fabrics:", "links: [{between: [ib-a, roce-b], gbps: 10}]\nfabrics:", "a link names fabric 'roce-b'"),
+        ("fabrics:", "links: [{between: [ib-a, roce-b], gbps: 10}]\nfabrics:", "a link names unknown fabric 'roce-b'"),
         ("fabrics:", "links: [{between: [ib-a, ib-a], gbps: 10}]\nfabrics:", "between is ['ib-a', 'ib-a']"),
         ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: -1}]\nfabrics:", "gbps is -1; use a number above 0"),
         ("fabrics:", "links: [{between: [ib-a, roce-a]}]\nfabrics:", "no gbps and no delay_ms; give gbps"),
