@@ -1,4 +1,4 @@
-"""Checks that find site faults which make a run fail or slow, each with its hint. Only `examine` runs commands."""
+"""Checks for faults of a site that make a run fail or slow, each with a hint. Only `examine` runs commands."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from holmes_hpc.records.find import runs_root
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Config, Partition, read_config, read_partitions
 
-SAFE_HETJOBS = (24, 11)
+SAFE_HETJOBS = (24, 11)  # the first Slurm whose slurmctld survives an impossible component
 
 
 def check_config(config: Config) -> list[Finding]:
-    """Check the scheduler's settings."""
+    """Check the scheduler's settings for those that hinder heterogeneous jobs, restarts or accounting."""
     cases = [(True, "error", problem, hint) for problem, hint in config.hetjob_obstacles()]
     cases += [
         (
@@ -65,7 +65,7 @@ def check_config(config: Config) -> list[Finding]:
 
 
 def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Finding]:
-    """Report features that are unknown or contradictory, or that leave something to be assumed."""
+    """Report nodes that are not used, and features that are unknown, contradictory or incomplete."""
     findings = [
         Finding("warning", f"node {node}", f"not used: {reason}", "see `holmes nodes`", node)
         for node, reason in grouping.left_out.items()
@@ -96,53 +96,30 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
         for problem in n.reading.problems
         if n.name not in grouping.left_out
     ]
-    for text in grouping.assumptions:
-        if "no fabric label" in text:
-            node_list, _, assumption = text.partition(": ")
-            findings.append(
-                Finding(
-                    "warning",
-                    f"nodes {node_list}",
-                    assumption,
-                    "label them: holmes label --fabric NAME, one name "
-                    "for each set of nodes that reach each other by RDMA",
-                )
-            )
-        elif "left out" not in text and "CPU rank" not in text:
-            node_list, _, assumption = text.partition(": ")
-            findings.append(Finding("info", f"nodes {node_list}", assumption, "label them with `holmes label`"))
+    for line in grouping.assumptions:
+        nodes_text, _, assumption = line.partition(": ")
+        level, hint = "info", "label them with `holmes label`"
+        if "no fabric label" in assumption:
+            level, hint = "warning", "label them: holmes label --fabric NAME, one name for nodes that share RDMA"
+        if "left out" not in assumption and "CPU rank" not in assumption:
+            findings.append(Finding(level, f"nodes {nodes_text}", assumption, hint))
     return findings
 
 
 def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> list[Finding]:
-    """Report where a component without a partition runs, and closed partitions."""
+    """Report the fabrics of the default partition, used by components without a partition, and closed partitions."""
     findings: list[Finding] = []
     fabric_of = {node: f.name for f in grouping.fabrics for node in f.node_names}
-    default = next((p for p in partitions if p.default), None)
-    if default is not None:
-        fabrics = sorted({fabric_of[n] for n in default.nodes if n in fabric_of})
+    hint = "state -p and -C for every component (holmes submit does)"
+    for default in [p for p in partitions if p.default]:
+        where, fabrics = f"partition {default.name}", sorted({fabric_of[n] for n in default.nodes if n in fabric_of})
         if len(fabrics) > 1:
-            findings.append(
-                Finding(
-                    "warning",
-                    f"partition {default.name}",
-                    "the default partition has nodes of "
-                    f"{len(fabrics)} fabrics ({', '.join(fabrics)}): a component without -p or -C may get "
-                    "any",
-                    "state -p and -C for every component (holmes submit does)",
-                )
-            )
-        outside = [f.name for f in grouping.fabrics if f.partition != default.name]
+            several = f"the default partition has nodes of {len(fabrics)} fabrics ({', '.join(fabrics)})"
+            findings.append(Finding("warning", where, f"{several}: a component without -p or -C may get any", hint))
+        outside = ", ".join(f.name for f in grouping.fabrics if f.partition != default.name)
         if outside and len(fabrics) == 1:
-            problem = f"a component without a partition runs here, not on {', '.join(outside)}"
-            findings.append(
-                Finding(
-                    "info",
-                    f"partition {default.name}",
-                    problem,
-                    "state -p and -C for every component (holmes submit does)",
-                )
-            )
+            problem = f"a component without a partition runs here, not on {outside}"
+            findings.append(Finding("info", where, problem, hint))
     return findings + [
         Finding(
             "info", f"partition {p.name}", "closed, so not used", f"scontrol update PartitionName={p.name} State=UP"
@@ -153,7 +130,7 @@ def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> lis
 
 
 def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]:
-    """Check the nodes' own facts: wrong features, Ethernet addresses, clocks, NCCL's order of interfaces."""
+    """Check the facts that nodes report: wrong features, Ethernet addresses, clocks, NCCL's choice of interface."""
     findings: list[Finding] = []
     networks = Counter(f.network for f in facts if f.network)
     common_network = networks.most_common(1)[0][0] if networks else ""
@@ -166,50 +143,30 @@ def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]
                 Finding("error", where, f"no Ethernet address that others can reach: {problem}", hint, f.node)
             )
         elif f.network != common_network:
-            findings.append(
-                Finding(
-                    "warning",
-                    where,
-                    f"its Ethernet address {f.address} ({f.ethernet}) is not in the others' network {common_network}",
-                    "check that a route leads there, and that it is the right interface",
-                    f.node,
-                    f.ethernet,
-                )
+            problem = (
+                f"its Ethernet address {f.address} ({f.ethernet}) is not in the network {common_network} of others"
             )
+            hint = "check that a route leads there, and that it is the right interface"
+            findings.append(Finding("warning", where, problem, hint, f.node, f.ethernet))
         if abs(f.skew_s) > MAX_SKEW_S:
-            findings.append(
-                Finding(
-                    "warning",
-                    where,
-                    f"its clock is {f.skew_s:+.0f} s off this machine's",
-                    "start a time service there (chrony); munge refuses credentials at 300 s",
-                    f.node,
-                )
-            )
+            problem = f"its clock is {f.skew_s:+.0f} s off this machine's"
+            hint = "start a time service there (chrony); munge refuses credentials at 300 s"
+            findings.append(Finding("warning", where, problem, hint, f.node))
         findings += [
             Finding("warning", where, note, "check its cable and driver", f.node)
             for note in f.notes
             if " is DOWN" in note or "runs at" in note
         ]
-    if nodes_without_folder := [f.node for f in facts if f.missing]:
-        where = next(str(Path(f.missing).parent) for f in facts if f.missing)
-        findings.append(
-            Finding(
-                "error",
-                f"nodes {compress(nodes_without_folder)}",
-                f"do not see this machine's {where}, the folder of the runs",
-                "keep runs on a file system that all nodes share: HOLMES_RUNS=DIR, or run_dir=DIR",
-            )
-        )
-    ipoib = [f.node for f in facts if f.ipoib]
-    if ipoib and not env.get("NCCL_SOCKET_IFNAME"):
+    for file, nodes in grouped((f.missing, f.node) for f in facts if f.missing):
+        problem = f"do not see this machine's {Path(file).parent}, the folder of the runs"
+        hint = "keep runs on a file system that all nodes share: HOLMES_RUNS=DIR, or run_dir=DIR"
+        findings.append(Finding("error", f"nodes {compress(nodes)}", problem, hint))
+    ipoib_nodes = [f.node for f in facts if f.ipoib]
+    if ipoib_nodes and not env.get("NCCL_SOCKET_IFNAME"):
         names = sorted({name for f in facts for name in f.ipoib})
         problem = f"NCCL's default is {', '.join(names)} (IPoIB), which other fabrics cannot reach"
-        findings.append(
-            Finding(
-                "info", f"nodes {compress(ipoib)}", problem, "set NCCL_SOCKET_IFNAME in your own jobs (training does)"
-            )
-        )
+        hint = "set NCCL_SOCKET_IFNAME in your own jobs (training does)"
+        findings.append(Finding("info", f"nodes {compress(ipoib_nodes)}", problem, hint))
     return findings
 
 
@@ -275,7 +232,7 @@ def diagnose(
     env: Mapping[str, str] | None = None,
     settings: NodeSettings | None = None,
 ) -> list[Finding]:
-    """Return all findings about the given data. Pure, except that it reads features.yaml and gpu_kinds.yaml."""
+    """Return all findings about a cluster, from what Slurm and the nodes (`facts`) reported. Runs no command."""
     settings, env = settings or NodeSettings(), {} if env is None else env
     grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
     findings = check_config(config) + check_features(nodes, grouping) + check_partitions(partitions, grouping)
@@ -289,7 +246,8 @@ def diagnose(
 
 @contextmanager
 def _marker_file() -> Iterator[Path | None]:
-    """Create a temporary file in the runs' folder, to test whether nodes see it; None if the folder is not writable."""
+    """Create a temporary file in the folder of the runs, to test whether nodes see it.
+    Yield None if the folder is not writable."""
     folder = next(p for p in (runs_root().absolute(), *runs_root().absolute().parents) if p.is_dir())
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".holmes-shared-") as file:
@@ -299,8 +257,8 @@ def _marker_file() -> Iterator[Path | None]:
 
 
 def examine(settings: NodeSettings | None = None, asking: bool = True, setup: Sequence[str] = ()) -> list[Finding]:
-    """Ask Slurm and, if `asking`, its idle nodes (one short job per partition). Return all findings, errors first.
-    The nodes' environment is this process's own, after the shell lines `setup` that a job begins with."""
+    """Return all findings about this Slurm and, if `asking`, its idle nodes, errors first.
+    A short job per partition asks the nodes, in this process's environment. `setup`: shell lines that it runs first."""
     vocabulary = settings.vocabulary if settings else None
     nodes, partitions, config = read_nodes(vocabulary), read_partitions(), read_config()
     facts: list[Facts] = []

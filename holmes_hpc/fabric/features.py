@@ -1,4 +1,4 @@
-"""Reader of a node's Slurm features: a vocabulary of regular expressions, and the facts they give about its NICs."""
+"""The meaning of a node's Slurm features, by a vocabulary of regular expressions: facts about its NICs and GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ DEFAULT = tuple(Path(__file__).with_name(name) for name in ("features.yaml", "gp
 
 @dataclass(frozen=True)
 class Meaning:
-    """The meaning of one feature. Rates are in Gb/s; `text` is for display."""
+    """The meaning of one feature.
+    `rate`: of all the node's RDMA NICs; `port`: of one port; `ethernet`: of its Ethernet; all in Gb/s. `own`: it is a
+    label of this project. `names`: NICs that it names. `ranks`: CPU ranks of a node without GPUs; 0: not stated."""
 
     feature: str
     nic: NicType | None = None
@@ -42,6 +44,7 @@ class Meaning:
 
     @property
     def text(self) -> str:
+        """The meaning in words, for display."""
         names = self.names
         parts = (
             (self.nic, f"{self.nic}"),
@@ -61,7 +64,8 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Rule:
-    """A regular expression for a whole feature, and the facts that every matching feature implies."""
+    """A regular expression for a whole feature. `fixed`: key -> value of the facts that every match implies.
+    The expression's groups give further facts. `own`, `unsupported`: as in :class:`Meaning`."""
 
     pattern: re.Pattern[str]
     fixed: dict[str, Any]
@@ -71,7 +75,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The rules, in the order of trial: the first rule that matches a feature gives its meaning."""
+    """The rules by which features are read: the first rule that matches a feature gives its meaning.
+    `rates`: name -> Gb/s, for rates that features name. `ignored`: features without a meaning here. `networks`: NIC
+    type -> NCCL's name of its network."""
 
     rules: tuple[Rule, ...]
     rates: dict[str, float]
@@ -92,33 +98,27 @@ class Vocabulary:
         return Meaning(feature, gpu=gpu.name) if gpu else None
 
     def _meaning(self, feature: str, rule: Rule, facts: dict[str, Any]) -> Meaning | None:
-        rates = {}
-        for key in ("rate", "port", "ethernet", "ranks"):
-            if key in facts:
-                spelling = str(facts[key]).lower()
-                try:
-                    rates[key] = float(self.rates.get(spelling, spelling))
-                except ValueError:
-                    return None
-                if not 0 < rates[key] < float("inf"):
-                    return None
+        """Return the meaning of a feature with these `facts`; None if a rate or a NIC type is not valid."""
+        spellings = {key: str(facts[key]).lower() for key in ("rate", "port", "ethernet", "ranks") if key in facts}
         try:
+            numbers = {key: float(self.rates.get(spelling, spelling)) for key, spelling in spellings.items()}
             nic = NicType(str(facts["nic"]).lower()) if "nic" in facts else None
         except ValueError:
             return None
-        names = NicNames(facts.get("interface"), _as_tuple(facts.get("hca")), _as_tuple(facts.get("storage")))
+        if not all(0 < number < float("inf") for number in numbers.values()):
+            return None
         return Meaning(
             feature,
             nic=nic,
-            rate=rates.get("rate"),
-            port=rates.get("port"),
-            ethernet=rates.get("ethernet"),
+            rate=numbers.get("rate"),
+            port=numbers.get("port"),
+            ethernet=numbers.get("ethernet"),
             fabric=facts.get("fabric"),
             gpu=facts.get("gpu"),
             unsupported=rule.unsupported,
             own=rule.own,
-            names=names,
-            ranks=int(rates.get("ranks", 0)),
+            names=_names_in(facts),
+            ranks=int(numbers.get("ranks", 0)),
         )
 
     def gpu(self, name: str) -> Gpu | None:
@@ -126,11 +126,17 @@ class Vocabulary:
         return next((gpu for pattern, gpu in self.gpus if pattern.fullmatch(name)), None)
 
 
+def _names_in(facts: dict[str, Any]) -> NicNames:
+    """Return the NICs that the facts of a rule or a feature name. SiteError for a value that is not valid."""
+    return NicNames(facts.get("interface"), _as_tuple(facts.get("hca")), _as_tuple(facts.get("storage")))
+
+
 @dataclass(frozen=True)
 class Reading:
     """The meaning of one node's features. If they name two NIC types, `nic` is None and `problems` has a line.
 
-    `assumptions`: texts of the assumptions made; `unknown`: features that no rule matches.
+    `unknown`: features that no rule matches. `assumptions`, `problems`: facts that were assumed, and contradictions,
+    one line each.
     """
 
     nic: NicType | None
@@ -146,7 +152,7 @@ class Reading:
 
 
 def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
-    """Interpret one node's features. Each guess adds a line to `assumptions` or `problems`."""
+    """Return the meaning of one node's features together."""
     by_feature = {feature: vocabulary.meaning(feature) for feature in dict.fromkeys(features)}
     meanings = [m for m in by_feature.values() if m is not None]
     unknown = tuple(f for f, m in by_feature.items() if m is None)
@@ -184,7 +190,8 @@ def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
 
 
 def _merge_names(meanings: list[Meaning], problems: list[str]) -> NicNames:
-    """Return the NICs that features name: one for sockets, all HCAs and storage devices. Own labels win."""
+    """Return the NICs that features name: one interface for sockets, all HCAs and storage devices.
+    The project's own labels decide. A conflict adds a line to `problems`."""
     interfaces = list(
         dict.fromkeys(m.names.ethernet for m in sorted(meanings, key=lambda m: not m.own) if m.names.ethernet)
     )
@@ -205,6 +212,8 @@ def _as_tuple(value: Any) -> tuple[str, ...]:
 
 
 def _nic_type(meanings: list[Meaning], assumptions: list[str], problems: list[str]) -> NicType | None:
+    """Return the NIC type that features name, else Ethernet; None if they name several.
+    Add lines to `assumptions` and `problems`."""
     label_types = {m.nic for m in meanings if m.nic and m.own}
     all_types = {m.nic for m in meanings if m.nic}
     rdma_types = {n for n in all_types if n.rdma}
@@ -218,18 +227,16 @@ def _nic_type(meanings: list[Meaning], assumptions: list[str], problems: list[st
         assumptions.append(f"the label nic_{next(iter(label_types))} wins over {overruled}")
     if types:
         return next(iter(types))
-    unsupported = [m for m in meanings if m.unsupported]
-    if unsupported:
-        assumptions.append(f"{unsupported[0].feature}: {unsupported[0].unsupported}")
-    else:
-        assumptions.append("no feature names a NIC: Ethernet only is assumed")
+    unsupported = [f"{m.feature}: {m.unsupported}" for m in meanings if m.unsupported]
+    assumptions.append(unsupported[0] if unsupported else "no feature names a NIC: Ethernet only is assumed")
     return NicType.ETHERNET
 
 
 def _single_value(meanings: list[Meaning], key: str, name: str, problems: list[str]) -> float | None:
-    values = sorted({getattr(m, key) for m in meanings if getattr(m, key) is not None})
-    label_values = sorted({getattr(m, key) for m in meanings if m.own and getattr(m, key) is not None})
-    values = label_values or values
+    """Return the lowest value of `key` among the project's own labels, else among all features; None without any.
+    Several values add a line to `problems`. `name`: of the value, for that line."""
+    with_value = [m for m in meanings if getattr(m, key) is not None]
+    values = sorted({getattr(m, key) for m in [m for m in with_value if m.own] or with_value})
     if len(values) > 1:
         value_list = ", ".join(f"{v:g}" for v in values)
         problems.append(f"features give several values of {name}: {value_list}; the lowest is used")
@@ -260,6 +267,7 @@ def _load_vocabulary(path: str | None) -> Vocabulary:
 
 
 def _load_file(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return (the file's name, for errors; its content). SiteError if it cannot be read or has unknown keys."""
     hint = "see holmes_hpc/fabric/features.yaml for the allowed content"
     try:
         data = from_yaml(path.read_text(encoding="utf-8"))
@@ -275,7 +283,7 @@ def _load_file(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _refuse_unknown(template: str, names: Iterable[Any], allowed_names: Sequence[str], where: str) -> None:
-    """Raise SiteError for the first name that is not allowed; `template` formats it."""
+    """Raise SiteError for the first name that is not allowed. `template`: its text, such as ``key {!r}``."""
     for name in names:
         if name not in allowed_names:
             raise SiteError(f"unknown {template.format(name)}", where=where, hint=nearest(str(name), allowed_names))
@@ -314,7 +322,8 @@ def _compile(text: Any, where: str) -> re.Pattern[str]:
     try:
         return re.compile(text, re.IGNORECASE)
     except (re.error, TypeError) as e:
-        raise SiteError(f"{text!r} is not a regular expression: {e}", where=where, hint="correct it") from e
+        hint = "write a Python regular expression; quote it in YAML"
+        raise SiteError(f"{text!r} is not a regular expression: {e}", where=where, hint=hint) from e
 
 
 def _parse_rules(entries: Any, where: str) -> list[Rule]:
@@ -328,17 +337,11 @@ def _parse_rules(entries: Any, where: str) -> list[Rule]:
         _refuse_unknown("group {!r}", pattern.groupindex, _GROUPS, f"{section}: {entry['match']}")
         _refuse_unknown("NIC type {!r}", [entry["nic"]] if "nic" in entry else [], [n.value for n in NicType], section)
         try:
-            NicNames(entry.get("interface"), _as_tuple(entry.get("hca")), _as_tuple(entry.get("storage")))
+            _names_in(entry)
         except SiteError as e:
             raise SiteError(e.what, where=f"{section}: {entry['match']}", hint=e.hint) from None
-        rules.append(
-            Rule(
-                pattern,
-                {k: entry[k] for k in _GROUPS if k in entry},
-                bool(entry.get("own", False)),
-                entry.get("unsupported"),
-            )
-        )
+        fixed = {k: entry[k] for k in _GROUPS if k in entry}
+        rules.append(Rule(pattern, fixed, bool(entry.get("own", False)), entry.get("unsupported")))
     return rules
 
 

@@ -1,4 +1,4 @@
-"""Grouping of Slurm's nodes and partitions into fabrics. Every assumption becomes a line that is printed."""
+"""Grouping of Slurm's nodes and partitions into fabrics. Every assumption is recorded as a line for the user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """The user's settings for reading nodes. `vocabulary`: a file of features. `partitions`: use only these."""
+    """The user's settings for reading nodes. `vocabulary`: the site's own file of features; None: HOLMES_FEATURES.
+    `partitions`: use only these; empty: all."""
 
     vocabulary: str | None = None
     partitions: tuple[str, ...] = ()
@@ -33,14 +34,14 @@ class NodeSettings:
 
 @dataclass(frozen=True)
 class Grouping:
-    """The fabrics of a Slurm cluster, and the assumptions made. `left_out`: node -> why no fabric contains it."""
+    """The fabrics of a Slurm cluster. `assumptions`: one line each. `left_out`: node -> why no fabric contains it."""
 
     fabrics: tuple[Fabric, ...]
     assumptions: tuple[str, ...]
     left_out: dict[str, str]
 
     def site(self, name: str) -> Site:
-        """Return the Site. SiteError with the first reason if there is no fabric."""
+        """Return the Site called `name`. SiteError if there is no fabric, with the reason for the first node."""
         if not self.fabrics:
             reasons = [f"{node}: {why}" for node, why in self.left_out.items()]
             reason = reasons[0] if reasons else "Slurm shows none"
@@ -59,7 +60,7 @@ class _Notes:
         self.assumptions.extend((text, n.name) for n in nodes)
 
     def lines(self) -> tuple[str, ...]:
-        """Return one line per text, with all its nodes."""
+        """Return one line ``NODES: TEXT`` per text of an assumption."""
         return tuple(f"{compress(names)}: {text}" for text, names in grouped(self.assumptions))
 
     def leave_out(self, nodes: Sequence[SiteNode], reason: str) -> None:
@@ -123,6 +124,7 @@ def _eligible(nodes: Sequence[SiteNode], open_: dict[str, Partition], notes: _No
 
 
 def _labelled_groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[_Group]:
+    """Return a group for each fabric label and NIC type, of the nodes in the partition that has most of them."""
     groups = []
     for label, members in _by(lambda n: n.reading.fabric, [n for n in eligible if n.reading.fabric]):
         types = _by(lambda n: n.reading.nic, members)
@@ -143,6 +145,7 @@ def _labelled_groups(eligible: list[SiteNode], open_: dict[str, Partition], note
 
 
 def _unlabelled_groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[_Group]:
+    """Return a group for each NIC type and partition of nodes without a fabric label."""
     groups = []
     used_names = {n.reading.fabric for n in eligible}
     for nic, members in _by(lambda n: n.reading.nic, [n for n in eligible if not n.reading.fabric]):
@@ -175,7 +178,7 @@ def _unused_name(name: str, used_names: set[str | None]) -> str:
 
 
 def _keeps_others_selectable(chosen: Partition, nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> bool:
-    """Return whether each node outside the `chosen` partition is in a partition without nodes of `chosen`."""
+    """Return whether each of the `nodes` outside the partition `chosen` is in a partition without nodes of `chosen`."""
     selected = {n.name for n in nodes if chosen.name in n.partitions}
     return all(
         any(not selected & set(open_[p].nodes) for p in n.partitions if p in open_)
@@ -187,11 +190,11 @@ def _keeps_others_selectable(chosen: Partition, nodes: Sequence[SiteNode], open_
 def _ranked(
     members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition], purest: bool = False
 ) -> list[Partition]:
-    """Return the partitions to select `members` with, the best first.
+    """Return the partitions `options` through which jobs can select `members`, the best first.
 
-    The order is: most members that a job may use, fewest other nodes, most members, highest priority, not the default
-    partition, name. `purest`: partitions whose limit allows all their members come first, then those with the fewest
-    nodes of other NIC types.
+    The best has most members that one job may use, then fewest other nodes, most members, the highest priority, is not
+    the default partition, and comes first by name. `purest`: the best allows a job all its members, then has fewest
+    nodes of other NIC types, and so on. `everyone`: all eligible nodes.
     """
     names = {n.name for n in members}
     other_names = (
@@ -210,6 +213,7 @@ def _ranked(
 
 
 def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, notes: _Notes) -> Fabric | None:
+    """Return the fabric of a group's usable nodes; None if there is none, or no constraint selects only them."""
     usable = [n for n in g.nodes if n.usable]
     notes.leave_out([n for n in g.nodes if not n.usable], "down, drained or not responding")
     if not usable:
@@ -217,7 +221,7 @@ def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, notes:
     counts = {n.gpus for n in usable}
     gpus = min(counts)
     if len(counts) > 1:
-        notes.assume(usable, f"{_and(counts)} GPUs per node in fabric {g.name}: {gpus} of each are used")
+        notes.assume(usable, f"{_and(counts)} GPUs per node in fabric {g.name}: {gpus} of each node are used")
     rivals = [
         n
         for n in nodes
@@ -264,7 +268,7 @@ def _cpu_ranks(nodes: Sequence[SiteNode]) -> int:
 
 
 def _nic_names(nic: NicType, nodes: Sequence[SiteNode]) -> tuple[NicNames, dict[str, NicNames] | None]:
-    """Return the NIC names in the features of all `nodes`; if they differ, of each kind of node."""
+    """Return (NIC names in the features of all `nodes`, None); if they differ, (no names, host list -> its names)."""
     alike = _by(lambda n: n.reading.names if nic.rdma else NicNames(n.reading.names.ethernet), nodes)
     if len(alike) == 1:
         return alike[0][0], None
@@ -272,6 +276,7 @@ def _nic_names(nic: NicType, nodes: Sequence[SiteNode]) -> tuple[NicNames, dict[
 
 
 def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, notes: _Notes) -> float:
+    """Return the lowest rate `key` in the features of a group's `nodes`, else `assumed`."""
     network = "Ethernet" if key == "ethernet_gbps" else str(g.nic)
     label = "eth_<rate>g" if key == "ethernet_gbps" else "nic_<rate>g"
     without_rate = [n for n in nodes if getattr(n.reading, key) is None]
@@ -285,6 +290,7 @@ def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, notes: _No
 
 
 def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, notes: _Notes) -> Gpu:
+    """Return the slowest GPU kind of a group's `nodes`, with the least memory of all; CPU without GPUs."""
     if not any(n.gpus for n in nodes):
         notes.assume(nodes, f"no GPU in Slurm's GRES: {_cpu_ranks(nodes)} CPU rank(s) per node")
         return CPU
@@ -304,15 +310,14 @@ def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, notes: _Notes
     slowest = min(gpus, key=lambda gpu: gpu.peak_tflops)
     if len({gpu.name for gpu in gpus}) > 1:
         notes.assume(nodes, f"GPU types differ in fabric {g.name}: all are counted as {slowest.name}")
-    least_memory = min(gpu.memory_gib for gpu in gpus)
-    return Gpu(slowest.name, slowest.peak_tflops, least_memory, slowest.intra_node_gbps)
+    return replace(slowest, memory_gib=min(gpu.memory_gib for gpu in gpus))
 
 
 def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str | None:
     """Return the shortest constraint ``a&b`` of features that all `members` have and no rival has.
 
-    The project's own NIC and fabric labels are preferred. Empty: no feature is needed, and no own label is common.
-    None: no constraint selects only `members`.
+    The project's own NIC and fabric labels are preferred: all that `members` have in common. Empty: no feature is
+    needed. None: no constraint selects only `members`.
     """
     common = [f for f in dict.fromkeys(members[0].features) if all(f in m.features for m in members)]
     meanings = {m.feature: m for node in members for m in node.reading.meanings}
@@ -323,16 +328,16 @@ def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str |
 
     if own_labels and selects_alone(own_labels):
         return "&".join(own_labels)
-    # Features about NICs come first.
-    ordered = sorted(common, key=lambda f: not (f in meanings and meanings[f].text != "nothing about NICs"))
+    ordered = sorted(common, key=lambda f: f not in meanings or meanings[f].text == "nothing about NICs")
     nic_features = [f for f in ordered if f in meanings and meanings[f].nic]
-    for chosen in (*([f] for f in nic_features), [], *([f] for f in ordered), *combinations(ordered, 2), ordered):
-        if selects_alone(chosen):
-            return "&".join(chosen)
+    for features in (*([f] for f in nic_features), [], *([f] for f in ordered), *combinations(ordered, 2), ordered):
+        if selects_alone(features):
+            return "&".join(features)
     return None
 
 
 def _by(key: Callable[[SiteNode], K], nodes: Sequence[SiteNode]) -> list[tuple[K, list[SiteNode]]]:
+    """Return (key, the nodes with that key) for each value of `key`."""
     return grouped((key(n), n) for n in nodes)
 
 

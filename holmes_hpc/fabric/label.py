@@ -1,4 +1,4 @@
-"""The expected features of a node, their comparison with Slurm's, and the commands that set them."""
+"""The features that Slurm should have for a node, by its NICs; how Slurm's differ; and the commands that set them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def spell_rate(gbps: float) -> str:
 
 
 def features_of(nics: NodeNics) -> tuple[str, ...]:
-    """Return the features that `holmes label` writes for a node with these NICs.
-    They omit rates that the kernel does not know, and the fabric's name, which no node can know."""
+    """Return the features that `holmes label` sets for a node with these NICs.
+    They lack rates that the kernel does not know, and the fabric's name, which no node can know."""
     nic = nics.type
     ethernet = ethernet_gbps(nics)
     rate = nics.rdma_gbps(nic) if nic.rdma else ethernet
@@ -60,7 +60,8 @@ def ethernet_gbps(nics: NodeNics) -> float | None:
 def differences(
     nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary, node: str = "this node"
 ) -> list[Finding]:
-    """Compare Slurm's `features` of a node with its NICs. ``info``: the kernel lacks the fact to compare with."""
+    """Return the differences between Slurm's `features` of a node and its NICs.
+    A finding of level ``info`` reports a rate that the kernel does not know, so that it cannot be compared."""
     reading = read_features(features, vocabulary)
     where, hint = f"node {node}", f"holmes label {node}"
     findings = [Finding("error", where, problem, hint, node) for problem in reading.problems]
@@ -83,36 +84,34 @@ def differences(
     if not any(m.nic for m in reading.meanings) and nic.rdma:
         findings.append(Finding("error", where, f"no feature names its {nic} NIC", hint, node))
     if nic.rdma:
-        findings += _compare(
-            nic, reading.rdma_gbps, nics.rdma_gbps(nic), label=f"nic_{nic}", where=where, hint=hint, node=node
-        )
+        findings += _compare_rates(nic, reading.rdma_gbps, nics.rdma_gbps(nic), where=where, hint=hint, node=node)
         port = next((m.port for m in reading.meanings if m.port), None)
         if port is not None and any(p.gbps == port for p in nics.usable_ports(nic)):
             findings = [replace(f, level="warning") if "rate" in f.what else f for f in findings]
-    findings += _compare(
-        NicType.ETHERNET, reading.ethernet_gbps, ethernet_gbps(nics), label="eth", where=where, hint=hint, node=node
+    return findings + _compare_rates(
+        NicType.ETHERNET, reading.ethernet_gbps, ethernet_gbps(nics), where=where, hint=hint, node=node
     )
-    return findings
 
 
-def _compare(
-    nic: NicType, labelled: float | None, measured: float | None, label: str, where: str, hint: str, node: str
+def _compare_rates(
+    nic: NicType, labelled: float | None, actual: float | None, where: str, hint: str, node: str
 ) -> list[Finding]:
-    if measured is None:
+    """Return a finding if the rate in a node's features differs from the kernel's, both in Gb/s; else none."""
+    if actual is None:
         return [Finding("info", where, f"the kernel does not know the {nic} rate: not compared", "none needed", node)]
+    problem = f"Slurm's features give {labelled or 0:g} Gb/s as the {nic} rate, the kernel {actual:g} Gb/s"
     if labelled is None:
-        problem = f"no feature gives the {nic} rate, the kernel says {measured:g} Gb/s"
-        return [Finding("error", where, problem, hint, node)]
-    if abs(labelled - measured) > _SAME_RATE * max(labelled, measured):
-        problem = f"Slurm's features give {labelled:g} Gb/s as the {nic} rate, the kernel {measured:g} Gb/s"
-        return [Finding("error", where, problem, hint, node)]
-    return []
+        problem = f"no feature gives the {nic} rate, the kernel says {actual:g} Gb/s"
+    elif abs(labelled - actual) <= _SAME_RATE * max(labelled, actual):
+        return []
+    return [Finding("error", where, problem, hint, node)]
 
 
 @dataclass(frozen=True)
 class Change:
-    """The present and the target features of a node, for its available and its active features.
-    A site that switches features (node_features plugins) has fewer active ones. Other features are never activated."""
+    """A change of a node's features. `present` -> `target`: its available features. `active` -> `active_target`: its
+    active features, which are fewer on a site that switches features (node_features plugins). Only labels become
+    active."""
 
     node: str
     present: tuple[str, ...]
@@ -131,11 +130,12 @@ class Change:
 
     @property
     def needed(self) -> bool:
+        """Whether the node lacks one of its target features, or has others."""
         return (self.present, self.active) != (self.target, self.active_target)
 
 
 def merge(present: Sequence[str], labels: Sequence[str]) -> tuple[str, ...]:
-    """Add `labels` to `present`. A new label replaces an old one of its kind (``nic_ib`` by ``nic_roce``).
+    """Return the features `present` with `labels` added. A label replaces one of its kind (``nic_ib`` by ``nic_roce``).
     All other features stay."""
     for feature in labels:
         if not _FEATURE.match(feature):
@@ -163,11 +163,12 @@ def changes(
 
 
 def _by_value(pairs: Iterable[tuple[str, _Value]]) -> list[tuple[str, _Value]]:
+    """Return (host list, value) for each value of (node, value) pairs."""
     return [(compress(nodes), value) for value, nodes in grouped((value, node) for node, value in pairs)]
 
 
 def slurm_conf_lines(node_changes: Iterable[Change]) -> list[str]:
-    """Return `Feature=` for NodeName lines of slurm.conf, which has one per node: extend it, add none."""
+    """Return `NodeName=NODES Feature=…` lines. Their features belong into the NodeName lines that slurm.conf has."""
     by_features = _by_value((c.node, c.target) for c in node_changes)
     return [f"NodeName={nodes} Feature={','.join(features)}" for nodes, features in by_features]
 
@@ -194,7 +195,7 @@ def difference_lines(node_changes: Iterable[Change]) -> list[str]:
 
 
 def apply(node_changes: Iterable[Change]) -> list[list[str]]:
-    """Run the update commands, which only Slurm operators may. Return them; see NOT_PERMANENT."""
+    """Run the update commands, which only Slurm operators may do, and return them. See NOT_PERMANENT."""
     commands = update_commands(node_changes)
     for command in commands:
         output(*command)

@@ -29,10 +29,11 @@ class Listing:
     grouping: Grouping
 
     def fabric_of(self, node: str) -> str:
+        """Return the name of a node's fabric; empty if it is in none."""
         return next((f.name for f in self.grouping.fabrics if node in f.node_names), "")
 
     def remarks(self, node: SiteNode) -> list[str]:
-        """Return the remarks on a node: why it is left out, its unknown features, and the assumptions."""
+        """Return the remarks on a node: why it is left out, its unknown features, assumptions, and why it is down."""
         texts = [self.grouping.left_out[node.name]] if node.name in self.grouping.left_out else []
         if node.reading.unknown:
             texts.append(f"not understood: {', '.join(node.reading.unknown)}")
@@ -146,14 +147,14 @@ def _inactive_features(node: SiteNode) -> list[str]:
 def listing_of(
     cluster: str, nodes: Sequence[SiteNode], partitions: Sequence[Partition], settings: NodeSettings | None = None
 ) -> Listing:
-    """Return the listing of given nodes and partitions. Pure, except that it reads features.yaml and gpu_kinds.yaml."""
+    """Return the listing of these nodes and partitions. Runs no command."""
     settings = settings or NodeSettings()
     grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
     return Listing(cluster, tuple(nodes), tuple(partitions), grouping)
 
 
 def listing(settings: NodeSettings | None = None) -> Listing:
-    """Ask Slurm for its nodes and partitions. Return their listing."""
+    """Return the listing of this Slurm's nodes and partitions."""
     vocabulary = settings.vocabulary if settings else None
     return listing_of(read_config().cluster, read_nodes(vocabulary), read_partitions(), settings)
 
@@ -211,13 +212,13 @@ def probe_tables(nics: NodeNics) -> list[Table]:
 
 
 def probe_dict(nics: NodeNics) -> dict[str, Any]:
-    """Return the same as plain data for `--json`."""
+    """Return a node's NICs, their type and the expected features as plain data for `holmes probe --json`."""
     data = json.loads(json.dumps(asdict(nics)))
     return {"type": str(nics.type), "features": list(features_of(nics)), **data}
 
 
 def findings_table(title: str, findings: Sequence[Finding]) -> Table:
-    """Return the findings of `holmes doctor` or `probe --check`, one per row; no rows means no faults."""
+    """Return a table of findings, one per row."""
     return (
         title,
         ["level", "where", "what", "hint"],

@@ -15,13 +15,14 @@ NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE of nvml.h
 
 
 def local_gpus(folder: Path = NVIDIA) -> list[Gpu]:
-    """Return one Gpu each; none without a driver. ConfigError for a GPU without known figures."""
+    """Return the kind of each GPU of this machine; none without a driver. ConfigError for an unknown kind.
+    `folder`: of the driver, with a folder for each GPU."""
     gpus = []
     for name in _names_in_proc(folder) or _names_from_nvml():
         gpu = read_vocabulary().gpu(name.lower().replace(" ", "_"))
         if gpu is None:
             raise ConfigError(
-                f"no figures are known of the GPU {name!r}",
+                f"the GPU {name!r} is not a known kind, so its speed and memory are unknown",
                 where="this machine",
                 hint="describe it in a site file (`gpu:`), or use train.device=cpu",
             )
@@ -35,7 +36,7 @@ def _names_in_proc(folder: Path) -> list[str]:
 
 
 def _names_from_nvml() -> list[str]:
-    """Return NVML's names, for containers without the driver's folder; none if NVML is missing."""
+    """Return the GPUs' names by NVML, for containers without the driver's folder; none if NVML is missing."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2():

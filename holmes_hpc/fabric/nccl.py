@@ -1,4 +1,4 @@
-"""NCCL's and gloo's environment variables on a node: those to set, and those that must not be set. Needs no torch."""
+"""NCCL's and gloo's environment variables on a node: those to set, and those that must not be set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORBIDDEN = {
     "NCCL_COMM_ID": "sends NCCL's bootstrap to a fixed address",
     "NCCL_SOCKET_FAMILY": "may choose addresses that other nodes do not have",
 }
-# Better left to NCCL: a GID's index differs between nodes, and changes with an address.
+# Better not set: the index of a GID differs between nodes, and changes with an address.
 DOUBTFUL = {"NCCL_IB_GID_INDEX": "is one index for all nodes; NCCL 2.21 and later find the RoCE v2 GID themselves"}
 _OFF = {"NCCL_IB_DISABLE": ("", "0"), "NCCL_NET_PLUGIN": ("", "none"), "NCCL_SOCKET_FAMILY": ("", "AF_INET")}
 _LINE = re.compile(r"\s*([A-Z][A-Z0-9_]*)\s*=\s*(.*?)\s*\Z")
@@ -33,28 +33,29 @@ _LINE = re.compile(r"\s*([A-Z][A-Z0-9_]*)\s*=\s*(.*?)\s*\Z")
 def matches(value: str, name: str, port: int | None = None) -> bool:
     """Return whether `value`, of NCCL_SOCKET_IFNAME or NCCL_IB_HCA, selects `name`: an interface, or a device's `port`.
 
-    The rule is that of parseStringList and matchIfList in NCCL's src/misc/utils.cc. ``^`` excludes the names that match
-    the rest. A following ``=`` asks for equal names; otherwise a name need only start with the text. Commas separate
-    texts, and ``:1`` after one selects that port. An empty list matches everything.
+    The rule is that of parseStringList and matchIfList in NCCL's src/misc/utils.cc. A value is a list of names,
+    separated by commas. After a leading ``^``, the names in the list are excluded. After the next ``=``, names must be
+    equal; without it, they must start with the name in the list. ``:1`` after a name selects that port. An empty list
+    matches everything.
     """
-    excludes, pattern_list = value.startswith("^"), value.removeprefix("^")
-    is_exact, pattern_list = pattern_list.startswith("="), pattern_list.removeprefix("=")
+    excludes, names = value.startswith("^"), value.removeprefix("^")
+    is_exact, names = names.startswith("="), names.removeprefix("=")
 
     def is_match(entry: str) -> bool:
-        pattern, colon, number = entry.partition(":")
+        listed_name, colon, number = entry.partition(":")
         digits = re.match(r"\d*", number)
-        is_same_name = name == pattern if is_exact else name.startswith(pattern)
+        is_same_name = name == listed_name if is_exact else name.startswith(listed_name)
         return is_same_name and (port is None or not colon or int((digits and digits[0]) or 0) == port)
 
-    patterns = [entry for entry in pattern_list.split(",") if entry.partition(":")[0]]
-    return (not patterns or any(map(is_match, patterns))) is not excludes
+    entries = [entry for entry in names.split(",") if entry.partition(":")[0]]
+    return (not entries or any(map(is_match, entries))) is not excludes
 
 
 def restrict_nics(nics: NodeNics, names: NicNames, env: Mapping[str, str], node: str = "") -> NodeNics:
-    """Limit `nics` to those that the site names for the job and that NCCL's variables in `env` allow.
+    """Return `nics` limited to those that the site names for the job, else to those that NCCL's variables allow.
 
-    A site's name decides. A variable only chooses among the usable NICs (no management ports). If it allows none of
-    them, :func:`refusals` reports it. SiteError if a named interface or device does not exist.
+    A variable in `env` only chooses among the usable NICs (no management ports). If it allows none of them, it has no
+    effect here, and :func:`refusals` reports it. SiteError if a named interface or device does not exist.
     """
     where = f"node {node}" if node else "this node"
     sockets: tuple[str, ...] | None = None
@@ -93,7 +94,7 @@ def _is_allowed(env: Mapping[str, str], variable: str, name: str) -> bool:
 
 
 def _rdma_ports(nics: NodeNics, names: NicNames, env: Mapping[str, str], where: str) -> tuple[str, ...] | None:
-    """Return the ports for RDMA if the site or the environment limits them, else None."""
+    """Return the names of the ports to which the site or the environment limits RDMA; None without a limit."""
     if not nics.ports:
         return names.hca or None
     if names.hca:
@@ -107,16 +108,16 @@ def _rdma_ports(nics: NodeNics, names: NicNames, env: Mapping[str, str], where: 
         return tuple(p.name for p in nics.ports if p.device in names.hca or p.name in names.hca)
     if not names.storage and not env.get("NCCL_IB_HCA"):
         return None
-    chosen: list[str] = []
+    port_names: list[str] = []
     for nic in (NicType.IB, NicType.ROCE):
         without_storage = [p for p in nics.ports if p.kind == nic.value and not _is_storage(nics, p, names.storage)]
         allowed = [p for p in without_storage if _is_allowed(env, "NCCL_IB_HCA", p.name)]
-        chosen += [p.name for p in replace(nics, ports=tuple(allowed or without_storage)).compute_ports(nic)]
-    return tuple(chosen)
+        port_names += [p.name for p in replace(nics, ports=tuple(allowed or without_storage)).compute_ports(nic)]
+    return tuple(port_names)
 
 
 def _is_storage(nics: NodeNics, port: RdmaPort, storage: Sequence[str]) -> bool:
-    """Return whether `storage` lists a port: by its name, its device, an address of its interface, or a GID."""
+    """Return whether `storage` lists a port: by its name or its device, or by a network of its address or its GID."""
     owner = nics.interface(port.interface) if port.interface else None
     addresses = [ipaddress.ip_address(a) for a in (owner.address if owner else None, port.gid) if a]
     addresses += [a.ipv4_mapped for a in addresses if isinstance(a, ipaddress.IPv6Address) and a.ipv4_mapped]
@@ -129,11 +130,12 @@ def _is_storage(nics: NodeNics, port: RdmaPort, storage: Sequence[str]) -> bool:
 
 
 def environment(nics: NodeNics, nic: NicType, node: str = "") -> dict[str, str]:
-    """Return the variables that a rank of a fabric with `nic` sets before its first NCCL call, for all its groups.
+    """Return the variables (name -> value) that a rank on this node sets before its first NCCL call.
 
-    NCCL reads them once per process. Values use exact matches, because ``mlx5_1`` would also match ``mlx5_10``. There
-    is no NCCL_IB_HCA if the node shows no RDMA device (CPU nodes of the testbed, some containers) and the site names
-    none. SiteError if there are devices, but no usable port of that type.
+    `nic`: the NIC type of its fabric. NCCL reads the variables once per process, for all groups. Values have exact
+    matches, because ``mlx5_1`` would also match ``mlx5_10``. There is no NCCL_IB_HCA if the node shows no RDMA device
+    (CPU nodes of the testbed, some containers) and the site names none. SiteError if there are devices, but no usable
+    port of that type.
     """
     interface = data_interface(nics, NicType.ETHERNET, node).name
     values = {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
@@ -182,12 +184,12 @@ def refusals(
     nic: str = "",
     network: str = "IB",
 ) -> list[Finding]:
-    """Find settings in `env`, or in NCCL's settings files, that would silently change a group's network.
+    """Return a finding for each setting in `env`, or in NCCL's settings `files`, that would change a group's network.
 
-    `required`: this node's own :func:`environment`. A variable that excludes one of its values is an error, because
-    somebody set it on purpose. In a file it is not, because the environment overrides files. A variable that allows
-    more is no error, because the process's own value replaces it. `nic`: the NIC of the fast groups; `network`: NCCL's
-    name of their network, possibly a plugin's.
+    `required`: the variables that training sets on this node (:func:`environment`). A variable in `env` that excludes
+    one of their NICs is an error, because somebody set it on purpose. One that allows more is none, because training
+    replaces it, and so are settings in files, which the environment overrides. `nic`: the NIC type of the fast groups.
+    `network`: NCCL's name of their network, possibly a plugin's.
     """
     env = os.environ if env is None else env
     where = f"node {node}" if node else "environment"
@@ -207,20 +209,12 @@ def refusals(
         if source:
             continue
         for name, value in (required or {}).items():
-            excluded = [w for w in value.lstrip("=").split(",") if not _is_allowed(values, name, w)]
-            if excluded:
+            nics = value.lstrip("=")
+            if excluded := [n for n in nics.split(",") if not _is_allowed(values, name, n)]:
                 key = "hca" if name == "NCCL_IB_HCA" else "ethernet"
-                findings.append(
-                    Finding(
-                        "error",
-                        where,
-                        f"{name}={values[name]} rules out {', '.join(excluded)}, which "
-                        f"the plan uses on this node ({value})",
-                        f"unset {name}, or name the intended NIC as the fabric's {key} (docs/nics.md)",
-                        node,
-                        value.lstrip("="),
-                    )
-                )
+                problem = f"{name}={values[name]} rules out {', '.join(excluded)}, which the plan uses on this node"
+                hint = f"unset {name}, or name the intended NIC as the fabric's {key} (docs/nics.md)"
+                findings.append(Finding("error", where, f"{problem} ({value})", hint, node, nics))
         if values.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
             problem = "TORCH_DISTRIBUTED_DEBUG=DETAIL creates extra groups on the default interface"
             findings.append(Finding("error", where, problem, "unset it, or use INFO", node))
@@ -234,11 +228,11 @@ CONNECTION_GBPS, THREAD_GBPS = 6.25, 25.0
 
 
 def socket_settings(gbps: float, senders: int) -> dict[str, str]:
-    """Return NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD for `senders` ranks that send `gbps` (Gb/s) from one node.
-    Empty if one connection per rank is enough: that is NCCL's default, and NCCL has better defaults on some clouds.
+    """Return NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD for `senders` ranks that together send `gbps` from a node.
 
-    Each rank carries its share of the rate, over connections of 6.25 Gb/s and threads of 25 Gb/s. These figures come
-    from NCCL's documentation of the two variables and were not measured.
+    The result is empty if one connection per rank is enough: that is NCCL's default, and NCCL has better defaults on
+    some clouds. Each rank sends its share of the rate, over connections of 6.25 Gb/s and threads of 25 Gb/s. These
+    figures come from NCCL's documentation of the two variables and were not measured.
     """
     share = gbps / max(1, senders)
     connections = min(MAX_CONNECTIONS, math.ceil(share / CONNECTION_GBPS))
@@ -252,8 +246,8 @@ def socket_settings(gbps: float, senders: int) -> dict[str, str]:
 def split_defaults(
     defaults: Mapping[str, str], env: Mapping[str, str], files: Sequence[Path] | None = None
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the `defaults` to set, and a text for each that the site sets itself.
-    The site's value, in the environment or in one of NCCL's settings files, stays."""
+    """Return (the variables of `defaults` that the site does not set itself, a text for each other value of the site).
+    A site sets variables in the environment or in one of NCCL's settings files."""
     site_values = {}
     for path in reversed(conf_files(env) if files is None else files):
         site_values.update(read_conf(path))

@@ -7,8 +7,8 @@ from enum import Enum
 
 class NicType(str, Enum):
     """The NIC type of a node's fast traffic.
-    The last three need an NCCL plugin, so the site must declare them (in its site file, or its own file of features).
-    Otherwise their nodes count as Ethernet."""
+    EFA, Slingshot and Omni-Path need an NCCL plugin, so the site must declare them in its site file, or in its own file
+    of features. Otherwise nodes with such NICs count as Ethernet nodes."""
 
     IB = "ib"
     ROCE = "roce"
@@ -26,7 +26,7 @@ class NicType(str, Enum):
 
     @property
     def verbs(self) -> bool:
-        """True if NCCL's own IB transport serves it, by RDMA ports that sysfs shows and NCCL_IB_HCA names."""
+        """True if NCCL's own IB transport uses it. Its RDMA ports are then in sysfs and selected by NCCL_IB_HCA."""
         return self in (NicType.IB, NicType.ROCE)
 
 
@@ -42,4 +42,4 @@ NCCL_NETWORKS = {
     NicType.SLINGSHOT: "AWS Libfabric",  # the same plugin over cxi, on HPE systems
     NicType.OMNIPATH: "PSM2",  # psm2-nccl
 }
-OWN_NETWORKS = ("IB", "Socket")  # in NCCL without a plugin
+OWN_NETWORKS = ("IB", "Socket")  # the networks of NCCL without a plugin

@@ -1,6 +1,6 @@
-"""Facts about each node from its kernel, collected through srun.
+"""Facts that each node reports from its own kernel, collected through srun.
 
-``python -m holmes_hpc.fabric.node_facts`` prints those of one node.
+``python -m holmes_hpc.fabric.node_facts`` prints those of the node on which it runs.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Node, read_node, read_nodes, read_partitions
 
 MARK = "holmes-facts "
-ASLEEP = {"POWERED_DOWN", "POWERING_UP", "POWERING_DOWN", "POWER_DOWN", "POWER_UP", "RESERVED"}  # even if IDLE
-WAIT_S = 10  # for idle nodes; busy ones are reported, not waited for
+# States in which a node is not asked, even if it is also IDLE.
+NOT_ASKED = {"POWERED_DOWN", "POWERING_UP", "POWERING_DOWN", "POWER_DOWN", "POWER_UP", "RESERVED"}
+WAIT_S = 10  # the longest wait for Slurm to start the job on idle nodes
 
 
 @dataclass(frozen=True)
 class Facts:
     """The facts about one node, from its kernel.
 
-    `ethernet`, `address`, `network`: of its Ethernet interface; `trouble`: why it has none. `ipoib`: interfaces that
-    NCCL would prefer. `findings`: differences from Slurm's features, and settings that override NCCL's choices.
-    `skew_s`: its clock minus the asking machine's. `software`: versions. `missing`: a file of the asking machine that
-    it does not see.
+    `expected_features`: those that `holmes label` sets for its NICs. `ethernet`, `address`, `network`: name, address
+    and IPv4 network of its Ethernet interface; `trouble`: why it has none, and a hint. `ipoib`: IPoIB interfaces, which
+    NCCL would prefer. `findings`: differences from Slurm's features, and settings that change a group's network.
+    `skew_s`: its clock minus that of the asking machine. `software`: name -> version. `missing`: the asking machine's
+    file if the node does not see it.
     """
 
     node: str
     nic: NicType
-    deserves: tuple[str, ...]
+    expected_features: tuple[str, ...]
     ethernet: str = ""
     address: str = ""
     network: str = ""
@@ -78,7 +80,8 @@ def facts_of(
     files: Sequence[Path] | None = None,
     vocabulary: str | None = None,
 ) -> Facts:
-    """Return the facts of a node with these NICs. `features`: Slurm's; None if Slurm does not know the node."""
+    """Return the facts of a node with these NICs. `features`: Slurm's for it; None if Slurm does not know the node.
+    `env`, `files`: the environment and NCCL's settings files on the node."""
     ethernet = address = network = trouble = ""
     try:
         nics = as_labelled(nics, features or (), env, vocabulary, node)
@@ -92,7 +95,7 @@ def facts_of(
     return Facts(
         node,
         nic=nics.type,
-        deserves=features_of(nics),
+        expected_features=features_of(nics),
         ethernet=ethernet,
         address=address,
         network=network,
@@ -106,7 +109,7 @@ def facts_of(
 def as_labelled(
     nics: NodeNics, features: Sequence[str], env: Mapping[str, str], vocabulary: str | None = None, node: str = ""
 ) -> NodeNics:
-    """Limit a node's NICs to those that its features name. SiteError if a named one does not exist."""
+    """Return `nics` limited to those that the node's `features` name (:func:`nccl.restrict_nics`)."""
     return restrict_nics(nics, read_features(features, read_vocabulary(vocabulary)).names, env, node)
 
 
@@ -128,13 +131,13 @@ def ask_nodes(
         if partition is None:
             unanswered.append(_unanswered("info", members, "in closed partitions only, so not asked"))
             continue
-        idle = [n for n in members if "IDLE" in n.states and not ASLEEP & set(n.states)]
+        idle = [n for n in members if "IDLE" in n.states and not NOT_ASKED & set(n.states)]
         busy = [n for n in members if n not in idle]
         if busy:
             unanswered.append(_unanswered("info", busy, "busy, reserved or powered down, so not asked"))
         if not idle:
             continue
-        limit_s = limit(len(idle))
+        limit_s = answer_limit_s(len(idle))
         answers, trouble = partial_output(*_srun_command(partition, idle, vocabulary, shared, setup), timeout_s=limit_s)
         partition_facts = [f for f in map(_parse_answer, answers.splitlines()) if f is not None]
         facts += partition_facts
@@ -146,30 +149,30 @@ def ask_nodes(
     return facts, unanswered
 
 
-def limit(nodes: int) -> int:
-    """Return the seconds within which so many nodes must answer: Python starts from a file system that they share."""
-    return 30 + nodes // 10
+def answer_limit_s(node_count: int) -> int:
+    """Return the seconds within which nodes must answer; they all start Python from one shared file system."""
+    return 30 + node_count // 10
 
 
 def propose(
     names: Sequence[str] | None = None, fabric: str | None = None, vocabulary: str | None = None
 ) -> tuple[list[Change], list[Finding]]:
-    """Propose the changes of `holmes label`: the nodes' answers, merged with their present features.
+    """Return (the changes that `holmes label` proposes, findings for nodes that did not answer).
 
-    `names`: host lists; without them, all idle nodes. `fabric`: add fabric_<name> (needs `names`, because nodes cannot
-    tell two fabrics apart).
+    `names`: host lists of the nodes; by default all idle nodes. `fabric`: the name in an additional label
+    fabric_<name>. It needs `names`, because no node knows its fabric.
     """
     nodes = read_nodes()
     hosts = [host for text in names for host in expand(text)] if names else [n.name for n in nodes]
     if fabric is not None and not names:
-        raise SiteError("a fabric's name for all nodes", where="label", hint="name the nodes of that fabric: ib[1-4]")
+        raise SiteError("--fabric is given without nodes", where="label", hint="name the nodes of that fabric: ib[1-4]")
     node_names = {n.name for n in nodes}
     for name in hosts:
         if name not in node_names:
             raise SiteError(f"no node {name!r}", where="label", hint=f"Slurm has {compress(node_names)}")
     facts, unanswered = ask_nodes([n for n in nodes if n.name in set(hosts)], vocabulary)
     labels = dict.fromkeys(hosts, fabric) if fabric else None
-    return changes(nodes, {f.node: f.deserves for f in facts}, labels), unanswered
+    return changes(nodes, {f.node: f.expected_features for f in facts}, labels), unanswered
 
 
 def _unanswered(level: str, nodes: Sequence[Node], reason: str) -> Finding:
@@ -187,7 +190,7 @@ def _srun_command(
         for text in (option, os.path.abspath(path))
     ]
     names, count = compress(n.name for n in nodes), len(nodes)
-    limit_s = limit(count)
+    limit_s = answer_limit_s(count)
     shell = ["bash", "-c", "\n".join([*setup, 'exec "$@"']), "facts"] if setup else []
     return [
         "srun",
@@ -211,6 +214,7 @@ def _srun_command(
 
 
 def _parse_answer(line: str) -> Facts | None:
+    """Return the facts in a line of a node's output; None if it has none."""
     if not line.startswith(MARK):
         return None
     try:
@@ -222,7 +226,7 @@ def _parse_answer(line: str) -> Facts | None:
 
 
 def node_name() -> str:
-    """Return Slurm's name of this node, as far as it is known without asking Slurm."""
+    """Return Slurm's name of this node: $SLURMD_NODENAME in a job, else the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
@@ -241,7 +245,7 @@ def check_here(nics: NodeNics, vocabulary: str | None = None, name: str | None =
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print this node's facts, one marked line of JSON."""
+    """Print this node's facts: a line of JSON after MARK. `arguments`: --vocabulary FILE, --shared FILE."""
     options = dict(zip(arguments[::2], arguments[1::2], strict=False))
     vocabulary, shared = options.get("--vocabulary"), options.get("--shared", "")
     name = node_name()

@@ -1,4 +1,4 @@
-"""Slurm's nodes with the meaning of their features."""
+"""Slurm's nodes, each with the meaning of its features."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class SiteNode(Node):
-    """A node of Slurm, with the NIC facts that its active features give."""
+    """A node of Slurm. `reading`: the meaning of its active features."""
 
     reading: Reading = field(kw_only=True)
 
@@ -33,7 +33,7 @@ def read_nodes(vocabulary: str | None = None) -> list[SiteNode]:
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> list[tuple[K, list[V]]]:
-    """Return the values of each key; keys in the order of their first appearance."""
+    """Return (key, its values) for each key, in the order in which keys first appear."""
     groups: dict[K, list[V]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)

@@ -14,9 +14,9 @@ from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, Site
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import check, key, keys, make
 
-ETHERNET_GBYTES = (1.25, 3.125, 6.25, 12.5)  # of 10, 25, 50 and 100 Gb/s
+ETHERNET_GBYTES = (1.25, 3.125, 6.25, 12.5)  # GB/s of Ethernet of 10, 25, 50 and 100 Gb/s
 TOLERANCE = 1.5  # largest plausible ratio to a data sheet's figure
-IB_GBYTES = (12.5, 25.0)  # of EDR and HDR, in GB/s; 50 is left out: it is also two older ports in Gb/s
+IB_GBYTES = (12.5, 25.0)  # GB/s of EDR and HDR; NDR's 50 is left out, because two older ports have 50 Gb/s
 # The highest plausible rates and sizes: a value above was given in another unit.
 MAX_VALUES = {
     "ethernet_gbps": 6400,
@@ -51,7 +51,7 @@ class SiteFile:
 
 
 def read_site_file(path: str | os.PathLike[str]) -> Site:
-    """Return the Site that a YAML file describes. SiteError has the file, the place in it, and the hint."""
+    """Return the Site that a YAML file describes. SiteError names the file and the place in it."""
     data = read_yaml(path, SiteError, _HINT)
     try:
         return parse_site(data)
@@ -81,15 +81,15 @@ def parse_site(data: Mapping[str, Any]) -> Site:
         known_kind = read_vocabulary().gpu(gpu.name)
         if gpu.attention == "flash" and known_kind is not None and known_kind.name in NO_FLASH:
             raise SiteError(
-                f"attention is flash, which {known_kind.name} does not have",
+                f"attention is flash, which {known_kind.name} does not support",
                 where=f"gpu {gpu.name}",
-                hint="use sdpa or unfused",
+                hint="use attention: sdpa, or unfused",
             )
     return Site(site_file.name, tuple(fabrics), tuple(_warnings(fabrics)), site_file.links)
 
 
 def _with_figures(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's or a fabric's keys, with missing GPU figures from the kind's data sheet."""
+    """Return the keys of a site file, or of a fabric in it, with missing GPU figures from the kind's data sheet."""
     gpu = entry.get("gpu")
     if not isinstance(gpu, Mapping) or not isinstance(gpu.get("name"), str):
         return dict(entry)
@@ -106,7 +106,7 @@ def _with_figures(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_synonym(nic: Any, where: str) -> None:
-    """Raise SiteError for a synonym of a NIC type, such as a node feature's name."""
+    """Raise SiteError with the NIC type that is meant if `nic` is another name of it, such as a node feature."""
     if isinstance(nic, str) and nic not in tuple(NicType):
         meaning = read_vocabulary().meaning(nic)
         if meaning is not None and meaning.nic is not None:
@@ -127,8 +127,8 @@ def _refuse_implausible(part: Fabric | Gpu | FabricLink, where: str) -> None:
 
 
 def _warnings(fabrics: Sequence[Fabric]) -> Iterator[str]:
-    """Warn about GPU names treated as a known kind, figures unlike their data sheet, and rates that look like GB/s.
-    Such a rate is one that no Ethernet or InfiniBand has in Gb/s."""
+    """Yield warnings about GPU names treated as a known kind, figures far from their data sheet, and rates in GB/s.
+    A rate is likely in GB/s if no Ethernet or InfiniBand has it in Gb/s."""
     for gpu in dict.fromkeys(f.gpu for f in fabrics):
         known_kind = read_vocabulary().gpu(gpu.name)
         if known_kind is not None:
@@ -149,7 +149,7 @@ def _warnings(fabrics: Sequence[Fabric]) -> Iterator[str]:
 
 
 def _data_sheet_warnings(gpu: Gpu, kind: Gpu) -> Iterator[str]:
-    """Warn about figures of `gpu` that are far from the data sheet of its `kind`.
+    """Yield warnings about figures of `gpu` that are far from the data sheet of its `kind`.
     NVLink rates are often quoted in GB/s, for one direction or for both; peaks with sparsity are twice the dense ones.
     """
     link_ratio = gpu.intra_node_gbps / kind.intra_node_gbps

@@ -21,8 +21,8 @@ CUDA = "torch's CUDA"
 
 
 def software() -> dict[str, str]:
-    """Return name -> version of Python, this project and the installed packages that training uses.
-    The CUDA version of torch's build is included (such builds bring NCCL)."""
+    """Return the versions of Python, this project and the installed packages that training uses, by name.
+    A torch built with CUDA, which brings NCCL, adds the version of that CUDA."""
     versions = {"python": platform.python_version(), "holmes-hpc": __version__}
     for package in PACKAGES:
         try:
@@ -40,9 +40,9 @@ def software() -> dict[str, str]:
 def check_software(
     nodes: Mapping[str, Mapping[str, str]], local: Mapping[str, str], gpu_nodes: Sequence[str] = ()
 ) -> list[Finding]:
-    """Report software that prevents joint training of the `nodes`, or that differs from this machine's.
-    `nodes`: node -> its :func:`software`; `local`: this machine's, which may lack packages. `gpu_nodes`: nodes that
-    need a torch with CUDA."""
+    """Report software that keeps the `nodes` from training together, or that differs from this machine's.
+    `nodes`: node -> its :func:`software`. `local`: that of this machine, which may lack packages. `gpu_nodes`: nodes
+    that need a torch with CUDA."""
     findings: list[Finding] = []
     for package in NEEDED:
         if nodes_without := [n for n, versions in nodes.items() if package not in versions]:

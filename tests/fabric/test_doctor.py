@@ -11,7 +11,16 @@ from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.doctor import check_script, diagnose
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.nic_types import NicType
-from holmes_hpc.fabric.node_facts import MARK, Facts, _parse_answer, ask_nodes, check_here, facts_of, limit, propose
+from holmes_hpc.fabric.node_facts import (
+    MARK,
+    Facts,
+    _parse_answer,
+    answer_limit_s,
+    ask_nodes,
+    check_here,
+    facts_of,
+    propose,
+)
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.scontrol import Config
@@ -162,7 +171,7 @@ def test_facts_of_a_node_that_slurm_mislabels(tmp_path) -> None:
     trees.hdr_4_hcas(tree)
     nics = probe(tree.root, {"eth0": ("10.0.0.2", 24), "ib0": ("10.1.0.2", 24)}, tree.read)
     found = facts_of("n1", nics, ["nic_roce", "nic_800g"], {"NCCL_NET": "Socket"}, files=[])
-    assert found.deserves == ("nic_ib", "nic_800g", "eth_25g") and found.ipoib == ("ib0",)
+    assert found.expected_features == ("nic_ib", "nic_800g", "eth_25g") and found.ipoib == ("ib0",)
     assert (found.ethernet, found.network) == ("eth0", "10.0.0.0/24")
     assert [f.what[:20] for f in found.findings] == ["Slurm's features say", "NCCL_NET=Socket over"]
     assert facts_of("n1", nics, None, {}, files=[]).findings == ()
@@ -249,7 +258,7 @@ def test_a_node_that_fails_or_hangs_takes_no_others_answer_with_it(
 ) -> None:
     does, asked = srun
     does(f"{answer('a1')}\n{ending}")
-    monkeypatch.setattr("holmes_hpc.fabric.node_facts.limit", lambda nodes: limit_s)
+    monkeypatch.setattr("holmes_hpc.fabric.node_facts.answer_limit_s", lambda nodes: limit_s)
     found, silent = ask_nodes([node(n.name, IB, "old,ib") for n in NODES])
     assert [f.node for f in found] == ["a1"] and "--partition=ib" in asked()
     assert [(f.level, f.where) for f in silent] == [("warning", "nodes a2")] and why in silent[0].what
@@ -266,4 +275,4 @@ def test_nodes_are_asked_as_a_job_begins(srun, monkeypatch) -> None:
 
 
 def test_a_large_site_has_more_time() -> None:
-    assert limit(4) == 30 and limit(2000) == 230
+    assert answer_limit_s(4) == 30 and answer_limit_s(2000) == 230

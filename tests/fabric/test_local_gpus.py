@@ -32,7 +32,7 @@ def test_a_kind_without_figures_is_one_line_where_cuda_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drivers_folder(tmp_path, ["Some GPU"])
-    with pytest.raises(ConfigError, match="no figures are known of the GPU 'Some GPU'"):
+    with pytest.raises(ConfigError, match="the GPU 'Some GPU' is not a known kind"):
         local_gpus(tmp_path)
     monkeypatch.setattr(request, "local_gpus", lambda: local_gpus(tmp_path))
     assert request.local_site(1, "auto").fabrics[0].gpu.is_cpu

@@ -76,7 +76,7 @@ def test_a_label_that_lies_is_found_and_cured_without_touching_other_features(te
         errors = [str(x) for x in doctor.examine() if x.level == "error"]
         assert len(errors) == 1 and f"node {roce.name}: Slurm's features say ib, the kernel says roce" in errors[0]
         facts, _ = ask_nodes([n for n in read_nodes() if n.name == roce.name])
-        apply(changes(read_nodes(), {roce.name: facts[0].deserves}))
+        apply(changes(read_nodes(), {roce.name: facts[0].expected_features}))
         cured = scontrol.read_node(roce.name)
         assert cured is not None and set(cured.features) == {"other", *roce.available}
         assert set(cured.features) == set(cured.available)

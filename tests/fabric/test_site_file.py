@@ -135,7 +135,7 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
         ),
         ("memory_gib: 80", "memory_gib: 80, attention: quick", "attention is 'quick'; use flash"),
         ("memory_gib: 80", "memory_gib: 80, fused_norm: 3", "fused_norm is 3; use true or false, or null"),
-        ("name: a100-80gb", "attention: flash, name: v100-32gb", "attention is flash, which v100-32gb does not have"),
+        ("name: a100-80gb", "attention: flash, name: v100-32gb", "attention is flash, which v100-32gb does not"),
         ("fabrics:", "links: [{between: 3, gbps: 1}]\nfabrics:", "between is 3"),
     ],
 )
