@@ -173,8 +173,8 @@ def table_cells(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
 
 
 def select_rows(rows: Sequence[SweepRow], limit: int) -> list[SweepRow]:
-    """Return all rows if they are at most `limit`. Else return that many: of failed jobs first, then of running, waiting
-    and completed ones."""
+    """Return all rows if they are at most `limit`; else that many, of failed jobs first, then of running, waiting and
+    completed ones."""
     if len(rows) <= limit:
         return list(rows)
 
