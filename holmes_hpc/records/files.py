@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -19,6 +20,7 @@ from holmes_hpc.errors import ConfigError, HolmesError, RecordError, RunFailed
 from holmes_hpc.records.untrusted import from_json, from_yaml, read_file
 
 LOCK_WAIT_S = 30.0
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
@@ -51,7 +53,7 @@ def append_line(path: Path, line: str) -> None:
             ends_in_newline = old_size == 0 or os.pread(file.fileno(), 1, old_size - 1) == b"\n"
             data = (b"" if ends_in_newline else b"\n") + line.encode("utf-8") + b"\n"
             if os.write(file.fileno(), data) != len(data):
-                raise OSError(28, "No space left on device")  # a short write means a full disk
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a short write means a full disk
     except OSError as e:
         if old_size is not None:
             with contextlib.suppress(OSError):
@@ -156,3 +158,11 @@ def file_error(path: Path, error: OSError) -> RunFailed:
         "free some space, then `holmes resume` the run" if is_full else "make the run directory writable from this node"
     )
     return RunFailed(error.strerror or str(error), where=str(path), hint=hint)
+
+
+def is_full(path: Path) -> bool:
+    """Return whether the file system of `path` has no space for another file."""
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(path)
+        return disk.f_bavail * disk.f_frsize < 1 << 20 or (disk.f_files > 0 and disk.f_favail == 0)
+    return False

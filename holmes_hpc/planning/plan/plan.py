@@ -293,7 +293,7 @@ class Plan:
         try:
             write_whole(Path(path), self.to_yaml())
         except RunFailed as e:
-            raise PlanError(e.what, where=str(path), hint="give a file in a directory that exists") from e
+            raise PlanError(e.what, where=str(path), hint="give a file in a directory that exists and has space") from e
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Plan:

@@ -6,6 +6,8 @@ One table maps the states of a Slurm job to those of a run.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -14,6 +16,7 @@ from typing import Any
 
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.records.files import is_full
 from holmes_hpc.records.logs import SPARSE_STEPS, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import STATES, RunState
@@ -124,7 +127,9 @@ def build_result(
         failure = find_failed_rank(
             exits, list(srun_errors), _count_ranks(run), [str(h) for h in hosts] if isinstance(hosts, list) else ()
         )
-        if (
+        if is_full(run.path) and not any(e.get("state") == "failed" for e in exits):  # no rank could record its error
+            failure = FailedRank(error=f"{run.path}: {os.strerror(errno.ENOSPC)}; free some space and try again")
+        elif (
             failure.rank is None
             and slurm is not None
             and slurm.ended

@@ -138,7 +138,7 @@ def report_end(run: RunDirectory, result: dict[str, object], shown_lines: Collec
     new_lines = [line for line in tail if line not in shown_lines] if isinstance(tail, list) else []
     for line in quote_log(new_lines, str(result.get("error") or ""), rank if isinstance(rank, int) else None):
         console.note(line)
-    if run.metrics_bytes():
+    if any(run.checkpoints.glob("step-*/holmes.json")):
         console.note(f"continue it with `holmes resume {run.name}`")
     return 1
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError, RunFailed
-from holmes_hpc.records.files import write_whole
+from holmes_hpc.records.files import DISK_FULL, write_whole
 from holmes_hpc.records.untrusted import from_json, open_file, read_file
 from holmes_hpc.schema import keys, refuse
 
@@ -252,8 +252,12 @@ def finish(unfinished: Path, step: int, description: Mapping[str, Any], files: M
 
 
 def write_error(path: Path, error: OSError) -> RunFailed:
-    """Return the RunFailed, in one line, for a file system error."""
-    hint = "free some space, then `holmes resume` the run" if error.errno in (28, 122) else "make it writable"
+    """Return the RunFailed, in one line, for a file system error. `path`: the checkpoint or the folder of all."""
+    hint = "make it writable"
+    if error.errno in DISK_FULL:
+        checkpoints = complete_checkpoints(path) or complete_checkpoints(path.parent)
+        continuation = f"`holmes resume` it after step {checkpoints[0].step}" if checkpoints else "run it again"
+        hint = f"free some space, then {continuation}"
     return RunFailed(f"cannot write the checkpoint: {error.strerror or error}", where=str(path), hint=hint)
 
 

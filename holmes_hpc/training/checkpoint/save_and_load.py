@@ -7,10 +7,12 @@ checkpoint_directory.py defines which directories are checkpoints.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +37,7 @@ from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import DataError, HolmesError, RunFailed
 from holmes_hpc.lifetime import end_with
 from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.records.files import is_full
 from holmes_hpc.training.checkpoint import checkpoint_directory, restricted_pickle
 from holmes_hpc.training.model import gpt, megatron_versions
 from holmes_hpc.training.rank.log import log_line
@@ -98,7 +101,7 @@ class Checkpoints:
         if self._rank == 0:
             checkpoint_directory.create_folder(folder, checkpoint_dir)
         self._calls = AsyncCallsQueue()
-        self._save_start = 0.0
+        self._save_start, self._unfinished = 0.0, folder
         filesystem_async._results_queue = _WriterResults()
 
     # -- saving -----------------------------------------------------------------------------------------------------
@@ -115,7 +118,7 @@ class Checkpoints:
         for model in self.models:  # With this overlap, parameters are gathered only before the next forward pass.
             if model.ddp_config.overlap_param_gather:
                 model.start_param_sync(force_sync=True)
-        path = checkpoint_directory.unfinished_path(self.folder, step, self.attempt)
+        path = self._unfinished = checkpoint_directory.unfinished_path(self.folder, step, self.attempt)
         if self._rank == 0:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -142,7 +145,7 @@ class Checkpoints:
             request.add_finalize_fn(lambda: self._finish(path, step, description))
             self._calls.schedule_async_request(request)
         except (OSError, RuntimeError, *_ERRORS) as e:
-            raise _write_error(path, e) from e
+            raise self._failed_save(path, e) from e
         if wait or not self.background:
             self.finish_save()
 
@@ -166,7 +169,17 @@ class Checkpoints:
         try:
             self._calls.maybe_finalize_async_calls(blocking=True)
         except (OSError, RuntimeError, *_ERRORS) as e:
-            raise _write_error(self.folder, e) from e
+            raise self._failed_save(self.folder, e) from e
+
+    def _failed_save(self, path: Path, error: BaseException) -> Exception:
+        """Return the error of a failed save. Rank 0 removes the half-written checkpoint, which may fill the disk."""
+        if self._rank == 0:
+            write_error = _write_error(path, error)
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            return write_error
+        if not getattr(error, "failures", True):  # torch gives the cause to rank 0 only, which reports it
+            return RuntimeError("the checkpoint cannot be written, see rank 0's log")
+        return _write_error(path, error)
 
     def is_any_rank_writing(self) -> bool:
         """Return whether any rank's writer is running. All ranks call it."""
@@ -372,10 +385,8 @@ def _write_error(path: Path, error: BaseException) -> RunFailed:
     inner = _inner_error(error)
     if isinstance(inner, OSError):
         return checkpoint_directory.write_error(path, inner)
-    with contextlib.suppress(OSError):
-        disk = os.statvfs(path if path.exists() else path.parent)
-        if disk.f_bavail * disk.f_frsize < 1 << 20:
-            return checkpoint_directory.write_error(path, OSError(28, "No space left on device"))
+    if is_full(path if path.exists() else path.parent):
+        return checkpoint_directory.write_error(path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     return RunFailed(
         f"cannot write the checkpoint: {' '.join(str(inner).split())[:300]}",
         where=str(path),

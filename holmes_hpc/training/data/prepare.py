@@ -7,7 +7,6 @@ appear complete or not at all. PREFIX.json describes the data and their sources.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -30,6 +29,7 @@ from typing import IO, Any
 import numpy as np
 
 from holmes_hpc.errors import ConfigError, DataError, RunFailed
+from holmes_hpc.records.files import DISK_FULL
 from holmes_hpc.records.untrusted import leaves_folder
 from holmes_hpc.training.data import text_files
 from holmes_hpc.training.data.prefix import Prefix, digest, read_summary
@@ -38,7 +38,6 @@ from holmes_hpc.training.data.tokenizer import Tokenizer, load_tokenizer
 PART_BYTES = 16 << 20
 _MAX_PARTS = 4096  # a very large corpus has larger parts
 _SEQUENCE_TOKENS = 1 << 20  # a longer document becomes several sequences, so that it can be split and shuffled
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 Progress = Callable[[str, int, int], None]  # stage ("tokenize", "join"), bytes done, total bytes
 
 
@@ -124,7 +123,7 @@ def prepare(
             with _atomic_write(f"{prefix}.json") as file:
                 file.write(json.dumps({**asdict(summary), "made_from": sources}, indent=1).encode())
     except OSError as e:
-        error, hint = (RunFailed, "free some space") if e.errno in _DISK_FULL else (DataError, "correct that")
+        error, hint = (RunFailed, "free some space") if e.errno in DISK_FULL else (DataError, "correct that")
         raise error(
             e.strerror or str(e),
             where=str(e.filename or prefix),

@@ -12,11 +12,12 @@ from submitit.core.utils import UncompletedJobError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState, read_cancellation
 from holmes_hpc.submission.executor.environment import ComponentRanks, SlurmHetJobEnvironment
-from holmes_hpc.submission.lifecycle import batch_end
+from holmes_hpc.submission.lifecycle import batch_end, outcome
 from holmes_hpc.submission.lifecycle.attempts import has_new_steps, record_attempt_end
 from holmes_hpc.submission.lifecycle.batch_end import end_attempt
 from holmes_hpc.submission.lifecycle.failed_rank import find_failed_rank, parse_srun_errors
 from holmes_hpc.submission.lifecycle.outcome import build_result, last_log_lines, quote_log
+from holmes_hpc.submission.lifecycle.progress import report_end
 from holmes_hpc.submission.lifecycle.requeue import reason_to_stop
 from holmes_hpc.submission.lifecycle.status import record_end
 
@@ -351,3 +352,16 @@ def test_a_rank_killed_for_its_memory_is_reported_so(memory: str) -> None:
     assert first.message == f"killed by signal 9 (SIGKILL): out of memory ({memory})"
     assert first.is_signal and second.message == "Terminated"
     assert parse_srun_errors(killed)[0].message == SIGKILLED
+
+
+def test_full_disk_that_left_no_exit_record_is_the_cause(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.append_metrics({"step": 1})
+    monkeypatch.setattr(outcome, "is_full", lambda path: True)
+    result = build_result(run, 1)
+    assert result["error"] == f"{run.path}: No space left on device; free some space and try again"
+    report_end(run, result)
+    assert "resume" not in capsys.readouterr().err  # there is no checkpoint
+    run.write_exit(1, "failed", "Out of memory")
+    assert build_result(run, 1)["error"] == "Out of memory"

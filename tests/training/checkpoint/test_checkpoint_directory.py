@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import CheckpointException
 
 from holmes_hpc.errors import DataError, RecordError, RunFailed
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training.checkpoint import checkpoint_directory
+from holmes_hpc.training.checkpoint import checkpoint_directory, save_and_load
 
 GOOD = {"files": {".metadata": [2, 2659403885]}, "model": {}, "parallel": {}}
 
@@ -110,3 +113,30 @@ def test_a_renamed_checkpoint_does_not_count(tmp_path: Path) -> None:
     path = create(tmp_path, 4).rename(tmp_path / checkpoint_directory.directory_name(9))
     assert checkpoint_directory.complete_checkpoints(tmp_path) == []
     assert checkpoint_directory.incomplete_checkpoints(tmp_path) == [(path, "holmes.json is of step 4")]
+
+
+def test_full_disk_is_named_with_what_to_do_after_it(tmp_path: Path) -> None:
+    unfinished = checkpoint_directory.unfinished_path(tmp_path, 8, 1)
+    unfinished.mkdir()
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    message = f"{unfinished}: cannot write the checkpoint: No space left on device; free some space, then "
+    assert str(checkpoint_directory.write_error(unfinished, full)) == f"{message}run it again"
+    create(tmp_path, 4)
+    assert str(checkpoint_directory.write_error(unfinished, full)) == f"{message}`holmes resume` it after step 4"
+
+
+def test_half_written_checkpoint_of_a_failed_save_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished = checkpoint_directory.unfinished_path(tmp_path, 8, 1)
+    unfinished.mkdir()
+    (unfinished / "__0_0.distcp").write_bytes(b"half")
+    monkeypatch.setattr(save_and_load, "is_full", lambda path: unfinished.exists())
+    rank = object.__new__(save_and_load.Checkpoints)
+    rank._unfinished = unfinished
+    no_failures, hidden = (
+        CheckpointException("write", {}),
+        CheckpointException("write", {1: (RuntimeError("pos"), None)}),
+    )
+    rank._rank = 1
+    assert "see rank 0" in str(rank._failed_save(tmp_path, no_failures)) and unfinished.exists()
+    rank._rank = 0
+    assert "No space left on device" in str(rank._failed_save(tmp_path, hidden)) and not unfinished.exists()
