@@ -147,11 +147,13 @@ def build(
 
     def prepare() -> None:
         prefixes, cache = open_all()
+        marker = cache / f"vocabulary-{plan.model.vocab}"  # exists if an earlier run has checked all of it
+        is_checked = marker.exists()
+        for prefix in () if is_checked else prefixes:
+            prefix.check_index()
         check_lengths(prefixes, split, plan.batch, is_weighted=weights is not None)
-        marker = cache / f"vocabulary-{plan.model.vocab}"  # exists if an earlier run has checked all tokens
-        if not marker.exists():
-            for prefix in prefixes:
-                prefix.check_tokens(plan.model.vocab)
+        for prefix in () if is_checked else prefixes:
+            prefix.check_tokens(plan.model.vocab)
         if not cache.is_dir():
             _build_cache(cache, lambda directory: build_all(prefixes, directory))
         with contextlib.suppress(OSError):

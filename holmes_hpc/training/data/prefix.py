@@ -27,7 +27,8 @@ TOKEN_TYPES: dict[int, type[np.number]] = {1: np.uint8, 2: np.int8, 3: np.int16,
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type, sequences, document bounds
 _MAGIC = b"MMIDIDX\x00\x00"
 _SCAN_BYTES = 4 << 20  # read from a .bin at a time
-_MAX_CHECKED_BYTES = 256 << 20  # read from a .bin of unknown vocabulary before a job is submitted
+_MAX_CHECKED_BYTES = 256 << 20  # read from an .idx, and from a .bin of unknown vocabulary, before a job is submitted
+_BLOCK = 1 << 18  # entries of an .idx that are checked at a time
 _PREPARE_HINT = "create it with `holmes data prepare FILES -o PREFIX`"
 _INTEGER_KEYS = ("documents", "sequences", "tokens", "vocab", "eod")  # of PREFIX.json
 
@@ -37,6 +38,8 @@ def check_data(data: DataConfig, model: ModelSpec, batch: Batch, evaluates: bool
     They must exist, be complete, suffice for a step of `batch`, and fit the model's vocabulary."""
     names, weights = parse_blend(data.prefix)
     prefixes = [Prefix.open(name) for name in names]
+    for prefix in prefixes:
+        prefix.check_index(_MAX_CHECKED_BYTES)
     check_lengths(prefixes, parse_split(data.split, evaluates), batch, is_weighted=weights is not None)
     for prefix in prefixes:
         prefix.check_tokens(model.vocab, _MAX_CHECKED_BYTES)
@@ -120,6 +123,43 @@ class Prefix:
     @property
     def tokens(self) -> int:
         return self.bin_bytes // self.dtype().itemsize
+
+    def check_index(self, max_bytes: float = math.inf) -> None:
+        """Raise DataError unless the sequences (in the first `max_bytes` of the index) fill the .bin one after the
+        other, and the documents start at sequences, in their order."""
+        end, start, path = 0, 0, f"{self.path}.idx"
+        with open_file(path) as f:
+            bounds = _HEADER.unpack(f.read(_HEADER.size))[-1]
+
+            def read(dtype: type[np.number], offset: int, first: int, count: int) -> np.ndarray:
+                f.seek(_HEADER.size + offset + first * dtype().itemsize)
+                return np.fromfile(f, dtype, min(_BLOCK, count - first)).astype(np.int64)
+
+            for first in range(0, int(min(self.sequences, max_bytes // 12)), _BLOCK):
+                lengths = read(np.int32, 0, first, self.sequences)
+                starts = read(np.int64, 4 * self.sequences, first, self.sequences)
+                ends = starts + lengths * self.dtype().itemsize
+                expected = np.concatenate(([end], ends[:-1]))
+                if (wrong := (starts != expected) | (lengths < 0) | (ends > self.bin_bytes)).any():
+                    i = int(wrong.argmax())
+                    raise DataError(
+                        f"damaged: sequence {first + i} is at bytes {starts[i]} to {ends[i]} of {self.bin_bytes}, "
+                        f"and the one before ends at {expected[i]}",
+                        where=path,
+                        hint=_PREPARE_HINT,
+                    )
+                end = ends[-1]
+            for first in range(0, int(min(bounds, max_bytes // 8)), _BLOCK):
+                starts = read(np.int64, 12 * self.sequences, first, bounds)
+                wrong = (np.diff(starts, prepend=start) < 0) | (starts < 0) | (starts > self.sequences)
+                if wrong.any():
+                    i = int(wrong.argmax())
+                    raise DataError(
+                        f"damaged: document {first + i} starts at sequence {starts[i]} of {self.sequences}",
+                        where=path,
+                        hint=_PREPARE_HINT,
+                    )
+                start = starts[-1]
 
     def check_tokens(self, vocab: int, max_bytes: float = math.inf) -> None:
         """Raise DataError if a token (of the first `max_bytes`) exceeds a vocabulary.

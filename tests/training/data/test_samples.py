@@ -228,6 +228,33 @@ def test_code_in_a_shared_index_is_not_executed(tmp_path: Path) -> None:
     assert len(malicious) == 3 and not (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (34 + 4 * 20, struct.pack("<i", 1 << 30), "sequence 20 is at bytes"),
+        (34 + 4 * 20, struct.pack("<i", -5), "sequence 20 is at bytes"),
+        (34 + 4 * 40 + 8 * 20, struct.pack("<q", 6), "sequence 20 is at bytes 6 to"),
+        (34 + 12 * 40 + 8 * 20, struct.pack("<q", 1 << 40), "document 20 starts at sequence 1099511627776 of 40"),
+        (34 + 12 * 40 + 8 * 20, struct.pack("<q", 18), "document 20 starts at sequence 18 of 40"),
+    ],
+)
+def test_damage_inside_an_index_is_found_before_submission(
+    at: int, value: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefixes, "_BLOCK", 7)
+    name = write_prefix(tmp_path / "text", random_documents(40))
+    prefixes.Prefix.open(name).check_index()
+    content = Path(f"{name}.idx").read_bytes()
+    Path(f"{name}.idx").write_bytes(content[:at] + value + content[at + len(value) :])
+    for check in (
+        lambda: prefixes.check_data(DataConfig("indexed", prefix=name), plan().model, plan().batch, False),
+        lambda: datasets(plan(), tmp_path, kind="indexed", prefix=name),
+    ):
+        with pytest.raises(DataError, match=r"text\.idx: damaged: " + message) as e:
+            check()
+        assert e.value.exit_code == 2
+
+
 def resize(path: str, change: int) -> None:
     content = Path(path).read_bytes()
     Path(path).write_bytes(content[:change] if change < 0 else content + bytes(change))
