@@ -40,6 +40,7 @@ def check_data(data: DataConfig, model: ModelSpec, batch: Batch, evaluates: bool
     prefixes = [Prefix.open(name) for name in names]
     for prefix in prefixes:
         prefix.check_index(_MAX_CHECKED_BYTES)
+    document_end(data)
     check_lengths(prefixes, parse_split(data.split, evaluates), batch, is_weighted=weights is not None)
     for prefix in prefixes:
         prefix.check_tokens(model.vocab, _MAX_CHECKED_BYTES)

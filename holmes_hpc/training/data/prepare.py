@@ -21,6 +21,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from multiprocessing import connection
 from pathlib import Path
@@ -33,7 +34,7 @@ from holmes_hpc.records.files import DISK_FULL
 from holmes_hpc.records.untrusted import leaves_folder
 from holmes_hpc.training.data import text_files
 from holmes_hpc.training.data.prefix import Prefix, digest, read_summary
-from holmes_hpc.training.data.tokenizer import Tokenizer, load_tokenizer
+from holmes_hpc.training.data.tokenizer import Tokenizer, load_tokenizer, run_limited
 
 PART_BYTES = 16 << 20
 _MAX_PARTS = 4096  # a very large corpus has larger parts
@@ -265,7 +266,7 @@ def _tokenize(parts: Sequence[_Part], tokenizer: str | None, json_key: str, work
 
         loaded_tokenizer = load_tokenizer(tokenizer)
         for part in pending:
-            _tokenize_part(part, loaded_tokenizer, json_key, on_read)
+            run_limited(loaded_tokenizer, partial(_tokenize_part, part, loaded_tokenizer, json_key, on_read))
         return
     context = multiprocessing.get_context("forkserver")
     read_bytes = context.Value("q", done_bytes)
@@ -295,7 +296,6 @@ def _initialize_worker(tokenizer: str | None, json_key: str, read_bytes: Any) ->
     """Initialize a worker process. It exits when its parent exits for any reason."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parts are parallel instead
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (connection.wait([parent.sentinel]), os._exit(1)), daemon=True).start()
@@ -308,7 +308,7 @@ def _initialize_worker(tokenizer: str | None, json_key: str, read_bytes: Any) ->
 
 
 def _tokenize_in_worker(part: _Part) -> None:
-    _tokenize_part(part, *_worker)
+    run_limited(_worker[0], partial(_tokenize_part, part, *_worker))
 
 
 def _tokenize_part(part: _Part, tokenizer: Tokenizer, json_key: str, on_read: Callable[[int], None]) -> None:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,6 +17,7 @@ from holmes_hpc.errors import DataError
 from holmes_hpc.records.untrusted import read_file
 
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[SEP]")
+_LIMIT_S, _CHARACTERS_PER_S = 10, 100_000  # limits of tokenizing; a core does some million characters a second
 
 
 class ByteTokenizer:
@@ -52,6 +59,8 @@ class FileTokenizer:
             raise DataError(
                 f"not a tokenizer.json of Hugging Face: {e}", where=path, hint="give a tokenizer.json"
             ) from e
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are parallel instead
+        self._path, self._text, self._start = path, "", 0.0
         self.id = "tokenizers " + hashlib.sha256(raw).hexdigest()[:16]
         self.vocab: int = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod: int = next((i for i in map(self._inner.token_to_id, _END_NAMES) if i is not None), -1)
@@ -59,7 +68,27 @@ class FileTokenizer:
             raise DataError("no end-of-document token", where=path, hint=f"add one of {', '.join(_END_NAMES)}")
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        self._text, self._start = text, time.monotonic()
+        try:
+            (encoding,) = self._inner.encode_batch([text], add_special_tokens=False)  # unlike encode, releases the GIL
+        except BaseException as e:  # a panic of the library is no Exception
+            raise self._error(text, " ".join(str(e).split())[:200] or type(e).__name__) from e
+        finally:
+            self._text = ""
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def check_time(self) -> None:
+        """Raise DataError if another thread has been encoding a text for too long."""
+        text, limit_s = self._text, _LIMIT_S + len(self._text) / _CHARACTERS_PER_S
+        if text and time.monotonic() - self._start > limit_s:
+            raise self._error(text, f"it takes longer than {limit_s:.0f} s")
+
+    def _error(self, text: str, problem: str) -> DataError:
+        return DataError(
+            f"cannot tokenize the text of {len(text):,} characters that starts with {text[:40]!a}: {problem}",
+            where=self._path,
+            hint="simplify the regular expression of its pre_tokenizer, or omit that text",
+        )
 
     def decode(self, ids: np.ndarray) -> str:
         return str(self._inner.decode([int(i) for i in np.asarray(ids) if i != self.eod], skip_special_tokens=False))
@@ -71,3 +100,27 @@ Tokenizer = ByteTokenizer | FileTokenizer
 def load_tokenizer(path: str | None) -> Tokenizer:
     """Return the tokenizer in the file `path`; the byte tokenizer if None."""
     return FileTokenizer(path) if path else ByteTokenizer()
+
+
+def run_limited(tokenizer: Tokenizer, task: Callable[[], None]) -> None:
+    """Run `task`, which encodes texts. DataError if one takes too long: a regular expression in a tokenizer.json may
+    need exponential time."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return task()
+    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            task()
+        except BaseException as e:
+            ends.put(e)
+        else:
+            ends.put(None)
+
+    threading.Thread(target=run, name="tokenizer", daemon=True).start()
+    while True:
+        with suppress(queue.Empty):
+            if (error := ends.get(timeout=1)) is not None:
+                raise error
+            return None
+        tokenizer.check_time()

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holmes_hpc.errors import NetworkError
+from holmes_hpc.records.untrusted import from_json
 from holmes_hpc.training.network.link_diagnosis import Endpoint
 
 MAX_CONNECTIONS = 256  # at a time, each in a thread; the usual limit of open files is 1,024
@@ -81,7 +82,7 @@ class LinkServer(contextlib.ExitStack):
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, ValueError):
             connection.settimeout(MAX_SAMPLE_S)
-            request = json.loads(_read_line(connection))
+            request = from_json(_read_line(connection))
             if not isinstance(request, dict) or request.get("token") != self._token:
                 return
             connection.sendall(_json_line({"node": self._node, "clock": time.time()}))
@@ -162,7 +163,7 @@ def _reach_target(source: tuple[str, str], node: str, target: Endpoint, token: s
 
 def _parse_reply(node: str, text: bytes, sent_at: float) -> Reply:
     try:
-        answer = json.loads(text)
+        answer = from_json(text)
         name, clock = str(answer["node"]), float(answer["clock"])
     except (ValueError, KeyError, TypeError):
         return Reply(failure="another program answers there")

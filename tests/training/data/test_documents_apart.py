@@ -11,7 +11,7 @@ import spawn
 
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.errors import ConfigError, DataError
-from holmes_hpc.training.data.prefix import document_end
+from holmes_hpc.training.data.prefix import check_data, document_end
 from holmes_hpc.training.data.prepare import prepare
 
 
@@ -53,7 +53,7 @@ def test_separate_documents_need_one_end_of_document_token(prefix: str, tmp_path
     with pytest.raises(DataError, match="different end-of-document tokens"):
         document_end(replace(config, prefix=(prefix, str(tmp_path / "second"))))
     (tmp_path / "second.json").unlink()
-    with pytest.raises(DataError, match="end-of-document token unknown"):
-        document_end(replace(config, prefix=str(tmp_path / "second")))
+    with pytest.raises(DataError, match="end-of-document token unknown"):  # before the job is queued
+        check_data(replace(config, prefix=str(tmp_path / "second")), spawn.MODEL, spawn.BATCH, False)
     with pytest.raises(ConfigError, match="synthetic data have no documents"):
         DataConfig(documents="apart")

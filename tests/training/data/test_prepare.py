@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import ConfigError, DataError, HolmesError, RunFailed
-from holmes_hpc.training.data import prepare, text_files
+from holmes_hpc.training.data import prepare, text_files, tokenizer
 from holmes_hpc.training.data.tokenizer import ByteTokenizer, load_tokenizer
 
 EOD = ByteTokenizer.eod
@@ -377,3 +377,18 @@ def test_no_file_outside_a_folder_is_read(attack: str, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(DataError, match=r"b\.txt: it is a link to .*/secret|pipe\.txt: Not a file"):
         prepare.prepare([tmp_path / ("texts" if attack == "link" else "pipe.txt")], tmp_path / "out", workers=1)
+
+
+@pytest.mark.parametrize(("text", "problem"), [("a" * 21 + "!\n", "it takes longer than"), ("a" * 40 + "!", "limit")])
+def test_tokenizer_with_an_exponential_expression_ends_with_one_line(
+    text: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    slow = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "a": 1}, unk_token="a"))
+    slow.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    slow.save(str(tmp_path / "slow.json"))
+    (tmp_path / "a.txt").write_text(text * (60 if "\n" in text else 1))
+    monkeypatch.setattr(tokenizer, "_LIMIT_S", 0.3)
+    with pytest.raises(DataError, match=rf"slow\.json: cannot tokenize the text of .*{problem}") as e:
+        prepare.prepare([tmp_path / "a.txt"], tmp_path / "out", str(tmp_path / "slow.json"), workers=1)
+    assert "pre_tokenizer" in e.value.hint and "\n" not in str(e.value)

@@ -171,9 +171,17 @@ def test_reach_of_700_peers_stays_below_the_limit_of_open_files() -> None:
     assert len(replies) == 700 and all("node n answers there" in r.failure for r in replies.values())
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_link_server_does_not_answer_invalid_requests() -> None:
     with LinkServer("n", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
-        for request in (b"GET / HTTP/1.0\n", b"[1]\n", b"{}\n", b"x" * 5000, b'{"token": "t", "seconds": "x"}\n'):
+        for request in (
+            b"GET / HTTP/1.0\n",
+            b"[1]\n",
+            b"{}\n",
+            b"[" * 1023 + b"\n",
+            b"x" * 5000,
+            b'{"token": "t", "seconds": "x"}\n',
+        ):
             with link_sockets._bound_socket("lo", "127.0.1.2") as s:
                 s.settimeout(2)
                 s.connect(("127.0.1.1", server.ports["tcp"]))
