@@ -17,7 +17,7 @@ from holmes_hpc.records.ownership import careful_umask
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor.environment import LEADER
 from holmes_hpc.submission.lifecycle.requeue import watch_batch_script
-from holmes_hpc.submission.lifecycle.requirements import check_megatron_core
+from holmes_hpc.submission.lifecycle.requirements import allow_open_files, check_megatron_core
 from holmes_hpc.submission.local_ranks import preload_with
 from holmes_hpc.training.rank.log import one_line
 
@@ -35,6 +35,7 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     run = RunDirectory(config["run_dir"])
     with _record_failure(run):
         settings, unrecorded = recorded(config)
+        allow_open_files(rank_and_size()[1])
         check_megatron_core(settings.train.optimizer)
         if LEADER in os.environ and rank_and_size()[0] == 0:
             watch_batch_script(run)

@@ -28,6 +28,7 @@ from holmes_hpc.submission.lifecycle.create import (
     remove_unused_run,
     run_directory_path,
 )
+from holmes_hpc.submission.lifecycle.requirements import allow_open_files
 from holmes_hpc.submission.lifecycle.status import Job, job_of
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import submit_plan
@@ -69,6 +70,8 @@ def plan_run(
 def check_inputs(config: Configuration) -> None:
     """Raise HolmesError if local ranks lack packages, a file is missing, or weights or data do not fit the model.
     Called before planning, so that no job starts only to fail."""
+    if config.local:
+        allow_open_files(1)
     if config.local and (packages := missing_packages()):
         raise ConfigError(
             f"this Python has no {packages}",

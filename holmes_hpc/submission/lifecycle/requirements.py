@@ -1,7 +1,8 @@
-"""Check of the installed Megatron-Core: its version, and whether it has the requested optimizer."""
+"""Checks of what a rank needs: the version of Megatron-Core, the requested optimizer, and enough open files."""
 
 from __future__ import annotations
 
+import resource
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from holmes_hpc.errors import ConfigError
@@ -37,6 +38,20 @@ def check_megatron_core(optimizer: str = "adam") -> None:
                 where="train.optimizer",
                 hint=f"pip install '{package}{supported}', which needs Python 3.12, or use train.optimizer=adam",
             )
+
+
+def allow_open_files(ranks: int) -> None:
+    """Raise this process's limit of open files if `ranks` need more. ConfigError if the hard limit is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 64 + 4 * ranks  # at least; 8 ranks on one machine opened 101 files each
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise ConfigError(
+                f"a process may open {hard} files, a rank needs {needed} or more",
+                where="ulimit -n",
+                hint="set `ulimit -n 4096`, or ask for more in /etc/security/limits.conf; Slurm passes the limit on",
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def installed_version(package: str) -> str | None:

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import re
+import resource
 import sys
 import threading
 import time
@@ -168,6 +169,11 @@ class RankExit:
     def _root_cause(self, error: BaseException) -> BaseException:
         """Return the guard's cause for an error of torch, else `error`.
         A NIC that is down breaks connections before the guard polls it."""
+        if "Too many open files" in str(error):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return RunFailed(
+                f"more than {limit} open files", where=f"rank {self.rank} on {self.node}", hint="raise `ulimit -n`"
+            )
         if self._find_cause is not None and not isinstance(error, HolmesError):
             for pause_s in (0.0, 1.0):
                 time.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""Supported versions of Megatron-Core, and those that Muon needs."""
+"""Supported versions of Megatron-Core, those that Muon needs, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -58,3 +58,14 @@ def test_muon_is_refused_if_it_is_not_installed(
     with pytest.raises(ConfigError, match=message) as caught:
         requirements.check_megatron_core("muon")
     assert caught.value.where == "train.optimizer" and caught.value.exit_code == 2
+
+
+def test_limit_of_open_files_is_raised_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(32, 32)]
+    monkeypatch.setattr(requirements.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(requirements.resource, "setrlimit", lambda _, values: limits.append(values))
+    with pytest.raises(ConfigError, match=r"ulimit -n: a process may open 32 files, a rank needs 72 or more; set"):
+        requirements.allow_open_files(2)
+    limits.append((32, 4096))
+    requirements.allow_open_files(2)
+    assert limits[-1] == (4096, 4096)

@@ -6,6 +6,7 @@ import pytest
 from clock import Clock
 
 from holmes_hpc.training.rank import failure
+from holmes_hpc.training.rank.launch import Launch
 
 
 class FakeExit:
@@ -57,3 +58,10 @@ def test_a_slow_set_up_logs_its_phase_within_10_s_until_the_first_step(capsys: p
     watchdog.start_phase("step 2")
     assert logged_in(90) == []
     assert logged_in(20) == ["101 s: step 2"]
+
+
+def test_too_many_open_files_are_reported_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_exit = failure.RankExit(None, Launch(3, 4, 0, "srun", "roce2", "slurm-1-0-0", False))  # type: ignore[arg-type]
+    monkeypatch.setattr(failure.resource, "getrlimit", lambda _: (100, 100))
+    cause = rank_exit._root_cause(RuntimeError("epoll_create: Too many open files"))
+    assert str(cause) == "rank 3 on roce2: more than 100 open files; raise `ulimit -n`"
