@@ -1,11 +1,14 @@
-"""The arguments that start a module in a new Python, without code from the working directory.
+"""The start of Python: arguments that start a module without code from the working directory, which must exist.
 
 `python -m MODULE` searches the working directory first. In another user's folder, that user's `submitit.py` would run.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+
+from holmes_hpc.errors import ConfigError
 
 # The program for `python -c` that runs the module in its first argument. Pythons before 3.11 have no option -P.
 # With -c, the first entry of sys.path is empty: the working directory.
@@ -19,3 +22,12 @@ def module_arguments(module: str, *, any_version: bool = False) -> list[str]:
     """Return the arguments of `python` that run `module` as a program.
     `any_version`: the Python that runs it may have another version than this one."""
     return ["-c", START, module] if any_version or sys.version_info < (3, 11) else ["-P", "-m", module]
+
+
+def check_working_directory() -> None:
+    """Raise ConfigError if the working directory was removed, because most libraries cannot start there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        directory = os.environ.get("PWD", "working directory")
+        raise ConfigError("this working directory was removed", where=directory, hint="`cd` to another one") from None

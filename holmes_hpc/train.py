@@ -25,6 +25,7 @@ from holmes_hpc.config.composition import explained, for_hydra, resolve
 from holmes_hpc.config.configuration import Configuration, LauncherConfig
 from holmes_hpc.config.flags import quoted
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.interpreter import check_working_directory
 from holmes_hpc.planning.request import load_site, local_site, make_plan, node_settings
 from holmes_hpc.rank import rank_and_size, run_rank
 from holmes_hpc.records.ownership import careful_umask
@@ -99,6 +100,7 @@ def main() -> None:
         sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # main() prints the errors of this package as one line
     try:
+        check_working_directory()
         sys.argv[1:] = for_hydra(sys.argv[1:])
         hydra.main(config_path="pkg://holmes_hpc.conf", config_name="config", version_base="1.3")(app)()
     except HydraException as e:

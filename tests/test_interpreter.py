@@ -1,14 +1,32 @@
-"""A module is started without code from the working directory."""
+"""A module is started without code from the working directory, which must exist."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from holmes_hpc import cli, train
 from holmes_hpc.interpreter import module_arguments
+
+
+@pytest.mark.parametrize("program", [cli, train])
+def test_a_removed_working_directory_is_named(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    directory.rmdir()
+    monkeypatch.setenv("PWD", str(directory))
+    monkeypatch.setattr(sys, "argv", ["holmes", "models"])
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"holmes: {directory}: this working directory was removed; `cd` to another one\n"
 
 
 @pytest.mark.integration

@@ -16,6 +16,7 @@ from holmes_hpc.cli.app import app
 from holmes_hpc.commit import git_commit
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.extras import missing
+from holmes_hpc.interpreter import check_working_directory
 from holmes_hpc.records.ownership import careful_umask
 
 __all__ = ["load", "main"]
@@ -50,6 +51,7 @@ def main() -> None:
     careful_umask()
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")  # about optional packages
     try:
+        check_working_directory()
         code = load(sys.argv[1] if sys.argv[1:] else "")(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except SystemExit as e:
