@@ -191,6 +191,7 @@ def open_session(
     _check_memory(plan, launch, device, store)
     cpus = affinity.bind(torch.cuda.get_device_properties(device)) if on_gpu and bind_cpus else ""
     groups.start(dist.PrefixStore("world", store))
+    rank_exit.describe_links = partial(interfaces.links_of_rank, groups.records, nodes, launch.rank)
     groups.make_parallel_state()
     if launch.rank == 0:
         where = "one node" if nodes[0].one_host else f"{len({n.node for n in nodes})} nodes"

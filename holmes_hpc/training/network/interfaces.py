@@ -21,6 +21,7 @@ from holmes_hpc.fabric.nics import Nic, NodeNics, candidates, data_interface
 from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan.transport import Transport
+from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network import link_check
 from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpoint
 
@@ -290,6 +291,17 @@ def short_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text; of more than six only the first three and the last."""
     text = [str(r) for r in ranks]
     return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])
+
+
+def links_of_rank(groups: Sequence[Mapping[str, Any]], nodes: Sequence[NodeTransports], rank: int) -> str:
+    """Return the NICs over which the recorded `groups` of `rank` reach other nodes, with their transport, and those
+    nodes."""
+    own_node = nodes[rank]
+    peers: dict[str, list[str]] = {}
+    for group in groups:
+        if others := [nodes[peer].node for peer in group["ranks"] if nodes[peer].node != own_node.node]:
+            peers.setdefault(f"{own_node.nic(group['interface'])} ({group['transport']})", []).extend(others)
+    return " and ".join(f"{nic} to {compress(dict.fromkeys(names))}" for nic, names in peers.items())
 
 
 def as_network_error(

@@ -29,6 +29,7 @@ _FAILED = "holmes/failed"
 POLL_S = 1.0
 _ANSWER_S = 2.0  # wait for the store, which may be behind the network that failed
 _TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|application timeout", re.IGNORECASE)  # gloo's messages
+_NCCL_NETWORK = re.compile("ncclRemoteError|ncclSystemError|IBV_WC_")  # e.g. no answer to repeated RDMA packets
 SILENCE_S = 100.0  # so that the log grows at least every two minutes
 SET_UP_SILENCE_S = 8.0  # until the first step, so that a slow phase of set-up shows within 10 s
 LONG = 10.0  # times the limit of a step: set-up, and saving to a slow disk
@@ -67,6 +68,7 @@ class RankExit:
         self._stop = threading.Event()
         self._once = threading.Lock()
         self._find_cause: Callable[[], HolmesError | None] | None = None
+        self.describe_links: Callable[[], str] = str  # this rank's NICs and peers; none before the groups exist
 
     def watch(self, store: Any, every_s: float = POLL_S) -> None:
         """Start a thread that polls the store for failures of other ranks. `store`: a clone for this thread alone."""
@@ -181,6 +183,15 @@ class RankExit:
                     return cause
         return error
 
+    def hang_hint(self) -> str:
+        """Return what to do about a hang. A network may drop packets while its links are up."""
+        links = self.describe_links()
+        return "every rank's log holds its stacks: the rank that is not in a collective is the cause" + (
+            f"; if all are in one, a network drops packets: check {links} (ibstat, perfquery, ethtool -S)"
+            if links
+            else ""
+        )
+
     def record_end(self, state: str, **fields: Any) -> None:
         """Record a regular end: completed or preempted."""
         self._stop.set()
@@ -200,11 +211,16 @@ class RankExit:
             error = RunFailed(
                 f"another rank did not answer within train.net_timeout_s ({one_line(torch_error)[:200]})",
                 where=f"rank {self.rank} on {self.node}",
-                hint="every rank's log holds its stacks: the rank that is not in a collective is the cause; "
-                "if it was only slow, raise train.net_timeout_s",
+                hint=f"{self.hang_hint()}; if it was only slow, raise train.net_timeout_s",
             )
         elif torch_error is not None:
             failure = self._failure_of_another_rank(torch_error)
+            if failure is None and _NCCL_NETWORK.search(one_line(torch_error)):
+                error = RunFailed(
+                    f"NCCL lost its connection ({one_line(torch_error)[:200]})",
+                    where=f"rank {self.rank} on {self.node}",
+                    hint=f"check {self.describe_links() or 'the GPUs of this node'} for lost packets (perfquery)",
+                )
         if failure is not None and not failure.get("hung") and isinstance(error, HolmesError):
             failure = None  # this rank's own error is more precise
         if not self._once.acquire(blocking=False):
@@ -302,9 +318,7 @@ class Watchdog:
                 dump_stacks()
                 code = self._exit.record_failure(
                     RunFailed(
-                        message,
-                        where=f"rank {self._exit.rank} on {self._exit.node}",
-                        hint="every rank's log holds its stacks: the rank that is not in a collective is the cause",
+                        message, where=f"rank {self._exit.rank} on {self._exit.node}", hint=self._exit.hang_hint()
                     ),
                     hung=True,
                 )

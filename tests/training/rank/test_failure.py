@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.training.network.interfaces import NodeTransports, links_of_rank
 from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
 
@@ -47,6 +49,31 @@ def test_a_rank_that_joins_after_rank_0_has_failed_logs_one_line(
     assert run.read_exits()[0]["error"].startswith(line)
     output = "".join(capfd.readouterr())
     assert line in output and (output.count("\n") == 1) is isinstance(error, dist.DistError), output
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            RuntimeError("Timed out waiting 120000ms for recv operation to complete"),
+            "another rank did not answer within train.net_timeout_s .* a network drops packets: check",
+        ),
+        (dist.DistBackendError("NCCL error: ncclRemoteError"), "NCCL lost its connection .*ncclRemoteError.* check"),
+    ],
+)
+def test_a_silent_network_is_named_with_its_nics_and_nodes(error: RuntimeError, message: str, tmp_path: Path) -> None:
+    nodes = [NodeTransports(n, "ib-a", {}, {"NCCL_IB_HCA": "=mlx5_0:1"}, False) for n in ("ib1", "ib2", "ib3", "roce1")]
+    groups = [
+        {"ranks": [0, 1, 2, 3], "transport": "tcp over ethernet", "interface": "eth0"},
+        {"ranks": [0, 1, 2], "transport": "rdma over ib (ib-a)", "interface": "IB"},
+    ]
+    run = RunDirectory.create(tmp_path / "run")
+    rank_exit = RankExit(run, Launch(0, 4, 0, "srun", "ib1", "slurm-1-0-0", False))
+    rank_exit.attempt, rank_exit.describe_links = run.start_attempt(), partial(links_of_rank, groups, nodes, 0)
+    assert rank_exit.record_failure(error) == 1
+    links = r"eth0 \(tcp over ethernet\) to ib\[2-3\],roce1 and mlx5_0:1 \(rdma over ib \(ib-a\)\) to ib\[2-3\]"
+    assert re.search(f"rank 0 on ib1: {message} {links}", run.read_exits()[0]["error"]), run.read_exits()
+    assert links_of_rank(groups, nodes[:1] * 4, 0) == ""  # all on one node
 
 
 @pytest.mark.integration
