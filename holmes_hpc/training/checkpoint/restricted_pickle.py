@@ -178,11 +178,15 @@ def check_extra_states(states: Mapping[str, Any], where: str) -> None:
 
 
 def error_message(error: BaseException) -> str:
-    """Return an error as one line. Of torch's long text about weights_only, keep the forbidden global."""
+    """Return an error as one line. Of torch's long text, which advises to load without weights_only, keep the cause:
+    the forbidden global, or what else is not plain data."""
     text = str(error)
     for prefix in ("nsupported global: GLOBAL ", "nsupported GLOBAL ", "nsupported class "):
         if prefix in text:
             return f"it refers to {text.partition(prefix)[2].split()[0]}, which is not allowed"
+    if "weights_only" in text:
+        cause = text.partition("WeightsUnpickler error: ")[2].partition("\n")[0][:100]
+        return "it is not plain data" + (f" ({cause})" if cause else "")
     return " ".join(text.split())[:200] or type(error).__name__
 
 

@@ -78,6 +78,15 @@ def test_code_in_an_object_is_not_executed(name: str, tmp_path: Path, marker: Pa
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("content", [b"garbage", pickle.dumps(print, 4), pickle.dumps({"a": 1}, 5)])
+def test_message_does_not_repeat_torchs_advice_to_load_code(content: bytes, tmp_path: Path) -> None:
+    path = save(tmp_path / "saved")
+    (path / "common.pt").write_bytes(content)
+    problem = restricted_pickle.find_problem(path)
+    assert problem is not None and problem.startswith("common.pt: it ")
+    assert "weights_only" not in problem and "Re-running" not in problem
+
+
 @pytest.mark.parametrize("file", ["../other", "/etc/passwd", "..", ""])
 def test_metadata_that_refers_to_files_outside_the_checkpoint_is_refused(file: str, tmp_path: Path) -> None:
     def move(metadata: Any) -> None:
