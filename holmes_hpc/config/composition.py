@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -29,6 +30,7 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES
 from holmes_hpc.config.options import DEFAULTS, option, suggested_override, unknown_key
 from holmes_hpc.errors import ConfigError, nearest
+from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import keys
 
 QUOTABLE = {"{": "{a: 1, b: 2}", "[": "[1, 2]"}  # a shell splits such values unless they are quoted
@@ -136,6 +138,9 @@ def explained(error: Exception) -> ConfigError:
         available = filter(None, map(str.strip, listing))
         return ConfigError(f"no {missing[1]} {missing[2]!r}", where=where, hint=nearest(missing[2], available))
     bare = re.match(r"Error parsing override '([^'=]+)'", first)
+    if bare and Path(bare[1]).is_file():
+        kind, option = _kind_of_file(bare[1])
+        return ConfigError(f"{kind}, not KEY=VALUE", where=bare[1], hint=f"write {option}={bare[1]}")
     if bare and (suggestion := suggested_override(bare[1])):
         return ConfigError(f"{bare[1]!r} names no key", where=where, hint=f"did you mean {suggestion!r}?")
     hint = "write KEY=VALUE; quote a value with special characters: \"KEY='VALUE'\""
@@ -144,6 +149,16 @@ def explained(error: Exception) -> ConfigError:
     elif not ("grammar" in str(error) or "Lexer" in str(error) or "override" in type(error).__name__.lower()):
         return ConfigError(" ".join(lines[:12]) or type(error).__name__, where=where, hint="write KEY=VALUE")
     return ConfigError(f"cannot be read: {first}", where=where, hint=hint)
+
+
+def _kind_of_file(path: str) -> tuple[str, str]:
+    """Return what the file is, and the key that takes it."""
+    content: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError):
+        content = read_yaml(path)
+    if "stages" in content:
+        return "a plan", "plan_file"
+    return ("a site file", "site_file") if "fabrics" in content else ("a file", "KEY")
 
 
 @contextlib.contextmanager

@@ -53,6 +53,10 @@ class SiteFile:
 def read_site_file(path: str | os.PathLike[str]) -> Site:
     """Return the Site that a YAML file describes. SiteError names the file and the place in it."""
     data = read_yaml(path, SiteError, _HINT)
+    if "stages" in data and "fabrics" not in data:
+        raise SiteError(
+            "a plan, not a site file", where=str(path), hint=f"a plan contains its site: give plan_file={path}"
+        )
     try:
         return parse_site(data)
     except SiteError as e:

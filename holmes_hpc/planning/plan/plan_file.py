@@ -147,6 +147,10 @@ def from_dict(cls: type[P], data: Any, where: str) -> P:
     Derived keys must equal their computed values. Keys that an older version lacks get their defaults."""
     if not isinstance(data, Mapping):
         raise PlanError("not a plan", where=where, hint="make it with `holmes plan -o plan.yaml`")
+    if "fabrics" in data and "stages" not in data:
+        raise PlanError(
+            "a site file, not a plan", where=where, hint=f"plan with it first: `holmes plan --site {where}`"
+        )
     try:
         version = data.get("version", UNIFORM)
         if version not in (UNIFORM, PER_STAGE, VERSION):

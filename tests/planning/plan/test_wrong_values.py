@@ -16,6 +16,7 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.fabric.site_file import read_site_file
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.costs import Costs
@@ -238,3 +239,18 @@ def test_any_wrong_value_of_a_calibration_gives_one_line() -> None:
                 Calibration.from_dict(changed(data, at, value))
             except HolmesError as e:
                 assert "\n" not in str(e) and e.hint and len(str(e)) < 400, (at, value)
+
+
+def test_a_plan_and_a_site_file_in_each_others_place_are_named(tmp_path: Path) -> None:
+    plan_file, site_file = tmp_path / "plan.yaml", tmp_path / "site.yaml"
+    plan_file.write_text("stages: []\n")
+    site_file.write_text("fabrics: []\n")
+    for read, path, message in (
+        (Plan.read, site_file, f"a site file, not a plan; plan with it first: `holmes plan --site {site_file}`"),
+        (read_site_file, plan_file, f"a plan, not a site file; a plan contains its site: give plan_file={plan_file}"),
+        (lambda path: load([str(path)]), site_file, f"a site file, not KEY=VALUE; write site_file={site_file}"),
+        (lambda path: load([str(path)]), plan_file, f"a plan, not KEY=VALUE; write plan_file={plan_file}"),
+    ):
+        with pytest.raises(HolmesError) as caught:
+            read(path)
+        assert str(caught.value) == f"{path}: {message}"
