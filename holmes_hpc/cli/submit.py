@@ -25,6 +25,7 @@ from holmes_hpc.submission.executor.submit import SubmissionUnknown
 from holmes_hpc.submission.lifecycle.create import (
     create_run,
     hold_submission_lock,
+    refuse_taken_name,
     remove_unused_run,
     run_directory_path,
 )
@@ -48,6 +49,8 @@ def plan_run(
     """Return the plan and the configuration of a run, checked against its site and data. `plan_file`: of PLAN.
     `earliest`: choose the plan that ends first, with the time limit for which Slurm estimated its start."""
     config = load(overrides)
+    if plan_file is None:
+        refuse_taken_name(config)
     config = replace(config, plan_file=plan_file or config.plan_file)
     if earliest:
         check_earliest(config)

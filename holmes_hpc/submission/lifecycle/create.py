@@ -105,9 +105,7 @@ def create_run(
     if needs_empty_directory and not RunDirectory(path).exists() and files_without_lock(path):
         raise ConfigError("the directory is not empty", where=str(path), hint="give the run a new or empty directory")
     if RunDirectory(path).exists() and config.name is not None and path == (runs_root() / str(config.name)).absolute():
-        raise RecordError(
-            "it already holds a run", where=str(path), hint="continue it with `holmes resume`, or give another name"
-        )
+        raise _name_taken(path)
     return RunDirectory.create(
         path,
         plan_text=plan.to_yaml(),
@@ -116,6 +114,18 @@ def create_run(
         plan_id=plan.id,
         **record_fields(config, plan),
     )
+
+
+def refuse_taken_name(config: Configuration) -> None:
+    """Raise RecordError if a run of this name has made a step, before planning. Other runs may be replaced."""
+    path = (runs_root() / str(config.name)).absolute()
+    if config.name is not None and not config.run_dir and RunDirectory(path).metrics_bytes():
+        raise _name_taken(path)
+
+
+def _name_taken(path: Path) -> RecordError:
+    hint = "continue it with `holmes resume`, or give another name"
+    return RecordError("it already holds a run", where=str(path), hint=hint)
 
 
 def record_fields(config: Configuration, plan: Plan) -> dict[str, Any]:

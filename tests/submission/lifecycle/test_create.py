@@ -245,3 +245,15 @@ def test_batch_scripts_may_call_the_earlier_module_names(tmp_path: Path) -> None
         command = [sys.executable, "-m", f"holmes_hpc.submission.lifecycle.{module}", *map(str, arguments)]
         subprocess.run(command, env=environment, check=True)
     assert (run.read_result() or {})["state"] == "completed"
+
+
+def test_a_taken_name_is_found_before_planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLMES_RUNS", str(tmp_path))
+    monkeypatch.setattr(submit, "make_plan", lambda *_: pytest.fail("it plans first"))
+    monkeypatch.setattr(submit, "check_inputs", lambda _: None)
+    run = RunDirectory.create(tmp_path / "a")
+    with pytest.raises(pytest.fail.Exception):  # a run without a step is replaced
+        submit.plan_run(["launcher=local", "name=a"])
+    run.append_metrics({"step": 1})
+    with pytest.raises(RecordError, match=r"it already holds a run; .* or give another name"):
+        submit.plan_run(["launcher=local", "name=a"])
