@@ -59,7 +59,9 @@ class Stage:
         object.__setattr__(self, "layers", self.layers or sum(self.chunks))
         if sum(self.chunks) != self.layers:
             raise PlanError(
-                f"chunks {self.chunks} do not add up to {self.layers} layers", where="stages", hint="correct them"
+                f"virtual stages of {self.chunks} do not add up to {self.layers} layers",
+                where="stages",
+                hint="correct them",
             )
 
 

@@ -125,7 +125,7 @@ class Plan:
             ),
             (layers != m.layers, f"stages hold {layers} layers, the model has {m.layers}", "stages", "make both equal"),
             *(
-                (min(stage.chunks) < 1, f"stage {i} has a chunk without a layer", "stages", "use fewer stages")
+                (min(stage.chunks) < 1, f"stage {i} has a virtual stage without a layer", "stages", "use fewer stages")
                 for i, stage in enumerate(self.stages)
             ),
             (
