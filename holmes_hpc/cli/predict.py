@@ -35,7 +35,7 @@ from holmes_hpc.planning.cost import predict as simulation
 from holmes_hpc.planning.cost.costs import BYTES, Costs
 from holmes_hpc.planning.plan.parts import Predicted
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.plan_text import duration, placement_text, reduced_rates, throughput
+from holmes_hpc.planning.plan_text import all_assumptions, duration, placement_text, throughput
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.records.metrics import PART_NAMES
 
@@ -301,5 +301,5 @@ def _show(plan: Plan, predicted: Predicted, costs: Costs, rates: Mapping[str, An
             *((PART_NAMES[part], console.seconds(s)) for part, s in predicted.breakdown.items()),
             *((f"bytes per step over {nic}", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items()),
         ],
-        caption="; ".join((*plan.assumptions, *reduced_rates(plan, costs))),
+        caption="; ".join(all_assumptions(plan, costs)),
     )

@@ -40,7 +40,7 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
     `steps`: also say how long so many steps take.
     """
     predicted, unused = plan.predicted, ", ".join(f"{_nodes(n)} of {f}" for f, n in plan.unused.items())
-    assumptions = [f"- {a}" for a in (*plan.assumptions, *reduced_rates(plan, costs))]
+    assumptions = [f"- {a}" for a in all_assumptions(plan, costs)]
     lines = [_headline(plan), "", *_drawing(plan)]
     if predicted is not None:
         lines += ["", *_step(plan, predicted), *_per_stage_gain(plan, predicted), _budget(plan, steps)]
@@ -305,7 +305,12 @@ def _nodes(number: int) -> str:
     return f"{number} node{'s' * (number != 1)}"
 
 
-def reduced_rates(plan: Plan, costs: Costs) -> Iterable[str]:
+def all_assumptions(plan: Plan, costs: Costs) -> tuple[str, ...]:
+    """Return the assumptions that the plan has stored, and those about the rates of its networks."""
+    return tuple(dict.fromkeys((*plan.assumptions, *_reduced_rates(plan, costs))))
+
+
+def _reduced_rates(plan: Plan, costs: Costs) -> Iterable[str]:
     """Yield a line for each fabric in use whose RDMA, unmeasured, is assumed slower than REDUCED_RATE of its rate."""
     used = {g.transport for g in plan.transports() if g.transport.kind == "rdma"}
     for transport in sorted(used, key=lambda t: [c.fabric for c in plan.components].index(str(t.fabric))):

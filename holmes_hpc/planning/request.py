@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
@@ -20,6 +21,7 @@ from holmes_hpc.planning.cost.corrections import CorrectionFit, ObservedRun, fit
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.profile import from_csv, from_sailor, is_sailor_profile
 from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan_text import all_assumptions
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.records.files import read_text, read_yaml
@@ -165,9 +167,18 @@ def make_plan(
     Site and cost model default to those of `config`; `clock` as in :func:`best_plan`."""
     if config.plan_file:
         return Plan.read(config.plan_file)
-    return best_plan(
-        config.model, config.batch, target_site or site(config), config.plan, cost_model or costs(config), clock
-    )
+    cost_model = cost_model or costs(config)
+    plan = best_plan(config.model, config.batch, target_site or site(config), config.plan, cost_model, clock)
+    return replace(plan, assumptions=(*all_assumptions(plan, cost_model), *_shared_cores(config, plan)))
+
+
+def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
+    """Return the assumption about ranks that compute on fewer cores of this machine."""
+    cores = len(os.sched_getaffinity(0))
+    is_here = config.local and config.site_file is None and plan.site.fabrics[0].gpu.is_cpu
+    if not is_here or plan.pace_layer_ms or plan.world_size <= cores:
+        return []
+    return [f"{plan.world_size} ranks share {cores} cores of this machine: steps take longer than predicted"]
 
 
 def fixed_layout(config: Configuration, target_site: Site | None = None, cost_model: Costs | None = None) -> Plan:

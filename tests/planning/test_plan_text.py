@@ -9,10 +9,12 @@ import pytest
 import yaml
 from sites import A100
 
+from holmes_hpc.config.composition import load
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Fabric, NicType, Site
+from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.hardware import Link
@@ -125,3 +127,19 @@ def test_a_part_under_half_a_percent_is_shown_as_below_one_percent() -> None:
 )
 def test_a_runner_up_names_the_one_or_two_parts_that_grow_most(more: dict[str, float], words: str) -> None:
     assert slowest_parts(more) == words
+
+
+def test_a_saved_plan_has_the_printed_assumptions() -> None:
+    fabrics = (SITE.fabrics[0], replace(SITE.fabrics[1], name="roce-b", nic=NicType.ROCE, rdma_gbps=200.0))
+    config = load(["model=gpt_3_6b", "batch=paper_3_6b", "plan.tp=1", "plan.pp=2", "plan.dp=16"])
+    plan = request.make_plan(config, replace(SITE, fabrics=fabrics))
+    printed = [line for line in explain(plan, Costs(), width=10_000) if "assumed usable" in line]
+    assert printed == [f"- {a}" for a in plan.assumptions if a.startswith("roce-b: 63.8 of its 200 Gb/s")] != []
+
+
+def test_local_ranks_that_share_cores_are_an_assumption(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(["launcher=local", "plan.pp=2", "plan.dp=2", "train.device=cpu"])
+    line = "4 ranks share 2 cores of this machine: steps take longer than predicted"
+    for cores, is_noted in ((2, True), (4, False)):
+        monkeypatch.setattr(request.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert (line in request.make_plan(config).assumptions) is is_noted
