@@ -30,11 +30,11 @@ def ranking(comparison: Comparison) -> list[str]:
 
 
 def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-    """Return (fastest cell, cell that it is compared with) among cells that did the same work, as mappings of columns.
+    """Return (fastest cell, cell that it is compared with) among cells that did the same work, as {column: value}.
 
-    Of several groups of cells with the same work, the largest one counts. The fastest cell gets a key `ratio`, its
-    speed-up over the other one, which is None if the group has no other cell. Cells without a completed run count only
-    if there are no others. Return None without any cells."""
+    Of several groups of cells with the same work, the largest one counts. If it has only one cell, the second is None;
+    else the fastest cell gets a key `ratio`, its speed-up over the second. Cells without a completed run count only if
+    no cell has one. Return None without any cells."""
     cells = comparison.cells
     if cells.empty:
         return None

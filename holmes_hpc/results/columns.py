@@ -195,7 +195,7 @@ def family_values(row: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def stage_breakdown(row: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return {part of a step: median seconds} of each pipeline stage, from a row of the table of runs."""
+    """Return a list with {part of a step: median seconds} of each pipeline stage, from a row of the table of runs."""
     parts = family_values(row, "stage_breakdown")
     stages = 1 + max((int(key.partition(".")[0]) for key in parts), default=-1)
     return [{part: parts.get(f"{stage}.{part}", math.nan) for part in PARTS} for stage in range(stages)]

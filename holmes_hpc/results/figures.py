@@ -339,7 +339,7 @@ def step_times(steps: pd.DataFrame) -> Figure:
 def timeline(measured: pd.DataFrame, simulated: pd.DataFrame | None = None) -> Figure:
     """Draw one step of the pipeline, a row per stage: measured above, simulated below, on the same time axis.
 
-    Forward passes are light, backward passes dark and hatched. In the gaps a stage waits. `measured`: of
+    Forward passes are light, backward passes dark and hatched; in the gaps, a stage waits. `measured`: of
     :func:`holmes_hpc.results.timeline.typical_step`; `simulated`: with the same columns."""
     panels = [("measured", measured)] + ([("simulated", simulated)] if simulated is not None and len(simulated) else [])
     stages = int(max((frame["stage"].max() for _, frame in panels if len(frame)), default=0)) + 1
