@@ -316,7 +316,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def incomplete_table(run: Mapping[str, Any]) -> Table | None:
-    """Return the table of a run that did not complete: state, error, failed rank, attempts and steps; None if it did."""
+    """Return the table of how an incomplete run ended: state, error, failed rank, steps; None for a completed run."""
     if run["state"] == "completed":
         return None
     rows = [
