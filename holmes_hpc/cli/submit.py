@@ -46,7 +46,7 @@ from holmes_hpc.submission.queue_estimate import (
 def plan_run(
     overrides: Sequence[str], *, earliest: bool = False, plan_file: str | None = None
 ) -> tuple[Plan, Configuration]:
-    """Return the plan and the configuration of a run, checked against its site and data. `plan_file`: of PLAN.
+    """Return the plan and the configuration of a run, checked against its site and data. `plan_file`: path of PLAN.
     `earliest`: choose the plan that ends first, with the time limit for which Slurm estimated its start."""
     config = load(overrides)
     if plan_file is None:
