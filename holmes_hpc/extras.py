@@ -18,9 +18,9 @@ def need(module: str) -> None:
 
 
 def missing(error: ModuleNotFoundError) -> ConfigError:
-    """Return the error for a command whose extra is not installed.
+    """Return an error with the pip command that installs the missing package.
 
-    A missing module of this package is raised again."""
+    If the missing module is part of holmes_hpc, raise `error` instead, which is then a bug."""
     module = (error.name or "").partition(".")[0]
     if not module or module == "holmes_hpc":
         raise error
@@ -33,7 +33,9 @@ def missing(error: ModuleNotFoundError) -> ConfigError:
 
 
 def _extra(module: str) -> str | None:
-    """Return the smallest extra with a package whose name is `module` or starts with it (megatron-core)."""
+    """Return the extra with the fewest packages that installs `module`; None if no extra does.
+
+    The package has the module's name, or a longer one (`megatron-core` for `megatron`)."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:

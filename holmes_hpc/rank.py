@@ -23,14 +23,15 @@ from holmes_hpc.training.rank.log import one_line
 
 
 def _preload(config: dict[str, Any]) -> None:
-    _task(recorded(config)[0])
+    _load_task(recorded(config)[0])
 
 
 @preload_with(_preload)
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
-    """Train, or measure with `train.measure`, as one rank of `config["plan_file"]`; return the final metrics.
+    """Train, or calibrate with `train.measure`, as one rank of `config["plan_file"]`.
 
-    The rank records into `config["run_dir"]`. `config` is plain data, because other versions may read its pickle."""
+    Return the last step's metrics, or the calibration, on rank 0. The rank records into `config["run_dir"]`. `config`
+    is plain data, because other versions may read its pickle."""
     careful_umask()
     run = RunDirectory(config["run_dir"])
     with _record_failure(run):
@@ -39,19 +40,20 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
         check_megatron_core(settings.train.optimizer)
         if LEADER in os.environ and rank_and_size()[0] == 0:
             watch_batch_script(run)
-        return _task(settings)(settings, unrecorded)
+        return _load_task(settings)(settings, unrecorded)
 
 
-def _task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], dict[str, Any]]:
-    """Load torch and Megatron-Core, and return the function that this rank runs."""
+def _load_task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], dict[str, Any]]:
+    """Import torch and Megatron-Core, and return the function that this rank runs."""
     # Users cannot act on warnings about optional packages of Megatron-Core and future names in torch.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.|holmes_hpc\.training\.rank\.cpu")
-    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_cuda_warning)
+    # Torch warns on a node that has CUDA's compiler but no GPU.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda r: "No CUDA runtime" not in r.getMessage())
     megatron = logging.getLogger("megatron")
-    if megatron.level == logging.NOTSET:  # Hydra enables all loggers; this one logs each parameter
+    if megatron.level == logging.NOTSET:  # Hydra enables all loggers; Megatron's logs each parameter
         megatron.setLevel(logging.WARNING)
-    # Megatron-Core looks for a GPU when imported. NVML does so without starting CUDA's driver, which must start after
-    # training/rank/cuda_check.py has set the number of queues per GPU.
+    # Megatron-Core looks for a GPU when it is imported. With NVML this does not start CUDA's driver, which must not
+    # start before training/rank/cuda_check.py has set the number of queues per GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         from holmes_hpc.training.rank import cpu  # only ranks load torch, which is slow to import
@@ -66,16 +68,11 @@ def _task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], d
     return task
 
 
-def _is_not_cuda_warning(record: logging.LogRecord) -> bool:
-    """Return False for torch's warning on nodes with CUDA's compiler and no GPU."""
-    return "No CUDA runtime" not in record.getMessage()
-
-
 @contextlib.contextmanager
 def _record_failure(run: RunDirectory) -> Iterator[None]:
-    """Record the failure of a rank outside its own guard (training/rank/failure.py).
+    """Write an exit record if the block fails without one.
 
-    An example is a package that is missing on this node."""
+    An example is a missing package, which fails before the rank can record it (training/rank/failure.py)."""
     started = time.time()
     try:
         yield
@@ -90,7 +87,7 @@ def _record_failure(run: RunDirectory) -> Iterator[None]:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return (rank, world size) of this process from torchrun's or Slurm's environment; (0, 1) alone."""
+    """Return (rank, world size) from torchrun's or Slurm's environment; (0, 1) for a single process."""
     for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if rank in os.environ and size in os.environ:
             return int(os.environ[rank]), int(os.environ[size])

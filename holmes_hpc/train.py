@@ -35,11 +35,11 @@ from holmes_hpc.submission.lifecycle.outcome import build_result
 from holmes_hpc.submission.plan_job import PlannedJob
 
 
-def _local_plan(config: Configuration) -> Configuration:
-    """Plan for the processes of this machine if there is no plan; rank 0 creates the run directory."""
+def _with_local_plan(config: Configuration) -> Configuration:
+    """Plan for the ranks of this machine, and return `config` with the plan's path. Rank 0 creates the run."""
     rank, size = rank_and_size()
     if not config.run_dir:
-        raise HolmesError("several processes need one run_dir", where="train", hint="add run_dir=DIR")
+        raise HolmesError("no run_dir, which several ranks must share", where="train", hint="add run_dir=DIR")
     plan = make_plan(config, local_site(size, config.train.device))
     config = replace(config, plan_file=str(Path(config.run_dir) / "plan.yaml"))
     if rank == 0:
@@ -48,7 +48,7 @@ def _local_plan(config: Configuration) -> Configuration:
 
 
 def _run_and_record(config: Configuration) -> float | None:
-    """Train, and let rank 0 record the result, because there is no batch script or follower."""
+    """Run this rank and return the final loss. Rank 0 writes result.json, because no batch script does."""
     assert config.run_dir is not None
     run, code = RunDirectory(config.run_dir), 1
     try:
@@ -61,21 +61,23 @@ def _run_and_record(config: Configuration) -> float | None:
 
 
 def app(cfg: DictConfig) -> float | None:
-    """Run Hydra's task and return the final loss, for sweepers that optimise it."""
+    """Run this process as one rank, and return the final loss for sweepers that optimise it."""
     try:
         config = resolve(cfg, HydraConfig.get().overrides.task)
         if not config.plan_file:
             config = config.with_data()
             if not config.run_dir and rank_and_size()[1] == 1:
                 config = replace(config, run_dir=HydraConfig.get().runtime.output_dir)
-            return _run_and_record(_local_plan(config))
+            return _run_and_record(_with_local_plan(config))
         return run_rank(config.to_dict()).get("loss")
     except HolmesError as e:
-        _end(e)
+        _exit_with(e)
 
 
 def plan_job(cfg: DictConfig, where: str) -> PlannedJob:
-    """Return one planned job of a sweep for the launchers holmes_slurm and holmes_local; every rank runs it."""
+    """Return one planned job of a sweep. The launchers holmes_slurm and holmes_local call it.
+
+    `where`: "slurm" or "local", where the job runs."""
     config = replace(resolve(cfg), launcher=LauncherConfig(where))
     site = None if where == "local" or config.plan_file else _site(config.site_file, node_settings(config))
     plan = make_plan(config, site)
@@ -104,14 +106,14 @@ def main() -> None:
         sys.argv[1:] = for_hydra(sys.argv[1:])
         hydra.main(config_path="pkg://holmes_hpc.conf", config_name="config", version_base="1.3")(app)()
     except HydraException as e:
-        _end(explained(e))
+        _exit_with(explained(e))
     except HolmesError as e:
-        _end(e)
-    except KeyboardInterrupt:  # the launcher has reported what continues
+        _exit_with(e)
+    except KeyboardInterrupt:  # the launcher has already reported which jobs continue
         sys.exit(130)
 
 
-def _end(error: HolmesError) -> NoReturn:
+def _exit_with(error: HolmesError) -> NoReturn:
     console.problem(error)
     sys.exit(error.exit_code)
 

@@ -31,13 +31,13 @@ from holmes_hpc.training.model import attention, emulated_layers, gpt, optimizer
 from holmes_hpc.training.network import audit, nic_bytes, slow_links
 from holmes_hpc.training.pipeline import eager_1f1b
 from holmes_hpc.training.pipeline.point_to_point import Edges
-from holmes_hpc.training.rank.failure import LONG, Watchdog
+from holmes_hpc.training.rank.failure import LONG_PHASE, Watchdog
 from holmes_hpc.training.rank.log import log_line
 from holmes_hpc.training.rank.signals import AnyRank, ControlAllReduce, Signals
 from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
 from holmes_hpc.training.session import Session, describe, publish_groups, run_in_session
 
-GATHER_WAIT_S, GATHER_WAIT = 0.02, 0.002  # wait for the metrics gather at most 20 ms and 0.2% of the step
+GATHER_WAIT_S, GATHER_WAIT_SHARE = 0.02, 0.002  # wait for the metrics gather at most 20 ms and 0.2% of the step
 
 
 def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
@@ -61,8 +61,7 @@ class Trainer:
     """The trainer of one rank: its model chunks, optimizer, data and schedule."""
 
     def __init__(self, config: Configuration, session: Session, watchdog: Watchdog) -> None:
-        self.watchdog = watchdog
-        self.session, self.plan = session, session.plan
+        self.watchdog, self.session, self.plan = watchdog, session, session.plan
         pace_layer_ms = config.train.pace_layer_ms or session.plan.pace_layer_ms
         factors = config.train.pace_factors or session.plan.pace_factors
         self.stragglers = Stragglers(
@@ -92,8 +91,8 @@ class Trainer:
         if self.trace is not None and not eager_1f1b.runs_in_background(plan):
             order = Order(megatron_kind(len(self.models)).name, plan.parallel.pp, plan.micro_batches, len(self.models))
             trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
-        control = session.groups.new(range(plan.world_size), "control", gloo=True) if session.cuda else None
-        self.control = control or torch.distributed.group.WORLD
+        world = torch.distributed.group.WORLD
+        self.control = session.groups.new(range(plan.world_size), "control", gloo=True) if session.cuda else world
         self.checkpoints = Checkpoints(
             session.run.checkpoints,
             plan,
@@ -109,9 +108,9 @@ class Trainer:
         self.step = self.checkpoints.load(checkpoint)
         if checkpoint and session.attempt == 1 and self.step >= train.steps:
             raise ConfigError(
-                f"it is at step {self.step}, and train.steps is {train.steps}",
+                f"saved after step {self.step}, but train.steps is {train.steps}",
                 where=f"checkpoint {checkpoint}",
-                hint="train.steps counts from step 0: raise it",
+                hint="raise train.steps, which counts the checkpoint's steps too",
             )
         if session.cuda:
             watchdog.start_set_up("warming up")
@@ -122,17 +121,17 @@ class Trainer:
         self.control_flags = ControlAllReduce(self.control)
         self.loggers = metrics_line.Loggers(train, session.run) if session.launch.rank == 0 else None
         self.nic_log = nic_bytes.NicLog(session.run.nics, session.launch.node, session.attempt)
-        self.final: dict[str, Any] = {}
+        self.last_metrics: dict[str, Any] = {}  # the latest metrics line, on rank 0
         self._gathering: metrics_line.Gathering | None = None
-        # these return warnings about slow NICs, links and nodes, given every rank's row of a step
+        # Given every rank's row of a step, each monitor returns warnings about slow NICs, links or nodes.
         self._monitors: list[Callable[[list[torch.Tensor]], Iterable[object]]] = []
-        self._is_quiet = False  # no connection set-up, validation or checkpoint since the previous step
+        self._is_step_only = False  # no connection set-up, validation or checkpoint since the previous step
         self._logged_at = 0.0
         self._saved_step = 0
-        self._pause_s = 0.0  # validation and checkpoint between the last two steps
+        self._pause_s = 0.0  # of validation and checkpoint between the last two steps
 
     def _build_model(self, pipeline_rank: int, seed: int | None) -> list[Any]:
-        """Build this rank's model chunks and optimizer. Return the unwrapped chunks. `seed`: None for saved weights."""
+        """Build the model chunks and the optimizer; return the unwrapped chunks. `seed`: None for saved weights."""
         session, plan, train = self.session, self.plan, self.settings
         self.watchdog.start_set_up("building the model")
         dtype = gpt.dtype_of(train.dtype, session.cuda)
@@ -170,8 +169,7 @@ class Trainer:
             self.watchdog.start_phase(f"step {self.step}")
             losses, fields = self._one_step(batches)
             parts = self.breakdown.take()
-            end = time.perf_counter()
-            step_time_s = end - start
+            step_time_s = (end := time.perf_counter()) - start
             self._record(losses, fields, step_time_s, parts)
             if self.trace is not None:
                 self.trace.write(self.step)
@@ -179,23 +177,25 @@ class Trainer:
             if any_rank.stop and self.step < self.settings.steps:
                 return self._stop_early()
             start = self._between_steps(any_rank, end)
-            if self._gathering is not None and self._gathering.ready(min(GATHER_WAIT_S, GATHER_WAIT * step_time_s)):
-                self._finish_record()  # otherwise after the next step, so that no stage waits for a slower one's row
+            if self._gathering is not None and self._gathering.ready(
+                min(GATHER_WAIT_S, GATHER_WAIT_SHARE * step_time_s)
+            ):
+                self._finish_record()  # otherwise after the next step: no stage waits for the row of a slower one
         self._finish_record()
         self.control_flags.finish()
-        self._settle()
-        return self.final
+        self._finish_checkpoint()
+        return self.last_metrics
 
     def _between_steps(self, any_rank: AnyRank, step_end: float) -> float:
-        """Run validation and checkpointing if due. Return the start time of the next step."""
+        """Run validation and checkpointing if due. Return the start of the next step, as ``time.perf_counter`` does."""
         start, interval = time.perf_counter(), self.settings.checkpoint_interval
         self.watchdog.start_phase(f"finishing step {self.step}")
         if self.settings.eval_interval and self.step % self.settings.eval_interval == 0:
             self._evaluate()
         if self.checkpoints.has_unfinished_save:
-            is_just_saved = self.step == self._saved_step + 1  # then the flags of `any_rank` are older than the save
+            is_just_saved = self.step == self._saved_step + 1  # then `any_rank` is older than the save
             if not (self.checkpoints.is_any_rank_writing() if is_just_saved else any_rank.writing):
-                self._settle()
+                self._finish_checkpoint()
         if interval and (self.step % interval == 0 or self.step == self.settings.steps):
             self._save()
         self._pause_s = time.perf_counter() - start
@@ -208,13 +208,13 @@ class Trainer:
     def _save(self, wait: bool = False) -> None:
         """Save the state after this step. First write the step's metrics, because a resumed run starts after it."""
         self._finish_record()
-        self.watchdog.start_phase(f"saving the state after step {self.step}", LONG)
+        self.watchdog.start_phase(f"saving the state after step {self.step}", LONG_PHASE)
         self._saved_step = self.step
-        self.checkpoints.save(self.step, {"loss": self.final.get("loss")}, wait)
+        self.checkpoints.save(self.step, {"loss": self.last_metrics.get("loss")}, wait)
         self.watchdog.start_phase(f"finishing step {self.step}")
 
-    def _settle(self) -> None:
-        self.watchdog.start_phase("finishing the checkpoint", LONG)
+    def _finish_checkpoint(self) -> None:
+        self.watchdog.start_phase("finishing the checkpoint", LONG_PHASE)
         self.checkpoints.finish_save()
         self.watchdog.start_phase(f"finishing step {self.step}")
 
@@ -224,10 +224,10 @@ class Trainer:
         if self.session.launch.rank == 0:
             log_line(f"stopping after step {self.step} because of a signal")
         self._save(wait=True)
-        return {**self.final, "preempted": True}
+        return {**self.last_metrics, "preempted": True}
 
     def _one_step(self, batches: list[Iterator[Any]]) -> tuple[list[float], dict[str, Any]]:
-        """Run forward and backward of all micro-batches, then the optimizer. Return losses and metrics."""
+        """Run forward, backward and the optimizer. Return the micro-batches' losses and more metrics."""
         rate = learning_rate(self.step, self.settings)
         for chunk in self.models:
             chunk.zero_grad_buffer()
@@ -244,7 +244,7 @@ class Trainer:
         return losses, {"grad_norm": norm, "learning_rate": rate, **{k: v for k, v in optional.items() if v}}
 
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
-        """Return the mean loss of each micro-batch, on the first TP rank of the last stage; on the device, unsynced."""
+        """Return the mean loss of each micro-batch, on the device; [] on ranks without the last stage's loss."""
         outputs = self.forward_backward(
             forward_step_func=partial(gpt.forward_step, masked=self.document_end is not None),
             data_iterator=batches if len(batches) > 1 else batches[0],
@@ -261,13 +261,13 @@ class Trainer:
         return [output["loss"] for output in outputs]
 
     def batches(self, dataset: Any, start_step: int) -> list[Iterator[Any]]:
-        """Return an iterator over the micro-batches from `start_step` on for each model chunk."""
+        """Return, for each model chunk, an iterator over this rank's micro-batches from `start_step` on."""
         rank, stage = parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
         device, end = self.session.device, self.document_end
         return [batches(dataset, self.plan, rank, start_step, device, end, stage) for _ in self.models]
 
     def _evaluate(self) -> None:
-        """Add the mean loss of `train.eval_steps` validation batches to the metrics line of the step before it."""
+        """Compute the mean loss of `train.eval_steps` validation batches, and add it to this step's metrics line."""
         if self.validation is None:
             return
         batches = self.batches(self.validation, 0)
@@ -296,19 +296,19 @@ class Trainer:
     # -- the record -------------------------------------------------------------------------------------------------
 
     def record_start(self) -> None:
-        """Write to run.yaml the hosts, NICs, versions, set-up traffic and header factors."""
+        """Write hosts, NICs, versions, set-up traffic and header factors to run.yaml. Start the monitors on rank 0."""
         session, plan, traffic = self.session, self.plan, self.session.traffic
         self.watchdog.start_set_up("measuring header factors of the networks")
         publish_groups(session)
-        setup = self._gather_all(traffic.take())
+        setup_rows = self._gather_all(traffic.take())
         factors = nic_bytes.header_factors(
             plan, session.launch.rank, traffic, partial(session.groups.new, gloo=True), self._gather_all, session.cuda
         )
-        calibration = self._gather_all(traffic.take())
+        factor_rows = self._gather_all(traffic.take())
         if session.launch.rank > 0:
             return
         setup_bytes = nic_bytes.sum_by_kind(
-            plan, [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(setup, calibration, strict=True)]
+            plan, [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(setup_rows, factor_rows, strict=True)]
         )
         session.run.update_run(
             **describe(session),
@@ -323,10 +323,10 @@ class Trainer:
             nics = audit.Audit(plan, session.nodes, factors, self.settings.dtype)
             links = slow_links.slow_link_detector(plan, session.nodes, factors, self.settings.dtype)
             self._monitors += [
-                lambda rows: nics.add(metrics_line.nic_rows(rows), self._is_quiet),
-                lambda rows: links.add(metrics_line.part_by_rank(rows, "grad_sync_s")) if self._is_quiet else (),
+                lambda rows: nics.add(metrics_line.nic_rows(rows), self._is_step_only),
+                lambda rows: links.add(metrics_line.part_by_rank(rows, "grad_sync_s")) if self._is_step_only else (),
             ]
-        self._monitors.append(lambda rows: self.stragglers.step(metrics_line.part_by_rank(rows, "compute_s")))
+        self._monitors.append(lambda rows: self.stragglers.add(metrics_line.part_by_rank(rows, "compute_s")))
         for kind, factor in factors.items():
             log_line(
                 f"{kind}: {factor:.3f} bytes on the wire per byte of payload"
@@ -356,8 +356,8 @@ class Trainer:
         self._gathering = metrics_line.Gathering(
             row, session.launch.rank, self.plan.world_size, self.control, self.step, fields
         )
-        self._is_quiet = (
-            bool(self.final) and "pause_before_s" not in fields and not self.checkpoints.has_unfinished_save
+        self._is_step_only = (
+            bool(self.last_metrics) and "pause_before_s" not in fields and not self.checkpoints.has_unfinished_save
         )
         is_due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._logged_at > SPARSE_S
         if session.launch.rank > 0 and is_due:
@@ -368,15 +368,15 @@ class Trainer:
             )
 
     def _finish_record(self) -> None:
+        """Finish the pending gather, if any. On rank 0, write the metrics line, and log warnings and the step."""
         gathering, self._gathering = self._gathering, None
         rows = gathering.finish() if gathering is not None else None
         if gathering is None or rows is None:
             return
         step, interval, last_step = gathering.step, self.settings.log_interval, self.settings.steps
-        entry = metrics_line.metrics_line(self.plan, rows, step, gathering.when, gathering.fields)
-        entry["attempt"] = self.session.attempt
+        entry = metrics_line.metrics_line(self.plan, rows, step, gathering.unix_time_s, gathering.fields)
+        self.last_metrics = entry = {**entry, "attempt": self.session.attempt}
         self.session.run.append_metrics(entry)
-        self.final = entry
         if self.loggers is not None:
             self.loggers.write(entry)
         for warning in (warning for monitor in self._monitors for warning in monitor(rows)):
@@ -392,7 +392,7 @@ class Trainer:
             )
 
     def close(self) -> None:
-        """Wait for stage transfers under way, and close the loggers."""
+        """Write the rest of the NIC log, wait for stage transfers in progress, and close the loggers."""
         self.nic_log.write()
         if isinstance(self.edges, Edges):
             self.edges.close()

@@ -42,15 +42,15 @@ from holmes_hpc.training.rank.log import RankLog, log_line
 from holmes_hpc.training.rank.signals import Signals
 
 LOCK_WAIT_S = 15.0  # for the ranks of an attempt that has just ended
-NO_ATTEMPT = -1
+NO_ATTEMPT = -1  # number of an attempt that the run does not record
 
 
 @dataclass
 class Session:
     """A rank that has met the other ranks.
 
-    `nodes`: every rank's networks; `cpus`: the CPUs it is bound to, as text; `run_lock`: on rank 0, the descriptor of
-    the run directory's lock.
+    `nodes`: the transports of every rank's node; `cpus`: text about the CPUs it is bound to (affinity.bind);
+    `run_lock`: on rank 0, the descriptor of the run directory's lock.
     """
 
     launch: Launch
@@ -84,7 +84,7 @@ class Session:
 
 
 def run_directory(path: str | None) -> RunDirectory:
-    """Return the directory of this run. RunFailed if this node does not see it."""
+    """Return the directory of this run. Raise RunFailed if this node does not see it."""
     if not path:
         raise RunFailed("no run_dir", where="train", hint="give run_dir=DIR")
     run = RunDirectory(path)
@@ -213,7 +213,7 @@ def open_session(
 
 
 def _fp8_sizes(plan: Plan, rank: int) -> dict[str, int]:
-    """Return the dimensions of a rank's matrix products, by name."""
+    """Return name -> dimension of a rank's matrix products."""
     m, tp = plan.model, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
     return {
         "tokens of a micro-batch": plan.batch.micro_size * plan.batch.sequence_length,
@@ -227,7 +227,8 @@ def _fp8_sizes(plan: Plan, rank: int) -> dict[str, int]:
 def _lock_run(launch: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
     """Lock the run directory for this attempt and return the lock's descriptor. Called by rank 0.
 
-    RecordError if another attempt holds it, or if other users may write there; then nothing is recorded.
+    Raise RecordError if another attempt holds the lock, or if other users may write to the directory. This rank then
+    records nothing.
     """
     rank_exit.attempt = NO_ATTEMPT
     refuse_other_writers(run.path)
@@ -256,24 +257,24 @@ def _set_up_device(plan: Plan, launch: Launch, on_gpu: bool) -> None:
 def _check_cuda(plan: Plan, launch: Launch, on_gpu: bool, train: TrainConfig) -> list[str]:
     """Raise the error that prevents training on CUDA, or return warnings for the log.
 
-    If the plan has GPUs and none can be used, a cluster's node is broken. A single machine may train on its CPUs if
-    it has no driver.
+    In a cluster, it is an error if the plan has GPUs and this node cannot use one. A single machine without a driver
+    trains on its CPUs.
     """
     has_planned_gpus = not plan.site.fabric(plan.places[launch.rank].fabric).gpu.is_cpu
     if not on_gpu and train.fp8 is None and (train.device == "cpu" or not has_planned_gpus):
         return []
     facts = cuda_check.collect_facts()
     problem = cuda_check.problem(facts)
-    if problem is not None and (on_gpu or facts.driver or not launch.one_host):
+    if problem is not None and (on_gpu or facts.driver_cuda or not launch.one_host):
         raise problem
     if train.fp8 is not None:
         capability = torch.cuda.get_device_capability() if on_gpu else (0, 0)
-        cuda_check.refuse_fp8(train.fp8, on_gpu, facts.te, capability, _fp8_sizes(plan, launch.rank))
+        cuda_check.refuse_fp8(train.fp8, on_gpu, facts.te_version, capability, _fp8_sizes(plan, launch.rank))
     return list(cuda_check.cuda_warnings(facts))
 
 
 def _check_memory(plan: Plan, launch: Launch, device: torch.device, store: dist.Store) -> None:
-    """Raise PlanError on every rank if a GPU has less free memory than the plan needs; report the first one."""
+    """Raise PlanError on every rank if a GPU has less free memory than the plan needs. It names the first GPU."""
     if device.type != "cuda" or plan.predicted is None:
         return
     stage, *_ = plan.parallel.coordinates(launch.rank)
@@ -327,7 +328,8 @@ def _meet(launch: Launch, run: RunDirectory, node: NodeTransports, rank_exit: Ra
 
 
 def _exchange(launch: Launch, store: dist.Store, node: NodeTransports, on_gpu: bool) -> list[NodeTransports]:
-    """Return every rank's networks. ConfigError on all ranks if some would train on GPUs and others on CPUs."""
+    """Return the transports of every rank's node.
+    Raise ConfigError on all ranks if some would train on GPUs and others on CPUs."""
     if launch.rank == 0:
         store.set("token", secrets.token_hex(8))
     device = "a GPU" if on_gpu else "a CPU"
@@ -345,7 +347,7 @@ def _exchange(launch: Launch, store: dist.Store, node: NodeTransports, on_gpu: b
 
 
 def publish_groups(session: Session) -> None:
-    """Write to the store the groups whose first member on this node is this rank, and its CPUs.
+    """Write this rank's CPUs, and the groups of which it is the first member on its node, to the store.
 
     All ranks call it before rank 0 calls :func:`describe`.
     """
@@ -355,8 +357,8 @@ def publish_groups(session: Session) -> None:
     session.store.set(f"cpus/{rank}", session.cpus)
 
 
-def _groups(session: Session) -> list[dict[str, Any]]:
-    """Return every group once: its ranks, its transport, and its NIC on each of its nodes (``eth0: ib[1-2],roce1``)."""
+def _describe_groups(session: Session) -> list[dict[str, Any]]:
+    """Return every group once: kind, ranks, transport, and each NIC's nodes (``eth0: ib[1-2],roce1``)."""
     texts = session.store.multi_get([f"groups/{rank}" for rank in range(session.launch.world_size)])
     nics_of_group: dict[tuple[Any, ...], dict[str, list[str]]] = {}
     for node, text in zip(session.nodes, texts, strict=True):
@@ -377,14 +379,14 @@ def _groups(session: Session) -> list[dict[str, Any]]:
 
 
 def describe(session: Session) -> dict[str, Any]:
-    """Return the entries of run.yaml for this start: hosts, NICs per group, versions, device."""
+    """Return the entries of run.yaml for this attempt: hosts, NICs of each group, CPUs, versions, device, plan."""
     import megatron.core
 
     cpus = [text.decode() for text in session.store.multi_get([f"cpus/{r}" for r in range(len(session.nodes))])]
     return {
         **({"cpus": cpus} if any(cpus) else {}),
         "hosts": [n.node for n in session.nodes],
-        "nics": _groups(session),
+        "nics": _describe_groups(session),
         "versions": {
             "holmes": __version__,
             "python": platform.python_version(),

@@ -19,18 +19,18 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.training.model import gpt
 from holmes_hpc.training.model.gpt import generators, set_generators
 
-# The names of Megatron-Core's groups whose communicators a step uses; several names may mean one group.
-USED = ("tp", "dp_cp", "intra_dp_cp", "inter_dist_opt", "pp", "embd", "pos_embd", "mp", "intra_dist_opt", "tp_dp_cp")
+# Megatron-Core's names of the groups whose communicators a step uses; several names may mean one group.
+GROUPS = ("tp", "dp_cp", "intra_dp_cp", "inter_dist_opt", "pp", "embd", "pos_embd", "mp", "intra_dist_opt", "tp_dp_cp")
 
 
 def connect(groups: ProcessGroupCollection, device: torch.device) -> list[str]:
-    """Run an all-reduce in every group of several ranks, one after the other. Return the groups' names.
+    """Run an all-reduce in every group of several ranks, one group after the other. Return the groups' names.
 
     All ranks call it. NCCL sets up a communicator at its first use and blocks its ranks meanwhile. All ranks use the
     same order of groups, so no deadlock is possible. Edges connect when they are built.
     """
     names: dict[Any, str] = {}
-    for name in USED:
+    for name in GROUPS:
         group = getattr(groups, name, None)
         if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
             names.setdefault(group, name)
@@ -42,15 +42,14 @@ def connect(groups: ProcessGroupCollection, device: torch.device) -> list[str]:
 def local_passes(models: Sequence[Any], config: Any, batch: Batch, device: torch.device) -> None:
     """Run one forward and one backward pass of each model chunk on dummy data.
 
-    Gradients, random states and buffers are restored, except fp8 scales. `models`: wrapped in Megatron-Core's DDP,
-    which neither gathers nor reduces meanwhile. All ranks of a tensor-parallel group call it at the same time.
+    Gradients are zeroed afterwards, random states and buffers restored, except fp8 scales. `models`: wrapped in
+    Megatron-Core's DDP, which neither gathers nor reduces meanwhile. `config`: Megatron-Core's. All ranks of a
+    tensor-parallel group call it at the same time.
     """
     states, micro_size, sequence_length = generators(), batch.micro_size, batch.sequence_length
     tokens = torch.zeros(micro_size, sequence_length, dtype=torch.int64, device=device)
     positions = torch.arange(sequence_length, device=device).repeat(micro_size, 1)
-    length = sequence_length // (
-        parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
-    )
+    rows = sequence_length // (parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1)
     for wrapped in models:
         chunk = gpt.unwrap(wrapped)
         buffers = [(buffer, buffer.clone()) for buffer in wrapped.module.buffers()]
@@ -61,7 +60,7 @@ def local_passes(models: Sequence[Any], config: Any, batch: Batch, device: torch
             None
             if chunk.pre_process
             else torch.zeros(
-                length, micro_size, config.hidden_size, dtype=config.params_dtype, device=device, requires_grad=True
+                rows, micro_size, config.hidden_size, dtype=config.params_dtype, device=device, requires_grad=True
             )
         )
         chunk.set_input_tensor([hidden])

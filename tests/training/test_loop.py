@@ -52,6 +52,6 @@ def test_steps_that_connect_or_follow_a_pause_are_not_compared_with_the_plan(mon
         ({"loss": 1}, {}, True),
         ({"loss": 1}, {"pause_before_s": 1}, False),
     ):
-        trainer.final = final
+        trainer.last_metrics = final
         loop.Trainer._record(trainer, [], figures, 1.0, {})
-        assert trainer._is_quiet is is_quiet
+        assert trainer._is_step_only is is_quiet

@@ -72,8 +72,9 @@ def test_unsupported_fp8_ends_the_run_before_the_ranks_meet(calls: list[str], mo
     with pytest.raises(ConfigError, match="needs Transformer Engine"):
         start(calls, monkeypatch, TrainConfig(device="cuda", fp8="delayed"))
     monkeypatch.setitem(cuda_check.FP8, "delayed", (*cuda_check.FP8["delayed"][:3], 64))
-    with pytest.raises(ConfigError, match="tokens of a micro-batch: 16, where fp8 needs a multiple of 64"):
-        start(calls, monkeypatch, TrainConfig(device="cuda", fp8="delayed"), CudaFacts("13.0", 13000, 1, te="2.11.0"))
+    with pytest.raises(ConfigError, match="tokens of a micro-batch is 16, delayed needs a multiple of 64"):
+        facts = CudaFacts("13.0", 13000, 1, te_version="2.11.0")
+        start(calls, monkeypatch, TrainConfig(device="cuda", fp8="delayed"), facts)
     assert "_meet" not in calls and calls[-1] == "_report_to_ranks"
 
 

@@ -87,4 +87,4 @@ def test_all_group_names_are_megatrons() -> None:
     from holmes_hpc.training import warm_up
 
     known = {field.name for field in fields(ProcessGroupCollection)}
-    assert not set(warm_up.USED) - known
+    assert not set(warm_up.GROUPS) - known

@@ -89,8 +89,8 @@ def _measure(config: Configuration, session: Session, watchdog: Watchdog, signal
 
 
 def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
-    """Return this rank's median times of a transformer layer in several shapes, and of its embedding and head.
-    All ranks call it."""
+    """Return this rank's median seconds of a transformer layer in several shapes, of its embedding and its head, and
+    the rest of a pass (PASS). All ranks call it."""
     plan_shape = trainer.plan.batch.micro_size, trainer.plan.batch.sequence_length
     positions = torch.arange(plan_shape[1], device=trainer.session.device).repeat(plan_shape[0], 1)
     tokens = positions % trainer.plan.model.vocab
@@ -144,7 +144,7 @@ def other_shapes(plan: Plan) -> list[Shape]:
 
 
 def _chunk(wrapped: Any, data: Iterator[Any], model: Any, hidden: torch.Tensor | None) -> torch.Tensor:
-    """Run a micro-batch through a model chunk like the training loop, including the data."""
+    """Run a micro-batch through a model chunk like the training loop, including the data. Return loss or output."""
     if hidden is not None:
         model.set_input_tensor(hidden)
     output, loss = gpt.forward_step(data, wrapped)
@@ -185,7 +185,7 @@ def _head(model: Any, labels: torch.Tensor, hidden: torch.Tensor | None) -> torc
 def _passes_s(
     forward: Callable[[torch.Tensor | None], torch.Tensor], hidden: torch.Tensor | None
 ) -> tuple[float, float]:
-    """Return the median seconds of (forward, backward) without warm-up."""
+    """Return the median seconds of (forward, backward) after the warm-up. `hidden`: the input of `forward`."""
     times = []
     for _ in range(WARM_UP + REPEATS):
         start = networks.synchronized_time()
@@ -225,7 +225,7 @@ def build_calibration(
                 name,
                 plan.site.fabric(name).gpu.name,
                 fabric_ranks[0]["device"],
-                parts=tuple(_measured(plan, *part, *seconds) for part, seconds in times.items() if part[0] != PASS),
+                parts=tuple(_as_part(plan, *part, *seconds) for part, seconds in times.items() if part[0] != PASS),
                 links=links.get(name, {}),
                 optimizer_s=optimizer.get(name),
                 pass_s=max(0.0, *passes) if passes else None,
@@ -250,7 +250,7 @@ def _median_times(ranks: Sequence[dict[str, Any]]) -> Times:
     }
 
 
-def _measured(plan: Plan, name: str, shape: Shape, forward_s: float, backward_s: float) -> MeasuredPart:
+def _as_part(plan: Plan, name: str, shape: Shape, forward_s: float, backward_s: float) -> MeasuredPart:
     m, p, tokens = plan.model, plan.parallel, math.prod(shape)
     return MeasuredPart(
         name,

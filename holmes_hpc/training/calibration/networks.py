@@ -33,7 +33,7 @@ WARM_UP, REPEATS = 2, 9
 SMALL_BYTES = 256
 MAX_BYTES = 64 << 20  # of one message or collective: larger ones give the same efficiency
 MAX_SEND_S = 0.4  # nominal time to send the bytes of one message or collective
-EFFICIENCY = (0.001, 1000.0)
+EFFICIENCY = (0.001, 1000.0)  # least and largest fitted value
 Links = dict[str, Link]
 
 
@@ -41,7 +41,8 @@ Links = dict[str, Link]
 class Sample:
     """A measured time, and its latencies (`steps`) and nominal sending time (`sent_s`) in the planner's model.
 
-    `fabrics`: of the ranks. `link`: local, ib, roce, ethernet; for collectives as in ib.all_gather.
+    `fabrics`: of the ranks; `link`: local, ib, roce or ethernet, for collectives with their name (ib.all_gather);
+    `seconds`: the measured time.
     """
 
     fabrics: tuple[str, ...]
@@ -53,7 +54,7 @@ class Sample:
 
 
 def synchronized_time() -> float:
-    """Wait for all work that this rank has launched; return the time."""
+    """Wait for all work that this rank has launched. Return ``time.perf_counter`` seconds."""
     if torch.cuda.is_initialized():  # only by a session on CUDA
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -70,7 +71,7 @@ def nominal_rate(plan: Plan, transport: Transport, ranks: Iterable[int]) -> floa
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ranks connected by one kind of network: of one fabric, or of two `fabrics` that communicate."""
+    """Two ranks between which `link`, one kind of network, is measured: of one fabric or of two `fabrics`."""
 
     link: str
     transport: Transport
@@ -250,7 +251,8 @@ def fit(samples: Iterable[Sample]) -> FittedLinks:
 
 
 def links_of_fabrics(fitted: FittedLinks) -> dict[str, Links]:
-    """Return the links of each fabric. If no fabric has two nodes, the fastest link between two counts as Ethernet."""
+    """Return fabric -> name -> link. If no fabric has a measured Ethernet, use the link between two fabrics with the
+    least latency as theirs."""
     links: dict[str, Links] = {}
     rows = sorted(fitted.items(), key=lambda row: (len(row[0][0]), row[1].latency_s))
     lacks_ethernet = not any(len(fabrics) == 1 and name == "ethernet" for fabrics, name in fitted)

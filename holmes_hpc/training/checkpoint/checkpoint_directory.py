@@ -64,7 +64,7 @@ class Checkpoint:
 def create_folder(folder: Path, checkpoint_dir: str | None) -> None:
     """Create a run's checkpoint folder; with `checkpoint_dir`, as a link to a folder of the run's name in there.
 
-    A folder that has checkpoints stays where it is. RunFailed if the target is missing or belongs to another run.
+    A folder that has checkpoints stays where it is. Raise RunFailed if the target is missing or belongs to another run.
     """
     if folder.is_symlink():
         if not folder.is_dir():
@@ -126,7 +126,7 @@ def complete_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def newest(folder: Path) -> Checkpoint:
-    """Return the latest complete checkpoint in `folder`. DataError if there is none."""
+    """Return the latest complete checkpoint in `folder`. Raise DataError if there is none."""
     checkpoints = complete_checkpoints(folder)
     if not checkpoints:
         raise DataError(
@@ -136,7 +136,7 @@ def newest(folder: Path) -> Checkpoint:
 
 
 def incomplete_checkpoints(folder: Path) -> list[tuple[Path, str]]:
-    """Return the directories named as checkpoints that are none, the latest first, each with the problem.
+    """Return (directory, problem) of each directory that has a checkpoint's name but is incomplete, the latest first.
     A copy may have been interrupted, or the description is damaged."""
     return [
         (path, problem)
@@ -152,7 +152,7 @@ def _step_directories(folder: Path) -> list[tuple[int, Path]]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in directory `path`. DataError if it is none or incomplete."""
+    """Return the checkpoint in directory `path`. Raise DataError if there is no complete checkpoint."""
     match, description = _NAME.match(path.resolve().name), _read_description(path)
     if isinstance(description, str) or (match is None and not description.get(IMPORTED)):
         problem = f" ({description})" if isinstance(description, str) else ""
@@ -165,7 +165,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def wait_for_checkpoint(path: Path, timeout_s: float = 30) -> Checkpoint | None:
-    """Return the checkpoint in `path`, which another node sees; None if it does not appear on this node in time."""
+    """Wait until this node sees the checkpoint in `path`, as another does. Return it, or None after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(DataError):
@@ -220,7 +220,8 @@ def checksum(path: Path) -> tuple[int, int]:
 
 
 def find_damage(checkpoint: Checkpoint, reader: int = 0, readers: int = 1) -> str | None:
-    """Return the first problem of a checkpoint's files, or None. Each of several `readers` checks its own files."""
+    """Return the first problem of a checkpoint's files, or None.
+    Each of `readers` processes, of which this is number `reader`, checks a share of the files."""
     for name, (size, crc) in sorted(checkpoint.description["files"].items())[reader::readers]:
         try:
             if os.stat(checkpoint.path / name).st_size != size:
@@ -262,7 +263,7 @@ def write_error(path: Path, error: OSError) -> RunFailed:
 
 
 def prune(folder: Path, keep: int) -> list[int]:
-    """Remove all complete checkpoints but the latest `keep`, after every save. Return the removed steps."""
+    """Remove all complete checkpoints but the latest `keep`. Return the steps of the removed ones."""
     old = complete_checkpoints(folder)[keep:]
     for checkpoint in old:
         shutil.rmtree(checkpoint.path, ignore_errors=True)

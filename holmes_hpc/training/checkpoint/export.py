@@ -68,7 +68,8 @@ class ExportSummary:
 class ExportSource:
     """The weights to export and their metadata.
 
-    `config_folder`: may have Hugging Face's config and tokenizer; `tokenizer`: the file of the run's data.
+    `config_folder`: a folder that may have Hugging Face's config and tokenizer; `step`: after which a run saved the
+    weights; `eod`: the end-of-document token; `tokenizer`: the path of the run's tokenizer.json.
     """
 
     state: State
@@ -92,7 +93,7 @@ def find_source(name: str) -> ExportSource:
     return run_source(run, checkpoint.path, checkpoint.step)
 
 
-def run_source(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int | None = None) -> ExportSource:
+def run_source(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int) -> ExportSource:
     """Return the weights of a run's `checkpoint` (a directory, saved after `step`), with the plan's model.
 
     Config and tokenizer come from the run's initial Hugging Face folder if it had one, else from the run's data.
@@ -105,7 +106,7 @@ def run_source(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int 
 
 
 def _end_of_document(data: Mapping[str, Any], spec: ModelSpec) -> int | None:
-    """Return the end-of-document token from the data's PREFIX.json, which `holmes data prepare` writes."""
+    """Return the end-of-document token from the data's PREFIX.json, or the byte tokenizer's if it fits."""
     prefix = data.get("prefix")
     names = [p for p in (prefix if isinstance(prefix, list) else [prefix]) if isinstance(p, str)]
     default = ByteTokenizer.eod if spec.vocab == ByteTokenizer.vocab else None
@@ -116,7 +117,7 @@ def convert(state: State, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]
     """Yield (Hugging Face's name, tensor) of the full model, reading `state` weight by weight.
 
     Rows that pad the vocabulary are omitted. `state` may have the names of Megatron's own modules, or of Transformer
-    Engine's, where a norm is part of the linear layer that follows. Raises DataError for a missing weight or a wrong
+    Engine's, where a norm is part of the linear layer that follows. Raise DataError for a missing weight or a wrong
     shape.
     """
     shapes = weight_names.tensor_shapes(spec)
@@ -188,7 +189,7 @@ def hugging_face_config(spec: ModelSpec, dtype: str, eod: int | None, config_fol
 def _write_shards(
     tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int
 ) -> tuple[dict[str, str], torch.dtype, int, int]:
-    """Write all shards; return the file of each tensor, and the parameters' type, number and bytes."""
+    """Write all shards. Return (tensor -> file, the parameters' type, their number, their bytes)."""
     shards: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
     dtype, parameters, size = torch.float32, 0, 0

@@ -17,7 +17,7 @@ def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: i
     """Return a continuation of `prompt`: at most `tokens` tokens, fewer if a document ends.
 
     `name`: see export.find_source. `temperature`: 0 picks the most likely token, above 0 tokens are sampled with
-    `seed`. Raises ConfigError for a prompt that does not fit, DataError if there is no tokenizer.
+    `seed`. Raise ConfigError for a prompt that does not fit, DataError if there is no tokenizer.
     """
     try:
         prompt.encode("utf-8")

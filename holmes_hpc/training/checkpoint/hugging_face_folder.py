@@ -169,7 +169,7 @@ class Folder:
 
     def fill(self, target: torch.Tensor, weight: Weight, rank: int = 0) -> None:
         """Read the slice of `weight` that tensor-parallel rank `rank` holds into `target`, of any type.
-        Rows that pad a vocabulary become 0. DataError for values that are not finite."""
+        Rows that pad a vocabulary become 0. Raise DataError for values that are not finite."""
         local_rows = list(weight_names.local_rows(weight, rank, len(target)))
         width = 0 if weight.columns is None else target.shape[1]
         start = rank * width if weight.split == 1 else 0
@@ -202,8 +202,8 @@ class Folder:
 def fill_model(path: Path, model: ModelSpec, chunks: Sequence[Any], rank: int) -> None:
     """Fill this rank's model `chunks` (GPTModels of `model`, tensor-parallel rank `rank`) from the folder `path`.
 
-    Files are mapped one at a time: besides the weights this takes memory for at most one tensor's slice. DataError if
-    the folder is of another model or cannot be read.
+    Files are mapped one at a time: besides the weights this takes memory for at most one tensor's slice. Raise
+    DataError if the folder is of another model or cannot be read.
     """
     from holmes_hpc.training.model import gpt  # imports Megatron-Core, which this module needs only here
 
@@ -223,7 +223,9 @@ def fill_model(path: Path, model: ModelSpec, chunks: Sequence[Any], rank: int) -
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `out` if the block succeeds. DataError if `out` exists or is unwritable."""
+    """Yield a temporary folder that becomes `out` if the block succeeds.
+
+    Raise DataError if `out` is not an empty directory, or cannot be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError("not an empty directory", where=str(out), hint="choose another directory")
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
@@ -249,8 +251,9 @@ def copy_small_files(folder: Path, target: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file; the copy has no permission that the file lacks. DataError for a link out of its folder, which may
-    lead to a secret of this user."""
+    """Copy a file; the copy has no permission that the file lacks.
+
+    Raise DataError for a link out of its folder, which may lead to a secret of this user."""
     if leaves_folder(source, source.parent):
         raise DataError(f"it is a link to {source.resolve()}", where=str(source), hint="put a copy of that file here")
     open_file(source).close()  # refuses a pipe
@@ -296,7 +299,7 @@ class ImportSummary:
 def import_folder(source: Path, out: Path) -> ImportSummary:
     """Copy the folder `source` to `out`, which must be missing or empty. `out` appears complete or not at all.
 
-    DataError for an inconsistent folder (:class:`Folder`) and for weights that are not finite.
+    Raise DataError for an inconsistent folder (:class:`Folder`) and for weights that are not finite.
     """
     folder = Folder(source)
     with new_folder(out) as temporary:

@@ -82,8 +82,8 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
-    """Return the content of ``.metadata``. OSError if it does not exist.
-    pickle.UnpicklingError if it is damaged, refers to a forbidden global, or to a file outside the checkpoint."""
+    """Return the content of ``.metadata``. Raise OSError if it does not exist.
+    Raise pickle.UnpicklingError if it is damaged, refers to a forbidden global, or to a file outside the checkpoint."""
     with open_file(Path(directory) / ".metadata") as file:
         try:
             content = _RestrictedUnpickler(file, _METADATA_GLOBALS).load()
@@ -126,8 +126,8 @@ def enforce() -> None:
 
 
 def _load_error(load: Callable[[], Any], size: int) -> str:
-    """Return the error of `load`, run in a fork with the CPU time that a file of `size` bytes may take; "" if none.
-    To hash nested tuples with shared parts takes for ever, and cannot be interrupted in this process."""
+    """Run `load` in a forked process with the CPU time that a file of `size` bytes may take. Return its error, or "".
+    A pickle of nested tuples can take years to hash, and this process could not interrupt that."""
     reader, writer = os.pipe()
     if not (pid := os.fork()):
         try:
@@ -141,7 +141,7 @@ def _load_error(load: Callable[[], Any], size: int) -> str:
     os.close(writer)
     with open(reader, "rb") as pipe:
         error = pipe.read().decode()
-    return "to read it takes too long, or crashes" if os.WIFSIGNALED(os.waitpid(pid, 0)[1]) else error
+    return "reading it takes too long, or crashes" if os.WIFSIGNALED(os.waitpid(pid, 0)[1]) else error
 
 
 def find_problem(directory: Path) -> str | None:

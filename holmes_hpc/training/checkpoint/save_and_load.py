@@ -209,10 +209,10 @@ class Checkpoints:
     # -- loading ----------------------------------------------------------------------------------------------------
 
     def load(self, initial: str | None = None) -> int:
-        """Load the run's latest intact checkpoint, or `initial` if the run has none; return its step.
+        """Load the run's latest intact checkpoint, or `initial` if the run has none.
 
-        `initial`: a checkpoint's path, or ``hf:DIR``. Returns 0 if there is nothing to load. DataError for a checkpoint
-        of another model, and if all checkpoints of the run are damaged.
+        Return its step, 0 if there is nothing to load. `initial`: a checkpoint's path, or ``hf:DIR``. Raise DataError
+        for a checkpoint of another model, and if all checkpoints of the run are damaged.
         """
         folder = folder_of(initial)
         paths = self._find_checkpoints(Path(initial) if initial and folder is None else None)

@@ -19,7 +19,7 @@ IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` rows of a Hugging Face tensor from row `first` on (columns, if the family is transposed)."""
+    """`count` rows of a Hugging Face tensor from row `first` on; columns, if the weight is transposed."""
 
     tensor: str
     first: int
@@ -28,8 +28,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Weight:
-    """A Megatron-Core weight, layers counted from 0. `parts`: its rows in order. `columns`: None for a vector.
-    `split`: tensor parallelism divides the rows of each part (0), the columns (1), or nothing (None)."""
+    """A Megatron-Core weight. Its name counts layers from 0. `parts`: its rows in order; `columns`: None for a vector;
+    `split`: tensor parallelism divides the rows of each part (0), the columns (1), or nothing (None); `transposed`: the
+    Hugging Face tensor is."""
 
     name: str
     parts: tuple[tuple[Rows, ...], ...]
@@ -48,27 +49,26 @@ class Weight:
 
 
 def weights(spec: ModelSpec) -> dict[str, Weight]:
-    """Return all weights of a model by Megatron-Core's names. ConfigError if the model fits no family."""
+    """Return all weights of a model by Megatron-Core's names. Raise ConfigError if the model fits no family."""
     names = _GPT2 if family_of(spec) == "gpt2" else _LLAMA
     return {w.name: w for w in _weights(spec, names)}
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's Hugging Face tensors, in the order of :func:`weights`."""
+    """Return Hugging Face's name -> shape of each tensor of a model, in the order of :func:`weights`."""
     rows: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for weight in weights(spec).values():
-        for part in weight.parts:
-            for r in part:
-                rows[r.tensor] = max(rows.get(r.tensor, 0), r.first + r.count)
-                shape = (rows[r.tensor],) if weight.columns is None else (rows[r.tensor], weight.columns)
-                shapes[r.tensor] = shape[::-1] if weight.transposed else shape
+        for r in (r for part in weight.parts for r in part):
+            rows[r.tensor] = max(rows.get(r.tensor, 0), r.first + r.count)
+            shape = (rows[r.tensor],) if weight.columns is None else (rows[r.tensor], weight.columns)
+            shapes[r.tensor] = shape[::-1] if weight.transposed else shape
     return shapes
 
 
 def local_rows(weight: Weight, rank: int, row_count: int) -> Iterator[tuple[int, Rows]]:
-    """Yield (local row, rows) for the `row_count` rows that tensor-parallel rank `rank` holds.
-    Of a padded vocabulary, the last ranks hold fewer rows or none."""
+    """Yield (first local row, rows) for the `row_count` rows that tensor-parallel rank `rank` holds.
+    The rows that pad a vocabulary are in no tensor, so they are omitted."""
     part_rows, split_index = row_count // len(weight.parts), rank if weight.split == 0 else 0
     for number, part in enumerate(weight.parts):
         offset, low, high = 0, split_index * part_rows, (split_index + 1) * part_rows

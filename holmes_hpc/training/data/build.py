@@ -14,7 +14,7 @@ from holmes_hpc.training.data.prefix import Prefix, parse_blend
 from holmes_hpc.training.data.samples import Samples
 
 _VALIDATION = 1 << 32  # offset of the validation seed, which thus differs from any 32-bit seed
-_NOISE = 0.1
+_NOISE = 0.1  # share of random tokens in learnable data
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def build_datasets(
 
     Rank 0 and all ranks that need data call it, after torch.distributed is initialized if it is used. Rank 0 checks the
     data and builds the index in `data.cache`, else under `run_dir`. The others wait for its result in the rendezvous
-    store, without a barrier. Raises DataError, the same on all ranks, for data that are missing, damaged, too short or
+    store, without a barrier. Raise DataError, the same on all ranks, for data that are missing, damaged, too short or
     of another vocabulary.
     """
     seed = train.seed if data.seed is None else data.seed
@@ -66,7 +66,7 @@ def build_datasets(
 
 
 def describe_data(data: DataConfig, samples: Samples, plan: Plan, steps: int) -> str:
-    """Return one line about the data of `steps` steps: data set, tokens, vocabularies, epochs."""
+    """Return one line for the log: the data set, its tokens, both vocabularies, and the epochs of `steps` steps."""
     model_vocab, step_tokens = plan.model.vocab, steps * plan.batch.tokens
     if data.kind != "indexed":
         kind = "learnable synthetic tokens" if data.learnable else "random tokens, which cannot be learned"

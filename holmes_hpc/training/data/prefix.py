@@ -48,12 +48,12 @@ def check_data(data: DataConfig, model: ModelSpec, batch: Batch, evaluates: bool
 
 def document_end(data: DataConfig) -> int | None:
     """Return the end-of-document token if `data.documents` separates documents; None if they are joined.
-    DataError if PREFIX.json does not have it, or if it differs between prefixes."""
+    Raise DataError if PREFIX.json does not have it, or if it differs between prefixes."""
     if data.documents == "joined":
         return None
     end_tokens = {name: read_summary(name).get("eod") for name in parse_blend(data.prefix)[0]}
     if unknown := [name for name, token in end_tokens.items() if token is None]:
-        raise DataError("end-of-document token unknown", where=f"{unknown[0]}.json", hint=_PREPARE_HINT)
+        raise DataError("no end-of-document token in this file", where=f"{unknown[0]}.json", hint=_PREPARE_HINT)
     if len(set(end_tokens.values())) > 1:
         raise DataError(
             f"different end-of-document tokens: {end_tokens}",
@@ -64,7 +64,7 @@ def document_end(data: DataConfig) -> int | None:
 
 
 def digest(value: Any) -> str:
-    """Return 16 hexadecimal digits that depend on plain data."""
+    """Return a digest of plain data: 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
@@ -77,7 +77,8 @@ def read_summary(path: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A complete pair PREFIX.bin and PREFIX.idx. Splits count `sequences`."""
+    """A complete pair PREFIX.bin and PREFIX.idx. `path`: PREFIX; `sequences`: their number, of which a split gets a
+    share; `dtype`: of the token ids; `changed_ns`: when PREFIX.idx was last written."""
 
     path: str
     sequences: int
@@ -111,7 +112,7 @@ class Prefix:
         return prefix
 
     def first_token(self, sequence: int) -> int:
-        """Return the index of the first token of `sequence`."""
+        """Return the index in PREFIX.bin of the first token of `sequence`; the number of tokens after the last one."""
         if sequence == 0:
             return 0
         with open(f"{self.path}.idx", "rb") as f:
@@ -205,7 +206,8 @@ def parse_blend(prefix: str | Sequence[str | float] | None) -> tuple[list[str], 
 
 
 def parse_split(split: str, evaluates: bool) -> dict[str, tuple[float, float]]:
-    """Parse "90,10" into the bounds of training and validation (if the run `evaluates`), as fractions of the data."""
+    """Parse "90,10" into training and validation -> (first, last) as fractions of the data.
+    Validation is omitted unless the run `evaluates`."""
     try:
         parts = [float(p) for p in str(split).split(",")]
     except ValueError:

@@ -88,7 +88,7 @@ def prepare(
     """Tokenize `files` (text, JSON lines, compressed; folders with all files below) into PREFIX.bin and PREFIX.idx.
 
     `tokenizer`: a Hugging Face tokenizer.json, or None for bytes. `workers`: processes, default all usable CPUs. A
-    second call with the same arguments continues an interrupted one, and returns at once after a successful one. Raises
+    second call with the same arguments continues an interrupted one, and returns at once after a successful one. Raise
     DataError for files that are not text and for an empty corpus, RunFailed for a full disk, ConfigError if PREFIX has
     other data; `force` replaces them.
     """
@@ -172,23 +172,21 @@ def _list_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Return all files of `paths`. A folder stands for all files below it, sorted by path, without hidden ones."""
     files: list[Path] = []
     for path in map(Path, paths):
-        files_of_path = [path]
-        if path.is_dir():
-            files_of_path = [
-                p
-                for p in sorted(path.rglob("*"))
-                if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
-            ]
-        for file in files_of_path if path.is_dir() else ():
+        files_below = [
+            p
+            for p in sorted(path.rglob("*"))
+            if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
+        ]
+        for file in files_below:
             if leaves_folder(file, path):
                 raise DataError(
                     f"it is a link to {file.resolve()}",
                     where=str(file),
                     hint="name that file itself, or copy it into the folder",
                 )
-        if not files_of_path:
+        if not files_below and path.is_dir():
             raise DataError("no file in this folder", where=str(path), hint="give text files, or folders of them")
-        files += files_of_path
+        files += files_below or [path]
     return files
 
 

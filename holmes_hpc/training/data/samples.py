@@ -75,7 +75,7 @@ def batches(
     A step has `plan.micro_batches`, or with per-stage TP/DP those that the plan routes to this replica. Keys: tokens,
     labels, position_ids (int64, shape (micro size, sequence length)); loss_mask (float32, same shape); attention_mask
     (None means causal; with `document_end`, a token, see :func:`separate_documents`). All are on `device`; only token
-    ids are copied from the host. Raises DataError for a token beyond the model's vocabulary.
+    ids are copied from the host. Raise DataError for a token beyond the model's vocabulary.
     """
     micro, length = plan.batch.micro_size, plan.batch.sequence_length
     host_rows = sample_rows(dataset, plan, dp_rank, start_step, stage)

@@ -27,7 +27,8 @@ _COMPRESSED_SUFFIXES = {".gz", ".bz2", ".xz", ".zst"}
 
 @dataclass(frozen=True)
 class Extent:
-    """A unit of reading: the lines of `path` that start in bytes [start, end). `end` is None for a compressed file.
+    """A unit of reading: the lines of `path` that start in bytes [start, end). `end`: None for a compressed or Parquet
+    file, which is read as a whole.
 
     PREFIX.json has a digest of these fields, so their names and order must not change.
     """
@@ -44,7 +45,8 @@ class Extent:
 
 
 def extents(path: str, max_bytes: int) -> list[Extent]:
-    """Split a file into extents of about `max_bytes`. A compressed or Parquet file is one extent. Raises DataError."""
+    """Split a file into extents of at most `max_bytes`; a compressed or Parquet file is one extent.
+    Raise DataError if it cannot be read."""
     try:
         stat = Path(path).stat()
         with open_file(path) as f:
@@ -64,7 +66,7 @@ def documents(extent: Extent, json_key: str, on_read: Callable[[int], None]) -> 
 
     A file named .jsonl, .ndjson or .json (before a suffix like .gz) has one JSON object per line, with its text under
     `json_key`. A Parquet file has one document per row, in the column of that name. Any other file is one document,
-    yielded in pieces. Raises DataError with the position of the problem.
+    yielded in pieces. Raise DataError with the position of the problem.
     """
     try:
         with open_file(extent.path) as raw:
@@ -105,7 +107,7 @@ _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {  # by a file's first bytes
 
 
 class _CountingReader:
-    """A reader of `f` that reports the progress in `raw`, the compressed file below it, to `on_read`."""
+    """A reader of `f` that reports its progress to `on_read`, in bytes of the file `raw` that it decompresses."""
 
     def __init__(self, raw: IO[bytes], f: IO[bytes], on_read: Callable[[int], None]) -> None:
         self._raw, self.file, self._on_read, self._reported = raw, f, on_read, 0
@@ -168,10 +170,8 @@ def _json_lines(extent: Extent, json_key: str, reader: _CountingReader) -> Itera
         if position - reported >= PIECE_BYTES:
             reader.report()
             reported = position
-        if line.strip():
-            text = _json_text(line, json_key, f"{extent.path}, the line at byte {line_start}")
-            if text:
-                yield text, True
+        if line.strip() and (text := _json_text(line, json_key, f"{extent.path}, the line at byte {line_start}")):
+            yield text, True
     reader.report()
 
 

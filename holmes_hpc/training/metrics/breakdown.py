@@ -112,7 +112,7 @@ class Breakdown:
         self._totals = dict.fromkeys(PARTS, 0.0)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds per part since the last call or :meth:`begin`. They add up to the time in between."""
+        """Return part -> seconds since the last call or :meth:`begin`. They add up to the time in between."""
         self._switch(self._stack[-1])
         if self._cuda:
             self._events[-1][0].synchronize()
@@ -137,7 +137,7 @@ class Trace:
             self._events.append(event)
 
     def write(self, step: int) -> None:
-        """Write the events since the last call as step `step`. RunFailed if the disk is full."""
+        """Write the events since the last call as those of `step`. Raise RunFailed if the disk is full."""
         lines = [
             json.dumps(
                 {

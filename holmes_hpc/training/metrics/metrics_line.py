@@ -25,12 +25,13 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.nic_bytes import sum_by_kind
 
 Write = Callable[[int, Mapping[str, float]], None]
+# The columns of a rank's row: loss sum, loss count, peak memory, step time, seven byte counts, the parts of the step.
 _LOSS, _COUNT, _MEMORY, _STEP, _NIC = 0, 1, 2, 3, 4
 _PARTS = _NIC + 7
 
 
 def peak_memory_bytes(cuda: bool) -> int:
-    """Return the peak memory of this rank: of its device, or of its process on a CPU."""
+    """Return the peak memory of this rank in bytes: of its GPU with `cuda`, else of its process."""
     return torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -42,18 +43,19 @@ def rank_row(
     nic: tuple[float, ...],
     memory: int,
 ) -> torch.Tensor:
-    """Return one rank's row for one step. `loss_sum`: its micro-batches' on the last stage's first TP rank, else 0."""
+    """Return one rank's row for one step, a vector in fp64. `loss_sum`, `loss_count`: of its micro-batches on the first
+    TP rank of the last stage, else 0; `nic`: see :meth:`Traffic.take`; `memory`: bytes."""
     return torch.tensor(
         [loss_sum, loss_count, memory, step_time_s, *nic, *(parts[p] for p in PARTS)], dtype=torch.float64
     )
 
 
 def metrics_line(
-    plan: Plan, tensors: Sequence[torch.Tensor], step: int, when: float, fields: Mapping[str, Any]
+    plan: Plan, tensors: Sequence[torch.Tensor], step: int, unix_time_s: float, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a line of metrics.jsonl from every rank's row, unrounded. holmes_hpc/records/metrics.py has its schema.
+    """Return a line of metrics.jsonl, unrounded. holmes_hpc/records/metrics.py has its schema.
 
-    `fields`: further fields of the line.
+    `tensors`: every rank's row; `fields`: further fields of the line.
     """
     rows = [tensor.tolist() for tensor in tensors]
     losses, count = sum(r[_LOSS] for r in rows), sum(r[_COUNT] for r in rows)
@@ -62,7 +64,7 @@ def metrics_line(
     per_gpu = 1e12 * plan.world_size * step_time_s
     return {
         "step": step,
-        "time": when,
+        "time": unix_time_s,
         "step_time_s": step_time_s,
         "loss": losses / count if count else math.nan,
         **fields,
@@ -99,8 +101,8 @@ class Gathering:
     def __init__(
         self, row: torch.Tensor, rank: int, world_size: int, group: Any, step: int, fields: Mapping[str, Any]
     ) -> None:
-        self.step, self.fields, self.when = step, dict(fields), time.time()
-        self._row = row  # alive until the gather ends
+        self.step, self.fields, self.unix_time_s = step, dict(fields), time.time()
+        self._row = row  # must live until the gather ends
         self.rows = [torch.empty_like(row) for _ in range(world_size)] if rank == 0 else None
         self._work = dist.gather(row, self.rows, dst=0, group=group, async_op=True)
 
@@ -130,7 +132,7 @@ def flatten(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, f
 
 
 class Loggers:
-    """The experiment loggers of the configuration. ConfigError names the package of one that is not installed."""
+    """The experiment loggers of the configuration. Raise ConfigError if a logger's package is not installed."""
 
     def __init__(self, train: TrainConfig, run: RunDirectory) -> None:
         openers = [(tensorboard, train.tensorboard), (wandb, train.wandb), (mlflow, train.mlflow)]
@@ -159,7 +161,8 @@ def tensorboard(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Writ
 
 
 def wandb(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
-    """Open a run of the project `value`, named after the run directory. A later attempt continues it."""
+    """Open a run of the project `value`, named after the run directory. A later attempt continues it.
+    Return its log and close functions."""
     logger = _import("wandb", "wandb").init(
         project=str(value), name=run.name, id=run.name, resume="allow", dir=str(run.path), config=asdict(train)
     )
@@ -167,7 +170,7 @@ def wandb(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Cal
 
 
 def mlflow(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
-    """Open a run under the tracking URI `value`."""
+    """Open a run at the tracking URI `value`. Return its log and close functions."""
     package = _import("mlflow", "mlflow")
     package.set_tracking_uri(str(value))
     package.start_run(run_name=run.name)

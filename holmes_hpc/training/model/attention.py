@@ -91,10 +91,11 @@ class SdpaAttention(MegatronModule):
 
 
 def refuse_apart(document_end: int | None, cuda: bool) -> None:
-    """Raise ConfigError if documents shall be kept apart and the attention supports no mask."""
+    """Raise ConfigError if `data.documents` keeps documents apart and this rank's attention supports no mask.
+    `document_end`: the end-of-document token, None if documents are joined."""
     if document_end is not None and cuda and has_transformer_engine():
         raise ConfigError(
-            "the setup of Transformer Engine's attention supports no mask",
+            "documents cannot be kept apart: Transformer Engine's attention is set up without a mask",
             where="data.documents",
             hint="use data.documents=joined, or an environment without Transformer Engine",
         )

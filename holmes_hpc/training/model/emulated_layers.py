@@ -39,17 +39,17 @@ def wait_until(moment: float) -> None:
 
 
 class Clock:
-    """The clock of a rank: the last emulated pass, and the time at which it was due to end."""
+    """The clock of a rank: its last emulated pass, and when that was due to end (``time.perf_counter`` seconds)."""
 
     def __init__(self) -> None:
         self.end = 0.0
         self.last_pass: tuple[str, int, int] | None = None  # forward or backward, chunk, layer
 
     def begin(self, layer_pass: tuple[str, int, int], previous: tuple[str, int, int], seconds: float) -> float:
-        """Return when `layer_pass`, of `seconds`, is due to end.
+        """Return when `layer_pass`, which takes `seconds`, is due to end (``time.perf_counter`` seconds).
 
-        If it directly follows the pass `previous`, it starts when that was due to end. This makes up for delays by
-        other ranks on the same cores.
+        If this rank's last pass was `previous`, the new one starts when that was due to end. This makes up for delays
+        by other ranks on the same cores.
         """
         start = self.end if self.last_pass == previous else time.perf_counter()
         self.end, self.last_pass = start + seconds, layer_pass
@@ -84,8 +84,8 @@ class EmulatedLayer:
         return (hidden, *extra_outputs) if isinstance(output, tuple) else hidden
 
     def _end_of(self, direction: str, offset: int, seconds: float) -> float:
-        chunk, number = self._chunk, self._number
-        return self._clock.begin((direction, chunk, number), (direction, chunk, number + offset), seconds)
+        layer_pass, previous = ((direction, self._chunk, self._number + shift) for shift in (0, offset))
+        return self._clock.begin(layer_pass, previous, seconds)
 
     def _start_backward(self, gradient: torch.Tensor) -> None:
         _synchronize(gradient)
@@ -111,14 +111,18 @@ def factor(
 ) -> float:
     """Return the time factor of a rank's layers: that of its node, else of its fabric, else 1.
 
-    `places`: (fabric, node) of every rank; `fabrics`: the site's. ConfigError if `factors` has another name.
+    `places`: (fabric, node) of every rank; `fabrics`: the site's. Raise ConfigError if `factors` has another name.
     """
     nodes = {node for _, node in places}
     rank_factor = 1.0
     for name in sorted(factors, key=lambda name: name not in fabrics):
         expanded_names = {name} if name in fabrics else set(expand(name))
         if name not in fabrics and (unknown := sorted(expanded_names - nodes)):
-            raise ConfigError(f"train.pace_factors names {unknown[0]!r}", hint=nearest(unknown[0], {*fabrics} | nodes))
+            raise ConfigError(
+                f"no fabric or node {unknown[0]!r}",
+                where="train.pace_factors",
+                hint=nearest(unknown[0], {*fabrics} | nodes),
+            )
         rank_factor = factors[name] if expanded_names & set(places[rank]) else rank_factor
     return rank_factor
 

@@ -41,12 +41,13 @@ def layout(plan: Plan) -> list[list[str]]:
 
 
 def dtype_name(setting: str, cuda: bool) -> str:
-    """Resolve ``train.dtype=auto`` for this device. The planner has the same rule (planning/cost/costs.py)."""
+    """Return `setting`, or the type that ``train.dtype=auto`` means on this device.
+    The planner has the same rule (planning/cost/costs.py)."""
     return setting if setting != "auto" else "bf16" if cuda else "fp32"
 
 
 def dtype_of(setting: str, cuda: bool) -> torch.dtype:
-    """Return the type of parameters and activations for ``train.dtype``. ConfigError for fp16 on a CPU."""
+    """Return the type of parameters and activations for ``train.dtype``. Raise ConfigError for fp16 on a CPU."""
     name = dtype_name(setting, cuda)
     if name == "fp16" and not cuda:
         raise ConfigError("fp16 needs a GPU", where="train.dtype", hint="use fp32 or bf16")
@@ -163,8 +164,7 @@ def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch
         if last:
             _mask_padding(model, m.vocab, vocabulary // config.tensor_model_parallel_size)
         chunks.append(model.to(device))
-    if seed is not None:
-        for model in chunks:
+        if seed is not None:
             initialize(model, plan, seed)
     return chunks
 
@@ -273,7 +273,7 @@ def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tu
 
 
 def _loss(mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the mean over the micro-batch's tokens that `mask` includes."""
+    """Return the mean of the `losses` that `mask` includes, and a copy of it under the key "loss"."""
     assert mask is not None  # the last stage, which computes losses, reads the batch
     mask = mask.float()
     loss = (losses.float() * mask).sum() / mask.sum().clamp(min=1)

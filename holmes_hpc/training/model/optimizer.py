@@ -180,7 +180,7 @@ def finalize_with_tied(
 
     It is used if the first and the last stage differ in TP or DP. `group`: all ranks of both; None on other ranks.
     Megatron-Core sums over pairs of ranks that hold the same part of the embedding. With different TP the parts differ
-    in size. Each rank therefore writes its part of its stage's sum into a full matrix, and an all-reduce sums them.
+    in size. Each rank therefore writes the part that it holds into a full matrix, and an all-reduce sums the matrices.
     """
     finalize_model_grads(models, num_tokens, **options)
     if group is None:

@@ -22,7 +22,7 @@ _BLOCK = 1 << 22  # elements at a time, which bounds the memory
 
 
 def checksum(parameter: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """Return a 64-bit checksum, on the parameter's device, of all bits and the order of the elements.
+    """Return a 64-bit checksum of all bits and the order of the elements, a scalar on the parameter's device.
 
     `offset`: of this part in a larger parameter. The checksums of the parts add up to that of the parameter.
     """

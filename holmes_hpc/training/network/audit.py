@@ -17,14 +17,14 @@ from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.network.interfaces import NodeTransports, short_ranks
 
-EVERY_STEPS = 10  # between comparisons: wrong traffic that starts between two is reported within 20 steps
-TOLERANCE = 0.10
-FLOOR_BYTES = 1_000_000  # per step: rendezvous, heartbeats, name look-ups
+EVERY_STEPS = 10  # per comparison; wrong traffic that starts during one is reported by the next, within 20 steps
+TOLERANCE = 0.10  # share of the planned bytes
+FLOOR_BYTES = 1_000_000  # per step, also tolerated: rendezvous, heartbeats, name look-ups
 
 
 @dataclass(frozen=True)
 class Load:
-    """Payload `bytes` that one group makes a node send per step, over a `kind` of NIC (ib, roce, ethernet)."""
+    """The `bytes` that one process group, `label`, makes a node send per step over a `kind` of NIC (ib, roce, …)."""
 
     node: str
     kind: str
@@ -37,7 +37,7 @@ def _zero_sums() -> defaultdict[str, defaultdict[str, float]]:
 
 
 def expected_bytes(loads: Iterable[Load]) -> dict[str, defaultdict[str, float]]:
-    """Return node -> kind of NIC -> bytes per step on the wire."""
+    """Return the sums of `loads`: node -> kind of NIC -> bytes per step."""
     totals = _zero_sums()
     for load in loads:
         totals[load.node][load.kind] += load.bytes
@@ -50,31 +50,32 @@ def audit_bytes(
     names: Mapping[str, Mapping[str, str]] | None = None,
     own_bytes: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[Finding]:
-    """Return an error for every NIC that sends more than planned, or a warning if another job sends the surplus.
+    """Return an error or a warning for every NIC that sends more bytes than planned, else warnings for those that send
+    less.
 
-    An error names the probable group: the one whose bytes are missing on another kind of NIC of that node. A NIC that
-    sends less than planned is a warning, if no NIC of the node sends more. NICs of kind ``other`` (storage, management)
-    have other users: they count only if another kind lacks as many bytes.
+    It is an error if a group of this run probably sends the surplus: its bytes are missing on another kind of NIC of
+    that node. It is a warning if another job or a service sends it. NICs of kind ``other`` (storage, management) have
+    other users, so they count only if another kind lacks as many bytes.
 
     `counted`: node -> kind -> bytes sent per step (a mean over the steps since the last check); `names`: node -> kind
     -> interface, for messages; `own_bytes`: node -> kind -> bytes on the wire of the ranks' own TCP connections from
     its address, 0 if the kernel does not count them (RDMA).
     """
     loads, names, own_bytes = list(loads), names or {}, own_bytes or {}
-    planned: Mapping[str, Mapping[str, float]] = expected_bytes(loads)
+    planned_by_node: Mapping[str, Mapping[str, float]] = expected_bytes(loads)
     findings: list[Finding] = []
-    for node, kinds in counted.items():
-        plan = planned.get(node, {})
-        excess = {kind: kinds.get(kind, 0.0) - plan.get(kind, 0.0) for kind in {**kinds, **plan}}
-        tolerated = {kind: TOLERANCE * plan.get(kind, 0.0) + FLOOR_BYTES for kind in excess}
+    for node, sent in counted.items():
+        planned = planned_by_node.get(node, {})
+        excess = {kind: sent.get(kind, 0.0) - planned.get(kind, 0.0) for kind in {**sent, **planned}}
+        tolerated = {kind: TOLERANCE * planned.get(kind, 0.0) + FLOOR_BYTES for kind in excess}
         surplus = {kind: extra for kind, extra in excess.items() if extra > tolerated[kind]}
         missing = {kind: -extra for kind, extra in excess.items() if -extra > tolerated[kind]}
         if surplus.get("other", 0.0) < 0.5 * min(missing.values(), default=math.inf):
             surplus.pop("other", None)
         nics = {kind: names.get(node, {}).get(kind, kind) for kind in excess}
         for kind, extra in surplus.items():
-            run_bytes = _run_bytes(kind, kinds, own_bytes.get(node, {}))
-            is_other_traffic = run_bytes > 0 and kinds[kind] - run_bytes > extra / 2
+            run_bytes = _run_bytes(kind, sent, own_bytes.get(node, {}))
+            is_other_traffic = run_bytes > 0 and sent[kind] - run_bytes > extra / 2
             group = None if is_other_traffic else _misplaced_group(node, extra, missing, loads)
             if group is not None:
                 cause = f": probably group {group.label}, which belongs on {group.kind}"
@@ -94,8 +95,8 @@ def audit_bytes(
                     "slurm.exclusive=true avoids them"
                 )
             message = (
-                f"{kind} NIC {nics[kind]} sent {kinds[kind] / 1e6:.1f} MB per step, the plan expects "
-                f"{plan.get(kind, 0.0) / 1e6:.1f} MB{cause}"
+                f"{kind} NIC {nics[kind]} sent {sent[kind] / 1e6:.1f} MB per step, the plan expects "
+                f"{planned.get(kind, 0.0) / 1e6:.1f} MB{cause}"
             )
             findings.append(
                 Finding("warning" if group is None else "error", f"node {node}", message, hint, node, nics[kind])
@@ -116,15 +117,17 @@ def audit_bytes(
 
 
 def _run_bytes(kind: str, counted: Mapping[str, float], own_bytes: Mapping[str, float]) -> float:
-    """Return the bytes that this run's own connections may have sent over a kind of NIC.
-    They are those from its address, and those from the other kinds' addresses that their NICs did not carry: a route
-    may lead over another NIC than the address's."""
+    """Return the most bytes that this run's own connections can have sent over a `kind` of NIC.
+
+    These are the bytes from its address, and the bytes from other NICs' addresses that those NICs did not send: a route
+    may lead over another NIC than the one with the source address."""
     rerouted = sum(max(0.0, sent - counted.get(k, 0.0)) for k, sent in own_bytes.items() if k != kind)
     return own_bytes.get(kind, 0.0) + rerouted
 
 
 def _misplaced_group(node: str, extra: float, missing: Mapping[str, float], loads: Iterable[Load]) -> Load | None:
-    """Return the group of this node whose missing bytes on its planned kind of NIC are nearest to the surplus."""
+    """Return the group whose planned bytes on a NIC that sends less than planned are nearest to the surplus `extra`.
+    Return None if `node` has no such group. `missing`: the kinds of NIC that send less, and by how many bytes."""
     sums: defaultdict[tuple[str, str], float] = defaultdict(float)
     for load in loads:
         if load.node == node and load.kind in missing:
@@ -136,8 +139,8 @@ def _misplaced_group(node: str, extra: float, missing: Mapping[str, float], load
 
 
 def nic_faults(interfaces: Iterable[str], node: str, sysfs: Path = Path("/sys")) -> dict[str, NetworkError]:
-    """Return the errors of NICs that went down or vanished. `interfaces`: kernel names, or ``device:port`` of RDMA
-    ports. This is one small read per NIC, cheap enough for every step."""
+    """Return an error for each NIC that is down or has vanished, by its name. `interfaces`: kernel names, or
+    ``device:port`` of RDMA ports. It reads one small file per NIC."""
     faults = {}
     for name in interfaces:
         device, _, port = name.partition(":")
@@ -155,7 +158,7 @@ def nic_faults(interfaces: Iterable[str], node: str, sysfs: Path = Path("/sys"))
 
 
 def planned_loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Load]:
-    """Return the payload bytes that each group makes each node send per step, over the group's planned NIC.
+    """Return the payload bytes that each group makes each rank's node send per step, over the group's planned NIC.
 
     `nodes`: every rank's node; `dtype`: of weights and activations, None: the device's usual one. The sums over nodes
     are the plan's predicted bytes (planning/cost/predict.py).
@@ -202,9 +205,9 @@ class Audit:
         self._reported: set[tuple[str, str]] = set()
 
     def add(self, rows: Sequence[Sequence[float]], is_step_only: bool = True) -> list[Finding]:
-        """Add one step's counters of every rank (see :meth:`Traffic.take`); every tenth step return findings.
-        Each NIC is reported once. `is_step_only`: the counters hold only the step's traffic, no checkpoint or
-        validation; otherwise they are dropped."""
+        """Add one step's byte counts of every rank (see :meth:`Traffic.take`). Return findings after ten steps.
+        Each NIC is reported once. `is_step_only`: the counts hold only the step's traffic, no checkpoint or validation;
+        otherwise they are dropped."""
         if not is_step_only:
             return []
         self._steps += 1
@@ -229,7 +232,7 @@ class Audit:
 
 def nics_in_use(node: NodeTransports, sysfs: Path = Path("/sys")) -> list[str]:
     """Return the kernel interfaces and RDMA ports that carry this node's groups, for :func:`nic_faults`.
-    RDMA ports are omitted if `sysfs` shows none (a container)."""
+    RDMA ports are omitted if `sysfs` lists none, as in a container."""
     ports = node.environment.get("NCCL_IB_HCA", "").lstrip("=") if (sysfs / "class/infiniband").is_dir() else ""
     return [
         *(interface for kind, (interface, _, _) in node.interfaces.items() if kind != "local"),
@@ -238,8 +241,8 @@ def nics_in_use(node: NodeTransports, sysfs: Path = Path("/sys")) -> list[str]:
 
 
 def nic_check(node: NodeTransports, sysfs: Path = Path("/sys")) -> Callable[[], NetworkError | None]:
-    """Return a cheap check of the NICs in use. It returns the error of a NIC that is down in two checks in a row:
-    a link that recovers within a second breaks no connection."""
+    """Return a function that checks the NICs in use. It returns an error if a NIC is down in two calls in a row, else
+    None: a link that recovers within a second breaks no connection."""
     names, faults = nics_in_use(node, sysfs), dict[str, NetworkError]()
 
     def check() -> NetworkError | None:

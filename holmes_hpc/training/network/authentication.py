@@ -4,10 +4,10 @@ PyTorch's TCPStore answers every client that reaches it. So it gets a filtered l
 socket filter drops every packet. An authentication server listens beside it. Rank and server prove to each other that
 they know the secret, by HMAC-SHA256 over random numbers and addresses of both sides. A greeting therefore cannot be
 replayed, nor used from another address. Then the filter admits the address and port from which this rank is about to
-connect. TCPStore's own client takes any port, so it connects through a proxy in its own process, on the loopback
-interface. The proxy accepts no other process.
+connect. TCPStore's client cannot choose its port. It therefore connects through a proxy in its own process, on the
+loopback interface. The proxy accepts no other process.
 
-The server only admits: rank and store exchange their data directly, in clear text.
+The server is no relay: once admitted, rank and store exchange their data directly, in clear text.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import psutil
 from holmes_hpc.training.network.filtered_listener import BACKLOG, FilteredListener, listening_socket, packed_address
 
 SECRET_BYTES = 32
-TIMEOUT_S = 5.0  # for a greeting, and for a proxy's connection
-LINGER_S = 0.3  # a port that has connected stays admitted: the last packet of its handshake may be under way
+TIMEOUT_S = 5.0  # of a greeting, and of a connection to the store
+LINGER_S = 0.3  # a port stays admitted so long after it has connected: its last handshake packet may be under way
 _NONCE, _MAC = 16, 32
 _GREETING = _NONCE + 2 + _MAC
 _ANSWER = 2 + _MAC
@@ -37,7 +37,7 @@ _PROXY_ADDRESS = "127.0.0.2"  # on the loopback interface, but not where a store
 
 
 class AuthenticationError(OSError):
-    """The server did not prove that it knows the secret, or did not accept our proof."""
+    """The server did not prove that it knows the secret, or did not accept this client's proof."""
 
 
 def new_secret() -> bytes:
@@ -52,7 +52,7 @@ def _mac(secret: bytes, role: bytes, parts: Iterable[bytes]) -> bytes:
 
 
 class AuthenticationServer:
-    """Listens on `address`, and lets `listener` admit clients that know `secret`. Stops with :meth:`close`."""
+    """A server on `address` that makes `listener` admit clients that know `secret`. :meth:`close` stops it."""
 
     def __init__(self, address: str, secret: bytes, listener: FilteredListener) -> None:
         self.address, self.secret, self.listener = address, secret, listener
@@ -86,7 +86,7 @@ class AuthenticationServer:
             oldest.close()
         self._is_authenticated[writer] = False
         try:
-            # The client left or was silent too long, or the server closes.
+            # These mean that the client left, that it was silent too long, or that the server closes.
             with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
                 await self._authenticate(reader, writer)
         finally:
@@ -105,7 +105,7 @@ class AuthenticationServer:
         self._is_authenticated[writer] = True
         store_port = self.listener.port.to_bytes(2, "big")
         source = address, int.from_bytes(client_port, "big")
-        answer = store_port + _mac(self.secret, b"gate", (client_nonce, nonce, store_port))
+        answer = store_port + _mac(self.secret, b"server", (client_nonce, nonce, store_port))
         if source[1] == 0:  # the client only verifies the server
             writer.write(answer)
             return
@@ -126,20 +126,20 @@ class AuthenticationServer:
 
 def verify_server(address: str, port: int, secret: bytes, timeout_s: float = TIMEOUT_S) -> None:
     """Verify that the server at `address`:`port` knows the secret.
-    AuthenticationError if it does not; OSError if it does not answer."""
+    Raise AuthenticationError if it does not; OSError if it does not answer."""
     with socket.create_connection((address, port), timeout=timeout_s) as server:
         _greet(server, address, secret, 0)
 
 
 def _greet(server: socket.socket, address: str, secret: bytes, client_port: int) -> int:
-    """Prove to the server that we know the secret; return the store's port.
-    `client_port` of this machine may connect to the store while `server` is open."""
+    """Prove to the server that this client knows the secret, and verify that the server does. Return the store's port.
+    While `server` is open, this machine's `client_port` may connect to the store; 0: no port may."""
     nonce, server_nonce = secrets.token_bytes(_NONCE), _receive_exactly(server, _NONCE)
     port_bytes = client_port.to_bytes(2, "big")
     parts = (server_nonce, nonce, port_bytes, packed_address(server.getsockname()[0]), packed_address(address))
     server.sendall(nonce + port_bytes + _mac(secret, b"rank", parts))
     answer = _receive_exactly(server, _ANSWER)
-    if not hmac.compare_digest(_mac(secret, b"gate", (nonce, server_nonce, answer[:2])), answer[2:]):
+    if not hmac.compare_digest(_mac(secret, b"server", (nonce, server_nonce, answer[:2])), answer[2:]):
         raise AuthenticationError("another process answers there")
     return int.from_bytes(answer[:2], "big")
 
@@ -183,12 +183,12 @@ class LoopbackProxy(socketserver.ThreadingTCPServer):
     def verify_request(self, _: Any, peer: Any) -> bool:
         """Return whether a connection comes from this process."""
         connections = psutil.Process().net_connections("tcp")
-        # TCPStore reaches IPv4 addresses through IPv6 sockets
+        # TCPStore connects to IPv4 addresses with IPv6 sockets.
         ends = [[(end.ip.removeprefix("::ffff:"), end.port) for end in (c.laddr, c.raddr) if end] for c in connections]
         return [peer, (self.address, self.port)] in ends
 
     def finish_request(self, client: Any, _: Any) -> None:
-        """Copy bytes between a client, in a thread of its own, and the store."""
+        """Copy bytes between the client and the store, in both directions, until one of them ends."""
         with contextlib.suppress(OSError), connect(*self._target) as store:  # TCPStore reports the error itself
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             back = threading.Thread(target=_copy_bytes, args=(store, client), name="rendezvous proxy", daemon=True)

@@ -25,7 +25,7 @@ def packed_address(address: str) -> bytes:
 
 @lru_cache(1024)
 def _accept_instructions(address: bytes, port: int) -> bytes:
-    """Return the instructions that accept packets from one address and port. Other packets go to the next ones."""
+    """Return the instructions that accept packets from one address and port, and otherwise continue after them."""
     address_offset = 12 if len(address) == 4 else 8
     address_words = struct.unpack(f">{len(address) // 4}I", address)
     conditions = [
@@ -34,7 +34,7 @@ def _accept_instructions(address: bytes, port: int) -> bytes:
     ]
     code = b""
     for index, (load, offset, value) in enumerate(conditions):
-        to_next = 2 * (len(conditions) - index - 1) + 1  # skips the remaining conditions and the return
+        to_next = 2 * (len(conditions) - index - 1) + 1  # instructions to skip: the remaining conditions, the return
         code += struct.pack("HBBIHBBI", load, 0, 0, offset, _JUMP_EQUAL, 0, to_next, value)
     return code + struct.pack("HBBI", _RETURN, 0, 0, _ALL)
 
@@ -53,7 +53,7 @@ class FilteredListener:
         self.socket = socket.socket(family, kind)
         self.socket.bind(socket_address)
         self.address, self.port = address, int(self.socket.getsockname()[1])
-        source = (packed_address(address), 1)
+        source = (packed_address(address), 1)  # any address of this length, for the size of a filter
         self.capacity = (_MAX_INSTRUCTIONS - 1) // (len(filter_program([source])) // 8 - 1)
         while not self._has_memory_for([source] * self.capacity):  # the kernel limits a socket's option memory
             if self.capacity == 1:
@@ -85,6 +85,6 @@ class FilteredListener:
 
 
 def listening_socket(address: str, port: int = 0) -> socket.socket:
-    """Return a listening socket on this address only (name or number). OSError if it cannot be bound."""
+    """Return a listening socket on this address only (name or number). Raise OSError if it cannot be bound."""
     family, _, _, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(socket_address, family=family, backlog=BACKLOG)

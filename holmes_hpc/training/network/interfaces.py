@@ -34,9 +34,10 @@ MEASURED_GROUPS = ("tp", "dp", "intra_dp", "inter_dp", "edge")
 class NodeTransports:
     """The transports of the plan on this node.
 
-    `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4 address, prefix); `environment`: the variables
-    that NCCL needs before its first call; `defaults`: variables that are set unless the site sets them; `network`:
-    NCCL's name of the fabric's RDMA network; `notes`: lines for the log; `node` and `fabric` are for messages.
+    `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4 address, prefix length); `environment`: the
+    variables that NCCL needs before its first call; `one_host`: all ranks run on this machine; `defaults`: variables
+    that are set unless the site sets them; `network`: NCCL's name of the fabric's RDMA network; `notes`: lines for the
+    log.
     """
 
     node: str
@@ -62,8 +63,9 @@ class NodeTransports:
             ) from None
 
     def nic(self, name: str | None) -> str:
-        """Return the NICs of this node behind an interface or network `name`, for the run record.
-        An interface stands for itself, a network of NCCL for this node's NICs, None for NVLink and shared memory."""
+        """Return the NICs of this node behind `name`, as text for the run record.
+        `name`: a kernel interface, which is returned as it is; NCCL's name of a network; None: NVLink, shared memory.
+        """
         variables = {"IB": "NCCL_IB_HCA", self.network: "NCCL_IB_HCA", "Socket": "NCCL_SOCKET_IFNAME"}
         variable = variables.get(name or "", "")
         return self.environment.get(variable, "").lstrip("=") or name or "local"
@@ -81,7 +83,7 @@ def transport_kinds(plan: Plan, rank: int) -> set[str]:
 
 def site_nics(plan: Plan, rank: int, nics: NodeNics, node: str, environ: Mapping[str, str] = os.environ) -> NodeNics:
     """Return this node's NICs that the plan's site names and the environment allows.
-    NetworkError if the node lacks a NIC of that name."""
+    Raise NetworkError if the node lacks a NIC of that name."""
     fabric = plan.site.fabric(plan.places[rank].fabric)
     try:
         return nccl.restrict_nics(nics, fabric.nic_names(node), environ, node)
@@ -90,9 +92,9 @@ def site_nics(plan: Plan, rank: int, nics: NodeNics, node: str, environ: Mapping
 
 
 def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: bool, cuda: bool) -> NodeTransports:
-    """Return this node's interfaces and environment.
-    NetworkError if an interface that the plan needs is missing, down or without an address. With `cuda`, RDMA ports
-    need no kernel interface: NCCL uses them directly."""
+    """Return this node's interfaces and environment. With `cuda`, RDMA ports need no kernel interface, because NCCL
+    uses them directly. Raise NetworkError if an interface that the plan needs is missing, down or without an address.
+    """
     fabric = plan.site.fabric(plan.places[rank].fabric)
     notes: list[str] = []
     interfaces = {"local": (LOOPBACK, "127.0.0.1", 8)}
@@ -129,8 +131,8 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
 
 
 def _container_notes(nics: NodeNics, nic: NicType, node: str) -> list[str]:
-    """Return a line for the log if NCCL must find its RDMA ports itself, because a container shows none in sysfs.
-    SiteError if it cannot open any."""
+    """Return a line for the log if NCCL must find its RDMA ports itself, because a container's sysfs lists none.
+    Return no line otherwise. Raise SiteError if NCCL cannot open a port."""
     if nics.ports or not nic.verbs:
         return []
     if not nics.verbs:
@@ -147,7 +149,7 @@ def _container_notes(nics: NodeNics, nic: NicType, node: str) -> list[str]:
 
 
 def _socket_traffic(plan: Plan, rank: int) -> tuple[float, int]:
-    """Return the rate of the sockets of `rank`'s node in Gb/s, and the number of its ranks that use them."""
+    """Return the highest TCP rate from `rank`'s node to another node in Gb/s, and how many of its ranks use TCP."""
     groups = [g for g in plan.transports() if g.transport.kind == "tcp" and g.kind in MEASURED_GROUPS]
     place = plan.places[rank]
     senders = {r for g in groups for r in g.ranks if plan.places[r] == place}
@@ -158,8 +160,9 @@ def _socket_traffic(plan: Plan, rank: int) -> tuple[float, int]:
 
 
 def _refuse_substitute(nics: NodeNics, chosen: Nic, node: str) -> None:
-    """Raise SiteError if a management port or a RoCE NIC would replace an Ethernet NIC that is down but has an address.
-    The other nodes' traffic goes to another network. A slower Ethernet NIC would not have been used anyway."""
+    """Raise SiteError if `chosen`, a management port or a RoCE NIC, would replace an Ethernet NIC that is down but has
+    an address: the other nodes use the network of that NIC. Ignore one that is slower than `chosen`, because it would
+    not be used anyway."""
     if nics.sockets is not None or (chosen.type is NicType.ETHERNET and chosen.role == "data"):
         return
     for nic in candidates(nics, NicType.ETHERNET):
@@ -218,7 +221,7 @@ def check_links(
     plan: Plan, rank: int, first_on_node: bool, nodes: Sequence[NodeTransports], store: Any
 ) -> list[Finding]:
     """Connect and measure all pairs of nodes that share a group, before the first group is created.
-    NetworkError, the same on all ranks; return warnings on each node's first rank."""
+    Return warnings on each node's first rank, [] on other ranks. Raise NetworkError, the same on all ranks."""
     if not first_on_node:
         link_check.await_link_check(store)
         return []
@@ -243,7 +246,7 @@ def check_links(
 
 
 def check_placement(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
-    """Raise NetworkError if ranks of one planned node run on several nodes, or ranks of several on one."""
+    """Raise NetworkError if ranks of one planned node run on several nodes, or of several planned nodes on one."""
     node_of: dict[Any, str] = {}
     for rank, (place, node) in enumerate(zip(plan.places, nodes, strict=True)):
         if node_of.setdefault(place, node.node) != node.node:
@@ -260,10 +263,10 @@ def check_placement(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
         )
 
 
-def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str] = ()) -> None:
-    """Raise NetworkError for a rank whose node is not in the job, or whose address cannot be its NIC's.
-    `job_nodes`: from Slurm, empty if unknown. Connections to a wrong address would reach another machine. Fabrics that
-    share no network may use the same addresses."""
+def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str]) -> None:
+    """Raise NetworkError for a rank whose node is not in the job, or whose address other nodes cannot connect to.
+    `job_nodes`: from Slurm, empty if unknown. A connection to an address of two nodes could reach the wrong one. RDMA
+    addresses need only differ within a fabric."""
     owners: dict[tuple[str, str], str] = {}
     for rank, node in enumerate(nodes):
         where = f"rank {rank} on {node.node}"
@@ -288,7 +291,7 @@ def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str] = 
 
 
 def short_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text; of more than six only the first three and the last."""
+    """Return ranks as text: `0,1,2`; more than six as `0,1,2,…,9`."""
     text = [str(r) for r in ranks]
     return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])
 
@@ -307,19 +310,18 @@ def links_of_rank(groups: Sequence[Mapping[str, Any]], nodes: Sequence[NodeTrans
 def as_network_error(
     error: Exception, kind: str, ranks: Sequence[int], transport: Transport, node: str, interface: str
 ) -> HolmesError:
-    """Return an error during a group's creation as one line with the group, its ranks and its transport."""
+    """Return torch's error during a group's creation as a NetworkError that names the group, its ranks and transport.
+    A HolmesError is returned as it is."""
     if isinstance(error, HolmesError):
         return error
     text = " ".join(str(error).split())
-    hint = {
+    hints = {
         "Unable to find address": f"give {interface} an IPv4 address and bring it up",
         "unreachable": f"connect the networks of these ranks' nodes, or correct the address of {interface}",
-    }.get(
-        next((key for key in ("Unable to find address", "unreachable") if key in text), ""),
-        f"check that all these ranks run and reach each other over {interface} (cable, subnet, firewall)",
-    )
+        "": f"check that all these ranks run and reach each other over {interface} (cable, subnet, firewall)",
+    }
     return NetworkError(
         f"set-up on {interface} failed: {text[:300]}",
         where=f"{kind} group of ranks {short_ranks(ranks)} ({transport}) on node {node}",
-        hint=hint,
+        hint=next(hint for phrase, hint in hints.items() if phrase in text),
     )

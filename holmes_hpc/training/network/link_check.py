@@ -40,7 +40,8 @@ _DONE = f"{_BASE}/done"
 
 @dataclass(frozen=True)
 class Limits:
-    """Durations in seconds: to wait for other nodes at each step, for a connection, of a sample, of a repeated one."""
+    """Durations in seconds: of the wait for other nodes at each step (`join_s`), of a connection, of a sample, of a
+    repeated sample."""
 
     join_s: float = 30.0
     connect_s: float = 3.0
@@ -49,7 +50,7 @@ class Limits:
 
 
 def publish_error(store: Store, error: HolmesError) -> None:
-    """Publish why this node cannot take part, so that the other nodes do not wait for it."""
+    """Publish this node's error as the outcome of the check, so that the other nodes do not wait for it."""
     text = json.dumps({"what": error.what, "where": error.where, "hint": error.hint})
     with contextlib.suppress(RuntimeError, TimeoutError):
         for key in (f"{_BASE}/nodes/all", _DONE):
@@ -68,11 +69,11 @@ def run_link_check(
     token: str,
     limits: Limits = Limits(),
 ) -> list[Finding]:
-    """Check all links, on one rank of each node at the same time. Return warnings; raise NetworkError on an error.
+    """Check all links together with the other nodes. One rank of each node calls it. Return warnings.
 
-    `nodes`: all, in rank order; `nics`: ``rdma`` / ``tcp`` -> this node's NIC, not listening yet; `groups`: the groups
-    of all ranks; `token`: any text that only this run knows. All nodes get the same outcome; the first node stores it
-    for :func:`await_link_check`.
+    `nodes`: all, in rank order; `nics`: ``rdma`` / ``tcp`` -> this node's NIC; `groups`: the groups of all ranks;
+    `token`: any text that only this run knows. Raise NetworkError for the first error, the same on all nodes. The
+    outcome is stored for :func:`await_link_check`.
     """
     try:
         with LinkServer(node, token, {k: (nic.interface, nic.address) for k, nic in nics.items()}) as server:
@@ -89,7 +90,7 @@ def run_link_check(
 
 
 def await_link_check(store: Store, timeout_s: float = 60.0) -> None:
-    """Wait, on the other ranks of a node, until the check is over; raise its error."""
+    """Wait, on the other ranks of a node, until the check is over. Raise NetworkError if it failed or took too long."""
     try:
         store.wait([_DONE], timedelta(seconds=timeout_s))
     except (RuntimeError, TimeoutError) as e:
@@ -185,8 +186,8 @@ class _LinkCheck:
     def _sample(
         self, link: NodeLink, by_node: Mapping[str, NodeInformation], third: str | None
     ) -> list[tuple[NodeLink, float | None]]:
-        """Measure a link. If it is slow, measure it again, and the link to a `third` node, to tell whether the sender
-        or the receiver is slow."""
+        """Return (link, Gb/s) of a link. If it is slow, add a repeated measurement and that of the link to a `third`
+        node, which shows whether the sender or the receiver is slow."""
 
         def measure(receiver: str, seconds: float) -> float | None:
             return sample(self._source(link.kind), by_node[receiver].nics[link.kind], self.token, seconds)

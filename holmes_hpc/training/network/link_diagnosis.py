@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from holmes_hpc.fabric.finding import MAX_SKEW_S, Finding
 from holmes_hpc.slurm.hostlist import compress
 
-WARN_BELOW, STOP_BELOW = 0.5, 0.1  # of the declared rate
+WARN_BELOW, STOP_BELOW = 0.5, 0.1  # shares of the declared rate: a slower link is a warning, an error
 # One TCP stream of a Python process reaches this rate on any machine. Faster NICs are graded against this rate.
 PROVABLE_GBPS = 5.0
 _NAMES = {"rdma": "RDMA", "tcp": "Ethernet"}  # of a transport kind's NICs, for messages
@@ -48,8 +48,8 @@ class NodeInformation:
 
 @dataclass(frozen=True)
 class CommunicationGroup:
-    """A process group: `kind` of its transport, its global ranks. `sampled`: it carries the model's traffic, so its
-    links are measured (a ring over its nodes)."""
+    """A process group. `kind`: of its transport; `ranks`: its global ranks; `sampled`: it carries the model's traffic,
+    so the links of a ring over its nodes are measured."""
 
     label: str
     kind: str
@@ -69,8 +69,8 @@ class NodeLink:
 
 @dataclass(frozen=True)
 class LinkReport:
-    """One node's results. `failed`: the peers that it could not reach, and the errors; `measured`: Gb/s that the
-    receiver counted (None: the sample failed); `skew_s`: the peers' clocks minus its own, if over a second."""
+    """One node's results. `failed`: (link, error) of each peer that it could not reach; `measured`: (link, Gb/s) as the
+    receiver counted (None: the sample failed); `skew_s`: peer -> its clock minus this node's, if over a second."""
 
     node: str
     failed: tuple[tuple[NodeLink, str], ...] = ()
@@ -104,8 +104,9 @@ def peer_links(infos: Sequence[NodeInformation], groups: Iterable[CommunicationG
 
 
 def measurement_rounds(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]) -> list[list[NodeLink]]:
-    """Return the links to measure, in rounds. All links of a round are of one kind, and a node sends and receives once
-    at most, so no two samples share a NIC's direction. The nodes of each sampled group form a ring, in rank order."""
+    """Return the links to measure, in rounds: those of a ring over each sampled group's nodes, in rank order.
+    All links of a round are of one kind, and a node is at most once a sender and once a receiver. So no two samples
+    share a NIC's direction."""
     node_of = _node_of(infos)
     rings = [
         (group, list(dict.fromkeys(node_of[r] for r in group.ranks)))
@@ -144,8 +145,8 @@ def grade(measured_gbps: float | None, declared: float) -> str:
 
 
 def find_node_faults(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]) -> list[Finding]:
-    """Return faults that the published data alone shows: a missing NIC that a group needs, an address on two nodes, an
-    unusual interface name."""
+    """Return the faults that the nodes' information alone shows: a NIC that a group needs and a node lacks, one address
+    on two nodes, an unusual interface name."""
     by_node = {info.node: info for info in infos}
     node_of = _node_of(infos)
     missing: dict[tuple[str, str], str] = {}
@@ -185,7 +186,7 @@ def find_node_faults(infos: Sequence[NodeInformation], groups: Iterable[Communic
 
 
 def _find_unusual_names(infos: Sequence[NodeInformation]) -> list[Finding]:
-    """Return nodes whose Ethernet interface has another name than most nodes', if no node of their fabric shares it."""
+    """Return a warning for each node whose Ethernet interface is named unlike most nodes' and all of its fabric's."""
     names = {info.node: info.nics["tcp"].interface for info in infos if "tcp" in info.nics}
     usual = max(set(names.values()), key=list(names.values()).count, default="")
     if 2 * list(names.values()).count(usual) <= len(names):
@@ -200,8 +201,8 @@ def _find_unusual_names(infos: Sequence[NodeInformation]) -> list[Finding]:
         Finding(
             "warning",
             f"node {node}",
-            f"its Ethernet NIC is {names[node]}, most nodes' is {usual}: renamed? {names[node]} is used",
-            f"rename it to {usual}, or check that it is the right one (holmes probe)",
+            f"uses Ethernet NIC {names[node]}, while most nodes use {usual}",
+            f"check that it is the right one (holmes probe); if its name has changed, rename it to {usual}",
             node,
             names[node],
         )
@@ -229,7 +230,10 @@ _SPLIT_HINTS = {
 def _explain_pairs(
     kind: str, pairs: dict[frozenset[str], tuple[NodeLink, str]], infos: Mapping[str, NodeInformation]
 ) -> list[Finding]:
-    """Return findings that explain all failed `pairs` of one transport kind, the node with most failures first."""
+    """Return findings that explain all failed `pairs` of one transport kind.
+
+    Each finding explains the pairs of the node with most failures, then of the next one. Two sets of nodes that do not
+    reach each other, or single pairs, are explained as such."""
     findings: list[Finding] = []
     unexplained = dict(pairs)
     while unexplained:
@@ -272,7 +276,8 @@ def _explain_pairs(
 
 
 def _islands(pairs: Iterable[frozenset[str]]) -> tuple[list[str], list[str]] | None:
-    """Return two sets of several nodes if each node fails to reach exactly the nodes of the other set; else None."""
+    """Return two sets of nodes such that each node fails to reach exactly those of the other set, or None.
+    Both sets have several nodes."""
     failing: defaultdict[str, set[str]] = defaultdict(set)
     for a, b in map(sorted, pairs):
         failing[a].add(b)
@@ -298,11 +303,11 @@ def _pair_finding(link: NodeLink, error: str, infos: Mapping[str, NodeInformatio
 
 
 def find_slow_links(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> list[Finding]:
-    """Return findings from samples: one for each NIC that explains slow links, or for a link whose two NICs explain it
-    equally well.
+    """Return findings from samples: one for each NIC that explains slow links, or one for a link whose two NICs explain
+    it equally well.
 
-    The best of several measurements of a link counts. A NIC with many slow and few good links explains all its slow
-    links; then the next NIC is chosen from the remaining slow links.
+    The best of several measurements of a link counts. The NIC with many slow and few good links explains all its slow
+    links. Then the next NIC is chosen for the remaining slow links.
     """
     by_node = {info.node: info for info in infos}
     best: dict[NodeLink, float] = {}
@@ -333,7 +338,7 @@ def _ends(link: NodeLink) -> tuple[tuple[str, str], tuple[str, str]]:
 
 
 def _score(nic: tuple[str, str], links: Iterable[NodeLink], slow: set[NodeLink], grades: Mapping[NodeLink, str]) -> int:
-    """Return how well a NIC explains the slow links: plus two for each of its slow links, minus one for each good."""
+    """Return how well a NIC explains the slow links: two points for each of its slow links, minus one for each good."""
     return sum(2 if link in slow else -(grades[link] == "ok") for link in links if nic in _ends(link))
 
 
@@ -372,10 +377,10 @@ def _slow_link(link: NodeLink, gbps: float, level: str, infos: Mapping[str, Node
     )
 
 
-def find_clock_skew(reports: Iterable[LinkReport]) -> list[Finding]:
-    """Return a warning for each node whose clock at least half of the nodes find to be over a minute off."""
+def find_clock_skew(reports: Sequence[LinkReport]) -> list[Finding]:
+    """Return a warning for each node whose clock is over a minute off: the median of its skews from other nodes.
+    At least half of the nodes must have reported a skew."""
     offsets: dict[str, list[float]] = {}
-    reports = list(reports)
     for report in reports:
         for node, seconds in report.skew_s.items():
             offsets.setdefault(node, []).append(seconds)

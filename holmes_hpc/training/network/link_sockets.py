@@ -21,14 +21,14 @@ from holmes_hpc.training.network.link_diagnosis import Endpoint
 MAX_CONNECTIONS = 256  # at a time, each in a thread; the usual limit of open files is 1,024
 HEADER_BYTES = 1024
 CHUNK_BYTES = 1 << 18
-WARM_UP = 0.2  # share of a sample's time, for TCP's slow start and a shaper's burst
-PATIENCE = 4  # times a sample's length, if nothing was read
+WARM_UP = 0.2  # share of a sample's time that does not count, for TCP's slow start and a shaper's burst
+PATIENCE = 4  # a sample in which nothing arrives may take as many times its length
 MAX_SAMPLE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A peer's answer. `skew_s`: its clock minus ours; `failure`: why it did not answer with its own name, or ""."""
+    """A peer's answer. `skew_s`: its clock minus this node's; `failure`: why it did not answer with its name, or ""."""
 
     skew_s: float = 0.0
     failure: str = ""
@@ -36,10 +36,10 @@ class Reply:
 
 def _bound_socket(interface: str, address: str) -> socket.socket:
     """Return a TCP socket that uses only this interface, whatever the routes are.
-    Gloo and NCCL do not bind, so they would silently use another network."""
+    Gloo and NCCL follow the routes, and would use another network without an error."""
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        with contextlib.suppress(PermissionError):  # kernels before 5.7 want CAP_NET_RAW
+        with contextlib.suppress(PermissionError):  # kernels before 5.7 require CAP_NET_RAW
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode() + b"\0")
         bound.bind((address, 0))
     except OSError:
@@ -49,9 +49,9 @@ def _bound_socket(interface: str, address: str) -> socket.socket:
 
 
 class LinkServer(contextlib.ExitStack):
-    """Listens on this node's NICs until closed. `nics`: kind -> (interface, address); `ports`: kind -> port.
+    """A server on each of this node's NICs. `nics`: kind -> (interface, address); `ports`: kind -> port.
 
-    It answers only clients that know `token`. NetworkError if an address cannot be used.
+    It answers only clients that know `token`. Raise NetworkError if an address cannot be used.
     """
 
     def __init__(self, node: str, token: str, nics: Mapping[str, tuple[str, str]]) -> None:
@@ -98,26 +98,28 @@ def _close(listener: socket.socket) -> None:
 
 
 def _received_gbps(connection: socket.socket, seconds: float) -> float:
-    """Receive for `seconds` from the first byte; return the rate after the warm-up in Gb/s. If nothing arrives after
-    the warm-up (a very slow link, or a busy machine that did not run this thread), continue for a while."""
+    """Receive for `seconds` from the first byte on. Return the rate after the warm-up in Gb/s, 0 if nothing arrived.
+
+    If nothing arrives after the warm-up, continue for a while: the link may be very slow, or the machine too busy to
+    run this thread."""
     buffer = bytearray(CHUNK_BYTES)
     connection.recv_into(buffer)
     start = time.monotonic()
-    count_from, end, latest = start + WARM_UP * seconds, start + seconds, start + PATIENCE * seconds
-    counted, count_start, now = 0, None, start
-    while now < end or (counted == 0 and now < latest):
-        connection.settimeout(max(0.001, (end if now < end else latest) - now))
+    warm_up_end, end, latest_end = start + WARM_UP * seconds, start + seconds, start + PATIENCE * seconds
+    counted_bytes, count_start, now = 0, None, start
+    while now < end or (counted_bytes == 0 and now < latest_end):
+        connection.settimeout(max(0.001, (end if now < end else latest_end) - now))
         received = None
         with contextlib.suppress(TimeoutError):
             received = connection.recv_into(buffer)
         now = time.monotonic()
-        if received == 0:
+        if received == 0:  # the sender has closed
             break
         if count_start is not None:
-            counted += received or 0
-        elif received and now >= count_from:
-            count_start = now  # the bytes of this read arrived earlier
-    return counted * 8 / 1e9 / (max(now, end) - count_start) if count_start is not None and counted else 0.0
+            counted_bytes += received or 0
+        elif received and now >= warm_up_end:
+            count_start = now  # the bytes of this read do not count, because they arrived earlier
+    return counted_bytes * 8 / 1e9 / (max(now, end) - count_start) if count_start is not None and counted_bytes else 0.0
 
 
 def _json_line(data: dict[str, object]) -> bytes:
@@ -129,13 +131,9 @@ def _read_line(connection: socket.socket) -> bytes:
     return connection.makefile("rb", buffering=0).readline(HEADER_BYTES)
 
 
-def reach(
-    source: tuple[str, str], targets: Mapping[str, Endpoint], token: str, timeout_s: float = 3.0
-) -> dict[str, Reply]:
+def reach(source: tuple[str, str], targets: Mapping[str, Endpoint], token: str, timeout_s: float) -> dict[str, Reply]:
     """Connect to all `targets` (node -> its link server) at once from `source` (interface, address).
-
-    A reply's failure is empty if the peer answered with its own name; else it is the system's message.
-    """
+    Return each node's reply."""
     with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
         replies = pool.map(lambda node: _reach_target(source, node, targets[node], token, timeout_s), targets)
         return dict(zip(targets, replies, strict=True))
@@ -173,7 +171,7 @@ def _parse_reply(node: str, text: bytes, sent_at: float) -> Reply:
 
 
 def sample(source: tuple[str, str], target: Endpoint, token: str, seconds: float) -> float | None:
-    """Return the Gb/s that arrive at `target` within `seconds`, as the receiver measures; None on a failure."""
+    """Send to `target` for `seconds`. Return the Gb/s that it measured, None on a failure."""
     try:
         with _bound_socket(*source) as s:
             s.settimeout(PATIENCE * seconds + 2)
@@ -184,7 +182,7 @@ def sample(source: tuple[str, str], target: Endpoint, token: str, seconds: float
             _read_line(s)
             _send_until_answer(s, seconds)
             gbps = float(json.loads(_read_line(s))["gbps"])
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # drop queued bytes
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing drops queued bytes
             return gbps
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,7 +1,4 @@
-"""Byte counters of this node's NICs and of this process's TCP connections.
-
-One rank of each node counts its bytes per NIC kind and step.
-"""
+"""Byte counters of this node's NICs and of this process's TCP connections, read once per step."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from holmes_hpc.records.files import append_line, to_json
 from holmes_hpc.training.rank.launch import Launch
 
 SAMPLE_BYTES = 1 << 20
-Counters = dict[str, tuple[int, int]]
+Counters = dict[str, tuple[int, int]]  # NIC -> bytes (sent, received)
 # port_xmit_data and port_rcv_data count 4-byte words (kernel: Documentation/ABI/stable/sysfs-class-infiniband)
 WORD_BYTES = 4
 _TCP_INFO_BYTES = 128
@@ -34,10 +31,10 @@ _BYTES_ACKED = 120  # its offset in struct tcp_info of linux/tcp.h, from Linux 4
 
 
 def read_counters(sysfs: Path = Path("/sys")) -> Counters:
-    """Return bytes sent and received since boot: interface name, or ``device:port`` of an RDMA port -> (tx, rx).
+    """Return interface name, or ``device:port`` of an RDMA port -> bytes (sent, received) since boot.
 
-    NICs that cannot be read are omitted. RDMA ports count RDMA traffic (and IPoIB, which its interface counts too);
-    interfaces count the kernel's traffic.
+    NICs that cannot be read are omitted. Interfaces count the kernel's traffic. RDMA ports count RDMA traffic, and
+    IPoIB's, which its interface counts too.
     """
     counters: Counters = {}
     for interface in (sysfs / "class/net").glob("*/statistics"):
@@ -61,15 +58,15 @@ def counter_difference(old: Mapping[str, tuple[int, int]], new: Mapping[str, tup
 
 
 def bytes_by_kind(counters: Mapping[str, tuple[int, int]], nics: NodeNics) -> dict[str, tuple[int, int]]:
-    """Return sums of counters by kind: ``ib``, ``roce``, ``ethernet`` and ``other``.
+    """Return the sums of `counters`: kind (``ib``, ``roce``, ``ethernet`` or ``other``) -> bytes (sent, received).
 
-    ``other``: management, containers, storage (RDMA ports that NCCL does not use). Nothing is counted twice: IPoIB
+    ``other``: management, containers, storage (RDMA ports that NCCL does not use). No byte is counted twice: IPoIB
     counts with its port if ports have counters, members of a bond with the bond.
     """
     ports = [p for p in nics.ports if p.kind in ("ib", "roce")]
     compute = {p.name for nic in (NicType.IB, NicType.ROCE) for p in nics.compute_ports(nic)}
-    owners = {p.interface for p in ports if p.name in compute}
-    storage = {n.name for n in nics.interfaces if n.type is NicType.ROCE and ports and n.name not in owners}
+    compute_interfaces = {p.interface for p in ports if p.name in compute}
+    storage = {n.name for n in nics.interfaces if n.type is NicType.ROCE and ports and n.name not in compute_interfaces}
     ib_ports_count = any(p.kind == "ib" and p.name in counters for p in ports)
     kinds = {
         nic.name: str(nic.type) if nic.role == "data" and nic.name not in storage else "other"
@@ -100,7 +97,7 @@ class TcpCounters:
         self._last = _acknowledged_bytes()
 
     def take(self) -> dict[str, int]:
-        """Return local address -> bytes sent from it, and acknowledged, since the last call."""
+        """Return local address -> bytes sent from it since the last call, as far as acknowledged."""
         previous, self._last = self._last, _acknowledged_bytes()
         sent_from: dict[str, int] = {}
         for inode, (address, sent) in self._last.items():
@@ -109,7 +106,7 @@ class TcpCounters:
 
 
 def _acknowledged_bytes() -> dict[int, tuple[str, int]]:
-    """Return inode of each TCP connection of this process -> (local address, bytes that its peer acknowledged)."""
+    """Return inode of each TCP connection of this process -> (local address, bytes that its peer has acknowledged)."""
     connections: dict[int, tuple[str, int]] = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # just closed, not connected, or not TCP
@@ -123,10 +120,10 @@ def _acknowledged_bytes() -> dict[int, tuple[str, int]]:
 
 
 class Traffic:
-    """Traffic counters of this node. `by_nic`: the bytes of each NIC at the last call of :meth:`take`.
+    """The traffic counters of a rank's node. `by_nic`: the bytes of each NIC that the last :meth:`take` counted.
 
-    Only the first rank of a node counts NICs, so that sums over ranks are sums over nodes; the others return zeros. If
-    all ranks share one host, all return zeros.
+    Only the first rank of a node counts NICs, so that sums over ranks are sums over nodes. The other ranks count zero
+    bytes, and so do all ranks if they share one host.
     """
 
     def __init__(self, plan: Plan, launch: Launch, nics: NodeNics) -> None:
@@ -137,8 +134,8 @@ class Traffic:
         self.by_nic: Counters = {}
 
     def take(self) -> tuple[float, ...]:
-        """Return bytes since the last call: Ethernet sent and received; RDMA sent and received; sent over NICs outside
-        the plan; sent by this rank's own TCP connections over Ethernet, and over RDMA NICs."""
+        """Return seven byte counts since the last call: Ethernet sent and received; RDMA sent and received; sent over
+        NICs outside the plan; sent by this rank's own TCP connections over Ethernet NICs, and over RDMA NICs."""
         sent = {} if self._tcp is None else self._tcp.take()
         tcp = self._sums({nic.name: (sent[nic.address], 0) for nic in self._nics.interfaces if nic.address in sent})
         if self.counts_nics:
@@ -147,7 +144,7 @@ class Traffic:
         return (*self._sums(self.by_nic), tcp[0], tcp[2])
 
     def _sums(self, counters: Counters) -> tuple[float, float, float, float, float]:
-        """Return the bytes over Ethernet sent and received, over RDMA sent and received, over other NICs sent."""
+        """Return five byte counts: Ethernet sent and received, RDMA sent and received, sent over other NICs."""
         kinds = bytes_by_kind(counters, self._nics)
         ethernet, rdma = kinds.pop("ethernet", (0, 0)), kinds.pop(str(self._nic), (0, 0))
         unplanned = sum(sent for sent, _ in kinds.values())
@@ -178,7 +175,7 @@ class NicLog:
             self.write()
 
     def write(self) -> None:
-        """Write the collected lines. RunFailed on a full disk."""
+        """Write the collected lines. Raise RunFailed on a full disk."""
         if self._lines:
             with contextlib.suppress(OSError):  # append_line reports the error
                 self._path.parent.mkdir(exist_ok=True)
@@ -187,7 +184,8 @@ class NicLog:
 
 
 def sum_by_kind(plan: Plan, rows: Any) -> dict[str, dict[str, int]]:
-    """Return sums over nodes of every rank's :meth:`Traffic.take`: fabric name or ``ethernet`` -> {tx, rx}."""
+    """Return the bytes of all nodes: fabric name or ``ethernet`` -> {tx, rx}. `rows`: every rank's
+    :meth:`Traffic.take`."""
     total: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"tx": 0, "rx": 0})
     for rank, (tx, rx, rdma_tx, rdma_rx, *_) in enumerate(rows):
         for kind, sent, received in (("ethernet", tx, rx), (plan.places[rank].fabric, rdma_tx, rdma_rx)):
@@ -198,7 +196,8 @@ def sum_by_kind(plan: Plan, rows: Any) -> dict[str, dict[str, int]]:
 
 
 def sample_pairs(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return the ends of a sample for every NIC kind of the plan: two ranks on different nodes whose group uses it."""
+    """Return two ranks for each network of the plan: fabric name or ``ethernet`` -> ranks on different nodes whose
+    group uses that network."""
     pairs: dict[str, tuple[int, int]] = {}
     for group in plan.transports():
         if group.kind in ("edge", "dp", "intra_dp", "inter_dp") and group.transport.kind != "local":
@@ -211,7 +210,7 @@ def sample_pairs(plan: Plan) -> dict[str, tuple[int, int]]:
 def header_factors(
     plan: Plan, rank: int, traffic: Traffic, new_group: Any, gather: Any, cuda: bool = False
 ) -> dict[str, float]:
-    """Return bytes on the wire (with headers and acknowledgements) per byte of payload, for every NIC kind.
+    """Return fabric name or ``ethernet`` -> bytes on the wire (with headers and acknowledgements) per byte of payload.
 
     A known amount is sent between two nodes. All ranks call it; `new_group(ranks, kind)` creates the pair's group,
     `gather(row)` returns every rank's row on all ranks, and synchronizes them.
@@ -220,18 +219,17 @@ def header_factors(
     headers with each packet of 1 to 4 KiB, well within the audit's tolerance.
     """
     factors: dict[str, float] = {}
-    for kind, ranks in () if traffic.one_host else sample_pairs(plan).items():
+    for kind, ranks in {}.items() if traffic.one_host else sample_pairs(plan).items():
         if cuda and kind != "ethernet":
             factors[kind] = 1.0
             continue
         group = new_group(ranks, f"sample {kind}")
         data = torch.zeros(SAMPLE_BYTES // 4)
-        _send(ranks, rank, group, data[:16])
+        _send(ranks, rank, group, data[:16])  # connects the two ranks
         gather(traffic.take())
-        traffic.take()
+        traffic.take()  # drops the bytes of the connection and of the gather
         _send(ranks, rank, group, data)
-        rows = gather(traffic.take())
-        total = sum_by_kind(plan, rows).get(kind, {"tx": 0})["tx"]
+        total = sum_by_kind(plan, gather(traffic.take())).get(kind, {"tx": 0})["tx"]
         if total:
             factors[kind] = total / SAMPLE_BYTES
     return factors

@@ -1,9 +1,9 @@
 """Megatron-Core's parallel state for per-stage TP/DP, where the ranks form no uniform grid.
 
 The groups inside a stage (tensor parallel, data parallel and their combinations) are created as usual. There are no
-pipeline groups: a rank is in the pipelines of all micro-batches it computes. Megatron-Core uses a pipeline's group only
-to find the stage, so a stub replaces it. The gradient norm is summed over all ranks, and each part of a parameter that
-an optimizer holds counts once. The tied embedding has its own group (model/optimizer.py).
+pipeline groups, because a rank exchanges micro-batches with several replicas of the next stage. Megatron-Core uses a
+pipeline's group only to find the stage, so a stub replaces it. The gradient norm is summed over all ranks, and counts
+each part of a parameter once. The tied embedding has its own group (model/optimizer.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holmes_hpc.planning.plan.parallel import Parallel
 
 @dataclass(frozen=True)
 class PipelineStub:
-    """A stand-in for the group of a rank's pipeline: it only knows the stage and the number of stages."""
+    """A stand-in for a pipeline's process group: its rank is the stage, its size the number of stages."""
 
     stage: int
     stages: int
@@ -33,8 +33,8 @@ class PipelineStub:
 
 
 class _PerStageRanks:
-    """A stand-in for Megatron-Core's RankGenerator: the ranks of all groups of a kind.
-    Megatron-Core 0.18 has an axis for weights sharded over replicas; every rank is alone on it."""
+    """A stand-in for Megatron-Core's RankGenerator, which returns the ranks of all groups of a kind.
+    On all other axes, such as that for sharded weights of Megatron-Core 0.18, each rank is a group of its own."""
 
     def __init__(self, parallel: Parallel) -> None:
         grid = parallel.grid()
@@ -57,8 +57,8 @@ class _PerStageRanks:
 
 @contextmanager
 def per_stage_ranks(parallel: Parallel, rank: int) -> Iterator[dict[str, int]]:
-    """Let Megatron-Core create its groups from `parallel`, then set the stage of `rank` in its parallel state.
-    Yield the sizes for ``initialize_model_parallel``: one grid of all ranks, which it does not use."""
+    """Let Megatron-Core create its groups from `parallel` in the ``with`` block; then set the stage of `rank`.
+    Yield the sizes that ``initialize_model_parallel`` requires. It checks them but does not use them."""
     original = parallel_state.RankGenerator
     parallel_state.RankGenerator = lambda **_: _PerStageRanks(parallel)
     try:

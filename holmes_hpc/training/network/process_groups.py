@@ -48,8 +48,8 @@ def register() -> None:
 
 
 def nccl_options(transport: Transport, site: Site, urgent: bool = False) -> Any:
-    """Return new NCCL options with the communicator's network (never shared: torch writes into them).
-    `urgent`: its kernels run before those of other streams, because a stage waits for them."""
+    """Return new NCCL options with the name of the communicator's network. Torch writes into them, so never share them.
+    `urgent`: the communicator's kernels run before those of other streams, because a stage waits for them."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = urgent
     name = site.nccl_network(transport.nic, transport.fabric)
@@ -60,11 +60,12 @@ def nccl_options(transport: Transport, site: Site, urgent: bool = False) -> Any:
 
 @dataclass
 class Groups:
-    """Creates process groups, each on its transport.
+    """The process groups of a rank, each created on its transport.
 
-    `timeout_s`: of their set-up and of gloo's collectives. NCCL's timeout is longer than `watchdog_s`, because it ends
-    the process without a message. `records`: the groups of this rank, for the run record. `embedding_group`: all ranks
-    of the first and the last stage, on those ranks, if the embedding is tied and the plan has per-stage TP/DP.
+    `timeout_s`: of their set-up and of gloo's collectives. NCCL's timeout ends the process without a message, so it is
+    longer than `watchdog_s`. `records`: the groups of this rank, for the run record. `embedding_group`: the group of
+    all ranks of the first and the last stage, if the embedding is tied and the plan has per-stage TP/DP; None on other
+    ranks.
     """
 
     plan: Plan
@@ -75,10 +76,10 @@ class Groups:
     watchdog_s: float
     records: list[dict[str, Any]] = field(default_factory=list)
     embedding_group: Any = None
-    _shared: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    _created: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def start(self, store: dist.Store) -> None:
-        """Create WORLD. `store`: the store of the rendezvous."""
+        """Create torch's default group, WORLD. `store`: the store of the rendezvous."""
         register()
         everyone = tuple(range(self.plan.world_size))
         # With CUDA, WORLD carries control traffic only: create_group creates other groups of all ranks.
@@ -116,9 +117,9 @@ class Groups:
         gloo: bool = False,
         urgent: bool = False,
     ) -> Any:
-        """Return a new group. All ranks call it in the same order.
-        `transport`: None: the plan's transport of these ranks; `gloo`: for tensors on the host, also if training uses
-        CUDA; `urgent`: see :func:`nccl_options`."""
+        """Return a new group of `ranks`. All ranks call it in the same order. Raise NetworkError if it fails.
+        `transport`: None for the plan's transport of these ranks; `gloo`: for tensors on the host, also if training
+        uses CUDA; `urgent`: see :func:`nccl_options`."""
         transport = transport or self.plan.transport_of(ranks, host_memory=gloo and self.cuda)
         is_member = self.rank in ranks  # other ranks may lack the interface, and do not need it
         interface = self.node.interface(transport) if is_member and (gloo or not self.cuda) else ""
@@ -166,21 +167,16 @@ class Groups:
         use_local_synchronization: bool = False,
         group_desc: str | None = None,
     ) -> Any:
-        """Replace Megatron-Core's ``parallel_state.create_group``, through which it creates all its groups.
+        """Create a group for Megatron-Core, in place of ``parallel_state.create_group``.
 
-        On a CPU equal ranks share one group, because each group opens a connection per pair of ranks. Megatron's groups
-        of the same ranks (dp, dp_cp, their gloo twins, …) are used one after the other.
+        On a CPU all groups of the same ranks (dp, dp_cp, their gloo twins, …) are one, because each group opens a
+        connection per pair of ranks. Megatron-Core uses them one after the other.
         """
         members = tuple(ranks if ranks is not None else range(self.plan.world_size))
         kind = (group_desc or "unnamed").lower().replace("_group", "").replace("_", " ")
-        if self.cuda:
-            group = self.new(members, kind, gloo=backend == "gloo")
-        else:
-            if members not in self._shared:
-                self._shared[members] = (
-                    dist.group.WORLD if len(members) == self.plan.world_size else self.new(members, kind)
-                )
-            group = self._shared[members]
+        if self.cuda or (members not in self._created and len(members) < self.plan.world_size):
+            self._created[members] = self.new(members, kind, gloo=self.cuda and backend == "gloo")
+        group = self._created.get(members, dist.group.WORLD)
         if self.rank in members:
             if parallel_state._global_process_group_list is None:
                 parallel_state._global_process_group_list = [None]
@@ -226,7 +222,7 @@ def close() -> None:
 
 
 def device(local_rank: int, cuda: bool) -> torch.device:
-    """Make this rank's device current and return it. If Slurm shows each task only its own GPU, that is number 0."""
+    """Make this rank's device current and return it. If Slurm shows a task only its own GPU, that is number 0."""
     if not cuda:
         return torch.device("cpu")
     number = local_rank % torch.cuda.device_count()
@@ -235,7 +231,7 @@ def device(local_rank: int, cuda: bool) -> torch.device:
 
 
 def check_devices(device: torch.device, rank: int, store: dist.Store, nodes: Sequence[NodeTransports]) -> None:
-    """Raise PlanError on every rank if two ranks have the same GPU: NCCL's own message does not help."""
+    """Raise PlanError on every rank if two ranks have the same GPU, which NCCL reports without naming the ranks."""
     if device.type != "cuda":
         return
     uuids = exchange(store, "device", rank, range(len(nodes)), str(torch.cuda.get_device_properties(device).uuid))

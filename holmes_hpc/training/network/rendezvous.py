@@ -1,7 +1,7 @@
 """Rendezvous of the ranks: a key-value store in rank 0, whose address and secret are published in the run directory.
 
-The file is named after this start of the run, and only the run's user may read it. So no rank follows a file of an
-earlier start or of another user, and the store admits only ranks that can read the file (authentication.py).
+The published file is named after this start of the run, and only the run's user may read it. So no rank uses the file
+of an earlier start or of another user, and the store admits only ranks that can read the file (authentication.py).
 A launcher's own rendezvous (torchrun's MASTER_ADDR) is used if there is one. It has no secret; rank 0 warns about it.
 """
 
@@ -32,9 +32,9 @@ from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.log import log_line
 
 POLL_S = 0.05
-CONNECT_TIMEOUT_S = 20.0  # from the published address to a connection: rank 0 listens before it publishes
+CONNECT_TIMEOUT_S = 20.0  # to connect to a published address: rank 0 listens before it publishes
 OWNER_ONLY = 0o600
-PORT_TRIES = 10  # listeners tried for one whose port is free at the proxy's address
+PORT_TRIES = 10  # attempts to find a port that is free at the addresses of the store and of the proxy
 _open_servers: list[object] = []  # must live as long as this process
 
 
@@ -42,8 +42,8 @@ _open_servers: list[object] = []  # must live as long as this process
 class Rendezvous:
     """The address of rank 0's authentication server, and its secret (hexadecimal).
 
-    `attempt`: the number of this start in the run's record, below 0 if it has none. `error`: why there is no store, and
-    with which exit code the ranks end.
+    `attempt`: the number of this start in the run's record, below 0 if it has none; `error`: why there is no store, ""
+    if there is one; `exit_code`: of all ranks after that error.
     """
 
     address: str
@@ -61,8 +61,8 @@ def published_path(run_dir: Path, launch: Launch) -> Path:
 
 
 def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeout_s: float) -> dist.TCPStore:
-    """Start the store, on rank 0, on this node's `address` and publish it.
-    NetworkError if the address cannot be used."""
+    """Start the store on this node's `address` and publish it. Called by rank 0.
+    Raise NetworkError if the address cannot be used."""
     where, secret = f"rendezvous on {launch.node}", authentication.new_secret()
     try:
         listener, server, proxy = _start_servers(address, secret)
@@ -90,8 +90,8 @@ def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeou
 def _start_servers(
     address: str, secret: bytes
 ) -> tuple[FilteredListener, authentication.AuthenticationServer, authentication.LoopbackProxy]:
-    """Return the store's listener and authentication server, and a proxy at the listener's port.
-    The proxy is needed because the store is a client of itself. If its port is taken, another listener is tried."""
+    """Return the store's listener, its authentication server, and a proxy with the listener's port.
+    Rank 0's store also connects to itself, through the proxy. If the proxy's port is taken, try another listener."""
     for tries_left in reversed(range(PORT_TRIES)):
         listener = FilteredListener(address)
         server = authentication.AuthenticationServer(address, secret, listener)
@@ -99,7 +99,7 @@ def _start_servers(
             return listener, server, authentication.LoopbackProxy(address, server.port, secret, listener.port)
         except OSError as e:
             server.close()
-            listener.socket.close()
+            listener.close()
             if e.errno != errno.EADDRINUSE or not tries_left:
                 raise
     raise AssertionError
@@ -120,7 +120,7 @@ def _tcp_store(
 
 
 def publish_failure(run_dir: Path, launch: Launch, attempt: int, error: str, exit_code: int) -> None:
-    """Publish, on rank 0, that it failed before it could start the store, so that the other ranks do not wait."""
+    """Publish that rank 0 failed before it could start the store, so that the other ranks do not wait for it."""
     with contextlib.suppress(HolmesError, OSError):
         published = Rendezvous(
             "", port=0, secret="", attempt=attempt, host=launch.node, pid=os.getpid(), error=error, exit_code=exit_code
@@ -129,7 +129,7 @@ def publish_failure(run_dir: Path, launch: Launch, attempt: int, error: str, exi
 
 
 def read_published(path: Path) -> Rendezvous | None:
-    """Return the published rendezvous, or None if there is no file that only this user may read and write."""
+    """Return the published rendezvous; None if there is no complete file that only this user may read and write."""
     if not is_own(path, OWNER_ONLY):
         return None
     try:
@@ -145,10 +145,10 @@ def join_store(
     interface: str = "",
     on_attempt: Callable[[int], None] = lambda _: None,
 ) -> dist.TCPStore:
-    """Return, on the other ranks, the store that rank 0 published.
+    """Return the store that rank 0 published. Called by the other ranks.
 
-    `interface`: for messages; `on_attempt`: called with the number of this attempt. NetworkError if rank 0 publishes
-    nothing in time (it died, or the run directory is not shared), or if its address cannot be reached from this node.
+    `interface`: for messages; `on_attempt`: called with the number of this attempt. Raise NetworkError if rank 0
+    publishes nothing in time (it died, or the run directory is not shared), or if this node cannot reach its address.
     """
     path, deadline = published_path(run_dir, launch), time.monotonic() + timeout_s
     published, problem = None, ""
@@ -157,11 +157,12 @@ def join_store(
         if published is not None:
             on_attempt(published.attempt)
             if published.error:
-                error = HolmesError if published.exit_code == 2 else NetworkError
-                raise error(
+                error_type = HolmesError if published.exit_code == 2 else NetworkError
+                raise error_type(
                     f"Connection refused: rank 0 failed: {published.error}", where=f"rendezvous on {launch.node}"
                 )
-            deadline = deadline if problem else min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
+            if not problem:  # the first attempt to connect
+                deadline = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
             try:
                 secret = bytes.fromhex(published.secret)
                 # TCPStore waits long for a server that it cannot reach, and gives no reason; so try the server first.
@@ -177,7 +178,7 @@ def join_store(
         raise NetworkError(
             f"rank 0 did not publish {path} within {timeout_s:.0f} s",
             where=where,
-            hint="look at the log of rank 0; the run directory must be on a file system all nodes share",
+            hint="look at the log of rank 0; the run directory must be on a file system that all nodes share",
         )
     over_interface = f" over {interface}" if interface else ""
     raise NetworkError(
@@ -189,12 +190,13 @@ def join_store(
 
 
 def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
-    """Return the store that torchrun provides. Without torchrun's agent rank 0 hosts one at MASTER_ADDR:MASTER_PORT.
-    Rank 0 warns if users of other machines can reach it."""
+    """Return the store at MASTER_ADDR:MASTER_PORT, which torchrun's agent hosts, or rank 0 without an agent.
+    Rank 0 warns if users of other machines can reach the store."""
     assert launch.address is not None and launch.port is not None
     hosts_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        # On one machine do not listen on all interfaces. On several the name may mean another address on other nodes.
+        # If all ranks share a machine, listen only on this address. On several machines, listen on all interfaces: the
+        # name may mean another address on other nodes.
         listener = listening_socket(launch.address, launch.port) if hosts_store and launch.one_host else None
         if launch.rank == 0 and listener is None:
             log_line(
@@ -223,10 +225,11 @@ def exchange(
     kind: str = "ranks",
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Return the `value` of all `members` (ranks or nodes, of which this is `member`) as plain data. All call it.
-    NetworkError names missing members, or repeats the error that a member stored instead of the values.
+    """Publish this member's `value`, and return all members' values as plain data, in the order of `members`.
 
-    The last member puts all values into one entry, so that N ranks make N reads, not N².
+    `members`: ranks or nodes, all of which call it; `kind`: their plural, for messages. The last member puts all values
+    into one entry, so that N ranks make N reads, not N². Raise NetworkError that names missing members, or with the
+    error that a member stored in place of the values.
     """
     store.set(f"{name}/{member}", msgspec.json.encode(value).decode())
     if store.add(f"{name}/count", 1) == len(members):
@@ -250,7 +253,7 @@ def exchange(
 
 
 def unpublish(run_dir: Path, launch: Launch) -> None:
-    """Remove the published file, on rank 0 at the end."""
+    """Remove the published file. Called by rank 0 at the end."""
     with contextlib.suppress(OSError):
         published_path(run_dir, launch).unlink()
 

@@ -11,18 +11,18 @@ from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network.audit import planned_loads
 from holmes_hpc.training.network.interfaces import NodeTransports, short_ranks
 
-SLOWDOWN = 3.0  # times the planned and the earlier duration
-MIN_SYNC_S = 0.02  # per step: less is no relevant loss
+SLOWDOWN = 3.0  # ratio to the planned and to the earlier duration above which a link is slow
+MIN_SYNC_S = 0.02  # per step; a shorter synchronization is never slow
 WINDOW = 5  # steps whose median is compared
 _DP = ("dp", "intra_dp", "inter_dp")
 
 
 class SlowLinkDetector:
-    """Compares the gradient synchronization of every stage, over windows of steps, with the first window and with
-    `expected_s`, the planned seconds of each stage.
+    """A comparison of every stage's gradient synchronization, over windows of steps, with its fastest window so far and
+    with `expected_s`, the planned seconds of each stage.
 
-    The fastest rank of a stage counts: the others may wait for a slow computation. `names`: the nodes and NICs of each
-    stage, for messages. A stage is reported once, until it recovers.
+    The fastest rank of a stage counts: the others may wait for a slow computation. `stages`: each stage's ranks;
+    `names`: each stage's nodes and NICs, for messages. A slow stage is reported once, and again after it has recovered.
     """
 
     def __init__(self, stages: Sequence[Sequence[int]], names: Sequence[str], expected_s: Sequence[float]) -> None:
@@ -32,7 +32,7 @@ class SlowLinkDetector:
         self._reported: set[int] = set()
 
     def add(self, sync_s: Sequence[float]) -> list[Finding]:
-        """Add one step's seconds of every rank; return slow stages at the end of a window."""
+        """Add one step's synchronization seconds of every rank. Return slow stages at the end of a window, else []."""
         self._window.append(sync_s)
         if len(self._window) < WINDOW:
             return []

@@ -54,7 +54,7 @@ class TraceEvent(NamedTuple):
 
     `kind`: forward, backward (computing), wait_forward, wait_backward (blocked by an edge), send_forward,
     receive_forward, send_backward, receive_backward (posted at `start`, left or arrived at `end`). `in_flight`: the
-    micro-batches (passes of a chunk) whose activations the stage held.
+    number of micro-batches (passes of a chunk) whose activations the stage held.
     """
 
     kind: str
@@ -84,7 +84,9 @@ def run_eager_1f1b(
     order: Order | None = None,
     tracer: Tracer | None = None,
 ) -> list[Any]:
-    """Run one step in place of Megatron-Core's ``forward_backward_func``; return the losses on the last stage, else [].
+    """Run one step in place of Megatron-Core's ``forward_backward_func``.
+
+    Return what the loss function returned for each micro-batch on the last stage, else [].
 
     Bind `kind` and `in_flight` (the plan's schedule, and one number per stage), `order` (the plan's, with per-stage
     TP/DP) and `tracer` with ``functools.partial``. With `order`, `num_microbatches` counts the micro-batches of all
@@ -208,9 +210,9 @@ def _role(transfer: StageTransfer, end: str) -> str:
 
 
 def _send(stream: Any, tensor: torch.Tensor, transfer: StageTransfer, order: Order) -> None:
-    """Send in the background, and wait for the send one window earlier.
-    The other end is at most a window behind, so that wait takes no time; it bounds the memory. Sends in progress at the
-    end of a step complete during the next one."""
+    """Send in the background, and wait for the send one window earlier, which bounds the memory.
+    The other end is at most a window behind, so this wait takes no time. Sends in progress at the end of a step
+    complete during the next one."""
     stream.send(tensor, transfer.source_pass)
     stream.settle(keep=order.window(transfer))
 
@@ -263,7 +265,7 @@ def _refuse_unsupported(config: Any, edges: Any, in_flight: Sequence[int]) -> No
 
 
 class GradientReduction:
-    """The time of gradient reductions across data-parallel ranks: Megatron's rules, for one chunk or several.
+    """The rules by which Megatron reduces gradients across data-parallel ranks, for one chunk or several.
 
     Reductions are suppressed (``no_sync``) except in each chunk's last backward pass. There every bucket is reduced as
     soon as it is complete, in parallel with transfers. With a ``grad_sync_func`` (aligned reductions) only the first
@@ -287,7 +289,7 @@ class GradientReduction:
 
     @contextlib.contextmanager
     def last_backward(self, chunk: int) -> Iterator[None]:
-        """Reduce gradients during or after the last backward pass of a `chunk`, the ``with`` block."""
+        """Reduce gradients during or after the ``with`` block, which is the last backward pass of `chunk`."""
         if self._is_early:
             self.allow()
         yield

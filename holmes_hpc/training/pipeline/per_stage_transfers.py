@@ -45,8 +45,8 @@ class SplitChannel:
 
 
 class PerStageEdges(Edges):
-    """The edges of a rank for ``run_eager_1f1b`` with per-stage TP/DP. `row`: this rank's replica, as :class:`Order`
-    counts."""
+    """The edges of a rank for ``run_eager_1f1b`` with per-stage TP/DP. `row`: this rank's stage and replica as a row of
+    :class:`Order`."""
 
     def __init__(self, pp_group: Any, row: int, device: torch.device) -> None:
         super().__init__({}, device)
@@ -54,7 +54,8 @@ class PerStageEdges(Edges):
         self._streams: dict[tuple[str, int], SplitChannel] = {}
 
     def add(self, role: str, peer: int, channel: Channel, rows: slice) -> None:
-        """Add a channel. `role`: forward_in, forward_out, backward_in or backward_out; `peer`: the other end's row."""
+        """Add a channel for some `rows` of the sequence. `role`: forward_in, forward_out, backward_in or backward_out;
+        `peer`: the other end's row of :class:`Order`."""
         self.channels[channel.name] = channel
         self.on_device = self.on_device or is_nccl(channel.connections[0])
         self._streams.setdefault((role, peer), SplitChannel()).pieces.append((channel, rows))
@@ -80,7 +81,7 @@ def build_per_stage_edges(
 
 
 def shared_rows(length: int, part: tuple[int, int], peer_part: tuple[int, int]) -> slice:
-    """Return the rows of this rank's part of a sequence that a peer's part also has.
+    """Return the rows of this rank's part of a sequence that a peer's part also has, counted from the part's start.
     `part`, `peer_part`: (index of the part, number of parts). With equal numbers of parts these are all rows."""
     if part[1] == peer_part[1]:
         return slice(None)

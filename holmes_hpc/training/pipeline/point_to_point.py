@@ -135,7 +135,7 @@ class Channel:
         tag: int,
         on_done: Callable[[], None],
     ) -> Transfer:
-        """Transfer through a pinned buffer, which is copied on a separate CUDA stream, in parallel with computing."""
+        """Start a transfer through a pinned buffer, which a separate CUDA stream copies in parallel with computing."""
         staging = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=wire.is_cuda)
         copy_stream = torch.cuda.Stream(wire.device)
         copy_stream.wait_stream(torch.cuda.current_stream(wire.device))
@@ -250,7 +250,7 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         return int(self.pp_group.rank())
 
     def stream(self, role: str, peer: int = 0) -> Channel:
-        """Return the channel of `role`; `peer` is its only neighbour there. ConfigError if this stage has none: for
+        """Return this stage's channel of `role`, which has only one `peer`. Raise ConfigError if there is none: for
         virtual stages the first and the last stage need channels to each other."""
         if role not in self.channels:
             raise ConfigError(
@@ -354,8 +354,8 @@ def connect_edge(
 
 
 def _open_connection(channel: Channel, device: torch.device, is_sender: bool) -> None:
-    """Send some numbers over each channel, in the same order on all ranks.
-    NCCL connects at the first operation and blocks both ends until then. In the mixed order of a first step, that could
+    """Send some numbers over a channel. All ranks open their channels in the same order.
+    NCCL connects at a channel's first operation, which blocks both ends. In the order of a step's transfers, this could
     deadlock a ring."""
     numbers = torch.ones(len(channel.connections) * 8, device=device)
     (channel.send(numbers) if is_sender else channel.receive(numbers)).wait()

@@ -22,7 +22,7 @@ def cpu_list(text: str) -> frozenset[int]:
 
 
 def local_cpus(device: Path) -> frozenset[int]:
-    """Return the CPUs of a PCI device's NUMA domain, given its sysfs directory; none if the kernel lists none."""
+    """Return the CPUs of a PCI device's NUMA domain; none if the kernel lists none. `device`: its sysfs directory."""
     try:
         return cpu_list((device / "local_cpulist").read_text(encoding="ascii"))
     except OSError:
@@ -30,7 +30,7 @@ def local_cpus(device: Path) -> frozenset[int]:
 
 
 def choose(allowed: Iterable[int], near: Iterable[int]) -> tuple[frozenset[int], str]:
-    """Return the CPUs to bind a rank to, and the reason as text for the record.
+    """Return the CPUs to bind a rank to, and the reason for this choice as text for the record.
 
     `allowed`: the CPUs that Slurm gave the rank; `near`: the CPUs in its GPU's NUMA domain.
     """
@@ -39,7 +39,7 @@ def choose(allowed: Iterable[int], near: Iterable[int]) -> tuple[frozenset[int],
     reasons_to_stay = (
         (not near, "the kernel does not list the CPUs near its GPU"),
         (allowed <= near, "all near its GPU"),
-        (not local, f"none near its GPU (near are {format_cpus(near)})"),
+        (not local, f"none near its GPU (its near CPUs are {format_cpus(near)})"),
         (len(local) < MIN_CPUS, f"only {len(local)} near its GPU, too few to bind to"),
     )
     reason = next((text for holds, text in reasons_to_stay if holds), None)

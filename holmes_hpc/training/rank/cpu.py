@@ -54,7 +54,7 @@ def _cpu(device: Any) -> Any:
 
 
 class CpuStream:
-    """A stand-in for a CUDA stream or event, whose work is always done. A context manager, as ``torch.cuda.stream``."""
+    """A stand-in for a CUDA stream or event whose work is always done; also for ``with torch.cuda.stream(...)``."""
 
     device, cuda_stream = _CPU, 0
 
@@ -79,10 +79,10 @@ class CpuStream:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Delay ``torch.compile`` while Megatron-Core is imported in this context.
+    """Delay ``torch.compile`` in the ``with`` block, in which Megatron-Core is imported.
 
-    Its functions are compiled at their first call. They stay uncompiled if this process trains on its CPU or has no C
-    compiler. Loading the compiler takes 2 s and 75 MiB per rank, which a CPU run saves.
+    Megatron-Core's functions are then compiled at their first call. They stay uncompiled if this process trains on its
+    CPU or has no C compiler. This saves a CPU run the compiler's import: 2 s and 75 MiB per rank.
     """
     compiler = torch.compile
 
@@ -109,7 +109,7 @@ def _compile_at_first_call(compiler: Callable[..., Any], function: Callable[...,
 
 
 def install() -> None:
-    """Make this process train on its CPU. Call it before Megatron-Core creates anything; a second call does nothing."""
+    """Redirect CUDA calls to the CPU. Call it before Megatron-Core creates tensors; a second call does nothing."""
     global _mode
     if _mode is not None:
         return
@@ -144,7 +144,8 @@ def install() -> None:
 
 def thread_count(environ: Mapping[str, str], node_ranks: int, cores: int) -> int:
     """Return the number of compute threads of one rank.
-    OMP_NUM_THREADS wins over Slurm's CPUs per task; without both, the node's ranks share its cores equally."""
+    OMP_NUM_THREADS takes precedence over Slurm's CPUs per task. Without both, the `node_ranks` ranks of the node share
+    its `cores` equally."""
     values = (environ.get(name, "") for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"))
     configured = next((int(value) for value in values if value.isdecimal() and int(value) > 0), None)
     return configured or max(1, cores // max(1, node_ranks))

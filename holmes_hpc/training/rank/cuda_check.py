@@ -25,58 +25,60 @@ from holmes_hpc.schema import refuse
 
 GIB = 1 << 30
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-DEFAULT_QUEUES, MAX_QUEUES = 8, 32  # of CUDA
-ANY = (1 << 30, 0)
+DEFAULT_QUEUES, MAX_QUEUES = 8, 32  # hardware queues per GPU: CUDA's default and its limit
+NO_LIMIT = (1 << 30, 0)  # above all compute capabilities
 # For each recipe: the least compute capability (8.9, Ada, multiplies in fp8; 10.0, Blackwell, scales in blocks), the
-# first one that Transformer Engine does not support, the least version of Transformer Engine (Megatron-Core's
-# fp8_utils.py), and the block size that all sizes must be multiples of.
+# least one that Transformer Engine no longer supports, the least version of Transformer Engine (Megatron-Core's
+# fp8_utils.py), and the block size, of which all dimensions of matrix products must be multiples.
 FP8 = {
-    "delayed": ((8, 9), ANY, "1.0", 16),
-    "tensorwise": ((8, 9), ANY, "2.2", 16),
+    "delayed": ((8, 9), NO_LIMIT, "1.0", 16),
+    "tensorwise": ((8, 9), NO_LIMIT, "2.2", 16),
     "mxfp8": ((10, 0), (12, 0), "2.1", 32),
 }
-MIN_FREE = 0.9  # fraction of the predicted memory that must be free; the prediction is that accurate
+MIN_FREE = 0.9  # share of the predicted memory that must be free; the prediction may be 10% too high
 
 
 @dataclass(frozen=True)
 class CudaFacts:
     """The CUDA installation of this process.
 
-    `wheel`: the CUDA version that torch was built for (None: a CPU build); `driver`: the newest CUDA version that the
-    driver supports (12040 for 12.4; 0: no driver); `devices`: number of usable GPUs; `nccl`: torch has NCCL; `te`:
-    Transformer Engine's version; `te_error`: why its import fails; `te_supported`: the versions that Megatron-Core
-    supports (``>=2.9,<2.12``); `compiler`: Triton can build the launchers of its kernels.
+    `torch_cuda`: the CUDA version that torch was built for (None: a CPU build); `driver_cuda`: the newest CUDA version
+    that the driver supports (12040 for 12.4; 0: no driver); `devices`: the number of usable GPUs; `has_nccl`: torch
+    has NCCL; `te_version`: Transformer Engine's (None: not installed); `te_error`: why its import fails (None: it
+    works); `te_supported`: the versions that Megatron-Core supports (``>=2.9,<2.12``); `has_compiler`: Triton can build
+    the launchers of its kernels.
     """
 
-    wheel: str | None
-    driver: int = 0
+    torch_cuda: str | None
+    driver_cuda: int = 0
     devices: int = 0
-    nccl: bool = True
-    te: str | None = None
+    has_nccl: bool = True
+    te_version: str | None = None
     te_error: str | None = None
     te_supported: str = ""
-    compiler: bool = True
+    has_compiler: bool = True
 
 
 def collect_facts() -> CudaFacts:
-    """Return the facts of this process. Call it only if training shall use CUDA: it queries the driver.
+    """Return the facts of this process. Call it only for training on CUDA, because it queries the driver.
     It creates no CUDA context."""
-    wheel = torch.version.cuda
-    te, error = transformer_engine()
+    torch_cuda = torch.version.cuda
+    te_version, te_error = transformer_engine()
     return CudaFacts(
-        wheel,
-        driver=_driver() if wheel else 0,
-        devices=torch.cuda.device_count() if wheel else 0,
-        nccl=dist.is_nccl_available(),
-        te=te,
-        te_error=error,
+        torch_cuda,
+        driver_cuda=_driver_cuda() if torch_cuda else 0,
+        devices=torch.cuda.device_count() if torch_cuda else 0,
+        has_nccl=dist.is_nccl_available(),
+        te_version=te_version,
+        te_error=te_error,
         te_supported=_supported_te(),
-        compiler=can_compile(),
+        has_compiler=can_compile(),
     )
 
 
-def _driver() -> int:
-    """Return the newest CUDA version that the driver supports. Torch no longer offers this query."""
+def _driver_cuda() -> int:
+    """Return the newest CUDA version that the driver supports (12040 for 12.4), 0 without a driver.
+    Torch no longer offers this query."""
     version = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -113,38 +115,36 @@ def transformer_engine() -> tuple[str | None, str | None]:
 
 
 def _supported_te() -> str:
-    """Return the versions of Transformer Engine that Megatron-Core's metadata requires."""
-    for line in importlib.metadata.requires("megatron-core") or []:
-        match = re.match(r"transformer[-_]engine(?:\[[^]]*\])?\s*([<>=!~][^;]*)", line)
-        if match:
-            return match[1].strip()
-    return ""
+    """Return the versions of Transformer Engine that Megatron-Core's metadata requires; "" if it names none."""
+    pattern = re.compile(r"transformer[-_]engine(?:\[[^]]*\])?\s*([<>=!~][^;]*)")
+    matches = map(pattern.match, importlib.metadata.requires("megatron-core") or [])
+    return next((match[1].strip() for match in matches if match), "")
 
 
 def problem(facts: CudaFacts) -> HolmesError | None:
     """Return the most severe error that prevents training on CUDA, or None."""
-    major, minor, built_for = facts.driver // 1000, facts.driver % 1000 // 10, int((facts.wheel or "0").split(".")[0])
+    major, minor = facts.driver_cuda // 1000, facts.driver_cuda % 1000 // 10
     cases = (
         (
-            facts.wheel is None,
+            facts.torch_cuda is None,
             "torch",
             "this torch is built for CPUs",
             "install a CUDA build of torch, or use train.device=cpu",
         ),
         (
-            facts.driver and major < built_for,
+            facts.driver_cuda and major < int((facts.torch_cuda or "0").split(".")[0]),
             "torch",
-            f"the NVIDIA driver supports CUDA up to {major}.{minor}, torch is built for {facts.wheel}",
+            f"the NVIDIA driver supports CUDA up to {major}.{minor}, torch is built for {facts.torch_cuda}",
             f"install a newer driver, or a torch built for CUDA {major}",
         ),
         (
             not facts.devices,
             "train.device",
-            "no CUDA device" if facts.driver else "no CUDA device and no NVIDIA driver",
+            "no CUDA device" if facts.driver_cuda else "no CUDA device and no NVIDIA driver",
             "ask Slurm for GPUs (--gpus-per-node), see `nvidia-smi`, or use train.device=cpu",
         ),
         (
-            not facts.nccl,
+            not facts.has_nccl,
             "torch",
             "this torch has no NCCL",
             "install a build of torch with NCCL (PyPI's for Linux has it)",
@@ -152,7 +152,7 @@ def problem(facts: CudaFacts) -> HolmesError | None:
         (
             facts.te_error,
             "torch",
-            f"Transformer Engine {facts.te} cannot be imported: {facts.te_error}",
+            f"Transformer Engine {facts.te_version} cannot be imported: {facts.te_error}",
             "install one built for this torch, or uninstall it: training works without it",
         ),
     )
@@ -161,56 +161,65 @@ def problem(facts: CudaFacts) -> HolmesError | None:
 
 def cuda_warnings(facts: CudaFacts) -> Iterator[str]:
     """Yield warnings about a missing compiler or an unsupported Transformer Engine."""
-    if facts.wheel and not facts.compiler:
+    if facts.torch_cuda and not facts.has_compiler:
         yield (
             "no C compiler or no Python.h, so torch.compile cannot build kernels: bias, dropout and"
             " activation stay unfused; install gcc and Python's headers (Debian: python3-dev)"
         )
-    if facts.te and facts.te_supported and not facts.te_error and not _is_in(facts.te, facts.te_supported):
+    te_version, supported = facts.te_version, facts.te_supported
+    if te_version and supported and not facts.te_error and not _is_in(te_version, supported):
         yield (
-            f"Megatron-Core does not support Transformer Engine {facts.te} ({facts.te_supported}): "
+            f"Megatron-Core supports Transformer Engine {supported}, {te_version} is installed: "
             "if a step fails in it, install a supported version"
         )
 
 
 def refuse_fp8(
-    recipe: str, on_gpu: bool, te: str | None, capability: tuple[int, int], sizes: Mapping[str, int]
+    recipe: str, on_gpu: bool, te_version: str | None, capability: tuple[int, int], sizes: Mapping[str, int]
 ) -> None:
-    """Raise ConfigError if this rank cannot train with the fp8 `recipe`. `te`: Transformer Engine's version;
-    `capability`: the GPU's compute capability; `sizes`: of this rank's matrix products, multiples of the block size."""
-    needed, below, version, block = FP8[recipe]
+    """Raise ConfigError if this rank cannot train with the fp8 `recipe`. `te_version`: Transformer Engine's;
+    `capability`: the GPU's compute capability; `sizes`: name -> dimension of this rank's matrix products."""
+    least, unsupported, min_te, block = FP8[recipe]
     hint = "leave train.fp8 out"
-    has, needs, limit = (".".join(map(str, c)) for c in (capability, needed, below))
+    gpu, needed, limit = (".".join(map(str, c)) for c in (capability, least, unsupported))
     refuse(
         f"train.fp8={recipe}",
         (not on_gpu, "fp8 needs a GPU", hint),
         (
-            te is None,
+            te_version is None,
             "fp8 needs Transformer Engine, which is not installed",
             f"pip install transformer-engine[pytorch], or {hint}",
         ),
-        (not _is_in(te or "0", f">={version}.dev0"), f"it needs Transformer Engine {version}, {te} is installed", hint),
         (
-            not needed <= capability < below,
-            f"this GPU has compute capability {has}, it needs {needs}" + (f", below {limit}" if below < ANY else ""),
+            not _is_in(te_version or "0", f">={min_te}.dev0"),
+            f"{recipe} needs Transformer Engine {min_te}, {te_version} is installed",
+            hint,
+        ),
+        (
+            not least <= capability < unsupported,
+            f"{recipe} needs compute capability {needed}"
+            + (f", below {limit}" if unsupported < NO_LIMIT else "")
+            + f"; this GPU has {gpu}",
             hint,
         ),
         *(
-            (size % block != 0, f"{name}: {size}, where fp8 needs a multiple of {block}", hint)
+            (size % block != 0, f"{name} is {size}, {recipe} needs a multiple of {block}", hint)
             for name, size in sizes.items()
         ),
     )
 
 
 def _is_in(version: str, supported: str) -> bool:
-    """Return whether a version is in a set that packaging understands (``>=2.9,<2.12``)."""
+    """Return whether a version is in a set of versions such as ``>=2.9,<2.12``."""
     from packaging.specifiers import SpecifierSet
 
     return SpecifierSet(supported, prereleases=True).contains(version)
 
 
 def memory_problem(free: int, total: int, needed: float, where: str) -> PlanError | None:
-    """Return an error if a GPU has too little free memory. All sizes in bytes; `needed`: predicted by the plan."""
+    """Return an error if a GPU has too little free memory, else None.
+
+    `free`, `total`, `needed`: bytes, the last as the plan predicts; `where`: names the GPU in the error."""
     if free >= MIN_FREE * needed:
         return None
     too_small = "plan again for this kind of GPU (`holmes nodes` shows it)"
@@ -223,10 +232,10 @@ def memory_problem(free: int, total: int, needed: float, where: str) -> PlanErro
 
 
 def use_cuda(device: str, plan: Plan) -> bool:
-    """Return whether to train on CUDA. ConfigError if ``train.device=cuda`` and there is no CUDA device.
+    """Return whether to train on CUDA. Raise ConfigError if ``train.device=cuda`` and there is no CUDA device.
 
-    `device`: ``train.device``; ``auto`` means the CPU if a fabric of the plan has CPUs, because all ranks must share
-    one kind of process group; otherwise CUDA if there is a device. Training asks torch for a device only here.
+    `device`: ``train.device``; ``auto`` means CUDA if this node has a device and no fabric of the plan has CPUs only,
+    because all ranks must share one kind of process group. This is the only query of the device in training.
     """
     if device == "cpu" or (device == "auto" and any(plan.site.fabric(c.fabric).gpu.is_cpu for c in plan.components)):
         return False
@@ -241,15 +250,16 @@ def use_cuda(device: str, plan: Plan) -> bool:
 def stream_count(plan: Plan, rank: int) -> int:
     """Return the number of CUDA streams of `rank`.
 
-    One computes. Each direction of an edge has one per communicator; tensor and data parallelism have one each.
-    Several optimizer instances add two. Three serve the gradient norm, the tied embedding and the world group.
+    There is one for computing, one for each communicator of each direction of an edge, one for tensor and one for data
+    parallelism. Several optimizer instances add two. Three serve the gradient norm, the tied embedding and WORLD.
     """
     p, stage = plan.parallel, plan.parallel.coordinates(rank)[0]
     edges = [edge for edge in plan.transports() if edge.kind == "edge" and rank in edge.ranks]
-    ring = 2 if p.pp == 2 and p.virtual_stages > 1 else 1  # the last stage's edge to the first has the same two ranks
+    # With two stages, the edge that closes the ring of virtual stages connects the same two ranks.
+    edges_per_pair = 2 if p.pp == 2 and p.virtual_stages > 1 else 1
     return (
         1
-        + ring * sum(2 * (plan.edge_connections if e.transport.kind == "tcp" else 1) for e in edges)
+        + edges_per_pair * sum(2 * (plan.edge_connections if e.transport.kind == "tcp" else 1) for e in edges)
         + (p.tp_of(stage) > 1)
         + (p.stages[stage].dp > 1)
         + (2 if p.optimizer_instances > 1 else 0)
@@ -261,7 +271,7 @@ def set_queue_count(plan: Plan, rank: int, environ: MutableMapping[str, str]) ->
     """Set the number of CUDA's hardware queues in `environ`, one per stream of `rank`. Call it before CUDA starts.
 
     Streams that share a queue run in launch order, so a waiting transfer would block unrelated work. A different
-    value in `environ` is kept; the result is then a warning.
+    value in `environ` is kept. Return a warning about it, else None.
     """
     needed = str(min(MAX_QUEUES, max(DEFAULT_QUEUES, stream_count(plan, rank))))
     queues = environ.setdefault(CONNECTIONS, needed)

@@ -1,6 +1,6 @@
 """The end of a rank that fails or hangs: its exit record, its report to the other ranks, and the watchdog.
 
-The other ranks end with the same exit code and name the rank that was killed, hung or lost its connection.
+The other ranks exit with the same code, and their logs name the rank that failed or hung.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from holmes_hpc.training.rank.log import log_line, one_line
 
 _FAILED = "holmes/failed"
 POLL_S = 1.0
-_ANSWER_S = 2.0  # wait for the store, which may be behind the network that failed
+_ANSWER_S = 2.0  # limit of a wait for the store, which may be behind the network that failed
 _TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|application timeout", re.IGNORECASE)  # gloo's messages
 _NCCL_NETWORK = re.compile("ncclRemoteError|ncclSystemError|IBV_WC_")  # e.g. no answer to repeated RDMA packets
-SILENCE_S = 100.0  # so that the log grows at least every two minutes
-SET_UP_SILENCE_S = 8.0  # until the first step, so that a slow phase of set-up shows within 10 s
-LONG = 10.0  # times the limit of a step: set-up, and saving to a slow disk
+SILENCE_S = 100.0  # then the watchdog logs the phase, so that the log grows at least every two minutes
+SET_UP_SILENCE_S = 8.0  # the same before the first step, so that a slow phase of set-up shows within 10 s
+LONG_PHASE = 10.0  # a long phase (set-up, saving to a slow disk) may take as many times the limit of a step
 
 
 def end_process(code: int) -> None:
@@ -42,69 +42,70 @@ def end_process(code: int) -> None:
     os._exit(code)
 
 
-def _echo(failure: dict[str, Any]) -> str:
-    """Return the log line of a rank that ends because another rank failed."""
+def _failure_line(failure: dict[str, Any]) -> str:
+    """Return the log line of a rank that ends because of another rank's `failure`."""
     return f"Connection lost: rank {failure['rank']} on {failure['node']} failed: {failure['error']}"
 
 
 def _rank_0_failure(error: Exception) -> dict[str, Any]:
-    """Return the failure of rank 0, which hosts the store, when the store does not answer."""
+    """Return a failure of rank 0, which hosts the store. `error`: the store's, which does not answer."""
     return {"rank": 0, "node": "its node", "error": f"its store is down ({one_line(error)[:120]})", "code": 1}
 
 
 class RankExit:
     """The end of this rank: its exit record, and its report to the other ranks.
 
-    A rank that fails writes its failure to the store. A thread of each other rank polls the store, because its main
-    thread may wait in a collective, and ends with the same exit code instead of a timeout. A second thread can watch
-    for a cause outside the ranks, such as a NIC that is down.
+    A rank that fails writes its failure to the store: rank, node, error, exit code, and whether it hung. A thread of
+    each other rank polls the store and ends its rank with the same exit code, because the main thread may wait in a
+    collective. A second thread can poll for a cause outside the ranks, such as a NIC that is down.
     """
 
     def __init__(self, run: RunDirectory, launch: Launch) -> None:
-        self._run, self._launch = run, launch
+        self._run, self._world_size = run, launch.world_size
         self.rank, self.node = launch.rank, launch.node
         self.attempt = 0  # unknown until rank 0 starts the attempt
         self._store: Any = None
         self._stop = threading.Event()
-        self._once = threading.Lock()
+        self._ending = threading.Lock()  # held by the first thread that ends this process
         self._find_cause: Callable[[], HolmesError | None] | None = None
         self.describe_links: Callable[[], str] = str  # this rank's NICs and peers; none before the groups exist
 
-    def watch(self, store: Any, every_s: float = POLL_S) -> None:
+    def watch(self, store: Any) -> None:
         """Start a thread that polls the store for failures of other ranks. `store`: a clone for this thread alone."""
         self._store = store
-        threading.Thread(target=self._poll_store, args=(every_s,), name="failures of other ranks", daemon=True).start()
+        threading.Thread(target=self._poll_store, name="failures of other ranks", daemon=True).start()
 
-    def guard(self, find_cause: Callable[[], HolmesError | None], every_s: float = 1.0) -> None:
+    def guard(self, find_cause: Callable[[], HolmesError | None]) -> None:
         """Start a thread that polls `find_cause` and ends this rank with the error it returns.
-        That error also replaces an error of torch that it caused."""
+        If torch raises first, :meth:`record_failure` reports that error instead of torch's."""
         self._find_cause = find_cause
-        threading.Thread(target=self._poll_cause, args=(find_cause, every_s), name="guard", daemon=True).start()
+        threading.Thread(target=self._poll_cause, args=(find_cause,), name="guard", daemon=True).start()
 
-    def _poll_cause(self, find_cause: Callable[[], HolmesError | None], every_s: float) -> None:
-        while not self._stop.wait(every_s):
+    def _poll_cause(self, find_cause: Callable[[], HolmesError | None]) -> None:
+        while not self._stop.wait(POLL_S):
             if (error := find_cause()) is not None:
                 self._end(one_line(error), error.exit_code, cause=error)
 
-    def _poll_store(self, every_s: float) -> None:
-        while not self._stop.wait(every_s):
+    def _poll_store(self) -> None:
+        while not self._stop.wait(POLL_S):
             try:
                 failure = self._read_failure()
             except Exception as e:
                 if self._stop.is_set():
                     return
                 failure = _rank_0_failure(e)
-            if failure is not None and failure["rank"] != self._launch.rank:
+            if failure is not None and failure["rank"] != self.rank:
                 time.sleep(0.5)  # if this rank is failing by itself, let it report that
-                self._end(_echo(failure), int(failure["code"]), hung=bool(failure.get("hung")))
+                self._end(_failure_line(failure), int(failure["code"]), hung=bool(failure.get("hung")))
 
     def _read_failure(self) -> dict[str, Any] | None:
-        """Return the failure in the store, if a rank has reported one."""
+        """Return the failure that a rank has written to the store, or None."""
         return json.loads(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
 
     def _end(self, line: str, code: int, *, cause: HolmesError | None = None, hung: bool = False) -> None:
-        """End this process from a thread, unless it is ending already. `cause`: reported to the other ranks."""
-        if self._stop.is_set() or not self._once.acquire(blocking=False):
+        """Log and record `line`, and exit with `code` from a thread, unless the process is ending already.
+        `cause`: the error if it is this rank's own; `hung`: dump this rank's stacks first."""
+        if self._stop.is_set() or not self._ending.acquire(blocking=False):
             return
         if hung:
             dump_stacks()
@@ -112,20 +113,20 @@ class RankExit:
         end_process(code)
 
     def _report(self, line: str, error: BaseException | None, hung: bool = False) -> None:
-        """Log and record a failure. Report it to the other ranks if it is this rank's `error`."""
+        """Log and record a failure; if it is this rank's own `error`, also report it to the other ranks."""
         if error is not None:
             self._publish(error, hung)
         log_line(line if error is None else f"failed: {line}")
         if error is not None and not isinstance(error, HolmesError):
             traceback.print_exception(error)
-        self._write("failed", line)
-        if (self.rank == 0 or hung) and self._store is not None and self._launch.world_size > 1:
-            # Rank 0 hosts the store. If it ended at once, the others would report its end as the cause.
-            # After a hang, all ranks dump their stacks before a connection breaks.
+        self._write_exit("failed", line)
+        if (self.rank == 0 or hung) and self._store is not None and self._world_size > 1:
+            # Rank 0 hosts the store. If it exited at once, the other ranks would report its exit as the cause.
+            # After a hang, all ranks need time to dump their stacks before a connection breaks.
             time.sleep(2 * POLL_S)
 
-    def _publish(self, error: BaseException, hung: bool = False) -> None:
-        """Write this failure to the store, unless it holds one, and wait a little for the store's answer."""
+    def _publish(self, error: BaseException, hung: bool) -> None:
+        """Write this rank's failure to the store unless it holds one. Wait at most `_ANSWER_S` for the store."""
 
         def write() -> None:
             with contextlib.suppress(Exception):
@@ -134,8 +135,8 @@ class RankExit:
                         _FAILED,
                         json.dumps(
                             {
-                                "rank": self._launch.rank,
-                                "node": self._launch.node,
+                                "rank": self.rank,
+                                "node": self.node,
                                 "error": one_line(error)[:400],
                                 "code": error.exit_code if isinstance(error, HolmesError) else 1,
                                 "hung": hung,
@@ -149,8 +150,8 @@ class RankExit:
             thread.join(_ANSWER_S)
 
     def _failure_of_another_rank(self, error: RuntimeError) -> dict[str, Any] | None:
-        """Wait a little for another rank's failure in the store and return it.
-        If the store does not answer and raised `error` itself, return the failure of rank 0."""
+        """Return another rank's failure, waiting at most `_ANSWER_S` until the store has one; else None.
+        If the store fails, and `error` was raised by torch's communication, return a failure of rank 0."""
         failures: list[dict[str, Any] | None] = []
         end = time.monotonic() + _ANSWER_S
 
@@ -166,11 +167,11 @@ class RankExit:
             thread = threading.Thread(target=read, name="failure of another rank", daemon=True)
             thread.start()
             thread.join(_ANSWER_S + 0.5)
-        return next((failure for failure in failures if failure and failure["rank"] != self._launch.rank), None)
+        return next((failure for failure in failures if failure and failure["rank"] != self.rank), None)
 
     def _root_cause(self, error: BaseException) -> BaseException:
-        """Return the guard's cause for an error of torch, else `error`.
-        A NIC that is down breaks connections before the guard polls it."""
+        """Return the guard's error if there is one, else `error`; also `error` if it is a HolmesError.
+        A NIC that goes down breaks connections before the guard's thread polls it."""
         if "Too many open files" in str(error):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return RunFailed(
@@ -193,20 +194,22 @@ class RankExit:
         )
 
     def record_end(self, state: str, **fields: Any) -> None:
-        """Record a regular end: completed or preempted."""
+        """Record a regular end: `state` is completed or preempted."""
         self._stop.set()
-        with self._once:
-            self._write(state, None, **fields)
+        with self._ending:
+            self._write_exit(state, None, **fields)
 
     def record_failure(self, error: BaseException, hung: bool = False) -> int:
         """Record a failure and report it to the other ranks. Return the exit code.
-        `hung`: the other ranks dump their stacks too."""
+
+        If another rank's failure caused `error`, record that failure and return that rank's code. `hung`: the other
+        ranks dump their stacks too."""
         error = self._root_cause(error)
         # torch's own error, if there is one: a broken connection, or a collective that timed out
         torch_error = next((e for e in (error, error.__cause__) if isinstance(e, RuntimeError)), None)
-        failure = None
+        other_failure = None
         if torch_error is not None and _TIMED_OUT.search(one_line(torch_error)):
-            self._dump(torch_error)
+            dump_stacks(torch_error)
             hung = True
             error = RunFailed(
                 f"another rank did not answer within train.net_timeout_s ({one_line(torch_error)[:200]})",
@@ -214,46 +217,44 @@ class RankExit:
                 hint=f"{self.hang_hint()}; if it was only slow, raise train.net_timeout_s",
             )
         elif torch_error is not None:
-            failure = self._failure_of_another_rank(torch_error)
-            if failure is None and _NCCL_NETWORK.search(one_line(torch_error)):
+            other_failure = self._failure_of_another_rank(torch_error)
+            if other_failure is None and _NCCL_NETWORK.search(one_line(torch_error)):
                 error = RunFailed(
                     f"NCCL lost its connection ({one_line(torch_error)[:200]})",
                     where=f"rank {self.rank} on {self.node}",
                     hint=f"check {self.describe_links() or 'the GPUs of this node'} for lost packets (perfquery)",
                 )
-        if failure is not None and not failure.get("hung") and isinstance(error, HolmesError):
-            failure = None  # this rank's own error is more precise
-        if not self._once.acquire(blocking=False):
+        if other_failure is not None and not other_failure.get("hung") and isinstance(error, HolmesError):
+            other_failure = None  # this rank's own error is more precise
+        if not self._ending.acquire(blocking=False):
             time.sleep(5)  # another thread is ending this process
         self._stop.set()
-        if failure is not None:  # the connection broke because the rank at its other end failed
-            if failure.get("hung") and torch_error is not None:
-                self._dump(torch_error)
-            self._report(_echo(failure), None)
-            return int(failure["code"])
+        if other_failure is not None:  # the connection broke because the rank at its other end failed
+            if other_failure.get("hung"):
+                dump_stacks(torch_error)
+            self._report(_failure_line(other_failure), None)
+            return int(other_failure["code"])
         self._report(one_line(error), error, hung)
         return error.exit_code if isinstance(error, HolmesError) else 1
 
-    def _dump(self, error: RuntimeError) -> None:
-        traceback.print_exception(error)
-        dump_stacks()
-
-    def _write(self, state: str, error: str | None, **fields: Any) -> None:
+    def _write_exit(self, state: str, error: str | None, **fields: Any) -> None:
         attempt = {"attempt": self.attempt} if self.attempt else {}
         with contextlib.suppress(HolmesError, OSError):
-            self._run.write_exit(self._launch.rank, state, error, self._launch.node, **fields, **attempt)
+            self._run.write_exit(self.rank, state, error, self.node, **fields, **attempt)
 
 
-def dump_stacks() -> None:
-    """Write the stacks of all threads to the log, and NCCL's pending collectives from its flight recorder."""
+def dump_stacks(error: BaseException | None = None) -> None:
+    """Write `error`, the stacks of all threads, and NCCL's pending collectives to the log."""
+    if error is not None:
+        traceback.print_exception(error)
     print("stacks of all threads:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-    if recorder := _flight_recorder():
-        print(f"pending collectives: {recorder}", file=sys.stderr, flush=True)
+    if collectives := _pending_collectives():
+        print(f"pending collectives: {collectives}", file=sys.stderr, flush=True)
 
 
-def _flight_recorder() -> str:
-    """Return the entries of NCCL's flight recorder that have not completed."""
+def _pending_collectives() -> str:
+    """Return the last 20 uncompleted entries of NCCL's flight recorder as text; "" if there are none."""
     try:
         from torch._C._distributed_c10d import _dump_nccl_trace_json  # type: ignore[attr-defined, unused-ignore]
 
@@ -266,8 +267,8 @@ def _flight_recorder() -> str:
 class Watchdog:
     """A thread that ends a rank whose step takes longer than `limit_s`, after all ranks have dumped their stacks.
 
-    Call :meth:`start_phase` before each phase. In set-up, which loads data and connects, the limit is ten times as
-    long. `logs_progress`: log the phase when the log has been silent for a while.
+    Call :meth:`start_phase` before each phase; some phases have a longer limit. `logs_progress`: log the current phase
+    when nothing was logged for a while.
     """
 
     def __init__(
@@ -275,7 +276,7 @@ class Watchdog:
     ) -> None:
         self._exit, self._limit_s, self._logs_progress, self._clock = rank_exit, limit_s, logs_progress, clock
         self._phase, self._since, self._logged_at = "set-up", clock(), clock()
-        self._factor, self._silence_s = LONG, SET_UP_SILENCE_S
+        self._factor, self._silence_s = LONG_PHASE, SET_UP_SILENCE_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -291,11 +292,11 @@ class Watchdog:
         self._phase, self._since, self._factor = phase, self._clock(), factor
 
     def start_set_up(self, phase: str) -> None:
-        """Restart the clock for a phase of set-up."""
-        self.start_phase(phase, LONG)
+        """Restart the clock for a phase of set-up, which may take ten times as long as a step."""
+        self.start_phase(phase, LONG_PHASE)
 
     def note_step_logged(self) -> None:
-        """Note that this rank has just logged a step."""
+        """Restart the time without log lines, because this rank has just logged a step."""
         self._logged_at, self._silence_s = self._clock(), SILENCE_S
 
     def overdue(self) -> str | None:

@@ -22,9 +22,9 @@ from holmes_hpc.slurm.hostlist import expand
 class Launch:
     """The place of one rank in the job.
 
-    `by`: the launcher; `key`: identifies this start of the run, equal on all ranks and new after a requeue;
-    `components`: those that contain its node, empty if unknown; `one_host`: all ranks run on this machine;
-    `address`, `port`: the launcher's rendezvous (torchrun), else None.
+    `by`: the launcher ("srun", "torchrun" or "one process"); `key`: identifies this start of the run, equal on all
+    ranks and new after a requeue; `one_host`: all ranks run on this machine; `components`: the job's components that
+    contain this node, empty if the job has only one; `address`, `port`: of torchrun's rendezvous, None without one.
     """
 
     rank: int
@@ -43,15 +43,15 @@ class Launch:
             f"{self.by} on {self.node}",
             (
                 not 0 <= self.rank < self.world_size or self.local_rank < 0,
-                f"rank {self.rank} of {self.world_size} (local rank {self.local_rank})",
-                "start the ranks with srun or torchrun",
+                f"rank {self.rank} (local rank {self.local_rank}) of {self.world_size} ranks is impossible",
+                "start the ranks with srun or torchrun, which set them",
             ),
             error=PlanError,
         )
 
 
 def read_launch(environ: Mapping[str, str] = os.environ, host: str = "") -> Launch:
-    """Return the launch of this process. `host`: this machine's name (for tests)."""
+    """Return the launch of this process. `host`: this machine's name, "" to ask the system."""
     host = host or socket.gethostname()
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return _torchrun(environ, host)
@@ -93,9 +93,9 @@ def _slurm(environ: Mapping[str, str], host: str) -> Launch:
 
 
 def components_of(environ: Mapping[str, str], node: str) -> tuple[int, ...]:
-    """Return the components of a heterogeneous Slurm job that contain `node`; several if they share it.
+    """Return the indices of a heterogeneous Slurm job's components that contain `node`; several if they share it.
 
-    The result is empty in a plain job. PlanError if no component contains the node.
+    The result is empty in a plain job. Raise PlanError if no component contains the node.
     """
     size = _number(environ, "SLURM_HET_SIZE", default=1)
     if size == 1:
@@ -120,7 +120,9 @@ def job_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_launch(launch: Launch, plan: Plan) -> int:
-    """Return this rank's component in the plan. PlanError if the rank runs in another one, or if ranks are missing."""
+    """Return the index of this rank's component in the plan.
+
+    Raise PlanError if the rank runs in another component, or if the number of ranks is not the plan's."""
     refuse(
         f"{launch.by} on {launch.node}",
         (
@@ -145,17 +147,21 @@ def check_launch(launch: Launch, plan: Plan) -> int:
 
 
 def _number(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
-    """Return the first of these variables that is set, as an integer. RunFailed if none is, unless `default` is set."""
+    """Return the first of the variables `names` that is set, as an integer; `default` if none is.
+
+    Raise RunFailed if the value is no integer, or if there is neither a value nor a default."""
     for name in names:
         if environ.get(name):
             try:
                 return int(environ[name])
             except ValueError:
                 raise RunFailed(
-                    f"{name} is {environ[name]!r}",
+                    f"{name} is {environ[name]!r}, which is no integer",
                     where="environment",
-                    hint="start the ranks with srun or torchrun, which set integers",
+                    hint="start the ranks with srun or torchrun, which set it",
                 ) from None
     if default is None:
-        raise RunFailed(f"{names[0]} is not set", where="environment", hint="start the ranks with srun or torchrun")
+        raise RunFailed(
+            f"{names[0]} is not set", where="environment", hint="start the ranks with srun or torchrun, which set it"
+        )
     return default

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import sys
 from datetime import datetime
+from pathlib import Path
 from typing import IO, Any
 
 from holmes_hpc.errors import HolmesError
@@ -50,7 +51,7 @@ class RankLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._saved = sys.stdout, sys.stderr
         self._file: IO[str] | None = None
-        if not _same_file(path):
+        if not _stdout_is(path):
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed at the end of the rank)
             out: Any = Tee(sys.stdout, self._file) if launch.rank == 0 else self._file
             sys.stdout, sys.stderr = out, Tee(sys.stderr, self._file)
@@ -66,7 +67,7 @@ class RankLog:
             self._file.close()
 
 
-def _same_file(path: Any) -> bool:
+def _stdout_is(path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(1), os.stat(path))
     except (OSError, ValueError):

@@ -40,16 +40,17 @@ class Signals:
 
 @dataclass(frozen=True)
 class AnyRank:
-    """Flags that at least one rank set a step ago: it shall `stop`, or its checkpoint is still `writing`."""
+    """Flags that at least one rank set a step ago: it got a `stop` signal, or it is still `writing` a checkpoint.
+    The defaults are the flags before the first step."""
 
     stop: bool = False
     writing: bool = True
 
 
 class ControlAllReduce:
-    """An all-reduce of two flags over all ranks, once per step. It overlaps the next step, so no rank waits.
+    """An all-reduce of two flags over all ranks, once per step. It overlaps the next step, so no rank waits for it.
 
-    All ranks read the combined flags at the end of that next step.
+    All ranks read the result at the end of that next step, so they all stop after the same step.
     """
 
     def __init__(self, group: Any) -> None:
@@ -64,7 +65,7 @@ class ControlAllReduce:
         return previous
 
     def finish(self) -> AnyRank:
-        """Return the combined flags of the previous step without starting another all-reduce."""
+        """Return the combined flags of the previous step. Do not start another all-reduce."""
         if self._pending is None:
             return AnyRank()
         flags, work = self._pending

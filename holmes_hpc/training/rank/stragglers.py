@@ -9,16 +9,16 @@ from typing import Any
 from holmes_hpc.planning.cost.flops import head_flops, layer_flops
 from holmes_hpc.planning.plan.plan import Plan
 
-SLOW = 1.3  # ratio to the median of its stage
-SLOW_STAGE = 1.5  # ratio to the time per layer of other stages; higher, because a stage's work is only estimated
+SLOW = 1.3  # limit of a rank's time, relative to the median of its stage
+SLOW_STAGE = 1.5  # the same for a stage's time per layer; higher, because its work is only estimated
 
 
 class Stragglers:
     """A comparison of the ranks' compute times over `every` steps.
 
     Ranks of one stage do the same work and are compared directly. With DP 1, stages with equal GPUs are compared by
-    time per unit of `work` (see :func:`work_of_stages`). `stages`: the ranks of each; `nodes`: of each rank; `gpus`:
-    of each stage.
+    time per layer. `stages`: each stage's ranks; `nodes`: each rank's node; `work`, `gpus`: each stage's work in layers
+    and its GPU (see :func:`work_of_stages`), empty to compare only ranks of one stage.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class Stragglers:
         self._stages, self._nodes, self._work, self._gpus, self._every = stages, nodes, work, gpus, every
         self._steps: list[Sequence[float]] = []
 
-    def step(self, compute_s: Sequence[float]) -> list[str]:
-        """Add one step's compute seconds of every rank. Return warnings about slow ranks every `every` steps."""
+    def add(self, compute_s: Sequence[float]) -> list[str]:
+        """Add one step's compute seconds of every rank. Return warnings about slow ranks after `every` steps."""
         self._steps.append(compute_s)
         if len(self._steps) < self._every:
             return []
@@ -73,8 +73,8 @@ def work_of_stages(plan: Plan, factors: Mapping[str, float] | None) -> tuple[lis
     """Return each stage's work in layers and its GPU, for :class:`Stragglers`; empty lists if a stage has DP
     above 1 or no layers.
 
-    The head counts as many layers as its FLOPs are worth. `factors`: fabric -> slow-down of emulated layers, with
-    which only layers count; None without emulated compute.
+    The head counts as the number of layers with as many FLOPs. `factors`: fabric -> slow-down of emulated layers; the
+    head then counts nothing. None without emulated compute.
     """
     replicas = max(stage.dp for stage in plan.parallel.stages)
     if replicas > 1 or min(stage.layers for stage in plan.stages) < 1:

@@ -53,7 +53,7 @@ def test_separate_documents_need_one_end_of_document_token(prefix: str, tmp_path
     with pytest.raises(DataError, match="different end-of-document tokens"):
         document_end(replace(config, prefix=(prefix, str(tmp_path / "second"))))
     (tmp_path / "second.json").unlink()
-    with pytest.raises(DataError, match="end-of-document token unknown"):  # before the job is queued
+    with pytest.raises(DataError, match="no end-of-document token in this file"):  # before the job is queued
         check_data(replace(config, prefix=str(tmp_path / "second")), spawn.MODEL, spawn.BATCH, False)
     with pytest.raises(ConfigError, match="synthetic data have no documents"):
         DataConfig(documents="apart")

@@ -27,7 +27,7 @@ def test_cpu_lists_of_the_kernel_are_parsed(text: str, cpus: set[int]) -> None:
         (range(32), NEAR, NEAR, "near its GPU, of 32 allocated"),
         (range(12, 24), NEAR, range(12, 16), "near its GPU, of 12"),
         (range(4), NEAR, range(4), "all near its GPU"),
-        (FAR, NEAR, FAR, r"none near its GPU \(near are 0-15\)"),
+        (FAR, NEAR, FAR, r"none near its GPU \(its near CPUs are 0-15\)"),
         (range(14, 32), NEAR, range(14, 32), "only 2 near its GPU"),  # Python, autograd and NCCL need more than two
         (range(32), (), range(32), "does not list"),
     ],

@@ -60,7 +60,7 @@ def test_a_compatible_installation_gives_no_error_or_warning(facts: CudaFacts) -
 
 
 def test_without_a_c_compiler_nothing_is_compiled_and_a_warning_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = cuda_warnings(replace(GOOD, compiler=False))
+    (line,) = cuda_warnings(replace(GOOD, has_compiler=False))
     assert "no C compiler or no Python.h" in line and "install gcc" in line
 
     def fail(*_: object, **__: object) -> None:
@@ -80,7 +80,7 @@ def test_without_a_c_compiler_nothing_is_compiled_and_a_warning_is_given(monkeyp
 @pytest.mark.parametrize("version", ["1.13.0", "2.12.0"])
 def test_an_unsupported_transformer_engine_gives_a_warning(version: str) -> None:
     (line,) = cuda_warnings(CudaFacts("13.0", 13000, 8, True, version, None, ">=2.9.0a0,<2.12.0"))
-    assert line.startswith(f"Megatron-Core does not support Transformer Engine {version} (>=2.9.0a0,<2.12.0)")
+    assert line.startswith(f"Megatron-Core supports Transformer Engine >=2.9.0a0,<2.12.0, {version} is installed")
 
 
 def test_memory_in_use_and_a_gpu_that_is_too_small_give_different_hints() -> None:
@@ -99,7 +99,7 @@ def test_the_facts_of_this_machine_can_be_collected() -> None:
     facts = collect_facts()
     # the metadata of Megatron-Core names the versions of Transformer Engine; from 0.17 on it names none
     assert re.fullmatch(r"([<>=~!]\S+)?", facts.te_supported)
-    assert facts.wheel is not None or facts.devices == facts.driver == 0
+    assert facts.torch_cuda is not None or facts.devices == facts.driver_cuda == 0
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def test_the_facts_of_this_machine_can_be_collected() -> None:
         ("delayed", True, "1.13.0", (8, 9), None),
         ("tensorwise", True, "2.2.0.dev0+5fdd7bb", (9, 0), None),
         ("mxfp8", True, "2.11.0", (10, 0), None),
-        ("mxfp8", True, "2.11.0", (9, 0), "train.fp8=mxfp8: this GPU has compute capability 9.0, it needs 10.0"),
-        ("mxfp8", True, "2.11.0", (12, 0), "compute capability 12.0, it needs 10.0, below 12.0"),
-        ("mxfp8", True, "2.0.0", (10, 0), "it needs Transformer Engine 2.1, 2.0.0 is installed"),
-        ("tensorwise", True, "2.1.0", (9, 0), "it needs Transformer Engine 2.2, 2.1.0 is installed"),
-        ("delayed", True, "2.11.0", (8, 0), "compute capability 8.0, it needs 8.9"),
+        ("mxfp8", True, "2.11.0", (9, 0), "train.fp8=mxfp8: mxfp8 needs compute capability 10.0, below 12.0; this"),
+        ("mxfp8", True, "2.11.0", (12, 0), "compute capability 10.0, below 12.0; this GPU has 12.0"),
+        ("mxfp8", True, "2.0.0", (10, 0), "mxfp8 needs Transformer Engine 2.1, 2.0.0 is installed"),
+        ("tensorwise", True, "2.1.0", (9, 0), "tensorwise needs Transformer Engine 2.2, 2.1.0 is installed"),
+        ("delayed", True, "2.11.0", (8, 0), "compute capability 8.9; this GPU has 8.0"),
         ("delayed", True, None, (9, 0), "needs Transformer Engine, which is not installed"),
         ("delayed", False, "2.11.0", (0, 0), "fp8 needs a GPU"),
     ],
@@ -126,5 +126,5 @@ def test_fp8_without_its_gpu_or_transformer_engine_is_refused(
 
 @pytest.mark.parametrize(("recipe", "size", "block"), [("delayed", 24, 16), ("mxfp8", 48, 32)])
 def test_sizes_that_are_no_multiple_of_the_fp8_block_are_refused(recipe: str, size: int, block: int) -> None:
-    with pytest.raises(ConfigError, match=f"model.ffn on a rank: {size}, where fp8 needs a multiple of {block}"):
+    with pytest.raises(ConfigError, match=f"model.ffn on a rank is {size}, {recipe} needs a multiple of {block}"):
         refuse_fp8(recipe, True, "2.11.0", (10, 0), {"model.hidden": 64, "model.ffn on a rank": size})

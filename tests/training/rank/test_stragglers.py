@@ -10,20 +10,20 @@ from holmes_hpc.training.rank import stragglers
 def test_the_slow_node_is_named_and_no_other() -> None:
     monitor = stragglers.Stragglers([[0, 1, 2], [3, 4]], ["a", "b", "c", "d", "e"], every=3)
     steps = [[1.0, 1.1, 0.9, 3.0, 3.1]] * 3
-    assert [monitor.step(s) for s in steps] == [[], [], []]
+    assert [monitor.add(s) for s in steps] == [[], [], []]
     slow = [[1.0, 1.1, 1.6, 3.0, 3.1], [1.0, 1.1, 0.9, 9.0, 3.1], [1.0, 1.1, 1.6, 3.0, 3.1]]  # one hiccup is none
-    warnings = [monitor.step(s) for s in slow][-1]
+    warnings = [monitor.add(s) for s in slow][-1]
     assert len(warnings) == 1 and "node c: rank 2 computes 1.45 times as long as the others of stage 0" in warnings[0]
 
 
 def test_a_stage_without_replicas_is_compared_by_its_time_per_layer() -> None:
     nodes, stages = ["a", "b", "c", "d"], [[0], [1], [2], [3]]
     monitor = stragglers.Stragglers(stages, nodes, [2, 4, 4, 3.5], ["h", "h", "h", "v"], every=1)
-    assert monitor.step([0.2, 0.4, 0.5, 3.5]) == []  # another GPU is no slow node
-    warnings = monitor.step([0.2, 0.4, 0.7, 3.5])
+    assert monitor.add([0.2, 0.4, 0.5, 3.5]) == []  # another GPU is no slow node
+    warnings = monitor.add([0.2, 0.4, 0.7, 3.5])
     text = "node c: rank 2 computes 1.75 times as long as other stages for each layer of stage 2"
     assert len(warnings) == 1 and text in warnings[0]
-    assert len(monitor.step([0.4, 0.4, 0.4, 0.1])) == 1
+    assert len(monitor.add([0.4, 0.4, 0.4, 0.1])) == 1
 
 
 def test_the_work_of_a_stage_counts_layers_and_the_head() -> None:

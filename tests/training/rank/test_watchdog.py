@@ -26,7 +26,7 @@ def test_a_phase_over_its_limit_is_overdue() -> None:
     assert watchdog.overdue() is None
     clock.pass_(2)
     assert watchdog.overdue() == "step 2 takes longer than 10 s"
-    watchdog.start_phase("saving", failure.LONG)
+    watchdog.start_phase("saving", failure.LONG_PHASE)
     clock.pass_(99)
     assert watchdog.overdue() is None
     clock.pass_(2)
