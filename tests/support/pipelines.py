@@ -260,7 +260,7 @@ def _channels(world: Any, plan: Any, config: TransformerConfig) -> dict[str, Any
             pp_group=parallel_state.get_pipeline_model_parallel_group(),
             config=config,
             device=torch.device(world[4]),
-            channel=SlowChannel,
+            channel_type=SlowChannel,
         )
         _built_channels[key] = built.channels
     return _built_channels[key]

@@ -180,10 +180,10 @@ def _run_passes(
         if isinstance(step, Post):
             transfer = step.transfer
             if not step.sends:
-                stream, consumer = edges.stream(_role(transfer, "in"), transfer.source), consumers[transfer]
-                arriving[consumer] = stream.receive(new_buffer(), consumer)
+                channel, consumer = edges.channel(_role(transfer, "in"), transfer.source), consumers[transfer]
+                arriving[consumer] = channel.receive(new_buffer(), consumer)
                 continue
-            _send(edges.stream(_role(transfer, "out"), transfer.target), output, transfer, order)
+            _send(edges.channel(_role(transfer, "out"), transfer.target), output, transfer, order)
             if transfer.source_pass.forward:
                 megatron.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
             continue
@@ -209,12 +209,12 @@ def _role(transfer: StageTransfer, end: str) -> str:
     return f"{'forward' if transfer.source_pass.forward else 'backward'}_{end}"
 
 
-def _send(stream: Any, tensor: torch.Tensor, transfer: StageTransfer, order: Order) -> None:
+def _send(channel: Any, tensor: torch.Tensor, transfer: StageTransfer, order: Order) -> None:
     """Send in the background, and wait for the send one window earlier, which bounds the memory.
     The other end is at most a window behind, so this wait takes no time. Sends in progress at the end of a step
     complete during the next one."""
-    stream.send(tensor, transfer.source_pass)
-    stream.settle(keep=order.window(transfer))
+    channel.send(tensor, transfer.source_pass)
+    channel.settle(keep=order.window(transfer))
 
 
 class TraceReporter:

@@ -51,18 +51,18 @@ class PerStageEdges(Edges):
     def __init__(self, pp_group: Any, row: int, device: torch.device) -> None:
         super().__init__({}, device)
         self.pp_group, self.row = pp_group, row
-        self._streams: dict[tuple[str, int], SplitChannel] = {}
+        self._split_channels: dict[tuple[str, int], SplitChannel] = {}
 
     def add(self, role: str, peer: int, channel: Channel, rows: slice) -> None:
         """Add a channel for some `rows` of the sequence. `role`: forward_in, forward_out, backward_in or backward_out;
         `peer`: the other end's row of :class:`Order`."""
         self.channels[channel.name] = channel
         self.on_device = self.on_device or is_nccl(channel.connections[0])
-        self._streams.setdefault((role, peer), SplitChannel()).pieces.append((channel, rows))
+        self._split_channels.setdefault((role, peer), SplitChannel()).pieces.append((channel, rows))
 
-    def stream(self, role: str, peer: int) -> SplitChannel:
-        """Return the channel of `role` between this row and `peer`."""
-        return self._streams[role, peer]
+    def channel(self, role: str, peer: int) -> SplitChannel:
+        """Return the channel of `role` between this row of :class:`Order` and the row `peer`."""
+        return self._split_channels[role, peer]
 
 
 def build_per_stage_edges(

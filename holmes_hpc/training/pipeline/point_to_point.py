@@ -249,7 +249,7 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         """Return this rank's row of an :class:`Order`: its stage."""
         return int(self.pp_group.rank())
 
-    def stream(self, role: str, peer: int = 0) -> Channel:
+    def channel(self, role: str, peer: int = 0) -> Channel:
         """Return this stage's channel of `role`, which has only one `peer`. Raise ConfigError if there is none: for
         virtual stages the first and the last stage need channels to each other."""
         if role not in self.channels:
@@ -279,13 +279,13 @@ class EdgeCommunicator(P2PCommunicator, Edges):
             name = f"{'send' if sends else 'recv'}_{'next' if forward == sends else 'prev'}"
             tensor = tensor_send_next if forward else tensor_send_prev
             if sends and tensor is not None:
-                self.stream(role).settle(keep=1)  # Megatron never waits for a step's last sends, so they would pile up
-                started[name] = self.stream(role).send(tensor)
+                self.channel(role).settle(keep=1)  # Megatron never waits for a step's last sends; they would pile up
+                started[name] = self.channel(role).send(tensor)
             elif not sends and (recv_prev if forward else recv_next):
                 received[name] = torch.empty(
                     tensor_shape, dtype=self.config.pipeline_dtype, device=self.device, requires_grad=True
                 )
-                started[name] = self.stream(role).receive(received[name])
+                started[name] = self.channel(role).receive(received[name])
         if wait_on_reqs:
             wait_all(started.values())
         return received.get("recv_prev"), received.get("recv_next"), None if wait_on_reqs else started
@@ -303,7 +303,7 @@ def build_communicator(
     pp_group: dist.ProcessGroup,
     config: Any,
     device: torch.device,
-    channel: type[Channel] = Channel,
+    channel_type: type[Channel] = Channel,
 ) -> EdgeCommunicator:
     """Return the communicator of this rank. All ranks of the job call it together, because `new_group` is collective.
 
@@ -317,7 +317,7 @@ def build_communicator(
         role: connected
         for edge in edges
         for role, _, connected in connect_edge(
-            plan, edge, new_group, rank=rank, config=config, device=device, channel=channel
+            plan, edge, new_group, rank=rank, config=config, device=device, channel_type=channel_type
         )
     }
     return EdgeCommunicator(pp_group, config, channels, device)
@@ -331,7 +331,7 @@ def connect_edge(
     rank: int,
     config: Any,
     device: torch.device,
-    channel: type[Channel] = Channel,
+    channel_type: type[Channel] = Channel,
 ) -> Iterator[tuple[str, int, Channel]]:
     """Connect both directions of an edge, on its transport. All ranks call it and exhaust it.
 
@@ -343,7 +343,7 @@ def connect_edge(
         if rank not in (source, target):
             continue
         peer = target if rank == source else source
-        connected = channel(
+        connected = channel_type(
             f"{direction} {source}->{target}",
             [c for c in connections if c is not None],
             peer,
