@@ -139,7 +139,7 @@ class Trainer:
             plan, dtype, cuda=session.cuda, fp8=train.fp8, timers=self.breakdown, stage=pipeline_rank
         )
         attention.refuse_unfused(plan, session.launch.rank, session.device, dtype, self.document_end is not None)
-        attention.refuse_apart(self.document_end, session.cuda)
+        attention.refuse_separate_documents(self.document_end, session.cuda)
         chunks = gpt.build(plan, self.model_config, seed, session.device)
         if train.pace_layer_ms:
             factor = emulated_layers.factor(

@@ -14,7 +14,7 @@ from holmes_hpc.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tok
 
 
 def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-    """Return a continuation of `prompt`: at most `tokens` tokens, fewer if a document ends.
+    """Return the text that continues `prompt`: at most `tokens` tokens, fewer if the document ends.
 
     `name`: see export.find_source. `temperature`: 0 picks the most likely token, above 0 tokens are sampled with
     `seed`. Raise ConfigError for a prompt that does not fit, DataError if there is no tokenizer.

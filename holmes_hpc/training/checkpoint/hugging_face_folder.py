@@ -108,7 +108,7 @@ class Folder:
                         tensor = shard.get_slice(name)
                         yield name, (file, name, tuple(tensor.get_shape()), tensor.get_dtype())
             except (OSError, SafetensorError) as e:
-                reason = getattr(e, "strerror", None) or f"damaged safetensors: {' '.join(str(e).split())[:200]}"
+                reason = getattr(e, "strerror", None) or f"damaged safetensors file: {' '.join(str(e).split())[:200]}"
                 raise DataError(reason, where=str(file), hint=_FETCH_AGAIN) from e
 
     def _shards(self) -> list[Path]:
@@ -244,7 +244,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def copy_small_files(folder: Path, target: Path) -> None:
-    """Copy config and tokenizer files that `target` lacks."""
+    """Copy the config and tokenizer files of `folder` that `target` lacks."""
     for name in SMALL_FILES:
         if not (target / name).exists() and (folder / name).is_file():
             copy_file(folder / name, target / name)

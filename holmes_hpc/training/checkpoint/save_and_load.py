@@ -54,8 +54,8 @@ _ERRORS = (CheckpointingException, CheckpointException)
 
 
 class _WriterResults:
-    """A queue that brings a writer's results to its rank: a pipe, and a thread that empties it.
-    Megatron-Core's default, a manager, is another process for each rank, which outlives a killed rank."""
+    """A queue from a writer process to its rank: a pipe, and a thread that empties it.
+    Megatron-Core's default queue needs one more process for each rank, which outlives a killed rank."""
 
     def __init__(self) -> None:
         self._pipe = multiprocessing.get_context("fork").SimpleQueue()
@@ -107,8 +107,8 @@ class Checkpoints:
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def save(self, step: int, extra: Mapping[str, Any], wait: bool = False) -> None:
-        """Save the state after `step`, in the background if configured and not `wait`. One save runs at a time.
-        `extra`: more fields of the description."""
+        """Save the state after `step`; with `wait`, return when the checkpoint is complete. One save runs at a time.
+        `extra`: more fields of holmes.json."""
         self.finish_save()
         if any(not inner.optimizer.state for inner in megatron_versions.inner_optimizers(self.optimizer)):
             if self._rank == 0:  # in fp16, while the loss scale is still too large
@@ -182,7 +182,7 @@ class Checkpoints:
         return _write_error(path, error)
 
     def is_any_rank_writing(self) -> bool:
-        """Return whether any rank's writer is running. All ranks call it."""
+        """Return whether the writer of any rank is running. All ranks call it."""
         return self._any_rank(self.is_writing())
 
     def _any_rank(self, is_true: bool) -> bool:
@@ -191,7 +191,7 @@ class Checkpoints:
         return bool(flag)
 
     def _finish(self, path: Path, step: int, description: Mapping[str, Any]) -> None:
-        """Complete the checkpoint after all ranks have written. Runs on all ranks."""
+        """Complete the checkpoint on rank 0, after all ranks have written. All ranks call it."""
         if self._rank == 0:
             files = {}
             for checksums in sorted(path.glob(".crc-*.json")):
@@ -244,7 +244,7 @@ class Checkpoints:
 
     def _load_hugging_face(self, path: Path) -> None:
         """Load the weights of a Hugging Face folder. The optimizer starts without moments.
-        A DataError of one rank is raised on all."""
+        Raise the DataError of one rank on all ranks."""
         from holmes_hpc.training.checkpoint import hugging_face_folder  # needs safetensors, which is optional
 
         start, model = time.perf_counter(), self.plan.model
@@ -258,7 +258,7 @@ class Checkpoints:
             log_line(f"loaded the weights in {path} in {time.perf_counter() - start:.1f} s")
 
     def _find_checkpoints(self, initial: Path | None) -> list[Path]:
-        """Return the checkpoints to load, the latest first, as rank 0 finds them.
+        """Return the checkpoints that rank 0 finds, the latest first; `initial` if the run has none.
         On a file system that shows changes late, the ranks could find different ones."""
         return self._run_on_all_ranks(partial(self._checkpoints_on_rank0, initial))[0]
 
@@ -288,8 +288,10 @@ class Checkpoints:
         return next((damage for damage in self._run_on_all_ranks(check_files) if damage is not None), None)
 
     def _run_on_all_ranks(self, task: Callable[[], Any]) -> list[Any]:
-        """Run `task` in a thread on each rank; return all results. The first rank's HolmesError is raised on all.
-        There is no time limit: `task` may take longer than a collective's time-out."""
+        """Run `task` in a thread on each rank. Return the results of all ranks.
+
+        Raise the HolmesError of the lowest failed rank on all ranks. `task` may take longer than a collective's limit.
+        """
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(task)
             while self._any_rank(not future.done()):
@@ -381,7 +383,7 @@ def _inner_error(error: BaseException) -> Any:
 
 
 def _write_error(path: Path, error: BaseException) -> RunFailed:
-    """Return any error of saving as a RunFailed of one line. Torch hides a full disk behind its own errors."""
+    """Return a RunFailed that reports any error of saving in one line. Torch hides a full disk in its own errors."""
     inner = _inner_error(error)
     if isinstance(inner, OSError):
         return checkpoint_directory.write_error(path, inner)

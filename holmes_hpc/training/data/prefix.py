@@ -56,7 +56,7 @@ def document_end(data: DataConfig) -> int | None:
         raise DataError("no end-of-document token in this file", where=f"{unknown[0]}.json", hint=_PREPARE_HINT)
     if len(set(end_tokens.values())) > 1:
         raise DataError(
-            f"different end-of-document tokens: {end_tokens}",
+            f"the prefixes have different end-of-document tokens: {end_tokens}",
             where="data.prefix",
             hint="prepare all of them with one tokenizer, or use data.documents=joined",
         )
@@ -95,8 +95,7 @@ class Prefix:
                 head, _ = f.read(_HEADER.size), data.read(1)
         except OSError as e:
             raise DataError(e.strerror or str(e), where=str(e.filename or path), hint=_PREPARE_HINT) from e
-        if len(head) < _HEADER.size:
-            raise DataError(f"truncated: {len(head)} bytes", where=str(idx), hint=_PREPARE_HINT)
+        refuse(str(idx), _wrong_size(len(head), _HEADER.size, "format"), error=DataError)
         magic, version, code, sequences, bounds = _HEADER.unpack(head)
         is_index, stat = (magic, version) == (_MAGIC, 1) and code in TOKEN_TYPES, idx.stat()
         refuse(
@@ -184,7 +183,7 @@ class Prefix:
 def _wrong_size(size: int, expected: int, source: str) -> tuple[bool, str, str]:
     """Return a case of :func:`refuse` for a file whose size differs from the one in its header or index."""
     problem = "truncated" if size < expected else "too long"
-    return size != expected, f"{problem}: {size} bytes, its {source} says {expected}", _PREPARE_HINT
+    return size != expected, f"{problem}: {size} bytes, its {source} implies {expected}", _PREPARE_HINT
 
 
 def parse_blend(prefix: str | Sequence[str | float] | None) -> tuple[list[str], list[float] | None]:
@@ -213,7 +212,7 @@ def parse_split(split: str, evaluates: bool) -> dict[str, tuple[float, float]]:
     except ValueError:
         parts = []
     if len(parts) not in (1, 2, 3) or any(not 0 <= p < float("inf") for p in parts) or parts[0] <= 0:
-        raise DataError(f"split is {split!r}", where="data.split", hint='use "90,10": training, validation')
+        raise DataError(f"{split!r} is no split", where="data.split", hint='use "90,10": training, validation')
     total, first, second = sum(parts), parts[0], sum(parts[1:2])
     validation = {"validation": (first / total, (first + second) / total)} if evaluates else {}
     return {"training": (0.0, first / total), **validation}

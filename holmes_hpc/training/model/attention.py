@@ -72,7 +72,7 @@ class SdpaAttention(MegatronModule):
         """Return the attention output of this rank, (sequence, batch, heads * width).
 
         `query`: (sequence, batch, heads, width); `key`, `value`: (sequence, batch, groups, width); `attention_mask`:
-        from samples.apart, or None for a causal mask.
+        from samples.separate_documents, or None for a causal mask.
         """
         if attention_bias is not None or packed_seq_params is not None:
             raise ConfigError(
@@ -90,7 +90,7 @@ class SdpaAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
-def refuse_apart(document_end: int | None, cuda: bool) -> None:
+def refuse_separate_documents(document_end: int | None, cuda: bool) -> None:
     """Raise ConfigError if `data.documents` keeps documents apart and this rank's attention supports no mask.
     `document_end`: the end-of-document token, None if documents are joined."""
     if document_end is not None and cuda and has_transformer_engine():
@@ -128,7 +128,7 @@ def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dty
 
 
 def _torch_fuses(m: ModelSpec, sequence: int, tp: int, device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
-    """Return whether torch has a fused kernel for a rank's heads."""
+    """Return whether torch has a fused kernel for a rank's heads. `m`: the model; `sequence`: its length in tokens."""
     heads = torch.empty(1, m.heads // tp, sequence, m.head_width, dtype=dtype, device=device, requires_grad=True)
     keys = heads[:, : max(1, m.kv_heads // tp)]
     mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=device) if masked else None

@@ -265,9 +265,9 @@ def resize(path: str, change: int) -> None:
     [
         (lambda p: Path(f"{p}.bin").unlink(), r"text\.bin: No such file"),
         (lambda p: Path(f"{p}.idx").unlink(), r"text\.idx: No such file"),
-        (lambda p: resize(f"{p}.bin", -10), r"text\.bin: truncated: \d+ bytes, its index says \d+"),
+        (lambda p: resize(f"{p}.bin", -10), r"text\.bin: truncated: \d+ bytes, its index implies \d+"),
         (lambda p: resize(f"{p}.bin", 2), r"text\.bin: too long"),
-        (lambda p: resize(f"{p}.idx", -8), r"text\.idx: truncated: \d+ bytes, its header says \d+"),
+        (lambda p: resize(f"{p}.idx", -8), r"text\.idx: truncated: \d+ bytes, its header implies \d+"),
         (lambda p: Path(f"{p}.idx").write_bytes(b"MMID"), r"text\.idx: truncated: 4 bytes"),
         (lambda p: Path(f"{p}.idx").write_bytes(bytes(200)), r"text\.idx: not an index"),
         (
@@ -353,8 +353,8 @@ def test_invalid_token_is_found_when_it_is_read() -> None:
     [
         ({"kind": "indexed", "prefix": [0.5, "a", "b"]}, "weight"),
         ({"kind": "indexed", "prefix": [0.5, "a", -1, "b"]}, "weights above 0"),
-        ({"kind": "indexed", "prefix": "a", "split": "ninety"}, "split is 'ninety'"),
-        ({"kind": "indexed", "prefix": "a", "split": "0,10"}, "split is '0,10'"),
+        ({"kind": "indexed", "prefix": "a", "split": "ninety"}, "'ninety' is no split"),
+        ({"kind": "indexed", "prefix": "a", "split": "0,10"}, "'0,10' is no split"),
     ],
 )
 def test_invalid_options_are_refused(data: dict, message: str) -> None:
