@@ -244,7 +244,7 @@ class Trainer:
         return losses, {"grad_norm": norm, "learning_rate": rate, **{k: v for k, v in optional.items() if v}}
 
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
-        """Return the mean loss of each micro-batch, on the device; [] on ranks without the last stage's loss."""
+        """Return each micro-batch's mean loss, on the device; [] except on the first TP rank of the last stage."""
         outputs = self.forward_backward(
             forward_step_func=partial(gpt.forward_step, masked=self.document_end is not None),
             data_iterator=batches if len(batches) > 1 else batches[0],

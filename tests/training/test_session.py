@@ -65,7 +65,7 @@ def test_every_group_is_recorded_once_with_its_nic_on_each_of_its_nodes(cuda: bo
     ]
     for rank in ranks:
         session.publish_groups(rank)
-    interfaces = {(g["kind"], *g["ranks"]): g["interfaces"] for g in session._groups(ranks[0])}
+    interfaces = {(g["kind"], *g["ranks"]): g["interfaces"] for g in session._describe_groups(ranks[0])}
     rdma_nics = {"mlx5_0:1": "ib1", "mlx5_1:1": "ib2"} if cuda else {"ib0": "ib[1-2]"}
     local = "local" if cuda else "lo"
     assert interfaces == {
