@@ -1,7 +1,7 @@
 """Composition of a configuration from overrides in Hydra's grammar, on top of the defaults or of a recorded one.
 
-Declared options are read without Hydra, because its file search takes most of the time. Hydra reads files in a user's
-own search path.
+Overrides with only declared options are composed without Hydra, whose file search takes most of the time. Hydra
+composes the others, with the files in a user's own search path.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def applied(config: Configuration, overrides: Sequence[str]) -> Configuration:
-    """Apply `overrides` to a recorded configuration: single keys or whole groups (``data=indexed data.prefix=x``)."""
+    """Return a recorded configuration with `overrides` of keys or whole groups (``data=indexed data.prefix=x``)."""
     result, defaults = OmegaConf.create(_escape(config.to_dict())), OmegaConf.create(composed())
     OmegaConf.set_struct(result, True)
     with _as_config_error():
@@ -75,14 +75,16 @@ def applied(config: Configuration, overrides: Sequence[str]) -> Configuration:
 
 
 def resolve(config: DictConfig, overrides: Sequence[str] = ()) -> Configuration:
-    """Check the configuration that Hydra composed from `overrides`."""
+    """Return the checked configuration of `config`, which Hydra composed from `overrides`."""
     return from_dict(_to_plain(config, overrides))
 
 
 def for_hydra(overrides: Sequence[str]) -> list[str]:
-    """Replace each ``model=hf:DIR`` by a model registered with Hydra, read from the folder's config.json. Quote numbers
-    after ``name=``: Hydra converts ``name=1e5`` to 100000.0.
-    Raise DataError if the file is unreadable or its model is not covered."""
+    """Return `overrides` as Hydra needs them.
+
+    Each ``model=hf:DIR`` becomes the name of a model that is registered with Hydra, read from the folder's config.json.
+    Numbers after ``name=`` are quoted, because Hydra converts ``name=1e5`` to 100000.0. DataError if the file is
+    unreadable or its model is not covered."""
     result = []
     for override in overrides:
         match = re.match(r"(\+*model=)(['\"]?)(hf:.+)\2\Z", override)
@@ -113,7 +115,7 @@ def with_flags(flags: Mapping[str, Any], overrides: Sequence[str] | None) -> lis
 
 
 def is_fixed_by_plan(override: str) -> bool:
-    """Return whether a plan fixes the key of an override: of the model, the batch or the layout."""
+    """Return whether an override sets a key that a plan fixes: of the model, the batch or the layout."""
     return _FIXED_BY_PLAN.match(override) is not None
 
 
@@ -128,7 +130,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def explained(error: Exception) -> ConfigError:
-    """Convert a Hydra error into one line with a hint."""
+    """Return a ConfigError, with a hint, for an error of Hydra or OmegaConf."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first, where = lines[0] if lines else str(error), "overrides"
     if unknown := re.search(r"Could not override '([^']+)'", str(error)):
@@ -142,7 +144,7 @@ def explained(error: Exception) -> ConfigError:
         kind, option = _kind_of_file(bare[1])
         return ConfigError(f"{kind}, not KEY=VALUE", where=bare[1], hint=f"write {option}={bare[1]}")
     if bare and (suggestion := suggested_override(bare[1])):
-        return ConfigError(f"{bare[1]!r} names no key", where=where, hint=f"did you mean {suggestion!r}?")
+        return ConfigError(f"{bare[1]!r} is not KEY=VALUE", where=where, hint=f"did you mean {suggestion!r}?")
     hint = "write KEY=VALUE; quote a value with special characters: \"KEY='VALUE'\""
     if unquoted := re.search(r"no viable alternative at input '([{\[])", str(error)):
         hint = f"quote the whole word, or the shell splits it: 'KEY={QUOTABLE[unquoted[1]]}'"
@@ -180,7 +182,7 @@ def _changes(key: str, changed_key: str) -> bool:
 
 
 def _compose_declared(overrides: Sequence[Any]) -> DictConfig | None:
-    """Compose `overrides` from the declared options. None if Hydra must compose them.
+    """Return the configuration of parsed `overrides` with only declared options; None if Hydra must compose them.
     It must for an undeclared option or group (``+sweep=ablation``), a deletion, a sweep, or an error."""
     groups = [o for o in overrides if o.key_or_group in GROUPS]
     names = {group: name for group, name in DEFAULTS.items() if group in GROUPS}
@@ -209,7 +211,7 @@ def _compose_declared(overrides: Sequence[Any]) -> DictConfig | None:
 
 
 def _compose_by_hydra(overrides: Sequence[str]) -> DictConfig:
-    """Let Hydra compose `overrides` and the files under conf/."""
+    """Return the configuration that Hydra composes from `overrides` and the files under conf/."""
     GlobalHydra.instance().clear()
     base = VersionBase.instance()
     previous_version = base.version_base  # this process may itself be a Hydra application
@@ -221,7 +223,7 @@ def _compose_by_hydra(overrides: Sequence[str]) -> DictConfig:
 
 
 def _to_plain(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return plain data without Hydra's section. Raise ConfigError for a missing value."""
+    """Return a composed configuration as plain data, without Hydra's section. ConfigError for a missing value."""
     if any(OmegaConf.is_missing(config.batch, name) for name in keys(Batch)):
         raise _no_batch(str(config.model.name), overrides)
     without_hydra = OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])

@@ -82,8 +82,8 @@ class Configuration:
         return replace(self, train=replace(self.train, **changes))
 
     def with_data(self) -> Configuration:
-        """Return a copy with a data kind; ConfigError if none is set and the model is not small.
-        Small models and calibration get random tokens, from which nothing is learned."""
+        """Return a copy whose data kind is set: synthetic by default, for trial models and for calibration.
+        ConfigError if it is not set for another model, or if `prefix` is set for synthetic data."""
         data, is_large = self.data, self.model.hidden > TRIAL_MAX_HIDDEN and not self.train.measure
         refuse(
             "",
@@ -94,7 +94,7 @@ class Configuration:
             ),
             (
                 data.kind is None and is_large,
-                f"data: no data are given for {self.model.name}",
+                f"data.kind is null: no data are given for {self.model.name}",
                 "give data=indexed data.prefix=PREFIX (`holmes data prepare` makes it), or "
                 "data=synthetic for random tokens, which measure speed and teach nothing",
             ),
@@ -118,16 +118,16 @@ GROUPS: dict[str, type[Any]] = {
 
 
 def from_dict(data: Mapping[str, Any]) -> Configuration:
-    """Check a composed configuration: one line for the first unknown key, wrong type or value out of range."""
+    """Return the configuration of composed plain data. ConfigError for the first unknown key or wrong value."""
     values = {name: make(GROUPS[name], value, name) if name in GROUPS else value for name, value in data.items()}
     return make(Configuration, values, "configuration")
 
 
 def recorded(data: Mapping[str, Any]) -> tuple[Configuration, list[str]]:
-    """Read the configuration in a run's record, which an older version may have written.
+    """Return (the configuration in a run's record, the names of the keys that it lacks).
 
-    Return it with the names of its missing keys, which get their defaults. Keys that no longer exist are dropped.
-    ConfigError if a group without defaults (model, batch) is missing.
+    An older version may have written it. Keys that it lacks get their defaults, and keys that no longer exist are
+    dropped. ConfigError if a group without defaults (model, batch) is missing.
     """
     missing_keys: list[str] = []
     values: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def recorded(data: Mapping[str, Any]) -> tuple[Configuration, list[str]]:
 
 
 def _to_lists(value: Any) -> Any:
-    """Convert tuples to lists at all levels, for YAML."""
+    """Return plain data with lists in place of tuples at all levels, for YAML."""
     if isinstance(value, Mapping):
         return {k: _to_lists(v) for k, v in value.items()}
     return [_to_lists(v) for v in value] if isinstance(value, list | tuple) else value

@@ -49,12 +49,12 @@ class DataConfig:
             "",
             (
                 self.kind == "indexed" and not self.prefix,
-                "data.prefix is not given",
+                "data.prefix is not given, but data.kind is indexed",
                 "give data.prefix=PREFIX of `holmes data prepare`",
             ),
             (
                 self.documents == "apart" and self.kind != "indexed",
                 "data.documents is apart, but synthetic data have no documents",
-                "leave it out",
+                "remove data.documents, or use data=indexed",
             ),
         )

@@ -1,6 +1,6 @@
 """Generator of the files under conf/, of docs/configuration.md and of the keys in ``--help``.
 
-``python -m holmes_hpc.config.document`` writes the files; a test compares them with the repository's.
+``python -m holmes_hpc.config.document`` writes the files. A test checks that the repository has the current ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ hydra:
 
 
 def conf_files() -> dict[str, str]:
-    """Return all files under conf/: path there -> text."""
+    """Return the text of each file under conf/, by its path there."""
     files = {"config.yaml": _main_file()}
     for name, model in MODELS.items():
         files[f"model/{name}.yaml"] = _values_file(asdict(model))
@@ -90,7 +90,7 @@ def page() -> str:
 
 
 def _values_and_default(declared: Key) -> str:
-    """Return the allowed values of a key in a few words, and its default. A default of null implies that value."""
+    """Return the allowed values of a key in short form, and its default. If the default is null, null is not listed."""
     values = allowed(declared).removeprefix("use ")
     for pattern, short in _SHORT:
         values = re.sub(pattern, short, values)
@@ -100,7 +100,7 @@ def _values_and_default(declared: Key) -> str:
 
 
 def help_text(*groups: str, without: Collection[str] = (), width: int = 78) -> str:
-    """Return the keys of some groups for the end of ``--help``, each with help and values. Skip keys in `without`."""
+    """Return a text for the end of ``--help`` with the keys of `groups`, except those in `without`."""
     lines = [f"Keys of {', '.join(groups)} (KEY=VALUE; docs/configuration.md has all):"]
     for group in groups:
         for k in keys(GROUPS[group]).values():
@@ -128,7 +128,7 @@ def _main_file() -> str:
 
 
 def _lines(declared: Key, value: Any) -> list[str]:
-    """Return a key with its value, and its help beside or above."""
+    """Return the YAML lines of a key with its value, and with its help in a comment beside or above it."""
     pair, comment = f"{declared.name}: {_format(value)}", declared.spec.help
     joined_line = f"{pair:<27} # {comment}"
     if len(joined_line) <= WIDTH:
@@ -148,7 +148,7 @@ def _format(value: Any) -> str:
 
 
 def write() -> list[Path]:
-    """Write all files. Return their paths."""
+    """Write all generated files and return their paths."""
     files = {PACKAGE / "conf" / path: text for path, text in conf_files().items()}
     if PAGE.parent.is_dir():
         files[PAGE] = page()

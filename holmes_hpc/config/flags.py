@@ -1,6 +1,6 @@
 """The command options that set a configuration key, each declared once: ``--tp 2`` means ``plan.tp=2``.
 
-Help, type and range are the key's.
+An option has the help, type and range of its key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holmes_hpc.schema import Key, allowed, keys, kinds
 
 @dataclass(frozen=True)
 class Flag:
-    """A command-line option that sets `key`."""
+    """A command-line option. `name`: with its dashes; `key`: the configuration key that it sets."""
 
     name: str
     key: str
@@ -48,7 +48,7 @@ class Flag:
         return f"{self.key}: {text} [{allowed_values}]"
 
     def value(self, text: str) -> Any:
-        """Parse `text` for an option with a composite value: 26,22 or ib-a=4,roce-a=4 or yes."""
+        """Return the value of an option's `text` for a list (26,22), a map (ib-a=4,roce-a=4) or a bool (yes)."""
         parts = text.split(",")
         if self.type is tuple:
             if not all(part.strip().lstrip("-").isdecimal() for part in parts):
@@ -66,7 +66,7 @@ class Flag:
 
 
 def yes_or_no(text: str, where: str) -> bool:
-    """Return whether `text`, the value of the option `where`, is yes."""
+    """Return whether `text` is yes. ConfigError if it is neither yes nor no. `where`: the option, for the error."""
     if text not in ("yes", "no"):
         raise ConfigError(f"{text!r} is neither yes nor no", where=where, hint="write yes or no")
     return text == "yes"

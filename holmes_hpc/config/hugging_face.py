@@ -1,7 +1,7 @@
-"""Conversion between a Hugging Face folder's config.json and a model's configuration.
+"""Conversion between the config.json of a Hugging Face folder and a ModelSpec.
 
-Only JSON is read: nothing is downloaded, and no code from a folder is run. A table lists each family and the reasons
-why others are not covered. Weights: training/checkpoint/weight_names.py.
+Only JSON is read: nothing is downloaded, and no code from a folder is run. FAMILIES lists the families that can be
+read, NOT_COVERED the reasons why others cannot. The weights are converted in training/checkpoint/weight_names.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _HINT = "give a folder of one of the families in docs/models.md"
 
 @dataclass(frozen=True)
 class Family:
-    """A `model_type`: its class in `transformers`, and the reader of its config.json.
-    `set_by_type`: model keys that the type sets and config.json lacks."""
+    """A family of models, one `model_type` of config.json. `architecture`: its class in `transformers`. `read`: reader
+    of its config.json. `type_keys`: facts about the family that config.json lacks, for the reader."""
 
     architecture: str
     read: Callable[[_Config, Mapping[str, Any]], ModelSpec]
-    set_by_type: Mapping[str, Any]
+    type_keys: Mapping[str, Any]
 
 
 # Other model types, and why they cannot be trained here.
@@ -58,14 +58,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_model(folder: Path) -> ModelSpec:
-    """Return the model in a folder, named like the folder. DataError names a feature that is not covered."""
+    """Return the model of a Hugging Face folder, named like it. DataError for a feature that is not covered."""
     return model_of(
         read_config(folder), re.sub(r"[^\w.-]+", "_", folder.resolve().name) or "model", str(folder / CONFIG)
     )
 
 
 def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
-    """Convert the content of a config.json to a model. Dropout, a training setting, is 0."""
+    """Return the model of a config.json's content, with dropout 0. `where`: its path, for errors."""
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         reason = NOT_COVERED.get(model_type)
@@ -78,7 +78,7 @@ def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
     if config.get("quantization_config"):
         read.refuse("its weights are quantized", "give the folder of the weights before quantization")
     try:
-        model = replace(family.read(read, family.set_by_type), name=name)
+        model = replace(family.read(read, family.type_keys), name=name)
     except HolmesError as e:
         raise DataError(e.what, where=where, hint=e.hint) from e
     except (TypeError, AttributeError) as e:
@@ -87,7 +87,8 @@ def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
 
 
 def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, Any]:
-    """Return config.json of a model. `dtype`: of its weights, torch's name; `eod`: the end-of-document token."""
+    """Return the content of config.json for a model. `dtype`: torch's name of its weights' type; `eod`: the id of the
+    end-of-document token."""
     model_type = family_of(spec)
     shared_keys = {
         "architectures": [FAMILIES[model_type].architecture],
@@ -133,7 +134,7 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
 
 
 def family_of(spec: ModelSpec) -> str:
-    """Return the `model_type` that computes the same as this model. ConfigError if there is none."""
+    """Return the `model_type` of the family that computes the same as this model. ConfigError if there is none."""
     if not (spec.rope or spec.swiglu or spec.rmsnorm) and (
         spec.kv_heads == spec.heads and spec.query_width == spec.hidden and not spec.qk_norm
     ):
@@ -178,13 +179,13 @@ def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 class _Config:
-    """A reader for the keys of a config.json; a missing key is a DataError."""
+    """A reader for the keys of a config.json. DataError for a missing key."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = config, where
 
     def __call__(self, name: str, *default: Any) -> Any:
-        """Return the value of a key. If it is missing or null, return `default`, if given."""
+        """Return the value of a key. If it is missing or null, return `default`; without one, raise DataError."""
         value = self.config.get(name)
         if value is None:
             if not default:

@@ -1,4 +1,4 @@
-"""The learning rate of each step, and how a changed number of steps affects it."""
+"""The learning rate of each step, and how it changes with the number of steps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     """Return the learning rate of `step` (from 1).
 
     It rises linearly over `warmup_steps`, falls to `min_lr` at `lr_decay_steps` (default: the last step), and then
-    stays. It falls in a half cosine (Loshchilov and Hutter 2017), linearly, or (wsd) linearly over the last
-    `wsd_decay_steps` (Hu et al. 2024, arXiv 2404.06395).
+    stays there. The fall is half a cosine (Loshchilov and Hutter 2017), linear, or (wsd) linear over only the last
+    `wsd_decay_steps` steps (Hu et al. 2024, arXiv 2404.06395).
     """
     peak, low, warmup = train.lr, train.min_lr, train.warmup_steps
     if step <= warmup:
@@ -27,8 +27,8 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def describe_lr_change(old: TrainConfig, new: TrainConfig, step: int) -> str | None:
-    """Describe how another number of steps changes the learning rate from `step` on, and how to avoid it, in one line.
-    None if nothing changes, or if `lr_decay_steps` fixes the end of the decay."""
+    """Return a line that tells how `new` settings change the learning rate from `step` on, and how to avoid it.
+    None if the end of the decay does not change, or if `lr_decay_steps` fixes it."""
     if new.lr_decay_steps is not None or new.min_lr == new.lr:
         return None
     end = old.lr_decay_steps or old.steps

@@ -98,10 +98,10 @@ class ModelSpec:
             ),
             (
                 self.rope_scaling is not None and not self.rope,
-                "rope_scaling in a model without rope",
-                "leave model.rope_scaling out",
+                "rope_scaling is set, but the model has no rope",
+                "remove model.rope_scaling",
             ),
-            (self.gelu_tanh and self.swiglu, "gelu_tanh in a model with swiglu", "leave model.gelu_tanh out"),
+            (self.gelu_tanh and self.swiglu, "gelu_tanh is set, but the model has swiglu", "remove model.gelu_tanh"),
             error=PlanError,
         )
 
@@ -121,7 +121,7 @@ class ModelSpec:
         return self.kv_heads * self.head_width
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data. Keys that older versions lack are omitted if they have their defaults."""
+        """Return plain data, without newer keys that have their defaults, so that older versions can read it."""
         return {k: v for k, v in asdict(self).items() if k not in _NEWER_KEYS or v != _NEWER_KEYS[k]}
 
     def padded_vocab(self, tp: int) -> int:
@@ -154,7 +154,7 @@ class Batch:
         return self.global_size * self.sequence_length
 
     def micro_batches(self, dp: int) -> int:
-        """Return the micro-batches per pipeline and step."""
+        """Return the number of micro-batches per pipeline and step. PlanError if the batch cannot be divided."""
         refuse(
             "batch",
             (

@@ -14,9 +14,9 @@ def _llama(
     """Return a model like Llama, with rotary positions, a gated feed-forward part and RMSNorm.
 
     Sources: Llama (arXiv 2307.09288 and 2407.21783), Mistral without a sliding window (arXiv 2310.06825), Qwen2.5
-    (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), and Yang et al. (arXiv 2312.03549). Megatron-LM gives the last ones
-    ffn = 64 * floor(8h/3/64). They are untied: a tied pair needs an all-reduce between the first and last fabric in
-    every step.
+    (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), and the paper (Yang et al., arXiv 2312.03549). For the paper's models,
+    `ffn` is Megatron-LM's default, 64 * floor(8h/3/64). They are untied: a tied embedding and head would need an
+    all-reduce between the first and last fabric in every step.
     """
     ffn, kv_heads = ffn or 8 * hidden // 3 // 64 * 64, kv_heads or heads
     return ModelSpec(name, layers, hidden, heads, vocab, ffn=ffn, kv_heads=kv_heads, **other_keys)
@@ -42,8 +42,8 @@ def gpt(
     name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, tied: bool, **other_keys: Any
 ) -> ModelSpec:
     """Return a model like GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020).
-    They have GELU, LayerNorm, biases and learned positions. `other_keys`: more keys of a model; they also replace
-    these."""
+    It has GELU, LayerNorm, biases and learned positions, unless `other_keys`, further keys of ModelSpec, change them.
+    """
     gpt_keys = {"ffn": 4 * hidden, "kv_heads": heads, "swiglu": False, "rmsnorm": False, "rope": False, "bias": True}
     return ModelSpec(
         name, layers, hidden, heads, vocab, max_positions=positions, tied=tied, **{**gpt_keys, **other_keys}
@@ -103,7 +103,8 @@ def named(name: str) -> ModelSpec:
     return MODELS[name]
 
 
-# Sequences, sequences, tokens. The paper's settings of its models (arXiv 2312.03549).
+# Batch(global size in sequences, micro-batch size in sequences, sequence length in tokens). The settings paper_* are
+# those of the paper (arXiv 2312.03549).
 _PUBLISHED: dict[str, Batch] = {
     "tiny": Batch(16, 2, 64),
     "paper_3_6b": Batch(768, 4, 2048),

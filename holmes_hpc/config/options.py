@@ -1,4 +1,4 @@
-"""The options of the configuration's groups, and suggestions for mistyped keys."""
+"""The named options of the configuration's groups (``data=indexed``), and suggestions for mistyped keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holmes_hpc.config.models import BATCHES, MODELS
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.schema import REQUIRED, keys
 
-# `batch` of config.yaml has no values: the default is the batch with the model's name, if any
+# The default option of each group. That of `batch` is the batch with the model's name, if there is one.
 DEFAULTS = {
     "model": "gpt_tiny",
     "optional batch": "${model}",
@@ -20,7 +20,7 @@ DEFAULTS = {
     "slurm": "default",
     "launcher": "slurm",
 }
-# group -> option -> the values that differ from the defaults
+# group -> option -> the values that differ from the keys' defaults
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "plan": {"default": {}},
     "train": {"default": {}},
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "launcher": {"slurm": {}, "local": {"kind": "local"}},
 }
-# names in Megatron-LM, DeepSpeed and transformers -> keys
+# Names in Megatron-LM, DeepSpeed and transformers -> keys of this project.
 _OTHER_NAMES = {
     "learning_rate": "train.lr",
     "batch_size": "batch.global_size",
@@ -53,7 +53,7 @@ _OTHER_NAMES = {
 
 
 def option(group: str, name: str) -> dict[str, Any] | None:
-    """Return all values of a group's option; None if the option does not exist."""
+    """Return the values of all keys in a group's option called `name`; None if there is no such option."""
     if group in ("model", "batch"):
         spec: Any = (MODELS if group == "model" else BATCHES).get(name)
         return None if spec is None else asdict(spec)
@@ -63,14 +63,15 @@ def option(group: str, name: str) -> dict[str, Any] | None:
 
 
 def named(name: str) -> list[str]:
-    """Return the group called `name`, or the keys with that name in any group (``lr`` -> ``train.lr``)."""
+    """Return the full names of the keys called `name` in any group (``lr`` -> ``train.lr``).
+    If `name` is a group, or a key without a group, return only `name`."""
     if name in GROUPS or name in keys(Configuration):
         return [name]
     return [f"{group}.{name}" for group, cls in GROUPS.items() if name in keys(cls)]
 
 
 def suggested_override(value: str) -> str | None:
-    """Return the override for a value without its key: a named model, or a batch."""
+    """Return the override that a value without its key can mean, ``model=VALUE`` or ``batch=VALUE``; else None."""
     return next(
         (f"{group}={value}" for group, names in (("model", MODELS), ("batch", BATCHES)) if value in names), None
     )
@@ -78,7 +79,7 @@ def suggested_override(value: str) -> str | None:
 
 def unknown_key(unknown: str) -> ConfigError:
     """Return the error for an unknown key.
-    It suggests the key that another program calls so, the only key with this last part, or the nearest key."""
+    It suggests the key that has this name in another program, the only key with this last part, or the nearest key."""
     last_part = unknown.rpartition(".")[2]
     same_ending = named(last_part)
     key = _OTHER_NAMES.get(last_part) or (same_ending[0] if len(same_ending) == 1 else None)

@@ -20,7 +20,7 @@ PARTITIONS = ("exact", "proportional", "uniform")
 
 
 def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connections: int) -> str:
-    """Return why Megatron-Core's own stage transfer would ignore the edge options; empty if none is set."""
+    """Return why the edge options would have no effect, as a text; empty if they have one or have their defaults."""
     if (
         transport != "single"
         or schedule not in ("auto", *MEGATRON_SCHEDULES)
@@ -110,15 +110,17 @@ class PlanOptions:
             if self.schedule == option:
                 object.__setattr__(self, "schedule", kind)
         check(self, "plan", dotted=True)
-        if ignored := edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections):
-            raise ConfigError(ignored, where="plan", hint="remove it, or use transport=holmes or schedule=eager_1f1b")
+        ignored = edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections)
+        stages = len(self.layers_per_stage or ())
+        ConfigError.refuse(
+            (ignored, ignored, "plan", "remove it, or use transport=holmes or schedule=eager_1f1b"),
+            (self.nodes == {}, "no fabric is named", "plan.nodes", "use {FABRIC: NODES, …}, or null for all fabrics"),
+            (
+                self.pp and stages and stages != self.pp,
+                f"{stages} entries, pp is {self.pp}",
+                "plan.layers_per_stage",
+                "give one number for each stage",
+            ),
+        )
         if self.nodes is not None:
-            if not self.nodes:
-                raise ConfigError("nodes is {}", where="plan", hint="use {FABRIC: NODES, …}")
             object.__setattr__(self, "nodes", {str(k): v for k, v in self.nodes.items() if v is not None} or None)
-        if self.layers_per_stage is not None and self.pp is not None and len(self.layers_per_stage) != self.pp:
-            raise ConfigError(
-                f"{len(self.layers_per_stage)} entries, pp is {self.pp}",
-                where="plan.layers_per_stage",
-                hint="give one number for each stage",
-            )

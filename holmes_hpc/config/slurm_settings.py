@@ -1,4 +1,4 @@
-"""The configuration group `slurm`: a site's own settings for jobs, for all components or for one fabric's."""
+"""The configuration group `slurm`: a site's own settings for jobs, for all components or for that of one fabric."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ComponentSettings:
         check(self, "slurm")
 
     def specified(self) -> dict[str, Any]:
-        """Return the component settings that have a value, except `share`."""
+        """Return the settings of a component that have a value, by name, without `share`."""
         cls = type(self) if isinstance(self, FabricSettings) else ComponentSettings
         values = {f.name: getattr(self, f.name) for f in fields(cls) if f.name != "share"}
         return {name: value for name, value in values.items() if value not in (None, ())}
@@ -50,8 +50,8 @@ class ComponentSettings:
 
 @dataclass(frozen=True)
 class FabricSettings(ComponentSettings):
-    """The settings of one fabric, e.g. for partitions with another CPU architecture or module tree.
-    Besides a component's settings, these are for starting its ranks."""
+    """The settings of one fabric's component, and of how its ranks are started.
+    They are for partitions with another CPU architecture or module tree, for example."""
 
     container: Annotated[str | None, key("as slurm.container, for this fabric's ranks; empty: none")] = None
     mounts: Annotated[tuple[str, ...], key("the container's bind mounts: [NODE_PATH:CONTAINER_PATH]")] = ()

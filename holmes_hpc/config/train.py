@@ -128,8 +128,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self, "train", dotted=True)
-        end = "lr_decay_steps" if self.lr_decay_steps else "steps"
-        last, is_wsd = self.lr_decay_steps or self.steps, self.lr_schedule == "wsd"
+        end_key = "lr_decay_steps" if self.lr_decay_steps else "steps"
+        end_step, is_wsd = self.lr_decay_steps or self.steps, self.lr_schedule == "wsd"
         refuse(
             "",
             (
@@ -138,19 +138,20 @@ class TrainConfig:
                 f"use a number from 0 up to lr, which is {self.lr}",
             ),
             (
-                self.warmup_steps > last,
+                self.warmup_steps > end_step,
                 f"train.warmup_steps is {self.warmup_steps}",
-                f"use a whole number from 0 up to {end}, which is {last}",
+                f"use a whole number from 0 up to {end_key}, which is {end_step}",
             ),
             (
                 self.wsd_decay_steps is not None and not is_wsd,
-                "train.wsd_decay_steps without train.lr_schedule=wsd",
-                "leave one of them out",
+                f"train.wsd_decay_steps is set, but train.lr_schedule is {self.lr_schedule}",
+                "remove train.wsd_decay_steps, or add train.lr_schedule=wsd",
             ),
             (
-                is_wsd and self.warmup_steps + self.decay_steps > last,
+                is_wsd and self.warmup_steps + self.decay_steps > end_step,
                 f"train.wsd_decay_steps is {self.decay_steps}",
-                f"use a whole number from 1 up to the steps after the warm-up, which are {last - self.warmup_steps}",
+                "use a whole number from 1 up to the number of steps after the warm-up,"
+                f" which is {end_step - self.warmup_steps}",
             ),
         )
 

@@ -74,7 +74,7 @@ class Parallel:
 
     def __post_init__(self) -> None:
         check(self, "parallel", PlanError)
-        PlanError.refuse((not self.stages, "no stages", "parallel", "use pp from 1"))
+        PlanError.refuse((not self.stages, "no stages", "parallel", "give at least one stage"))
         instances, dp, is_uniform = self.optimizer_instances, self.stages[0].dp, self.is_uniform
         PlanError.refuse(
             (self.cp != 1, "context parallelism is not supported", "parallel.cp", "use cp=1"),
@@ -101,7 +101,7 @@ class Parallel:
             ),
             (
                 dp % instances,
-                f"dp={dp} cannot be cut into {instances} optimizer instances",
+                f"dp={dp} cannot be cut into {instances} equal optimizer instances",
                 "parallel",
                 "choose a divisor of dp",
             ),

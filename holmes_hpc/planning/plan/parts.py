@@ -20,8 +20,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check(self, "schedule", PlanError)
-        if any(n < 1 for n in self.in_flight):
-            raise PlanError(f"in_flight is {self.in_flight}", where="schedule", hint="every stage holds at least one")
+        too_few = any(n < 1 for n in self.in_flight)
+        PlanError.refuse((too_few, f"in_flight is {self.in_flight}", "schedule", "give at least 1 for every stage"))
 
 
 @dataclass(frozen=True)

@@ -120,10 +120,10 @@ class Plan:
                 for tp in p.tps
             ),
             *(
-                (len(values) != count, f"{len(values)} values for {p}", where, f"give {count}")
+                (len(values) != count, f"{len(values)} entries, but the layout is {p}", where, f"give {count}")
                 for where, values, count in lengths
             ),
-            (layers != m.layers, f"stages hold {layers} layers, the model has {m.layers}", "stages", "make both equal"),
+            (layers != m.layers, f"stages hold {layers} layers, the model has {m.layers}", "stages", "make them equal"),
             *(
                 (min(stage.chunks) < 1, f"stage {i} has a virtual stage without a layer", "stages", "use fewer stages")
                 for i, stage in enumerate(self.stages)
