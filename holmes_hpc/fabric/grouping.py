@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Vocabulary
+from holmes_hpc.fabric.gpu_memory import gpu_with_memory
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nodes import SiteNode, grouped
 from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicNames, Site
@@ -116,6 +117,8 @@ def _eligible(nodes: Sequence[SiteNode], open_: dict[str, Partition], notes: _No
             notes.leave_out([n], next(p for p in n.reading.problems if "fabrics" in p))
         elif slices := [kind for kind in n.gpu_types if MIG.search(kind)]:
             notes.leave_out([n], f"its GPUs are divided into MIG slices ({slices[0]}), which NCCL cannot use together")
+        elif not n.gpus and any(g.name == "shard" for g in n.gres):
+            notes.leave_out([n], "it has shards of GPUs only, which NCCL cannot use together")
         elif site_has_gpus and not n.gpus:
             notes.leave_out([n], "no GPU in Slurm's GRES, but other nodes have GPUs")
         else:
@@ -295,10 +298,13 @@ def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, notes: _Notes
         notes.assume(nodes, f"no GPU in Slurm's GRES: {_cpu_ranks(nodes)} CPU rank(s) per node")
         return CPU
     gpus: list[Gpu] = []
-    for (gres_types, feature_type), members in _by(lambda n: (n.gpu_types, n.reading.gpu), nodes):
-        names = [t for t in gres_types if t] or [feature_type or ""]
+    for _, members in _by(lambda n: (n.gres, n.features), nodes):
+        first = members[0]
+        names = [t for t in first.gpu_types if t] or [_gpu_feature(first, vocabulary)]
         for name in names:
-            gpu = vocabulary.gpu(name) if name else None
+            gpu, assumption = gpu_with_memory(name, first, vocabulary)
+            if assumption:
+                notes.assume(members, assumption)
             if gpu is None:
                 gpu = replace(UNKNOWN_GPU, name=name or "gpu")
                 notes.assume(
@@ -311,6 +317,14 @@ def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, notes: _Notes
     if len({gpu.name for gpu in gpus}) > 1:
         notes.assume(nodes, f"GPU types differ in fabric {g.name}: all are counted as {slowest.name}")
     return replace(slowest, memory_gib=min(gpu.memory_gib for gpu in gpus))
+
+
+def _gpu_feature(node: SiteNode, vocabulary: Vocabulary) -> str:
+    """Return the first feature that names a GPU kind, or the kind that a rule gives; empty without any."""
+    meaning = next((m for m in node.reading.meanings if m.gpu), None)
+    if meaning is None:
+        return ""
+    return meaning.feature if vocabulary.gpu(meaning.feature) else str(meaning.gpu)
 
 
 def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str | None:

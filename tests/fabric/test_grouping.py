@@ -251,3 +251,38 @@ def test_the_shortest_constraint_is_used() -> None:
     assert constraint(members, [node("m1", "ib_hdr")]) == "big"
     assert constraint(members, [node("m1", "ib_hdr"), node("m2", "big")]) == "ib_hdr&big"
     assert constraint(members, [node("m1", "ib_hdr,big,x")]) is None
+
+
+@pytest.mark.parametrize(
+    ("gres", "features", "memory"),
+    [
+        ("gpu:a100:4", "a100,a100-80g", 80),
+        ("gpu:a100:4", "80gb", 80),
+        ("gpu:a100:4", "gpu80", 80),
+        ("gpu:a100:4", "hbm80g", 80),
+        ("gpu:4", "GPU_SKU:A100_SXM4,gpu_mem:80GB", 80),
+        ("gpu:4", "GPU_SKU:A100_SXM4,GPU_MEM:40GB", 40),
+        ("gpu:4", "A100-80GB", 80),
+        ("gpu:4", "v100,v100-32g", 32),
+        ("gpu:a100:4,gpu-vram:80G", "", 80),
+        ("gpu:a100_40:4", "mem80gb", 40),
+        ("gpu:a100l:4", "", 80),
+    ],
+)
+def test_gpu_memory_comes_from_features_and_gres_together(gres: str, features: str, memory: float) -> None:
+    grouping = grouped([node("n1", f"nic_ib,fabric_a,{features}", gres=gres)], [partition("ib", "n1")])
+    assert grouping.fabrics[0].gpu.memory_gib == memory
+    assert not any(" GiB assumed" in a for a in grouping.assumptions)
+
+
+@pytest.mark.parametrize("features", ["", "mem80gb", "gpu40,gpu80", "512G"])
+def test_an_open_gpu_memory_is_the_smallest_and_reported(features: str) -> None:
+    grouping = grouped([node("n1", f"nic_ib,fabric_a,{features}", gres="gpu:a100:4")], [partition("ib", "n1")])
+    assert grouping.fabrics[0].gpu.memory_gib == 40
+    (line,) = [a for a in grouping.assumptions if "GiB assumed" in a]
+    assert "40 or 80 GiB" in line and "a100-80g" in line
+
+
+def test_nodes_with_shards_only_are_left_out() -> None:
+    nodes = [node("n1", "nic_ib,fabric_a", gres="shard:8"), node("n2", "nic_ib,fabric_a", gres="gpu:h100:8")]
+    assert "shards" in grouped(nodes, [partition("ib", "n[1-2]")]).left_out["n1"]
