@@ -828,3 +828,12 @@ def test_a_closed_pipe_is_no_error(site, form):
         process.stdout.close()
         error_output = process.stderr.read()
     assert process.returncode == 0 and "Traceback" not in error_output, error_output
+
+
+def test_a_plan_for_gpus_without_bf16_says_so(holmes, tmp_path):
+    path = tmp_path / "old.yaml"
+    path.write_text(TWO.replace("a100-80gb, peak", "v100-32gb, peak"))
+    code, out, _ = holmes("plan", "model=gpt_small", "--site", str(path), "--json")
+    assert code == 0, out
+    text = " ".join(json.loads(out)["assumptions"])
+    assert "v100-32gb has no bf16" in text and "no FlashAttention" in text

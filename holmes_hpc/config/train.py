@@ -24,7 +24,7 @@ class TrainConfig:
     dtype: Annotated[
         str,
         key(
-            "type of weights and activations; auto: bf16 on GPUs, fp32 on CPUs; fp16 on GPUs only",
+            "type of weights and activations; auto: bf16 on GPUs (fp16 if one has no bf16), fp32 on CPUs",
             one_of=("auto", "fp32", "bf16", "fp16"),
         ),
     ] = "auto"

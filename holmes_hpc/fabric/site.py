@@ -6,7 +6,7 @@ import hashlib
 import ipaddress
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from holmes_hpc.slurm.hostlist import expand
 # softmax between two batched products, separate operations.
 ATTENTION = ("flash", "flash1", "sdpa", "softmax", "unfused")
 FUSED_ATTENTION = ATTENTION[:3]  # scores stay on the chip
+_WITHOUT_BF16 = re.compile(r"(v100|p100|t4|rtx-[68]000)(-\d+gb)?$", re.IGNORECASE)  # rtx-6000: Turing's
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,17 @@ class Gpu:
     def is_cpu(self) -> bool:
         """True if it is a CPU core that stands in for an accelerator."""
         return self.name == "cpu"
+
+    @property
+    def has_bf16(self) -> bool:
+        """True if its matrix units know bf16; those before Ampere do not, nor have they FlashAttention-2."""
+        return not _WITHOUT_BF16.match(self.name)
+
+
+def auto_dtype(gpus: Iterable[Gpu]) -> str:
+    """Return the type that ``train.dtype=auto`` means on these GPUs together: fp16 if one of them lacks bf16."""
+    kinds = tuple(gpus)
+    return "fp32" if any(gpu.is_cpu for gpu in kinds) else "bf16" if all(gpu.has_bf16 for gpu in kinds) else "fp16"
 
 
 # A CPU rank stands in for an accelerator if nodes have no GPU (the testbed, a laptop).

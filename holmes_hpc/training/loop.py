@@ -69,7 +69,7 @@ class Trainer:
             [n.node for n in session.nodes],
             *work_of_stages(session.plan, (factors or {}) if pace_layer_ms else None),
         )
-        dtype = gpt.dtype_name(config.train.dtype, session.cuda)
+        dtype = gpt.dtype_name(config.train.dtype, session.cuda, session.plan)
         self.settings = replace(config.train, pace_layer_ms=pace_layer_ms, pace_factors=factors, dtype=dtype)
         train, plan, self.data = self.settings, session.plan, config.data
         self.breakdown = Breakdown(session.cuda)

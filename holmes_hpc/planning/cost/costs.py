@@ -17,7 +17,7 @@ from functools import cached_property
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.fabric.site import Fabric, Gpu, Site
+from holmes_hpc.fabric.site import Fabric, Gpu, Site, auto_dtype
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.calibration import (
     NO_CORRECTIONS,
@@ -45,7 +45,7 @@ class Costs:
     """The sources of all times, best first: `calibration`, `pace_layer_ms` (emulated compute), published figures.
     A calibration must have the same pace and, if `dtype` is set and it has one, the same type.
 
-    `dtype`: of weights and activations; None: fp32 on CPUs, bf16 on GPUs. `gradient_bytes`: of a gradient element in
+    `dtype`: of weights and activations; None: that of :func:`auto_dtype`. `gradient_bytes`: of a gradient element in
     the buffers and on the wire; None: 4 (grad_reduce_in_fp32). `software`: the training program's behaviour; a GPU kind
     may override it. `stack`: the efficiencies of kernels and links on unmeasured GPUs. `corrections`: factors for all
     of these, fitted to a site's own runs.
@@ -76,7 +76,7 @@ class Costs:
 
     def software_on(self, gpu: Gpu) -> Software:
         """Return the training program's behaviour on a kind of GPU. ConfigError if the combination is impossible."""
-        if gpu.attention is None and gpu.fused_norm is None:
+        if gpu.attention is None and gpu.fused_norm is None and gpu.has_bf16:
             return self.software
         return self._memo.of("software", gpu, compute=lambda: self._software_on(gpu))
 
@@ -92,12 +92,13 @@ class Costs:
                 hint="use attention: sdpa, or dtype bf16",
             )
         fused_norm = self.software.fused_norm if gpu.fused_norm is None else gpu.fused_norm
-        return replace(self.software, attention=gpu.attention or self.software.attention, fused_norm=fused_norm)
+        attention = gpu.attention or self.software.attention
+        if gpu.attention is None and attention in ("flash", "flash1") and not gpu.has_bf16:
+            attention = "sdpa"
+        return replace(self.software, attention=attention, fused_norm=fused_norm)
 
     def dtype_of(self, gpu: Gpu) -> str:
-        return (
-            self.dtype or (self.calibration.dtype if self.calibration else None) or ("fp32" if gpu.is_cpu else "bf16")
-        )
+        return self.dtype or (self.calibration.dtype if self.calibration else None) or auto_dtype([gpu])
 
     def weight_bytes(self, gpu: Gpu) -> int:
         """Return the bytes of one weight, which are also those of one element of an activation."""

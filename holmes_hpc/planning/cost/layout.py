@@ -337,7 +337,13 @@ class Layout:
                         f"no kernel table for {gpu.name}: its shares of the peak are assumed; tables exist for "
                         + ", ".join(sorted(k.name for k in kinds()))
                     )
-            if not gpu.is_cpu and gpu.attention is None and self.costs.software.flash:
+            if not gpu.has_bf16 and self.costs.dtype is None:
+                notes.append(
+                    f"{gpu.name} has no bf16: train.dtype=auto means fp16 for the whole run, with loss scaling"
+                )
+            if not gpu.has_bf16 and gpu.attention is None:
+                notes.append(f"{gpu.name} has no FlashAttention: torch's own fused attention is assumed")
+            elif not gpu.is_cpu and gpu.attention is None and self.costs.software.flash:
                 notes.append("fused attention by Transformer Engine or torch; without it, a run stops at its start")
             if str(fabric.nic) in UNMEASURED_NICS and not self.costs.is_measured(fabric):
                 notes.append(f"no figures for {fabric.nic} ({fabric.name}): RoCE's efficiency assumed")

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.fabric.site import auto_dtype
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.model import initial_weights, megatron_versions
 from holmes_hpc.training.model.attention import SdpaAttention
@@ -40,15 +41,16 @@ def layout(plan: Plan) -> list[list[str]]:
     return rows
 
 
-def dtype_name(setting: str, cuda: bool) -> str:
-    """Return `setting`, or the type that ``train.dtype=auto`` means on this device.
-    The planner has the same rule (planning/cost/costs.py)."""
-    return setting if setting != "auto" else "bf16" if cuda else "fp32"
+def dtype_name(setting: str, cuda: bool, plan: Plan) -> str:
+    """Return `setting`, or the type that ``train.dtype=auto`` means here: one for all ranks of `plan`."""
+    if setting != "auto":
+        return setting
+    gpus = {plan.site.fabric(place.fabric).gpu for place in plan.places}
+    return auto_dtype(gpu for gpu in gpus if not gpu.is_cpu) if cuda else "fp32"
 
 
-def dtype_of(setting: str, cuda: bool) -> torch.dtype:
-    """Return the type of parameters and activations for ``train.dtype``. Raise ConfigError for fp16 on a CPU."""
-    name = dtype_name(setting, cuda)
+def dtype_of(name: str, cuda: bool) -> torch.dtype:
+    """Return the type of parameters and activations called `name`. Raise ConfigError for fp16 on a CPU."""
     if name == "fp16" and not cuda:
         raise ConfigError("fp16 needs a GPU", where="train.dtype", hint="use fp32 or bf16")
     return DTYPES[name]

@@ -19,7 +19,7 @@ from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric, Me
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.memory import fits, layer_activation_bytes, memory, refuse
+from holmes_hpc.planning.cost.memory import check_memory, fits, layer_activation_bytes, memory
 from holmes_hpc.planning.cost.predict import chrome_trace, layer_array, predict, timeline
 from holmes_hpc.planning.cost.timing import Timing, timing
 from holmes_hpc.planning.plan.plan import Plan, Schedule
@@ -389,7 +389,7 @@ def test_out_of_memory_errors_name_stage_and_shortage() -> None:
     layout, layers = Layout.of(made, Costs()), layer_array(made)
     assert not fits(layout, layers)[0]
     with pytest.raises(PlanError, match=r"stage [01] needs .* GiB a GPU, .* GiB more than a100-80gb"):
-        refuse(layout, layers)
+        check_memory(layout, layers)
     assert any("does not fit" in line for line in made.assumptions)
     assert fits(layout, layers, max_gib=500)[0]
 
