@@ -13,6 +13,7 @@ from holmes_hpc.fabric.features import Vocabulary
 from holmes_hpc.fabric.gpu_memory import gpu_with_memory
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nodes import SiteNode, grouped
+from holmes_hpc.fabric.partitions import NodeSettings, keeps_others_selectable, ranked_partitions, usable_partitions
 from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicNames, Site
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Partition
@@ -22,15 +23,6 @@ ASSUMED_ETHERNET_GBPS = 10.0
 UNKNOWN_GPU = Gpu("gpu", peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200.0)
 MIG = re.compile(r"(?:^|[_-])\d+g\.\d+gb", re.IGNORECASE)  # a GPU type of GRES, such as a100_1g.5gb
 K = TypeVar("K", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class NodeSettings:
-    """The user's settings for reading nodes. `vocabulary`: the site's own file of features; None: HOLMES_FEATURES.
-    `partitions`: use only these; empty: all."""
-
-    vocabulary: str | None = None
-    partitions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,10 +87,14 @@ def group(
     for name in settings.partitions:
         if name not in names:
             raise SiteError(f"no partition {name!r}", where="settings", hint=f"Slurm has {', '.join(sorted(names))}")
-    open_ = {p.name: p for p in partitions if p.up and (not settings.partitions or p.name in settings.partitions)}
+    open_, passed_over = usable_partitions(partitions, settings)
     eligible = _eligible(nodes, open_, notes)
     groups = _labelled_groups(eligible, open_, notes) + _unlabelled_groups(eligible, open_, notes)
-    fabrics = [fabric for g in groups if (fabric := _fabric(g, nodes, vocabulary, notes)) is not None]
+    fabrics = [
+        fabric for g in groups if (fabric := _fabric(g, nodes, vocabulary, notes, settings.reservation)) is not None
+    ]
+    for p, reason in passed_over:
+        notes.assume([n for n in nodes if p.name in n.partitions], f"partition {p.name} is passed over: {reason}")
     for reason, members in _by(lambda n: notes.left_out[n.name], [n for n in nodes if n.name in notes.left_out]):
         notes.assume(members, f"left out: {reason}")
     return Grouping(tuple(fabrics), notes.lines(), notes.left_out)
@@ -135,7 +131,7 @@ def _labelled_groups(eligible: list[SiteNode], open_: dict[str, Partition], note
             notes.assume(members, f"label fabric_{label} is on nodes of {len(types)} NIC types: one fabric for each")
         for nic, same_type in types:
             partitions = [open_[p] for n in same_type for p in n.partitions if p in open_]
-            partition = _ranked(same_type, eligible, partitions)[0]
+            partition = ranked_partitions(same_type, eligible, partitions)[0]
             outside = [n for n in same_type if partition.name not in n.partitions]
             if outside:
                 notes.leave_out(
@@ -156,8 +152,8 @@ def _unlabelled_groups(eligible: list[SiteNode], open_: dict[str, Partition], no
         remaining = members
         while remaining:
             partitions = [open_[p] for n in remaining for p in n.partitions if p in open_]
-            ranked = _ranked(remaining, eligible, partitions, purest=True)
-            partition = next((p for p in ranked if _keeps_others_selectable(p, remaining, open_)), ranked[0])
+            ranked = ranked_partitions(remaining, eligible, partitions, purest=True)
+            partition = next((p for p in ranked if keeps_others_selectable(p, remaining, open_)), ranked[0])
             selected = [n for n in remaining if partition.name in n.partitions]
             remaining = [n for n in remaining if n not in selected]
             base = partition.name if partition.name == str(nic) else f"{nic}-{partition.name}"
@@ -180,45 +176,15 @@ def _unused_name(name: str, used_names: set[str | None]) -> str:
     return candidate
 
 
-def _keeps_others_selectable(chosen: Partition, nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> bool:
-    """Return whether each of the `nodes` outside the partition `chosen` is in a partition without nodes of `chosen`."""
-    selected = {n.name for n in nodes if chosen.name in n.partitions}
-    return all(
-        any(not selected & set(open_[p].nodes) for p in n.partitions if p in open_)
-        for n in nodes
-        if n.name not in selected
-    )
-
-
-def _ranked(
-    members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition], purest: bool = False
-) -> list[Partition]:
-    """Return the partitions `options` through which jobs can select `members`, the best first.
-
-    The best has most members that one job may use, then fewest other nodes, most members, the highest priority, is not
-    the default partition, and comes first by name. `purest`: the best allows a job all its members, then has fewest
-    nodes of other NIC types, and so on. `everyone`: all eligible nodes.
-    """
-    names = {n.name for n in members}
-    other_names = (
-        {n.name for n in everyone if n.reading.nic is not members[0].reading.nic}
-        if purest
-        else {n.name for n in everyone} - names
-    )
-
-    def rank(p: Partition) -> tuple[int, int, int, int, bool, str]:
-        inside, outside = len(names & set(p.nodes)), len(other_names & set(p.nodes))
-        allowed = min(inside, int(p.max_nodes)) if p.max_nodes.isdecimal() else inside
-        counts = (allowed < inside, outside, -inside) if purest else (-allowed, outside, -inside)
-        return (*counts, -p.priority, p.default, p.name)
-
-    return sorted(options, key=rank)
-
-
-def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, notes: _Notes) -> Fabric | None:
+def _fabric(
+    g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, notes: _Notes, reservation: str | None
+) -> Fabric | None:
     """Return the fabric of a group's usable nodes; None if there is none, or no constraint selects only them."""
-    usable = [n for n in g.nodes if n.usable]
-    notes.leave_out([n for n in g.nodes if not n.usable], "down, drained or not responding")
+    reserved = [n for n in g.nodes if n.usable and n.reserved and (not reservation or n.reservation != reservation)]
+    for n in reserved:
+        notes.leave_out([n], f"reserved; slurm.reservation={n.reservation or 'NAME'} uses its reservation")
+    usable = [n for n in g.nodes if n.usable and n not in reserved]
+    notes.leave_out([n for n in g.nodes if not n.usable], "down, drained, in maintenance, blocked or not responding")
     if not usable:
         return None
     counts = {n.gpus for n in usable}
@@ -240,13 +206,16 @@ def _fabric(g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, notes:
         return None
     for line, members in grouped((line, n) for n in usable for line in (*n.reading.assumptions, *n.reading.problems)):
         notes.assume(members, line)
+    count = int(min(len(usable), g.partition.node_limit))
+    if count < len(usable):
+        notes.assume(usable, f"partition {g.partition.name} allows a job {count} nodes (MaxNodes): no more are used")
     names, node_nics = _nic_names(g.nic, usable)
     network = vocabulary.networks.get(str(g.nic))
     return Fabric(
         g.name,
         g.nic,
         partition=g.partition.name,
-        nodes=len(usable),
+        nodes=count,
         gpus_per_node=gpus or _cpu_ranks(usable),
         ethernet_gbps=_rate(g, usable, "ethernet_gbps", ASSUMED_ETHERNET_GBPS, notes),
         gpu=_gpu(g, usable, vocabulary, notes),

@@ -147,7 +147,7 @@ class Fabric:
                 "remove rdma_gbps, or set nic to its RDMA type",
             ),
             (
-                self.node_names and len(self.node_names) != self.nodes,
+                self.node_names and len(self.node_names) < self.nodes,
                 f"{len(self.node_names)} node names for {self.nodes} nodes",
                 "give the names of all nodes, or none",
             ),

@@ -69,7 +69,13 @@ def site(config: Configuration) -> Site:
 def node_settings(config: Configuration) -> NodeSettings:
     """Return the settings for reading Slurm's nodes: the site's vocabulary of features, and the partitions to use."""
     names = config.partitions or ()
-    return NodeSettings(vocabulary=config.vocabulary, partitions=(names,) if isinstance(names, str) else tuple(names))
+    return NodeSettings(
+        vocabulary=config.vocabulary,
+        partitions=(names,) if isinstance(names, str) else tuple(names),
+        account=config.slurm.account,
+        qos=config.slurm.qos,
+        reservation=config.slurm.reservation,
+    )
 
 
 def costs(

@@ -25,7 +25,10 @@ UNUSABLE = frozenset(
         "UNKNOWN",
         "ERROR",
         "FUTURE",
+        "DYNAMIC_FUTURE",
         "MAINT",
+        "MAINTENANCE",
+        "BLOCKED",
         "INVALID_REG",
         "INVAL",
         "REBOOT_ISSUED",
@@ -58,11 +61,17 @@ class Node:
     address: str = ""
     version: str = ""
     reason: str = ""
+    reservation: str = ""
 
     @property
     def usable(self) -> bool:
-        """True if the node can take a job, now or when its present one ends."""
+        """True if the node can take a job, now, when its present one ends, or when power saving starts it again."""
         return not any(s in UNUSABLE for s in self.states)
+
+    @property
+    def reserved(self) -> bool:
+        """True if the node takes only jobs of a reservation."""
+        return "RESERVED" in self.states
 
     @property
     def gpus(self) -> int:
@@ -75,7 +84,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition as Slurm shows it. `up`: it accepts and starts jobs."""
+    """A partition as Slurm shows it. `up`: it accepts and starts jobs. Empty `allow_accounts`, `allow_qos`: all."""
 
     name: str
     nodes: tuple[str, ...]
@@ -85,6 +94,18 @@ class Partition:
     max_nodes: str = ""
     priority: int = 1
     qos: str = ""
+    allow_accounts: tuple[str, ...] = ()
+    deny_accounts: tuple[str, ...] = ()
+    allow_qos: tuple[str, ...] = ()
+    deny_qos: tuple[str, ...] = ()
+    preempt_mode: str = ""
+    root_only: bool = False
+    hidden: bool = False
+
+    @property
+    def node_limit(self) -> float:
+        """The largest number of nodes of one job; infinity if there is no limit."""
+        return int(self.max_nodes) if self.max_nodes.isdecimal() else float("inf")
 
     @property
     def time_limit_min(self) -> float | None:
@@ -200,6 +221,7 @@ def parse_node(line: str) -> Node:
         address=record.get("NodeAddr", ""),
         version=record.get("Version", ""),
         reason=record.get("Reason", ""),
+        reservation=record.get("ReservationName", ""),
     )
 
 
@@ -215,6 +237,13 @@ def parse_partition(line: str) -> Partition:
         max_nodes=record.get("MaxNodes", ""),
         priority=_int(record.get("PriorityTier")),
         qos=record.get("QoS", "").replace("N/A", ""),
+        allow_accounts=_split(record.get("AllowAccounts", "").replace("ALL", "")),
+        deny_accounts=_split(record.get("DenyAccounts", "").replace("NONE", "")),
+        allow_qos=_split(record.get("AllowQos", "").replace("ALL", "")),
+        deny_qos=_split(record.get("DenyQos", "").replace("NONE", "")),
+        preempt_mode=record.get("PreemptMode", ""),
+        root_only=record.get("RootOnly") == "YES",
+        hidden=record.get("Hidden") == "YES",
     )
 
 

@@ -34,7 +34,7 @@ HEALTHY = {
     "SchedulerParameters": "(null)",
 }
 IB = "nic_ib,nic_200g,eth_25g,fabric_a"
-NODES = [node("a1", IB, "ib", gres="gpu:a100:8"), node("a2", IB, "ib", gres="gpu:a100:8")]
+NODES = [node("a1", IB, "ib", gres="gpu:h100:8"), node("a2", IB, "ib", gres="gpu:h100:8")]
 PARTITIONS = [partition("ib", "a[1-2]")]
 
 
@@ -81,12 +81,12 @@ def test_each_setting_is_one_line_with_a_cure(config: dict[str, str], says: str)
     ],
 )
 def test_features(features: str, says: str) -> None:
-    found = lines(nodes=[NODES[0], node("a2", features, "ib", gres="gpu:a100:8")])
+    found = lines(nodes=[NODES[0], node("a2", features, "ib", gres="gpu:h100:8")])
     assert any(says in f for f in found)
 
 
 def test_no_label_down_and_nothing_usable() -> None:
-    found = lines(nodes=[node("a1", "nic_ib,nic_200g,eth_25g", "ib", gres="gpu:a100:8")])
+    found = lines(nodes=[node("a1", "nic_ib,nic_200g,eth_25g", "ib", gres="gpu:h100:8")])
     assert any(f.startswith("warning: nodes a1: no fabric label") and "holmes label --fabric" in f for f in found)
     found = lines(nodes=[NODES[0], node("a2", IB, "ib", state="DOWN", reason="bad cable")])
     assert any("nodes a2: down or drained: bad cable" in f for f in found)
@@ -95,7 +95,7 @@ def test_no_label_down_and_nothing_usable() -> None:
 
 
 def test_a_default_partition_over_two_fabrics() -> None:
-    nodes = [*NODES, node("r1", "nic_roce,nic_100g,eth_25g,fabric_b", "all", gres="gpu:a100:8")]
+    nodes = [*NODES, node("r1", "nic_roce,nic_100g,eth_25g,fabric_b", "all", gres="gpu:h100:8")]
     found = lines(nodes=nodes, partitions=[partition("all", "a[1-2],r1", default=True), partition("ib", "a[1-2]")])
     assert any("default partition has nodes of 2 fabrics (a, b)" in f for f in found)
 

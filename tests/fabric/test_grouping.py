@@ -114,17 +114,19 @@ def test_a_small_partition_inside_a_mixed_one_loses_no_node() -> None:
 
 
 def test_a_partition_whose_node_limit_is_too_low_comes_last() -> None:
-    nodes = [node(f"ib{i}", "nic_ib", "gpu,debug") for i in range(1, 5)]
-    for max_nodes, chosen in (("2", "gpu"), ("UNLIMITED", "debug"), ("4", "debug")):
-        limited = replace(partition("debug", "ib[1-4]", priority=10), max_nodes=max_nodes)
+    nodes = [node(f"ib{i}", "nic_ib", "gpu,fast") for i in range(1, 5)]
+    for max_nodes, chosen in (("2", "gpu"), ("UNLIMITED", "fast"), ("4", "gpu")):
+        limited = replace(partition("fast", "ib[1-4]", priority=10), max_nodes=max_nodes)
         assert grouped(nodes, [partition("gpu", "ib[1-4]"), limited]).fabrics[0].partition == chosen
 
 
-def test_a_node_limit_does_not_shrink_a_labelled_fabric() -> None:
+def test_a_job_gets_no_more_nodes_than_the_partition_allows() -> None:
     nodes = [node(f"ib{i}", "nic_ib,fabric_a", "ib,debug" if i < 3 else "ib") for i in range(1, 9)]
     limited = replace(partition("ib", "ib[1-8]"), max_nodes="6")
-    grouping = grouped(nodes, [limited, partition("debug", "ib[1-2]")]).fabrics[0]
-    assert (grouping.partition, grouping.nodes) == ("ib", 8)
+    grouping = grouped(nodes, [limited, partition("debug", "ib[1-2]")])
+    fabric = grouping.fabrics[0]
+    assert (fabric.partition, fabric.nodes, len(fabric.node_names)) == ("ib", 6, 8)
+    assert any("6 nodes (MaxNodes)" in a for a in grouping.assumptions)
 
 
 def test_nodes_with_ambiguous_features_are_left_out() -> None:
@@ -286,3 +288,49 @@ def test_an_open_gpu_memory_is_the_smallest_and_reported(features: str) -> None:
 def test_nodes_with_shards_only_are_left_out() -> None:
     nodes = [node("n1", "nic_ib,fabric_a", gres="shard:8"), node("n2", "nic_ib,fabric_a", gres="gpu:h100:8")]
     assert "shards" in grouped(nodes, [partition("ib", "n[1-2]")]).left_out["n1"]
+
+
+def test_special_partitions_serve_only_if_asked_for() -> None:
+    nodes = [node("n1", "nic_ib,fabric_x", "backfill,batch,long,cheap")]
+    partitions = [
+        partition("backfill", "n1", priority=9),
+        partition("batch", "n1", max_time="1-00:00:00", priority=9),
+        partition("long", "n1", max_time="7-00:00:00"),
+        replace(partition("cheap", "n1"), preempt_mode="REQUEUE"),
+    ]
+    grouping = grouped(nodes, partitions)
+    assert grouping.fabrics[0].partition == "long"
+    text = " ".join(grouping.assumptions)
+    assert "partition backfill is passed over: its name says backfill" in text
+    assert "partition cheap is passed over: its jobs are preempted" in text
+    asked = grouped(nodes, partitions, NodeSettings(partitions=("backfill",)))
+    assert asked.fabrics[0].partition == "backfill"
+    only = grouped([node("n1", "nic_ib,fabric_x", "debug")], [partition("debug", "n1")])
+    assert only.fabrics[0].partition == "debug"
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "reason"),
+    [
+        ({"allow_accounts": ("chem",)}, {"account": "bio"}, "AllowAccounts lacks bio"),
+        ({"deny_accounts": ("bio",)}, {"account": "bio"}, "DenyAccounts has bio"),
+        ({"allow_qos": ("high",)}, {"qos": "normal"}, "AllowQos lacks normal"),
+        ({"root_only": True}, {}, "only root"),
+        ({"hidden": True}, {}, "it is hidden"),
+    ],
+)
+def test_partitions_that_refuse_the_user_are_passed_over(fields: dict, settings: dict, reason: str) -> None:
+    nodes = [node("n1", "nic_ib,fabric_x", "a,b")]
+    partitions = [replace(partition("a", "n1"), **fields), partition("b", "n1", max_time="60")]
+    grouping = grouped(nodes, partitions, NodeSettings(**settings))
+    assert grouping.fabrics[0].partition == "b"
+    assert any(f"partition a is passed over: {reason}" in a for a in grouping.assumptions)
+    assert grouped(nodes, partitions[1:]).fabrics[0].partition == "b"
+
+
+def test_reserved_nodes_serve_only_their_reservation() -> None:
+    reserved = replace(node("n2", "nic_ib,fabric_x", state="IDLE+RESERVED"), reservation="team")
+    nodes, partitions = [node("n1", "nic_ib,fabric_x"), reserved], [partition("ib", "n[1-2]")]
+    grouping = grouped(nodes, partitions)
+    assert grouping.fabrics[0].node_names == ("n1",) and "slurm.reservation=team" in grouping.left_out["n2"]
+    assert grouped(nodes, partitions, NodeSettings(reservation="team")).fabrics[0].nodes == 2

@@ -45,6 +45,9 @@ def test_states() -> None:
         "MIXED*": False,
         "DOWN*+DRAIN": False,
         "IDLE+MAINT": False,
+        "IDLE+CLOUD+MAINTENANCE+RESERVED": False,
+        "IDLE+BLOCKED": False,
+        "IDLE+DYNAMIC_FUTURE": False,
         "FUTURE": False,
     }
     for state, expected in usable.items():

@@ -1,0 +1,110 @@
+"""The partitions that a user's jobs may use, and the best one for a group of nodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holmes_hpc.fabric.nodes import SiteNode
+from holmes_hpc.slurm.scontrol import Partition
+
+# Names of partitions for short, interactive or preemptible jobs.
+_SPECIAL = re.compile(
+    r"(?:^|[\W_])(interactive|debug|dev|devel|develop|test|testing|preempt\w*|backfill|scaveng\w*|free|unkillable|spot)"
+    r"(?:[\W_]|$)",
+    re.IGNORECASE,
+)
+_PREEMPTIBLE = re.compile(r"REQUEUE|CANCEL|SUSPEND", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """The user's settings for reading nodes. `vocabulary`: the site's own file of features; None: HOLMES_FEATURES.
+    `partitions`: use only these; empty: all. `account`, `qos`, `reservation`: of the job; None: not known."""
+
+    vocabulary: str | None = None
+    partitions: tuple[str, ...] = ()
+    account: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+
+
+def usable_partitions(
+    partitions: Sequence[Partition], settings: NodeSettings
+) -> tuple[dict[str, Partition], list[tuple[Partition, str]]]:
+    """Return (name -> partition that the job may use, the other open ones with the reason).
+
+    Partitions for special jobs serve only if they are asked for, or if some of their nodes are in no other one."""
+    asked_for = [p for p in partitions if p.up and (not settings.partitions or p.name in settings.partitions)]
+    reasons = [(p, _refusal(p, settings)) for p in asked_for]
+    allowed = [p for p, reason in reasons if reason is None]
+    passed_over = [(p, reason) for p, reason in reasons if reason is not None]
+    if not settings.partitions:
+        special = [(p, reason) for p in allowed if (reason := _special_use(p, allowed)) is not None]
+        ordinary = [p for p in allowed if all(p is not s for s, _ in special)]
+        reachable = {name for p in ordinary for name in p.nodes}
+        passed_over += [(p, reason) for p, reason in special if reachable.issuperset(p.nodes)]
+    skipped = {p.name for p, _ in passed_over}
+    return {p.name: p for p in allowed if p.name not in skipped}, passed_over
+
+
+def _refusal(p: Partition, settings: NodeSettings) -> str | None:
+    """Return why the partition takes no job of the user; None if it does, as far as is known."""
+    account, qos = settings.account, settings.qos
+    cases = (
+        (p.root_only, "only root may use it"),
+        (p.hidden and p.name not in settings.partitions, "it is hidden; partitions=[…] uses it"),
+        (account and p.allow_accounts and account not in p.allow_accounts, f"AllowAccounts lacks {account}"),
+        (account and not p.allow_accounts and account in p.deny_accounts, f"DenyAccounts has {account}"),
+        (qos and p.allow_qos and qos not in p.allow_qos, f"AllowQos lacks {qos}"),
+        (qos and not p.allow_qos and qos in p.deny_qos, f"DenyQos has {qos}"),
+    )
+    return next((reason for applies, reason in cases if applies), None)
+
+
+def _special_use(p: Partition, others: Sequence[Partition]) -> str | None:
+    """Return why the partition is not for long jobs; None if it is."""
+    if match := _SPECIAL.search(p.name):
+        return f"its name says {match[1]}; partitions=[{p.name}] uses it"
+    is_lower = any(q.priority > p.priority and not set(q.nodes).isdisjoint(p.nodes) for q in others)
+    if is_lower and _PREEMPTIBLE.search(p.preempt_mode):
+        return f"its jobs are preempted (PreemptMode={p.preempt_mode}); partitions=[{p.name}] uses it"
+    return None
+
+
+def keeps_others_selectable(chosen: Partition, nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> bool:
+    """Return whether each of the `nodes` outside the partition `chosen` is in a partition without nodes of `chosen`."""
+    selected = {n.name for n in nodes if chosen.name in n.partitions}
+    return all(
+        any(not selected & set(open_[p].nodes) for p in n.partitions if p in open_)
+        for n in nodes
+        if n.name not in selected
+    )
+
+
+def ranked_partitions(
+    members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition], purest: bool = False
+) -> list[Partition]:
+    """Return the partitions `options` through which jobs can select `members`, the best first.
+
+    The best has most members that one job may use, then fewest other nodes, most members, the longest time limit, the
+    highest node limit and priority, is not the default partition, and comes first by name. `purest`: the best allows a
+    job all its members, then has fewest nodes of other NIC types, and so on. `everyone`: all eligible nodes.
+    """
+    names = {n.name for n in members}
+    other_names = (
+        {n.name for n in everyone if n.reading.nic is not members[0].reading.nic}
+        if purest
+        else {n.name for n in everyone} - names
+    )
+
+    def rank(p: Partition) -> tuple[float | bool | str, ...]:
+        inside, outside = len(names & set(p.nodes)), len(other_names & set(p.nodes))
+        allowed = int(min(inside, p.node_limit))
+        counts = (allowed < inside, outside, -inside) if purest else (-allowed, outside, -inside)
+        time = p.time_limit_min
+        limits = (-(float("inf") if time is None else time), -p.node_limit)
+        return (*counts, *limits, -p.priority, p.default, p.name)
+
+    return sorted(options, key=rank)
