@@ -90,13 +90,9 @@ def main(folder: Path) -> None:
             counts[key] += is_right and (key != "partition" or name in PARTITIONS)
         counts["all"] += all(results.values())
     print("# What Slurm's texts of real sites tell\n")
-    print(
-        "Made by `python benchmarks/sites.py DIR`, without a job. A cell: what an expert reads / what `holmes nodes` reads."
-    )
+    print("Made by `python benchmarks/sites.py DIR`. A cell: what an expert reads / what `holmes nodes` reads.")
     print("✗: wrong. `?`: the text does not say; a GPU and its memory then count as right if a line states the guess.")
-    print(
-        "Kinds of GPU in one partition are merged into one fabric. The partition is judged only where the notes name one.\n"
-    )
+    print("Kinds of GPU in one partition are merged into one fabric. The partition is judged where notes name one.\n")
     print(f"Right, of {len(sites)} sites ({len(PARTITIONS)} for the partition; `all`: everything at that site):")
     print(", ".join(f"{key} {n}" for key, n in counts.items()) + ".\n")
     print("| site | GPU | GiB | GPUs per node | nodes | partition |")
