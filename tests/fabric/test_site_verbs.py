@@ -27,7 +27,7 @@ CONFIG = (
 def site(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Slurm with two nodes that agree, and what was asked of it."""
     answers = {
-        "node": "\n".join(node_line(n, IB, gres="gpu:a100:8") for n in ("ib1", "ib2")),
+        "node": "\n".join(node_line(n, IB, gres="gpu:h100:8") for n in ("ib1", "ib2")),
         "partition": partition_line("ib", "ib[1-2]"),
         "config": CONFIG,
     }
@@ -63,7 +63,7 @@ def tree(tmp_path: Path) -> str:
 def test_nodes_breaks_no_word(holmes, site) -> None:
     code, out, _ = holmes("nodes")
     assert code == 0 and max(map(len, out.splitlines())) <= 100
-    assert "nic_ib&fabric_cluster-a-of-two" in out.split() and "8×a100-40gb" in out.split()
+    assert "nic_ib&fabric_cluster-a-of-two" in out.split() and "8×h100" in out.split()
 
 
 def test_a_table_folds_between_words_and_only_where_it_must(capsys: pytest.CaptureFixture[str]) -> None:
