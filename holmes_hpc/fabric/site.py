@@ -19,7 +19,7 @@ from holmes_hpc.slurm.hostlist import expand
 # softmax between two batched products, separate operations.
 ATTENTION = ("flash", "flash1", "sdpa", "softmax", "unfused")
 FUSED_ATTENTION = ATTENTION[:3]  # scores stay on the chip
-_WITHOUT_BF16 = re.compile(r"(v100|p100|t4|rtx-[68]000)(-\d+gb)?$", re.IGNORECASE)  # rtx-6000: Turing's
+_WITHOUT_BF16 = re.compile(r"(?:^|[\W_]|gpu)([vp]100|t4)(?!\d)|rtx.?[68]000(?!.*ada)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Gpu:
     @property
     def has_bf16(self) -> bool:
         """True if its matrix units know bf16; those before Ampere do not, nor have they FlashAttention-2."""
-        return not _WITHOUT_BF16.match(self.name)
+        return not _WITHOUT_BF16.search(self.name)
 
 
 def auto_dtype(gpus: Iterable[Gpu]) -> str:

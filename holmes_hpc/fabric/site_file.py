@@ -28,7 +28,6 @@ MAX_VALUES = {
     "delay_ms": 1e4,
 }
 FIGURES = ("peak_tflops", "memory_gib", "intra_node_gbps")  # from a GPU kind's data sheet
-NO_FLASH = ("p100", "v100-16gb", "v100-32gb", "t4")  # FlashAttention-2 needs Ampere or later
 _HINT = "see docs/site-file.md"
 
 
@@ -83,7 +82,7 @@ def parse_site(data: Mapping[str, Any]) -> Site:
         _refuse_implausible(link, f"link {' - '.join(link.between)}")
     for gpu in dict.fromkeys(f.gpu for f in fabrics):
         known_kind = read_vocabulary().gpu(gpu.name)
-        if gpu.attention == "flash" and known_kind is not None and known_kind.name in NO_FLASH:
+        if gpu.attention == "flash" and known_kind is not None and not known_kind.has_bf16:
             raise SiteError(
                 f"attention is flash, which {known_kind.name} does not support",
                 where=f"gpu {gpu.name}",
