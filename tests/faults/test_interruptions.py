@@ -7,18 +7,16 @@ from pathlib import Path
 
 import interruptions
 import pytest
-from interruptions import KINDS, Fault
+from faults import KINDS, RANKS, Fault, draw_faults
 
 Figures = dict[int, tuple[float, float]]
 
 
 def test_faults_are_drawn_from_the_seed_each_kind_alike() -> None:
-    drawn = interruptions.draw_faults(7, 24)
-    assert drawn == interruptions.draw_faults(7, 24) != interruptions.draw_faults(8, 24) and drawn[
-        :9
-    ] == interruptions.draw_faults(7, 9)
+    drawn = draw_faults(7, 24)
+    assert drawn == draw_faults(7, 24) != draw_faults(8, 24) and drawn[:9] == draw_faults(7, 9)
     assert [sum(f.kind == kind for f in drawn) for kind in KINDS] == [3] * len(KINDS)
-    assert len({f.rank for f in drawn}) == interruptions.RANKS and len({f.step for f in drawn}) > 8
+    assert len({f.rank for f in drawn}) == RANKS and len({f.step for f in drawn}) > 8
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +35,6 @@ def whole(root: Path) -> Figures:
     ("kind", "rank", "step"), [("node killed", 0, 10), ("RDMA link cut", 3, 12), ("slurmctld restarted", 1, 6)]
 )
 def test_the_run_goes_on_bit_by_bit(kind: str, rank: int, step: int, root: Path, whole: Figures) -> None:
-    fault = Fault(KINDS.index(kind), kind, rank, step, background=True)
+    fault = Fault(list(KINDS).index(kind), kind, rank, step, background=True)
     outcome = interruptions.run_with_fault(fault, root, whole)
     assert not outcome.problem, interruptions.line_of(outcome)

@@ -1,6 +1,6 @@
 """Fault injection on the testbed: interrupted runs must continue as if undisturbed (`make faults`).
 
-    python tests/support/interruptions.py [--runs 24] [--seed 1] [--minutes 8] [--root runs/faults]
+    python tests/support/interruptions.py [--runs 24] [--more] [--seed 1] [--minutes 8] [--root runs/faults]
 
 Each run trains one small GPT on 2 InfiniBand and 2 RoCE nodes and has one fault. The seed determines the fault, its
 rank and step, and whether checkpoints are written in the background. All losses and gradient norms must equal those
@@ -13,24 +13,37 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from faults import (
+    DISK,
+    HOLMES,
+    KINDS,
+    LIMIT_S,
+    MORE_KINDS,
+    STEPS,
+    Fault,
+    Kind,
+    Repair,
+    Target,
+    draw_faults,
+    processes,
+    saving_step,
+    until,
+)
 
 from holmes_hpc import testbed as beds
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.status import cancel_run, run_status
 
-HOLMES = str(Path(sys.executable).with_name("holmes"))
-STEPS, INTERVAL, RANKS = 40, 8, 4
+INTERVAL = 8
 PLAN = (
     "plan.nodes={ib-a: 2, roce-a: 2}",
     "plan.pp=2",
@@ -47,42 +60,6 @@ TRAIN = (
     "train.pace_layer_ms=10",
     "train.log_interval=10",
 )
-KINDS = (
-    "TERM",
-    "USR2",
-    "KILL of a rank",
-    "node killed",
-    "RDMA link cut",
-    "slurmctld restarted",
-    "checkpoint disk full",
-    "KILL while saving",
-)
-DISK = "disk"  # a small file system below the root, visible on the testbed's nodes
-LIMIT_S = 180
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault at `rank`, once `step` steps are recorded (while saving: at the first save after it)."""
-
-    number: int
-    kind: str
-    rank: int
-    step: int
-    background: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.number:02}-{self.kind.replace(' ', '-')}"
-
-
-def draw_faults(seed: int, runs: int) -> list[Fault]:
-    """Draw `runs` faults, every kind equally often; more runs keep the first faults."""
-    return [
-        Fault(number, KINDS[number % len(KINDS)], rng.randrange(RANKS), rng.randint(3, STEPS - 12), rng.random() < 0.5)
-        for number in range(runs)
-        for rng in [random.Random(f"{seed} {number}")]
-    ]
 
 
 @dataclass(frozen=True)
@@ -113,15 +90,6 @@ def steps_of(run: RunDirectory, attempt: int) -> list[int]:
     return [line["step"] for line in lines if line["attempt"] == attempt]
 
 
-def until(condition: Callable[[], Any], event: str, seconds: float = LIMIT_S) -> Any:
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        if time.monotonic() > end:
-            raise TimeoutError(f"{event} did not happen within {seconds:.0f} s")
-        time.sleep(0.02)
-    return value
-
-
 def last_step(run: RunDirectory) -> int:
     lines = run.metrics()
     return int(lines[-1]["step"]) if lines else 0
@@ -143,86 +111,15 @@ def submit(directory: Path, *overrides: str) -> RunDirectory:
     return RunDirectory(directory)
 
 
-# -- the faults -------------------------------------------------------------------------------------------------------
-
-
-def processes(run: RunDirectory, rank: int) -> list[int]:
-    """Return the process of a rank, followed by its forks (writers of checkpoints)."""
-    job, started_pids = str(run.read_run()["slurm"]["job_id"]), []
-    folder = str(run.path / "submission")  # jobs of other testbeds may have the same number
-    for proc in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            environment = dict(e.partition("=")[::2] for e in (proc / "environ").read_text().split("\0"))
-            arguments = (proc / "cmdline").read_text().split("\0")
-            if (
-                (environment.get("HOLMES_LEADER_JOB_ID"), environment.get("SLURM_PROCID")) == (job, str(rank))
-                and "holmes_hpc.submission.executor.task" in arguments[:6]
-                and folder in arguments
-                and "python" in arguments[0]
-            ):
-                started = int((proc / "stat").read_text().rpartition(")")[2].split()[19])
-                started_pids.append((started, int(proc.name)))  # by age, because process ids wrap around
-    if not started_pids:
-        raise ProcessLookupError(f"no process of rank {rank} of job {job}")
-    return [pid for _, pid in sorted(started_pids)]
-
-
-def saving_step(run: RunDirectory) -> int:
-    """Return the step whose checkpoint is being written; 0 if none is."""
-    names = [path.name for path in run.checkpoints.glob(".saving-step-*")]
-    return int(names[0].split("-")[2]) if names else 0
-
-
-def daemon(name: str) -> int:
-    return int((Path(os.environ["HOLMES_TESTBED"]) / "run" / f"{name}.pid").read_text())
-
-
-def kill_all(pids: list[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def on_node(node: str, command: str) -> None:
-    subprocess.run([HOLMES, "testbed", "exec", node, "--", *command.split()], check=True, capture_output=True)
-
-
-def strike(fault: Fault, run: RunDirectory, node: str, pids: list[int]) -> Callable[[], None]:
-    """Inject the fault; return the function that repairs the site once the run has noticed."""
-    if fault.kind in ("TERM", "USR2"):
-        os.kill(pids[0], signal.SIGTERM if fault.kind == "TERM" else signal.SIGUSR2)
-    elif fault.kind in ("KILL of a rank", "KILL while saving"):
-        kill_all(pids)
-    elif fault.kind == "node killed":
-        beds.kill_node(node)
-        return beds.up
-    elif fault.kind == "RDMA link cut":
-        nic = node.rstrip("0123456789") + "0"
-        on_node(node, f"ip link set {nic} down")
-        return lambda: on_node(node, f"ip link set {nic} up")
-    elif fault.kind == "slurmctld restarted":
-        pid = daemon("slurmctld")
-        os.kill(pid, signal.SIGTERM)  # as systemd stops a service
-        until(lambda: not os.path.exists(f"/proc/{pid}/ns/net"), "slurmctld's end")
-        beds.up()
-    elif fault.kind == "checkpoint disk full":
-        ballast = run.path.parent / DISK / "ballast"
-        with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
-            while file.write(bytes(4096)):
-                pass
-        return ballast.unlink
-    return lambda: None
-
-
-def inject(fault: Fault, run: RunDirectory) -> tuple[str, int, int, Callable[[], None]]:
+def inject(fault: Fault, kind: Kind, run: RunDirectory) -> tuple[str, int, int, Repair | None]:
     """Wait for the fault's moment and strike: (node, last recorded step, step being saved or 0, repair)."""
     until(lambda: last_step(run) >= 1, "the first step")
     node = run.read_run()["hosts"][fault.rank]
     until(lambda: last_step(run) >= fault.step, f"step {fault.step}")
-    if fault.kind == "KILL while saving":
+    if kind.while_saving:
         until(lambda: saving_step(run), "a save")
     pids, being_saved, step = processes(run, fault.rank), saving_step(run), last_step(run)
-    repair = strike(fault, run, node, pids)
+    repair = kind.strike(Target(run, node, pids))
     return node, step, saving_step(run) or being_saved, repair  # cutting a link takes some steps, perhaps during a save
 
 
@@ -236,18 +133,20 @@ def run_with_fault(fault: Fault, root: Path, expected: dict[int, tuple[float, fl
         with contextlib.suppress(Exception):
             cancel_run(RunDirectory(directory))
         shutil.rmtree(directory)
-    overrides = []
-    if fault.kind == "checkpoint disk full":
-        shutil.rmtree(root / DISK / fault.name, ignore_errors=True)  # left by the same driver
-        overrides = [f"train.checkpoint_dir={root / DISK}"]
+    kind = {**KINDS, **MORE_KINDS}[fault.kind]
+    shutil.rmtree(root / DISK / fault.name, ignore_errors=True)  # left by the same driver
+    overrides = [o.replace(f"={DISK}", f"={root / DISK}") for o in kind.overrides]
     run = submit(directory, "train.max_restarts=1", f"train.checkpoint_async={fault.background}".lower(), *overrides)
-    node, hit_at, being_saved, repair = inject(fault, run)
+    node, hit_at, being_saved, repair = inject(fault, kind, run)
     if fault.kind == "node killed":
         until(lambda: _state_of(node).startswith("down"), f"Slurm's notice that {node} is down")
-    elif fault.kind != "slurmctld restarted":
+    elif kind.ends_attempt:
         until(lambda: run.read_exits() or run.attempt > 1, "an end")
-    repair()
+    if repair is not None and kind.ends_attempt:
+        repair()
     how = follow_to_end(run)
+    if repair is not None and not kind.ends_attempt:
+        repair()
     final_figures = figures(run)
     first, second = steps_of(run, 1), steps_of(run, 2)
     resumed_from = second[0] - 1 if second else max(first)
@@ -257,7 +156,7 @@ def run_with_fault(fault: Fault, root: Path, expected: dict[int, tuple[float, fl
         problem = f"figures differ, first at step {min(s for s in expected if final_figures.get(s) != expected[s])}"
     elif lost > allowed:
         problem = f"{lost} steps lost, {allowed} allowed"
-    elif (run.attempt > 1) == (fault.kind == "slurmctld restarted"):
+    elif (run.attempt > 1) != kind.ends_attempt:
         problem = f"{run.attempt} attempts"
     return Outcome(fault, node, hit_at, resumed_from, lost, allowed, how, round(time.monotonic() - start_s, 1), problem)
 
@@ -323,7 +222,7 @@ def undisturbed_figures(root: Path) -> dict[int, tuple[float, float]]:
 def line_of(outcome: Outcome) -> str:
     f = outcome.fault
     return (
-        f"{f.number:3} {f.kind:21} rank {f.rank} on {outcome.node:6} step {outcome.hit_at:2}, saves in the "
+        f"{f.number:3} {f.kind:23} rank {f.rank} on {outcome.node:6} step {outcome.hit_at:2}, saves in the "
         f"{'background' if f.background else 'foreground'}: {outcome.how}, {outcome.lost} steps lost "
         f"(allowed {outcome.allowed}), {outcome.seconds:.0f} s: {outcome.problem or 'equal bit by bit'}"
     )
@@ -335,7 +234,7 @@ def summary(outcomes: list[Outcome], requested: int) -> list[str]:
     largest_loss = max((o.lost for o in outcomes), default=0)
     over_interval = sum(o.lost > INTERVAL for o in outcomes)
     return [
-        f"injected {len(outcomes)} of {requested}: " + ", ".join(f"{k} {kinds[k]}" for k in KINDS if kinds[k]),
+        f"injected {len(outcomes)} of {requested}: " + ", ".join(f"{k} {kinds[k]}" for k in kinds),
         f"recovered {len(recovered)} of {len(outcomes)}, all losses and gradient norms equal bit by bit",
         f"steps lost: at most {largest_loss}, on average {sum(o.lost for o in outcomes) / max(1, len(outcomes)):.1f}; "
         f"the checkpoint interval is {INTERVAL}; {over_interval} runs lost more, during an unfinished save",
@@ -344,15 +243,23 @@ def summary(outcomes: list[Outcome], requested: int) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=24)
+    parser.add_argument("--runs", type=int, help="default: 3 of each kind")
+    parser.add_argument(
+        "--more", action="store_true", help="the kinds of MORE_KINDS, 3 runs each unless --runs is given"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=1e6, help="start no run after this time")
     parser.add_argument("--root", type=Path, default=Path("runs/faults"))
     parser.add_argument("--testbed", default="/var/lib/holmes-faults", help="folder of a separate testbed")
     options = parser.parse_args()
-    end, root = time.monotonic() + 60 * options.minutes, options.root.absolute() / f"seed-{options.seed}"
+    end, root = (
+        time.monotonic() + 60 * options.minutes,
+        options.root.absolute() / f"seed-{options.seed}{'-more' * options.more}",
+    )
     os.environ["HOLMES_TESTBED"] = options.testbed
-    faults, outcomes_path = draw_faults(options.seed, options.runs), root / "outcomes.jsonl"
+    kinds = tuple(MORE_KINDS if options.more else KINDS)
+    options.runs = options.runs or 3 * len(kinds)
+    faults, outcomes_path = draw_faults(options.seed, options.runs, kinds), root / "outcomes.jsonl"
     root.mkdir(parents=True, exist_ok=True)
     outcomes = [
         Outcome(**{**data, "fault": Fault(**data["fault"])})
