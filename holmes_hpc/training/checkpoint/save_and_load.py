@@ -175,7 +175,8 @@ class Checkpoints:
         """Return the error of a failed save. Rank 0 removes the half-written checkpoint, which may fill the disk."""
         if self._rank == 0:
             write_error = _write_error(path, error)
-            shutil.rmtree(self._unfinished, ignore_errors=True)
+            if not isinstance(error, RuntimeError) or is_full(self.folder):  # else a rank was lost
+                shutil.rmtree(self._unfinished, ignore_errors=True)
             return write_error
         if not getattr(error, "failures", True):  # torch gives the cause to rank 0 only, which reports it
             return RuntimeError("the checkpoint cannot be written, see rank 0's log")

@@ -194,7 +194,7 @@ def test_hierarchical_data_parallel_may_span_but_its_instances_not() -> None:
 def test_schedules_are_checked() -> None:
     with pytest.raises(PlanError, match="did you mean '1f1b'"):
         Schedule("1f1", (1,))
-    with pytest.raises(PlanError, match="at least one"):
+    with pytest.raises(PlanError, match="at least 1"):
         Schedule("ahead", (1, 0))
 
 

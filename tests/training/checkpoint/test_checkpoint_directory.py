@@ -131,7 +131,7 @@ def test_half_written_checkpoint_of_a_failed_save_is_removed(tmp_path: Path, mon
     (unfinished / "__0_0.distcp").write_bytes(b"half")
     monkeypatch.setattr(save_and_load, "is_full", lambda path: unfinished.exists())
     rank = object.__new__(save_and_load.Checkpoints)
-    rank._unfinished = unfinished
+    rank._unfinished, rank.folder = unfinished, tmp_path
     no_failures, hidden = (
         CheckpointException("write", {}),
         CheckpointException("write", {1: (RuntimeError("pos"), None)}),

@@ -379,7 +379,9 @@ def test_no_file_outside_a_folder_is_read(attack: str, tmp_path: Path) -> None:
         prepare.prepare([tmp_path / ("texts" if attack == "link" else "pipe.txt")], tmp_path / "out", workers=1)
 
 
-@pytest.mark.parametrize(("text", "problem"), [("a" * 21 + "!\n", "it takes longer than"), ("a" * 40 + "!", "limit")])
+@pytest.mark.parametrize(
+    ("text", "problem"), [("a" * 21 + "!\n", "it takes longer than"), ("a" * 40 + "!", "(limit|it takes longer than)")]
+)
 def test_tokenizer_with_an_exponential_expression_ends_with_one_line(
     text: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
