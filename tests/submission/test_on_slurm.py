@@ -259,7 +259,7 @@ def test_a_time_limit_above_the_partitions_is_refused(folder: Path) -> None:
     subprocess.run(["scontrol", "create", "PartitionName=short", "Nodes=eth[1-2]", "MaxTime=2"], check=True)
     preflight.clear_cache()
     try:
-        with pytest.raises(SubmissionError, match=r"component 1 .*3 min exceeds the time limit .* 2 min"):
+        with pytest.raises(SubmissionError, match=r"component 1 .*3 min exceeds the partition's time limit of 2 min"):
             executor(folder, [THREE[0], {"partition": "short"}]).submit(sleeper, 0)
     finally:
         subprocess.run(["scontrol", "delete", "PartitionName=short"], check=True)
