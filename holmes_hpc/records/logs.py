@@ -1,7 +1,8 @@
-"""Log readers: the last lines of a log, and new lines as the ranks write them."""
+"""Logs of a run: the last lines of one, new lines as the ranks write them, and lines of the batch script."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,12 @@ def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
     if start and len(tail_lines) > 1:
         tail_lines = tail_lines[1:]  # may start in the middle of a line
     return tail_lines[-lines:]
+
+
+def log_batch_line(message: str) -> None:
+    """Write a line into the batch script's log. Ignore a full disk or a removed log."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"holmes: {message}\n".encode(errors="replace"))
 
 
 class GrowingFile:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from holmes_hpc.errors import HolmesError
-from holmes_hpc.records.logs import tail
+from holmes_hpc.records.logs import log_batch_line, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import slurm
 from holmes_hpc.slurm.job_queries import disable_requeue, ending_state, requeue
@@ -28,7 +28,7 @@ from holmes_hpc.submission.lifecycle.attempts import has_recorded_end, latest_at
 from holmes_hpc.submission.lifecycle.create import is_being_submitted
 from holmes_hpc.submission.lifecycle.failed_rank import parse_srun_errors
 from holmes_hpc.submission.lifecycle.outcome import build_result
-from holmes_hpc.submission.lifecycle.requeue import check_requeued_job, log, reason_to_stop
+from holmes_hpc.submission.lifecycle.requeue import check_requeued_job, reason_to_stop
 
 JOB_RECORD_WAIT_S = 30.0  # from sbatch's answer to the job id in the run's record
 
@@ -61,7 +61,7 @@ def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, re
         stop_reason, is_requeued_by_slurm = requeue(job_id)
         if stop_reason is None:
             who, restart = ("Slurm ", "") if is_requeued_by_slurm else ("", f" (restart {restarts + 1})")
-            log(f"{result['state']}: {result['error']}; {who}requeued job {job_id}{restart}")
+            log_batch_line(f"{result['state']}: {result['error']}; {who}requeued job {job_id}{restart}")
             return int(result["exit_code"])
     run.write_result(result, writer="batch")
     if state is not None and state.state == "NODE_FAIL":  # Slurm has requeued it already
@@ -69,9 +69,9 @@ def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, re
     elif result["exit_code"] and job_id:
         disable_requeue(job_id)
     if result["state"] not in ("completed", "cancelled"):
-        log(f"not restarted: {stop_reason}")
+        log_batch_line(f"not restarted: {stop_reason}")
     where = f"rank {result['failed_rank']} on {result['failed_node']}: " if result["failed_rank"] is not None else ""
-    log(f"{result['state']}{': ' + where + str(result['error']) if result['error'] else ''}")
+    log_batch_line(f"{result['state']}{': ' + where + str(result['error']) if result['error'] else ''}")
     return int(result["exit_code"])
 
 
@@ -87,7 +87,7 @@ def is_run_of_another_job(run: RunDirectory, job_id: str) -> bool:
         time.sleep(0.2)
     is_another = bool(job_id) and recorded_id is not None and str(recorded_id) != job_id
     if is_another:
-        log(f"{run.path} belongs to job {recorded_id}; the end of job {job_id} is not recorded")
+        log_batch_line(f"{run.path} belongs to job {recorded_id}; the end of job {job_id} is not recorded")
     return is_another
 
 
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
             return check_requeued_job(run, job_id, restarts)
         return end_attempt(run, status, bool(signalled), job_id, restarts)
     except (HolmesError, OSError) as e:
-        log(f"cannot record the end of the run: {e}")
+        log_batch_line(f"cannot record the end of the run: {e}")
         return status or 1
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.lifecycle.requeue import log
 
 INTERVAL_S = 10.0  # between two looks at the exit records
 GRACE_S = 20.0  # from the last exit record to the end of srun
@@ -31,7 +31,7 @@ def main() -> None:
     time.sleep(GRACE_S)
     with contextlib.suppress(ProcessLookupError):
         os.kill(srun, signal.SIGKILL)
-        log(f"every rank ended {GRACE_S:g} s ago, but srun still waited: Slurm lost the step; killed srun")
+        log_batch_line(f"every rank ended {GRACE_S:g} s ago, but srun still waited: Slurm lost the step; killed srun")
 
 
 def exit_records(run: RunDirectory) -> list[dict[str, Any]]:

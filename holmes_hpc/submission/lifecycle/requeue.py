@@ -8,6 +8,7 @@ import signal
 import threading
 
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import disable_requeue, has_script_failed, requeue
 from holmes_hpc.submission.executor.environment import LEADER
@@ -50,8 +51,8 @@ def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
     run.write_result(
         {**build_result(run, 1), "state": "failed", "error": error, "failed_rank": None, "failed_node": None}
     )
-    log(f"failed: {error}")
-    log(f"not restarted: {stop_reason}")
+    log_batch_line(f"failed: {error}")
+    log_batch_line(f"not restarted: {stop_reason}")
     disable_requeue(job_id)
     return 1
 
@@ -74,9 +75,3 @@ def _requeue_after_signal(run: RunDirectory, signals: int) -> None:
             if has_script_failed(os.environ[LEADER]) and reason_to_stop(run, "failed", attempt) is None:
                 record_attempt_end(run, attempt, "failed")
                 requeue(os.environ[LEADER])
-
-
-def log(message: str) -> None:
-    """Write a line into the batch script's log. Ignore a full disk or a removed log."""
-    with contextlib.suppress(OSError):
-        os.write(1, f"holmes: {message}\n".encode(errors="replace"))
