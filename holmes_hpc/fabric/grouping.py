@@ -180,10 +180,14 @@ def _fabric(
     g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, notes: _Notes, reservation: str | None
 ) -> Fabric | None:
     """Return the fabric of a group's usable nodes; None if there is none, or no constraint selects only them."""
-    reserved = [n for n in g.nodes if n.usable and n.reserved and (not reservation or n.reservation != reservation)]
-    for n in reserved:
-        notes.leave_out([n], f"reserved; slurm.reservation={n.reservation or 'NAME'} uses its reservation")
-    usable = [n for n in g.nodes if n.usable and n not in reserved]
+
+    def is_reserved(n: SiteNode) -> bool:
+        return n.reserved and (not reservation or n.reservation != reservation)
+
+    for n in g.nodes:
+        if n.usable and is_reserved(n):
+            notes.leave_out([n], f"reserved; slurm.reservation={n.reservation or 'NAME'} uses its reservation")
+    usable = [n for n in g.nodes if n.usable and not is_reserved(n)]
     notes.leave_out([n for n in g.nodes if not n.usable], "down, drained, in maintenance, blocked or not responding")
     if not usable:
         return None

@@ -41,10 +41,9 @@ def usable_partitions(
     allowed = [p for p, reason in reasons if reason is None]
     passed_over = [(p, reason) for p, reason in reasons if reason is not None]
     if not settings.partitions:
-        special = [(p, reason) for p in allowed if (reason := _special_use(p, allowed)) is not None]
-        ordinary = [p for p in allowed if all(p is not s for s, _ in special)]
-        reachable = {name for p in ordinary for name in p.nodes}
-        passed_over += [(p, reason) for p, reason in special if reachable.issuperset(p.nodes)]
+        special_uses = [(p, _special_use(p, allowed)) for p in allowed]
+        reachable = {name for p, reason in special_uses if reason is None for name in p.nodes}
+        passed_over += [(p, use) for p, use in special_uses if use is not None and reachable.issuperset(p.nodes)]
     skipped = {p.name for p, _ in passed_over}
     return {p.name: p for p in allowed if p.name not in skipped}, passed_over
 
@@ -67,8 +66,9 @@ def _special_use(p: Partition, others: Sequence[Partition]) -> str | None:
     """Return why the partition is not for long jobs; None if it is."""
     if match := _SPECIAL.search(p.name):
         return f"its name says {match[1]}; partitions=[{p.name}] uses it"
-    is_lower = any(q.priority > p.priority and not set(q.nodes).isdisjoint(p.nodes) for q in others)
-    if is_lower and _PREEMPTIBLE.search(p.preempt_mode):
+    if _PREEMPTIBLE.search(p.preempt_mode) and any(
+        q.priority > p.priority and not set(q.nodes).isdisjoint(p.nodes) for q in others
+    ):
         return f"its jobs are preempted (PreemptMode={p.preempt_mode}); partitions=[{p.name}] uses it"
     return None
 

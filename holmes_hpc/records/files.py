@@ -153,10 +153,9 @@ def _replace_nonfinite(value: Any) -> Any:
 
 def file_error(path: Path, error: OSError) -> RunFailed:
     """Return the RunFailed that reports `error` of the file system at `path`, with what to do about it."""
-    is_full = error.errno in (28, 122)  # ENOSPC, EDQUOT
-    hint = (
-        "free some space, then `holmes resume` the run" if is_full else "make the run directory writable from this node"
-    )
+    hint = "make the run directory writable from this node"
+    if error.errno in DISK_FULL:
+        hint = "free some space, then `holmes resume` the run"
     return RunFailed(error.strerror or str(error), where=str(path), hint=hint)
 
 

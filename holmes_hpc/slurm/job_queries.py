@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -42,10 +42,16 @@ def parse_sacct(text: str) -> list[Row]:
             exit_code=_exit_status(cells[2]),
             token=_token("".join(cells[7:])),
         )
-        for cells in (line.split(SEPARATOR) for line in text.splitlines())
-        if len(cells) >= 7
-        for identity in _identities(cells[0])
+        for identity, cells in _job_cells(text, 7)
     ]
+
+
+def _job_cells(text: str, least: int) -> Iterator[tuple[tuple[str, int], list[str]]]:
+    """Yield (job id and offset, cells) for each job in the lines of `text` with `least` or more cells."""
+    for line in text.splitlines():
+        if len(cells := line.split(SEPARATOR)) >= least:
+            for identity in _identities(cells[0]):
+                yield identity, cells
 
 
 def _exit_status(text: str) -> int | None:
@@ -82,9 +88,7 @@ def parse_squeue(text: str) -> list[Row]:
             start=_number("".join(cells[6:7])),
             token=_token("".join(cells[7:])),
         )
-        for cells in (line.split(SEPARATOR) for line in text.splitlines())
-        if len(cells) >= 6
-        for identity in _identities(cells[0])
+        for identity, cells in _job_cells(text, 6)
     ]
 
 
