@@ -23,7 +23,7 @@ import numpy as np
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, NicType, Site
+from holmes_hpc.fabric.site import FabricLink, Gpu, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan
@@ -88,15 +88,13 @@ class Scenario:
     def grid(self, plan: Plan) -> np.ndarray:
         """Return the GPU of each stage and pipeline of a plan, (PP, DP)."""
         gpus_at = {place: [i for i, p in enumerate(self.place) if p == place] for place in set(self.place)}
-        gpus = [
-            gpus_at[c.fabric, n][g] for c in plan.components for n in range(c.nodes) for g in range(c.gpus_per_node)
-        ]
+        gpus = [gpus_at[c.pool, n][g] for c in plan.components for n in range(c.nodes) for g in range(c.gpus_per_node)]
         return np.array(gpus)[np.stack(plan.parallel.grid())[:, :, 0]]
 
 
 def build_scenario(
     name: str,
-    fabrics: list[Fabric],
+    fabrics: list[Pool],
     activations: float,
     gradients: float,
     within: tuple[float, float],
@@ -130,8 +128,8 @@ def build_scenario(
     )
 
 
-def ethernet(name: str, nodes: int, gbps: float, gpus: int = 1) -> Fabric:
-    return Fabric(name, NicType.ETHERNET, name, nodes, gpus, gbps, V100)
+def ethernet(name: str, nodes: int, gbps: float, gpus: int = 1) -> Pool:
+    return Pool(name, NicType.ETHERNET, name, nodes, gpus, gbps, V100)
 
 
 def scenarios() -> list[Scenario]:
@@ -198,7 +196,7 @@ def main() -> None:
     for scenario in scenarios():
         cells = [scenario.name]
         for strategy in ("auto", "pipeline", "hierarchical-dp"):
-            if strategy == "pipeline" and len(scenario.site.fabrics) == 1:
+            if strategy == "pipeline" and len(scenario.site.pools) == 1:
                 cells.append("–")
                 continue
             try:

@@ -35,7 +35,7 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError, PlanError
-from holmes_hpc.fabric.site import CPU, Fabric, FabricLink, Gpu, NicType, Site
+from holmes_hpc.fabric.site import CPU, FabricLink, Gpu, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search import best
 
@@ -74,7 +74,7 @@ def draw_site(rng: random.Random, least: int) -> Site:
         nic = NicType(rng.choice(("ib", "roce", "ib", "roce", "ethernet")))
         nodes, gpus_per_node = rng.choice((2, 3, 4, 5, 6, 7, 8, 12, 16)), rng.choice((4, 8, 8))
         gpu, gbps = rng.choice(kinds), rng.choice((200.0, 400.0, 1600.0)) if nic.rdma else None
-        fabrics.append(Fabric(f"{nic}-{i}", nic, f"p{i}", nodes, gpus_per_node, ethernet_gbps, gpu, rdma_gbps=gbps))
+        fabrics.append(Pool(f"{nic}-{i}", nic, f"p{i}", nodes, gpus_per_node, ethernet_gbps, gpu, rdma_gbps=gbps))
     pairs = [pair for pair in combinations([f.name for f in fabrics], 2) if rng.random() < 0.25]
     links = tuple(FabricLink(pair, gbps=rng.choice((0.4, 5.0, 40.0)), delay_ms=rng.choice((0, 2))) for pair in pairs)
     return Site("drawn", tuple(fabrics), links=links)
@@ -83,7 +83,7 @@ def draw_site(rng: random.Random, least: int) -> Site:
 def plan_options(site: Site, options: dict[str, Any]) -> PlanOptions:
     """Return PlanOptions; `unequal` is a bool in older checkouts and a text in newer ones, off by default."""
     if options.get("nodes") == "all":
-        options = {**options, "nodes": {f.name: f.nodes for f in site.fabrics}}
+        options = {**options, "nodes": {f.name: f.nodes for f in site.pools}}
     is_unequal = options.get("unequal", False)
     try:
         return PlanOptions(**{**options, "unequal": str(is_unequal).lower()})
@@ -118,7 +118,7 @@ def plan_cases(part: str) -> Iterator[tuple[str, dict[str, Any]]]:
             plan = make(named(model), batch, site, plan_options(site, options), Costs())
         except PlanError:
             continue
-        fabrics = " + ".join(f"{f.nodes}x{f.gpus_per_node} {f.gpu.name} {f.nic}" for f in site.fabrics)
+        fabrics = " + ".join(f"{f.nodes}x{f.gpus_per_node} {f.gpu.name} {f.nic}" for f in site.pools)
         yield f"{number}: {model} {batch.global_size}/{batch.micro_size} on {fabrics}, {options}", plan.to_dict()
         plans += 1
         if plans == CASES[part]:
@@ -129,7 +129,7 @@ def trained_plan(name: str) -> dict[str, Any]:
     """Return a plan of gpt_tiny for processes of this machine, as plain data."""
     fabrics, options = TRAINED[name]
     parts = zip((NicType.IB, NicType.ROCE), fabrics, strict=False)
-    site = Site("local", tuple(Fabric(str(x), x, str(x), n, g, 0.05, CPU, 0.4, gres=False) for x, (n, g) in parts))
+    site = Site("local", tuple(Pool(str(x), x, str(x), n, g, 0.05, CPU, 0.4, gres=False) for x, (n, g) in parts))
     plan = best.best_plan(named("gpt_tiny"), Batch(8, 1, 64), site, plan_options(site, options), Costs()).to_dict()
     if name == "per stage":  # TP 2 x DP 1, then TP 1 x DP 2, which no search would choose
         plan |= {"version": 2, "parallel": {"sequence_parallel": True}}

@@ -226,7 +226,7 @@ def tensor_bytes(plan: Plan) -> float:
 
     A CUDA process's own memory is excluded."""
     assert plan.predicted is not None
-    process_bytes = 0 if plan.site.fabrics[0].gpu.is_cpu else CUDA_BYTES
+    process_bytes = 0 if plan.site.pools[0].gpu.is_cpu else CUDA_BYTES
     return max(plan.predicted.memory_bytes_per_gpu) - process_bytes
 
 

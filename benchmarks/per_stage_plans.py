@@ -13,7 +13,7 @@ import time
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.fabric.site import Gpu, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan
@@ -28,7 +28,7 @@ def make_site(*fabrics: tuple[int, Gpu]) -> Site:
     return Site(
         "site",
         tuple(
-            Fabric(f"{kind}-{i}", NicType(kind), f"p{i}", nodes, 8, 25, gpu, rdma_gbps=200)
+            Pool(f"{kind}-{i}", NicType(kind), f"p{i}", nodes, 8, 25, gpu, rdma_gbps=200)
             for i, (kind, (nodes, gpu)) in enumerate(zip(kinds, fabrics, strict=True))
         ),
     )

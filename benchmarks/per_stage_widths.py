@@ -190,7 +190,7 @@ def byte_deviation(record: RunDirectory) -> tuple[float, str]:
     Headers count; NICs without planned bytes do not."""
     plan, run = Plan.read(record.plan_path), record.read_run()
     factors, hosts = run["traffic"]["header_factors"], run["hosts"]
-    fabrics = {host: place.fabric for host, place in zip(hosts, plan.places, strict=True)}
+    fabrics = {host: place.pool for host, place in zip(hosts, plan.places, strict=True)}
     planned: dict[tuple[str, str], float] = {}
     for load in planned_loads(plan, hosts):
         on_wire = load.bytes * factors["ethernet" if load.kind == "ethernet" else fabrics[load.node]]

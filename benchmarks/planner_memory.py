@@ -21,7 +21,7 @@ from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.plan.plan import Plan, Schedule
@@ -46,7 +46,7 @@ class Case:
 
     def plan(self) -> Plan:
         ranks = self.options["tp"] * self.options["pp"] * self.options["dp"]
-        fabric = Fabric("local", NicType.ETHERNET, "local", 1, ranks, 10.0, replace(CPU, memory_gib=64), gres=False)
+        fabric = Pool("local", NicType.ETHERNET, "local", 1, ranks, 10.0, replace(CPU, memory_gib=64), gres=False)
         plan = fixed_plan(
             replace(MODEL, **self.model),
             replace(BATCH, **self.batch),

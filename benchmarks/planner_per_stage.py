@@ -23,7 +23,7 @@ from planner_regret import resume
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.fabric.site import Gpu, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import step_s
@@ -57,7 +57,7 @@ def draw_problem(seed: int) -> tuple[ModelSpec, Batch, Site]:
     kinds = rng.choice(((A100, A100), (A100, H100)))
     ethernet_gbps = rng.choice((2.5, 10.0, 25.0, 100.0))
     fabrics = tuple(
-        Fabric(f"{nic}-{i}", nic, f"p{i}", count, rng.choice((1, 2)), ethernet_gbps, gpu, rdma_gbps=200.0)
+        Pool(f"{nic}-{i}", nic, f"p{i}", count, rng.choice((1, 2)), ethernet_gbps, gpu, rdma_gbps=200.0)
         for i, (nic, count, gpu) in enumerate(zip((NicType.IB, NicType.ROCE), nodes, kinds, strict=True))
     )
     return model, Batch(rng.choice((12, 15, 18)), 1, rng.choice((512, 2048))), Site(f"small-{seed}", fabrics)
@@ -99,10 +99,10 @@ def best_listed_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> f
     return best
 
 
-def _stage_nodes(site: Site) -> Iterator[tuple[list[Fabric], list[int]]]:
+def _stage_nodes(site: Site) -> Iterator[tuple[list[Pool], list[int]]]:
     """Yield the fabric and the number of nodes of each stage."""
-    for count in range(1, len(site.fabrics) + 1):
-        for chosen in permutations(site.fabrics, count):
+    for count in range(1, len(site.pools) + 1):
+        for chosen in permutations(site.pools, count):
             for parts in product(*(list(_node_splits(f.nodes)) for f in chosen)):
                 if sum(map(len, parts)) <= MAX_STAGES:
                     fabrics = [f for f, part in zip(chosen, parts, strict=True) for _ in part]
@@ -120,7 +120,7 @@ def _splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
 
 
-def _tp_choices(fabric: Fabric) -> list[int]:
+def _tp_choices(fabric: Pool) -> list[int]:
     return [t for t in (1, 2) if fabric.gpus_per_node % t == 0]
 
 
@@ -132,7 +132,7 @@ def measure(seed: int) -> dict[str, Any]:
     listed_s, plan_s = best_listed_s(model, batch, site, Costs()), plan.predicted.step_time_s
     return {
         "seed": seed,
-        "fabrics": [f"{f.nodes} x {f.gpus_per_node} {f.gpu.name}" for f in site.fabrics],
+        "fabrics": [f"{f.nodes} x {f.gpus_per_node} {f.gpu.name}" for f in site.pools],
         "found_s": plan_s,
         "least_s": listed_s,
         "regret": plan_s / listed_s - 1,

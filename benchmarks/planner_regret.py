@@ -22,7 +22,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.fabric.site import Gpu, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import search
 from holmes_hpc.planning.search.explore import Clock
@@ -55,7 +55,7 @@ def draw_problem(seed: int) -> tuple[ModelSpec, Batch, Site]:
     for i in range(rng.randint(2, 4)):
         nic = rng.choice((NicType.IB, NicType.ROCE, NicType.IB, NicType.ROCE, NicType.ETHERNET))
         fabrics.append(
-            Fabric(
+            Pool(
                 f"{nic}-{i}",
                 nic,
                 f"p{i}",
@@ -71,7 +71,7 @@ def draw_problem(seed: int) -> tuple[ModelSpec, Batch, Site]:
 
 def combinations(seed: int, model: ModelSpec, batch: Batch, site: Site) -> list[tuple[int, int, int]]:
     """Return the (TP, PP, DP) that fit the model, batch and GPUs of a site, in an order drawn from the seed."""
-    gpus = sum(f.gpus for f in site.fabrics)
+    gpus = sum(f.gpus for f in site.pools)
     tensor = [t for t in (1, 2, 4, 8) if model.heads % t == 0 and model.kv_heads % t == 0]
     all_combinations = [
         (tp, pp, dp)
@@ -110,8 +110,8 @@ def measure(seed: int, fixed: int, draws: int = DRAWS) -> dict[str, Any]:
     return {
         "seed": seed,
         "model": model.name,
-        "ethernet_gbps": site.fabrics[0].ethernet_gbps,
-        "fabrics": [f"{f.nodes} x {f.gpus_per_node} {f.gpu.name} {f.nic} {f.data_gbps:g}" for f in site.fabrics],
+        "ethernet_gbps": site.pools[0].ethernet_gbps,
+        "fabrics": [f"{f.nodes} x {f.gpus_per_node} {f.gpu.name} {f.nic} {f.data_gbps:g}" for f in site.pools],
         "free_s": free_s,
         "told": len(fixed_s),
         "best_told": best,

@@ -14,7 +14,7 @@ import time
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.fabric.site import Gpu, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import best_plan
 
@@ -29,7 +29,7 @@ def site(nodes: list[int], gpus: int = 8, mixed: bool = True) -> Site:
     for i, count in enumerate(nodes):
         nic, gpu, gbps = KINDS[i % len(KINDS)]
         fabrics.append(
-            Fabric(f"{nic}-{i}", NicType(nic), f"p{i}", count, gpus, 100.0, gpu if mixed else A100, rdma_gbps=gbps)
+            Pool(f"{nic}-{i}", NicType(nic), f"p{i}", count, gpus, 100.0, gpu if mixed else A100, rdma_gbps=gbps)
         )
     return Site("speed", tuple(fabrics))
 

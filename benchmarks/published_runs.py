@@ -15,7 +15,7 @@ import yaml
 
 import holmes_hpc.fabric
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.fabric.site import Gpu, NicType, Pool, Site
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.kernels import STACK, Stack
@@ -154,7 +154,7 @@ def layout(run: Run, costs: Costs) -> Layout:
     per_node = min(run.gpus_per_node, run.gpus)
     nodes = run.gpus // per_node
     rdma = None if run.nic == "ethernet" else run.gbps
-    fabric = Fabric(
+    fabric = Pool(
         "published",
         NicType(run.nic),
         "p",

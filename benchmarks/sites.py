@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holmes_hpc.fabric.listing import Listing, listing_of
 from holmes_hpc.fabric.nodes import with_reading
-from holmes_hpc.fabric.site import Fabric
+from holmes_hpc.fabric.site import Pool
 from holmes_hpc.slurm.scontrol import parse_node, parse_partition
 
 COLUMNS = ("gpu", "memory_gib", "gpus_per_node", "nodes")
@@ -29,7 +29,7 @@ def read_site(folder: Path) -> Listing:
     return listing_of(folder.name, nodes, [parse_partition(li) for li in lines if li.startswith("PartitionName=")])
 
 
-def figures(fabric: Fabric) -> tuple[str, str, str, str]:
+def figures(fabric: Pool) -> tuple[str, str, str, str]:
     """Return the kind, memory, GPUs per node and nodes of a fabric, as texts in the form of expected.csv."""
     kind = re.sub(r"(-gcd|-pcie|-sxm|-\d+gb)+$", "", fabric.gpu.name).replace("-", " ")
     return kind, f"{fabric.gpu.memory_gib:g}", str(fabric.gpus_per_node), str(fabric.nodes)
@@ -43,10 +43,10 @@ def right(expected: dict[str, str], read: tuple[str, ...], guess_is_stated: bool
     )
 
 
-def match(rows: list[dict[str, str]], fabrics: tuple[Fabric, ...]) -> list[tuple[dict[str, str], Fabric | None]]:
+def match(rows: list[dict[str, str]], fabrics: tuple[Pool, ...]) -> list[tuple[dict[str, str], Pool | None]]:
     """Return each expected pool with the unused fabric that agrees with it most; None if none is left."""
     left = list(fabrics)
-    pairs: list[tuple[dict[str, str], Fabric | None]] = []
+    pairs: list[tuple[dict[str, str], Pool | None]] = []
     for row in rows:
         best = max(left, key=lambda f: sum(right(row, figures(f))), default=None)
         if best is not None:
@@ -71,7 +71,7 @@ def main(folder: Path) -> None:
     lines = []
     for name, rows in sites.items():
         listing = read_site(folder / name)
-        fabrics = listing.grouping.fabrics
+        fabrics = listing.grouping.pools
         guess_is_stated = any(GUESS.search(line) for line in listing.grouping.assumptions)
         marks = [True] * len(COLUMNS)
         for row, fabric in match(rows, fabrics):

@@ -57,8 +57,8 @@ HOMOGENEOUS = {"hybrid": ("ib", "roce"), "three": ("ib-3", "roce-3")}
 
 def environments(site: Site, dp: int) -> dict[str, list[tuple[str, int]]]:
     """Return the (fabric, stages) of each environment that the site has nodes for, in pipeline order."""
-    ib = [f.name for f in site.fabrics if str(f.nic) == "ib"]
-    roce = [f.name for f in site.fabrics if str(f.nic) == "roce"]
+    ib = [f.name for f in site.pools if str(f.nic) == "ib"]
+    roce = [f.name for f in site.pools if str(f.nic) == "roce"]
     stages_by_fabric = {
         "hybrid": [(ib[0], 1), (roce[0], 1)],
         "ib": [(ib[0], 2)],
@@ -67,7 +67,7 @@ def environments(site: Site, dp: int) -> dict[str, list[tuple[str, int]]]:
         "ib-3": [(ib[0], 3)],
         "roce-3": [(roce[0], 3)],
     }
-    sizes = {f.name: f.nodes for f in site.fabrics}
+    sizes = {f.name: f.nodes for f in site.pools}
     return {
         name: parts
         for name, parts in stages_by_fabric.items()
@@ -154,7 +154,7 @@ def run_environment(
     """Plan one environment at one ratio, and run it until the time `deadline`."""
     parts = environments(site, arguments.dp)[where]
     stage_s = 3 * arguments.pace_ms / 1000
-    bytes_per_s = site.fabric(parts[0][0]).ethernet_gbps * 1e9 / 8 / HEADERS
+    bytes_per_s = site.pool(parts[0][0]).ethernet_gbps * 1e9 / 8 / HEADERS
     micro_size = max(1, round(ratio * stage_s * bytes_per_s / SAMPLE_BYTES))
     cells = []
     for count in micro_batches:

@@ -18,7 +18,7 @@ from unittest import mock
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.slurm_settings import SlurmSettings
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
@@ -32,8 +32,8 @@ from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
 SITE = Site(
     "bench",
     (
-        Fabric("ib-a", NicType.IB, "ib", 4, 8, 25, CPU, 200, "nic_ib"),
-        Fabric("roce-a", NicType.ROCE, "roce", 4, 8, 25, CPU, 200, "nic_roce"),
+        Pool("ib-a", NicType.IB, "ib", 4, 8, 25, CPU, 200, "nic_ib"),
+        Pool("roce-a", NicType.ROCE, "roce", 4, 8, 25, CPU, 200, "nic_roce"),
     ),
 )
 PLAN = Plan(

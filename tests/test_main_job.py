@@ -41,7 +41,7 @@ def test_one_heterogeneous_job_with_a_stage_per_fabric(three):
     assert sorted(c.partition for c in plan.components) == ["eth", "ib", "roce"]
     assert plan.parallel.dp == 2 and plan.parallel.pp == 3
     for group in plan.transports():
-        fabrics = {plan.places[r].fabric for r in group.ranks}
+        fabrics = {plan.places[r].pool for r in group.ranks}
         if group.kind == "dp":
             assert len({plan.places[r].node for r in group.ranks}) == 2  # on different nodes
             assert group.transport.kind == ("tcp" if fabrics == {"eth-a"} else "rdma")
@@ -49,7 +49,7 @@ def test_one_heterogeneous_job_with_a_stage_per_fabric(three):
             assert group.transport.kind == "tcp"
     hosts = three.read_run()["hosts"]
     for rank, host in enumerate(hosts):
-        assert host.startswith(plan.places[rank].fabric.split("-")[0]), hosts
+        assert host.startswith(plan.places[rank].pool.split("-")[0]), hosts
 
 
 @pytest.mark.slurm

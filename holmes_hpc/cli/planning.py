@@ -26,7 +26,7 @@ from holmes_hpc.config.composition import load, with_flags
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning import request
-from holmes_hpc.planning.cost.calibration import NO_CORRECTIONS, Calibration, Corrections, MeasuredFabric
+from holmes_hpc.planning.cost.calibration import NO_CORRECTIONS, Calibration, Corrections, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.plan.plan import Plan
@@ -170,7 +170,7 @@ def calibrate(
     console.note(f"written: {output}")
 
 
-def _show_fabric(fabric: MeasuredFabric, title: str) -> None:
+def _show_fabric(fabric: MeasuredPool, title: str) -> None:
     """Print a table of a fabric's measurements. Note on stderr links faster than the site's rate."""
     rows = [
         (

@@ -111,14 +111,14 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
 def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> list[Finding]:
     """Report the fabrics of the default partition, used by components without a partition, and closed partitions."""
     findings: list[Finding] = []
-    fabric_of = {node: f.name for f in grouping.fabrics for node in f.node_names}
+    fabric_of = {node: f.name for f in grouping.pools for node in f.node_names}
     hint = "state -p and -C for every component (holmes submit does)"
     for default in [p for p in partitions if p.default]:
         where, fabrics = f"partition {default.name}", sorted({fabric_of[n] for n in default.nodes if n in fabric_of})
         if len(fabrics) > 1:
             several = f"the default partition has nodes of {len(fabrics)} fabrics ({', '.join(fabrics)})"
             findings.append(Finding("warning", where, f"{several}: a component without -p or -C may get any", hint))
-        outside = ", ".join(f.name for f in grouping.fabrics if f.partition != default.name)
+        outside = ", ".join(f.name for f in grouping.pools if f.partition != default.name)
         if outside and len(fabrics) == 1:
             problem = f"a component without a partition runs here, not on {outside}"
             findings.append(Finding("info", where, problem, hint))
@@ -238,7 +238,7 @@ def diagnose(
     settings, env = settings or NodeSettings(), {} if env is None else env
     grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
     findings = check_config(config) + check_features(nodes, grouping) + check_partitions(partitions, grouping)
-    if not grouping.fabrics:
+    if not grouping.pools:
         findings.append(Finding("error", f"cluster {config.cluster}", "no node can be used", "see the other findings"))
     findings += check_software(
         {f.node: f.software for f in facts if f.software}, software(), [n.name for n in nodes if n.gpus]

@@ -14,7 +14,7 @@ from holmes_hpc.fabric.gpu_memory import gpu_with_memory
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nodes import SiteNode, grouped
 from holmes_hpc.fabric.partitions import NodeSettings, keeps_others_selectable, ranked_partitions, usable_partitions
-from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicNames, Site
+from holmes_hpc.fabric.site import CPU, Gpu, NicNames, Pool, Site
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Partition
 
@@ -29,17 +29,17 @@ K = TypeVar("K", bound=Hashable)
 class Grouping:
     """The fabrics of a Slurm cluster. `assumptions`: one line each. `left_out`: node -> why no fabric contains it."""
 
-    fabrics: tuple[Fabric, ...]
+    pools: tuple[Pool, ...]
     assumptions: tuple[str, ...]
     left_out: dict[str, str]
 
     def site(self, name: str) -> Site:
         """Return the Site called `name`. SiteError if there is no fabric, with the reason for the first node."""
-        if not self.fabrics:
+        if not self.pools:
             reasons = [f"{node}: {why}" for node, why in self.left_out.items()]
             reason = reasons[0] if reasons else "Slurm shows none"
             raise SiteError(f"no usable node ({reason})", where=f"cluster {name}", hint="see `holmes nodes`")
-        return Site(name, self.fabrics, self.assumptions)
+        return Site(name, self.pools, self.assumptions)
 
 
 @dataclass
@@ -178,7 +178,7 @@ def _unused_name(name: str, used_names: set[str | None]) -> str:
 
 def _fabric(
     g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, notes: _Notes, reservation: str | None
-) -> Fabric | None:
+) -> Pool | None:
     """Return the fabric of a group's usable nodes; None if there is none, or no constraint selects only them."""
 
     def is_reserved(n: SiteNode) -> bool:
@@ -215,7 +215,7 @@ def _fabric(
         notes.assume(usable, f"partition {g.partition.name} allows a job {count} nodes (MaxNodes): no more are used")
     names, node_nics = _nic_names(g.nic, usable)
     network = vocabulary.networks.get(str(g.nic))
-    return Fabric(
+    return Pool(
         g.name,
         g.nic,
         partition=g.partition.name,

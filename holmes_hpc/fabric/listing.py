@@ -30,7 +30,7 @@ class Listing:
 
     def fabric_of(self, node: str) -> str:
         """Return the name of a node's fabric; empty if it is in none."""
-        return next((f.name for f in self.grouping.fabrics if node in f.node_names), "")
+        return next((f.name for f in self.grouping.pools if node in f.node_names), "")
 
     def remarks(self, node: SiteNode) -> list[str]:
         """Return the remarks on a node: why it is left out, its unknown features, assumptions, and why it is down."""
@@ -54,7 +54,7 @@ class Listing:
                 f"{f.ethernet_gbps:g}",
                 f.constraint,
             ]
-            for f in self.grouping.fabrics
+            for f in self.grouping.pools
         ]
         caption = "\n".join(f"assumed: {a}" for a in self.grouping.assumptions)
         partitions = [
@@ -100,7 +100,7 @@ class Listing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
-        fabrics = [{**asdict(f), "nic": str(f.nic)} for f in self.grouping.fabrics]
+        fabrics = [{**asdict(f), "nic": str(f.nic)} for f in self.grouping.pools]
         nodes = [
             {
                 "name": n.name,

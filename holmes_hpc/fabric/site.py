@@ -1,4 +1,4 @@
-"""The parts of a site (GPUs, fabrics, links), as data for planning and training."""
+"""The parts of a site (GPUs, pools, fabrics, links), as data for planning and training."""
 
 from __future__ import annotations
 
@@ -88,20 +88,32 @@ class NicNames:
         return NicNames(self.ethernet or fallback.ethernet, self.hca or fallback.hca, self.storage or fallback.storage)
 
 
-# Keys of a fabric that older files lack: they are written only if they are set.
-_NEWER_KEYS = ("ethernet", "hca", "storage", "node_nics", "nccl_net", "node_cpus", "node_memory_gib", "node_gpus")
-# Keys about the use of a fabric's nodes, not their hardware: a site's digest omits them.
-_USAGE_KEYS = ("node_names", "nodes", *_NEWER_KEYS)
+# Keys of a pool that older files lack: they are written only if they are set.
+_NEWER_KEYS = (
+    "ethernet",
+    "hca",
+    "storage",
+    "node_nics",
+    "nccl_net",
+    "node_cpus",
+    "node_memory_gib",
+    "node_gpus",
+    "fabric",
+)
+# Keys about the use of a pool's nodes, not their hardware: a site's digest omits them.
+_USAGE_KEYS = ("node_names", "nodes", *(name for name in _NEWER_KEYS if name != "fabric"))
 
 
 @dataclass(frozen=True)
-class Fabric:
-    """Nodes that reach each other by RDMA, or a group of Ethernet-only nodes.
+class Pool:
+    """Alike nodes of one fabric: the same GPUs, NICs, partition and constraint.
 
-    Rates are those of one node, in Gb/s (1e9 bit/s); `rdma_gbps` is None if `nic` is ethernet.
+    A fabric is all pools that name it. Their nodes reach each other by RDMA, or by Ethernet if `nic` is ethernet. A
+    pool that names no fabric is one by itself, of the same name. Rates are those of one node, in Gb/s (1e9 bit/s);
+    `rdma_gbps` is None if `nic` is ethernet.
     """
 
-    name: Annotated[str, key("name of the fabric")]
+    name: Annotated[str, key("name of the pool")]
     nic: Annotated[NicType, key("NIC type of its fast traffic", one_of=tuple(NicType))]
     partition: Annotated[str, key("Slurm partition of its nodes")]
     nodes: Annotated[int, key("usable nodes", ge=1)]
@@ -122,19 +134,23 @@ class Fabric:
     node_cpus: Annotated[int | None, key("CPUs per node available to jobs", ge=1)] = None
     node_memory_gib: Annotated[float | None, key("memory per node available to jobs", unit="GiB", gt=0)] = None
     node_gpus: Annotated[int | None, key("GPUs of its largest node, if gpus_per_node is lower", ge=1)] = None
+    fabric: Annotated[str, key("name of its fabric; empty: that of the pool")] = ""
 
     def __post_init__(self) -> None:
-        where = f"fabric {self.name}"
+        where = f"pool {self.name}"
         if self.nic in tuple(NicType):
             object.__setattr__(self, "nic", NicType(self.nic))
         check(self, where, SiteError)
         has_hca = any(names.hca for names in (self._common_nics, *(self.node_nics or {}).values()))
         refuse(
             where,
-            (
-                not re.fullmatch(r"[\w.-]*[^\W_][\w.-]*", self.name),
-                f"name {self.name!r} is not letters, digits, '-', '_' or '.'",
-                "choose another name",
+            *(
+                (
+                    not re.fullmatch(r"[\w.-]*[^\W_][\w.-]*", name),
+                    f"name {name!r} is not letters, digits, '-', '_' or '.'",
+                    "choose another name",
+                )
+                for name in (self.name, self.fabric_name)
             ),
             (
                 self.nic.rdma and self.rdma_gbps is None,
@@ -143,7 +159,7 @@ class Fabric:
             ),
             (
                 not self.nic.rdma and self.rdma_gbps is not None,
-                "an Ethernet-only fabric has rdma_gbps",
+                "an Ethernet-only pool has rdma_gbps",
                 "remove rdma_gbps, or set nic to its RDMA type",
             ),
             (
@@ -151,20 +167,21 @@ class Fabric:
                 f"{len(self.node_names)} node names for {self.nodes} nodes",
                 "give the names of all nodes, or none",
             ),
-            (
-                has_hca and not self.nic.rdma,
-                "an Ethernet-only fabric has hca",
-                "remove hca, or set nic to its RDMA type",
-            ),
+            (has_hca and not self.nic.rdma, "an Ethernet-only pool has hca", "remove hca, or set nic to its RDMA type"),
             error=SiteError,
         )
+
+    @property
+    def fabric_name(self) -> str:
+        """The name of its fabric."""
+        return self.fabric or self.name
 
     @property
     def _common_nics(self) -> NicNames:
         return NicNames(self.ethernet, self.hca, self.storage)
 
     def nic_names(self, node: str) -> NicNames:
-        """Return the NICs that the site names for `node`; entries for the node override those of the fabric."""
+        """Return the NICs that the site names for `node`; entries for the node override those of the pool."""
         node_nics = next((names for hosts, names in (self.node_nics or {}).items() if node in expand(hosts)), None)
         return self._common_nics if node_nics is None else node_nics.over(self._common_nics)
 
@@ -179,7 +196,7 @@ class Fabric:
 
     @property
     def data_gbps(self) -> float:
-        """The rate of the NIC for traffic inside this fabric."""
+        """The rate of the NIC for traffic inside this pool."""
         return self.rdma_gbps if self.rdma_gbps is not None else self.ethernet_gbps
 
 
@@ -214,24 +231,40 @@ class FabricLink:
 
 @dataclass(frozen=True)
 class Site:
-    """All fabrics of one Slurm, or of a site file."""
+    """All pools of one Slurm, or of a site file."""
 
     name: Annotated[str, key("name of the site")]
-    fabrics: Annotated[tuple[Fabric, ...], key("its fabrics")]
+    pools: Annotated[tuple[Pool, ...], key("its pools")]
     assumptions: Annotated[tuple[str, ...], key("assumptions in place of missing facts")] = ()
     links: Annotated[tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, delay_ms}")] = ()
 
     def __post_init__(self) -> None:
         where = f"site {self.name}"
         check(self, where, SiteError)
-        names = [f.name for f in self.fabrics]
+        names, fabric_names = [p.name for p in self.pools], list(self.fabrics)
         pairs = [frozenset(link.between) for link in self.links]
         refuse(
             where,
-            (not self.fabrics, "no fabric", "list at least one fabric"),
-            *((names.count(name) > 1, f"two fabrics are named {name!r}", "rename one") for name in names),
+            (not self.pools, "no pool", "list at least one fabric or pool"),
+            *((names.count(name) > 1, f"two pools are named {name!r}", "rename one") for name in names),
             *(
-                (name not in names, f"a link names unknown fabric {name!r}", nearest(name, names))
+                (
+                    len({p.nic for p in pools}) > 1,
+                    f"pools {' and '.join(p.name for p in pools)} of fabric {name} differ in nic",
+                    "give each fabric one NIC type",
+                )
+                for name, pools in self.fabrics.items()
+            ),
+            *(
+                (
+                    p.fabric_name != p.name and p.name in fabric_names,
+                    f"pool {p.name} of fabric {p.fabric} has the name of another fabric",
+                    "rename the pool",
+                )
+                for p in self.pools
+            ),
+            *(
+                (name not in fabric_names, f"a link names unknown fabric {name!r}", nearest(name, fabric_names))
                 for link in self.links
                 for name in link.between
             ),
@@ -242,68 +275,88 @@ class Site:
             error=SiteError,
         )
 
-    def fabric(self, name: str) -> Fabric:
-        """Return the fabric called `name`. SiteError if there is none."""
-        for fabric in self.fabrics:
-            if fabric.name == name:
-                return fabric
+    @property
+    def fabrics(self) -> dict[str, tuple[Pool, ...]]:
+        """Fabric -> its pools."""
+        fabrics: dict[str, list[Pool]] = {}
+        for pool in self.pools:
+            fabrics.setdefault(pool.fabric_name, []).append(pool)
+        return {name: tuple(pools) for name, pools in fabrics.items()}
+
+    def pool(self, name: str) -> Pool:
+        """Return the pool called `name`. SiteError if there is none."""
+        for pool in self.pools:
+            if pool.name == name:
+                return pool
         raise SiteError(
-            f"no fabric {name!r}", where=f"site {self.name}", hint=f"it has {', '.join(f.name for f in self.fabrics)}"
+            f"no pool {name!r}", where=f"site {self.name}", hint=f"it has {', '.join(p.name for p in self.pools)}"
         )
 
     def link(self, sender: str, receiver: str) -> FabricLink | None:
         """Return the link that the site declares between two fabrics, named in any order; None if it has none."""
         return next((link for link in self.links if frozenset(link.between) == {sender, receiver}), None)
 
-    def rate_gbps(self, transport: str, sender: Fabric, receiver: Fabric | None = None) -> float:
+    def rate_gbps(self, transport: str, sender: Pool, receiver: Pool | None = None) -> float:
         """Return the nominal rate, without efficiency, from one node of `sender` to one of `receiver`.
 
         `transport`: ``rdma``, ``tcp``, or ``local`` (the rate of one GPU to its peers in the node). `receiver`: None
-        means the same fabric.
+        means the same pool.
         """
         link = self._link_used(transport, sender, receiver)
         if link is not None and link.gbps is not None:
             return link.gbps
-        return {"local": sender.gpu.intra_node_gbps, "tcp": sender.ethernet_gbps, "rdma": sender.data_gbps}[transport]
+        if transport == "rdma":
+            return min(pool.data_gbps for pool in (sender, receiver or sender))
+        return {"local": sender.gpu.intra_node_gbps, "tcp": sender.ethernet_gbps}[transport]
 
-    def delay_s(self, transport: str, sender: Fabric, receiver: Fabric | None = None) -> float:
+    def delay_s(self, transport: str, sender: Pool, receiver: Pool | None = None) -> float:
         """Return the one-way delay that a link adds to the latency of the fabrics' networks.
         Arguments as in :meth:`rate_gbps`."""
         link = self._link_used(transport, sender, receiver)
         return link.delay_ms / 1e3 if link is not None else 0.0
 
-    def _link_used(self, transport: str, sender: Fabric, receiver: Fabric | None) -> FabricLink | None:
+    def _link_used(self, transport: str, sender: Pool, receiver: Pool | None) -> FabricLink | None:
         if receiver is None or transport != "tcp":
             return None
-        return self.link(sender.name, receiver.name)
+        return self.link(sender.fabric_name, receiver.fabric_name)
 
     def nccl_network(self, nic: NicType | None, fabric: str | None = None) -> str | None:
         """Return NCCL's name of the network of a transport: over `nic`, for RDMA in `fabric`. None inside a node."""
         if fabric is not None:
-            return self.fabric(fabric).nccl_network
+            return self.fabrics[fabric][0].nccl_network
         return NCCL_NETWORKS[nic] if nic is not None else None
 
     def slowest_gbps(self, transport: str, ring: Sequence[str]) -> float:
-        """Return the lowest :meth:`rate_gbps` on a ring of nodes. `ring`: the name of each node's fabric, in order."""
-        fabrics = [self.fabric(name) for name in ring]
-        return min(self.rate_gbps(transport, *pair) for pair in zip(fabrics, [*fabrics[1:], fabrics[0]], strict=True))
+        """Return the lowest :meth:`rate_gbps` on a ring of nodes. `ring`: the name of each node's pool, in order."""
+        pools = [self.pool(name) for name in ring]
+        return min(self.rate_gbps(transport, *pair) for pair in zip(pools, [*pools[1:], pools[0]], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for :meth:`from_dict`."""
+        """Return plain data for :meth:`from_dict`. Pools that are fabrics by themselves are listed as `fabrics`."""
         data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        for fabric in data["fabrics"]:
-            fabric["gpu"] = {k: v for k, v in fabric["gpu"].items() if v is not None}
-        data["fabrics"] = [{k: v for k, v in f.items() if v or k not in _NEWER_KEYS} for f in data["fabrics"]]
+        pools = [{k: v for k, v in pool.items() if v or k not in _NEWER_KEYS} for pool in data["pools"]]
+        for pool in pools:
+            pool["gpu"] = {k: v for k, v in pool["gpu"].items() if v is not None}
+        key_name = "pools" if any("fabric" in pool for pool in pools) else "fabrics"
+        data = {key_name if k == "pools" else k: pools if k == "pools" else v for k, v in data.items()}
         return data if self.links else {k: v for k, v in data.items() if k != "links"}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Site:
         """Return the site of the data from :meth:`to_dict` (fabric/site_file.py reads site files)."""
-        return make(cls, data, "site", SiteError)
+        return make(cls, with_pools(data), "site", SiteError)
 
     def digest(self) -> str:
         """Return twelve hex digits that identify the hardware, partitions and constraints, not the nodes in use."""
         site = self.to_dict()
-        data = [{k: v for k, v in f.items() if k not in _USAGE_KEYS} for f in site["fabrics"]]
+        pools = site.get("pools") or site["fabrics"]
+        data = [{k: v for k, v in pool.items() if k not in _USAGE_KEYS} for pool in pools]
         links = [site["links"]] if self.links else []
         return hashlib.sha256(json.dumps([self.name, data, *links], sort_keys=True).encode()).hexdigest()[:12]
+
+
+def with_pools(data: Any) -> Any:
+    """Return the plain data of a site with its `fabrics`, if pools are listed so, as `pools`."""
+    if not isinstance(data, Mapping) or "pools" in data:
+        return data
+    return {"pools" if k == "fabrics" else k: v for k, v in data.items()}

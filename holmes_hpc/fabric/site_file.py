@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.nic_types import NicType
-from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, Site
+from holmes_hpc.fabric.site import FabricLink, Gpu, Pool, Site
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import check, key, keys, make
 
@@ -33,10 +33,11 @@ _HINT = "see docs/site-file.md"
 
 @dataclass(frozen=True)
 class SiteFile:
-    """The keys of a site file; `gpu` and `ethernet_gbps` are the defaults of its fabrics."""
+    """The keys of a site file; `gpu` and `ethernet_gbps` are the defaults of its fabrics and pools."""
 
     name: Annotated[str, key("name of the site")]
     fabrics: Annotated[tuple[Any, ...], key("list at least one")]
+    pools: Annotated[tuple[Any, ...], key("pools of the fabrics that have no nodes of their own")] = ()
     ethernet_gbps: Annotated[float | None, key("Ethernet send rate of a node", unit="Gb/s", gt=0)] = None
     gpu: Annotated[
         Gpu | None,
@@ -67,20 +68,20 @@ def parse_site(data: Mapping[str, Any]) -> Site:
     """Return the Site in the parsed YAML `data`."""
     site_file = make(SiteFile, _with_figures(data), "site", SiteError)
     defaults = {k: v for k, v in (("ethernet_gbps", site_file.ethernet_gbps), ("gpu", site_file.gpu)) if v is not None}
-    fabrics = []
-    for position, entry in enumerate(site_file.fabrics, 1):
-        has_name = isinstance(entry, Mapping) and isinstance(entry.get("name"), str)
-        where = f"fabric {entry['name']}" if has_name else f"fabric {position}"
-        if isinstance(entry, Mapping):
-            _refuse_synonym(entry.get("nic"), where)
-            entry = {**defaults, **_with_figures(entry)}
-        fabrics.append(make(Fabric, entry, where, SiteError))
-    for fabric in fabrics:
-        _refuse_implausible(fabric, f"fabric {fabric.name}")
-        _refuse_implausible(fabric.gpu, f"gpu {fabric.gpu.name}")
+    fabrics = [_with_defaults(entry, "fabric", i, defaults) for i, entry in enumerate(site_file.fabrics, 1)]
+    split_fabrics = _fabrics_with_pools(site_file.pools, fabrics)
+    pools = [make(Pool, entry, where, SiteError) for where, entry in fabrics if where not in split_fabrics]
+    for position, entry in enumerate(site_file.pools, 1):
+        name = f"fabric {entry.get('fabric')}" if isinstance(entry, Mapping) else ""
+        of_fabric = {k: v for k, v in split_fabrics.get(name, defaults).items() if k != "name"}
+        where, values = _with_defaults(entry, "pool", position, of_fabric)
+        pools.append(make(Pool, values, where, SiteError))
+    for pool in pools:
+        _refuse_implausible(pool, f"pool {pool.name}")
+        _refuse_implausible(pool.gpu, f"gpu {pool.gpu.name}")
     for link in site_file.links:
         _refuse_implausible(link, f"link {' - '.join(link.between)}")
-    for gpu in dict.fromkeys(f.gpu for f in fabrics):
+    for gpu in dict.fromkeys(p.gpu for p in pools):
         known_kind = read_vocabulary().gpu(gpu.name)
         if gpu.attention == "flash" and known_kind is not None and not known_kind.has_bf16:
             raise SiteError(
@@ -88,7 +89,33 @@ def parse_site(data: Mapping[str, Any]) -> Site:
                 where=f"gpu {gpu.name}",
                 hint="use attention: sdpa, or unfused",
             )
-    return Site(site_file.name, tuple(fabrics), tuple(_warnings(fabrics)), site_file.links)
+    return Site(site_file.name, tuple(pools), tuple(_warnings(pools)), site_file.links)
+
+
+def _with_defaults(entry: Any, kind: str, position: int, defaults: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the place of a fabric or pool for errors (``fabric ib-a``), and its keys over those of `defaults`."""
+    if not isinstance(entry, Mapping):
+        return f"{kind} {position}", entry
+    where = f"{kind} {entry['name'] if isinstance(entry.get('name'), str) else position}"
+    _refuse_synonym(entry.get("nic"), where)
+    return where, {**defaults, **_with_figures(entry)}
+
+
+def _fabrics_with_pools(pools: Sequence[Any], fabrics: Sequence[tuple[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the fabrics that consist of the `pools`, by place. SiteError if a pool names none, or an unlisted one."""
+    listed = dict(fabrics)
+    places = []
+    for position, entry in enumerate(pools, 1):
+        if isinstance(entry, Mapping):
+            places.append(f"fabric {entry.get('fabric')}")
+            if places[-1] not in listed:
+                names = [where.removeprefix("fabric ") for where in listed]
+                raise SiteError(
+                    f"fabric is {entry.get('fabric')!r}, which is not under fabrics",
+                    where=f"pool {entry.get('name', position)}",
+                    hint=f"use one of {', '.join(names)}, or list it under fabrics",
+                )
+    return {where: listed[where] for where in places if isinstance(listed[where], Mapping)}
 
 
 def _with_figures(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +143,7 @@ def _refuse_synonym(nic: Any, where: str) -> None:
             raise SiteError(f"nic is {nic!r}", where=where, hint=f"did you mean {str(meaning.nic)!r}?")
 
 
-def _refuse_implausible(part: Fabric | Gpu | FabricLink, where: str) -> None:
+def _refuse_implausible(part: Pool | Gpu | FabricLink, where: str) -> None:
     """Raise SiteError for a rate or a size that no machine has."""
     for name, declared in keys(type(part)).items():
         value = getattr(part, name)
@@ -129,25 +156,25 @@ def _refuse_implausible(part: Fabric | Gpu | FabricLink, where: str) -> None:
             )
 
 
-def _warnings(fabrics: Sequence[Fabric]) -> Iterator[str]:
+def _warnings(pools: Sequence[Pool]) -> Iterator[str]:
     """Yield warnings about GPU names treated as a known kind, figures far from their data sheet, and rates in GB/s.
     A rate is likely in GB/s if no Ethernet or InfiniBand has it in Gb/s."""
-    for gpu in dict.fromkeys(f.gpu for f in fabrics):
+    for gpu in dict.fromkeys(p.gpu for p in pools):
         known_kind = read_vocabulary().gpu(gpu.name)
         if known_kind is not None:
             if known_kind.name != gpu.name.lower():
                 yield f"gpu {gpu.name} is treated as the known kind {known_kind.name}, with its tables"
             yield from _data_sheet_warnings(gpu, known_kind)
-    for fabric in fabrics:
-        if fabric.nic is NicType.IB and fabric.rdma_gbps in IB_GBYTES:
+    for pool in pools:
+        if pool.nic is NicType.IB and pool.rdma_gbps in IB_GBYTES:
             yield (
-                f"rdma_gbps of {fabric.name} is {fabric.rdma_gbps:g}, which no InfiniBand has; if that is in GB/s,"
-                f" give Gb/s: {8 * fabric.rdma_gbps:g}"
+                f"rdma_gbps of {pool.name} is {pool.rdma_gbps:g}, which no InfiniBand has; if that is in GB/s,"
+                f" give Gb/s: {8 * pool.rdma_gbps:g}"
             )
-        if fabric.ethernet_gbps in ETHERNET_GBYTES:
+        if pool.ethernet_gbps in ETHERNET_GBYTES:
             yield (
-                f"ethernet_gbps of {fabric.name} is {fabric.ethernet_gbps:g}, which no Ethernet has; if that is in"
-                f" GB/s, give Gb/s: {8 * fabric.ethernet_gbps:g}"
+                f"ethernet_gbps of {pool.name} is {pool.ethernet_gbps:g}, which no Ethernet has; if that is in"
+                f" GB/s, give Gb/s: {8 * pool.ethernet_gbps:g}"
             )
 
 

@@ -105,10 +105,10 @@ def _drawing(plan: Plan) -> list[str]:
     inside = {g.stages[0]: g.transport for g in plan.transports() if g.kind == "dp"}
     lines: list[str] = []
     for part in plan.components:
-        fabric = plan.site.fabric(part.fabric)
+        pool = plan.site.pool(part.pool)
         lines.append(
-            f"+-- {part.fabric}: {_nodes(part.nodes)} x {part.gpus_per_node} {fabric.gpu.name}, {fabric.nic}"
-            f" {fabric.data_gbps:g} Gb/s, partition {part.partition}"
+            f"+-- {part.pool}: {_nodes(part.nodes)} x {part.gpus_per_node} {pool.gpu.name}, {pool.nic}"
+            f" {pool.data_gbps:g} Gb/s, partition {part.partition}"
         )
         rows = [([s], f"stage {s}: {_stage(plan, s, part.gpus_per_node)}") for s in part.stages]
         if len(part.stages) > 8:
@@ -151,7 +151,7 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
             "prediction. It comes from published runs of this kind; `holmes calibrate` measures your site."
         )
     fullest = max(range(len(predicted.memory_bytes_per_gpu)), key=lambda i: predicted.memory_bytes_per_gpu[i])
-    available_gib = plan.site.fabric(plan.stages[fullest].fabric).gpu.memory_gib
+    available_gib = plan.site.pool(plan.stages[fullest].pool).gpu.memory_gib
     used_gib = predicted.memory_bytes_per_gpu[fullest] / 2**30
     lines.append(
         f"Peak memory: {used_gib:.3g} of {available_gib:g} GiB, on stage {fullest}. {_longest_part(predicted)}"
@@ -217,17 +217,17 @@ def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     The layout stays; with more nodes, only TP and PP stay."""
 
     def gain_of_faster(rate: str, *names: str) -> float:
-        fabrics = (replace(f, **{rate: 2 * getattr(f, rate)}) if f.name in names else f for f in plan.site.fabrics)
-        site = replace(plan.site, fabrics=tuple(fabrics))
+        pools = (replace(f, **{rate: 2 * getattr(f, rate)}) if f.name in names else f for f in plan.site.pools)
+        site = replace(plan.site, pools=tuple(pools))
         return predicted.step_time_s / predict(replace(plan, site=site), costs).step_time_s - 1
 
     larger = replace(plan, batch=replace(plan.batch, global_size=2 * plan.batch.global_size))
     gains = [
-        (gain_of_faster("ethernet_gbps", *(f.name for f in plan.site.fabrics)), "Ethernet twice as fast"),
+        (gain_of_faster("ethernet_gbps", *(f.name for f in plan.site.pools)), "Ethernet twice as fast"),
         *(
-            (gain_of_faster("rdma_gbps", c.fabric), f"RDMA of {c.fabric} twice as fast")
+            (gain_of_faster("rdma_gbps", c.pool), f"RDMA of {c.pool} twice as fast")
             for c in plan.components
-            if plan.site.fabric(c.fabric).rdma_gbps is not None
+            if plan.site.pool(c.pool).rdma_gbps is not None
         ),
         (predict(larger, costs).samples_per_s / predicted.samples_per_s - 1, "a global batch twice as large"),
         *_more_nodes(plan, predicted, costs),
@@ -245,8 +245,8 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
     p = plan.parallel
     if plan.is_per_stage:  # would need another search
         return
-    fabrics = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.fabrics)
-    nodes = {c.fabric: 2 * c.nodes for c in plan.components}
+    pools = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.pools)
+    nodes = {c.pool: 2 * c.nodes for c in plan.components}
     options = PlanOptions(
         strategy=plan.strategy,
         nodes=nodes,
@@ -257,11 +257,11 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
         gpus_per_node=plan.components[0].gpus_per_node,
     )
     try:
-        larger = best_plan(plan.model, plan.batch, replace(plan.site, fabrics=fabrics), options, costs)
+        larger = best_plan(plan.model, plan.batch, replace(plan.site, pools=pools), options, costs)
     except HolmesError:
         return
     if larger.predicted is not None:
-        yield larger.predicted.samples_per_s / predicted.samples_per_s - 1, "twice the nodes of every fabric in use"
+        yield larger.predicted.samples_per_s / predicted.samples_per_s - 1, "twice the nodes of every pool in use"
 
 
 def _runner_up(alternative: dict[str, Any]) -> str:
@@ -298,7 +298,7 @@ def placement_text(plan: Plan) -> str:
         listed = f"{numbers[0]} to {numbers[-1]}" if is_range else ", ".join(map(str, numbers))
         return f"stage{'s' * (len(numbers) > 1)} {listed}"
 
-    return ", ".join(f"{_nodes(c.nodes)} of {c.fabric} ({stages(c.stages)})" for c in plan.components)
+    return ", ".join(f"{_nodes(c.nodes)} of {c.pool} ({stages(c.stages)})" for c in plan.components)
 
 
 def _nodes(number: int) -> str:
@@ -311,17 +311,17 @@ def all_assumptions(plan: Plan, costs: Costs) -> tuple[str, ...]:
 
 
 def _reduced_rates(plan: Plan, costs: Costs) -> Iterable[str]:
-    """Yield a line for each fabric in use whose RDMA, unmeasured, is assumed slower than REDUCED_RATE of its rate."""
-    used = {g.transport for g in plan.transports() if g.transport.kind == "rdma"}
-    for transport in sorted(used, key=lambda t: [c.fabric for c in plan.components].index(str(t.fabric))):
-        fabric = plan.site.fabric(str(transport.fabric))
-        assert fabric.rdma_gbps is not None
-        if costs.calibration is not None and costs.calibration.link(fabric, str(transport.nic)) is not None:
+    """Yield a line for each pool in use whose RDMA, unmeasured, is assumed slower than REDUCED_RATE of its rate."""
+    used = {g.transport.fabric: g.transport for g in plan.transports() if g.transport.kind == "rdma"}
+    for pool in (plan.site.pool(c.pool) for c in plan.components if c.fabric in used):
+        transport = used[pool.fabric_name]
+        assert pool.rdma_gbps is not None
+        if costs.calibration is not None and costs.calibration.link(pool, str(transport.nic)) is not None:
             continue
-        share = costs.link(transport, fabric, "reduce_scatter").efficiency
+        share = costs.link(transport, pool, "reduce_scatter").efficiency
         if share < REDUCED_RATE:
             source = "learned from your runs" if str(transport.nic) in costs.corrections.rates else _SOURCE
             yield (
-                f"{fabric.name}: {share * fabric.rdma_gbps:.3g} of its {fabric.rdma_gbps:g} Gb/s are assumed usable"
+                f"{pool.name}: {share * pool.rdma_gbps:.3g} of its {pool.rdma_gbps:g} Gb/s are assumed usable"
                 f" ({source}); `holmes calibrate` measures it"
             )

@@ -13,7 +13,7 @@ from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RecordError, 
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.grouping import NodeSettings
 from holmes_hpc.fabric.local_gpus import local_gpus
-from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicType, Site
+from holmes_hpc.fabric.site import CPU, Gpu, NicType, Pool, Site
 from holmes_hpc.fabric.site_file import read_site_file
 from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.calibration import Calibration
@@ -49,8 +49,8 @@ def local_site(processes: int, device: str) -> Site:
         gpu, assumption = gpus[0], f"one machine, {gpus[0].name}"
     else:
         gpu, assumption = CPU, "one machine: each process counts as one accelerator"
-    fabric = Fabric("local", NicType.ETHERNET, "local", 1, processes, ethernet_gbps=10, gpu=gpu, gres=False)
-    return Site("local", (fabric,), (assumption,))
+    pool = Pool("local", NicType.ETHERNET, "local", 1, processes, ethernet_gbps=10, gpu=gpu, gres=False)
+    return Site("local", (pool,), (assumption,))
 
 
 def load_site(site_file: str | None, settings: NodeSettings) -> Site:
@@ -181,7 +181,7 @@ def make_plan(
 def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
     """Return the assumption about ranks that compute on fewer cores of this machine."""
     cores = len(os.sched_getaffinity(0))
-    is_here = config.local and config.site_file is None and plan.site.fabrics[0].gpu.is_cpu
+    is_here = config.local and config.site_file is None and plan.site.pools[0].gpu.is_cpu
     if not is_here or plan.pace_layer_ms or plan.world_size <= cores:
         return []
     return [f"{plan.world_size} ranks share {cores} cores of this machine: steps take longer than predicted"]
@@ -194,26 +194,26 @@ def fixed_layout(config: Configuration, target_site: Site | None = None, cost_mo
 
 
 def with_gpu(target_site: Site, name: str) -> Site:
-    """Return the site with GPUs of kind `name` in every fabric."""
+    """Return the site with GPUs of kind `name` in every pool."""
     vocabulary = read_vocabulary()
     gpu = vocabulary.gpu(name)
     if gpu is None:
         known = (kind.name for _, kind in vocabulary.gpus)
         raise ConfigError(f"unknown GPU {name!r}", where="--gpu", hint=nearest(name, known))
-    return replace(target_site, fabrics=tuple(replace(f, gpu=gpu) for f in target_site.fabrics))
+    return replace(target_site, pools=tuple(replace(f, gpu=gpu) for f in target_site.pools))
 
 
 def calibration_config(config: Configuration) -> Configuration:
     """Return `config` changed for a short run that uses every network.
 
-    It has two nodes and one stage per fabric, few layers, and a batch that any data-parallel size divides. Nodes,
+    It has two nodes and one stage per pool, few layers, and a batch that any data-parallel size divides. Nodes,
     stages and strategy that the configuration fixes stay.
     """
-    fabrics, plan, batch = site(config).fabrics, config.plan, config.batch
+    pools, plan, batch = site(config).pools, config.plan, config.batch
     if plan.nodes is None and not config.local:
-        plan = replace(plan, nodes={f.name: min(2, f.nodes) for f in fabrics})
+        plan = replace(plan, nodes={f.name: min(2, f.nodes) for f in pools})
     nodes = plan.nodes or {}
-    used = [f for f in fabrics if not nodes or f.name in nodes]
+    used = [f for f in pools if not nodes or f.name in nodes]
     ranks = [(nodes.get(f.name) or f.nodes) * (plan.gpus_per_node or f.gpus_per_node) for f in used]
     plan = replace(plan, unequal="false")  # one TP is measured
     if len(used) > 1 and plan.strategy == "auto":
@@ -230,10 +230,10 @@ def calibration_config(config: Configuration) -> Configuration:
 
 
 def with_software(target_site: Site, attention: str | None, fused_norm: bool | None) -> Site:
-    """Return the site with these implementations of attention and norms in every fabric; None keeps the site's."""
+    """Return the site with these implementations of attention and norms in every pool; None keeps the site's."""
     return replace(
         target_site,
-        fabrics=tuple(
+        pools=tuple(
             replace(
                 f,
                 gpu=replace(
@@ -242,22 +242,22 @@ def with_software(target_site: Site, attention: str | None, fused_norm: bool | N
                     fused_norm=f.gpu.fused_norm if fused_norm is None else fused_norm,
                 ),
             )
-            for f in target_site.fabrics
+            for f in target_site.pools
         ),
     )
 
 
 def check_site(plan: Plan, target_site: Site) -> None:
-    """Raise PlanError for the first difference between the plan's fabrics and those of the site."""
+    """Raise PlanError for the first difference between the plan's pools and those of the site."""
     hint = "make a plan for this site with `holmes plan`, or give the plan's own site with --site FILE"
-    fabrics = {f.name: f for f in target_site.fabrics}
+    pools = {f.name: f for f in target_site.pools}
     for component in plan.components:
-        name, planned = component.fabric, plan.site.fabric(component.fabric)
-        actual, where = fabrics.get(name, planned), f"site {target_site.name}: fabric {name}"
+        name, planned = component.pool, plan.site.pool(component.pool)
+        actual, where = pools.get(name, planned), f"site {target_site.name}: pool {name}"
         PlanError.refuse(
             (
-                name not in fabrics,
-                f"the plan needs fabric {name!r} of site {plan.site.name}; this site has {', '.join(fabrics)}",
+                name not in pools,
+                f"the plan needs pool {name!r} of site {plan.site.name}; this site has {', '.join(pools)}",
                 f"site {target_site.name}",
                 hint,
             ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -85,9 +85,7 @@ def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
     model, batch, parallel = mapping(plan.get("model")), mapping(plan.get("batch")), mapping(plan.get("parallel"))
     predicted, site = mapping(plan.get("predicted")), mapping(plan.get("site"))
     components = [c for c in plan.get("components") or [] if isinstance(c, dict)]
-    nodes: dict[str, int] = {}
-    for c in components:
-        nodes[str(c.get("fabric"))] = nodes.get(str(c.get("fabric")), 0) + int(c.get("nodes") or 0)
+    nodes = _nodes_by(components, ("pool", "fabric"))
     stages = [s.get("layers") for s in plan.get("stages") or [] if isinstance(s, dict)]
     return {
         "strategy": text(plan.get("strategy")),
@@ -96,7 +94,7 @@ def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
         "recompute": text(plan.get("recompute")),
         "edge_dtype": text(plan.get("edge_dtype")),
         "site": text(site.get("name")),
-        "environment": environment(nodes, nic_types(plan)) if nodes else None,
+        "environment": environment(_nodes_by(components, ("fabric",)), nic_types(plan)) if nodes else None,
         "placement": " ".join(f"{name}:{count}" for name, count in nodes.items()) or None,
         "layers_per_stage": ",".join(map(str, stages)) or None,
         "nodes": sum(nodes.values()) if nodes else None,
@@ -113,10 +111,20 @@ def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _nodes_by(components: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, int]:
+    """Return {name: nodes}: the name is the value of the first of the `keys` that a component has."""
+    nodes: dict[str, int] = {}
+    for c in components:
+        name = next((str(c[k]) for k in keys if c.get(k)), "None")
+        nodes[name] = nodes.get(name, 0) + int(c.get("nodes") or 0)
+    return nodes
+
+
 def nic_types(plan: Mapping[str, Any]) -> dict[str, str]:
-    """Return {name of the fabric: its NIC type} of the plan's site."""
-    fabrics = mapping(plan.get("site")).get("fabrics") or []
-    return {str(f.get("name")): str(f.get("nic")) for f in fabrics if isinstance(f, dict)}
+    """Return {name of a pool or fabric: its NIC type} of the plan's site."""
+    site = mapping(plan.get("site"))
+    pools = [p for p in site.get("pools") or site.get("fabrics") or [] if isinstance(p, dict)]
+    return {str(name): str(p.get("nic")) for p in pools for name in (p.get("name"), p.get("fabric")) if name}
 
 
 def environment(nodes: Mapping[str, int], types: Mapping[str, str]) -> str:

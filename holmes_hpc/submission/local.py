@@ -71,7 +71,7 @@ def run_plan_locally(
     Every rank calls ``function(config)``. `run_dir`: directory of a created run; `settings`: group slurm."""
     run = RunDirectory(Path(run_dir).absolute())
     ranks = plan.world_size
-    gpus = sum(c.gpus_per_node for c in plan.components if plan.site.fabric(c.fabric).gres)
+    gpus = sum(c.gpus_per_node for c in plan.components if plan.site.pool(c.pool).gres)
     folder, is_forked = run.path / "submission", not gpus and sys.platform == "linux"
     executor = _ForkingExecutor(folder, ranks) if is_forked else LocalTaskExecutor(folder)
     executor.update_parameters(

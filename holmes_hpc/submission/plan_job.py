@@ -73,35 +73,35 @@ class RankTask:
 
 
 def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentRequest, ...]:
-    """Return the request of each component of `plan`, with the settings for the site and for the component's fabric.
-    Raise SubmissionError for settings of an unknown fabric, or for a wrong value."""
-    fabrics, fabric_names = settings.fabrics or {}, [f.name for f in plan.site.fabrics]
-    for name in fabrics:
-        if name not in fabric_names:
-            raise SubmissionError(f"no fabric {name!r}", where="slurm.fabrics", hint=nearest(name, fabric_names))
+    """Return the request of each component of `plan`, with the settings for the site and for the component's pool.
+    Raise SubmissionError for settings of an unknown pool, or for a wrong value."""
+    pools, pool_names = settings.fabrics or {}, [f.name for f in plan.site.pools]
+    for name in pools:
+        if name not in pool_names:
+            raise SubmissionError(f"no pool {name!r}", where="slurm.fabrics", hint=nearest(name, pool_names))
     requests = []
     for index, part in enumerate(plan.components):
-        fabric_settings = fabrics.get(part.fabric) or FabricSettings()
+        pool_settings = pools.get(part.pool) or FabricSettings()
         values = {
             **settings.specified(),
-            **fabric_settings.specified(),
-            "additional": {**(settings.additional or {}), **(fabric_settings.additional or {})},
+            **pool_settings.specified(),
+            "additional": {**(settings.additional or {}), **(pool_settings.additional or {})},
         }
-        fabric = plan.site.fabric(part.fabric)
-        gpus = part.gpus_per_node if fabric.gres and not values.get("gres") else None
-        if fabric.gres and (settings.share if fabric_settings.share is None else fabric_settings.share) is not False:
+        pool = plan.site.pool(part.pool)
+        gpus = part.gpus_per_node if pool.gres and not values.get("gres") else None
+        if pool.gres and (settings.share if pool_settings.share is None else pool_settings.share) is not False:
             specified = {str(k).lstrip("-").replace("-", "_").partition("_per_")[0] for k in values["additional"]}
             share = node_share(
                 part.gpus_per_node,
-                fabric.node_gpus or fabric.gpus_per_node,
-                fabric.node_cpus,
-                fabric.node_memory_gib,
+                pool.node_gpus or pool.gpus_per_node,
+                pool.node_cpus,
+                pool.node_memory_gib,
                 part.gpus_per_node,
                 values.get("exclusive") is True,
             )
             values = {**{k: v for k, v in share.items() if k.partition("_per_")[0] not in specified}, **values}
-        if fabric_settings.container is not None and fabric_settings.python is None:  # the image's, or this Python
-            values["python"] = "python3" if fabric_settings.container else shlex.quote(sys.executable)
+        if pool_settings.container is not None and pool_settings.python is None:  # the image's, or this Python
+            values["python"] = "python3" if pool_settings.container else shlex.quote(sys.executable)
         values |= {
             "partition": part.partition or None,
             "constraint": part.constraint or None,

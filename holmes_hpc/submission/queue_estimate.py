@@ -53,7 +53,7 @@ class QueueEstimate:
 
         return {
             "plan_id": self.plan.id,
-            "nodes": {c.fabric: c.nodes for c in self.plan.components},
+            "nodes": {c.pool: c.nodes for c in self.plan.components},
             "start": iso(self.start),
             "duration_s": self.duration_s,
             "end": iso(self.end),
@@ -66,14 +66,14 @@ class QueueEstimate:
 def candidate_plans(plan_for: Callable[[dict[str, int] | None], Plan], site: Site, max_plans: int = 16) -> list[Plan]:
     """Return the best plan for the whole site, then the best plans for parts of it, the largest part first.
 
-    A part is any set of fabrics with all, half or a quarter of their nodes. `plan_for`: returns the best plan for
-    {fabric: number of nodes}, or for the whole site (None). Parts for which it raises an error are skipped."""
+    A part is any set of pools with all, half or a quarter of their nodes. `plan_for`: returns the best plan for
+    {pool: number of nodes}, or for the whole site (None). Parts for which it raises an error are skipped."""
     plans = {(best := plan_for(None)).id: best}
     parts = {
-        tuple((f.name, max(1, f.nodes // share)) for f in fabrics)
+        tuple((f.name, max(1, f.nodes // share)) for f in pools)
         for share in (1, 2, 4)
-        for size in range(1, len(site.fabrics) + 1)
-        for fabrics in combinations(site.fabrics, size)
+        for size in range(1, len(site.pools) + 1)
+        for pools in combinations(site.pools, size)
     }
     for part in sorted(parts, key=lambda part: (-sum(nodes for _, nodes in part), part)):
         if len(plans) >= max_plans:
@@ -156,5 +156,5 @@ def estimate_rows(estimates: Sequence[QueueEstimate]) -> tuple[list[str], list[l
 
 
 def nodes_text(plan: Plan) -> str:
-    """Return the plan's number of nodes of each fabric as text: ``ib-a: 4, roce-a: 2``."""
-    return ", ".join(f"{c.fabric}: {c.nodes}" for c in plan.components)
+    """Return the plan's number of nodes of each pool as text: ``ib-a: 4, roce-a: 2``."""
+    return ", ".join(f"{c.pool}: {c.nodes}" for c in plan.components)

@@ -144,9 +144,9 @@ class Trainer:
         if train.pace_layer_ms:
             factor = emulated_layers.factor(
                 train.pace_factors or {},
-                [(n.fabric, n.node) for n in session.nodes],
+                [(p.pool, n.node) for p, n in zip(plan.places, session.nodes, strict=True)],
                 session.launch.rank,
-                [fabric.name for fabric in plan.site.fabrics],
+                [pool.name for pool in plan.site.pools],
             )
             emulated_layers.emulate((chunk.decoder.layers for chunk in chunks), factor * train.pace_layer_ms)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)

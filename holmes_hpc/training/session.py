@@ -260,7 +260,7 @@ def _check_cuda(plan: Plan, launch: Launch, on_gpu: bool, train: TrainConfig) ->
     In a cluster, it is an error if the plan has GPUs and this node cannot use one. A single machine without a driver
     trains on its CPUs.
     """
-    has_planned_gpus = not plan.site.fabric(plan.places[launch.rank].fabric).gpu.is_cpu
+    has_planned_gpus = not plan.site.pool(plan.places[launch.rank].pool).gpu.is_cpu
     if not on_gpu and train.fp8 is None and (train.device == "cpu" or not has_planned_gpus):
         return []
     facts = cuda_check.collect_facts()

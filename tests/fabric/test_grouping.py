@@ -31,7 +31,7 @@ def example():
 
 def test_labelled_site() -> None:
     grouping = grouped(*example())
-    ib, roce, eth = grouping.fabrics
+    ib, roce, eth = grouping.pools
     assert (ib.name, ib.nic, ib.partition, ib.nodes) == ("ib-a", NicType.IB, "ib", 3)
     assert (ib.rdma_gbps, ib.ethernet_gbps) == (0.4, 0.05)
     assert ib.constraint == "nic_ib&fabric_ib-a" and ib.gpus_per_node == 1 and not ib.gres
@@ -45,44 +45,44 @@ def test_ranks_of_nodes_without_gpus_come_from_their_features() -> None:
         [node("n1", "nic_ib,nic_1g,eth_1g,fabric_a,ranks_4"), node("n2", "nic_ib,nic_1g,eth_1g,fabric_b")],
         [partition("ib", "n[1-2]")],
     )
-    assert {f.name: f.gpus_per_node for f in grouping.fabrics} == {"a": 4, "b": 1}
-    assert not any(f.gres for f in grouping.fabrics)
+    assert {f.name: f.gpus_per_node for f in grouping.pools} == {"a": 4, "b": 1}
+    assert not any(f.gres for f in grouping.pools)
 
 
 def test_nic_names_in_features_apply_to_a_fabric_or_to_single_nodes() -> None:
     words = "nic_ib,nic_200g,eth_25g,fabric_a,nic_hca_mlx5_0"
-    alike = grouped([node(f"n{i}", f"{words},nic_if_bond0") for i in (1, 2)], [partition("ib", "n[1-2]")]).fabrics[0]
+    alike = grouped([node(f"n{i}", f"{words},nic_if_bond0") for i in (1, 2)], [partition("ib", "n[1-2]")]).pools[0]
     assert (alike.ethernet, alike.hca, alike.node_nics) == ("bond0", ("mlx5_0",), None)
     mixed = grouped(
         [node("n1", f"{words},nic_if_bond0"), node("n2", f"{words},nic_if_eno2"), node("n3", words)],
         [partition("ib", "n[1-3]")],
-    ).fabrics[0]
+    ).pools[0]
     assert [mixed.nic_names(f"n{i}").ethernet for i in (1, 2, 3)] == ["bond0", "eno2", None]
     assert mixed.nic_names("n3").hca == ("mlx5_0",)
     words = "nic_ethernet,eth_25g,fabric_a,nic_hca_mlx5_0,nic_if_eno1"
     ethernet = grouped([node("n1", words)], [partition("ib", "n1")])
-    assert (ethernet.fabrics[0].ethernet, ethernet.fabrics[0].hca) == ("eno1", ())
+    assert (ethernet.pools[0].ethernet, ethernet.pools[0].hca) == ("eno1", ())
 
 
 def test_nccl_networks_of_the_vocabulary_reach_the_fabrics(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("networks: {ib: IBext_v11}\n")
     nodes, partitions = example()
     grouping = group(nodes, partitions, read_vocabulary(tmp_path / "own.yaml"))
-    assert [f.nccl_net for f in grouping.fabrics] == ["IBext_v11", None, None]
+    assert [f.nccl_net for f in grouping.pools] == ["IBext_v11", None, None]
 
 
 def test_a_fabric_has_the_cpus_and_memory_of_its_gpu_nodes() -> None:
     nodes = [node("n1", "nic_ib,fabric_a", gres="gpu:a100:8"), node("n2", "nic_ib,fabric_a", gres="gpu:a100:4")]
-    fabric = grouped(nodes, [partition("ib", "n[1-2]")]).fabrics[0]
+    fabric = grouped(nodes, [partition("ib", "n[1-2]")]).pools[0]
     assert (fabric.gpus_per_node, fabric.node_gpus, fabric.node_cpus, fabric.node_memory_gib) == (4, 8, 8, 16)
-    assert grouped(*example()).fabrics[0].node_cpus is None  # ranks are CPU processes
+    assert grouped(*example()).pools[0].node_cpus is None  # ranks are CPU processes
 
 
 def test_down_nodes_are_left_out_and_listed() -> None:
     nodes, partitions = example()
     nodes[1] = node("ib2", "nic_ib,nic_0.4g,eth_0.05g,fabric_ib-a", "ib", state="IDLE+DRAIN")
     grouping = grouped(nodes, partitions)
-    assert grouping.fabrics[0].node_names == ("ib1", "ib3") and "ib2" in grouping.left_out
+    assert grouping.pools[0].node_names == ("ib1", "ib3") and "ib2" in grouping.left_out
     assert any(a.startswith("ib2: ") and "down" in a for a in grouping.assumptions)
 
 
@@ -95,12 +95,12 @@ def test_unlabelled_nodes_form_one_fabric_per_nic_type_and_partition() -> None:
     ]
     partitions = [partition("gpu", "a[1-2],b1"), partition("all", "a[1-2],b1,c1", default=True), partition("new", "c1")]
     grouping = grouped(nodes, partitions)
-    assert {f.name: f.node_names for f in grouping.fabrics} == {
+    assert {f.name: f.node_names for f in grouping.pools} == {
         "ib-new": ("c1",),
         "ib-gpu": ("a1", "a2"),
         "roce-gpu": ("b1",),
     }
-    assert {f.name: f.constraint for f in grouping.fabrics}["ib-gpu"] == "ib_hdr"
+    assert {f.name: f.constraint for f in grouping.pools}["ib-gpu"] == "ib_hdr"
     assert sum("no fabric label" in a for a in grouping.assumptions) == 3
 
 
@@ -110,21 +110,21 @@ def test_a_small_partition_inside_a_mixed_one_loses_no_node() -> None:
         *(node(f"eth{i}", "nic_ethernet", "gpu") for i in (1, 2)),
     ]
     grouping = grouped(nodes, [partition("gpu", "ib[1-8],eth[1-2]"), partition("debug", "ib[1-2]", priority=10)])
-    assert {f.partition: f.nodes for f in grouping.fabrics if f.nic is NicType.IB} == {"gpu": 8}
+    assert {f.partition: f.nodes for f in grouping.pools if f.nic is NicType.IB} == {"gpu": 8}
 
 
 def test_a_partition_whose_node_limit_is_too_low_comes_last() -> None:
     nodes = [node(f"ib{i}", "nic_ib", "gpu,fast") for i in range(1, 5)]
     for max_nodes, chosen in (("2", "gpu"), ("UNLIMITED", "fast"), ("4", "gpu")):
         limited = replace(partition("fast", "ib[1-4]", priority=10), max_nodes=max_nodes)
-        assert grouped(nodes, [partition("gpu", "ib[1-4]"), limited]).fabrics[0].partition == chosen
+        assert grouped(nodes, [partition("gpu", "ib[1-4]"), limited]).pools[0].partition == chosen
 
 
 def test_a_job_gets_no_more_nodes_than_the_partition_allows() -> None:
     nodes = [node(f"ib{i}", "nic_ib,fabric_a", "ib,debug" if i < 3 else "ib") for i in range(1, 9)]
     limited = replace(partition("ib", "ib[1-8]"), max_nodes="6")
     grouping = grouped(nodes, [limited, partition("debug", "ib[1-2]")])
-    fabric = grouping.fabrics[0]
+    fabric = grouping.pools[0]
     assert (fabric.partition, fabric.nodes, len(fabric.node_names)) == ("ib", 6, 8)
     assert any("6 nodes (MaxNodes)" in a for a in grouping.assumptions)
 
@@ -136,19 +136,19 @@ def test_nodes_with_ambiguous_features_are_left_out() -> None:
     # a2 has no feature, and no constraint selects nodes without a feature.
     assert "no constraint selects" in grouping.left_out["a2"]
     # nic_ib selects a4 but not a1, which has only the alias.
-    assert [(f.name, f.constraint) for f in grouping.fabrics] == [("ib-p", "nic_ib")]
+    assert [(f.name, f.constraint) for f in grouping.pools] == [("ib-p", "nic_ib")]
     assert {"a1", "a2"} == {a.split(":")[0] for a in grouping.assumptions if "left out" in a}
 
 
 def test_nodes_with_only_an_unknown_feature_are_assumed_to_be_ethernet() -> None:
     grouping = grouped([node("a2", "frobnicator", "p"), node("a4", "nic_ib,nic_100g", "p")], [partition("p", "a[1-4]")])
-    assert [(f.name, f.constraint) for f in grouping.fabrics] == [("ethernet-p", "frobnicator"), ("ib-p", "nic_ib")]
+    assert [(f.name, f.constraint) for f in grouping.pools] == [("ethernet-p", "frobnicator"), ("ib-p", "nic_ib")]
     assert any("no feature names a NIC" in a and a.startswith("a2") for a in grouping.assumptions)
 
 
 def test_ethernet_nodes_without_features_in_their_own_partition_are_usable() -> None:
     grouping = grouped([node("c1", "", "cpu"), node("c2", "", "cpu")], [partition("cpu", "c[1-2]")])
-    (fabric,) = grouping.fabrics
+    (fabric,) = grouping.pools
     assert (fabric.nic, fabric.constraint, fabric.ethernet_gbps) == (NicType.ETHERNET, "", 10)
     assert any("10 Gb/s assumed" in a for a in grouping.assumptions)
 
@@ -160,7 +160,7 @@ def test_gpus_come_from_gres_and_differences_are_listed() -> None:
         node("c1", "nic_ib", "p"),
     ]
     grouping = grouped(nodes, [partition("p", "g[1-2],c1")])
-    (fabric,) = grouping.fabrics
+    (fabric,) = grouping.pools
     assert (fabric.gpus_per_node, fabric.gres, fabric.gpu.name, fabric.rdma_gbps) == (4, True, "v100-16gb", 100)
     text = "\n".join(grouping.assumptions)
     assert "4 and 8 GPUs per node" in text and "GPU types differ" in text and "100 and 200 Gb/s" in text
@@ -173,12 +173,12 @@ def test_gpus_with_mig_slices_are_left_out() -> None:
         node("g2", "nic_ib,nic_200g", "p", gres="gpu:a100_1g.5gb:7,gpu:a100:3"),
     ]
     grouping = grouped(nodes, [partition("p", "g[1-2]")])
-    assert grouping.fabrics[0].node_names == ("g1",) and "MIG slices (a100_1g.5gb)" in grouping.left_out["g2"]
+    assert grouping.pools[0].node_names == ("g1",) and "MIG slices (a100_1g.5gb)" in grouping.left_out["g2"]
 
 
 def test_an_unknown_gpu_is_listed() -> None:
     grouping = grouped([node("g1", "nic_ib,nic_200g", "p", gres="gpu:warp9:2")], [partition("p", "g1")])
-    assert grouping.fabrics[0].gpu.name == "warp9"
+    assert grouping.pools[0].gpu.name == "warp9"
     assert any("warp9 is not in the vocabulary" in a for a in grouping.assumptions)
 
 
@@ -186,16 +186,14 @@ def test_one_label_over_two_partitions_uses_the_larger() -> None:
     nodes = [node(f"n{i}", "nic_ib,nic_100g,fabric_x", "p" if i < 3 else "q") for i in (1, 2, 3)]
     grouping = grouped(nodes, [partition("p", "n[1-2]"), partition("q", "n3")])
     assert (
-        grouping.fabrics[0].partition == "p"
-        and grouping.fabrics[0].nodes == 2
-        and "partition p" in grouping.left_out["n3"]
+        grouping.pools[0].partition == "p" and grouping.pools[0].nodes == 2 and "partition p" in grouping.left_out["n3"]
     )
 
 
 def test_one_label_on_two_nic_types_is_two_fabrics() -> None:
     nodes = [node("n1", "nic_ib,nic_100g,fabric_x", "p"), node("n2", "nic_roce,nic_100g,fabric_x", "p")]
     grouping = grouped(nodes, [partition("p", "n[1-2]")])
-    assert [f.name for f in grouping.fabrics] == ["x-ib", "x-roce"] and any(
+    assert [f.name for f in grouping.pools] == ["x-ib", "x-roce"] and any(
         "2 NIC types" in a for a in grouping.assumptions
     )
 
@@ -203,9 +201,9 @@ def test_one_label_on_two_nic_types_is_two_fabrics() -> None:
 def test_priority_and_default_decide_between_equal_partitions() -> None:
     nodes = [node("n1", "nic_ib,nic_100g,fabric_x", "low,high,def")]
     partitions = [partition("low", "n1"), partition("high", "n1", priority=10), partition("def", "n1", default=True)]
-    assert grouped(nodes, partitions).fabrics[0].partition == "high"
-    assert grouped(nodes, [partitions[2], partitions[0]]).fabrics[0].partition == "low"
-    assert grouped(nodes, partitions, NodeSettings(partitions=("def",))).fabrics[0].partition == "def"
+    assert grouped(nodes, partitions).pools[0].partition == "high"
+    assert grouped(nodes, [partitions[2], partitions[0]]).pools[0].partition == "low"
+    assert grouped(nodes, partitions, NodeSettings(partitions=("def",))).pools[0].partition == "def"
 
 
 def test_closed_partitions_and_wrong_settings() -> None:
@@ -234,7 +232,7 @@ def test_every_constraint_selects_exactly_its_fabrics_nodes(given_nodes) -> None
         partition(name, ",".join(n.name for n in nodes if name in n.partitions) or "(null)") for name in ("p", "q")
     ]
     grouping = grouped(nodes, partitions)
-    for fabric in grouping.fabrics:
+    for fabric in grouping.pools:
         required = [f for f in fabric.constraint.split("&") if f]
         selected = {
             n.name
@@ -242,7 +240,7 @@ def test_every_constraint_selects_exactly_its_fabrics_nodes(given_nodes) -> None
             if fabric.partition in n.partitions and n.usable and all(f in n.features for f in required)
         }
         assert selected == set(fabric.node_names)
-    in_fabrics = [n for f in grouping.fabrics for n in f.node_names]
+    in_fabrics = [n for f in grouping.pools for n in f.node_names]
     assert len(in_fabrics) == len(set(in_fabrics))
     assert {n.name for n in nodes} == set(in_fabrics) | set(grouping.left_out)
 
@@ -273,14 +271,14 @@ def test_the_shortest_constraint_is_used() -> None:
 )
 def test_gpu_memory_comes_from_features_and_gres_together(gres: str, features: str, memory: float) -> None:
     grouping = grouped([node("n1", f"nic_ib,fabric_a,{features}", gres=gres)], [partition("ib", "n1")])
-    assert grouping.fabrics[0].gpu.memory_gib == memory
+    assert grouping.pools[0].gpu.memory_gib == memory
     assert not any(" GiB assumed" in a for a in grouping.assumptions)
 
 
 @pytest.mark.parametrize("features", ["", "mem80gb", "gpu40,gpu80", "512G"])
 def test_an_open_gpu_memory_is_the_smallest_and_reported(features: str) -> None:
     grouping = grouped([node("n1", f"nic_ib,fabric_a,{features}", gres="gpu:a100:4")], [partition("ib", "n1")])
-    assert grouping.fabrics[0].gpu.memory_gib == 40
+    assert grouping.pools[0].gpu.memory_gib == 40
     (line,) = [a for a in grouping.assumptions if "GiB assumed" in a]
     assert "40 or 80 GiB" in line and "a100-80g" in line
 
@@ -299,14 +297,14 @@ def test_special_partitions_serve_only_if_asked_for() -> None:
         replace(partition("cheap", "n1"), preempt_mode="REQUEUE"),
     ]
     grouping = grouped(nodes, partitions)
-    assert grouping.fabrics[0].partition == "long"
+    assert grouping.pools[0].partition == "long"
     text = " ".join(grouping.assumptions)
     assert "partition backfill is passed over: its name says backfill" in text
     assert "partition cheap is passed over: its jobs are preempted" in text
     asked = grouped(nodes, partitions, NodeSettings(partitions=("backfill",)))
-    assert asked.fabrics[0].partition == "backfill"
+    assert asked.pools[0].partition == "backfill"
     only = grouped([node("n1", "nic_ib,fabric_x", "debug")], [partition("debug", "n1")])
-    assert only.fabrics[0].partition == "debug"
+    assert only.pools[0].partition == "debug"
 
 
 @pytest.mark.parametrize(
@@ -323,14 +321,14 @@ def test_partitions_that_refuse_the_user_are_passed_over(fields: dict, settings:
     nodes = [node("n1", "nic_ib,fabric_x", "a,b")]
     partitions = [replace(partition("a", "n1"), **fields), partition("b", "n1", max_time="60")]
     grouping = grouped(nodes, partitions, NodeSettings(**settings))
-    assert grouping.fabrics[0].partition == "b"
+    assert grouping.pools[0].partition == "b"
     assert any(f"partition a is passed over: {reason}" in a for a in grouping.assumptions)
-    assert grouped(nodes, partitions[1:]).fabrics[0].partition == "b"
+    assert grouped(nodes, partitions[1:]).pools[0].partition == "b"
 
 
 def test_reserved_nodes_serve_only_their_reservation() -> None:
     reserved = replace(node("n2", "nic_ib,fabric_x", state="IDLE+RESERVED"), reservation="team")
     nodes, partitions = [node("n1", "nic_ib,fabric_x"), reserved], [partition("ib", "n[1-2]")]
     grouping = grouped(nodes, partitions)
-    assert grouping.fabrics[0].node_names == ("n1",) and "slurm.reservation=team" in grouping.left_out["n2"]
-    assert grouped(nodes, partitions, NodeSettings(reservation="team")).fabrics[0].nodes == 2
+    assert grouping.pools[0].node_names == ("n1",) and "slurm.reservation=team" in grouping.left_out["n2"]
+    assert grouped(nodes, partitions, NodeSettings(reservation="team")).pools[0].nodes == 2

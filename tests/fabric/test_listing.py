@@ -56,7 +56,7 @@ def test_asking_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scontrol, "output", lambda *words: answers[words[2]])
     assert report.listing().cluster == "cl"
     site = read_site()
-    assert site.name == "cl" and site.fabric("a").node_names == ("ib1",)
+    assert site.name == "cl" and site.pool("a").node_names == ("ib1",)
     assert scontrol.read_node("ib1") is not None and scontrol.read_node("ib2") is None
 
 

@@ -35,7 +35,7 @@ def test_a_kind_without_figures_is_one_line_where_cuda_was_asked_for(
     with pytest.raises(ConfigError, match="the GPU 'Some GPU' is not a known kind"):
         local_gpus(tmp_path)
     monkeypatch.setattr(request, "local_gpus", lambda: local_gpus(tmp_path))
-    assert request.local_site(1, "auto").fabrics[0].gpu.is_cpu
+    assert request.local_site(1, "auto").pools[0].gpu.is_cpu
     with pytest.raises(ConfigError, match="site file"):
         request.local_site(1, "cuda")
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slurm
 def test_slurms_nodes_become_the_topologys_fabrics(testbed) -> None:
     found = report.listing()
     assert {n.name for n in found.nodes} == set(testbed.nodes)
-    for fabric in found.grouping.fabrics:
+    for fabric in found.grouping.pools:
         selected = subprocess.run(
             ["sinfo", "-h", "-N", "-o", "%N %f", "-p", fabric.partition], check=True, capture_output=True, text=True
         ).stdout.split("\n")

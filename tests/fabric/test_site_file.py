@@ -6,7 +6,7 @@ import pytest
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_vocabulary
-from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, NicNames
+from holmes_hpc.fabric.site import FabricLink, Gpu, NicNames, Pool
 from holmes_hpc.fabric.site_file import SiteFile, read_site_file
 from holmes_hpc.planning.cost.hardware import GLOO_LINKS, NCCL_LINKS
 
@@ -29,14 +29,14 @@ def read(tmp_path: Path, text: str):
 
 def test_the_documented_file(tmp_path: Path) -> None:
     site = read(tmp_path, GOOD)
-    assert [f.ethernet_gbps for f in site.fabrics] == [25, 10, 25]
-    assert site.fabric("ib-a").gpus == 32 and site.fabric("eth-a").rdma_gbps is None
+    assert [f.ethernet_gbps for f in site.pools] == [25, 10, 25]
+    assert site.pool("ib-a").gpus == 32 and site.pool("eth-a").rdma_gbps is None
     assert type(site).from_dict(site.to_dict()) == site
 
 
 def test_the_page_has_every_key_gpu_kind_and_factor() -> None:
     page = (Path(__file__).parents[2] / "docs/site-file.md").read_text()
-    for cls in (SiteFile, Fabric, Gpu, FabricLink):
+    for cls in (SiteFile, Pool, Gpu, FabricLink):
         for field in fields(cls):
             assert f"| `{field.name}` |" in page, (cls, field.name)
     for _, gpu in read_vocabulary().gpus:
@@ -58,7 +58,7 @@ NAMED = GOOD.replace(
 
 def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> None:
     site = read(tmp_path, NAMED)
-    ib = site.fabric("ib-a")
+    ib = site.pool("ib-a")
     storage = ("mlx5_8", "10.9.0.0/16", "fec0:0:0:1::/64")
     assert ib.nic_names("ib1") == NicNames("bond0", ("mlx5_0", "mlx5_1"), storage)
     assert ib.nic_names("ib4") == NicNames("eno2", ("mlx5_0", "mlx5_1"), storage)
@@ -66,7 +66,7 @@ def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> Non
     assert type(site).from_dict(json.loads(json.dumps(site.to_dict()))) == site
     assert site.digest() == read(tmp_path, GOOD).digest()  # the hardware is the same
     assert hash(site) is not None
-    assert site.fabric("roce-a").nic_names("x") == NicNames() and "hca" not in site.to_dict()["fabrics"][1]
+    assert site.pool("roce-a").nic_names("x") == NicNames() and "hca" not in site.to_dict()["fabrics"][1]
 
 
 def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
@@ -95,12 +95,12 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
             "rates are in Gb/s, 8 for each GB/s; write intra_node_gbps: 2400",
         ),
         ("ethernet_gbps: 25", "ethernet_GBps: 3", "site: unknown key 'ethernet_GBps': rates are in Gb/s, 8 for each"),
-        ("nic: ib, rdma_gbps: 200,", "nic: ib,", "fabric ib-a: rdma_gbps is missing"),
-        ("nic: ib,", "nic: infiband,", "fabric ib-a: nic is 'infiband'"),
+        ("nic: ib, rdma_gbps: 200,", "nic: ib,", "pool ib-a: rdma_gbps is missing"),
+        ("nic: ib,", "nic: infiband,", "pool ib-a: nic is 'infiband'"),
         ("nic: roce,", "nic: rose,", "(did you mean 'roce'?)"),
-        ("nic: ethernet,", "nic: ethernet, rdma_gbps: 5,", "Ethernet-only fabric has rdma_gbps"),
+        ("nic: ethernet,", "nic: ethernet, rdma_gbps: 5,", "Ethernet-only pool has rdma_gbps"),
         ("nodes: 4, gpus_per_node: 8}", "nodes: 0, gpus_per_node: 8}", "nodes is 0"),
-        ("nic: ethernet,", "nic: ethernet, hca: [mlx5_0],", "Ethernet-only fabric has hca"),
+        ("nic: ethernet,", "nic: ethernet, hca: [mlx5_0],", "Ethernet-only pool has hca"),
         ("nic: ib,", "nic: ib, hca: mlx5_0,", "hca is 'mlx5_0'; use a list of texts"),
         ("nic: ib,", "nic: ib, storage: [10.9.0.0/99],", "storage: '10.9.0.0/99' is not a network"),
         ("nic: ib,", "nic: ib, node_nics: {ib1: {ethernt: x}},", "did you mean 'ethernet'"),
@@ -109,7 +109,7 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
         ("partition: gpu-ib,", "", "partition is missing"),
         ("peak_tflops: 312", "peak_tflops: lots", "peak_tflops is 'lots'"),
         ("name: a100-80gb, peak_tflops: 312", "name: own-kind", "is not a known kind and has no peak_tflops"),
-        ("name: roce-a", "name: ib-a", "two fabrics are named 'ib-a'"),
+        ("name: roce-a", "name: ib-a", "two pools are named 'ib-a'"),
         ("name: ib-a", "name: 'ib a; rm'", "is not letters"),
         ("fabrics:", "fabrics: {}\nx:", "unknown key 'x'"),
         ("name: two-clusters", "name: [", "not YAML"),
@@ -125,7 +125,7 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
         ),
         ("fabrics:", "links: {between: [ib-a, roce-a], gbps: 1}\nfabrics:", "links"),
         ("ethernet_gbps: 25", "ethernet_gbps: 25000", "ethernet_gbps is 25000 Gb/s, more than any machine has"),
-        ("rdma_gbps: 200", "rdma_gbps: 2.0e+11", "fabric ib-a: rdma_gbps is 2e+11 Gb/s, more than any machine"),
+        ("rdma_gbps: 200", "rdma_gbps: 2.0e+11", "pool ib-a: rdma_gbps is 2e+11 Gb/s, more than any machine"),
         ("peak_tflops: 312", "peak_tflops: 312000", "gpu a100-80gb: peak_tflops is 312000 TFLOP/s, more than"),
         ("memory_gib: 80", "memory_gib: 81920", "memory_gib is 81920 GiB, more than any machine has"),
         (
@@ -196,7 +196,7 @@ def test_a_known_gpu_is_told_by_its_name(tmp_path: Path) -> None:
     text = GOOD.replace(", peak_tflops: 312, memory_gib: 80, intra_node_gbps: 2400", "").replace(
         "ethernet_gbps: 10}", "ethernet_gbps: 10, gpu: {name: h100, memory_gib: 94}}"
     )
-    assert [(f.gpu.peak_tflops, f.gpu.memory_gib, f.gpu.intra_node_gbps) for f in read(tmp_path, text).fabrics] == [
+    assert [(f.gpu.peak_tflops, f.gpu.memory_gib, f.gpu.intra_node_gbps) for f in read(tmp_path, text).pools] == [
         (312, 80, 2400),
         (989, 94, 3600),
         (312, 80, 2400),
@@ -210,7 +210,7 @@ def test_what_the_software_does_is_of_a_gpu_kind(tmp_path: Path) -> None:
         " intra_node_gbps: 3600, attention: unfused}}",
     )
     site = read(tmp_path, text)
-    assert [(f.gpu.attention, f.gpu.fused_norm) for f in site.fabrics] == [
+    assert [(f.gpu.attention, f.gpu.fused_norm) for f in site.pools] == [
         ("sdpa", False),
         ("unfused", None),
         ("sdpa", False),

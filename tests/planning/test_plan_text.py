@@ -13,9 +13,9 @@ from holmes_hpc.config.composition import load
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.fabric.site import Fabric, NicType, Site
+from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning import request
-from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.predict import kind_tflops
@@ -27,9 +27,7 @@ pytestmark = pytest.mark.integration
 MODEL, BATCH = named("gpt_3_6b"), Batch(256, 2, 2048)
 SITE = Site(
     "twins",
-    tuple(
-        Fabric(name, NicType.IB, name, 2, 8, 1.0, A100, rdma_gbps=gbps) for name, gbps in (("a", 800.0), ("b", 790.0))
-    ),
+    tuple(Pool(name, NicType.IB, name, 2, 8, 1.0, A100, rdma_gbps=gbps) for name, gbps in (("a", 800.0), ("b", 790.0))),
 )
 
 
@@ -70,7 +68,7 @@ def test_the_headline_shows_the_sequence_length() -> None:
 def test_each_gpu_kind_has_its_own_tflops() -> None:
     """Layers that no H100 has are not counted on it; all GPUs together do what the model needs."""
     faster = replace(A100, name="h100-80gb", peak_tflops=989.0)
-    site = replace(SITE, fabrics=(SITE.fabrics[0], replace(SITE.fabrics[1], gpu=faster)))
+    site = replace(SITE, pools=(SITE.pools[0], replace(SITE.pools[1], gpu=faster)))
     plan = best_plan(MODEL, BATCH, site, PlanOptions(strategy="pipeline", tp=1, pp=2, dp=16), Costs())
     assert plan.predicted is not None and len(plan.components) == 2
     tflops = kind_tflops(plan, plan.predicted.step_time_s)
@@ -82,9 +80,9 @@ def test_each_gpu_kind_has_its_own_tflops() -> None:
 
 
 def test_runners_up_are_sorted_by_step_time_and_gains_name_their_assumption() -> None:
-    slower = tuple(replace(f, nodes=1, ethernet_gbps=25.0) for f in SITE.fabrics)
+    slower = tuple(replace(f, nodes=1, ethernet_gbps=25.0) for f in SITE.pools)
     plan = best_plan(
-        MODEL, BATCH, replace(SITE, fabrics=(*SITE.fabrics, replace(slower[0], name="c"))), PlanOptions(), Costs()
+        MODEL, BATCH, replace(SITE, pools=(*SITE.pools, replace(slower[0], name="c"))), PlanOptions(), Costs()
     )
     times = [a["predicted"]["step_time_s"] for a in plan.alternatives]
     assert len(times) > 2 and times == sorted(times)
@@ -94,13 +92,13 @@ def test_runners_up_are_sorted_by_step_time_and_gains_name_their_assumption() ->
 
 
 def test_a_network_assumed_much_slower_than_its_rate_is_listed() -> None:
-    fabrics = (SITE.fabrics[0], replace(SITE.fabrics[1], name="roce-b", nic=NicType.ROCE, rdma_gbps=200.0))
-    site, options = replace(SITE, fabrics=fabrics), PlanOptions(tp=1, pp=2, dp=16)
+    fabrics = (SITE.pools[0], replace(SITE.pools[1], name="roce-b", nic=NicType.ROCE, rdma_gbps=200.0))
+    site, options = replace(SITE, pools=fabrics), PlanOptions(tp=1, pp=2, dp=16)
     plan = fixed_plan(MODEL, BATCH, site, options, Costs())
     line = "roce-b: 63.8 of its 200 Gb/s are assumed usable (NCCL over RoCE, published runs); `holmes calibrate`"
     text = " ".join(explain(plan, Costs(), width=10_000))
     assert line in text and text.count("assumed usable") == 1
-    measured = MeasuredFabric("roce-b", A100.name, links={"roce": Link(1e-5, 0.5)})
+    measured = MeasuredPool("roce-b", A100.name, links={"roce": Link(1e-5, 0.5)})
     assert "assumed usable" not in " ".join(explain(plan, Costs(Calibration(fabrics=(measured,))), width=10_000))
 
 
@@ -130,9 +128,9 @@ def test_a_runner_up_names_the_one_or_two_parts_that_grow_most(more: dict[str, f
 
 
 def test_a_saved_plan_has_the_printed_assumptions() -> None:
-    fabrics = (SITE.fabrics[0], replace(SITE.fabrics[1], name="roce-b", nic=NicType.ROCE, rdma_gbps=200.0))
+    fabrics = (SITE.pools[0], replace(SITE.pools[1], name="roce-b", nic=NicType.ROCE, rdma_gbps=200.0))
     config = load(["model=gpt_3_6b", "batch=paper_3_6b", "plan.tp=1", "plan.pp=2", "plan.dp=16"])
-    plan = request.make_plan(config, replace(SITE, fabrics=fabrics))
+    plan = request.make_plan(config, replace(SITE, pools=fabrics))
     printed = [line for line in explain(plan, Costs(), width=10_000) if "assumed usable" in line]
     assert printed == [f"- {a}" for a in plan.assumptions if a.startswith("roce-b: 63.8 of its 200 Gb/s")] != []
 

@@ -150,7 +150,7 @@ def low() -> Iterator[str]:
 
 def test_preempted(folder: Path, low: str) -> None:
     """Slurm requeues all components, and the run continues, though no failure is allowed."""
-    site = replace(plans.site(), fabrics=tuple(replace(f, partition=low) for f in plans.site().fabrics[:2]))
+    site = replace(plans.site(), pools=tuple(replace(f, partition=low) for f in plans.site().pools[:2]))
     plan = plans.plan("ib-a", "roce-a", site=site)
     config = {**plans.CONFIG, "wait_s": 5, "steps_per_attempt": 2}
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=config)

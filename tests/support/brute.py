@@ -9,7 +9,7 @@ import numpy as np
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Fabric, Site
+from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits
@@ -40,8 +40,8 @@ def best_step_s(model: ModelSpec, batch: Batch, site: Site, costs: Costs) -> flo
 
 def layouts(model: ModelSpec, batch: Batch, site: Site) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
     """Yield every placement of every layout."""
-    max_tp = max(f.gpus_per_node for f in site.fabrics)
-    gpu_count = sum(f.gpus for f in site.fabrics)
+    max_tp = max(f.gpus_per_node for f in site.pools)
+    gpu_count = sum(f.gpus for f in site.pools)
     for tp in range(1, max_tp + 1):
         if model.heads % tp or model.kv_heads % tp or model.ffn % tp:
             continue
@@ -53,10 +53,10 @@ def layouts(model: ModelSpec, batch: Batch, site: Site) -> Iterator[tuple[tuple[
                 yield from _hierarchies(model, batch, placement, tp, dp)
 
 
-def _choices(site: Site, tp: int) -> Iterator[list[tuple[Fabric, int]]]:
+def _choices(site: Site, tp: int) -> Iterator[list[tuple[Pool, int]]]:
     """Yield (fabric, nodes used) of every non-empty choice of nodes, in every order."""
-    for size in range(1, len(site.fabrics) + 1):
-        for fabrics in permutations([f for f in site.fabrics if f.gpus_per_node % tp == 0], size):
+    for size in range(1, len(site.pools) + 1):
+        for fabrics in permutations([f for f in site.pools if f.gpus_per_node % tp == 0], size):
             for nodes in product(*(range(1, f.nodes + 1) for f in fabrics)):
                 yield list(zip(fabrics, nodes, strict=True))
 
@@ -69,7 +69,7 @@ def _parallels(model: ModelSpec, batch: Batch, tp: int, pp: int, dp: int, **opti
 
 
 def _pipelines(
-    model: ModelSpec, batch: Batch, placement: list[tuple[Fabric, int]], tp: int, dp: int
+    model: ModelSpec, batch: Batch, placement: list[tuple[Pool, int]], tp: int, dp: int
 ) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
     components, stage_count = [], 0
     for fabric, nodes in placement:
@@ -94,7 +94,7 @@ def _pipelines(
 
 
 def _hierarchies(
-    model: ModelSpec, batch: Batch, placement: list[tuple[Fabric, int]], tp: int, dp: int
+    model: ModelSpec, batch: Batch, placement: list[tuple[Pool, int]], tp: int, dp: int
 ) -> Iterator[tuple[tuple[Component, ...], Parallel]]:
     ranks = sum(n * f.gpus_per_node for f, n in placement)
     if len(placement) < 2 or ranks % (tp * dp) or ranks // (tp * dp) > model.layers:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Predicted, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
@@ -35,7 +35,7 @@ def _plan(placement: tuple[tuple[str, int], ...], transport: str, step_time_s: f
     site = Site(
         "made-up",
         tuple(
-            Fabric(
+            Pool(
                 name,
                 nic,
                 str(nic),
@@ -156,7 +156,7 @@ def make_run(
         overrides=[f"train.steps={steps}", f"plan.transport={transport}"],
         labels=dict(labels or {}),
         slurm={"job_id": job_id, "submitted": "2025-01-01T12:00:00+00:00"},
-        hosts=[f"{c.fabric}{i}" for c in plan.components for i in range(c.nodes)],
+        hosts=[f"{c.pool}{i}" for c in plan.components for i in range(c.nodes)],
         traffic={
             "setup": {"ib-a": {"tx": 80_000, "rx": 80_000}, "ethernet": {"tx": 90_000, "rx": 90_000}},
             "header_factor": 1.05,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Predicted, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
@@ -22,9 +22,9 @@ def site(nodes: int = 4, gres: bool = False) -> Site:
     return Site(
         "holmes",
         (
-            Fabric("ib-a", NicType.IB, "ib", nodes, 1, 0.05, CPU, 0.4, "nic_ib", gres=gres),
-            Fabric("roce-a", NicType.ROCE, "roce", nodes, 1, 0.05, CPU, 0.25, "nic_roce", gres=gres),
-            Fabric("eth-a", NicType.ETHERNET, "eth", 2, 1, 0.05, CPU, None, "nic_ethernet", gres=gres),
+            Pool("ib-a", NicType.IB, "ib", nodes, 1, 0.05, CPU, 0.4, "nic_ib", gres=gres),
+            Pool("roce-a", NicType.ROCE, "roce", nodes, 1, 0.05, CPU, 0.25, "nic_roce", gres=gres),
+            Pool("eth-a", NicType.ETHERNET, "eth", 2, 1, 0.05, CPU, None, "nic_ethernet", gres=gres),
         ),
     )
 
@@ -32,7 +32,7 @@ def site(nodes: int = 4, gres: bool = False) -> Site:
 def plan(*fabrics: str, nodes: int = 2, step_time_s: float = 1.0, **changes: Any) -> Plan:
     """Return a plan with one stage per fabric and `nodes` nodes each."""
     plan_site = changes.pop("site", None) or site()
-    stage_fabrics = [(plan_site.fabric(name), i) for i, name in enumerate(fabrics)]
+    stage_fabrics = [(plan_site.pool(name), i) for i, name in enumerate(fabrics)]
     dp = nodes * stage_fabrics[0][0].gpus_per_node
     return Plan(
         "pipeline" if len(fabrics) > 1 else "one-fabric",
@@ -51,7 +51,7 @@ def plan(*fabrics: str, nodes: int = 2, step_time_s: float = 1.0, **changes: Any
 
 def local_plan() -> Plan:
     """Return a plan for two ranks of this machine."""
-    local_site = Site("local", (Fabric("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
+    local_site = Site("local", (Pool("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
     return plan("local", nodes=1, site=local_site)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from holmes_hpc.fabric.site import CPU, Fabric, Gpu, NicType, Site
+from holmes_hpc.fabric.site import CPU, Gpu, NicType, Pool, Site
 
 A100 = Gpu("a100-80gb", 312, 80, 2400)
 H100 = Gpu("h100-80gb", 989, 80, 3600)
 
 
-def one_fabric(gpu: Gpu, name: str = "ib-a", nodes: int = 1) -> Fabric:
+def one_fabric(gpu: Gpu, name: str = "ib-a", nodes: int = 1) -> Pool:
     """Return a fabric of InfiniBand nodes with 8 GPUs."""
-    return Fabric(name, NicType.IB, f"gpu-{name}", nodes, 8, 25, gpu, rdma_gbps=200)
+    return Pool(name, NicType.IB, f"gpu-{name}", nodes, 8, 25, gpu, rdma_gbps=200)
 
 
 def two_clusters(nodes: int = 4, ethernet_gbps: float = 25) -> Site:
@@ -18,7 +18,7 @@ def two_clusters(nodes: int = 4, ethernet_gbps: float = 25) -> Site:
     return Site(
         "two",
         tuple(
-            Fabric(
+            Pool(
                 f"{nic}-a",
                 NicType(nic),
                 f"gpu-{nic}",
@@ -40,7 +40,7 @@ def small_testbed() -> Site:
     return Site(
         "testbed",
         tuple(
-            Fabric(
+            Pool(
                 name,
                 NicType(nic),
                 name.split("-")[0],

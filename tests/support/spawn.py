@@ -23,7 +23,7 @@ from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.planning.schedule.order import least_in_flight
@@ -77,7 +77,7 @@ def plan(
         kind = kinds[s % 3] if fabrics else NicType.IB
         name = f"{kind}-{s}" if fabrics else "ib-0"
         sites.append(
-            Fabric(
+            Pool(
                 name,
                 kind,
                 str(kind),
@@ -124,7 +124,7 @@ def unequal(
     layers = layers or [model.layers // len(widths)] * len(widths)
     kinds = [NicType.IB, NicType.ROCE, NicType.ETHERNET]
     sites = [
-        Fabric(
+        Pool(
             f"{kinds[s % 3]}-{s}",
             kinds[s % 3],
             str(kinds[s % 3]),

@@ -9,7 +9,7 @@ import pytest
 import spawn
 
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import best_plan
 
@@ -20,8 +20,8 @@ def site(ib: int = 2, roce: int = 2, per_node: int = 1) -> Site:
     return Site(
         "test",
         (
-            Fabric("ib-a", NicType.IB, "ib", ib, per_node, 0.05, CPU, rdma_gbps=0.4, gres=False),
-            Fabric("roce-a", NicType.ROCE, "roce", roce, per_node, 0.05, CPU, rdma_gbps=0.25, gres=False),
+            Pool("ib-a", NicType.IB, "ib", ib, per_node, 0.05, CPU, rdma_gbps=0.4, gres=False),
+            Pool("roce-a", NicType.ROCE, "roce", roce, per_node, 0.05, CPU, rdma_gbps=0.25, gres=False),
         ),
     )
 

@@ -15,7 +15,7 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.nic_types import NicType
-from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, Site
+from holmes_hpc.fabric.site import FabricLink, Gpu, Pool, Site
 from holmes_hpc.planning.cost.flops import layer_flops
 from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.schema import Checked, check, key, keys, make, refuse
@@ -56,13 +56,13 @@ class MeasuredPart:
 
 
 @dataclass(frozen=True)
-class MeasuredFabric:
-    """The measurements on the nodes of one fabric.
+class MeasuredPool:
+    """The measurements on the nodes of one pool.
     `fabric`, `gpu`: as the site names them; empty: any. `links`: ib, roce, ethernet, local for messages, and
     `ib.reduce_scatter`, `ib.all_gather` and so on for the collectives over them. `optimizer_s`: per parameter that a
     rank updates. `pass_s`: per pass of a stage, beyond its parts. None: not measured."""
 
-    fabric: Annotated[str, key("fabric of the site; empty: any")] = ""
+    fabric: Annotated[str, key("pool of the site; empty: any")] = ""
     gpu: Annotated[str, key("GPU kind as the site names it; empty: see device")] = ""
     device: Annotated[str, key("GPU as its driver names it, or cpu")] = ""
     parts: tuple[MeasuredPart, ...] = ()
@@ -95,7 +95,7 @@ class Calibration(Checked, where="calibration"):
     `between`: rate and delay between fabrics, as in a site file's `links:`. `pace_layer_ms`: the layers' emulated
     time. `step_s`: seconds of every step that belong to none of its passes and none of its traffic."""
 
-    fabrics: tuple[MeasuredFabric, ...] = ()
+    fabrics: tuple[MeasuredPool, ...] = ()
     between: tuple[FabricLink, ...] = ()
     pace_layer_ms: Annotated[float | None, key("emulated forward time of a layer", unit="ms", gt=0)] = None
     step_s: Annotated[float | None, key("overhead of every step", unit="s", ge=0, le=1e4)] = None
@@ -112,7 +112,7 @@ class Calibration(Checked, where="calibration"):
         own_data = {name: value for name, value in data.items() if name in keys(cls)}
         legacy = {name: value for name, value in data.items() if name not in own_data}
         calibration = make(cls, own_data, "calibration")
-        return replace(calibration, fabrics=(make(MeasuredFabric, legacy, "calibration"),)) if legacy else calibration
+        return replace(calibration, fabrics=(make(MeasuredPool, legacy, "calibration"),)) if legacy else calibration
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that :meth:`from_dict` accepts."""
@@ -129,25 +129,25 @@ class Calibration(Checked, where="calibration"):
             "between": [{**asdict(b), "between": list(b.between)} for b in self.between],
         }
 
-    def best_match(self, fabric: Fabric) -> MeasuredFabric | None:
-        """Return the measurements on `fabric`, else on another with GPUs of its kind, else None."""
-        return next(self._matches(fabric), None)
+    def best_match(self, pool: Pool) -> MeasuredPool | None:
+        """Return the measurements on `pool`, else on another with GPUs of its kind, else None."""
+        return next(self._matches(pool), None)
 
-    def parts(self, fabric: Fabric, part: str, hidden: int) -> list[MeasuredPart]:
-        """Return the measurements of `part` on `fabric`, with the width nearest to `hidden`.
-        Not every fabric holds the embedding. Another fabric with GPUs of the same kind stands in."""
-        return next((rows for m in self._matches(fabric) if (rows := m.measurements(part, hidden))), [])
+    def parts(self, pool: Pool, part: str, hidden: int) -> list[MeasuredPart]:
+        """Return the measurements of `part` on `pool`, with the width nearest to `hidden`.
+        Not every pool holds the embedding. Another pool with GPUs of the same kind stands in."""
+        return next((rows for m in self._matches(pool) if (rows := m.measurements(part, hidden))), [])
 
-    def _matches(self, fabric: Fabric) -> Iterator[MeasuredFabric]:
-        """Yield the measured fabrics with GPUs of the fabric's kind, the fabric itself first."""
-        same_gpu = [m for m in self.fabrics if m.has_gpu(fabric.gpu)]
-        yield from (m for m in same_gpu if m.fabric == fabric.name)
-        yield from (m for m in same_gpu if m.fabric != fabric.name)
+    def _matches(self, pool: Pool) -> Iterator[MeasuredPool]:
+        """Yield the measurements with GPUs of the pool's kind, those of the pool itself first."""
+        same_gpu = [m for m in self.fabrics if m.has_gpu(pool.gpu)]
+        yield from (m for m in same_gpu if m.fabric == pool.name)
+        yield from (m for m in same_gpu if m.fabric != pool.name)
 
-    def link(self, fabric: Fabric, network: str, collective: str = "") -> Link | None:
-        """Return the measured link of `network` on `fabric`, for messages or a collective.
+    def link(self, pool: Pool, network: str, collective: str = "") -> Link | None:
+        """Return the measured link of `network` on `pool`, for messages or a collective.
         Fall back to fabrics with GPUs of its kind, then to any fabric, except for links inside a node."""
-        sources = list(self._matches(fabric))
+        sources = list(self._matches(pool))
         if network != "local":
             sources += [m for m in self.fabrics if m not in sources]
         return next(
@@ -156,7 +156,7 @@ class Calibration(Checked, where="calibration"):
 
     def with_measured_links(self, site: Site) -> Site:
         """Return `site` with the measured links between its fabrics. A note reports large differences."""
-        names, links = {f.name for f in site.fabrics}, {frozenset(link.between): link for link in site.links}
+        names, links = {f.name for f in site.pools}, {frozenset(link.between): link for link in site.links}
         measured_links = {frozenset(b.between): b for b in self.between if names.issuperset(b.between)}
         if all(links.get(pair) == link for pair, link in measured_links.items()):
             return site

@@ -56,7 +56,7 @@ class CorrectionFit:
 def fit_corrections(runs: Sequence[ObservedRun]) -> CorrectionFit:
     """Fit corrections to `runs`, at least one."""
     transports = {g.transport for r in runs for g in r.plan.transports()}
-    gpus = {r.plan.site.fabric(c.fabric).gpu for r in runs if not r.costs.pace_layer_ms for c in r.plan.components}
+    gpus = {r.plan.site.pool(c.pool).gpu for r in runs if not r.costs.pace_layer_ms for c in r.plan.components}
     names = sorted(
         {*(("compute", gpu.name) for gpu in gpus), *(("rates", str(t.nic)) for t in transports if t.nic is not None)}
     )

@@ -17,14 +17,14 @@ from functools import cached_property
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.fabric.site import Fabric, Gpu, Site, auto_dtype
+from holmes_hpc.fabric.site import Gpu, Pool, Site, auto_dtype
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.calibration import (
     NO_CORRECTIONS,
     Calibration,
     Corrections,
-    MeasuredFabric,
     MeasuredPart,
+    MeasuredPool,
     interpolate,
 )
 from holmes_hpc.planning.cost.flops import ffn_matrix, layer_flops, layer_parameters, layer_score_flops, part_flops
@@ -53,7 +53,7 @@ class Costs:
 
     calibration: Calibration | None = None
     pace_layer_ms: float | None = None
-    pace_factors: Mapping[str, float] | None = field(default=None, hash=False, kw_only=True)  # by fabric, of its layers
+    pace_factors: Mapping[str, float] | None = field(default=None, hash=False, kw_only=True)  # by pool, of its layers
     dtype: str | None = None
     gradient_bytes: int | None = None
     software: Software = CURRENT
@@ -71,7 +71,7 @@ class Costs:
             self.calibration.refuse_other_settings(self.pace_layer_ms, self.dtype)
 
     def with_measured_links(self, site: Site) -> Site:
-        """Return `site` with the measured links between its fabrics."""
+        """Return `site` with the measured links between its pools."""
         return self.calibration.with_measured_links(site) if self.calibration is not None else site
 
     def software_on(self, gpu: Gpu) -> Software:
@@ -117,18 +117,18 @@ class Costs:
     def collectives(self, gpu: Gpu) -> Collectives:
         return collectives(gpu)
 
-    def link(self, transport: Transport, fabric: Fabric, collective: str = "") -> Link:
-        """Return a transport's link on `fabric`, for messages or a `collective` (reduce_scatter, all_gather)."""
+    def link(self, transport: Transport, pool: Pool, collective: str = "") -> Link:
+        """Return a transport's link on `pool`, for messages or a `collective` (reduce_scatter, all_gather)."""
         name = "local" if transport.kind == "local" else str(transport.nic)
         return self._memo.of(
-            *(name, fabric.name, fabric.gpu, collective), compute=lambda: self._link(name, fabric, collective)
+            *(name, pool.name, pool.gpu, collective), compute=lambda: self._link(name, pool, collective)
         )  # a search calls this a hundred thousand times
 
-    def _link(self, name: str, fabric: Fabric, collective: str) -> Link:
-        link = self.calibration.link(fabric, name, collective) if self.calibration is not None else None
+    def _link(self, name: str, pool: Pool, collective: str) -> Link:
+        link = self.calibration.link(pool, name, collective) if self.calibration is not None else None
         if link is None:
-            link = self._links(fabric.gpu)[name]
-            if name == "ib" and not (fabric.gpu.is_cpu or self.pace_layer_ms):
+            link = self._links(pool.gpu)[name]
+            if name == "ib" and not (pool.gpu.is_cpu or self.pace_layer_ms):
                 link = replace(link, efficiency=self.stack.ib if collective else self.stack.transfer)
         return replace(link, efficiency=link.efficiency * self.corrections.rates.get(name, 1.0))
 
@@ -140,20 +140,20 @@ class Costs:
         model: ModelSpec,
         batch: Batch,
         tp: int,
-        fabric: Fabric,
+        pool: Pool,
         sequence_parallel: bool = False,
         recompute: str = "none",
     ) -> Seconds:
-        """Return the seconds of one layer's (forward, backward) for one micro-batch on one of `tp` ranks of `fabric`.
+        """Return the seconds of one layer's (forward, backward) for one micro-batch on one of `tp` ranks of `pool`.
 
         Recomputation counts as backward: `full` repeats the forward pass with its collectives, `selective` the
         attention scores. Paced layers also wait in a recomputed forward pass.
         """
-        gpu, tokens, sequence = fabric.gpu, batch.micro_size * batch.sequence_length, batch.sequence_length
+        gpu, tokens, sequence = pool.gpu, batch.micro_size * batch.sequence_length, batch.sequence_length
         if self.pace_layer_ms:
-            forward, backward = self._paced_s(model, tokens, tp, fabric)
+            forward, backward = self._paced_s(model, tokens, tp, pool)
             return forward, backward + (forward if recompute == "full" else 0.0)
-        measured = self._measured_s("layer", model, batch, tp, fabric, sequence_parallel)
+        measured = self._measured_s("layer", model, batch, tp, pool, sequence_parallel)
         if measured is None and not gpu.is_cpu:
             return self._correct(self._times(model, batch, tp, gpu, sequence_parallel, recompute)[0], gpu)
         flops, software = layer_flops(model, tokens, sequence), self.software_on(gpu)
@@ -173,7 +173,7 @@ class Costs:
             forward, backward = matrix_s + non_matrix_s, 2 * (matrix_s + non_matrix_s)
             scores_s = cpu.matrix_s(layer_score_flops(model, tokens, sequence) / tp)
             scores_s += cpu.score_traffic_s(model, tokens, sequence, tp)
-            comm_s = self._comm_s("layer", model, tokens, tp, fabric, sequence_parallel)
+            comm_s = self._comm_s("layer", model, tokens, tp, pool, sequence_parallel)
             forward += comm_s[0]
             backward += comm_s[1] + cpu.accumulate_s(layer_parameters(model, tp))
         part_seconds = {"scores": scores_s, "ffn": forward * 2.0 * tokens * ffn_matrix(model) / flops}
@@ -181,18 +181,18 @@ class Costs:
         recomputed_s = {"none": 0.0, "selective": selective_s, "full": forward}[recompute]
         return self._correct((forward, backward + recomputed_s), gpu)
 
-    def part_s(self, part: str, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric) -> Seconds:
+    def part_s(self, part: str, model: ModelSpec, batch: Batch, tp: int, pool: Pool) -> Seconds:
         """Return the seconds of (forward, backward) of the embedding, or of the head with its norm and loss."""
-        gpu, tokens = fabric.gpu, batch.micro_size * batch.sequence_length
-        seconds = self._measured_s(part, model, batch, tp, fabric)
+        gpu, tokens = pool.gpu, batch.micro_size * batch.sequence_length
+        seconds = self._measured_s(part, model, batch, tp, pool)
         if seconds is None and (gpu.is_cpu or self.pace_layer_ms):
             cpu = self._cpu(gpu)
             seconds = cpu.embedding_s(model, tokens) if part == "embedding" else cpu.head_s(model, tokens, tp)
         return self._correct(seconds or self._times(model, batch, tp, gpu)[PARTS.index(part)], gpu)
 
-    def optimizer_s(self, parameters: float, fabric: Fabric) -> float:
+    def optimizer_s(self, parameters: float, pool: Pool) -> float:
         """Return the seconds of Adam: it reads gradient, weight and two moments and writes the last three."""
-        gpu, measured = fabric.gpu, self._measured_fabric(fabric)
+        gpu, measured = pool.gpu, self._measured_pool(pool)
         if measured is not None and measured.optimizer_s is not None:
             return parameters * measured.optimizer_s
         moved_bytes = parameters * (self.gradient_size + 6 * 4 + self.weight_bytes(gpu))
@@ -202,33 +202,33 @@ class Costs:
             else self._device(gpu).streamed_s(moved_bytes)
         )
 
-    def pass_overhead_s(self, fabric: Fabric) -> float:
+    def pass_overhead_s(self, pool: Pool) -> float:
         """Return a pass's fixed seconds outside its parts."""
-        measured = self._measured_fabric(fabric)
+        measured = self._measured_pool(pool)
         if measured is not None and measured.pass_s is not None:
             return measured.pass_s
-        return self.stack.pass_s if self.is_modelled(fabric) else 0.0
+        return self.stack.pass_s if self.is_modelled(pool) else 0.0
 
-    def step_overhead_s(self, fabric: Fabric) -> float:
+    def step_overhead_s(self, pool: Pool) -> float:
         """Return a step's fixed seconds outside its passes and its traffic."""
         if self.calibration is not None and self.calibration.step_s is not None:
             return self.calibration.step_s
-        return self.stack.step_s if self.is_modelled(fabric) else 0.0
+        return self.stack.step_s if self.is_modelled(pool) else 0.0
 
-    def is_modelled(self, fabric: Fabric) -> bool:
+    def is_modelled(self, pool: Pool) -> bool:
         """Return whether compute times come from the kernels' tables: for a GPU kind without a measured layer."""
-        return not (fabric.gpu.is_cpu or self.pace_layer_ms or self.is_measured(fabric))
+        return not (pool.gpu.is_cpu or self.pace_layer_ms or self.is_measured(pool))
 
-    def is_measured(self, fabric: Fabric) -> bool:
-        """Return whether layers were measured on GPUs of the fabric's kind."""
-        return self.calibration is not None and bool(self.calibration.parts(fabric, "layer", 1))
+    def is_measured(self, pool: Pool) -> bool:
+        """Return whether layers were measured on GPUs of the pool's kind."""
+        return self.calibration is not None and bool(self.calibration.parts(pool, "layer", 1))
 
     def _correct(self, seconds: Seconds, gpu: Gpu) -> Seconds:
         factor = 1.0 if self.pace_layer_ms else self.corrections.compute.get(gpu.name, 1.0)
         return seconds if factor == 1.0 else (factor * seconds[0], factor * seconds[1])
 
-    def _measured_fabric(self, fabric: Fabric) -> MeasuredFabric | None:
-        return self.calibration.best_match(fabric) if self.calibration is not None else None
+    def _measured_pool(self, pool: Pool) -> MeasuredPool | None:
+        return self.calibration.best_match(pool) if self.calibration is not None else None
 
     def _times(
         self,
@@ -258,29 +258,29 @@ class Costs:
 
     # -- from measurements ---------------------------------------------------------------------------------------------
 
-    def _paced_s(self, model: ModelSpec, tokens: int, tp: int, fabric: Fabric) -> Seconds:
+    def _paced_s(self, model: ModelSpec, tokens: int, tp: int, pool: Pool) -> Seconds:
         """Return (forward, backward) seconds of an emulated layer of any size: measured, else its pace."""
-        rows = self.calibration.parts(fabric, "layer", model.hidden) if self.calibration is not None else []
+        rows = self.calibration.parts(pool, "layer", model.hidden) if self.calibration is not None else []
         if rows:
             nearest = min(rows, key=lambda p: (abs(math.log(p.tokens / tokens)), abs(math.log(p.tp / tp))))
             return nearest.forward_s, nearest.backward_s
         assert self.pace_layer_ms is not None
-        forward = self.pace_layer_ms / 1e3 * (self.pace_factors or {}).get(fabric.name, 1.0)
+        forward = self.pace_layer_ms / 1e3 * (self.pace_factors or {}).get(pool.name, 1.0)
         return forward, 2 * forward
 
     def _measured_s(
-        self, part: str, model: ModelSpec, batch: Batch, tp: int, fabric: Fabric, sequence_parallel: bool = False
+        self, part: str, model: ModelSpec, batch: Batch, tp: int, pool: Pool, sequence_parallel: bool = False
     ) -> Seconds | None:
         """Return the measured or interpolated seconds of a part's (forward, backward), None without a measurement."""
-        if self.calibration is None or not (rows := self.calibration.parts(fabric, part, model.hidden)):
+        if self.calibration is None or not (rows := self.calibration.parts(pool, part, model.hidden)):
             return None
         return self._memo.of(
-            *(part, model, batch, tp, fabric.name, fabric.gpu, sequence_parallel),
-            compute=lambda: self._interpolate_s(rows, model, batch, tp, fabric, sequence_parallel),
+            *(part, model, batch, tp, pool.name, pool.gpu, sequence_parallel),
+            compute=lambda: self._interpolate_s(rows, model, batch, tp, pool, sequence_parallel),
         )
 
     def _interpolate_s(
-        self, rows: list[MeasuredPart], model: ModelSpec, batch: Batch, tp: int, fabric: Fabric, sequence_parallel: bool
+        self, rows: list[MeasuredPart], model: ModelSpec, batch: Batch, tp: int, pool: Pool, sequence_parallel: bool
     ) -> Seconds:
         """Interpolate the measured/modelled ratio between shapes and scale the modelled time by it.
         `rows`: one part's measurements, of which those at the TP nearest to `tp` count."""
@@ -289,14 +289,14 @@ class Costs:
         is_exact, ratios = near == tp, list[tuple[tuple[float, ...], Seconds]]()
         for p in (p for p in rows if p.tp == near):
             row_sequence = p.sequence or sequence
-            comm_s = (0.0, 0.0) if is_exact else self._comm_s(part, model, p.tokens, near, fabric, p.sequence_parallel)
+            comm_s = (0.0, 0.0) if is_exact else self._comm_s(part, model, p.tokens, near, pool, p.sequence_parallel)
             modelled_s = self._modelled_shape_s(
                 part,
                 model,
                 p.tokens,
                 sequence=row_sequence,
                 tp=near,
-                fabric=fabric,
+                pool=pool,
                 sequence_parallel=p.sequence_parallel,
                 collectives=is_exact,
                 flops=p.flops,
@@ -305,14 +305,14 @@ class Costs:
                 max(s - t, MIN_COMPUTE_SHARE * s) for s, t in zip((p.forward_s, p.backward_s), comm_s, strict=True)
             )
             ratios.append(((row_sequence, p.tokens), (compute_s[0] / modelled_s[0], compute_s[1] / modelled_s[1])))
-        comm_s = (0.0, 0.0) if is_exact else self._comm_s(part, model, tokens, tp, fabric, sequence_parallel)
+        comm_s = (0.0, 0.0) if is_exact else self._comm_s(part, model, tokens, tp, pool, sequence_parallel)
         modelled_s = self._modelled_shape_s(
             part,
             model,
             tokens,
             sequence=sequence,
             tp=tp,
-            fabric=fabric,
+            pool=pool,
             sequence_parallel=sequence_parallel,
             collectives=is_exact,
         )
@@ -329,7 +329,7 @@ class Costs:
         tokens: int,
         sequence: int,
         tp: int,
-        fabric: Fabric,
+        pool: Pool,
         sequence_parallel: bool,
         collectives: bool,
         flops: float | None = None,
@@ -337,7 +337,7 @@ class Costs:
         """Return the modelled cost of a shape, comparable between shapes.
         On GPUs: seconds by the kernels' tables, with or without TP's collectives. On CPUs: FLOPs of a rank; `flops`:
         of the complete part, if known."""
-        gpu = fabric.gpu
+        gpu = pool.gpu
         if gpu.is_cpu or self.pace_layer_ms:
             rank_flops = (flops or part_flops(model, part, tokens, sequence, tp)) / (1 if part == "embedding" else tp)
             return rank_flops, rank_flops
@@ -352,10 +352,10 @@ class Costs:
         return forward, backward
 
     def _comm_s(
-        self, part: str, model: ModelSpec, tokens: int, tp: int, fabric: Fabric, sequence_parallel: bool
+        self, part: str, model: ModelSpec, tokens: int, tp: int, pool: Pool, sequence_parallel: bool
     ) -> Seconds:
         """Return the seconds of TP's collectives in a part's (forward, backward)."""
-        return self._part_comm_s(part, self._all_reduce_s(model, tokens, tp, fabric, sequence_parallel), fabric.gpu)
+        return self._part_comm_s(part, self._all_reduce_s(model, tokens, tp, pool, sequence_parallel), pool.gpu)
 
     def _part_comm_s(self, part: str, all_reduce_s: float, gpu: Gpu) -> Seconds:
         """Return the seconds of a part's collectives in (forward, backward), from those of one all-reduce."""
@@ -365,13 +365,13 @@ class Costs:
             "head": (0.0, all_reduce_s),
         }[part]
 
-    def _all_reduce_s(self, model: ModelSpec, tokens: int, tp: int, fabric: Fabric, sequence_parallel: bool) -> float:
+    def _all_reduce_s(self, model: ModelSpec, tokens: int, tp: int, pool: Pool, sequence_parallel: bool) -> float:
         """Return the seconds of an all-reduce of T x h over the TP ranks; sequence parallel sends as many bytes.
         The link is the measured one, else that of the kernels' tables or published figures."""
-        gpu = fabric.gpu
+        gpu = pool.gpu
         if tp == 1:
             return 0.0
-        link = self.calibration.link(fabric, "local", "reduce_scatter") if self.calibration is not None else None
+        link = self.calibration.link(pool, "local", "reduce_scatter") if self.calibration is not None else None
         if link is None and not gpu.is_cpu:
             return all_reduce_s(self._device(gpu), model, tokens, tp, sequence_parallel)
         link, factor = link or self._links(gpu)["local"], collectives(gpu).all_reduce

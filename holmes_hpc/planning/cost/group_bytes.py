@@ -19,7 +19,7 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
     Each sending rank uses its node's NIC. `layers`: one split, (1, S, C)."""
     p, costs, place_of = layout.parallel, layout.costs, places(layout.components)
     count = parameters(layout, layers)[0].sum(axis=1)
-    component_of = {c.fabric: c for c in layout.components}
+    component_of = {c.pool: c for c in layout.components}
     routes = layout.order.routes
     edge_counts = Counter(
         (s, *pair) for s in range(len(routes) - 1) for pair in zip(routes[s], routes[s + 1], strict=True)
@@ -28,8 +28,8 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
         transport = layout.transport_rule.of_members([place_of[rank] for rank in group.ranks])
         if transport.kind == "local":
             continue
-        component = component_of[place_of[group.ranks[0]].fabric]
-        gpu = layout.fabric(component).gpu
+        component = component_of[place_of[group.ranks[0]].pool]
+        gpu = layout.pool(component).gpu
         factors, n, stage = costs.collectives(gpu), len(group.ranks), group.stages[0]
         senders, amount = group.ranks, 0.0
         if group.kind == "edge":

@@ -18,7 +18,7 @@ import numpy as np
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Fabric, Site
+from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.hardware import UNMEASURED_NICS
@@ -56,8 +56,8 @@ def memoised(*settings: str) -> Callable[[Callable[[Layout], T]], Callable[[Layo
 class Layout:
     """A Plan without its layers per stage, and the costs that apply.
 
-    `memo`: results that depend on the placement of ranks; variants of a layout share it. `fabric_memo`: results that
-    depend only on fabrics, by name. Layouts that differ only in components, schedule, recomputation, virtual stages and
+    `memo`: results that depend on the placement of ranks; variants of a layout share it. `pool_memo`: results that
+    depend only on pools, by name. Layouts that differ only in components, schedule, recomputation, virtual stages and
     buckets may share it. A stage of a layout with per-stage TP/DP costs as much as in a uniform layout with its TP and
     DP: :attr:`views`.
     """
@@ -74,12 +74,12 @@ class Layout:
     edge_dtype: str = "same"
     edge_connections: int = 1
     bucket_bytes: int = 40_000_000
-    fabric_memo: Memo = field(repr=False, compare=False, default_factory=Memo)
-    fabrics: dict[str, Fabric] = field(init=False, repr=False, compare=False)
+    pool_memo: Memo = field(repr=False, compare=False, default_factory=Memo)
+    pools: dict[str, Pool] = field(init=False, repr=False, compare=False)
     memo: Memo = field(init=False, repr=False, compare=False, default_factory=Memo)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fabrics", {f.name: f for f in self.site.fabrics})
+        object.__setattr__(self, "pools", {f.name: f for f in self.site.pools})
 
     def with_settings(
         self,
@@ -218,8 +218,8 @@ class Layout:
         """The ranks of a data-parallel group within one optimizer instance."""
         return self.parallel.dp // self.parallel.optimizer_instances
 
-    def fabric(self, component: Component) -> Fabric:
-        return self.fabrics[component.fabric]
+    def pool(self, component: Component) -> Pool:
+        return self.pools[component.pool]
 
     @cached_property
     def transport_rule(self) -> TransportRule:
@@ -233,7 +233,7 @@ class Layout:
         transports: dict[tuple[str, str, bool], Transport] = {}
         edges = []
         for replica, stages in enumerate(self.replicas):
-            ends = [(a.fabric, b.fabric) for a, b in zip(stages, (*stages[1:], stages[0]), strict=True)]
+            ends = [(a.pool, b.pool) for a, b in zip(stages, (*stages[1:], stages[0]), strict=True)]
             keys = [(*end, self._is_local(replica, s)) for s, end in enumerate(ends)]
             for source, target, is_local in keys:
                 if (source, target, is_local) not in transports:
@@ -268,47 +268,47 @@ class Layout:
     def intra_dp_transport(self, replica: int, stage: int) -> Transport:
         """Return the transport of the intra-DP groups of `stage`."""
         one_node = self.intra_dp_size == 1 or self.intra_dp_nodes(replica, stage) == 1
-        return self.transport_rule.of({self.replicas[replica][stage].fabric}, one_node)
+        return self.transport_rule.of({self.replicas[replica][stage].pool}, one_node)
 
     def inter_dp_transport(self) -> Transport:
         """Return the transport between optimizer instances."""
-        return self.transport_rule.of(self.transport_rule.fabrics, self.transport_rule.one_node)
+        return self.transport_rule.of(self.transport_rule.pools, self.transport_rule.one_node)
 
     def embedding_transport(self, replica: int = 0) -> Transport:
         """Return the transport between the first and the last stage, for a tied embedding's gradients."""
         first, last = self.replicas[replica][0], self.replicas[replica][-1]
         has_whole_pipelines = self.is_hierarchical and first.gpus_per_node // self.parallel.tp % self.parallel.pp == 0
         is_local = self.parallel.pp == 1 or (first is last and (first.nodes == 1 or has_whole_pipelines))
-        return self.transport_rule.of({first.fabric, last.fabric}, is_local)
+        return self.transport_rule.of({first.pool, last.pool}, is_local)
 
     def rate(
         self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None
     ) -> float:
         """Return the payload bytes per second of one node (locally: one rank), in messages or a collective.
-        `peer`: the receiver, if it may be on another fabric."""
-        return self.fabric_memo.of(
-            *("rate", transport.kind, component.fabric, collective, peer.fabric if peer else ""),
+        `peer`: the receiver, if it may be on another pool."""
+        return self.pool_memo.of(
+            *("rate", transport.kind, component.pool, collective, peer.pool if peer else ""),
             compute=lambda: self._rate(transport, component, collective, peer),
         )
 
     def _rate(self, transport: Transport, component: Component, collective: str, peer: Component | None) -> float:
-        fabric = self.fabric(component)
-        gbps = self.site.rate_gbps(transport.kind, fabric, self.fabric(peer) if peer else None)
-        return gbps * 1e9 / 8 * self.costs.link(transport, fabric, collective).efficiency
+        pool = self.pool(component)
+        gbps = self.site.rate_gbps(transport.kind, pool, self.pool(peer) if peer else None)
+        return gbps * 1e9 / 8 * self.costs.link(transport, pool, collective).efficiency
 
     def latency(
         self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None
     ) -> float:
         """Return the seconds before a message's first byte."""
-        fabric = self.fabric(component)
-        delay_s = self.site.delay_s(transport.kind, fabric, self.fabric(peer) if peer else None)
-        return self.costs.link(transport, fabric, collective).latency_s + delay_s
+        pool = self.pool(component)
+        delay_s = self.site.delay_s(transport.kind, pool, self.pool(peer) if peer else None)
+        return self.costs.link(transport, pool, collective).latency_s + delay_s
 
     @property
     def ring_links(self) -> tuple[tuple[Component, Component], ...]:
         """The (from, to) pairs of a ring over all components for which the site has a link."""
         ring = zip(self.components, (*self.components[1:], self.components[0]), strict=True)
-        return tuple((a, b) for a, b in ring if self.site.link(a.fabric, b.fabric))
+        return tuple((a, b) for a, b in ring if self.site.link(a.pool, b.pool))
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -316,12 +316,12 @@ class Layout:
         if self.is_per_stage:
             return tuple(dict.fromkeys(note for view in self.views for note in view.assumptions))
         calibration, notes = self.costs.calibration, list[str]()
-        for fabric in dict.fromkeys(self.fabric(c) for c in self.components):
-            gpu = fabric.gpu
+        for pool in dict.fromkeys(self.pool(c) for c in self.components):
+            gpu = pool.gpu
             if self.costs.pace_layer_ms:
                 notes.append(f"emulated compute: {self.costs.pace_layer_ms:g} ms a layer forward, twice that backward")
-            elif self.costs.is_measured(fabric):
-                notes += self._calibration_notes(fabric)
+            elif self.costs.is_measured(pool):
+                notes += self._calibration_notes(pool)
             else:
                 suffix = (
                     "; the calibration has other GPUs"
@@ -345,19 +345,19 @@ class Layout:
                 notes.append(f"{gpu.name} has no FlashAttention: torch's own fused attention is assumed")
             elif not gpu.is_cpu and gpu.attention is None and self.costs.software.flash:
                 notes.append("fused attention by Transformer Engine or torch; without it, a run stops at its start")
-            if str(fabric.nic) in UNMEASURED_NICS and not self.costs.is_measured(fabric):
-                notes.append(f"no figures for {fabric.nic} ({fabric.name}): RoCE's efficiency assumed")
+            if str(pool.nic) in UNMEASURED_NICS and not self.costs.is_measured(pool):
+                notes.append(f"no figures for {pool.nic} ({pool.name}): RoCE's efficiency assumed")
             if calibration is None or not any(f.links for f in calibration.fabrics):
                 notes.append("link latencies and efficiencies from published figures, not measured")
         return tuple(dict.fromkeys([*notes, *self.costs.corrections.notes]))
 
-    def _calibration_notes(self, fabric: Fabric) -> Iterator[str]:
-        """Yield the gaps in a calibration for a fabric's layers."""
-        measured = self.costs.calibration.best_match(fabric) if self.costs.calibration is not None else None
+    def _calibration_notes(self, pool: Pool) -> Iterator[str]:
+        """Yield the gaps in a calibration for a pool's layers."""
+        measured = self.costs.calibration.best_match(pool) if self.costs.calibration is not None else None
         assert measured is not None
-        if measured.fabric and measured.fabric != fabric.name:
-            yield f"layer times on {fabric.name} assumed as measured on {measured.fabric}, with the same GPUs"
-        gpu_kinds = {f.gpu.name for f in self.fabrics.values()}
+        if measured.fabric and measured.fabric != pool.name:
+            yield f"layer times on {pool.name} assumed as measured on {measured.fabric}, with the same GPUs"
+        gpu_kinds = {f.gpu.name for f in self.pools.values()}
         if not measured.fabric and not measured.gpu and len(gpu_kinds) > 1:
             yield (
                 f"the calibration names no GPU kind, the site has {' and '.join(sorted(gpu_kinds))}: calibrate again"

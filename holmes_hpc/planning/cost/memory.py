@@ -123,7 +123,7 @@ def _memory_per_stage(layout: Layout, layers: np.ndarray) -> StageMemory:
     base = _base_memory(layout, layers)
     buffers = np.zeros(p.pp)
     for s, component in enumerate(layout.replicas[0]):
-        element = layout.costs.weight_bytes(layout.fabric(component).gpu)
+        element = layout.costs.weight_bytes(layout.pool(component).gpu)
         tensor = batch.micro_size * batch.sequence_length * layout.model.hidden * element / p.tp_of(s)
         included = 2 * ((s > 0) + (s < p.pp - 1))  # the view counts windows of one
         buffers[s] = max(0, layout.order.buffers(s) - included) * tensor
@@ -151,7 +151,7 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
     count = parameters(layout, layers).sum(axis=2)
 
     def component_bytes(component: Component) -> tuple[float, ...]:
-        gpu = layout.fabric(component).gpu
+        gpu = layout.pool(component).gpu
         return (
             costs.weight_bytes(gpu),
             costs.gradient_size,
@@ -308,7 +308,7 @@ def stage_capacity(layout: Layout, max_gib: float | None = None) -> np.ndarray:
     return np.asarray(
         np.min(
             [
-                by_stage(layout, replica, ("capacity", max_gib), lambda c: capacity(layout.fabric(c).gpu, max_gib))
+                by_stage(layout, replica, ("capacity", max_gib), lambda c: capacity(layout.pool(c).gpu, max_gib))
                 for replica in range(len(layout.replicas))
             ],
             axis=0,
@@ -340,7 +340,7 @@ def check_memory(layout: Layout, layers: np.ndarray) -> None:
     """Raise PlanError with the stage and the shortage if one layer split, (1, S, C), does not fit."""
     missing = shortage(layout, layers)
     if missing.bytes > 0:
-        gpus = [layout.fabric(replica[missing.stage]).gpu for replica in layout.replicas]
+        gpus = [layout.pool(replica[missing.stage]).gpu for replica in layout.replicas]
         raise PlanError(
             f"{missing} than {min(gpus, key=lambda gpu: gpu.memory_gib).name} provides",
             where="memory",

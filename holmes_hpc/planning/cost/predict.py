@@ -79,7 +79,7 @@ def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
     layer, head = layer_flops(model, tokens, batch.sequence_length), head_flops(model, tokens, p.vocabulary_parts)
     flops_of, ranks_of = defaultdict[Gpu, float](float), defaultdict[Gpu, int](int)
     for component in plan.components:
-        gpu = plan.site.fabric(component.fabric).gpu
+        gpu = plan.site.pool(component.pool).gpu
         share = component.ranks / p.world_size if p.order != PIPELINE_ORDER else 1.0  # of the pipelines
         for stage in component.stages:
             flops_of[gpu] += 3 * share * (plan.stages[stage].layers * layer + head * (stage == p.pp - 1))
@@ -114,7 +114,7 @@ def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, f
 
 
 def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
-    """Return the payload bytes that all nodes send in a step, by fabric (RDMA) or ``ethernet`` (TCP)."""
+    """Return the payload bytes that all nodes send in a step, by pool (RDMA) or ``ethernet`` (TCP)."""
     p = layout.parallel
     total: defaultdict[str, float] = defaultdict(float)
 
@@ -138,7 +138,7 @@ def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
                 add(transport, 2 * transfers * pipelines * p.tp * activation_bytes(layout, transport, component))
         if layout.model.tied and p.pp > 1:
             factors, gradient_bytes = (
-                layout.costs.collectives(layout.fabric(stages[0]).gpu),
+                layout.costs.collectives(layout.pool(stages[0]).gpu),
                 embedding_bytes(layout) / p.tp,
             )
             add(layout.embedding_transport(replica), factors.all_reduce / 2 * gradient_bytes * 2 * pipelines * p.tp)
@@ -149,7 +149,7 @@ def _add_sync_bytes(
     layout: Layout, replica: int, stage: int, component: Component, count: float, groups: int, add: Any
 ) -> None:
     """Add the bytes of one stage's gradients and parameters. A ring leaves each of its nodes once."""
-    p, gpu = layout.parallel, layout.fabric(component).gpu
+    p, gpu = layout.parallel, layout.pool(component).gpu
     factors, n = layout.costs.collectives(gpu), layout.intra_dp_size
     gradients, weights = count * layout.costs.wire_size, count * layout.costs.weight_bytes(gpu)
     reduce_factor = factors.all_reduce if layout.costs.software.all_reduced else factors.reduce_scatter
@@ -296,9 +296,9 @@ def interval_factor(table: Kind) -> float:
 def interval_s(layout: Layout, seconds: float) -> tuple[float, float] | None:
     """Return the (low, high) seconds of a step predicted to take `seconds`.
     None for measured or emulated compute, which published runs do not cover."""
-    if not all(layout.costs.is_modelled(layout.fabric(c)) for c in layout.components):
+    if not all(layout.costs.is_modelled(layout.pool(c)) for c in layout.components):
         return None
-    gpus = {layout.fabric(c).gpu for c in layout.components}
+    gpus = {layout.pool(c).gpu for c in layout.components}
     row = spread(layout.parallel.tp_of(0), all(layout.costs.software_on(gpu).flash for gpu in gpus))
     factor = max(interval_factor(kind(gpu)) for gpu in gpus)
     return seconds * row.low / factor, seconds * row.high * factor

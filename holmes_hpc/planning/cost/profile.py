@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError, nearest
-from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric, MeasuredPart
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool
 from holmes_hpc.planning.cost.flops import layer_parameters, part_flops
 from holmes_hpc.schema import REQUIRED, Checked, key, keys, refuse
 
@@ -135,16 +135,16 @@ def _calibration(rows: list[Row], model: ModelSpec, batch: Batch) -> Calibration
     )
     return Calibration(
         tuple(
-            _measured_fabric([r for r in rows if r.gpu == gpu], gpu, model, batch)
+            _measured_pool([r for r in rows if r.gpu == gpu], gpu, model, batch)
             for gpu in dict.fromkeys(r.gpu for r in rows)
         ),
         made="a layer profile",
     )
 
 
-def _measured_fabric(rows: list[Row], gpu: str, model: ModelSpec, batch: Batch) -> MeasuredFabric:
+def _measured_pool(rows: list[Row], gpu: str, model: ModelSpec, batch: Batch) -> MeasuredPool:
     updates = [r.update_s / layer_parameters(model, r.tp) for r in rows if r.part == "layer" and r.update_s is not None]
-    return MeasuredFabric(
+    return MeasuredPool(
         gpu=gpu,
         parts=tuple(_measured(r, model, batch) for r in _monotonic(rows)),
         optimizer_s=median(updates) if updates else None,

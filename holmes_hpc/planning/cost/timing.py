@@ -120,7 +120,7 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
 
     durations = {f.name: part(f.name) for f in fields(Durations)}
     first_times, p = of_view(layout.views[0]), layout.parallel
-    updates = np.array([layout.costs.optimizer_s(1.0, layout.fabric(component)) for component in layout.replicas[0]])
+    updates = np.array([layout.costs.optimizer_s(1.0, layout.pool(component)) for component in layout.replicas[0]])
     shares = parameters(layout, layers)[:, :, 0] / np.array([stage.dp for stage in p.stages])
     return Timing(
         (Durations(**{k: v if k in ("down", "up", "last_up") else v[:, :, None] for k, v in durations.items()}),),
@@ -209,22 +209,22 @@ def _compute_times(layout: Layout, replica: int) -> ComputeTimes:
             layout,
             replica,
             ("layer", recompute),
-            lambda c: costs.layer_s(m, layout.batch, p.tp, layout.fabric(c), p.sequence_parallel, recompute),
+            lambda c: costs.layer_s(m, layout.batch, p.tp, layout.pool(c), p.sequence_parallel, recompute),
         ).T
 
     seconds = layer("none" if layout.recompute == "full" else layout.recompute)
     recomputed_s = layer("full")[1] - seconds[1] if layout.recompute == "full" else np.zeros(p.pp)
-    first, last = layout.fabric(stages[0]), layout.fabric(stages[-1])
-    embedding = layout.fabric_memo.of(
+    first, last = layout.pool(stages[0]), layout.pool(stages[-1])
+    embedding = layout.pool_memo.of(
         "embedding", first.name, compute=lambda: costs.part_s("embedding", m, layout.batch, p.tp, first)
     )
-    head = layout.fabric_memo.of("head", last.name, compute=lambda: costs.part_s("head", m, layout.batch, p.tp, last))
+    head = layout.pool_memo.of("head", last.name, compute=lambda: costs.part_s("head", m, layout.batch, p.tp, last))
     return ComputeTimes(
         seconds,
         recomputed_s,
         np.array(embedding),
         np.array(head),
-        by_stage(layout, replica, ("pass",), lambda c: costs.pass_overhead_s(layout.fabric(c))),
+        by_stage(layout, replica, ("pass",), lambda c: costs.pass_overhead_s(layout.pool(c))),
     )
 
 
@@ -277,7 +277,7 @@ def _replica(
 def _syncs_after_backward(layout: Layout) -> bool:
     """Return whether all data-parallel traffic follows the last backward pass.
     Megatron-Core's overlap of several optimizer instances needs CUDA streams (training.model.optimizer.wrap)."""
-    return layout.parallel.optimizer_instances > 1 and any(layout.fabric(c).gpu.is_cpu for c in layout.components)
+    return layout.parallel.optimizer_instances > 1 and any(layout.pool(c).gpu.is_cpu for c in layout.components)
 
 
 def _exposed_sync(

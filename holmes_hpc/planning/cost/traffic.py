@@ -53,14 +53,14 @@ def network_times(layout: Layout) -> NetworkTimes:
     """Return the network times of a layout."""
     replicas = range(len(layout.replicas))
     updates = [
-        by_stage(layout, replica, ("optimizer",), lambda c: layout.costs.optimizer_s(1.0, layout.fabric(c)))
+        by_stage(layout, replica, ("optimizer",), lambda c: layout.costs.optimizer_s(1.0, layout.pool(c)))
         for replica in replicas
     ]
     return NetworkTimes(
         tuple(_replica_traffic(layout, replica) for replica in replicas),
         tied=_tied_embedding_s(layout),
         norm=_norm_s(layout),
-        overhead=max(layout.costs.step_overhead_s(layout.fabric(c)) for c in layout.components),
+        overhead=max(layout.costs.step_overhead_s(layout.pool(c)) for c in layout.components),
         optimizer=np.max(updates, axis=0),
     )
 
@@ -71,16 +71,16 @@ def _replica_traffic(layout: Layout, replica: int) -> Traffic:
     reduce, gather, fsdp = np.zeros((2, p.pp)), np.zeros((2, p.pp)), np.zeros((2, 2, p.pp))
     shares_nic = np.zeros(p.pp, dtype=bool)
     in_passes = costs.software.sharding in ("gradients", "full")
-    job_fabrics = tuple(c.fabric for c in layout.components) if p.optimizer_instances > 1 else ()
+    job_pools = tuple(c.pool for c in layout.components) if p.optimizer_instances > 1 else ()
     for first, end in layout.stage_ranges[replica]:
         reduction, nodes = layout.intra_dp_transport(replica, first), layout.intra_dp_nodes(replica, first)
-        key = stages[first].fabric, reduction.kind, nodes, job_fabrics
-        sync = layout.fabric_memo.of(
+        key = stages[first].pool, reduction.kind, nodes, job_pools
+        sync = layout.pool_memo.of(
             "synchronize", *key, compute=partial(_sync_times, layout, stages[first], reduction, nodes)
         )
         reduce[:, first:end], gather[:, first:end] = sync[0][:, None], sync[1][:, None]
         if in_passes:
-            pass_sync = layout.fabric_memo.of(
+            pass_sync = layout.pool_memo.of(
                 "passing", *key, compute=partial(_fsdp_times, layout, stages[first], reduction, nodes)
             )
             fsdp[:, :, first:end] = pass_sync[:, :, None]
@@ -92,7 +92,7 @@ def _replica_traffic(layout: Layout, replica: int) -> Traffic:
 def activation_bytes(layout: Layout, transport: Transport, component: Component) -> float:
     """Return the bytes that one rank sends per stage transfer: T x h elements.
     With sequence parallel, each of the `tp` ranks sends its part."""
-    gpu = layout.fabric(component).gpu
+    gpu = layout.pool(component).gpu
     element = layout.costs.weight_bytes(gpu)
     if transport.kind == "tcp" and layout.edge_dtype != "same":
         element = BYTES[layout.edge_dtype]
@@ -132,8 +132,8 @@ def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
 
     def seconds(stage: int, source: Component, target: Component) -> float:
         transport = layout.edges[replica][stage]
-        return layout.fabric_memo.of(
-            *("transfer", source.fabric, target.fabric, transport.kind),
+        return layout.pool_memo.of(
+            *("transfer", source.pool, target.pool, transport.kind),
             compute=partial(transfer_s, layout, transport, source, target),
         )
 
@@ -161,7 +161,7 @@ def collective_times(
     """
     if ranks == 1:
         return np.zeros(2)
-    fill = layout.costs.collectives(layout.fabric(component).gpu).gather_fill if op == "all_gather" else 0.0
+    fill = layout.costs.collectives(layout.pool(component).gpu).gather_fill if op == "all_gather" else 0.0
     sent_share = factor * (ranks - 1 + fill) / ranks
     local = Transport("local")
     inside = sent_share / layout.rate(local, component, op)
@@ -178,7 +178,7 @@ def collective_times(
 def _fsdp_times(layout: Layout, component: Component, reduction: Transport, nodes: int) -> np.ndarray:
     """Return the seconds to (gather parameters, reduce gradients) in every pass under FSDP, (2, 2).
     The columns are per parameter and per call."""
-    gpu, costs, tp = layout.fabric(component).gpu, layout.costs, layout.parallel.tp
+    gpu, costs, tp = layout.pool(component).gpu, layout.costs, layout.parallel.tp
     return np.array(
         [
             np.array([size, 1.0])
@@ -195,7 +195,7 @@ def _sync_times(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the seconds to (reduce gradients, gather parameters) of a stage of one component.
     Its intra-DP groups span `nodes` nodes. Each array is per parameter and per bucket, (2,)."""
-    p, gpu, costs = layout.parallel, layout.fabric(component).gpu, layout.costs
+    p, gpu, costs = layout.parallel, layout.pool(component).gpu, layout.costs
     collectives = costs.collectives(gpu)
     sharing = p.tp * (min(p.pp, component.gpus_per_node // p.tp) if layout.is_hierarchical else 1)
 
@@ -255,8 +255,8 @@ def _norm_s(layout: Layout) -> float:
         return 0.0
     steps = 2 * math.ceil(math.log2(max(1, layout.parallel.world_size)))
     shared, pairs = layout.transport_rule.shared, (*((c, c) for c in layout.components), *layout.ring_links)
-    return steps * layout.fabric_memo.of(
-        *("norm", shared.kind, *(c.fabric for c in layout.components)),
+    return steps * layout.pool_memo.of(
+        *("norm", shared.kind, *(c.pool for c in layout.components)),
         compute=lambda: max(layout.latency(shared, c, "reduce_scatter", to) for c, to in pairs),
     )
 
@@ -265,13 +265,10 @@ def by_stage(
     layout: Layout, replica: int, name: tuple[object, ...], compute: Callable[[Component], float | tuple[float, ...]]
 ) -> np.ndarray:
     """Return `compute` of each stage's component, (S,) or (S, numbers).
-    The value must depend on the fabric alone: it is computed once per fabric under `name`."""
+    The value must depend on the pool alone: it is computed once per pool under `name`."""
     stages, ranges = layout.replicas[replica], layout.stage_ranges[replica]
     values = np.array(
-        [
-            layout.fabric_memo.of(*name, stages[first].fabric, compute=partial(compute, stages[first]))
-            for first, _ in ranges
-        ]
+        [layout.pool_memo.of(*name, stages[first].pool, compute=partial(compute, stages[first])) for first, _ in ranges]
     )
     return np.repeat(values, [end - first for first, end in ranges], axis=0)
 

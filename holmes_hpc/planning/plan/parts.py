@@ -26,18 +26,19 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Component:
-    """One component of the heterogeneous job: `nodes` of one fabric with the pipeline `stages` (all if hierarchical).
-    The plan fills in partition, constraint and stages."""
+    """One component of the heterogeneous job: `nodes` of one pool with the pipeline `stages` (all if hierarchical).
+    The plan fills in partition, constraint, fabric and stages."""
 
     partition: str
     constraint: str
-    fabric: str
-    nodes: Annotated[int, key("nodes of the fabric", ge=1)]
+    pool: Annotated[str, key("name of the pool")]
+    nodes: Annotated[int, key("nodes of the pool", ge=1)]
     gpus_per_node: Annotated[int, key("ranks on each node", ge=1)]
     stages: Annotated[tuple[int, ...], key("stages of the component", ge=0)] = ()
+    fabric: Annotated[str, key("fabric of the pool")] = ""
 
     def __post_init__(self) -> None:
-        check(self, f"component {self.fabric}", PlanError)
+        check(self, f"component {self.pool}", PlanError)
 
     @property
     def ranks(self) -> int:
@@ -47,11 +48,12 @@ class Component:
 @dataclass(frozen=True)
 class Stage:
     """A pipeline stage: `layers` transformer layers, divided into `chunks` (one per virtual stage).
-    The plan fills in `fabric`: the first one if a hierarchical plan has the stage in several."""
+    The plan fills in `pool` and its `fabric`: the first ones if a hierarchical plan has the stage in several."""
 
-    fabric: str = ""
+    pool: str = ""
     layers: Annotated[int, key("transformer layers", ge=0)] = 0
     chunks: Annotated[tuple[int, ...], key("layers of each virtual stage", ge=0)] = ()
+    fabric: str = ""
 
     def __post_init__(self) -> None:
         check(self, "stages", PlanError)

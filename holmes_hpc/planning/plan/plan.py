@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import EDGE_DTYPES, RECOMPUTE, STRATEGIES, TRANSPORT_MODES, edges_ignored
 from holmes_hpc.errors import PlanError, RunFailed
-from holmes_hpc.fabric.site import Site
+from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.plan import plan_file
 from holmes_hpc.planning.plan.parallel import (
     HIERARCHICAL_ORDER,
@@ -37,7 +37,7 @@ CONTROL = "control"  # the kind of the one entry of transports that is not a gro
 class Plan:
     """The complete description of a run, made by the planner or by hand, and checked on creation.
 
-    The plan itself fills in each component's partition, constraint and stages, and each stage's fabric.
+    The plan itself fills in each component's partition, constraint, fabric and stages, and each stage's pool.
     """
 
     strategy: Annotated[str, key("how fabrics are used", one_of=STRATEGIES)]
@@ -74,23 +74,23 @@ class Plan:
         self._check_fabrics()
 
     def _check_nodes(self) -> None:
-        fabrics, ranks = [c.fabric for c in self.components], sum(c.ranks for c in self.components)
+        pools, ranks = [c.pool for c in self.components], sum(c.ranks for c in self.components)
         sizes = [
-            (c.fabric, *size)
+            (c.pool, *size)
             for c in self.components
-            for fabric in [self.site.fabric(c.fabric)]
-            for size in ((c.nodes, fabric.nodes, "nodes"), (c.gpus_per_node, fabric.gpus_per_node, "GPUs per node"))
+            for pool in [self.site.pool(c.pool)]
+            for size in ((c.nodes, pool.nodes, "nodes"), (c.gpus_per_node, pool.gpus_per_node, "GPUs per node"))
         ]
         PlanError.refuse(
             (
-                len(set(fabrics)) < len(fabrics),
-                f"fabrics {', '.join(fabrics)}: one is listed twice",
+                len(set(pools)) < len(pools),
+                f"pools {', '.join(pools)}: one is listed twice",
                 "components",
-                "use one component per fabric",
+                "use one component per pool",
             ),
             *(
-                (n > limit, f"{n} {unit} needed, the site has {limit}", f"component {fabric}", f"use at most {limit}")
-                for fabric, n, limit, unit in sizes
+                (n > limit, f"{n} {unit} needed, the site has {limit}", f"component {pool}", f"use at most {limit}")
+                for pool, n, limit, unit in sizes
             ),
             (
                 ranks != self.world_size,
@@ -159,11 +159,11 @@ class Plan:
         )
 
     def _place(self) -> None:
-        """Fill in each component's partition, constraint and stages, and each stage's fabric, from the rank order."""
+        """Fill in what follows of components and stages (partition, pool, …) from the site and the rank order."""
         p, first = self.parallel, 0
-        components, fabrics = list[Component](), dict[int, str]()
+        components, first_pools = list[Component](), dict[int, Pool]()
         for c in self.components:
-            fabric = self.site.fabric(c.fabric)
+            pool = self.site.pool(c.pool)
             ends = (
                 (0, p.pp - 1)
                 if p.order == HIERARCHICAL_ORDER
@@ -171,9 +171,9 @@ class Plan:
             )
             stages = tuple(range(ends[0], ends[1] + 1))
             for stage in stages:
-                sizes, first_fabric = p.stages[stage], fabrics.setdefault(stage, c.fabric)
+                sizes, first_pool = p.stages[stage], first_pools.setdefault(stage, pool)
                 PlanError.refuse(
-                    tp_across_nodes(sizes.tp, c.gpus_per_node, f"component {c.fabric}"),
+                    tp_across_nodes(sizes.tp, c.gpus_per_node, f"component {c.pool}"),
                     (
                         self.is_per_stage and sizes.ranks % c.gpus_per_node,
                         f"stage {stage}: TP {sizes.tp} x DP {sizes.dp} on nodes of {c.gpus_per_node} ranks",
@@ -181,23 +181,31 @@ class Plan:
                         "give a stage whole nodes: a multiple of the ranks of a node",
                     ),
                     (
-                        first_fabric != c.fabric and self.strategy != "hierarchical-dp",
-                        f"stage {stage} has ranks in {first_fabric} and {c.fabric}",
-                        f"component {c.fabric}",
+                        first_pool.fabric_name != pool.fabric_name and self.strategy != "hierarchical-dp",
+                        f"stage {stage} has ranks in {first_pool.fabric_name} and {pool.fabric_name}",
+                        f"component {c.pool}",
                         "put stage boundaries on fabric boundaries, or plan again",
                     ),
                 )
-            components.append(replace(c, partition=fabric.partition, constraint=fabric.constraint, stages=stages))
+            components.append(
+                replace(c, partition=pool.partition, constraint=pool.constraint, fabric=pool.fabric_name, stages=stages)
+            )
             first += c.ranks
         object.__setattr__(self, "components", tuple(components))
-        object.__setattr__(self, "stages", tuple(replace(s, fabric=fabrics[i]) for i, s in enumerate(self.stages)))
+        placed_stages = [
+            replace(stage, pool=pool.name, fabric=pool.fabric_name)
+            for stage, pool in zip(self.stages, (first_pools[i] for i in range(p.pp)), strict=True)
+        ]
+        object.__setattr__(self, "stages", tuple(placed_stages))
 
     def _check_fabrics(self) -> None:
         inside = ("tp", "intra_dp") if self.strategy == "hierarchical-dp" else ("tp", "intra_dp", "dp")
+        fabric_of = {p.name: p.fabric_name for p in self.site.pools}
         for g in self.transports() if self.transport_mode != "single" else ():
-            if g.kind in inside and len(names := {self.places[r].fabric for r in g.ranks}) > 1:
+            fabrics = {fabric_of[self.places[r].pool] for r in g.ranks}
+            if g.kind in inside and len(fabrics) > 1:
                 raise PlanError(
-                    f"{g.kind} group of ranks {abbreviated(g.ranks)} spans fabrics {', '.join(sorted(names))}",
+                    f"{g.kind} group of ranks {abbreviated(g.ranks)} spans fabrics {', '.join(sorted(fabrics))}",
                     where="plan",
                     hint="put stage boundaries on fabric boundaries, or plan again",
                 )
@@ -214,9 +222,9 @@ class Plan:
 
     @property
     def unused(self) -> dict[str, int]:
-        """Fabric -> nodes that the plan leaves idle."""
-        used = {c.fabric: c.nodes for c in self.components}
-        idle = {f.name: f.nodes - used.get(f.name, 0) for f in self.site.fabrics}
+        """Pool -> nodes that the plan leaves idle."""
+        used = {c.pool: c.nodes for c in self.components}
+        idle = {f.name: f.nodes - used.get(f.name, 0) for f in self.site.pools}
         return {name: nodes for name, nodes in idle.items() if nodes}
 
     @property
@@ -263,7 +271,7 @@ class Plan:
 
     def transports(self) -> Iterator[GroupTransport]:
         """Yield one entry per concrete group and per pair of an edge, in a fixed order."""
-        if self.world_size > 1 and not all(self.site.fabric(c.fabric).gpu.is_cpu for c in self.components):
+        if self.world_size > 1 and not all(self.site.pool(c.pool).gpu.is_cpu for c in self.components):
             everyone = tuple(range(self.world_size))
             yield GroupTransport(
                 CONTROL, everyone, self.transport_of(everyone, host_memory=True), tuple(range(self.parallel.pp))

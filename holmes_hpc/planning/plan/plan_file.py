@@ -13,7 +13,9 @@ from typing import Annotated, Any, TypeVar
 import yaml
 
 from holmes_hpc.errors import HolmesError, PlanError
+from holmes_hpc.fabric.site import with_pools
 from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
+from holmes_hpc.planning.plan.parts import Component, Stage
 from holmes_hpc.records.untrusted import from_yaml
 from holmes_hpc.schema import Checked, key, make
 
@@ -35,14 +37,14 @@ def to_dict(plan: Any) -> dict[str, Any]:
         if f.name != "site" and (not f.name.startswith("pace_") or value is not None):
             data[f.name] = asdict(value) if hasattr(value, "__dataclass_fields__") else value
     data["model"] = plan.model.to_dict()
-    data["components"] = [asdict(c) for c in plan.components]
-    data["stages"] = [asdict(s) for s in plan.stages]
-    p, ranks_of_node = plan.parallel, {c.fabric: c.gpus_per_node for c in plan.components}
+    data["components"] = [_named(c, plan) for c in plan.components]
+    data["stages"] = [_named(s, plan) for s in plan.stages]
+    p, ranks_of_node = plan.parallel, {c.pool: c.gpus_per_node for c in plan.components}
     data["parallel"] = {k: v for k, v in asdict(p).items() if k != "stages"} | {"pp": p.pp}
     if p.is_uniform:
         data["parallel"] |= {"tp": p.tp, "dp": p.dp}
-    for stage, sizes in zip(data["stages"], p.stages, strict=True):
-        nodes, partly = divmod(sizes.ranks, ranks_of_node[stage["fabric"]])
+    for stage, pool, sizes in zip(data["stages"], [s.pool for s in plan.stages], p.stages, strict=True):
+        nodes, partly = divmod(sizes.ranks, ranks_of_node[pool])
         stage |= {"tp": sizes.tp, "dp": sizes.dp} | ({} if partly else {"nodes": nodes})
     if plan.is_per_stage:
         data["routing"] = {"weights": [list(s.weights or (1,) * s.dp) for s in p.stages]}
@@ -60,6 +62,16 @@ def to_dict(plan: Any) -> dict[str, Any]:
     ]
     data["site"] = plan.site.to_dict()
     return json.loads(json.dumps(data))
+
+
+def _named(part: Component | Stage, plan: Any) -> dict[str, Any]:
+    """Return a component or a stage as plain data, without `pool` if each pool of the plan is a fabric by itself."""
+    data = asdict(part)
+    return data if _has_pools(plan) else {k: v for k, v in data.items() if k != "pool"}
+
+
+def _has_pools(plan: Any) -> bool:
+    return any(c.pool != c.fabric for c in plan.components)
 
 
 def digest(plan: Any) -> str:
@@ -103,8 +115,8 @@ def _derived_names(plan: Any) -> dict[str, tuple[str, ...]]:
     chunks = "chunks" if plan.parallel.virtual_stages == 1 else "layers"
     return {
         "parallel": ("tp", "pp", "dp"),
-        "components": ("partition", "constraint", "stages"),
-        "stages": ("fabric", "nodes", chunks),
+        "components": ("partition", "constraint", "stages", *(("fabric",) if _has_pools(plan) else ())),
+        "stages": ("pool", "fabric", "nodes", chunks),
         "unused": _ENTIRE_VALUE,
         "transports": _ENTIRE_VALUE,
     }
@@ -176,12 +188,15 @@ def _stored_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a plan without derived keys; derived keys of components are emptied."""
     values = {k: v for k, v in flat.items() if k not in ("version", "unused", "transports", "routing")}
     stages, components = values.get("stages"), values.get("components")
-    values["parallel"] = _parallel(flat)
+    values |= {"parallel": _parallel(flat), "site": with_pools(values.get("site"))}
     if isinstance(stages, list):
-        values["stages"] = [_pick(s, ("fabric", "nodes", *_SIZES), False) for s in stages]
+        values["stages"] = [_pick(s, ("pool", "fabric", "nodes", *_SIZES), False) for s in stages]
     if isinstance(components, list):
         values["components"] = [
-            {**c, "partition": "", "constraint": "", "stages": ()} if isinstance(c, Mapping) else c for c in components
+            {"pool": c.get("fabric", ""), **c, "partition": "", "constraint": "", "stages": (), "fabric": ""}
+            if isinstance(c, Mapping)
+            else c
+            for c in components
         ]
     return values
 

@@ -57,17 +57,15 @@ class GroupTransport:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank: its fabric, and a label of its node (host name or index) that is unique in the job."""
+    """The place of a rank: its pool, and a label of its node (host name or index) that is unique in the job."""
 
-    fabric: str
+    pool: str
     node: str
 
 
 def places(components: Sequence[Component]) -> list[Place]:
     """Return the place of each global rank: by component, then by node, then by GPU."""
-    return [
-        Place(c.fabric, f"{c.fabric}[{n}]") for c in components for n in range(c.nodes) for _ in range(c.gpus_per_node)
-    ]
+    return [Place(c.pool, f"{c.pool}[{n}]") for c in components for n in range(c.nodes) for _ in range(c.gpus_per_node)]
 
 
 @dataclass(frozen=True)
@@ -75,47 +73,46 @@ class TransportRule:
     """The rule that picks the transport of each group of a job, for the plan, its cost model and training.
 
     `mode`: ``holmes`` (the best transport that the group's members share) or ``single`` (plain Megatron-LM: the best
-    that all ranks share, except inside a node). `fabrics`, `one_node`: the fabrics of the job, and if it has one node.
+    that all ranks share, except inside a node). `pools`, `one_node`: the pools of the job, and if it has one node.
     """
 
     site: Site
     mode: str
-    fabrics: frozenset[str]
+    pools: frozenset[str]
     one_node: bool
 
     @classmethod
     def of_job(cls, site: Site, mode: str, components: Sequence[Component]) -> TransportRule:
         """Return the rule of a job of these components."""
         one_node = sum(c.nodes for c in components) == 1
-        return cls(site, mode, fabrics=frozenset(c.fabric for c in components), one_node=one_node)
+        return cls(site, mode, pools=frozenset(c.pool for c in components), one_node=one_node)
 
-    def of(self, fabrics: Collection[str], one_node: bool, host_memory: bool = False) -> Transport:
-        """Return the transport of a group whose members run in `fabrics`; `one_node`: all on one node.
+    def of(self, pools: Collection[str], one_node: bool, host_memory: bool = False) -> Transport:
+        """Return the transport of a group whose members run in `pools`; `one_node`: all on one node.
 
         `host_memory`: the group exchanges tensors in host memory while training uses GPUs. Such a group never uses
         RDMA: it runs on gloo, which needs a kernel interface, and RDMA ports may have none.
         """
         if one_node:
             return LOCAL
-        best = self._best(fabrics) if self.mode == "holmes" else self.shared
+        best = self._best(pools) if self.mode == "holmes" else self.shared
         return TCP if host_memory and best.kind == "rdma" else best
 
     def of_members(self, members: Sequence[Place], host_memory: bool = False) -> Transport:
         """Return the transport of a group of these members; see :meth:`of`."""
-        return self.of({m.fabric for m in members}, len(set(members)) <= 1, host_memory)
+        return self.of({m.pool for m in members}, len(set(members)) <= 1, host_memory)
 
     @property
     def shared(self) -> Transport:
         """The best transport that all ranks of the job share."""
-        return LOCAL if self.one_node else self._best(self.fabrics)
+        return LOCAL if self.one_node else self._best(self.pools)
 
-    def _best(self, fabrics: Collection[str]) -> Transport:
+    def _best(self, pools: Collection[str]) -> Transport:
         """Return the best transport between nodes: RDMA inside one fabric that has it, else TCP over Ethernet."""
-        if len(fabrics) > 1:
-            return TCP
-        return self._inside[next(iter(fabrics))]
+        first, *others = {self._inside[pool] for pool in pools}
+        return TCP if others else first
 
     @cached_property
     def _inside(self) -> dict[str, Transport]:
-        """The transport between nodes of each fabric."""
-        return {f.name: Transport("rdma", f.nic, f.name) if f.nic.rdma else TCP for f in self.site.fabrics}
+        """The transport between nodes of each pool."""
+        return {p.name: Transport("rdma", p.nic, p.fabric_name) if p.nic.rdma else TCP for p in self.site.pools}

@@ -22,14 +22,14 @@ from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, Exploration, exp
 from holmes_hpc.planning.search.infeasible import raise_indivisible, raise_out_of_memory
 from holmes_hpc.planning.search.layers import idle_share
 from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, conflicting_option, variants
-from holmes_hpc.planning.search.problem import Problem, available_fabrics
+from holmes_hpc.planning.search.problem import Problem, available_pools
 from holmes_hpc.planning.search.space import MIN_BATCH_GAIN, Space, nearby_batch
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 
 MAX_REFINED = 24
 NEAR = 1.05  # candidates up to this many times as slow as the best are refined
 FAR = 1.12  # so are those up to this many times as slow whose bound is below the best: refinement gains up to 10%
-MAX_ORDERS_FAR = 3  # the most orders of fabrics tried for a candidate beyond NEAR
+MAX_ORDERS_FAR = 3  # the most orders of pools tried for a candidate beyond NEAR
 # After this many refinements of a kind, a candidate of the kind is skipped if it would have to gain more than twice the
 # largest gain so far.
 MIN_REFINED_OF_KIND = 6
@@ -68,11 +68,11 @@ def best_plan(
 def _may_gain_per_stage(best: Candidate, problem: Problem) -> bool:
     """Return whether per-stage TP/DP may be faster than the best uniform layout.
 
-    It may if fabrics differ in GPUs or nodes, or if that layout leaves nodes unused or its ranks idle for more than
+    It may if pools differ in GPUs or nodes, or if that layout leaves nodes unused or its ranks idle for more than
     MIN_PER_STAGE_GAIN of the step.
     """
-    available = available_fabrics(problem.site, problem.options)
-    kinds = {(a.fabric.gpu, a.nodes, a.gpus_per_node) for a in available}
+    available = available_pools(problem.site, problem.options)
+    kinds = {(a.pool.gpu, a.nodes, a.gpus_per_node) for a in available}
     used_nodes = sum(block.nodes for block in best.placement.blocks)
     return (
         len(kinds) > 1
@@ -102,8 +102,8 @@ def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate]
         except PlanError:  # its schedule could deadlock
             continue
         notes = [
-            f"{nodes} nodes of {fabric} are unused: no layout found has a shorter step with them"
-            for fabric, nodes in plan.unused.items()
+            f"{nodes} nodes of {pool} are unused: no layout found has a shorter step with them"
+            for pool, nodes in plan.unused.items()
         ]
         return replace(plan, assumptions=(*plan.assumptions, *notes))
     return None
@@ -133,7 +133,7 @@ def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem, clock: Clo
 def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
     """Return the plan of one user-fixed layout without a search; `options` must give tp, pp and dp.
 
-    Options that are not set mean: layers as equal as possible, Megatron-Core's schedule, no recomputation, fabrics in
+    Options that are not set mean: layers as equal as possible, Megatron-Core's schedule, no recomputation, pools in
     the order of `nodes` or of the site. Eager 1F1B gets the passes in flight and the buckets that a search would
     choose. The plan of a layout that does not fit in memory has a note that says so.
     """
@@ -149,7 +149,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         partition="uniform" if options.partition == "exact" else options.partition,
         sequence_parallel=bool(options.sequence_parallel),
         bucket_bytes=options.bucket_bytes or (None if schedule_kind(schedule).deepens else BUCKET_BYTES),
-        fabric_order=options.fabric_order or tuple(options.nodes or (f.name for f in site.fabrics)),
+        fabric_order=options.fabric_order or tuple(options.nodes or (f.name for f in site.pools)),
     )
     unlimited = replace(fixed, max_memory_gib=inf)
     best = _fixed_candidate(Problem(model, batch, site, fixed, costs)) or _fixed_candidate(
@@ -203,7 +203,7 @@ def search(
 def _refine(evaluator: Evaluator, exploration: Exploration, clock: Clock) -> list[Candidate]:
     """Return the candidates from best to worst, with those near the best refined."""
     refined, skipped, shortest_s = list[Candidate](), list[Candidate](), exploration.candidates[0].seconds
-    gains: dict[object, list[float]] = {}  # by kind: strategy and number of fabrics
+    gains: dict[object, list[float]] = {}  # by kind: strategy and number of pools
     for candidate in exploration.candidates:
         best_s = min((c.seconds for c in refined), default=inf)
         kind_gains = gains.setdefault((candidate.placement.strategy, len(candidate.placement.blocks)), [])
@@ -236,7 +236,7 @@ def to_plan(candidate: Candidate | Variant, site: Site, slower: Sequence[Candida
     """Return a candidate as a complete plan, with the best of the `slower` candidates as runners-up."""
     layout = candidate.layout
     stages = tuple(
-        Stage(c.fabric, int(chunks.sum()), tuple(int(n) for n in chunks))
+        Stage(c.pool, int(chunks.sum()), tuple(int(n) for n in chunks))
         for c, chunks in zip(layout.replicas[0], candidate.layers[0], strict=True)
     )
     plan = Plan(
@@ -272,9 +272,9 @@ def _alternatives(best: Candidate | Variant, slower: Sequence[Candidate]) -> tup
 
 
 def _kind(candidate: Candidate | Variant) -> tuple[object, ...]:
-    """Return the strategy, parallel sizes and fabrics of a candidate."""
+    """Return the strategy, parallel sizes and pools of a candidate."""
     layout = candidate.layout
-    return candidate.strategy, layout.parallel.stages, tuple(sorted(c.fabric for c in layout.components))
+    return candidate.strategy, layout.parallel.stages, tuple(sorted(c.pool for c in layout.components))
 
 
 def alternative(best: Candidate | Variant, runner_up: Candidate) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def alternative(best: Candidate | Variant, runner_up: Candidate) -> dict[str, An
         "strategy": runner_up.strategy,
         "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.dp, "virtual_stages": p.virtual_stages},
         "micro_size": layout.batch.micro_size,
-        "nodes": {c.fabric: c.nodes for c in layout.components},
+        "nodes": {c.pool: c.nodes for c in layout.components},
         "layers_per_stage": [int(n) for n in layers[0].sum(axis=1)],
         "recompute": layout.recompute,
         "schedule": layout.schedule.kind,

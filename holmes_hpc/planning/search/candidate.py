@@ -104,11 +104,9 @@ class Evaluator:
 
     def bound_s(self, placement: Placement) -> float:
         """Return a lower bound of every candidate's step: the slowest stage's layers, and the overheads of software."""
-        estimate, fabrics = placement.estimate, [b.fabric for b in placement.blocks]
-        pass_s = min(map(self.costs.pass_overhead_s, fabrics))
-        return float(estimate.micro_batches * (estimate.tau + 2 * pass_s)) + max(
-            map(self.costs.step_overhead_s, fabrics)
-        )
+        estimate, pools = placement.estimate, [b.pool for b in placement.blocks]
+        pass_s = min(map(self.costs.pass_overhead_s, pools))
+        return float(estimate.micro_batches * (estimate.tau + 2 * pass_s)) + max(map(self.costs.step_overhead_s, pools))
 
     def _chunks(self, placement: Placement) -> Sequence[int]:
         """Return the numbers of virtual stages to try."""
@@ -128,7 +126,7 @@ class Evaluator:
                 self.model,
                 batch,
                 self.costs,
-                gpu=b.fabric.gpu,
+                gpu=b.pool.gpu,
                 tp=placement.tp,
                 sequence_parallel=sequence_parallel,
                 recompute=recompute,
@@ -191,13 +189,13 @@ class Evaluator:
             edge_dtype=o.edge_dtype,
             edge_connections=o.edge_connections,
             bucket_bytes=o.bucket_bytes or BUCKET_BYTES,
-            fabric_memo=self._memo.of("common", is_hierarchical and placement.pp, *sizes, compute=Memo),
+            pool_memo=self._memo.of("common", is_hierarchical and placement.pp, *sizes, compute=Memo),
         )
 
     def _component(self, b: Block, first_stage: int) -> Component:
         return self._memo.of(
-            *("component", b.fabric.name, b.nodes, first_stage, b.stages),
-            compute=lambda: component(b.fabric, b.nodes, b.gpus_per_node, first_stage, b.stages),
+            *("component", b.pool.name, b.nodes, first_stage, b.stages),
+            compute=lambda: component(b.pool, b.nodes, b.gpus_per_node, first_stage, b.stages),
         )
 
     def _batch(self, micro_size: int) -> Batch:
@@ -302,7 +300,7 @@ class Evaluator:
         )
 
     def refine(self, candidate: Candidate, max_orders: int | None = None) -> Candidate:
-        """Return the candidate with the best order of fabrics, then layers and depth, then bucket size.
+        """Return the candidate with the best order of pools, then layers and depth, then bucket size.
 
         Other orders are simulated in increasing order of their bounds, at most `max_orders`; None: all whose bound is
         below the best.
@@ -361,7 +359,7 @@ class Evaluator:
         return simpler if simpler.seconds <= candidate.seconds * (1 + MIN_GAIN) else candidate
 
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:
-        """Yield other orders of the fabrics along the pipeline: all if they are few, else those with two swapped."""
+        """Yield other orders of the pools along the pipeline: all if they are few, else those with two swapped."""
         blocks = placement.blocks
         if placement.strategy == "hierarchical-dp" or self.options.fabric_order is not None:
             return

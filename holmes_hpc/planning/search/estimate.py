@@ -68,30 +68,30 @@ class Estimate:
 class Limit:
     """The pruning limit: `margin` times the least estimate so far.
 
-    Each fabric alone, each pair and all fabrics have least estimates of their own, since the best placement on each is
+    Each pool alone, each pair and all pools have least estimates of their own, since the best placement on each is
     always tried. The first FEW_PLACEMENTS placements are all kept.
     """
 
-    def __init__(self, fabric_count: int, margin: float) -> None:
-        self.fabric_count, self.margin, self.count = fabric_count, margin, 0
+    def __init__(self, pool_count: int, margin: float) -> None:
+        self.pool_count, self.margin, self.count = pool_count, margin, 0
         self.least_s: dict[frozenset[str], float] = {}
 
-    def max_s(self, fabrics: frozenset[str] = frozenset()) -> float:
-        """Return the longest estimate at which a placement on these fabrics is kept."""
-        return inf if self.count <= FEW_PLACEMENTS else self.margin * self.least_s.get(self._key(fabrics), inf)
+    def max_s(self, pools: frozenset[str] = frozenset()) -> float:
+        """Return the longest estimate at which a placement on these pools is kept."""
+        return inf if self.count <= FEW_PLACEMENTS else self.margin * self.least_s.get(self._key(pools), inf)
 
-    def admit(self, estimate_s: float, fabrics: frozenset[str]) -> bool:
+    def admit(self, estimate_s: float, pools: frozenset[str]) -> bool:
         """Record an estimate; return whether its placement is kept."""
         self.count += isfinite(estimate_s)
-        for key in (self._key(fabrics), frozenset[str]()):
+        for key in (self._key(pools), frozenset[str]()):
             self.least_s[key] = min(self.least_s.get(key, inf), estimate_s)
-        return isfinite(estimate_s) and estimate_s <= self.max_s(fabrics)
+        return isfinite(estimate_s) and estimate_s <= self.max_s(pools)
 
-    def _key(self, fabrics: frozenset[str]) -> frozenset[str]:
-        """Return the fabrics whose least estimate counts; the empty set stands for all placements."""
-        return fabrics if is_always_tried(len(fabrics), self.fabric_count) else frozenset()
+    def _key(self, pools: frozenset[str]) -> frozenset[str]:
+        """Return the pools whose least estimate counts; the empty set stands for all placements."""
+        return pools if is_always_tried(len(pools), self.pool_count) else frozenset()
 
 
-def is_always_tried(used: int, fabric_count: int) -> bool:
-    """Return whether the best placement on `used` fabrics is always tried: one alone, a pair, all."""
-    return used in (1, 2, fabric_count)
+def is_always_tried(used: int, pool_count: int) -> bool:
+    """Return whether the best placement on `used` pools is always tried: one alone, a pair, all."""
+    return used in (1, 2, pool_count)

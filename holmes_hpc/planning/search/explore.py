@@ -68,7 +68,7 @@ def explore(evaluator: Evaluator, space: Space, placements: list[Placement], clo
     """
     margin, simulated, placements = MARGIN, list[Candidate](), [*placements]
     waiting: list[Candidate] = []  # further candidates of the placements that are always tried
-    always_tried = _always_tried(placements, len(evaluator.site.fabrics))
+    always_tried = _always_tried(placements, len(evaluator.site.pools))
     for index in always_tried:
         if candidates := sorted(evaluator.candidates(placements[index]), key=lambda c: (c.bound, c.sort_key())):
             simulated.append(evaluator.simulate(candidates[0], ROUGH))
@@ -114,11 +114,9 @@ def explore(evaluator: Evaluator, space: Space, placements: list[Placement], clo
     return Exploration(sorted(simulated, key=Candidate.sort_key), bound_s if queue else inf)
 
 
-def _always_tried(placements: list[Placement], fabric_count: int) -> tuple[int, ...]:
-    """Return the indices of the best placement on each fabric alone, each pair and all: they are always simulated."""
+def _always_tried(placements: list[Placement], pool_count: int) -> tuple[int, ...]:
+    """Return the indices of the best placement on each pool alone, each pair and all: they are always simulated."""
     first = {
-        p.fabrics: index
-        for index, p in reversed([*enumerate(placements)])
-        if is_always_tried(len(p.fabrics), fabric_count)
+        p.pools: index for index, p in reversed([*enumerate(placements)]) if is_always_tried(len(p.pools), pool_count)
     }
     return tuple(sorted(first.values()))

@@ -1,7 +1,7 @@
-"""Hierarchical placements: whole pipelines in each fabric, or in each node of one, and data parallelism across them.
+"""Hierarchical placements: whole pipelines in each pool, or in each node of one, and data parallelism across them.
 
 Here tau is the seconds of one micro-batch, forward and backward, in the layers of the slowest stage. The data-parallel
-ranks are divided into optimizer instances of equal size, each inside one fabric.
+ranks are divided into optimizer instances of equal size, each inside one pool.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from holmes_hpc.planning.search.estimate import Estimate, Limit
-from holmes_hpc.planning.search.fabric_costs import FabricCosts
 from holmes_hpc.planning.search.placement import Placement
+from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import divisors
 
 MAX_STAGES = 64
 
 
-def hierarchies(costs: FabricCosts, dp: int, limit: Limit) -> Iterator[Placement]:
+def hierarchies(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
     """Yield the hierarchical placements of `dp` pipelines that `limit` admits, with the largest optimizer instances."""
-    fixed_pp, edge_s = costs.options.stages, 1 / costs.between_gbps  # of a transfer of 1 Gb between two fabrics
+    fixed_pp, edge_s = costs.options.stages, 1 / costs.between_gbps  # of a transfer of 1 Gb between two pools
     depths = np.array([fixed_pp] if fixed_pp else range(1, min(costs.layers, MAX_STAGES) + 1))
     depths = depths[(depths <= costs.layers) & (depths * costs.tp * dp <= costs.ranks.sum())]
     per_stage, chunks = -(-costs.layers // depths), costs.max_chunks_array(depths, costs.micro_batches // dp)
@@ -36,16 +36,16 @@ def hierarchies(costs: FabricCosts, dp: int, limit: Limit) -> Iterator[Placement
         units = [gpus // gcd(gpus, pp * costs.tp) for gpus in costs.gpus_per_node.tolist()]
         maxima = [ranks // (pp * costs.tp) // u * u for ranks, u in zip(costs.ranks.tolist(), units, strict=True)]
         is_too_slow = partial(_is_too_slow, costs, dp, pp, limit)
-        for counts, instance_dp in _splits(costs, dp, maxima, units, _single_fabrics(costs, pp), is_too_slow):
-            used = costs.order_fabrics([f for f, n in enumerate(counts) if n], edge_s, is_ring=True)
+        for counts, instance_dp in _splits(costs, dp, maxima, units, _single_pools(costs, pp), is_too_slow):
+            used = costs.order_pools([f for f, n in enumerate(counts) if n], edge_s, is_ring=True)
             estimate = _estimate(costs, dp, pp, used, instance_dp)
-            if limit.admit(float(estimate.least_seconds()), frozenset(costs.available[f].fabric.name for f in used)):
+            if limit.admit(float(estimate.least_seconds()), frozenset(costs.available[f].pool.name for f in used)):
                 ranks_and_stages = {f: (counts[f] * pp * costs.tp, pp) for f in used}
                 yield costs.placement("hierarchical-dp", dp, ranks_and_stages, estimate, instances=dp // instance_dp)
 
 
 def _slowest_pipeline(
-    costs: FabricCosts, pp: Any, chunks: Any, dp: int, layer_s: float, transfer: float = 0.0, exposed: float = 0.0
+    costs: PoolCosts, pp: Any, chunks: Any, dp: int, layer_s: float, transfer: float = 0.0, exposed: float = 0.0
 ) -> Estimate:
     """Estimate the slowest pipeline, of `pp` stages (a number or an array) and at most `chunks` virtual stages.
 
@@ -69,10 +69,10 @@ def _slowest_pipeline(
 
 
 def _is_too_slow(
-    costs: FabricCosts, dp: int, pp: int, limit: Limit, choice: Sequence[int], names: frozenset[str]
+    costs: PoolCosts, dp: int, pp: int, limit: Limit, choice: Sequence[int], names: frozenset[str]
 ) -> bool:
-    """Return whether the compute time of pipelines of `pp` stages in the fabrics `choice` exceeds the limit.
-    `names`: of the fabrics."""
+    """Return whether the compute time of pipelines of `pp` stages in the pools `choice` exceeds the limit.
+    `names`: of the pools."""
     max_s = limit.max_s(names)
     if isinf(max_s):
         return False
@@ -81,11 +81,11 @@ def _is_too_slow(
     return micro_batches * (tau + costs.head_s / pp) + (pp - 1) * tau / costs.max_chunks(pp, micro_batches) > max_s
 
 
-def _single_fabrics(costs: FabricCosts, pp: int) -> frozenset[int]:
-    """Return the fabrics in which a hierarchical placement may use only that fabric.
+def _single_pools(costs: PoolCosts, pp: int) -> frozenset[int]:
+    """Return the pools in which a hierarchical placement may use only that pool.
 
-    A pipeline of `pp` stages must fit into one node there; longer pipelines in one fabric belong to :mod:`.pipelines`.
-    The result is empty for one stage, and if the user asks for a hierarchy on several fabrics: it spans at least two.
+    A pipeline of `pp` stages must fit into one node there; longer pipelines in one pool belong to :mod:`.pipelines`.
+    The result is empty for one stage, and if the user asks for a hierarchy on several pools: it spans at least two.
     """
     if pp == 1 or (costs.options.strategy != "auto" and len(costs.available) > 1):
         return frozenset()
@@ -93,30 +93,30 @@ def _single_fabrics(costs: FabricCosts, pp: int) -> frozenset[int]:
 
 
 def _splits(
-    costs: FabricCosts,
+    costs: PoolCosts,
     dp: int,
     maxima: Sequence[int],
     units: Sequence[int],
-    single_fabrics: frozenset[int],
+    single_pools: frozenset[int],
     is_left_out: Callable[[Sequence[int], frozenset[str]], bool],
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (pipelines of each fabric, DP of an optimizer instance) for each choice of fabrics.
+    """Yield (pipelines of each pool, DP of an optimizer instance) for each choice of pools.
 
-    A choice has two or more fabrics, or one of `single_fabrics`. `maxima`: the most pipelines in each fabric. `units`:
-    the fewest pipelines that fill whole nodes there. `is_left_out`: (fabrics of a choice, their names) -> skip it.
+    A choice has two or more pools, or one of `single_pools`. `maxima`: the most pipelines in each pool. `units`:
+    the fewest pipelines that fill whole nodes there. `is_left_out`: (pools of a choice, their names) -> skip it.
     """
     if costs.is_fixed:
-        if sum(maxima) == dp and all(maxima) and (len(maxima) > 1 or single_fabrics):
+        if sum(maxima) == dp and all(maxima) and (len(maxima) > 1 or single_pools):
             yield tuple(maxima), gcd(*maxima)
         return
-    for choice, names in costs.fabric_choices:
-        can_fit = sum(maxima[f] for f in choice) >= dp and (len(choice) > 1 or choice[0] in single_fabrics)
+    for choice, names in costs.pool_choices:
+        can_fit = sum(maxima[f] for f in choice) >= dp and (len(choice) > 1 or choice[0] in single_pools)
         if not can_fit or is_left_out(choice, names):
             continue
         largest_first = sorted(choice, key=lambda f: (-maxima[f], f))
         for instance_dp in (dp,) if len(choice) == 1 else reversed(divisors(dp)):
             steps = {f: lcm(instance_dp, units[f]) for f in choice}
-            counts = [steps.get(f, 0) for f in range(len(maxima))]  # every fabric gets a share
+            counts = [steps.get(f, 0) for f in range(len(maxima))]  # every pool gets a share
             unassigned = dp - sum(counts)
             if unassigned < 0 or any(counts[f] > maxima[f] for f in choice):
                 continue
@@ -129,8 +129,8 @@ def _splits(
                 break
 
 
-def _estimate(costs: FabricCosts, dp: int, pp: int, used: list[int], instance_dp: int) -> Estimate:
-    """Estimate the step of pipelines in the fabrics `used`, with optimizer instances of `instance_dp` ranks."""
+def _estimate(costs: PoolCosts, dp: int, pp: int, used: list[int], instance_dp: int) -> Estimate:
+    """Estimate the step of pipelines in the pools `used`, with optimizer instances of `instance_dp` ranks."""
     per_stage, chunks = -(-costs.layers // pp), costs.max_chunks(pp, costs.micro_batches // dp)
     across = costs.cached(costs.ring_s, tuple(used)) * per_stage / instance_dp if instance_dp < dp else 0.0
     reduce, gather = costs.cached(costs.sync_s, instance_dp, min(pp, costs.node_stride))

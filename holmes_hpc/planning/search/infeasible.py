@@ -16,7 +16,7 @@ from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.layers import chunk_layers, uniform_layers
 from holmes_hpc.planning.search.placement import Placement
-from holmes_hpc.planning.search.problem import available_fabrics, divisors
+from holmes_hpc.planning.search.problem import available_pools, divisors
 from holmes_hpc.planning.search.space import Space
 
 MAX_PLACEMENTS = 100  # the most whose memory is computed: those with the largest TP x PP
@@ -24,7 +24,7 @@ MAX_PLACEMENTS = 100  # the most whose memory is computed: those with the larges
 
 def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:
     """Raise PlanError for the first size that does not divide. Call it if no placement divides everything."""
-    size, micro_size, available = batch.global_size, batch.micro_size, available_fabrics(site, options)
+    size, micro_size, available = batch.global_size, batch.micro_size, available_pools(site, options)
     tp, dp, pp = (n or 1 for n in (options.tp, options.dp, options.stages))
     micro_batches, is_fixed = size // micro_size, not options.search_micro_size
     ranks = sum(a.nodes * a.gpus_per_node for a in available)
@@ -38,7 +38,7 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
         )
         if value not in (None, "auto")
     )
-    nodes = ", ".join(f"{a.nodes} {a.fabric.name}" for a in available)
+    nodes = ", ".join(f"{a.nodes} {a.pool.name}" for a in available)
     PlanError.refuse(
         (
             is_fixed and size % micro_size,
@@ -47,7 +47,7 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
             "choose a multiple, or plan.search_micro_size=true",
         ),
         *indivisible_sizes(model, tp),
-        *(tp_across_nodes(tp, a.gpus_per_node, f"fabric {a.fabric.name}") for a in available),
+        *(tp_across_nodes(tp, a.gpus_per_node, f"pool {a.pool.name}") for a in available),
         (
             is_fixed and micro_batches % dp,
             f"global_size {size} is not a multiple of micro_size {micro_size} x DP {dp}",
@@ -162,8 +162,8 @@ def _fitting_changes(evaluator: Evaluator, o: PlanOptions, missing: Shortage) ->
             yield "batch.micro_size=1"
     first_factor = int(-(-missing.need // (missing.need - missing.bytes)))  # needed over available bytes
     for factor in (first_factor, 2 * first_factor):
-        fabrics = tuple(replace(f, nodes=factor * f.nodes, node_names=()) for f in site.fabrics)
-        least = _search_shortage(evaluator, batch, replace(site, fabrics=fabrics), o)
+        pools = tuple(replace(f, nodes=factor * f.nodes, node_names=()) for f in site.pools)
+        least = _search_shortage(evaluator, batch, replace(site, pools=pools), o)
         if least is not None and least.fits:
             yield f"{factor} times as many nodes"
             return

@@ -44,7 +44,7 @@ def uniform_layers(layout: Layout) -> np.ndarray:
 def proportional_layers(layout: Layout) -> np.ndarray:
     """Return layers by the paper's self-adapting partition: stage i gets floor(N * S_i / sum of all S) of N layers.
 
-    The last stage gets the remainder, which may be too few. S_i is the speed of the stage's fabric: one over the
+    The last stage gets the remainder, which may be too few. S_i is the speed of the stage's pool: one over the
     predicted seconds in which uniform layers keep it busy with compute and data-parallel traffic.
     """
     layers, chunks = layout.model.layers, layout.parallel.virtual_stages

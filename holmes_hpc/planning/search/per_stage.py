@@ -29,7 +29,7 @@ from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS
 from holmes_hpc.planning.search.explore import MAX_OVERESTIMATE, Clock
 from holmes_hpc.planning.search.layers import assign_all
 from holmes_hpc.planning.search.placement import component
-from holmes_hpc.planning.search.problem import AvailableFabric, Problem, available_fabrics
+from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools
 from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 
 MAX_SHAPES = 400  # the most whose memory is checked
@@ -121,7 +121,7 @@ class _Simulated:
 def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOROUGH) -> list[Variant]:
     """Return the variants with the shortest steps, the shortest first.
     The list is empty if no shape is estimated to take less than `max_s`."""
-    options, done, available = problem.options, _Simulated(clock), available_fabrics(problem.site, problem.options)
+    options, done, available = problem.options, _Simulated(clock), available_pools(problem.site, problem.options)
 
     def simulate(shape: Shape) -> None:
         done.shapes.add(shape)
@@ -164,17 +164,17 @@ def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock, e
     return sorted([*refined, *candidates], key=lambda v: v.seconds)
 
 
-def _balanced_variant(problem: Problem, available: list[AvailableFabric], shape: Shape) -> Variant | None:
+def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: Shape) -> Variant | None:
     """Return a shape with balanced layers and the passes in flight that hide the transfers, as far as memory allows.
 
     Return None if it does not fit.
     """
     model, batch, site, options, costs = problem
     components, sizes = list[Component](), list[StageParallel]()
-    for index, stages_on_fabric in groupby(shape.stages, key=lambda stage: stage[0]):
-        fabric, stages = available[index], list(stages_on_fabric)
-        gpus, all_nodes = fabric.gpus_per_node, sum(nodes for _, nodes, _ in stages)
-        components.append(component(fabric.fabric, all_nodes, gpus, first_stage=len(sizes), stages=len(stages)))
+    for index, stages_on_pool in groupby(shape.stages, key=lambda stage: stage[0]):
+        pool, stages = available[index], list(stages_on_pool)
+        gpus, all_nodes = pool.gpus_per_node, sum(nodes for _, nodes, _ in stages)
+        components.append(component(pool.pool, all_nodes, gpus, first_stage=len(sizes), stages=len(stages)))
         sizes += [StageParallel(tp, nodes * gpus // tp) for _, nodes, tp in stages]
     try:
         layout = Layout(

@@ -1,8 +1,8 @@
-"""Pipeline placements: each fabric holds consecutive stages.
+"""Pipeline placements: each pool holds consecutive stages.
 
-Every stage is a block of TP x DP GPUs, so a fabric holds at most a fixed number of stages. The longest time tau that a
+Every stage is a block of TP x DP GPUs, so a pool holds at most a fixed number of stages. The longest time tau that a
 stage computes for one micro-batch decides how good a placement is. For each tau that a whole number of layers can take,
-each choice of fabrics is filled with stages until all layers are assigned. With fewer stages, tau would be longer; with
+each choice of pools is filled with stages until all layers are assigned. With fewer stages, tau would be longer; with
 more, only the pipeline's fill. If there are few combinations of stage counts, all of them are listed instead.
 """
 
@@ -16,22 +16,22 @@ import numpy as np
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.search.estimate import Estimate, Limit, is_always_tried
-from holmes_hpc.planning.search.fabric_costs import FabricCosts
 from holmes_hpc.planning.search.placement import Placement, spanning_tree_edges
+from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import is_allowed
 
 FEW_COMBINATIONS = 512  # up to this number of combinations of stage counts, all are listed
 MAX_PLACEMENTS = 32  # of one TP, DP and micro-batch size
-PLACEMENTS_PER_CHOICE = 2  # besides those: of each fabric alone, each pair and all fabrics
+PLACEMENTS_PER_CHOICE = 2  # besides those: of each pool alone, each pair and all pools
 FRONT_LOADED_SHARE = 0.5  # the least share of data-parallel traffic that remains if the first stages have more layers
 
 
-def pipelines(costs: FabricCosts, dp: int, limit: Limit) -> Iterator[Placement]:
+def pipelines(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
     """Yield the pipeline placements that fill whole nodes and that `limit` admits."""
     block, options, layers = costs.tp * dp, costs.options, costs.layers
-    if all(costs.bound_on_s(dp, choice) > limit.max_s(names) for choice, names in costs.fabric_choices):
+    if all(costs.bound_on_s(dp, choice) > limit.max_s(names) for choice, names in costs.pool_choices):
         return
-    # Per fabric: the fewest stages that fill whole nodes, and the most stages.
+    # Per pool: the fewest stages that fill whole nodes, and the most stages.
     units = np.array([gpus // gcd(gpus, block) for gpus in costs.gpus_per_node.tolist()])
     maxima = np.minimum(costs.ranks // block, layers) // units * units
     if costs.is_fixed:
@@ -54,10 +54,10 @@ def pipelines(costs: FabricCosts, dp: int, limit: Limit) -> Iterator[Placement]:
     seconds = estimate.least_seconds()
     for index in _shortest(counts, seconds):
         choice = np.flatnonzero(counts[index]).tolist()
-        names = frozenset(costs.available[f].fabric.name for f in choice)
+        names = frozenset(costs.available[f].pool.name for f in choice)
         if not limit.admit(float(seconds[index]), names):
             continue
-        choice = costs.order_fabrics(choice, costs.cached(costs.transfers_s, dp)[1])
+        choice = costs.order_pools(choice, costs.cached(costs.transfers_s, dp)[1])
         ranks_and_stages = {f: (int(counts[index, f]) * block, int(counts[index, f])) for f in choice}
         yield costs.placement(
             "one-fabric" if len(choice) == 1 else "pipeline", dp, ranks_and_stages, estimate.at(index)
@@ -65,32 +65,32 @@ def pipelines(costs: FabricCosts, dp: int, limit: Limit) -> Iterator[Placement]:
 
 
 def _shortest(counts: np.ndarray, seconds: np.ndarray) -> list[int]:
-    """Return the indices of the shortest estimates, and of the best of each fabric, each pair and all, shortest first.
+    """Return the indices of the shortest estimates, and of the best of each pool, each pair and all, shortest first.
 
-    `counts`: the stages of each fabric, (placements, F). `seconds`: the estimates, (placements,).
+    `counts`: the stages of each pool, (placements, F). `seconds`: the estimates, (placements,).
     """
-    order, used, fabric_count = np.argsort(seconds, kind="stable"), counts > 0, counts.shape[1]
+    order, used, pool_count = np.argsort(seconds, kind="stable"), counts > 0, counts.shape[1]
     selected = [order[:MAX_PLACEMENTS]]
-    choices = (used @ (1 << np.arange(fabric_count)))[order]  # the fabrics of each placement, a bit for each
+    choices = (used @ (1 << np.arange(pool_count)))[order]  # the pools of each placement, a bit for each
     for choice in np.unique(choices):
         with_choice = order[choices == choice]
-        if is_always_tried(int(used[with_choice[0]].sum()), fabric_count):
+        if is_always_tried(int(used[with_choice[0]].sum()), pool_count):
             selected.append(with_choice[:PLACEMENTS_PER_CHOICE])
     indices: list[int] = order[np.isin(order, np.concatenate(selected))].tolist()
     return indices
 
 
 def _filled(
-    costs: FabricCosts, dp: int, maxima: np.ndarray, units: np.ndarray, limit: Limit
+    costs: PoolCosts, dp: int, maxima: np.ndarray, units: np.ndarray, limit: Limit
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (stages of each fabric, (placements, F); tau, (placements,)) within the limit.
+    """Return (stages of each pool, (placements, F); tau, (placements,)) within the limit.
 
-    For each tau, each choice of fabrics is filled with stages that take at most tau, the fastest fabric first. Each of
-    its fabrics in turn is the last one, which need not be full. `maxima`, `units`: as in :func:`pipelines`.
+    For each tau, each choice of pools is filled with stages that take at most tau, the fastest pool first. Each of
+    its pools in turn is the last one, which need not be full. `maxima`, `units`: as in :func:`pipelines`.
     """
-    all_counts, all_taus, fabric_count = [np.zeros((0, len(maxima)), dtype=int)], [np.zeros(0)], len(maxima)
+    all_counts, all_taus, pool_count = [np.zeros((0, len(maxima)), dtype=int)], [np.zeros(0)], len(maxima)
     layers_per_s, micro_batches = (maxima / costs.layer_s).tolist(), costs.micro_batches // dp
-    for choice, names in costs.fabric_choices:
+    for choice, names in costs.pool_choices:
         total_rate = sum(layers_per_s[f] for f in choice)
         if not total_rate:
             continue
@@ -100,10 +100,10 @@ def _filled(
         tau, max_layers = costs.taus[start:end], costs.layers_in_tau[start:end]
         if not len(tau):
             continue
-        fastest_first = sorted(choice, key=lambda f: (costs.layer_s_list[f], -costs.available[f].fabric.data_gbps, f))
+        fastest_first = sorted(choice, key=lambda f: (costs.layer_s_list[f], -costs.available[f].pool.data_gbps, f))
         for last in fastest_first:
             unassigned = np.full(len(tau), costs.layers)
-            counts = np.zeros((len(tau), fabric_count), dtype=int)
+            counts = np.zeros((len(tau), pool_count), dtype=int)
             for f in [f for f in fastest_first if f != last] + [last]:
                 per_stage = np.maximum(max_layers[:, f], 1)
                 stages = -(-np.maximum(unassigned, 0) // per_stage)
@@ -114,22 +114,22 @@ def _filled(
             all_taus.append(tau[unassigned <= 0])
     counts, tau = np.concatenate(all_counts), np.concatenate(all_taus)
     by_tau = np.argsort(tau, kind="stable")
-    codes = counts @ (costs.layers + 1.0) ** np.arange(fabric_count)  # equal for equal stage counts
+    codes = counts @ (costs.layers + 1.0) ** np.arange(pool_count)  # equal for equal stage counts
     unique = by_tau[np.unique(codes[by_tau], return_index=True)[1]]  # of equal stage counts, those with the least tau
     return counts[unique], tau[unique]
 
 
-def _least_tau(costs: FabricCosts, counts: np.ndarray) -> np.ndarray:
+def _least_tau(costs: PoolCosts, counts: np.ndarray) -> np.ndarray:
     """Return the least time of the slowest stage with whole layers, (placements,); infinite if none is enough."""
     is_enough = np.minimum(costs.layers_in_tau, costs.layers) @ counts.T >= costs.layers  # (T, placements)
     return np.where(is_enough.any(axis=0), costs.taus[np.argmax(is_enough, axis=0)], np.inf)
 
 
-def _estimate(costs: FabricCosts, counts: np.ndarray, tau: np.ndarray, dp: int) -> Estimate:
+def _estimate(costs: PoolCosts, counts: np.ndarray, tau: np.ndarray, dp: int) -> Estimate:
     """Estimate the step of each placement; infinite if the weights alone do not fit."""
     stages, micro_batches, used = counts.sum(axis=1), costs.micro_batches // dp, counts > 0
     reduce, gather = costs.sync_s(dp)
-    layers = tau[:, None] / costs.layer_s * used  # that a stage of each fabric can compute, more than it has
+    layers = tau[:, None] / costs.layer_s * used  # that a stage of each pool can compute, more than it has
     layers *= np.minimum(1, costs.layers / np.maximum((layers * counts).sum(axis=1), 1e-9))[:, None]
     inside, between = costs.cached(costs.transfers_s, dp)
     slowest_edge, all_edges = spanning_tree_edges(between, used)

@@ -1,6 +1,6 @@
 """A placement: which nodes hold which stages, before layers, schedule and recomputation are chosen.
 
-Also the order of its fabrics along the pipeline, if some pairs of fabrics have slower links than others.
+Also the order of its pools along the pipeline, if some pairs of pools have slower links than others.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from itertools import pairwise
 
 import numpy as np
 
-from holmes_hpc.fabric.site import Fabric
+from holmes_hpc.fabric.site import Pool
 from holmes_hpc.planning.plan.parts import Component
 from holmes_hpc.planning.search.estimate import Estimate
 
 
 @dataclass(frozen=True)
 class Block:
-    """Nodes of one fabric and the number of pipeline stages on them (all stages in a hierarchical placement)."""
+    """Nodes of one pool and the number of pipeline stages on them (all stages in a hierarchical placement)."""
 
-    fabric: Fabric
+    pool: Pool
     nodes: int
     gpus_per_node: int
     stages: int
 
 
-def component(fabric: Fabric, nodes: int, gpus_per_node: int, first_stage: int, stages: int) -> Component:
+def component(pool: Pool, nodes: int, gpus_per_node: int, first_stage: int, stages: int) -> Component:
     """Return the component of `nodes` nodes that holds `stages` stages from `first_stage` on."""
     indices = range(first_stage, first_stage + stages)
-    return Component(fabric.partition, fabric.constraint, fabric.name, nodes, gpus_per_node, tuple(indices))
+    return Component(pool.partition, pool.constraint, pool.name, nodes, gpus_per_node, tuple(indices))
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Placement:
         return float(self.estimate.least_seconds())
 
     @property
-    def fabrics(self) -> frozenset[str]:
-        return frozenset(b.fabric.name for b in self.blocks)
+    def pools(self) -> frozenset[str]:
+        return frozenset(b.pool.name for b in self.blocks)
 
     @property
     def pp(self) -> int:
@@ -66,21 +66,21 @@ class Placement:
         return sum(b.nodes * b.gpus_per_node for b in self.blocks)
 
     def sort_key(self) -> tuple[float, int, int, tuple[tuple[str, int], ...]]:
-        return self.estimate_s, self.gpus, self.tp, tuple((b.fabric.name, b.nodes) for b in self.blocks)
+        return self.estimate_s, self.gpus, self.tp, tuple((b.pool.name, b.nodes) for b in self.blocks)
 
 
 def spanning_tree_edges(edge_s: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the longest edge, the sum of all edges) between the fabrics of each placement, (placements,) each.
+    """Return (the longest edge, the sum of all edges) between the pools of each placement, (placements,) each.
 
-    The edges are those of the minimum spanning tree (Prim 1957), a lower bound for every order of the fabrics.
-    `edge_s`: seconds between any two fabrics, (F, F). `used`: the fabrics of each placement, (placements, F).
+    The edges are those of the minimum spanning tree (Prim 1957), a lower bound for every order of the pools.
+    `edge_s`: seconds between any two fabrics, (F, F). `used`: the pools of each placement, (placements, F).
     """
-    indices, fabric_count = np.arange(len(used)), used.shape[1]
+    indices, pool_count = np.arange(len(used)), used.shape[1]
     in_tree = np.zeros_like(used)
     in_tree[indices, used.argmax(axis=1)] = True
     nearest_s = np.where(used, edge_s[used.argmax(axis=1)], np.inf)
     longest, total = np.zeros(len(used)), np.zeros(len(used))
-    for _ in range(fabric_count - 1):
+    for _ in range(pool_count - 1):
         nearest_s[in_tree] = np.inf
         nearest = nearest_s.argmin(axis=1)
         edge = nearest_s[indices, nearest]
@@ -91,10 +91,10 @@ def spanning_tree_edges(edge_s: np.ndarray, used: np.ndarray) -> tuple[np.ndarra
     return longest, total
 
 
-def shortest_order(edge_s: np.ndarray, fabrics: list[int], is_ring: bool = False) -> list[int]:
-    """Return the fabrics in an order with short edges: each followed by the nearest unvisited one.
+def shortest_order(edge_s: np.ndarray, pools: list[int], is_ring: bool = False) -> list[int]:
+    """Return the pools in an order with short edges: each followed by the nearest unvisited one.
 
-    Every fabric is tried as the first. If no order is better, `fabrics` stays as it is. `is_ring`: the last fabric
+    Every pool is tried as the first. If no order is better, `pools` stays as it is. `is_ring`: the last pool
     also has an edge to the first.
     """
 
@@ -103,11 +103,11 @@ def shortest_order(edge_s: np.ndarray, fabrics: list[int], is_ring: bool = False
         edges += [float(edge_s[order[-1], order[0]])] if is_ring else []
         return max(edges), sum(edges)
 
-    if len(fabrics) < 3:
-        return fabrics
-    best_order, best_lengths = fabrics, edge_lengths(fabrics)
-    for first in fabrics:
-        order, unvisited = [first], [f for f in fabrics if f != first]
+    if len(pools) < 3:
+        return pools
+    best_order, best_lengths = pools, edge_lengths(pools)
+    for first in pools:
+        order, unvisited = [first], [f for f in pools if f != first]
         while unvisited:
             order.append(min(unvisited, key=lambda f: edge_s[order[-1], f]))
             unvisited.remove(order[-1])

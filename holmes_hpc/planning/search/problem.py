@@ -1,4 +1,4 @@
-"""The planning problem and its choices: available nodes and GPUs per fabric, TP and micro-batch sizes."""
+"""The planning problem and its choices: available nodes and GPUs per pool, TP and micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Fabric, Site
+from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.parallel import indivisible_sizes
 
@@ -28,47 +28,46 @@ class Problem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AvailableFabric:
-    """A fabric that a plan may use: at most `nodes` nodes (all of them if `is_fixed`), `gpus_per_node` ranks each."""
+class AvailablePool:
+    """A pool that a plan may use: at most `nodes` nodes (all of them if `is_fixed`), `gpus_per_node` ranks each."""
 
-    fabric: Fabric
+    pool: Pool
     nodes: int
     gpus_per_node: int
     is_fixed: bool
 
 
-def available_fabrics(site: Site, options: PlanOptions) -> list[AvailableFabric]:
-    """Return the fabrics that the options allow. Raise PlanError for fabrics, nodes or GPUs that the site lacks."""
-    node_limits: Mapping[str, int | None] = options.nodes or {f.name: None for f in site.fabrics}
-    fabrics = sorted((site.fabric(name) for name in node_limits), key=site.fabrics.index)
+def available_pools(site: Site, options: PlanOptions) -> list[AvailablePool]:
+    """Return the pools that the options allow. Raise PlanError for pools, nodes or GPUs that the site lacks."""
+    node_limits: Mapping[str, int | None] = options.nodes or {f.name: None for f in site.pools}
+    pools = sorted((site.pool(name) for name in node_limits), key=site.pools.index)
     available = [
-        AvailableFabric(
+        AvailablePool(
             f,
             node_limits[f.name] or f.nodes,
             options.gpus_per_node or f.gpus_per_node,
             is_fixed=node_limits[f.name] is not None,
         )
-        for f in fabrics
+        for f in pools
     ]
     unused = [name for name in options.fabric_order or () if name not in node_limits]
     PlanError.refuse(
         (unused, f"it names {', '.join(unused)}", "plan.fabric_order", f"choose from {', '.join(node_limits)}"),
         *(
             (
-                a.nodes > a.fabric.nodes,
-                f"{a.nodes} nodes requested, the site has {a.fabric.nodes}",
-                f"plan.nodes.{a.fabric.name}",
-                f"use at most {a.fabric.nodes}",
+                a.nodes > a.pool.nodes,
+                f"{a.nodes} nodes requested, the site has {a.pool.nodes}",
+                f"plan.nodes.{a.pool.name}",
+                f"use at most {a.pool.nodes}",
             )
             for a in available
         ),
         *(
             (
-                a.gpus_per_node > a.fabric.gpus_per_node,
-                f"{a.gpus_per_node} GPUs per node requested, a node of fabric {a.fabric.name} has"
-                f" {a.fabric.gpus_per_node}",
+                a.gpus_per_node > a.pool.gpus_per_node,
+                f"{a.gpus_per_node} GPUs per node requested, a node of pool {a.pool.name} has {a.pool.gpus_per_node}",
                 "plan.gpus_per_node",
-                f"use at most {a.fabric.gpus_per_node}",
+                f"use at most {a.pool.gpus_per_node}",
             )
             for a in available
         ),
@@ -76,16 +75,16 @@ def available_fabrics(site: Site, options: PlanOptions) -> list[AvailableFabric]
     return available
 
 
-def tp_sizes(model: ModelSpec, options: PlanOptions, available: list[AvailableFabric]) -> list[int]:
+def tp_sizes(model: ModelSpec, options: PlanOptions, available: list[AvailablePool]) -> list[int]:
     """Return the TPs to try, which divide the widths of the model's layers: the user's, or all up to a node's GPUs."""
     sizes = [options.tp] if options.tp else range(1, max(a.gpus_per_node for a in available) + 1)
     return [tp for tp in sizes if not indivisible_sizes(model, tp)]
 
 
-def is_allowed(options: PlanOptions, layers: int, stages: Any, fabrics: Any) -> Any:
-    """Return whether a placement may have `stages` stages on `fabrics` fabrics (counts, or arrays of counts)."""
+def is_allowed(options: PlanOptions, layers: int, stages: Any, pools: Any) -> Any:
+    """Return whether a placement may have `stages` stages on `pools` pools (counts, or arrays of counts)."""
     has_valid_stages = (stages >= 1) & (stages <= layers) & (stages == (options.stages or stages))
-    return has_valid_stages & {"one-fabric": fabrics == 1, "pipeline": fabrics > 1}.get(options.strategy, fabrics >= 1)
+    return has_valid_stages & {"one-fabric": pools == 1, "pipeline": pools > 1}.get(options.strategy, pools >= 1)
 
 
 @lru_cache(maxsize=512)

@@ -14,18 +14,18 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.estimate import FEW_PLACEMENTS, Limit
-from holmes_hpc.planning.search.fabric_costs import FabricCosts
 from holmes_hpc.planning.search.hierarchies import hierarchies
 from holmes_hpc.planning.search.pipelines import pipelines
 from holmes_hpc.planning.search.placement import Placement
-from holmes_hpc.planning.search.problem import Problem, available_fabrics, divisors, micro_sizes, tp_sizes
+from holmes_hpc.planning.search.pool_costs import PoolCosts
+from holmes_hpc.planning.search.problem import Problem, available_pools, divisors, micro_sizes, tp_sizes
 
 EVEN_MICRO_BATCHES = 16  # a batch with a multiple of this many micro-batches divides well
 MAX_BATCH_CHANGE = 0.03  # a nearby batch differs by no more than this
 MAX_BATCHES_TRIED = 3
 MIN_BATCH_GAIN = 0.05  # more samples per second than this are worth a note
 
-MARGIN = 1.3  # a placement waits if its estimate is longer than the best on the same fabrics by more than this
+MARGIN = 1.3  # a placement waits if its estimate is longer than the best on the same pools by more than this
 
 
 class Space:
@@ -33,7 +33,7 @@ class Space:
 
     def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
-        layers, self.available = options.layers_per_stage or (model.layers,), available_fabrics(site, options)
+        layers, self.available = options.layers_per_stage or (model.layers,), available_pools(site, options)
         PlanError.refuse(
             (
                 sum(layers) != model.layers,
@@ -43,38 +43,38 @@ class Space:
             ),
             (
                 options.strategy == "pipeline" and len(self.available) == 1,
-                f"a pipeline needs two fabrics or more, there is only {self.available[0].fabric.name}",
+                f"a pipeline needs two pools or more, there is only {self.available[0].pool.name}",
                 "plan.strategy",
-                "use one-fabric or auto, or add nodes of a second fabric",
+                "use one-fabric or auto, or add nodes of a second one",
             ),
         )
         self.is_complete = True  # set by placements(): no placement was pruned
-        self._fabric_costs: list[FabricCosts] = []
+        self._pool_costs: list[PoolCosts] = []
         for micro_size in micro_sizes(batch, options):
             for tp in tp_sizes(model, options, self.available) if batch.global_size % micro_size == 0 else ():
                 usable = [a for a in self.available if a.gpus_per_node % tp == 0]
                 if usable and (len(usable) == len(self.available) or not any(a.is_fixed for a in self.available)):
                     problem = Problem(model, batch, site, options, costs)
-                    self._fabric_costs.append(FabricCosts(problem, micro_size, tp, usable))
+                    self._pool_costs.append(PoolCosts(problem, micro_size, tp, usable))
 
     def placements(self, margin: float = MARGIN) -> list[Placement]:
-        """Return the placements whose estimate is at most `margin` times the best on the same fabrics.
+        """Return the placements whose estimate is at most `margin` times the best on the same pools.
 
         They are sorted by estimate; ties by fewer GPUs, smaller TP and names.
         """
         limit, placements = Limit(len(self.available), margin), list[Placement]()
         for _, index, dp in sorted(
             (costs.bound_s(dp), index, dp)
-            for index, costs in enumerate(self._fabric_costs)
+            for index, costs in enumerate(self._pool_costs)
             for dp in divisors(costs.micro_batches)
             if self.options.dp in (None, dp)
         ):
             if self.options.strategy != "hierarchical-dp":
-                placements += pipelines(self._fabric_costs[index], dp, limit)
+                placements += pipelines(self._pool_costs[index], dp, limit)
             if self.options.strategy in ("auto", "hierarchical-dp"):
-                placements += hierarchies(self._fabric_costs[index], dp, limit)
+                placements += hierarchies(self._pool_costs[index], dp, limit)
         self.is_complete = limit.count <= FEW_PLACEMENTS
-        return sorted((p for p in placements if p.estimate_s <= limit.max_s(p.fabrics)), key=Placement.sort_key)
+        return sorted((p for p in placements if p.estimate_s <= limit.max_s(p.pools)), key=Placement.sort_key)
 
 
 def nearby_batch(problem: Problem, best: Placement, step_s: float) -> Batch | None:

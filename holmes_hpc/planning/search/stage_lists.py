@@ -1,7 +1,7 @@
-"""Lists of stages, each stage as (index of its fabric, nodes, TP): their orders, and lists one change away.
+"""Lists of stages, each stage as (index of its pool, nodes, TP): their orders, and lists one change away.
 
-A table holds how many layers the stages on one fabric can compute in a given time, by dynamic programming over the
-fabric's nodes.
+A table holds how many layers the stages on one pool can compute in a given time, by dynamic programming over the
+pool's nodes.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from itertools import groupby, permutations, product
 
 import numpy as np
 
-from holmes_hpc.planning.search.problem import AvailableFabric
+from holmes_hpc.planning.search.problem import AvailablePool
 
 FEW_FABRICS = 3  # up to this number, all orders are tried
 Stages = tuple[tuple[int, int, int], ...]
 
 
 def stage_orders(stages: list[tuple[int, int, int]]) -> Iterator[Stages]:
-    """Yield the stages with the fabrics in other orders, and with each fabric's stages forward or reversed.
+    """Yield the stages with the pools in other orders, and with each pool's stages forward or reversed.
 
-    With more than FEW_FABRICS fabrics, only the given order and its reverse are tried, with all fabrics' stages alike.
+    With more than FEW_FABRICS pools, only the given order and its reverse are tried, with all pools' stages alike.
     """
-    parts = [tuple(part) for _, part in groupby(stages, key=lambda stage: stage[0])]  # the stages of each fabric
+    parts = [tuple(part) for _, part in groupby(stages, key=lambda stage: stage[0])]  # the stages of each pool
     if len(parts) <= FEW_FABRICS:
         orders = [choice for order in permutations(parts) for choice in product(*((p, p[::-1]) for p in order))]
     else:
@@ -31,7 +31,7 @@ def stage_orders(stages: list[tuple[int, int, int]]) -> Iterator[Stages]:
 
 
 def neighbours(stages: Stages) -> Iterator[Stages]:
-    """Yield the stages with one change on a fabric: one split, two merged or swapped, or a node moved between two."""
+    """Yield the stages with one change on a pool: one split, two merged or swapped, or a node moved between two."""
     for i, (f, nodes, tp) in enumerate(stages):
         above, below = stages[:i], stages[i + 1 :]
         for first in {1, nodes // 2, nodes - 1} - {0, nodes}:
@@ -46,7 +46,7 @@ def neighbours(stages: Stages) -> Iterator[Stages]:
 
 
 class StageTable:
-    """The layers that stages on one fabric can compute within each limit on a stage's time.
+    """The layers that stages on one pool can compute within each limit on a stage's time.
 
     `reach`: the most layers of k stages, (K + 1, limits). `tps`: the TPs that a stage may have. `per_tp`: for each TP,
     (seconds of a step per layer on 1 to N nodes, layers that fit there, seconds of a layer for one micro-batch).
@@ -56,7 +56,7 @@ class StageTable:
         self,
         tps: tuple[int, ...],
         per_tp: list[tuple[np.ndarray, np.ndarray, float]],
-        available: AvailableFabric,
+        available: AvailablePool,
         max_stages: int,
         stage_time_limits: np.ndarray,
     ) -> None:

@@ -1,8 +1,8 @@
 """Shapes of per-stage TP/DP layouts: the nodes and the TP of each stage, with the shortest estimated steps.
 
 The longest time tau that any stage computes in a step (its share of the micro-batches times its layers) decides how
-good a shape is. For each limit on tau in a series, dynamic programming over each fabric's nodes finds how many layers k
-stages can compute in that time. Each choice of stage counts per fabric gets the least tau in which all layers are
+good a shape is. For each limit on tau in a series, dynamic programming over each pool's nodes finds how many layers k
+stages can compute in that time. Each choice of stage counts per pool gets the least tau in which all layers are
 computed. Filling and draining the pipeline adds to the step.
 """
 
@@ -19,11 +19,11 @@ import numpy as np
 
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.planning.cost.memory import max_layers
-from holmes_hpc.planning.search.fabric_costs import FabricCosts
+from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import (
-    AvailableFabric,
+    AvailablePool,
     Problem,
-    available_fabrics,
+    available_pools,
     is_allowed,
     micro_sizes,
     tp_sizes,
@@ -31,8 +31,8 @@ from holmes_hpc.planning.search.problem import (
 from holmes_hpc.planning.search.stage_lists import Stages, StageTable, neighbours, stage_orders
 
 TAU_STEP, TAU_RANGE = 1.006, 1.8  # ratio of each tau to the one before, and of the last to the first
-MAX_STAGES = 12  # on one fabric
-MAX_COMBINATIONS = 8000  # of stage counts of all fabrics
+MAX_STAGES = 12  # on one pool
+MAX_COMBINATIONS = 8000  # of stage counts of all pools
 EQUAL_TP_FIRST, EQUAL_TP_MARGIN = 12, 1.3  # shapes per TP that come first, up to this many times the best estimate
 MAX_SHAPES = 24  # of one micro-batch size, recomputation and choice of TPs
 
@@ -44,7 +44,7 @@ MAX_RATIO, BISECTION_STEPS = 64, 14  # the longest estimate over the least tau; 
 
 @dataclass(frozen=True)
 class Shape:
-    """The nodes and the TP of each stage. `stages`: (index of the fabric, nodes, TP), fabric after fabric.
+    """The nodes and the TP of each stage. `stages`: (index of the pool, nodes, TP), pool after pool.
 
     `estimate`: seconds of the step, good enough to rank shapes.
     """
@@ -68,7 +68,7 @@ def best_shapes(problem: Problem, max_s: float = inf) -> list[Shape]:
     The best few with one TP for all stages come before them, because estimates of unequal TPs are too short.
     """
     options, batch, shapes = problem.options, problem.batch, list[Shape]()
-    available = available_fabrics(problem.site, options)
+    available = available_pools(problem.site, options)
     modes = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
     sizes = [m for m in micro_sizes(batch, options) if batch.global_size % m == 0]
     for micro_size, recompute in product(sizes, modes):
@@ -87,7 +87,7 @@ class _ShapeEstimator:
     """The shapes of one micro-batch size and recomputation, and their estimates."""
 
     def __init__(
-        self, problem: Problem, available: list[AvailableFabric], micro_size: int, recompute: str, max_s: float
+        self, problem: Problem, available: list[AvailablePool], micro_size: int, recompute: str, max_s: float
     ) -> None:
         self.model, self.options, self.cost_model = problem.model, problem.options, problem.costs
         self.available, self.max_s = available, max_s
@@ -95,21 +95,21 @@ class _ShapeEstimator:
         self.micro_batches = self.batch.micro_batches(1)
         problem = problem._replace(options=replace(self.options, recompute=recompute))
         self.costs_by_tp = {
-            tp: FabricCosts(problem, micro_size, tp, usable)
+            tp: PoolCosts(problem, micro_size, tp, usable)
             for tp in tp_sizes(self.model, self.options, available)
             if (usable := [a for a in available if a.gpus_per_node % tp == 0]) and self.batch.sequence_length % tp == 0
         }
 
-    def _stage(self, fabric: int, tp: int) -> tuple[np.ndarray, np.ndarray, float] | None:
-        """Return the costs of a stage with TP `tp` on 1 to N nodes of a fabric; None if TP does not divide a node.
+    def _stage(self, pool: int, tp: int) -> tuple[np.ndarray, np.ndarray, float] | None:
+        """Return the costs of a stage with TP `tp` on 1 to N nodes of a pool; None if TP does not divide a node.
 
         They are (seconds of a step per layer, (N,); layers that fit in memory, (N,); seconds of a layer for one
         micro-batch).
         """
-        available, costs = self.available[fabric], self.costs_by_tp[tp]
+        available, costs = self.available[pool], self.costs_by_tp[tp]
         if available.gpus_per_node % tp:
             return None
-        index, replicas_per_node = self._index(fabric, tp), available.gpus_per_node // tp
+        index, replicas_per_node = self._index(pool, tp), available.gpus_per_node // tp
         nodes = np.arange(1, available.nodes + 1)
         dp = nodes * replicas_per_node
         layer_s = costs.layer_s_list[index]
@@ -134,7 +134,7 @@ class _ShapeEstimator:
                         self.model,
                         self.batch,
                         self.cost_model,
-                        gpu=available.fabric.gpu,
+                        gpu=available.pool.gpu,
                         tp=tp,
                         sequence_parallel=sequence_parallel,
                         recompute=self.recompute,
@@ -150,13 +150,13 @@ class _ShapeEstimator:
 
     @cached_property
     def _stage_costs(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray, float]]:
-        """The :meth:`_stage` of each fabric and TP that have one."""
+        """The :meth:`_stage` of each pool and TP that have one."""
         costs = ((f, tp, self._stage(f, tp)) for f in range(len(self.available)) for tp in self.costs_by_tp)
         return {(f, tp): stage for f, tp, stage in costs if stage is not None}
 
     @cached_property
     def _tables(self) -> dict[tuple[int, tuple[int, ...]], StageTable]:
-        """The table of each fabric and choice of TPs: each TP alone, and all of them."""
+        """The table of each pool and choice of TPs: each TP alone, and all of them."""
         tables = {}
         for f, available in enumerate(self.available):
             per_tp = {tp: self._stage_costs[f, tp] for tp in self.costs_by_tp if (f, tp) in self._stage_costs}
@@ -168,7 +168,7 @@ class _ShapeEstimator:
 
     @property
     def _max_stages(self) -> int:
-        """The most stages on one fabric."""
+        """The most stages on one pool."""
         return min(MAX_STAGES, self.model.layers, int(MAX_COMBINATIONS ** (1 / len(self.available))) - 1)
 
     @cached_property
@@ -208,11 +208,11 @@ class _ShapeEstimator:
         return [shape for shape in shapes if shape.estimate < inf]
 
     def _tp_choices(self) -> list[tuple[tuple[int, ...], ...]]:
-        """Return the choices of TPs to search; a choice has the TPs that the stages on each fabric may have.
+        """Return the choices of TPs to search; a choice has the TPs that the stages on each pool may have.
 
-        On up to two fabrics, all combinations of one TP and all TPs; on more, each TP on all fabrics, and all TPs.
+        On up to two pools, all combinations of one TP and all TPs; on more, each TP on all pools, and all TPs.
         """
-        tp_sets = [[tps for f, tps in self._tables if f == fabric] for fabric in range(len(self.available))]
+        tp_sets = [[tps for f, tps in self._tables if f == pool] for pool in range(len(self.available))]
         if any(not sets for sets in tp_sets):
             return []
         if len(tp_sets) <= 2:
@@ -227,8 +227,8 @@ class _ShapeEstimator:
         ]
 
     def _best_lists(self, tables: list[StageTable]) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield the lists of stages with the shortest estimated steps, from one table per fabric."""
-        counts = np.array(list(product(*(range(len(t.reach)) for t in tables))))  # stages of each fabric
+        """Yield the lists of stages with the shortest estimated steps, from one table per pool."""
+        counts = np.array(list(product(*(range(len(t.reach)) for t in tables))))  # stages of each pool
         stages = counts.sum(axis=1)
         is_valid = is_allowed(self.options, self.model.layers, stages, (counts > 0).sum(axis=1))
         for f, available in enumerate(self.available):
@@ -244,7 +244,7 @@ class _ShapeEstimator:
         reach = np.stack([t.reach[counts[:, f], limit] for f, t in enumerate(tables)], axis=1)
         shares = reach / reach.sum(axis=1, keepdims=True)
         latency = shares @ np.array([t.layer_s for t in tables]) * self.model.layers  # of one micro-batch
-        transfer = np.zeros(len(counts))  # lower bound, with a fabric's stages as wide as possible
+        transfer = np.zeros(len(counts))  # lower bound, with a pool's stages as wide as possible
         for f, table in enumerate(tables if len(tables) > 1 else ()):
             least = min(self._transfers_s[f, g, table.tps[0]] for g in range(len(tables)) if g != f)
             has_edge = (counts[:, f] > 0) & (counts[:, f] < stages)
@@ -259,30 +259,30 @@ class _ShapeEstimator:
 
     def _all_lists(self) -> list[Stages] | None:
         """Return every possible list of stages, in every order; None if there are more than MAX_LISTED."""
-        count, per_fabric = factorial(len(self.available)), list[list[Stages]]()
+        count, per_pool = factorial(len(self.available)), list[list[Stages]]()
         for f, available in enumerate(self.available):
             tps = sum(available.gpus_per_node % tp == 0 for tp in self.costs_by_tp)
             count *= tps * (tps + 1) ** (available.nodes - 1) if available.is_fixed else (tps + 1) ** available.nodes
             if count > MAX_LISTED:
                 return None
-            per_fabric.append(self._lists_on(f))
+            per_pool.append(self._lists_on(f))
         lists = list[Stages]()
         for order in permutations(range(len(self.available))):
-            lists += [sum(parts, ()) for parts in product(*(per_fabric[f] for f in order))]
+            lists += [sum(parts, ()) for parts in product(*(per_pool[f] for f in order))]
         return [stages for stages in dict.fromkeys(lists) if self.is_allowed(stages)]
 
-    def _lists_on(self, fabric: int) -> list[Stages]:
-        """Return every list of stages on one fabric, including the empty one."""
-        available = self.available[fabric]
+    def _lists_on(self, pool: int) -> list[Stages]:
+        """Return every list of stages on one pool, including the empty one."""
+        available = self.available[pool]
         by_nodes: list[list[Stages]] = [[()]]  # by the number of nodes
         for nodes in range(1, available.nodes + 1):
             by_nodes.append(
                 [
-                    (*above, (fabric, n, tp))
+                    (*above, (pool, n, tp))
                     for n in range(1, nodes + 1)
                     for above in by_nodes[nodes - n]
                     for tp in self.costs_by_tp
-                    if (fabric, tp) in self._stage_costs
+                    if (pool, tp) in self._stage_costs
                 ]
             )
         return by_nodes[-1] if available.is_fixed else [stages for lists in by_nodes for stages in lists]
@@ -300,7 +300,7 @@ class _ShapeEstimator:
         transfers of one node take longer, they count instead.
         """
         m, costs, transfer = self.micro_batches, [], 0.0
-        nic_s = [[0.0, 0.0] for _ in stages]  # seconds that a node of each stage sends (inside its fabric, outside)
+        nic_s = [[0.0, 0.0] for _ in stages]  # seconds that a node of each stage sends (inside its pool, outside)
         for s, (f, nodes, tp) in enumerate(stages):
             step_s, fit, layer_s = self._stage_costs[f, tp]
             dp = nodes * (self.available[f].gpus_per_node // tp)
@@ -346,7 +346,7 @@ class _ShapeEstimator:
 
     @cached_property
     def _transfers_s(self) -> dict[tuple[int, int, int], float]:
-        """The seconds in which one node would send a step's activations, by (its fabric, the other fabric, TP)."""
+        """The seconds in which one node would send a step's activations, by (its pool, the other pool, TP)."""
         return {
             (f, g, tp): self._transfer_s(f, g, tp)
             for (f, tp), g in product(self._stage_costs, range(len(self.available)))
@@ -360,9 +360,9 @@ class _ShapeEstimator:
         gbps = costs.ethernet_gbps[index] if target_index is None else costs.between_gbps[index, target_index]
         if source == target:
             gbps = costs.inside_gbps[""][index]
-        element_bytes = self.cost_model.weight_bytes(self.available[source].fabric.gpu)
+        element_bytes = self.cost_model.weight_bytes(self.available[source].pool.gpu)
         return self.batch.tokens * self.model.hidden * element_bytes * 8e-9 / float(gbps)
 
-    def _index(self, fabric: int, tp: int) -> int:
-        """Return the index of a fabric in the arrays of the costs at TP `tp`."""
-        return self.costs_by_tp[tp].available.index(self.available[fabric])
+    def _index(self, pool: int, tp: int) -> int:
+        """Return the index of a pool in the arrays of the costs at TP `tp`."""
+        return self.costs_by_tp[tp].available.index(self.available[pool])

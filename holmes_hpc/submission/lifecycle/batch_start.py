@@ -80,7 +80,7 @@ def _check_components(plan: Plan, where: str) -> None:
         ranks = os.environ.get(TASKS_PER_NODE.format(index))
         if (nodes or str(part.nodes), ranks or str(part.gpus_per_node)) != (str(part.nodes), str(part.gpus_per_node)):
             raise ConfigError(
-                f"component {index} ({part.fabric}) of the plan has {part.nodes} nodes with"
+                f"component {index} ({part.pool}) of the plan has {part.nodes} nodes with"
                 f" {part.gpus_per_node} ranks each, this job's has {nodes} with {ranks}",
                 where=where,
                 hint=hint,

@@ -2,7 +2,7 @@
 
 All ranks measure at once, under the conditions of training: in the plan's groups, with the model's layers (also with
 emulated compute). Other shapes are other micro-batch sizes and sequence lengths. Rank 0 writes the results of each
-fabric to ``calibration.yaml`` in the run directory. DEADLINE_S limits the time after the steps: shapes and networks
+pool to ``calibration.yaml`` in the run directory. DEADLINE_S limits the time after the steps: shapes and networks
 between fabrics are omitted once it is reached.
 """
 
@@ -22,7 +22,7 @@ import yaml
 
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import RunFailed
-from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric, MeasuredPart
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import part_flops
 from holmes_hpc.planning.cost.layout import Layout
@@ -79,7 +79,7 @@ def _measure(config: Configuration, session: Session, watchdog: Watchdog, signal
     trainer.close()
     written: dict[str, Any] = {}
     if rank == 0:
-        samples = [networks.Sample(tuple(fabrics), *s) for rows in rank_samples for fabrics, *s in rows]
+        samples = [networks.Sample(tuple(pools), *s) for rows in rank_samples for pools, *s in rows]
         written = _write(trainer, session.run, ranks, samples, all_reduce_s)
     session.close()
     return written
@@ -210,21 +210,21 @@ def build_calibration(
     dtype: str,
     pace_layer_ms: float | None,
 ) -> Calibration:
-    """Return the calibration: each fabric has the times and links of its own ranks.
+    """Return the calibration: each pool has the times and links of its own ranks.
 
     `ranks`: `device` and `times` (rows of name, micro size, sequence, forward and backward seconds) of each rank.
     `steps`: the lines of metrics.jsonl after warm-up. `all_reduce_s`: seconds of an all-reduce of one number.
     """
-    links, optimizer, fabrics = networks.links_of_fabrics(fitted), _optimizer_s(plan, steps), []
-    for name in dict.fromkeys(place.fabric for place in plan.places):
-        fabric_ranks = [rank for rank, place in zip(ranks, plan.places, strict=True) if place.fabric == name]
-        times = _median_times(fabric_ranks)
+    links, optimizer, pools = networks.links_of_pools(fitted), _optimizer_s(plan, steps), []
+    for name in dict.fromkeys(place.pool for place in plan.places):
+        pool_ranks = [rank for rank, place in zip(ranks, plan.places, strict=True) if place.pool == name]
+        times = _median_times(pool_ranks)
         passes = [sum(t) / 2 for (part, _), t in times.items() if part == PASS]
-        fabrics.append(
-            MeasuredFabric(
+        pools.append(
+            MeasuredPool(
                 name,
-                plan.site.fabric(name).gpu.name,
-                fabric_ranks[0]["device"],
+                plan.site.pool(name).gpu.name,
+                pool_ranks[0]["device"],
                 parts=tuple(_as_part(plan, *part, *seconds) for part, seconds in times.items() if part[0] != PASS),
                 links=links.get(name, {}),
                 optimizer_s=optimizer.get(name),
@@ -234,7 +234,7 @@ def build_calibration(
     step_s = all_reduce_s + statistics.median(
         statistics.mean(s["other_s"] for s in line["breakdown"]) for line in steps
     )
-    calibration = Calibration(tuple(fabrics), (), pace_layer_ms, step_s, dtype, f"{now()}, plan {plan.id}")
+    calibration = Calibration(tuple(pools), (), pace_layer_ms, step_s, dtype, f"{now()}, plan {plan.id}")
     return replace(calibration, between=networks.links_between_fabrics(fitted, calibration, plan.site))
 
 
@@ -266,19 +266,19 @@ def _as_part(plan: Plan, name: str, shape: Shape, forward_s: float, backward_s: 
 
 
 def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the optimizer's seconds per parameter of a rank, by fabric: those of its slowest stage.
-    A stage with replicas in several fabrics counts for each, unless their GPUs differ."""
+    """Return the optimizer's seconds per parameter of a rank, by pool: those of its slowest stage.
+    A stage with replicas in several pools counts for each, unless their GPUs differ."""
     p = plan.parallel
     shards = p.dp // p.optimizer_instances if p.distributed_optimizer else 1
     stage_parameters = parameters(Layout.of(plan, Costs()), layer_array(plan)).sum(axis=2)[0]
     slowest_s: dict[str, float] = {}
     for stage, count in enumerate(stage_parameters):
-        fabrics = {c.fabric for c in plan.components if stage in c.stages}
-        if len({plan.site.fabric(f).gpu for f in fabrics}) > 1:
+        pools = {c.pool for c in plan.components if stage in c.stages}
+        if len({plan.site.pool(f).gpu for f in pools}) > 1:
             continue
         seconds = statistics.median(line["breakdown"][stage]["optimizer_s"] for line in steps)
-        for fabric in fabrics:
-            slowest_s[fabric] = max(slowest_s.get(fabric, 0.0), seconds / (float(count) / shards))
+        for pool in pools:
+            slowest_s[pool] = max(slowest_s.get(pool, 0.0), seconds / (float(count) / shards))
     return slowest_s
 
 
@@ -298,15 +298,13 @@ def _write(
     for sample in samples:
         fitted_s = networks.fitted_s(sample, fitted)
         log_line(
-            f"{' - '.join(sample.fabrics)}, {sample.link}: {sample.description}: {sample.seconds:.6f} s, "
+            f"{' - '.join(sample.pools)}, {sample.link}: {sample.description}: {sample.seconds:.6f} s, "
             f"fit {fitted_s:.6f} s"
         )
-    for fabric in calibration.fabrics:
-        device_only = replace(fabric, gpu="", fabric="")
-        if not device_only.has_gpu(plan.site.fabric(fabric.fabric).gpu):
-            log_line(
-                f"{fabric.fabric}: the site has GPU {fabric.gpu}, but the device is {fabric.device}: correct the site"
-            )
+    for measured_pool in calibration.fabrics:
+        name, gpu, device = measured_pool.fabric, measured_pool.gpu, measured_pool.device
+        if not replace(measured_pool, gpu="", fabric="").has_gpu(plan.site.pool(name).gpu):
+            log_line(f"{name}: the site has GPU {gpu}, but the device is {device}: correct the site")
     write_whole(Path(run.path, FILE), yaml.safe_dump(calibration.to_dict(), sort_keys=False))
     # The prediction of the measured steps shows the accuracy of the planner's model.
     predicted = predict(plan, Costs(calibration, train.pace_layer_ms)).step_time_s

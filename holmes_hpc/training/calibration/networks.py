@@ -1,9 +1,9 @@
 """Measured times of messages and collectives on each kind of network, and the fit of latency and efficiency.
 
 A link is two numbers, as in the planner (planning.cost.timing): a message of b bytes takes latency + b / (rate *
-efficiency). A ring collective over k nodes takes k-1 latencies plus the time to send a node's bytes. On each fabric,
+efficiency). A ring collective over k nodes takes k-1 latencies plus the time to send a node's bytes. On each pool,
 messages and each collective have their own link, fitted to a small size and to the sizes of training. Between two
-fabrics only messages are measured.
+pools only messages are measured.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Links = dict[str, Link]
 class Sample:
     """A measured time, and its latencies (`steps`) and nominal sending time (`sent_s`) in the planner's model.
 
-    `fabrics`: of the ranks; `link`: local, ib, roce or ethernet, for collectives with their name (ib.all_gather);
+    `pools`: of the ranks; `link`: local, ib, roce or ethernet, for collectives with their name (ib.all_gather);
     `seconds`: the measured time.
     """
 
-    fabrics: tuple[str, ...]
+    pools: tuple[str, ...]
     link: str
     description: str
     steps: float
@@ -66,17 +66,17 @@ def link_name(transport: Transport) -> str:
 
 def nominal_rate(plan: Plan, transport: Transport, ranks: Iterable[int]) -> float:
     """Return the bytes per second of the slowest node in a ring of `ranks` (for a local transport: of a rank)."""
-    return plan.site.slowest_gbps(transport.kind, [plan.places[r].fabric for r in ranks]) * 1e9 / 8
+    return plan.site.slowest_gbps(transport.kind, [plan.places[r].pool for r in ranks]) * 1e9 / 8
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ranks between which `link`, one kind of network, is measured: of one fabric or of two `fabrics`."""
+    """Two ranks between which `link`, one kind of network, is measured: of one pool or of two `pools`."""
 
     link: str
     transport: Transport
     ranks: tuple[int, int]
-    fabrics: tuple[str, ...]
+    pools: tuple[str, ...]
 
 
 class Deadline:
@@ -93,26 +93,26 @@ class Deadline:
 
 
 def pairs(plan: Plan, one_host: bool) -> list[Pair]:
-    """Return a pair of ranks for each kind of network inside a fabric, then for each two fabrics that communicate.
-    Each fabric's Ethernet is included. On one host there is only one kind of network."""
-    fabric_of_rank = [place.fabric for place in plan.places]
+    """Return a pair of ranks for each kind of network inside a pool, then for each two pools that communicate.
+    Each pool's Ethernet is included. On one host there is only one kind of network."""
+    pool_of_rank = [place.pool for place in plan.places]
     if one_host:
-        return [Pair("local", LOCAL, (0, 1), tuple(dict.fromkeys(fabric_of_rank)))] if plan.world_size > 1 else []
-    rings = [[fabric_of_rank[rank] for rank in group.ranks] for group in plan.transports()]
+        return [Pair("local", LOCAL, (0, 1), tuple(dict.fromkeys(pool_of_rank)))] if plan.world_size > 1 else []
+    rings = [[pool_of_rank[rank] for rank in group.ranks] for group in plan.transports()]
     neighbours = {frozenset(two) for ring in rings for two in pairwise(ring) if len({*two}) == 2}
     pair_of_link: dict[tuple[str, frozenset[str]], Pair] = {}
     for a, b in combinations(range(plan.world_size), 2):
-        fabrics = frozenset((fabric_of_rank[a], fabric_of_rank[b]))
-        names = tuple(dict.fromkeys((fabric_of_rank[a], fabric_of_rank[b])))
-        if len(fabrics) == 1:
+        pools = frozenset((pool_of_rank[a], pool_of_rank[b]))
+        names = tuple(dict.fromkeys((pool_of_rank[a], pool_of_rank[b])))
+        if len(pools) == 1:
             transport = plan.transport_of((a, b))
             if transport.kind != "rdma" or all("rdma" in interfaces.transport_kinds(plan, r) for r in (a, b)):
                 pair_of_link.setdefault(
-                    (link_name(transport), fabrics), Pair(link_name(transport), transport, (a, b), names)
+                    (link_name(transport), pools), Pair(link_name(transport), transport, (a, b), names)
                 )
-        if fabrics in neighbours or (len(fabrics) == 1 and plan.places[a] != plan.places[b]):
-            pair_of_link.setdefault(("ethernet", fabrics), Pair("ethernet", TCP, (a, b), names))
-    return sorted(pair_of_link.values(), key=lambda p: len(p.fabrics))
+        if pools in neighbours or (len(pools) == 1 and plan.places[a] != plan.places[b]):
+            pair_of_link.setdefault(("ethernet", pools), Pair("ethernet", TCP, (a, b), names))
+    return sorted(pair_of_link.values(), key=lambda p: len(p.pools))
 
 
 def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tuple[Any, ...]]:
@@ -126,11 +126,11 @@ def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tu
     max_bytes = min(MAX_BYTES, elements * (2 if session.cuda else 4))
     samples: list[Sample] = []
     for pair in pairs(plan, session.nodes[0].one_host):
-        if len(pair.fabrics) == 2 and pair.link == "ethernet" and not deadline.has_time_left():
-            log_line(f"time limit reached: link between {' and '.join(pair.fabrics)} not measured")
+        if len(pair.pools) == 2 and pair.link == "ethernet" and not deadline.has_time_left():
+            log_line(f"time limit reached: link between {' and '.join(pair.pools)} not measured")
             continue
         group = session.groups.new(
-            pair.ranks, f"ping-pong {pair.link} {' '.join(pair.fabrics)}", transport=pair.transport
+            pair.ranks, f"ping-pong {pair.link} {' '.join(pair.pools)}", transport=pair.transport
         )
         _all_reduce(control)
         if rank in pair.ranks:
@@ -138,9 +138,7 @@ def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tu
             for size in (SMALL_BYTES, max(2 * SMALL_BYTES, min(max_bytes, int(MAX_SEND_S * speed)))):
                 seconds = _median_s(_ping_pong(session, group, pair.ranks, size)) / 2
                 if rank == pair.ranks[0]:
-                    samples.append(
-                        Sample(pair.fabrics, pair.link, f"message of {size} bytes", 1, size / speed, seconds)
-                    )
+                    samples.append(Sample(pair.pools, pair.link, f"message of {size} bytes", 1, size / speed, seconds))
     _all_reduce(control)
     samples += _measure_collectives(session)
     _all_reduce(control)
@@ -192,11 +190,11 @@ def _measure_collectives(session: Session) -> list[Sample]:
     nodes = 1 if transport == LOCAL else len({plan.places[r] for r in ranks})
     if 1 < nodes < len(ranks):
         return []  # the time would include traffic inside the nodes
-    gpu = plan.site.fabric(plan.places[ranks[0]].fabric).gpu
+    gpu = plan.site.pool(plan.places[ranks[0]].pool).gpu
     algorithms, speed, link = collectives(gpu), nominal_rate(plan, transport, ranks), link_name(transport)
     senders = 1 if nodes == 1 else p.tp  # the TP ranks of a node send at the same time
     n, samples = len(ranks), []
-    fabrics = tuple(dict.fromkeys(plan.places[r].fabric for r in ranks))
+    pools = tuple(dict.fromkeys(plan.places[r].pool for r in ranks))
     max_bytes = min(MAX_BYTES, plan.bucket_bytes, int(MAX_SEND_S * speed))  # all groups wait for the slowest network
     for size in (SMALL_BYTES, max_bytes // 2, max_bytes):
         full = torch.zeros(max(1, size // 4 // n) * n, device=session.device)
@@ -219,7 +217,7 @@ def _measure_collectives(session: Session) -> list[Sample]:
             sent_s = factor * (n - 1 + fill) / n * len(full) * 4 * senders / speed
             samples.append(
                 Sample(
-                    fabrics,
+                    pools,
                     f"{link}.{collective}",
                     f"{len(full) * 4} bytes over {n} ranks",
                     factor * (n - 1),
@@ -233,12 +231,12 @@ def _measure_collectives(session: Session) -> list[Sample]:
 # -- the fit ----------------------------------------------------------------------------------------------------------
 
 
-FittedLinks = dict[tuple[tuple[str, ...], str], Link]  # by (fabrics, link) of the samples
+FittedLinks = dict[tuple[tuple[str, ...], str], Link]  # by (pools, link) of the samples
 
 
 def fitted_s(sample: Sample, fitted: FittedLinks) -> float:
     """Return the seconds of `sample` by its fitted link."""
-    link = fitted[sample.fabrics, sample.link]
+    link = fitted[sample.pools, sample.link]
     return sample.steps * link.latency_s + sample.sent_s / link.efficiency
 
 
@@ -246,42 +244,44 @@ def fit(samples: Iterable[Sample]) -> FittedLinks:
     """Fit latency and efficiency of each link by least squares of the relative errors."""
     samples_of_link: dict[tuple[tuple[str, ...], str], list[Sample]] = {}
     for sample in samples:
-        samples_of_link.setdefault((sample.fabrics, sample.link), []).append(sample)
+        samples_of_link.setdefault((sample.pools, sample.link), []).append(sample)
     return {key: _fit_link(link_samples) for key, link_samples in samples_of_link.items()}
 
 
-def links_of_fabrics(fitted: FittedLinks) -> dict[str, Links]:
-    """Return fabric -> name -> link. If no fabric has a measured Ethernet, use the link between two fabrics with the
+def links_of_pools(fitted: FittedLinks) -> dict[str, Links]:
+    """Return pool -> name -> link. If no pool has a measured Ethernet, use the link between two pools with the
     least latency as theirs."""
     links: dict[str, Links] = {}
     rows = sorted(fitted.items(), key=lambda row: (len(row[0][0]), row[1].latency_s))
-    lacks_ethernet = not any(len(fabrics) == 1 and name == "ethernet" for fabrics, name in fitted)
-    for (fabrics, name), link in rows:
-        if len(fabrics) == 2 and name == "ethernet":
+    lacks_ethernet = not any(len(pools) == 1 and name == "ethernet" for pools, name in fitted)
+    for (pools, name), link in rows:
+        if len(pools) == 2 and name == "ethernet":
             if not lacks_ethernet:
                 continue
             lacks_ethernet = False
-        for fabric in fabrics:
-            links.setdefault(fabric, {}).setdefault(name, link)  # a link inside the fabric comes first
+        for pool in pools:
+            links.setdefault(pool, {}).setdefault(name, link)  # a link inside the fabric comes first
     return links
 
 
 def links_between_fabrics(fitted: FittedLinks, calibration: Calibration, site: Site) -> tuple[FabricLink, ...]:
     """Return rate and delay between fabrics, as a site file has them.
 
-    The rate gives the measured time at the efficiency of the fabrics' own Ethernet in `calibration`. The delay is the
+    The rate gives the measured time at the efficiency of the pools' own Ethernet in `calibration`. The delay is the
     latency beyond that of this Ethernet.
     """
-    fabric_links = []
+    pool_links = []
     for (names, name), link in fitted.items():
         if len(names) != 2 or name != "ethernet":
             continue
-        fabrics = [site.fabric(f) for f in names]
-        ethernet = [calibration.link(fabric, "ethernet") or link for fabric in fabrics]
+        pools = [site.pool(name) for name in names]
+        if pools[0].fabric_name == pools[1].fabric_name:
+            continue
+        ethernet = [calibration.link(pool, "ethernet") or link for pool in pools]
         gbps = site.slowest_gbps("tcp", names) * link.efficiency / min(e.efficiency for e in ethernet)
         delay_ms = max(0.0, link.latency_s - statistics.mean(e.latency_s for e in ethernet)) * 1e3
-        fabric_links.append(FabricLink(names, float(f"{gbps:.4g}"), round(delay_ms, 3)))
-    return tuple(fabric_links)
+        pool_links.append(FabricLink(tuple(p.fabric_name for p in pools), float(f"{gbps:.4g}"), round(delay_ms, 3)))
+    return tuple(pool_links)
 
 
 def _fit_link(samples: list[Sample]) -> Link:

@@ -107,7 +107,7 @@ def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dty
     The memory would not suffice. The check depends on the model and this GPU, and is skipped on a CPU. `masked`:
     documents are kept apart by a mask.
     """
-    gpu = plan.site.fabric(plan.places[rank].fabric).gpu
+    gpu = plan.site.pool(plan.places[rank].pool).gpu
     is_planned = not gpu.is_cpu and (gpu.attention or "flash") in FUSED_ATTENTION
     if device.type != "cuda" or not is_planned:
         return

@@ -1,7 +1,7 @@
 """Emulated compute: every transformer layer waits until a configured time has passed.
 
 Many ranks on few cores then behave like accelerators on a real network. A layer's forward pass takes
-`train.pace_layer_ms` times the `train.pace_factors` of its fabric or node; its backward pass takes twice that. A
+`train.pace_layer_ms` times the `train.pace_factors` of its pool or node; its backward pass takes twice that. A
 recomputed forward pass takes its time again. Losses and gradients do not change. Embedding, head and optimizer take
 their actual time.
 """
@@ -106,22 +106,20 @@ def _synchronize(tensor: torch.Tensor) -> None:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def factor(
-    factors: Mapping[str, float], places: Sequence[tuple[str, str]], rank: int, fabrics: Collection[str]
-) -> float:
-    """Return the time factor of a rank's layers: that of its node, else of its fabric, else 1.
+def factor(factors: Mapping[str, float], places: Sequence[tuple[str, str]], rank: int, pools: Collection[str]) -> float:
+    """Return the time factor of a rank's layers: that of its node, else of its pool, else 1.
 
-    `places`: (fabric, node) of every rank; `fabrics`: the site's. Raise ConfigError if `factors` has another name.
+    `places`: (pool, node) of every rank; `pools`: the site's. Raise ConfigError if `factors` has another name.
     """
     nodes = {node for _, node in places}
     rank_factor = 1.0
-    for name in sorted(factors, key=lambda name: name not in fabrics):
-        expanded_names = {name} if name in fabrics else set(expand(name))
-        if name not in fabrics and (unknown := sorted(expanded_names - nodes)):
+    for name in sorted(factors, key=lambda name: name not in pools):
+        expanded_names = {name} if name in pools else set(expand(name))
+        if name not in pools and (unknown := sorted(expanded_names - nodes)):
             raise ConfigError(
-                f"no fabric or node {unknown[0]!r}",
+                f"no pool or node {unknown[0]!r}",
                 where="train.pace_factors",
-                hint=nearest(unknown[0], {*fabrics} | nodes),
+                hint=nearest(unknown[0], {*pools} | nodes),
             )
         rank_factor = factors[name] if expanded_names & set(places[rank]) else rank_factor
     return rank_factor

@@ -45,7 +45,7 @@ def dtype_name(setting: str, cuda: bool, plan: Plan) -> str:
     """Return `setting`, or the type that ``train.dtype=auto`` means here: one for all ranks of `plan`."""
     if setting != "auto":
         return setting
-    gpus = {plan.site.fabric(place.fabric).gpu for place in plan.places}
+    gpus = {plan.site.pool(place.pool).gpu for place in plan.places}
     return auto_dtype(gpu for gpu in gpus if not gpu.is_cpu) if cuda else "fp32"
 
 

@@ -181,7 +181,7 @@ class Audit:
         self, plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float], dtype: str | None = None
     ) -> None:
         self._nodes = [n.node for n in nodes]
-        self._kinds = [str(plan.site.fabric(n.fabric).nic) for n in nodes]
+        self._kinds = [str(plan.site.fabrics[n.fabric][0].nic) for n in nodes]
         self._factors = {
             n.node: {rdma: factors.get(n.fabric, 1.0), "ethernet": factors.get("ethernet", 1.0)}
             for n, rdma in zip(nodes, self._kinds, strict=True)

@@ -84,27 +84,27 @@ def transport_kinds(plan: Plan, rank: int) -> set[str]:
 def site_nics(plan: Plan, rank: int, nics: NodeNics, node: str, environ: Mapping[str, str] = os.environ) -> NodeNics:
     """Return this node's NICs that the plan's site names and the environment allows.
     Raise NetworkError if the node lacks a NIC of that name."""
-    fabric = plan.site.fabric(plan.places[rank].fabric)
+    pool = plan.site.pool(plan.places[rank].pool)
     try:
-        return nccl.restrict_nics(nics, fabric.nic_names(node), environ, node)
+        return nccl.restrict_nics(nics, pool.nic_names(node), environ, node)
     except SiteError as e:
-        raise NetworkError(e.what, where=f"{e.where} (fabric {fabric.name})", hint=e.hint) from e
+        raise NetworkError(e.what, where=f"{e.where} (pool {pool.name})", hint=e.hint) from e
 
 
 def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: bool, cuda: bool) -> NodeTransports:
     """Return this node's interfaces and environment. With `cuda`, RDMA ports need no kernel interface, because NCCL
     uses them directly. Raise NetworkError if an interface that the plan needs is missing, down or without an address.
     """
-    fabric = plan.site.fabric(plan.places[rank].fabric)
+    pool = plan.site.pool(plan.places[rank].pool)
     notes: list[str] = []
     interfaces = {"local": (LOOPBACK, "127.0.0.1", 8)}
     if one_host:
-        return NodeTransports(node, fabric.name, interfaces, {}, True)
+        return NodeTransports(node, pool.fabric_name, interfaces, {}, True)
     needed = [("tcp", NicType.ETHERNET)]  # always: the rendezvous uses it
     if "rdma" in transport_kinds(plan, rank):
-        needed.append(("rdma", fabric.nic))
+        needed.append(("rdma", pool.nic))
     try:
-        environment = nccl.environment(nics, fabric.nic if len(needed) > 1 else NicType.ETHERNET, node)
+        environment = nccl.environment(nics, pool.nic if len(needed) > 1 else NicType.ETHERNET, node)
         for kind, nic_type in needed:
             if kind == "rdma" and cuda:
                 notes += _container_notes(nics, nic_type, node)
@@ -116,16 +116,16 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
                 _refuse_substitute(nics, nic, node)
             interfaces[kind] = (nic.name, nic.address, 32 if nic.prefix is None else nic.prefix)
     except SiteError as e:
-        raise NetworkError(e.what, where=f"{e.where} (fabric {fabric.name})", hint=e.hint) from e
+        raise NetworkError(e.what, where=f"{e.where} (pool {pool.name})", hint=e.hint) from e
     defaults = nccl.socket_settings(*_socket_traffic(plan, rank)) if cuda else {}
     return NodeTransports(
         node,
-        fabric.name,
+        pool.fabric_name,
         interfaces,
         environment,
         one_host=False,
         defaults=defaults,
-        network=fabric.nccl_network,
+        network=pool.nccl_network,
         notes=tuple(notes),
     )
 
@@ -154,9 +154,9 @@ def _socket_traffic(plan: Plan, rank: int) -> tuple[float, int]:
     place = plan.places[rank]
     senders = {r for g in groups for r in g.ranks if plan.places[r] == place}
     peers = {plan.places[r] for g in groups if senders & set(g.ranks) for r in g.ranks} - {place}
-    fabric = plan.site.fabric(place.fabric)
-    rates = [plan.site.rate_gbps("tcp", fabric, plan.site.fabric(name)) for name in {peer.fabric for peer in peers}]
-    return max(rates, default=fabric.ethernet_gbps), len(senders)
+    pool = plan.site.pool(place.pool)
+    rates = [plan.site.rate_gbps("tcp", pool, plan.site.pool(name)) for name in {peer.pool for peer in peers}]
+    return max(rates, default=pool.ethernet_gbps), len(senders)
 
 
 def _refuse_substitute(nics: NodeNics, chosen: Nic, node: str) -> None:
@@ -201,16 +201,20 @@ def log_lines(
     ]
 
 
-def endpoints(plan: Plan, node: NodeTransports) -> dict[str, Endpoint]:
-    """Return the NICs of `node`, by transport kind, with the rates that the plan's site declares."""
+def endpoints(plan: Plan, rank: int, node: NodeTransports) -> dict[str, Endpoint]:
+    """Return the NICs of `node`, that of `rank`, by transport kind, with the rates that the plan's site declares."""
     site = plan.site
-    fabric = site.fabric(node.fabric)
+    pool = site.pool(plan.places[rank].pool)
     return {
         kind: Endpoint(
             interface,
             address,
-            gbps=site.rate_gbps(kind, fabric),
-            gbps_to={f.name: site.rate_gbps(kind, fabric, f) for f in site.fabrics if site.link(fabric.name, f.name)},
+            gbps=site.rate_gbps(kind, pool),
+            gbps_to={
+                peer.fabric_name: site.rate_gbps(kind, pool, peer)
+                for peer in site.pools
+                if site.link(pool.fabric_name, peer.fabric_name)
+            },
         )
         for kind, (interface, address, _) in node.interfaces.items()
         if kind != "local"
@@ -232,7 +236,7 @@ def check_links(
         list(dict.fromkeys(n.node for n in nodes)),
         fabric=node.fabric,
         ranks=[r for r, n in enumerate(nodes) if n.node == node.node],
-        nics=endpoints(plan, node),
+        nics=endpoints(plan, rank, node),
         groups=[
             CommunicationGroup(
                 f"{g.kind} of ranks {short_ranks(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED_GROUPS

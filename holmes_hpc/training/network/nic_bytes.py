@@ -127,7 +127,7 @@ class Traffic:
     """
 
     def __init__(self, plan: Plan, launch: Launch, nics: NodeNics) -> None:
-        self._nics, self._nic = nics, plan.site.fabric(plan.places[launch.rank].fabric).nic
+        self._nics, self._nic = nics, plan.site.pool(plan.places[launch.rank].pool).nic
         self.counts_nics, self.one_host = launch.local_rank == 0 and not launch.one_host, launch.one_host
         self._last = read_counters() if self.counts_nics else {}
         self._tcp = None if launch.one_host else TcpCounters()
@@ -188,7 +188,10 @@ def sum_by_kind(plan: Plan, rows: Any) -> dict[str, dict[str, int]]:
     :meth:`Traffic.take`."""
     total: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"tx": 0, "rx": 0})
     for rank, (tx, rx, rdma_tx, rdma_rx, *_) in enumerate(rows):
-        for kind, sent, received in (("ethernet", tx, rx), (plan.places[rank].fabric, rdma_tx, rdma_rx)):
+        for kind, sent, received in (
+            ("ethernet", tx, rx),
+            (plan.site.pool(plan.places[rank].pool).fabric_name, rdma_tx, rdma_rx),
+        ):
             if sent or received:
                 total[kind]["tx"] += int(sent)
                 total[kind]["rx"] += int(received)

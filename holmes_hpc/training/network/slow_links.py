@@ -74,7 +74,7 @@ def slow_link_detector(
     expected_s, names = [0.0] * len(stages), []
     for load in planned_loads(plan, [n.node for n in nodes], dtype):
         if (group := groups.get(load.label)) is not None:
-            ring = [plan.places[rank].fabric for rank in group.ranks]
+            ring = [plan.places[rank].pool for rank in group.ranks]
             gbps = plan.site.slowest_gbps(group.transport.kind, ring)
             factor = factors.get("ethernet" if group.transport.kind == "tcp" else ring[0], 1.0)
             for stage in group.stages:

@@ -234,10 +234,10 @@ def memory_problem(free: int, total: int, needed: float, where: str) -> PlanErro
 def use_cuda(device: str, plan: Plan) -> bool:
     """Return whether to train on CUDA. Raise ConfigError if ``train.device=cuda`` and there is no CUDA device.
 
-    `device`: ``train.device``; ``auto`` means CUDA if this node has a device and no fabric of the plan has CPUs only,
+    `device`: ``train.device``; ``auto`` means CUDA if this node has a device and no pool of the plan has CPUs only,
     because all ranks must share one kind of process group. This is the only query of the device in training.
     """
-    if device == "cpu" or (device == "auto" and any(plan.site.fabric(c.fabric).gpu.is_cpu for c in plan.components)):
+    if device == "cpu" or (device == "auto" and any(plan.site.pool(c.pool).gpu.is_cpu for c in plan.components)):
         return False
     is_available = torch.cuda.is_available()
     if device == "cuda" and not is_available:

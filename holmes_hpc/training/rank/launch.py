@@ -138,7 +138,7 @@ def check_launch(launch: Launch, plan: Plan) -> int:
         (
             launch.components and len(plan.components) > 1 and component not in launch.components,
             f"rank {launch.rank} runs in component {' and '.join(map(str, launch.components))}, the plan has it in "
-            f"component {component} (fabric {plan.components[component].fabric})",
+            f"component {component} (pool {plan.components[component].pool})",
             "submit the components in the plan's order, with its nodes and tasks per node",
         ),
         error=PlanError,

@@ -73,14 +73,14 @@ def work_of_stages(plan: Plan, factors: Mapping[str, float] | None) -> tuple[lis
     """Return each stage's work in layers and its GPU, for :class:`Stragglers`; empty lists if a stage has DP
     above 1 or no layers.
 
-    The head counts as the number of layers with as many FLOPs. `factors`: fabric -> slow-down of emulated layers; the
+    The head counts as the number of layers with as many FLOPs. `factors`: pool -> slow-down of emulated layers; the
     head then counts nothing. None without emulated compute.
     """
     replicas = max(stage.dp for stage in plan.parallel.stages)
     if replicas > 1 or min(stage.layers for stage in plan.stages) < 1:
         return [], []
-    length, fabrics = plan.batch.sequence_length, {f.name: f for f in plan.site.fabrics}
-    work = [stage.layers * (factors or {}).get(stage.fabric, 1.0) for stage in plan.stages]
+    length, pools = plan.batch.sequence_length, {p.name: p for p in plan.site.pools}
+    work = [stage.layers * (factors or {}).get(stage.pool, 1.0) for stage in plan.stages]
     if factors is None:
         work[-1] += head_flops(plan.model, length) / layer_flops(plan.model, length, length)
-    return work, [fabrics[stage.fabric].gpu for stage in plan.stages]
+    return work, [pools[stage.pool].gpu for stage in plan.stages]

@@ -16,9 +16,9 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.fabric.site import Fabric, FabricLink, Gpu, Site
+from holmes_hpc.fabric.site import FabricLink, Gpu, Pool, Site
 from holmes_hpc.planning import request
-from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric, MeasuredPart, interpolate
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool, interpolate
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import head_flops, layer_flops
 from holmes_hpc.planning.cost.hardware import Link
@@ -45,10 +45,10 @@ def layer(batch: Batch, tp: int, seconds: tuple[float, float], parallel: bool = 
     )
 
 
-def table_times(fabric: Fabric, batches: list[Batch], tp: int, factor: float = 1.0) -> MeasuredFabric:
+def table_times(fabric: Pool, batches: list[Batch], tp: int, factor: float = 1.0) -> MeasuredPool:
     """Return the times of the kernels' tables, scaled by `factor`, as measurements."""
     rows = [(b, Costs().layer_s(MODEL, b, tp, fabric)) for b in batches]
-    return MeasuredFabric(
+    return MeasuredPool(
         fabric.name, fabric.gpu.name, parts=tuple(layer(b, tp, (factor * f, factor * s)) for b, (f, s) in rows)
     )
 
@@ -61,19 +61,19 @@ def test_each_kind_of_gpu_has_its_own_times() -> None:
     batch = Batch(1024, 1, 2048)
     mixed = Calibration(
         (
-            MeasuredFabric("a", A100.name, parts=(layer(batch, 1, (0.023, 0.046)),)),
-            MeasuredFabric("h", H100.name, parts=(layer(batch, 1, (0.010, 0.020)),)),
+            MeasuredPool("a", A100.name, parts=(layer(batch, 1, (0.023, 0.046)),)),
+            MeasuredPool("h", H100.name, parts=(layer(batch, 1, (0.010, 0.020)),)),
         )
     )
     costs = Costs(mixed)
-    assert costs.layer_s(MODEL, batch, 1, TWO.fabric("a")) == pytest.approx((0.023, 0.046))
-    assert costs.layer_s(MODEL, batch, 1, TWO.fabric("h")) == pytest.approx((0.010, 0.020))
+    assert costs.layer_s(MODEL, batch, 1, TWO.pool("a")) == pytest.approx((0.023, 0.046))
+    assert costs.layer_s(MODEL, batch, 1, TWO.pool("h")) == pytest.approx((0.010, 0.020))
     plan = best_plan(MODEL, batch, TWO, PlanOptions(strategy="pipeline", tp=1, pp=2, dp=16, virtual_stages=1), costs)
     assert {s.fabric: s.layers for s in plan.stages} == {"a": 9, "h": 21}
 
 
 def test_an_unmeasured_gpu_kind_uses_its_table_and_the_plan_notes_it() -> None:
-    calibration = Calibration((MeasuredFabric("h", H100.name, parts=(layer(BATCH, 1, (0.5, 1.0)),), pass_s=0.3),))
+    calibration = Calibration((MeasuredPool("h", H100.name, parts=(layer(BATCH, 1, (0.5, 1.0)),), pass_s=0.3),))
     for fabric in (one_fabric(A100, "h"), one_fabric(V100, "v")):  # the fabric's name does not match either
         assert Costs(calibration).layer_s(MODEL, BATCH, 1, fabric) == Costs().layer_s(MODEL, BATCH, 1, fabric)
         assert Costs(calibration).pass_overhead_s(fabric) == Costs().pass_overhead_s(fabric) != 0.3
@@ -83,8 +83,8 @@ def test_an_unmeasured_gpu_kind_uses_its_table_and_the_plan_notes_it() -> None:
 
 
 def test_an_unmeasured_fabric_uses_times_of_a_fabric_with_the_same_gpus() -> None:
-    first = MeasuredFabric("a", A100.name, parts=(layer(BATCH, 1, (0.02, 0.04)),))
-    second = MeasuredFabric("b", A100.name, parts=(layer(BATCH, 1, (0.03, 0.06)),))
+    first = MeasuredPool("a", A100.name, parts=(layer(BATCH, 1, (0.02, 0.04)),))
+    second = MeasuredPool("b", A100.name, parts=(layer(BATCH, 1, (0.03, 0.06)),))
     b, c = one_fabric(A100, "b"), one_fabric(replace(A100, name="nvidia_a100_80gb"), "c")
     assert Costs(Calibration((first, second))).layer_s(MODEL, BATCH, 1, b)[0] == pytest.approx(0.03)
     assert Costs(Calibration((first,))).layer_s(MODEL, BATCH, 1, b)[0] == pytest.approx(0.02)
@@ -98,9 +98,9 @@ def test_a_missing_part_comes_from_a_fabric_with_the_same_gpus() -> None:
     head = MeasuredPart("head", MODEL.hidden, tokens, 1, head_flops(MODEL, tokens), 0.1, 0.2, BATCH.sequence_length)
     calibration = Calibration(
         (
-            MeasuredFabric("a", A100.name, parts=(layer(BATCH, 1, (0.02, 0.04)),)),
-            MeasuredFabric("b", A100.name, parts=(head,)),
-            MeasuredFabric("h", H100.name),
+            MeasuredPool("a", A100.name, parts=(layer(BATCH, 1, (0.02, 0.04)),)),
+            MeasuredPool("b", A100.name, parts=(head,)),
+            MeasuredPool("h", H100.name),
         )
     )
     assert Costs(calibration).part_s("head", MODEL, BATCH, 1, one_fabric(A100, "a")) == pytest.approx((0.1, 0.2))
@@ -112,15 +112,15 @@ def test_each_fabric_uses_its_measured_links() -> None:
     costs = Costs(
         Calibration(
             (
-                MeasuredFabric("a", A100.name, links={"ib": Link(1e-5, 0.5), "local": Link(1e-6, 0.4)}),
-                MeasuredFabric("h", H100.name, links={"ib": Link(1e-5, 0.8), "ib.all_gather": Link(1e-5, 0.7)}),
+                MeasuredPool("a", A100.name, links={"ib": Link(1e-5, 0.5), "local": Link(1e-6, 0.4)}),
+                MeasuredPool("h", H100.name, links={"ib": Link(1e-5, 0.8), "ib.all_gather": Link(1e-5, 0.7)}),
             )
         )
     )
     plan = fixed_plan(MODEL, BATCH, TWO, PlanOptions(tp=2, pp=2, dp=8), costs)
     layout = Layout.of(plan, costs)
-    transports = {c.fabric: layout.intra_dp_transport(0, c.stages[0]) for c in layout.components}
-    efficiencies = {name: costs.link(t, TWO.fabric(name)).efficiency for name, t in transports.items()}
+    transports = {c.pool: layout.intra_dp_transport(0, c.stages[0]) for c in layout.components}
+    efficiencies = {name: costs.link(t, TWO.pool(name)).efficiency for name, t in transports.items()}
     assert efficiencies == {"a": 0.5, "h": 0.8}
     other = one_fabric(V100, "v")
     assert costs.link(transports["a"], other, "all_gather").efficiency == 0.7  # of the network, measured on any fabric
@@ -151,8 +151,8 @@ def test_calibrations_of_earlier_releases_are_read() -> None:
         }
     )
     costs = Costs(calibration)
-    assert costs.layer_s(MODEL, BATCH, 1, TWO.fabric("a")) == pytest.approx((0.02, 0.04))
-    assert costs.layer_s(MODEL, BATCH, 1, TWO.fabric("h")) == Costs().layer_s(MODEL, BATCH, 1, TWO.fabric("h"))
+    assert costs.layer_s(MODEL, BATCH, 1, TWO.pool("a")) == pytest.approx((0.02, 0.04))
+    assert costs.layer_s(MODEL, BATCH, 1, TWO.pool("h")) == Costs().layer_s(MODEL, BATCH, 1, TWO.pool("h"))
     plan = fixed_plan(MODEL, BATCH, TWO, PlanOptions(tp=1, pp=2, dp=16), costs)
     assert any("names no GPU kind, the site has a100-80gb and h100-80gb" in a for a in plan.assumptions)
     assert not any(
@@ -193,8 +193,8 @@ def test_tp_collectives_use_the_measured_link_inside_nodes() -> None:
 
 
 def test_a_plan_notes_an_unmeasured_tp() -> None:
-    costs = Costs(Calibration((table_times(TWO.fabrics[0], [BATCH], 1),)))
-    site = Site("a", TWO.fabrics[:1])
+    costs = Costs(Calibration((table_times(TWO.pools[0], [BATCH], 1),)))
+    site = Site("a", TWO.pools[:1])
     two = fixed_plan(MODEL, BATCH, site, PlanOptions(tp=2, pp=1, dp=8), costs).assumptions
     one = fixed_plan(MODEL, BATCH, site, PlanOptions(tp=1, pp=1, dp=16), costs).assumptions
     assert [a for a in two if "layers at TP 2 estimated from TP 1" in a] and not [a for a in one if "estimated" in a]
@@ -224,7 +224,7 @@ def test_times_of_unmeasured_shapes_are_interpolated() -> None:
     fabric = one_fabric(A100)
     one, four, two, eight = (replace(BATCH, micro_size=n) for n in (1, 4, 2, 8))
     rows = (*table_times(fabric, [one], 1).parts, *table_times(fabric, [four], 1, 2.0).parts)
-    costs = Costs(Calibration((MeasuredFabric("ib-a", A100.name, parts=rows),)))
+    costs = Costs(Calibration((MeasuredPool("ib-a", A100.name, parts=rows),)))
 
     def over_table(batch: Batch) -> float:
         return sum(costs.layer_s(MODEL, batch, 1, fabric)) / sum(Costs().layer_s(MODEL, batch, 1, fabric))
@@ -232,7 +232,7 @@ def test_times_of_unmeasured_shapes_are_interpolated() -> None:
     assert [over_table(b) for b in (one, two, four, eight)] == pytest.approx([1, 1.5, 2, 2])
     shorter = replace(BATCH, micro_size=4, sequence_length=512)
     with_short = Costs(
-        Calibration((MeasuredFabric("ib-a", A100.name, parts=(*rows, *table_times(fabric, [shorter], 1, 4.0).parts)),))
+        Calibration((MeasuredPool("ib-a", A100.name, parts=(*rows, *table_times(fabric, [shorter], 1, 4.0).parts)),))
     )
     middle = replace(BATCH, micro_size=4, sequence_length=1024)
     ratio = sum(with_short.layer_s(MODEL, middle, 1, fabric)) / sum(Costs().layer_s(MODEL, middle, 1, fabric))
@@ -240,9 +240,9 @@ def test_times_of_unmeasured_shapes_are_interpolated() -> None:
 
 
 def test_cpu_times_scale_with_flops() -> None:
-    fabric, tiny, batch = small_testbed().fabrics[0], named("gpt_tiny"), Batch(16, 2, 64)
+    fabric, tiny, batch = small_testbed().pools[0], named("gpt_tiny"), Batch(16, 2, 64)
     row = MeasuredPart("layer", tiny.hidden, 128, 1, layer_flops(tiny, 128, 64), 0.01, 0.02, 64)
-    costs = Costs(Calibration((MeasuredFabric("ib-a", "cpu", parts=(row,)),)))
+    costs = Costs(Calibration((MeasuredPool("ib-a", "cpu", parts=(row,)),)))
     assert costs.layer_s(tiny, replace(batch, micro_size=4), 1, fabric) == pytest.approx((0.02, 0.04))
 
 
@@ -285,7 +285,7 @@ def test_measured_links_decide_which_fabrics_are_neighbours() -> None:
     site = Site("three", tuple(one_fabric(A100, name, 2) for name in "abc"))
     costs = Costs(Calibration(between=(FabricLink(("a", "b"), gbps=0.5),)))
     plan = best_plan(named("gpt_7_5b"), Batch(768, 1, 2048), site, PlanOptions(tp=2, pp=3, dp=8), costs)
-    assert [c.fabric for c in plan.components] in (["a", "c", "b"], ["b", "c", "a"])
+    assert [c.pool for c in plan.components] in (["a", "c", "b"], ["b", "c", "a"])
 
 
 def test_links_to_fabrics_outside_the_site_are_ignored() -> None:
@@ -298,12 +298,12 @@ def test_links_to_fabrics_outside_the_site_are_ignored() -> None:
 
 def test_each_gpu_kind_uses_its_own_attention_and_norm() -> None:
     unfused = replace(
-        TWO, fabrics=(TWO.fabrics[0], one_fabric(replace(H100, attention="unfused", fused_norm=False), "h", 2))
+        TWO, pools=(TWO.pools[0], one_fabric(replace(H100, attention="unfused", fused_norm=False), "h", 2))
     )
     options, plain = PlanOptions(tp=1, pp=2, dp=16, fabric_order=("a", "h")), Costs()
     fused, mixed = (fixed_plan(MODEL, BATCH, site, options, plain) for site in (TWO, unfused))
-    assert plain.layer_s(MODEL, BATCH, 1, unfused.fabric("h")) > plain.layer_s(MODEL, BATCH, 1, TWO.fabric("h"))
-    assert plain.layer_s(MODEL, BATCH, 1, unfused.fabric("a")) == plain.layer_s(MODEL, BATCH, 1, TWO.fabric("a"))
+    assert plain.layer_s(MODEL, BATCH, 1, unfused.pool("h")) > plain.layer_s(MODEL, BATCH, 1, TWO.pool("h"))
+    assert plain.layer_s(MODEL, BATCH, 1, unfused.pool("a")) == plain.layer_s(MODEL, BATCH, 1, TWO.pool("a"))
     assert fused.predicted and mixed.predicted
     fused_bytes, mixed_bytes = fused.predicted.memory_bytes_per_gpu, mixed.predicted.memory_bytes_per_gpu
     assert mixed_bytes[0] == fused_bytes[0] and mixed_bytes[1] > 1.1 * fused_bytes[1]

@@ -30,11 +30,11 @@ SLOWER = {"local": 0, "rdma": 1, "tcp": 2}
 
 def sites() -> Iterator[Site]:
     two = two_clusters(2)
-    first, second = two.fabrics
+    first, second = two.pools
     yield two
-    yield replace(two, fabrics=(first,))
-    yield replace(two, fabrics=(replace(first, nodes=1),))
-    yield replace(two, fabrics=(first, replace(second, nic=NicType.ETHERNET, rdma_gbps=None)))
+    yield replace(two, pools=(first,))
+    yield replace(two, pools=(replace(first, nodes=1),))
+    yield replace(two, pools=(first, replace(second, nic=NicType.ETHERNET, rdma_gbps=None)))
 
 
 def plans(mode: str) -> Iterator[Plan]:
@@ -59,7 +59,7 @@ def slowest_in_plan(plan: Plan, fabrics: set[str], kind: str, *stages: int) -> T
     return slowest(
         g.transport
         for g in plan.transports()
-        if g.kind == kind and g.stages == stages and {plan.places[r].fabric for r in g.ranks} <= fabrics
+        if g.kind == kind and g.stages == stages and {plan.places[r].pool for r in g.ranks} <= fabrics
     )
 
 
@@ -71,7 +71,7 @@ def test_derived_transports_equal_those_of_the_plan(mode: str) -> None:
     for plan in plans(mode):
         layout, p = Layout.of(plan, Costs()), plan.parallel
         for number, replica in enumerate(layout.replicas):
-            fabrics = {c.fabric for c in replica}
+            fabrics = {c.pool for c in replica}
 
             for s in range(p.pp):
                 pairs = {}
@@ -106,7 +106,7 @@ def test_control_traffic_uses_tcp_or_stays_local() -> None:
 def test_a_variant_costs_as_much_as_a_fresh_layout() -> None:
     """A variant shares no memoised result that its schedule, recomputation or virtual stages change.
     The pipelines cross fabrics, stay inside nodes, or are hierarchical."""
-    site = Site("three", (*two_clusters(2).fabrics, replace(one_fabric(H100, "h", 2), ethernet_gbps=5.0)))
+    site = Site("three", (*two_clusters(2).pools, replace(one_fabric(H100, "h", 2), ethernet_gbps=5.0)))
     for options in (
         PlanOptions(tp=2, pp=12, dp=2),
         PlanOptions(tp=1, pp=3, dp=16),
@@ -129,7 +129,7 @@ def test_a_variant_costs_as_much_as_a_fresh_layout() -> None:
                 bucket_bytes=size,
                 recompute=recompute,
                 parallel=replace(layout.parallel, virtual_stages=chunks),
-                fabric_memo=Memo(),
+                pool_memo=Memo(),
             )
             assert variant == fresh
             layers = uniform_layers(fresh)

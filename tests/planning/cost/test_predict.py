@@ -13,9 +13,9 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import ConfigError, PlanError
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.cost import flops as counts
-from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric, MeasuredPart
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.layout import Layout
@@ -113,7 +113,7 @@ def test_measurements_override_published_figures() -> None:
     tokens = 2 * 64
     measured = Calibration(
         (
-            MeasuredFabric(
+            MeasuredPool(
                 parts=(
                     MeasuredPart("layer", 256, tokens, 1, counts.layer_flops(TINY, tokens, 64), 0.1, 0.3),
                     MeasuredPart("head", 256, tokens, 1, counts.head_flops(TINY, tokens), 0.0, 0.0),
@@ -138,12 +138,12 @@ def test_measurements_override_published_figures() -> None:
 def paced(**figures: Any) -> Calibration:
     """Return a calibration with layers of 10 ms."""
     return Calibration(
-        (MeasuredFabric(parts=(MeasuredPart("layer", 256, 128, 1, 1e6, 0.011, 0.022),), **figures),), pace_layer_ms=10
+        (MeasuredPool(parts=(MeasuredPart("layer", 256, 128, 1, 1e6, 0.011, 0.022),), **figures),), pace_layer_ms=10
     )
 
 
 def test_a_calibration_of_another_pace_is_refused() -> None:
-    fabric, larger = small_testbed().fabrics[0], Batch(16, 4, 64)
+    fabric, larger = small_testbed().pools[0], Batch(16, 4, 64)
     # The pace does not grow with the micro-batch.
     assert Costs(paced(), 10).layer_s(TINY, larger, 1, fabric) == (0.011, 0.022)
     assert Costs(paced(), 10).layer_s(TINY, larger, 1, fabric, recompute="full") == (0.011, 0.033)
@@ -189,7 +189,7 @@ def test_measured_collectives_and_passes_are_used() -> None:
 def test_pipelines_inside_a_node_have_only_local_edges() -> None:
     """Check hierarchical pipelines of two stages of two chunks on a node's two GPUs.
     The edge from the last stage back to the first stays in the node."""
-    gpus = replace(small_testbed(), fabrics=tuple(replace(f, gpus_per_node=2) for f in small_testbed().fabrics[:2]))
+    gpus = replace(small_testbed(), pools=tuple(replace(f, gpus_per_node=2) for f in small_testbed().pools[:2]))
     made = best_plan(
         TINY,
         BATCH,
@@ -205,7 +205,7 @@ def test_pipelines_inside_a_node_have_only_local_edges() -> None:
 
 def test_optimizer_instances_overlap_reduction_only_on_gpus() -> None:
     """Megatron-Core overlaps by CUDA streams; on CPUs, all reduction follows the last backward pass."""
-    site = replace(small_testbed(), fabrics=tuple(replace(f, gpus_per_node=2) for f in small_testbed().fabrics[:2]))
+    site = replace(small_testbed(), pools=tuple(replace(f, gpus_per_node=2) for f in small_testbed().pools[:2]))
     options = {
         "strategy": "hierarchical-dp",
         "tp": 1,
@@ -217,7 +217,7 @@ def test_optimizer_instances_overlap_reduction_only_on_gpus() -> None:
     cpu = plan(site, **options)
     d = timing(Layout.of(cpu, Costs()), layer_array(cpu)).replicas[0]
     assert (d.tail == d.reduce).all() and (d.tail[:, :, 0] > 0).all() and not d.tail[:, :, 1:].any()
-    gpus = plan(replace(site, fabrics=tuple(replace(f, gpu=A100) for f in site.fabrics)), **options)
+    gpus = plan(replace(site, pools=tuple(replace(f, gpu=A100) for f in site.pools)), **options)
     d = timing(Layout.of(gpus, Costs()), layer_array(gpus)).replicas[0]
     assert (d.tail <= d.reduce).all() and (d.reduce[:, :, 1:] > 0).all()
 
@@ -268,8 +268,8 @@ def test_the_slower_fabric_gets_the_last_stage(rdma_gbps: float, schedule: str, 
     """The first stage does the last backward pass, during which the last stage's gradients travel.
     So the slower fabric gets the last stage in any order of the site, and the step is shorter than the other way
     round."""
-    fabrics = [replace(f, rdma_gbps={"ib-a": 0.4, "roce-a": rdma_gbps}[f.name]) for f in small_testbed().fabrics[:2]]
-    site = replace(small_testbed(), fabrics=tuple(sorted(fabrics, key=lambda f: f.name != first)))
+    fabrics = [replace(f, rdma_gbps={"ib-a": 0.4, "roce-a": rdma_gbps}[f.name]) for f in small_testbed().pools[:2]]
+    site = replace(small_testbed(), pools=tuple(sorted(fabrics, key=lambda f: f.name != first)))
     options = PlanOptions(strategy="pipeline", nodes={"ib-a": 2, "roce-a": 2}, tp=1, pp=2, dp=2, schedule=schedule)
     costs, batch = Costs(pace_layer_ms=10), Batch(64, 2, 64)
     made = best_plan(TINY, batch, site, options, costs)
@@ -321,7 +321,7 @@ def test_the_timeline_contains_every_pass_and_ends_with_gradients() -> None:
 
 def gpu_site(memory_gib: float) -> Site:
     gpu = replace(A100, memory_gib=memory_gib)
-    return Site("one", (Fabric("ib-a", NicType.IB, "p", 1, 8, 25, gpu, rdma_gbps=200),))
+    return Site("one", (Pool("ib-a", NicType.IB, "p", 1, 8, 25, gpu, rdma_gbps=200),))
 
 
 def test_weights_gradients_and_optimizer_take_megatrons_bytes() -> None:
@@ -359,7 +359,7 @@ def test_sequence_parallel_and_recomputation_save_memory() -> None:
 def test_fsdp_shards_memory_and_sends_parameters_every_pass() -> None:
     """Under FSDP, a rank holds its shard of weights and gradients and gathers parameters for each micro-batch."""
     site = gpu_site(80)
-    site = replace(site, fabrics=tuple(replace(f, nodes=4, gpus_per_node=2) for f in site.fabrics))
+    site = replace(site, pools=tuple(replace(f, nodes=4, gpus_per_node=2) for f in site.pools))
     made = plan(site, named("gpt_3_6b"), Batch(64, 1, 2048), tp=1, pp=1, dp=8)
     full, gradients = (Costs(software=Software(sharding=sharding)) for sharding in ("full", "gradients"))
     plain, full_fsdp, grad_fsdp = (memory(Layout.of(made, c), layer_array(made)) for c in (Costs(), full, gradients))
@@ -430,6 +430,6 @@ def test_partial_recomputation_lies_between_none_and_full() -> None:
     with pytest.raises(ConfigError, match="unknown part 'heads'"):
         Software(recompute_parts=("heads",))
     made = plan(gpu_site(80), named("gpt_7_5b"), Batch(32, 2, 2048), tp=2, pp=2, dp=2, recompute="selective")
-    cpus = replace(made, site=replace(made.site, fabrics=tuple(replace(f, gpu=CPU) for f in made.site.fabrics)))
+    cpus = replace(made, site=replace(made.site, pools=tuple(replace(f, gpu=CPU) for f in made.site.pools)))
     with pytest.raises(ConfigError, match="recomputing norms is not supported"):
         predict(cpus, Costs(software=Software(recompute_parts=("norms",))))

@@ -115,7 +115,7 @@ def test_a_schedule_chosen_for_lack_of_memory_is_reported() -> None:
     """Stage transfers take almost no time, and memory suffices only for 1F1B's depth, at which eager 1F1B gains too
     little."""
     slow = small_testbed()
-    site = replace(slow, fabrics=tuple(replace(f, ethernet_gbps=100, rdma_gbps=20) for f in slow.fabrics[:2]))
+    site = replace(slow, pools=tuple(replace(f, ethernet_gbps=100, rdma_gbps=20) for f in slow.pools[:2]))
     deep = plan("auto", (5, 3), site, Batch(256, 2, 256))
     assert deep.schedule == Schedule("ahead", (3, 1))
     shallow = plan("auto", (5, 3), site, Batch(256, 2, 256), max_memory_gib=gib(deep, (2, 1)))
@@ -136,8 +136,8 @@ def test_memory_for_megatrons_schedule_alone_is_enough() -> None:
 @pytest.mark.parametrize(("ethernet_gbps", "depth"), [(0.05, 2), (0.05, 6), (0.02, 2), (0.02, 3), (0.02, 5)])
 def test_the_reported_depth_belongs_to_the_final_layers(ethernet_gbps: float, depth: int) -> None:
     """Little memory first reduces the passes in flight, then the layers on the stage that holds many."""
-    fabrics = tuple(replace(f, ethernet_gbps=ethernet_gbps) for f in small_testbed().fabrics)
-    site = replace(small_testbed(), fabrics=fabrics)
+    fabrics = tuple(replace(f, ethernet_gbps=ethernet_gbps) for f in small_testbed().pools)
+    site = replace(small_testbed(), pools=fabrics)
     max_gib = gib(plan(site=site), (depth, 1))
     made = plan(layers=None, site=site, max_memory_gib=max_gib)
     layout, layers = Layout.of(made, COSTS), layer_array(made)

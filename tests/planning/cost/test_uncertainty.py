@@ -20,7 +20,7 @@ from holmes_hpc.planning.search.best import fixed_plan
 
 def plan(gpu: Gpu, tp: int = 2) -> Plan:
     site = two_clusters(2)
-    site = replace(site, fabrics=tuple(replace(f, gpu=gpu) for f in site.fabrics[:1]))
+    site = replace(site, pools=tuple(replace(f, gpu=gpu) for f in site.pools[:1]))
     return fixed_plan(named("gpt_3_6b"), Batch(64, 2, 2048), site, PlanOptions(tp=tp, pp=1, dp=16 // tp), Costs())
 
 

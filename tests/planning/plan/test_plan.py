@@ -146,7 +146,7 @@ def test_the_id_depends_on_what_runs_only(plan: Plan) -> None:
         (lambda d: d.update(edge_connections=0), "edge_connections is 0"),
         (lambda d: d.pop("model"), "model is missing"),
         (lambda d: d["components"][0].update(stages=[1]), "components[0].stages is [1], but the other keys give [0]"),
-        (lambda d: d["components"][1].update(fabric="ib-a"), "fabrics ib-a, ib-a: one is listed twice"),
+        (lambda d: d["components"][1].update(fabric="ib-a"), "pools ib-a, ib-a: one is listed twice"),
         (lambda d: d["stages"][0].update(fabric="roce-a"), "stages[0].fabric is roce-a, but the other keys give ib-a"),
         (
             lambda d: (d["parallel"].update(sequence_parallel=True), d["batch"].update(sequence_length=1023)),
@@ -230,7 +230,7 @@ def test_groups_are_those_of_megatron(order: str) -> None:
 
 def test_ethernet_only_nodes_use_tcp_inside(plan: Plan) -> None:
     site = two_clusters(2)
-    only = replace(site, fabrics=tuple(replace(f, nic=NicType.ETHERNET, rdma_gbps=None) for f in site.fabrics))
+    only = replace(site, pools=tuple(replace(f, nic=NicType.ETHERNET, rdma_gbps=None) for f in site.pools))
     assert {g.transport.kind for g in replace(plan, site=only).transports() if g.kind == "dp"} == {"tcp"}
 
 
@@ -249,8 +249,8 @@ def test_sequence_parallel_only_where_it_divides() -> None:
 def test_more_recomputation_is_tried_even_if_less_fits() -> None:
     """With little memory and no recomputation, the first stages hold too few layers and the last too many."""
     site = two_clusters(2)
-    small = replace(site.fabrics[0].gpu, name="l40s", memory_gib=48.0)
-    one = replace(site, fabrics=(replace(site.fabrics[0], nodes=16, gpu=small),))
+    small = replace(site.pools[0].gpu, name="l40s", memory_gib=48.0)
+    one = replace(site, pools=(replace(site.pools[0], nodes=16, gpu=small),))
 
     def step_s(recompute: str) -> float:
         options = PlanOptions(tp=1, pp=8, dp=16, recompute=recompute, virtual_stages=1)
@@ -264,11 +264,11 @@ def test_more_recomputation_is_tried_even_if_less_fits() -> None:
 
 def test_the_proportional_rule_skips_virtual_stages_without_layers() -> None:
     site = two_clusters(2)
-    slow = replace(site.fabrics[1], gpu=replace(site.fabrics[1].gpu, name="slow", peak_tflops=30.0))
+    slow = replace(site.pools[1], gpu=replace(site.pools[1].gpu, name="slow", peak_tflops=30.0))
     made = best_plan(
         replace(named("gpt_3_6b"), layers=12),
         Batch(768, 1, 2048),
-        replace(site, fabrics=(site.fabrics[0], slow)),
+        replace(site, pools=(site.pools[0], slow)),
         PlanOptions(tp=2, pp=4, partition="proportional", recompute="full"),
         Costs(),
     )

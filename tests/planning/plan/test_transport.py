@@ -5,16 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, Place, Transport, TransportRule
 
 
-def fabric(name: str, nic: str) -> Fabric:
-    return Fabric(name, NicType(nic), name, 4, 2, 10, CPU, None if nic == "ethernet" else 100)
+def fabric(name: str, nic: str) -> Pool:
+    return Pool(name, NicType(nic), name, 4, 2, 10, CPU, None if nic == "ethernet" else 100)
 
 
 SITE = Site("s", (fabric("ib-a", "ib"), fabric("ib-b", "ib"), fabric("roce-a", "roce"), fabric("eth-a", "ethernet")))
-EACH = TransportRule(SITE, "holmes", frozenset(f.name for f in SITE.fabrics), False)
+EACH = TransportRule(SITE, "holmes", frozenset(f.name for f in SITE.pools), False)
 IB, ROCE = Transport("rdma", NicType.IB, "ib-a"), Transport("rdma", NicType.ROCE, "roce-a")
 
 
@@ -66,7 +66,7 @@ def test_plain_megatron_uses_the_transport_that_all_ranks_share(
 )
 def test_groups_in_host_memory_never_use_rdma(members: str, transport: Transport, mode: str) -> None:
     member_places = places(members)
-    rule = TransportRule(SITE, mode, frozenset([member_places[0].fabric]), False)
+    rule = TransportRule(SITE, mode, frozenset([member_places[0].pool]), False)
     assert rule.of_members(member_places, host_memory=True) == transport
 
 
@@ -87,7 +87,7 @@ def test_impossible_transports_are_refused(kind: str, nic: NicType | None, name:
 
 
 groups = st.lists(
-    st.builds(Place, st.sampled_from([f.name for f in SITE.fabrics]), st.sampled_from(["1", "2", "3"])),
+    st.builds(Place, st.sampled_from([f.name for f in SITE.pools]), st.sampled_from(["1", "2", "3"])),
     min_size=1,
     max_size=8,
 )
@@ -96,7 +96,7 @@ groups = st.lists(
 @given(groups)
 def test_a_transport_is_possible_and_independent_of_member_order(members: list[Place]) -> None:
     chosen = EACH.of_members(members)
-    fabrics = {SITE.fabric(m.fabric) for m in members}
+    fabrics = {SITE.pool(m.pool) for m in members}
     assert chosen.kind != "local" or len(set(members)) == 1
     assert chosen.kind != "rdma" or {(f.name, f.nic) for f in fabrics} == {(chosen.fabric, chosen.nic)}
     assert EACH.of_members(members[::-1]) == chosen
@@ -110,6 +110,6 @@ def test_more_members_never_get_a_faster_transport(members: list[Place], more: l
 
 @given(groups)
 def test_rdma_only_between_nodes_of_one_rdma_fabric(members: list[Place]) -> None:
-    fabrics, nodes = {m.fabric for m in members}, {(m.fabric, m.node) for m in members}
-    rdma = len(nodes) > 1 and len(fabrics) == 1 and SITE.fabric(members[0].fabric).nic.rdma
+    fabrics, nodes = {m.pool for m in members}, {(m.pool, m.node) for m in members}
+    rdma = len(nodes) > 1 and len(fabrics) == 1 and SITE.pool(members[0].pool).nic.rdma
     assert (EACH.of_members(members).kind == "rdma") is rdma

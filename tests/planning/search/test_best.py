@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.fabric.site import Gpu, NicType, Pool, Site
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.memory import memory
@@ -30,9 +30,9 @@ GPUS = (Gpu("a100-80gb", 312, 80, 2400), Gpu("h100-80gb", 989, 80, 3600), Gpu("a
 
 
 @st.composite
-def fabrics(draw: st.DrawFn, index: int) -> Fabric:
+def fabrics(draw: st.DrawFn, index: int) -> Pool:
     nic = draw(st.sampled_from(list(NicType)))
-    return Fabric(
+    return Pool(
         f"f{index}",
         nic,
         "p",
@@ -80,15 +80,14 @@ def test_hierarchical_dp_of_one_layer_uses_a_node_of_each_fabric(gpu: Gpu) -> No
         ModelSpec("small", 1, 512, 8, 50000, 2048, 8, tied=True, max_positions=4096),
         Batch(8, 2, 2048),
         Site(
-            "small",
-            tuple(Fabric(f"f{nodes}", NicType.IB, "p", nodes, 2, 100.0, gpu, rdma_gbps=50.0) for nodes in (1, 2)),
+            "small", tuple(Pool(f"f{nodes}", NicType.IB, "p", nodes, 2, 100.0, gpu, rdma_gbps=50.0) for nodes in (1, 2))
         ),
     )
 
 
 def test_hierarchy_in_one_fabric_has_pipelines_inside_nodes() -> None:
     """Data parallelism spans the nodes, so that activations never leave them."""
-    site = Site("one", (Fabric("f0", NicType.ETHERNET, "p", 4, 4, 10.0, GPUS[0]),))
+    site = Site("one", (Pool("f0", NicType.ETHERNET, "p", 4, 4, 10.0, GPUS[0]),))
     model = ModelSpec("small", 8, 2048, 16, 1000, 8192, 16, max_positions=4096)
     options = PlanOptions(strategy="hierarchical-dp", tp=1, pp=4, dp=4)
     plan = best_plan(model, Batch(64, 1, 2048), site, options, Costs())
@@ -103,7 +102,7 @@ def test_shared_memo_does_not_change_costs() -> None:
     site = Site(
         "three",
         tuple(
-            Fabric(f"f{i}", nic, "p", nodes, 4, 10.0, GPUS[i], rdma_gbps=200.0 if nic.rdma else None)
+            Pool(f"f{i}", nic, "p", nodes, 4, 10.0, GPUS[i], rdma_gbps=200.0 if nic.rdma else None)
             for i, (nic, nodes) in enumerate(((NicType.IB, 2), (NicType.ROCE, 3), (NicType.ETHERNET, 2)))
         ),
     )
@@ -113,7 +112,7 @@ def test_shared_memo_does_not_change_costs() -> None:
     evaluator, count = Evaluator(model, batch, site, PlanOptions(), Costs()), 0
     for placement in space.placements()[::4]:
         for c in evaluator.candidates(placement):
-            unshared = replace(c.layout, fabric_memo=Memo())
+            unshared = replace(c.layout, pool_memo=Memo())
             assert step_s(c.layout, c.layers)[0] == step_s(unshared, c.layers)[0]
             assert (memory(c.layout, c.layers).total() == memory(unshared, c.layers).total()).all()
             count += 1

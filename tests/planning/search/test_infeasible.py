@@ -13,7 +13,7 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Fabric, NicType, Site
+from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import best_plan
 
@@ -23,7 +23,7 @@ MODEL, BATCH = named("gpt_7_5b"), Batch(64, 1, 2048)
 
 
 def make_site(nodes: int = 2, **gpu: Any) -> Site:
-    return Site("one", (Fabric("ib", NicType.IB, "ib", nodes, 8, 25.0, replace(A100, **gpu), rdma_gbps=200.0),))
+    return Site("one", (Pool("ib", NicType.IB, "ib", nodes, 8, 25.0, replace(A100, **gpu), rdma_gbps=200.0),))
 
 
 def plan_error(site: Site, **options: Any) -> PlanError:

@@ -8,7 +8,7 @@ import pytest
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.fabric.site import Fabric, Gpu, NicType, Site
+from holmes_hpc.fabric.site import Gpu, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import search
 from holmes_hpc.planning.search.candidate import Evaluator
@@ -29,7 +29,7 @@ def make_site(ethernet_gbps: float, *fabrics: tuple[str, int, float | None, Gpu]
     return Site(
         "site",
         tuple(
-            Fabric(f"{nic}-{i}", NicType(nic), f"p{i}", nodes, 8, ethernet_gbps, gpu, rdma_gbps=gbps)
+            Pool(f"{nic}-{i}", NicType(nic), f"p{i}", nodes, 8, ethernet_gbps, gpu, rdma_gbps=gbps)
             for i, (nic, nodes, gbps, gpu) in enumerate(fabrics)
         ),
     )

@@ -10,7 +10,7 @@ import pytest
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Fabric, NicType, Site
+from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan_text import explain
 from holmes_hpc.planning.search.best import best_plan
@@ -19,7 +19,7 @@ SMALL = ModelSpec("small", layers=6, hidden=1024, heads=8, vocab=32000, ffn=4096
 UNEVEN = Site(
     "site",
     tuple(
-        Fabric(f"{nic}-a", nic, str(nic), nodes, 2, 25, planner_per_stage.A100, rdma_gbps=200)
+        Pool(f"{nic}-a", nic, str(nic), nodes, 2, 25, planner_per_stage.A100, rdma_gbps=200)
         for nic, nodes in ((NicType.IB, 2), (NicType.ROCE, 3))
     ),
 )
@@ -44,7 +44,7 @@ def test_nodes_unused_by_uniform_layouts_are_used() -> None:
 
 
 def test_one_fabric_gets_a_uniform_layout() -> None:
-    alike = replace(UNEVEN, fabrics=UNEVEN.fabrics[:1])
+    alike = replace(UNEVEN, pools=UNEVEN.pools[:1])
     plan = best_plan(SMALL, Batch(12, 1, 1024), alike, PlanOptions(unequal="true"), Costs())
     assert not plan.is_per_stage
 

@@ -100,7 +100,7 @@ def test_candidates_are_the_best_plans_of_site_subsets() -> None:
         return plans.plan(*fabrics, nodes=min((nodes or {"x": 4}).values()))
 
     candidates = candidate_plans(plan_for, plans.site())
-    layouts = [tuple((c.fabric, c.nodes) for c in plan.components) for plan in candidates]
+    layouts = [tuple((c.pool, c.nodes) for c in plan.components) for plan in candidates]
     assert layouts[0] == (("ib-a", 4), ("roce-a", 4)) and len(set(layouts)) == len(layouts) == 9
     assert (("ib-a", 1),) in layouts and (("ib-a", 2), ("roce-a", 2)) in layouts
     assert len(candidate_plans(plan_for, plans.site(), max_plans=3)) == 3

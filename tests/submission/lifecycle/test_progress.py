@@ -287,7 +287,7 @@ def test_settings_reach_their_components(tmp_path: Path) -> None:
     "settings, error",
     [
         ({"acount": "x"}, "did you mean 'account'"),
-        ({"fabrics": {"ib-z": {}}}, "no fabric 'ib-z'"),
+        ({"fabrics": {"ib-z": {}}}, "no pool 'ib-z'"),
         ({"fabrics": {"ib-a": {"timeout_min": 3}}}, "slurm.fabrics.ib-a: unknown key 'timeout_min'"),
         ({"fabrics": {"ib-a": {"qosx": 3}}}, "did you mean 'qos'"),
     ],
@@ -307,10 +307,10 @@ def test_gpus_are_requested_if_slurm_has_them_as_gres() -> None:
 
 def one_node_plan(**changes: Any) -> Plan:
     """Return a plan on a node, with all its eight GPUs or `gpus_per_node` of them."""
-    one = plans.site(gres=True).fabric("ib-a")
+    one = plans.site(gres=True).pool("ib-a")
     gpus = changes.pop("gpus_per_node", 8)
     fabric = replace(one, gpus_per_node=gpus, **{"node_cpus": 128, "node_memory_gib": 1000.0, **changes})
-    return plans.plan("ib-a", nodes=1, site=replace(plans.site(), fabrics=(fabric,)))
+    return plans.plan("ib-a", nodes=1, site=replace(plans.site(), pools=(fabric,)))
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,13 @@ def write_plan(plan: Plan, path: Path) -> str:
 
 def test_a_local_run_refuses_a_plan_for_another_site(record: RunDirectory, tmp_path: Path) -> None:
     other = write_plan(plans.plan("ib-a", "roce-a", nodes=1), tmp_path / "other.yaml")
-    with pytest.raises(PlanError, match="the plan needs fabric 'ib-a' of site holmes; this site has"):
+    with pytest.raises(PlanError, match="the plan needs pool 'ib-a' of site holmes; this site has"):
         prepare_continuation(record, "failed", [], other)
 
 
 def test_a_local_run_accepts_a_plan_with_another_number_of_ranks(record: RunDirectory, tmp_path: Path) -> None:
     local_site = plans.local_plan().site
-    wide_site = replace(local_site, fabrics=(replace(local_site.fabrics[0], gpus_per_node=4),))
+    wide_site = replace(local_site, pools=(replace(local_site.pools[0], gpus_per_node=4),))
     four = plans.plan("local", nodes=1, site=wide_site)
     assert prepare_continuation(record, "failed", [], write_plan(four, tmp_path / "four.yaml")).plan.world_size == 4
 

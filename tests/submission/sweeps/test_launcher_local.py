@@ -46,7 +46,7 @@ sys.path.insert(0, {here!r})
 import cloudpickle, hydra, plans
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, Pool, NicType, Site
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.plan_job import PlannedJob
 cloudpickle.register_pickle_by_value(plans)

@@ -57,7 +57,7 @@ def test_every_job_has_a_plan_on_the_testbed(path: Path) -> None:
         settings = load([*common_overrides(path), *overrides])
         plan = make_plan(settings, plans.site())
         assert isinstance(plan, Plan)
-        assert {c.fabric: c.nodes for c in plan.components} == settings.plan.nodes
+        assert {c.pool: c.nodes for c in plan.components} == settings.plan.nodes
         plan_ids.append(plan.id)
     assert len(plan_ids) > 3
 

@@ -19,7 +19,7 @@ from sites import A100, H100, one_fabric
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Site
-from holmes_hpc.planning.cost.calibration import Calibration, MeasuredFabric
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.search.best import fixed_plan
@@ -76,7 +76,7 @@ def test_predict_uses_the_measured_layer(measured: tuple[spawn.FinishedRun, Cali
     plan, calibration = spawn.plan(pp=2, dp=2, batch=BATCH), measured[1]
     costs = Costs(calibration, PACE_MS)
     layer = calibration.fabrics[0].parts[0]
-    layer_s = costs.layer_s(plan.model, plan.batch, 1, plan.site.fabrics[0])
+    layer_s = costs.layer_s(plan.model, plan.batch, 1, plan.site.pools[0])
     assert layer_s == pytest.approx((layer.forward_s, layer.backward_s))
     slower = replace(
         calibration,
@@ -101,7 +101,7 @@ def test_run_record_has_measured_and_predicted_step_time(measured: tuple[spawn.F
 def test_pairs_cover_all_networks_inside_and_between_fabrics() -> None:
     plan = spawn.plan(pp=2, dp=2, tp=2)  # an InfiniBand and a RoCE fabric, two nodes each
     pairs = networks.pairs(plan, one_host=False)
-    assert {(p.link, p.fabrics) for p in pairs} == {
+    assert {(p.link, p.pools) for p in pairs} == {
         ("local", ("ib-0",)),
         ("ib", ("ib-0",)),
         ("ethernet", ("ib-0",)),
@@ -112,7 +112,7 @@ def test_pairs_cover_all_networks_inside_and_between_fabrics() -> None:
     }
     for p in pairs:
         places = [plan.places[r] for r in p.ranks]
-        assert tuple(dict.fromkeys(place.fabric for place in places)) == p.fabrics
+        assert tuple(dict.fromkeys(place.pool for place in places)) == p.pools
         assert (places[0] == places[1]) == (p.link == "local") and networks.link_name(p.transport) == p.link
     pairs_of_one_fabric = networks.pairs(spawn.plan(dp=2), one_host=False)
     assert {p.link: p.transport.kind for p in pairs_of_one_fabric} == {"ib": "rdma", "ethernet": "tcp"}
@@ -143,9 +143,9 @@ def test_links_between_fabrics_have_their_own_rate_and_delay() -> None:
             *messages(("b", "c"), 21e-3, 0.225),
         ]
     )
-    links = networks.links_of_fabrics(fitted)
+    links = networks.links_of_pools(fitted)
     assert set(links) == {"a", "b"} and links["a"]["ethernet"].efficiency == pytest.approx(0.9)
-    calibration = Calibration(tuple(MeasuredFabric(name, A100.name, links=links[name]) for name in links))
+    calibration = Calibration(tuple(MeasuredPool(name, A100.name, links=links[name]) for name in links))
     fabric_links = networks.links_between_fabrics(fitted, calibration, site)
     assert {link.between: (link.gbps, link.delay_ms) for link in fabric_links} == {
         ("a", "b"): (pytest.approx(25, rel=0.01), pytest.approx(0, abs=0.01)),
@@ -155,7 +155,7 @@ def test_links_between_fabrics_have_their_own_rate_and_delay() -> None:
 
 def test_fastest_link_counts_as_ethernet_of_single_nodes() -> None:
     fitted = networks.fit([*messages(("a", "b"), 5e-3, 0.5), *messages(("b", "c"), 1e-3, 0.9)])
-    links = networks.links_of_fabrics(fitted)
+    links = networks.links_of_pools(fitted)
     assert set(links) == {"b", "c"} and links["b"]["ethernet"].latency_s == pytest.approx(1e-3)
 
 
@@ -192,7 +192,7 @@ def test_each_fabric_has_the_times_of_its_own_ranks() -> None:
     assert optimizer_s[0] and optimizer_s[1] and optimizer_s[0] > 2 * optimizer_s[1]
     assert calibration.step_s == pytest.approx(0.003)
     costs = Costs(calibration)
-    assert costs.layer_s(spawn.MODEL, BATCH, 1, site.fabric("h"))[0] == pytest.approx(0.011)
+    assert costs.layer_s(spawn.MODEL, BATCH, 1, site.pool("h"))[0] == pytest.approx(0.011)
 
 
 def test_deadline_ends_for_all_ranks_when_one_is_late(monkeypatch: pytest.MonkeyPatch) -> None:

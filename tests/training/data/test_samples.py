@@ -20,7 +20,7 @@ from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import DataError
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.training.data import prefix as prefixes
@@ -32,7 +32,7 @@ VOCAB = 257
 
 
 def plan(dp: int = 1, micro: int = 2, size: int = 8, length: int = 16, vocab: int = VOCAB) -> Plan:
-    site = Site("s", (Fabric("f", NicType.ETHERNET, "p", 1, dp, 10, CPU, gres=False),))
+    site = Site("s", (Pool("f", NicType.ETHERNET, "p", 1, dp, 10, CPU, gres=False),))
     return Plan(
         strategy="one-fabric",
         model=ModelSpec("m", 2, 32, 4, vocab, 64, 4),

@@ -160,4 +160,4 @@ def test_transformer_engine_has_no_fused_attention_in_fp32(monkeypatch: pytest.M
 def on_a100(attention: str | None = None) -> Plan:
     """Return a plan whose fabrics have A100s, with `attention` in its site file."""
     plan, gpu = spawn.plan(), replace(A100, attention=attention)
-    return replace(plan, site=replace(plan.site, fabrics=tuple(replace(f, gpu=gpu) for f in plan.site.fabrics)))
+    return replace(plan, site=replace(plan.site, pools=tuple(replace(f, gpu=gpu) for f in plan.site.pools)))

@@ -12,7 +12,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.site import CPU, Fabric, NicType, Site
+from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan
@@ -30,9 +30,9 @@ def site(gpus: int) -> Site:
     return Site(
         "s",
         (
-            Fabric("ib-a", NicType.IB, "ib", 4, gpus, 0.05, gpu, 0.4, "nic_ib"),
-            Fabric("roce-a", NicType.ROCE, "roce", 4, gpus, 0.05, gpu, 0.25, "nic_roce"),
-            Fabric("eth-a", NicType.ETHERNET, "eth", 4, gpus, 0.05, gpu, None, "nic_ethernet"),
+            Pool("ib-a", NicType.IB, "ib", 4, gpus, 0.05, gpu, 0.4, "nic_ib"),
+            Pool("roce-a", NicType.ROCE, "roce", 4, gpus, 0.05, gpu, 0.25, "nic_roce"),
+            Pool("eth-a", NicType.ETHERNET, "eth", 4, gpus, 0.05, gpu, None, "nic_ethernet"),
         ),
     )
 
@@ -64,7 +64,7 @@ def plan_on(nodes: dict[str, int], gpus: int = 1, tied: bool = False, **options:
 def test_planned_loads_sum_up_to_the_predicted_bytes(plan) -> None:
     sums: defaultdict[str, float] = defaultdict(float)
     names = [place.node for place in plan.places]
-    fabrics = {place.node: place.fabric for place in plan.places}
+    fabrics = {place.node: place.pool for place in plan.places}
     for load in planned_loads(plan, names):
         sums["ethernet" if load.kind == "ethernet" else fabrics[load.node]] += load.bytes
     assert dict(sums) == pytest.approx(plan.predicted.nic_bytes_per_step)
@@ -74,7 +74,7 @@ def nodes_of(plan: Plan) -> list[NodeTransports]:
     return [
         NodeTransports(
             p.node,
-            p.fabric,
+            p.pool,
             {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.0.1.1", 24), "rdma": ("fast0", "10.0.2.1", 24)},
             {},
             False,

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.fabric.site import Fabric, NicType, Site
+from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import fixed_plan
@@ -62,8 +62,7 @@ def plan_of(name: str) -> Plan:
     site = Site(
         "site",
         tuple(
-            Fabric(f, NicType(nic), f, 2, 4, 25, A100, rdma_gbps=None if nic == "ethernet" else 200)
-            for f, nic in fabrics
+            Pool(f, NicType(nic), f, 2, 4, 25, A100, rdma_gbps=None if nic == "ethernet" else 200) for f, nic in fabrics
         ),
     )
     return fixed_plan(MODEL, Batch(48, 1, 64), site, PlanOptions(**options), Costs())
@@ -102,12 +101,12 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[CreatedGroup]:
 def groups_of(plan: Plan, rank: int, created: list[CreatedGroup]) -> list[CreatedGroup]:
     """Return the groups of `rank`, in the order in which it creates them."""
     place = plan.places[rank]
-    fabric = plan.site.fabric(place.fabric)
+    fabric = plan.site.pool(place.pool)
     interfaces = {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.1.0.1", 24)}
     if fabric.nic.rdma:
         interfaces["rdma"] = ("ib0", "10.2.0.1", 24)
     created.clear()
-    groups = Groups(plan, NodeTransports(place.node, place.fabric, interfaces, {}, False), rank, True, 10.0, 10.0)
+    groups = Groups(plan, NodeTransports(place.node, place.pool, interfaces, {}, False), rank, True, 10.0, 10.0)
     try:
         groups.start(FakeStore())
         groups.make_parallel_state()
@@ -140,8 +139,8 @@ def expected_network(plan: Plan, group: CreatedGroup) -> str | None:
         return "eth0"
     if group.kind == WORLD:
         return "Socket"
-    fabrics = {p.fabric for p in (plan.places if plan.transport_mode == "single" else places)}
-    rdma = len(fabrics) == 1 and plan.site.fabric(fabrics.pop()).nic.rdma
+    fabrics = {p.pool for p in (plan.places if plan.transport_mode == "single" else places)}
+    rdma = len(fabrics) == 1 and plan.site.pool(fabrics.pop()).nic.rdma
     return "IB" if rdma else "Socket"
 
 

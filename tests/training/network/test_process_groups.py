@@ -40,7 +40,7 @@ NAMES = [
 SITE = Site(
     "five",
     tuple(
-        replace(two_clusters().fabrics[0], name=t.fabric, nic=t.nic) for t, _ in NAMES if t.fabric is not None and t.nic
+        replace(two_clusters().pools[0], name=t.fabric, nic=t.nic) for t, _ in NAMES if t.fabric is not None and t.nic
     ),
 )
 
@@ -60,9 +60,9 @@ def test_nccl_options_are_new_objects_with_the_transports_network(monkeypatch: p
 
 def test_a_fabric_may_name_its_nccl_network() -> None:
     site = two_clusters()
-    ib, roce = site.fabrics
-    site = replace(site, fabrics=(replace(ib, nccl_net="IBext_v11"), roce))
-    assert [site.nccl_network(f.nic, f.name) for f in site.fabrics] == ["IBext_v11", "IB"]
+    ib, roce = site.pools
+    site = replace(site, pools=(replace(ib, nccl_net="IBext_v11"), roce))
+    assert [site.nccl_network(f.nic, f.name) for f in site.pools] == ["IBext_v11", "IB"]
     assert site.nccl_network(TCP.nic) == "Socket" and site.nccl_network(LOCAL.nic) is None
 
 

@@ -72,14 +72,14 @@ def test_the_link_check_uses_the_sites_rate_between_two_fabrics(gbps: float, lev
     site = plans.site()
     site = replace(
         site,
-        fabrics=tuple(replace(f, ethernet_gbps=25.0) for f in site.fabrics),
+        pools=tuple(replace(f, ethernet_gbps=25.0) for f in site.pools),
         links=(FabricLink(("ib-a", "roce-a"), gbps=0.4),),
     )
     plan = plans.plan("ib-a", "roce-a", site=site)
     infos = []
     for rank, fabric in enumerate(("ib-a", "ib-a", "roce-a", "roce-a")):
         node = NodeTransports(f"n{rank}", fabric, {"tcp": ("eth0", f"10.0.0.{rank}", 24)}, {}, False)
-        infos.append(NodeInformation(node.node, fabric, (rank,), endpoints(plan, node)))
+        infos.append(NodeInformation(node.node, fabric, (rank,), endpoints(plan, rank, node)))
     infos = [msgspec.json.decode(msgspec.json.encode(info), type=NodeInformation) for info in infos]
     crossing, inside = NodeLink("tcp", "n0", "n2", "edge"), NodeLink("tcp", "n0", "n1", "dp")
     assert [f.level for f in find_slow_links(infos, [LinkReport("n0", measured=((crossing, gbps),))])] == levels

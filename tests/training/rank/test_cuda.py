@@ -18,7 +18,7 @@ from holmes_hpc.training.rank import cuda_check as cuda
 def on_gpus(*cpus: str) -> Site:
     """Return the testbed's site with GPUs in all fabrics except those named `cpus`."""
     gpu = Gpu("h100", 989, 80, 3600)
-    return replace(site(), fabrics=tuple(f if f.name in cpus else replace(f, gpu=gpu) for f in site().fabrics))
+    return replace(site(), pools=tuple(f if f.name in cpus else replace(f, gpu=gpu) for f in site().pools))
 
 
 def test_auto_means_the_cpu_if_a_fabric_of_the_plan_has_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,8 +303,8 @@ def test_a_container_without_infiniband_in_sysfs_is_refused_only_without_verbs()
 
 def with_fabric(plan: Plan, **changes: Any) -> Plan:
     """Return `plan` with changes to its first fabric."""
-    first, *other_fabrics = plan.site.fabrics
-    return replace(plan, site=replace(plan.site, fabrics=(replace(first, **changes), *other_fabrics)))
+    first, *other_fabrics = plan.site.pools
+    return replace(plan, site=replace(plan.site, pools=(replace(first, **changes), *other_fabrics)))
 
 
 def test_interface_names_of_a_node_win_over_those_of_the_site() -> None:
@@ -316,7 +316,7 @@ def test_interface_names_of_a_node_win_over_those_of_the_site() -> None:
         assert (
             networks.environment["NCCL_SOCKET_IFNAME"] == f"={interface}" and networks.interfaces["tcp"][0] == interface
         )
-    with pytest.raises(NetworkError, match=r"node ib9 \(fabric ib-0\): no interface eth1, which the site names"):
+    with pytest.raises(NetworkError, match=r"node ib9 \(pool ib-0\): no interface eth1, which the site names"):
         transports.site_nics(plan, 0, nics("eth0"), "ib9", {})
 
 

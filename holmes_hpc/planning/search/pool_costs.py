@@ -1,4 +1,4 @@
-"""Costs per fabric at one micro-batch size and TP: seconds of a layer, link rates, latencies, memory."""
+"""Costs per pool at one micro-batch size and TP: seconds of a layer, link rates, latencies, memory."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from holmes_hpc.planning.plan.transport import LOCAL, TCP, TransportRule
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.search.estimate import Estimate
 from holmes_hpc.planning.search.placement import Block, Placement, shortest_order
-from holmes_hpc.planning.search.problem import AvailableFabric, Problem
+from holmes_hpc.planning.search.problem import AvailablePool, Problem
 
 T = TypeVar("T")
 MAX_CHUNKS = 8
 
 
-class FabricCosts:
-    """Costs at one micro-batch size and TP. Arrays have one entry per fabric of `available`, (F,).
+class PoolCosts:
+    """Costs at one micro-batch size and TP. Arrays have one entry per pool of `available`, (F,).
 
     `layer_s`: seconds of a layer for one micro-batch, forward and backward. `micro_batches`: of all data-parallel
     ranks together. `layer_bytes`: memory of a layer without its optimizer. `taus`: all stage times that a whole number
     of layers can take; `layers_in_tau`: layers of a stage within each of them, (T, F).
     """
 
-    def __init__(self, problem: Problem, micro_size: int, tp: int, available: list[AvailableFabric]) -> None:
+    def __init__(self, problem: Problem, micro_size: int, tp: int, available: list[AvailablePool]) -> None:
         model, batch, site, options, costs = problem
         self.model, self.batch, self.options, self.cost_model = model, batch, options, costs
         self.micro_size, self.tp, self.available = micro_size, tp, available
         micro_batch = Batch(batch.global_size, micro_size, batch.sequence_length)
         sequence_parallel = tp > 1 and options.sequence_parallel is not False
         recompute = "none" if options.recompute == "auto" else options.recompute
-        gpus = [a.fabric.gpu for a in available]
+        gpus = [a.pool.gpu for a in available]
         self.layer_s = np.array(
-            [sum(costs.layer_s(model, micro_batch, tp, a.fabric, sequence_parallel, recompute)) for a in available]
+            [sum(costs.layer_s(model, micro_batch, tp, a.pool, sequence_parallel, recompute)) for a in available]
         )
         self.layer_s_list = [float(s) for s in self.layer_s]  # faster than the array for single numbers
-        self.head_s = min(sum(costs.part_s("head", model, micro_batch, tp, a.fabric)) for a in available)
+        self.head_s = min(sum(costs.part_s("head", model, micro_batch, tp, a.pool)) for a in available)
         rule = TransportRule(site, "holmes", frozenset(), one_node=False)
-        fabrics = [(a.fabric, rule.of({a.fabric.name}, one_node=False)) for a in available]
+        pools = [(a.pool, rule.of({a.pool.name}, one_node=False)) for a in available]
         self.inside_gbps = {  # inside a fabric, by collective ("": messages)
             collective: np.array(
-                [site.rate_gbps(t.kind, f) * costs.link(t, f, collective).efficiency for f, t in fabrics]
+                [site.rate_gbps(t.kind, f) * costs.link(t, f, collective).efficiency for f, t in pools]
             )
             for collective in ("", "reduce_scatter", "all_gather")
         }
-        self.latency_s = np.array([costs.link(t, f).latency_s for f, t in fabrics])
+        self.latency_s = np.array([costs.link(t, f).latency_s for f, t in pools])
         self.ethernet_gbps, self.between_gbps, self.between_latency_s = _ethernet_rates(site, available, costs)
         self.has_links = bool(site.links)
         self.micro_batches, self.layers = batch.global_size // micro_size, model.layers
@@ -67,8 +67,8 @@ class FabricCosts:
         self.taus = np.unique(np.concatenate([s * np.arange(1, model.layers + 1) for s in self.layer_s]))
         self.layers_in_tau = np.floor(self.taus[:, None] / self.layer_s + 1e-9).astype(int)
         counts = range(1, 1 + (1 if options.strategy == "one-fabric" else len(available)))
-        self.fabric_choices = [
-            (choice, frozenset(available[f].fabric.name for f in choice))
+        self.pool_choices = [
+            (choice, frozenset(available[f].pool.name for f in choice))
             for count in counts
             for choice in combinations(range(len(available)), count)
         ]  # indices and names
@@ -76,10 +76,10 @@ class FabricCosts:
         self._layers_per_s = [float(ranks) / s for ranks, s in zip(self.ranks, self.layer_s_list, strict=True)]
         self._memo = Memo()
 
-    def order_fabrics(self, fabrics: list[int], edge_s: np.ndarray, is_ring: bool = False) -> list[int]:
-        """Return the fabrics ordered by :func:`shortest_order` if the site defines links between fabrics."""
+    def order_pools(self, pools: list[int], edge_s: np.ndarray, is_ring: bool = False) -> list[int]:
+        """Return the pools ordered by :func:`shortest_order` if the site defines links between fabrics."""
         is_fixed = not self.has_links or self.options.fabric_order is not None
-        return fabrics if is_fixed else shortest_order(edge_s, fabrics, is_ring)
+        return pools if is_fixed else shortest_order(edge_s, pools, is_ring)
 
     def placement(
         self,
@@ -89,18 +89,18 @@ class FabricCosts:
         estimate: Estimate,
         instances: int = 1,
     ) -> Placement:
-        """Return the placement on fabrics with (ranks, stages) each.
+        """Return the placement on pools with (ranks, stages) each.
 
-        Fabrics follow ``plan.fabric_order``; those that it does not name come last, in the given order.
+        Pools follow ``plan.fabric_order``; those that it does not name come last, in the given order.
         """
         order = self.options.fabric_order or ()
         blocks = [
-            Block(a.fabric, ranks // a.gpus_per_node, a.gpus_per_node, stages)
+            Block(a.pool, ranks // a.gpus_per_node, a.gpus_per_node, stages)
             for f, (ranks, stages) in ranks_and_stages.items()
             for a in [self.available[f]]
         ]
         if order:
-            blocks.sort(key=lambda b: order.index(b.fabric.name) if b.fabric.name in order else len(order))
+            blocks.sort(key=lambda b: order.index(b.pool.name) if b.pool.name in order else len(order))
         return Placement(
             strategy, self.micro_size, self.tp, dp, blocks=tuple(blocks), estimate=estimate, instances=instances
         )
@@ -109,20 +109,20 @@ class FabricCosts:
         """Return a lower bound of every step at this DP."""
         return self.bound_on_s(dp, tuple(range(len(self.available))))
 
-    def bound_on_s(self, dp: int, fabrics: tuple[int, ...]) -> float:
-        """Return a lower bound of every step at this DP on these fabrics.
+    def bound_on_s(self, dp: int, pools: tuple[int, ...]) -> float:
+        """Return a lower bound of every step at this DP on these pools.
 
-        It follows from the layers per second of their blocks of TP x DP GPUs; each fabric has one block or more.
+        It follows from the layers per second of their blocks of TP x DP GPUs; each pool has one block or more.
         """
-        layers_per_s = sum(self._layers_per_s[f] for f in fabrics) / (self.tp * dp)
-        return self.micro_batches / dp * max(min(self.layer_s_list[f] for f in fabrics), self.layers / layers_per_s)
+        layers_per_s = sum(self._layers_per_s[f] for f in pools) / (self.tp * dp)
+        return self.micro_batches / dp * max(min(self.layer_s_list[f] for f in pools), self.layers / layers_per_s)
 
-    def ring_s(self, fabrics: tuple[int, ...]) -> float:
-        """Return the seconds of an all-reduce of one rank's gradients of one layer around a ring of fabrics."""
+    def ring_s(self, pools: tuple[int, ...]) -> float:
+        """Return the seconds of an all-reduce of one rank's gradients of one layer around a ring of pools."""
         size = 2.0 * layer_parameters(self.model, self.tp) * self.cost_model.gradient_size
         return size / min(
             min(self.ethernet_gbps[a], self.between_gbps[a, b]) * 1e9 / 8 / self.available[a].gpus_per_node
-            for a, b in zip(fabrics, fabrics[1:] + fabrics[:1], strict=True)
+            for a, b in zip(pools, pools[1:] + pools[:1], strict=True)
         )
 
     def max_chunks(self, stages: int, micro_batches: int) -> int:
@@ -145,7 +145,7 @@ class FabricCosts:
         return self._memo.of(compute.__name__, *args, compute=partial(compute, *args))
 
     def transfers_s(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of a stage transfer inside each fabric, (F,), and between two fabrics, (F, F).
+        """Return the seconds of a stage transfer inside each pool, (F,), and between two fabrics, (F, F).
 
         Between two fabrics the slower end counts.
         """
@@ -153,7 +153,7 @@ class FabricCosts:
             self.micro_size
             * self.batch.sequence_length
             * self.model.hidden
-            * max(self.cost_model.weight_bytes(a.fabric.gpu) for a in self.available)
+            * max(self.cost_model.weight_bytes(a.pool.gpu) for a in self.available)
             * 8e-9
         )
         if self.options.sequence_parallel is not False:
@@ -163,13 +163,13 @@ class FabricCosts:
         return size * ranks / self.inside_gbps[""] + self.latency_s, np.maximum(between, between.T)
 
     def sync_s(self, dp: int, stride: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds to (reduce the gradients, gather the parameters) of one layer in each fabric.
+        """Return the seconds to (reduce the gradients, gather the parameters) of one layer in each pool.
 
         `stride`: distance, in blocks of TP ranks, between two ranks that share a gradient.
         """
         seconds, costs = [], self.cost_model
         for f, available in enumerate(self.available):
-            gpu = available.fabric.gpu
+            gpu = available.pool.gpu
             collectives, parameters = costs.collectives(gpu), layer_parameters(self.model, self.tp)
             sizes = (
                 parameters
@@ -180,7 +180,7 @@ class FabricCosts:
                 )
             )
             if self.tp * dp * stride <= available.gpus_per_node:
-                rates = np.full(2, gpu.intra_node_gbps * costs.link(LOCAL, available.fabric).efficiency)
+                rates = np.full(2, gpu.intra_node_gbps * costs.link(LOCAL, available.pool).efficiency)
             else:
                 rates = np.array([self.inside_gbps[name][f] for name in ("reduce_scatter", "all_gather")]) / self.tp
             seconds.append(sizes / (rates * 1e9 / 8))
@@ -189,18 +189,18 @@ class FabricCosts:
 
 
 def _ethernet_rates(
-    site: Site, available: list[AvailableFabric], costs: Costs
+    site: Site, available: list[AvailablePool], costs: Costs
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what a node's Ethernet carries: (Gb/s in all, Gb/s to each other fabric, seconds of latency to it).
+    """Return what a node's Ethernet carries: (Gb/s in all, Gb/s to each other pool, seconds of latency to it).
 
     Rates are of payload. The shapes are (F,), (F, F) and (F, F).
     """
-    fabrics = [a.fabric for a in available]
-    links = [costs.link(TCP, f) for f in fabrics]
+    pools = [a.pool for a in available]
+    links = [costs.link(TCP, f) for f in pools]
     efficiency = np.array([link.efficiency for link in links])
-    ethernet_gbps = np.array([site.rate_gbps("tcp", f) for f in fabrics]) * efficiency
-    between_gbps = np.array([[site.rate_gbps("tcp", a, b) for b in fabrics] for a in fabrics]) * efficiency[:, None]
+    ethernet_gbps = np.array([site.rate_gbps("tcp", f) for f in pools]) * efficiency
+    between_gbps = np.array([[site.rate_gbps("tcp", a, b) for b in pools] for a in pools]) * efficiency[:, None]
     latency_s = [
-        [link.latency_s + site.delay_s("tcp", a, b) for b in fabrics] for a, link in zip(fabrics, links, strict=True)
+        [link.latency_s + site.delay_s("tcp", a, b) for b in pools] for a, link in zip(pools, links, strict=True)
     ]
     return ethernet_gbps, between_gbps, np.array(latency_s)
