@@ -45,7 +45,7 @@ def test_the_factor_of_a_node_wins_over_its_fabrics_and_unknown_names_are_refuse
     factors = {"ib[2-2]": 4.0, "ib-a": 2.0, "eth-a": 3.0}  # the last has no rank in this plan
     assert [emulated_layers.factor(factors, places, rank, site) for rank in range(3)] == [2.0, 4.0, 1.0]
     for unknown in ("ib[2-3]", "eth-b"):
-        with pytest.raises(ConfigError, match=f"no fabric or node '{'ib3' if '[' in unknown else unknown}'"):
+        with pytest.raises(ConfigError, match=f"no pool or node '{'ib3' if '[' in unknown else unknown}'"):
             emulated_layers.factor({unknown: 2.0}, places, 0, site)
 
 
