@@ -195,10 +195,15 @@ def _fabric(
     gpus = min(counts)
     if len(counts) > 1:
         notes.assume(usable, f"{_and(counts)} GPUs per node in fabric {g.name}: {gpus} of each node are used")
+    types = {gpu_type for n in usable for gpu_type in n.gpu_types}
+    gres_type = next(iter(types)) or None if len(types) == 1 else None  # jobs request it
     rivals = [
         n
         for n in nodes
-        if g.partition.name in n.partitions and n.gpus >= gpus and n.name not in {m.name for m in g.nodes}
+        if g.partition.name in n.partitions
+        and n.gpus >= gpus
+        and n.name not in {m.name for m in g.nodes}
+        and (gres_type is None or gres_type in n.gpu_types)
     ]
     expression = constraint(usable, rivals)
     if expression is None:
@@ -235,6 +240,7 @@ def _fabric(
         node_cpus=(min(n.cpus for n in usable) or None) if gpus else None,
         node_memory_gib=(min(n.memory_mib for n in usable) / 1024 or None) if gpus else None,
         node_gpus=max(counts) if len(counts) > 1 else None,
+        gres_type=gres_type,
     )
 
 

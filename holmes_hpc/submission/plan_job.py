@@ -88,7 +88,8 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
             "additional": {**(settings.additional or {}), **(pool_settings.additional or {})},
         }
         pool = plan.site.pool(part.pool)
-        gpus = part.gpus_per_node if pool.gres and not values.get("gres") else None
+        gpus: int | str | None = part.gpus_per_node if pool.gres and not values.get("gres") else None
+        gpus = f"{pool.gres_type}:{gpus}" if gpus and pool.gres_type else gpus
         if pool.gres and (settings.share if pool_settings.share is None else pool_settings.share) is not False:
             specified = {str(k).lstrip("-").replace("-", "_").partition("_per_")[0] for k in values["additional"]}
             share = node_share(

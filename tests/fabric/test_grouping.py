@@ -78,6 +78,27 @@ def test_a_fabric_has_the_cpus_and_memory_of_its_gpu_nodes() -> None:
     assert grouped(*example()).pools[0].node_cpus is None  # ranks are CPU processes
 
 
+@pytest.mark.parametrize(
+    ("gres", "gres_type"),
+    [
+        (("gpu:a100:4(S:0)", "gpu:a100:4(S:0-1)"), "a100"),
+        (("gpu:a100:4", "gpu:4"), None),
+        (("gpu:4", "gpu:4"), None),
+        (("gpu:a100:4", "gpu:h100:4"), None),
+        (("gpu:a100:2,gpu:h100:2", "gpu:a100:2,gpu:h100:2"), None),
+    ],
+)
+def test_a_fabric_has_the_gres_type_that_all_its_gpus_have(gres: tuple[str, str], gres_type: str | None) -> None:
+    nodes = [node(f"n{i}", "nic_ib,fabric_a", gres=text) for i, text in enumerate(gres, 1)]
+    assert grouped(nodes, [partition("ib", "n[1-2]")]).fabrics[0].gres_type == gres_type
+
+
+def test_a_gres_type_selects_nodes_that_no_constraint_tells_apart() -> None:
+    nodes = [node("n1", gres="gpu:a100:4"), node("n2", "nic_ib,fabric_x", gres="gpu:h100:4")]
+    fabrics = {f.node_names: (f.gres_type, f.constraint) for f in grouped(nodes, [partition("ib", "n[1-2]")]).fabrics}
+    assert fabrics == {("n1",): ("a100", ""), ("n2",): ("h100", "nic_ib&fabric_x")}
+
+
 def test_down_nodes_are_left_out_and_listed() -> None:
     nodes, partitions = example()
     nodes[1] = node("ib2", "nic_ib,nic_0.4g,eth_0.05g,fabric_ib-a", "ib", state="IDLE+DRAIN")

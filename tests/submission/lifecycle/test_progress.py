@@ -305,6 +305,15 @@ def test_gpus_are_requested_if_slurm_has_them_as_gres() -> None:
     assert part.gres == "gpu:a100:1" and part.gpus_per_node is None
 
 
+def test_the_gpu_type_of_slurms_gres_is_requested() -> None:
+    plan = one_node_plan(gpus_per_node=4, gres_type="a100")
+    assert "--gpus-per-node=a100:4" in plan_components(plan, SlurmSettings())[0].arguments()
+    (part,) = plan_components(plan, SlurmSettings(gres="gpu:4"))
+    assert part.gres == "gpu:4" and part.gpus_per_node is None
+    (part,) = plan_components(plan, SlurmSettings(additional={"gpus_per_node": 4}))
+    assert "--gpus-per-node=4" in part.arguments() and "--gpus-per-node=a100:4" not in part.arguments()
+
+
 def one_node_plan(**changes: Any) -> Plan:
     """Return a plan on a node, with all its eight GPUs or `gpus_per_node` of them."""
     one = plans.site(gres=True).pool("ib-a")
