@@ -70,7 +70,7 @@ class SlurmSettings(ComponentSettings):
     timeout_min: Annotated[
         int | str, key("the job's time limit: minutes, or in Slurm's format: 1-12:00:00", unit="min", ge=1)
     ] = 60
-    setup: Annotated[tuple[str, ...], key("shell lines that the batch script runs before srun, as in submitit")] = ()
+    setup: Annotated[tuple[str, ...], key("shell lines that the batch script runs before Python and srun")] = ()
     distribution: Annotated[
         str,
         key(

@@ -162,14 +162,12 @@ class PlanExecutor(SlurmHetExecutor):
 
     def _text(self, request: JobRequest, command: str) -> str:
         end, lost = end_command(self.run_path), run_command("lost_step", self.run_path)
-        first_commands = [
-            f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}",
-            f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {end_command(self.run_path, "1", "")} --again || exit',
-        ]
+        again = f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {end_command(self.run_path, "1", "")} --again || exit'
         return script_text(
             request,
             self._commands(request, command),
-            begin=first_commands,
+            mark=f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}",
+            begin=[again],
             beside=f'{lost} {request.ranks} "$step"',
             on_signal=[f"{end} --so-far"],
             finish=[f"{end}; status=$?"],

@@ -282,14 +282,16 @@ def script_text(
     job: JobRequest,
     command: str | Sequence[str],
     *,
+    mark: str = "",
     begin: Sequence[str] = (),
     beside: str = "",
     on_signal: Sequence[str] = (),
     finish: Sequence[str] = (),
 ) -> str:
     """Return the batch script. `command`: the shell command of every task, or a list with one for each component.
-    Lines of shell: `begin` before the set-up; `on_signal` after a signal, while the step still runs; `finish` after the
-    step. In the last two ``$status`` is the step's exit status so far, and ``$signalled`` the signal received.
+    Lines of shell: `mark` before the set-up, `begin` after it; `on_signal` after a signal, while the step still runs;
+    `finish` after the step. In the last two ``$status`` is the step's exit status so far, and ``$signalled`` the signal
+    received.
     `beside`: a command that runs as long as the step, whose process id is ``$step``."""
     commands = [command] * len(job.components) if isinstance(command, str) else command
     step = _step(job, commands) if job.use_srun else " ".join(_program(job, job.components[0], commands[0]))
@@ -305,8 +307,9 @@ def script_text(
         *(["mkdir -p -- " + " ".join(map(job.quote, job.directories))] if job.directories else []),
         *([f"rm -f -- {record}"] if record else []),
         *_requeue_limit_lines(job.max_requeues, record),
-        *begin,
+        *([mark] if mark else []),
         *(["# setup", *job.setup] if job.setup else []),
+        *begin,
         *(
             ["# These describe component 0 only; srun would apply them to all components.", f"unset {unset_names}"]
             if len(job.components) > 1

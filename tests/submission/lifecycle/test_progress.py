@@ -25,6 +25,7 @@ from holmes_hpc.schema import make
 from holmes_hpc.slurm.commands import Answer
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.slurm.job_states import JobState
+from holmes_hpc.submission.lifecycle.attempts import START_MARK
 from holmes_hpc.submission.lifecycle.progress import report_progress
 from holmes_hpc.submission.lifecycle.status import (
     SlurmJob,
@@ -37,6 +38,7 @@ from holmes_hpc.submission.lifecycle.status import (
 )
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import plan_components, plan_executor
+from holmes_hpc.submission.templates import plan_script
 
 pytestmark = pytest.mark.integration
 
@@ -281,6 +283,17 @@ def test_settings_reach_their_components(tmp_path: Path) -> None:
     text = plan_executor(plan, tmp_path / "x", settings).job_script()
     assert "--time=90" in text and "module load x" in text and "#SBATCH --requeue" in text
     assert text == plan_executor(plan, tmp_path / "x", settings).job_script()  # --dry-run is reproducible
+
+
+def test_setup_runs_before_the_first_python(tmp_path: Path) -> None:
+    plan, settings = plans.plan("ib-a", "eth-a"), SlurmSettings(setup=("module load python",))
+    scripts = {
+        plan_executor(plan, tmp_path / "x", settings).job_script(): "lifecycle.batch_end",
+        plan_script(plan, tmp_path / "plan.yaml", "runs/x", settings, []): "lifecycle.batch_start",
+    }
+    for text, first_python in scripts.items():
+        setup, python = text.index("\nmodule load python\n"), text.index(first_python)
+        assert text.find(START_MARK) < setup < python and "python" not in text[:setup].partition("#SBATCH")[2]
 
 
 @pytest.mark.parametrize(
