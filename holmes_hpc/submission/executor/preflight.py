@@ -201,14 +201,21 @@ def eligible_nodes(request: ComponentRequest, nodes: Iterable[Node]) -> frozense
     partitions = set((request.partition or "").split(",")) - {""}
     node_list = set(expand(request.nodelist)) if request.nodelist and "/" not in request.nodelist else None
     excluded = set(expand(request.exclude)) if request.exclude and "/" not in request.exclude else set()
+    gpu_type = _gpu_type(request)
     return frozenset(
         n.name
         for n in nodes
         if (not partitions or partitions & set(n.partitions))
         and (has_features is None or has_features(frozenset(n.features)))
         and n.name not in excluded
+        and (not gpu_type or gpu_type in n.gpu_types)
         and (node_list is None or len(node_list) < request.nodes or n.name in node_list)
     )
+
+
+def _gpu_type(request: ComponentRequest) -> str:
+    """Return the GPU type in ``--gpus-per-node=TYPE:N``; empty without one."""
+    return str(request.gpus_per_node or "").rpartition(":")[0]
 
 
 def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> None:
@@ -255,7 +262,7 @@ def find_warnings(
             f"component {index} has no constraint: it may get any node of "
             + (f"partition {request.partition}" if request.partition else "the default partition")
             for index, request in enumerate(requests)
-            if not request.constraint and not request.nodelist
+            if not request.constraint and not request.nodelist and not _gpu_type(request)
         ),
         *(
             f"components {i} and {j} can get the same nodes ({', '.join(names[:3])}{', …' * (len(names) > 3)}):"

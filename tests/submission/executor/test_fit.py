@@ -50,6 +50,16 @@ def test_nodelist_and_exclude_limit_eligible_nodes() -> None:
     assert eligible_nodes(ComponentRequest(1, partition="ib", nodelist="ib2"), NODES) == {"ib2"}
 
 
+def test_gpu_types_limit_eligible_nodes() -> None:
+    nodes = [node("n1", gres="gpu:a100:4"), node("n2", gres="gpu:h100:4"), node("n3", gres="gpu:h100:8")]
+    a100, h100 = (ComponentRequest(1, partition="ib", gpus_per_node=f"{kind}:4") for kind in ("a100", "h100"))
+    assert eligible_nodes(a100, nodes) == {"n1"} and eligible_nodes(h100, nodes) == {"n2", "n3"}
+    assert eligible_nodes(ComponentRequest(1, partition="ib", gpus_per_node=4), nodes) == {"n1", "n2", "n3"}
+    with pytest.raises(SubmissionError, match="need 4 nodes together, but only 3"):
+        check_fit([a100, h100, ComponentRequest(2, partition="ib", gpus_per_node=4)], nodes)
+    assert not find_warnings([a100, h100], nodes, None, {})
+
+
 def test_warnings_about_jobs_that_may_not_start() -> None:
     parts = [ComponentRequest(1, partition="ib", constraint="nic_ib"), ComponentRequest(1, partition="all")]
     bad = Config({"SchedulerType": "sched/builtin", "SchedulerParameters": "disable_hetjob_steps"})
