@@ -35,7 +35,7 @@ class StageTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Stage transfers that a stage posts together, and those that it then waits for (None: the posted ones)."""
+    """Stage transfers that a stage posts together. It then waits for those in `waits`: all if None, none if ()."""
 
     sends: tuple[StageTransfer, ...] = ()
     receives: tuple[StageTransfer, ...] = ()
@@ -155,10 +155,11 @@ def _one_forward_one_backward(order: Pipeline, stage: int) -> list[Pass | Exchan
 
 
 def _interleaved(order: Pipeline, stage: int) -> list[Pass | Exchange]:
-    """Return the program of Megatron-Core's interleaved 1F1B with overlap_p2p_comm.
+    """Return the program of Megatron-Core's interleaved 1F1B.
 
-    In warm-up and cool-down, a stage waits for each exchange. In the steady state, it waits for a receive when a pass
-    needs it, and for a send when it posts the next one.
+    In warm-up and cool-down, a stage waits for each exchange. In the steady state with overlap_p2p_comm
+    (`order.overlap`), it waits for a receive when a pass needs it, and for a send when it posts the next one. Without
+    overlap, it also waits for each exchange there.
     """
     forward = [Pass(True, m, c) for m, c in order.turns()]
     backward = [Pass(False, m, order.chunks - 1 - c) for m, c in order.turns()]
@@ -167,26 +168,20 @@ def _interleaved(order: Pipeline, stage: int) -> list[Pass | Exchange]:
     sends, receives = partial(order.sent, stage), partial(order.received, stage)
 
     def next_receives(passes: Sequence[Pass], k: int) -> tuple[StageTransfer, ...]:
-        """Return the receives that the stage posts after `passes[k]`: the input of its next pass.
-        Over the wrap-around edge it is the result that the other end computed `stages - 1` passes ago."""
-        if k + 1 >= total:
-            return ()
-        if stage != (0 if passes[k].forward else last_stage):
-            return receives(passes[k + 1])
-        source_pass = passes[k - last_stage] if k >= last_stage else None
-        return order.sent(last_stage if passes[k].forward else 0, source_pass) if source_pass else ()
+        """Return the receive of the input of `passes[k + 1]`, which the stage posts after `passes[k]`.
+        Empty if there is no such pass, or if no edge carries its input."""
+        return receives(passes[k + 1]) if k + 1 < total else ()
 
     items: list[Pass | Exchange] = [Exchange(receives=receives(forward[0]))]
     for k in range(warm_up):
         items += [forward[k], Exchange(sends(forward[k]), next_receives(forward, k))]
-    first_gradient = receives(backward[0])
-    items.append(Exchange(receives=first_gradient, waits=first_gradient if warm_up == total else ()))
+    items.append(Exchange(receives=receives(backward[0]), waits=()))  # it waits before backward[0]
     previous_sends: dict[bool, tuple[StageTransfer, ...]] = {True: (), False: ()}  # by direction
     for k in range(total - warm_up):
         if not order.overlap:
             f, b = forward[k + warm_up], backward[k]
             items += [
-                Exchange(waits=receives(b)) if k == 0 else Exchange(),
+                Exchange(waits=receives(b)),
                 f,
                 b,
                 Exchange(sends(f) + sends(b), next_receives(forward, k + warm_up) + next_receives(backward, k)),
