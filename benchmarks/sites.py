@@ -13,13 +13,15 @@ from pathlib import Path
 from holmes_hpc.fabric.listing import Listing, listing_of
 from holmes_hpc.fabric.nodes import with_reading
 from holmes_hpc.fabric.site import Pool
+from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.slurm.scontrol import parse_node, parse_partition
 
 COLUMNS = ("gpu", "memory_gib", "gpus_per_node", "nodes")
 # The partition that the experts' notes name; at the other sites none is judged.
 PARTITIONS = {"lumi_g": "standard-g", "mila": "long", "nvidia_cwdfw": "batch", "uci_hpc3": "gpu"}
-POOLS = {"stanford_sherlock": 3, "mila": 7}  # by the notes; elsewhere one per row of expected.csv
-GUESS = re.compile(r"GPU types? |GiB assumed|no GPU in Slurm")
+# By the notes; two memory sizes at jeanzay, node e1 at azure_cyclecloud. Elsewhere one per row of expected.csv.
+POOLS = {"stanford_sherlock": 3, "mila": 7, "jeanzay": 4, "azure_cyclecloud": 2}
+GUESSES = {"gpu": re.compile(r"GPU type|no GPU in Slurm"), "memory_gib": re.compile(r"GiB assumed|no GPU in Slurm")}
 
 
 def read_site(folder: Path) -> Listing:
@@ -29,35 +31,46 @@ def read_site(folder: Path) -> Listing:
     return listing_of(folder.name, nodes, [parse_partition(li) for li in lines if li.startswith("PartitionName=")])
 
 
-def figures(fabric: Pool) -> tuple[str, str, str, str]:
-    """Return the kind, memory, GPUs per node and nodes of a fabric, as texts in the form of expected.csv."""
-    kind = re.sub(r"(-gcd|-pcie|-sxm|-\d+gb)+$", "", fabric.gpu.name).replace("-", " ")
-    return kind, f"{fabric.gpu.memory_gib:g}", str(fabric.gpus_per_node), str(fabric.nodes)
+def figures(pools: list[Pool]) -> tuple[str, str, str, str]:
+    """Return the kind, memory, GPUs per node and nodes of alike pools, as texts in the form of expected.csv."""
+    first = pools[0]
+    kind = re.sub(r"(-gcd|-pcie|-sxm|-\d+gb)+$", "", first.gpu.name).replace("-", " ")
+    return kind, f"{first.gpu.memory_gib:g}", str(first.gpus_per_node), str(sum(p.nodes for p in pools))
 
 
-def right(expected: dict[str, str], read: tuple[str, ...], guess_is_stated: bool = True) -> tuple[bool, ...]:
-    """Return for each column whether what was read is right. `?`: the GPU and its memory need a line on the guess."""
-    return tuple(
-        guess_is_stated or c not in COLUMNS[:2] if expected[c] == "?" else expected[c] == value
-        for c, value in zip(COLUMNS, read, strict=True)
-    )
+def judge(expected: dict[str, str], listing: Listing, pools: list[Pool]) -> list[str]:
+    """Return a mark for each column: empty if right, ``~`` if wrong or unknown and stated as a guess, else ``✗``."""
+    if not pools:
+        return ["✗"] * len(COLUMNS)
+    lines = [line for line in listing.grouping.assumptions if set(pools[0].node_names) <= set(named(line))]
+    marks = []
+    for column, value in zip(COLUMNS, figures(pools), strict=True):
+        is_guess = column in GUESSES and any(GUESSES[column].search(line) for line in lines)
+        is_open = expected[column] == "?" and (column not in GUESSES or is_guess or expected["site"] in POOLS)
+        marks.append("" if expected[column] == value or (is_open and not is_guess) else "~" if is_guess else "✗")
+    return marks
 
 
-def match(rows: list[dict[str, str]], fabrics: tuple[Pool, ...]) -> list[tuple[dict[str, str], Pool | None]]:
-    """Return each expected pool with the unused fabric that agrees with it most; None if none is left."""
-    left = list(fabrics)
-    pairs: list[tuple[dict[str, str], Pool | None]] = []
+def named(line: str) -> list[str]:
+    """Return the nodes in front of an assumption's text."""
+    return expand(line.partition(": ")[0])
+
+
+def match(rows: list[dict[str, str]], listing: Listing) -> list[tuple[dict[str, str], list[Pool]]]:
+    """Return each expected row with the pools that agree with it most; one without a memory has those of all sizes."""
+    left = list(listing.grouping.pools)
+    pairs: list[tuple[dict[str, str], list[Pool]]] = []
     for row in rows:
-        best = max(left, key=lambda f: sum(right(row, figures(f))), default=None)
-        if best is not None:
-            left.remove(best)
-        pairs.append((row, best))
+        best = min(left, key=lambda p: judge(row, listing, [p]).count("✗"), default=None)
+        pools = [p for p in left if best in (p,) or (row["memory_gib"] == "?" and alike(p, best))]
+        left = [p for p in left if p not in pools]
+        pairs.append((row, pools))
     return pairs
 
 
-def cell(expected: str, read: str | None) -> str:
-    """Return one cell: what is expected, and what is read where it differs."""
-    return f"{expected} / {read or '-'}" + ("" if expected in ("?", read) else " ✗")
+def alike(a: Pool, b: Pool | None) -> bool:
+    """Return whether two pools differ in memory only."""
+    return b is not None and figures([a])[0] == figures([b])[0] and a.gpus_per_node == b.gpus_per_node
 
 
 def main(folder: Path) -> None:
@@ -68,33 +81,34 @@ def main(folder: Path) -> None:
         name: [row for row in expected if row["site"] == name] for name in dict.fromkeys(r["site"] for r in expected)
     }
     counts = dict.fromkeys((*COLUMNS, "pools", "partition", "all"), 0)
-    lines = []
+    lines, guesses = [], 0
     for name, rows in sites.items():
         listing = read_site(folder / name)
-        fabrics = listing.grouping.pools
-        guess_is_stated = any(GUESS.search(line) for line in listing.grouping.assumptions)
+        all_pools = listing.grouping.pools
         marks = [True] * len(COLUMNS)
-        for row, fabric in match(rows, fabrics):
-            read = figures(fabric) if fabric else (None,) * len(COLUMNS)
-            good = right(row, figures(fabric), guess_is_stated) if fabric else tuple(row[c] == "?" for c in COLUMNS)
-            marks = [a and b for a, b in zip(marks, good, strict=True)]
-            partition = fabric.partition if fabric else "-"
-            texts = [cell(row[c], value) for c, value in zip(COLUMNS, read, strict=True)]
-            lines.append(f"| {name} | {' | '.join(texts)} | {partition} |")
+        for row, pools in match(rows, listing):
+            judged = judge(row, listing, pools)
+            guesses += judged.count("~")
+            marks = [a and b != "✗" for a, b in zip(marks, judged, strict=True)]
+            values = figures(pools) if pools else ("-",) * len(COLUMNS)
+            texts = [f"{row[c]} / {v} {m}".strip() for c, v, m in zip(COLUMNS, values, judged, strict=True)]
+            lines.append(f"| {name} | {' | '.join(texts)} | {pools[0].partition if pools else '-'} |")
         wanted = POOLS.get(name, len(rows))
-        pools = len(fabrics) == wanted
-        partition = name not in PARTITIONS or {f.partition for f in fabrics} == {PARTITIONS[name]}
-        lines.append(f"| | | | | pools {wanted} / {len(fabrics)}{'' if pools else ' ✗'} | {'' if partition else '✗'} |")
-        results = dict(zip(counts, (*marks, pools, partition), strict=False))
-        for key, is_right in results.items():
-            counts[key] += is_right and (key != "partition" or name in PARTITIONS)
+        is_right = len(all_pools) == wanted
+        partition = name not in PARTITIONS or {p.partition for p in all_pools} == {PARTITIONS[name]}
+        lines.append(
+            f"| | | | | pools {wanted} / {len(all_pools)}{'' if is_right else ' ✗'} | {'' if partition else '✗'} |"
+        )
+        results = dict(zip(counts, (*marks, is_right, partition), strict=False))
+        for key, value in results.items():
+            counts[key] += value and (key != "partition" or name in PARTITIONS)
         counts["all"] += all(results.values())
     print("# What Slurm's texts of real sites tell\n")
     print("Made by `python benchmarks/sites.py DIR`. A cell: what an expert reads / what `holmes nodes` reads.")
-    print("✗: wrong. `?`: the text does not say; a GPU and its memory then count as right if a line states the guess.")
-    print("Kinds of GPU in one partition are merged into one fabric. The partition is judged where notes name one.\n")
-    print(f"Right, of {len(sites)} sites ({len(PARTITIONS)} for the partition; `all`: everything at that site):")
-    print(", ".join(f"{key} {n}" for key, n in counts.items()) + ".\n")
+    print("✗: wrong. ~: not in the text, and a line of the output states the guess and how to settle it.")
+    print("The partition is judged where notes name one.\n")
+    print(f"Right or a stated guess, of {len(sites)} sites ({len(PARTITIONS)} for the partition; `all`: everything at")
+    print(f"that site): {', '.join(f'{key} {n}' for key, n in counts.items())}. Stated guesses: {guesses} cells.\n")
     print("| site | GPU | GiB | GPUs per node | nodes | partition |")
     print("|---|---|---|---|---|---|")
     print("\n".join(lines))

@@ -1,8 +1,9 @@
-"""Grouping of Slurm's nodes and partitions into fabrics. Every assumption is recorded as a line for the user."""
+"""Grouping of Slurm's nodes and partitions into pools. Every assumption is recorded as a line for the user."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -10,31 +11,31 @@ from typing import TypeVar
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Vocabulary
-from holmes_hpc.fabric.gpu_memory import gpu_with_memory
 from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.node_gpus import NodeGpus, node_gpus
 from holmes_hpc.fabric.nodes import SiteNode, grouped
 from holmes_hpc.fabric.partitions import NodeSettings, keeps_others_selectable, ranked_partitions, usable_partitions
-from holmes_hpc.fabric.site import CPU, Gpu, NicNames, Pool, Site
+from holmes_hpc.fabric.site import NicNames, Pool, Site
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Partition
 
 ASSUMED_RDMA_GBPS = 100.0
 ASSUMED_ETHERNET_GBPS = 10.0
-UNKNOWN_GPU = Gpu("gpu", peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200.0)
+MAX_EXCLUDE = 1000  # characters of the host list of a job's --exclude
 MIG = re.compile(r"(?:^|[_-])\d+g\.\d+gb", re.IGNORECASE)  # a GPU type of GRES, such as a100_1g.5gb
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """The fabrics of a Slurm cluster. `assumptions`: one line each. `left_out`: node -> why no fabric contains it."""
+    """The pools of a Slurm cluster. `assumptions`: one line each. `left_out`: node -> why no pool contains it."""
 
     pools: tuple[Pool, ...]
     assumptions: tuple[str, ...]
     left_out: dict[str, str]
 
     def site(self, name: str) -> Site:
-        """Return the Site called `name`. SiteError if there is no fabric, with the reason for the first node."""
+        """Return the Site called `name`. SiteError if there is no pool, with the reason for the first node."""
         if not self.pools:
             reasons = [f"{node}: {why}" for node, why in self.left_out.items()]
             reason = reasons[0] if reasons else "Slurm shows none"
@@ -62,9 +63,9 @@ class _Notes:
 
 @dataclass(frozen=True)
 class _Group:
-    """The nodes of one fabric, usable or not."""
+    """The nodes of one fabric that jobs reach through one partition, usable or not."""
 
-    name: str
+    fabric: str
     nic: NicType
     partition: Partition
     nodes: tuple[SiteNode, ...]
@@ -76,7 +77,8 @@ def group(
     vocabulary: Vocabulary,
     settings: NodeSettings | None = None,
 ) -> Grouping:
-    """Return the fabrics of a Slurm cluster: by fabric label, else one per NIC type and partition.
+    """Return the pools of a Slurm cluster. Nodes with the same fabric label form a fabric, nodes without one a fabric
+    per NIC type and partition. The nodes of a fabric that have the same GPUs and partition form a pool.
 
     Nodes are left out if they are down or drained, in no open partition, have two NIC types in their features, lack
     a GPU on a site with GPUs, or cannot be selected by a constraint.
@@ -90,18 +92,21 @@ def group(
     open_, passed_over = usable_partitions(partitions, settings)
     eligible = _eligible(nodes, open_, notes)
     groups = _labelled_groups(eligible, open_, notes) + _unlabelled_groups(eligible, open_, notes)
-    fabrics = [
-        fabric for g in groups if (fabric := _fabric(g, nodes, vocabulary, notes, settings.reservation)) is not None
+    pools = [
+        pool
+        for g in groups
+        for (gpu, _), members in _kinds(g.nodes, vocabulary)
+        if (pool := _pool(replace(g, nodes=tuple(members)), gpu, nodes, vocabulary, notes, settings.reservation))
     ]
     for p, reason in passed_over:
         notes.assume([n for n in nodes if p.name in n.partitions], f"partition {p.name} is passed over: {reason}")
     for reason, members in _by(lambda n: notes.left_out[n.name], [n for n in nodes if n.name in notes.left_out]):
         notes.assume(members, f"left out: {reason}")
-    return Grouping(tuple(fabrics), notes.lines(), notes.left_out)
+    return Grouping(_named(pools), notes.lines(), notes.left_out)
 
 
 def _eligible(nodes: Sequence[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[SiteNode]:
-    """Return the nodes whose features, GPUs and partitions allow them to be part of a fabric."""
+    """Return the nodes whose features, GPUs and partitions allow them to be part of a pool."""
     site_has_gpus = any(n.gpus for n in nodes)
     eligible = []
     for n in nodes:
@@ -123,23 +128,19 @@ def _eligible(nodes: Sequence[SiteNode], open_: dict[str, Partition], notes: _No
 
 
 def _labelled_groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[_Group]:
-    """Return a group for each fabric label and NIC type, of the nodes in the partition that has most of them."""
+    """Return groups for each fabric label and NIC type, the first in the partition that has most of its nodes."""
     groups = []
     for label, members in _by(lambda n: n.reading.fabric, [n for n in eligible if n.reading.fabric]):
         types = _by(lambda n: n.reading.nic, members)
         if len(types) > 1:
             notes.assume(members, f"label fabric_{label} is on nodes of {len(types)} NIC types: one fabric for each")
-        for nic, same_type in types:
-            partitions = [open_[p] for n in same_type for p in n.partitions if p in open_]
-            partition = ranked_partitions(same_type, eligible, partitions)[0]
-            outside = [n for n in same_type if partition.name not in n.partitions]
-            if outside:
-                notes.leave_out(
-                    outside, f"fabric {label} is used through partition {partition.name}, which has most of its nodes"
-                )
-            name = f"{label}-{nic}" if len(types) > 1 else str(label)
+        for nic, remaining in types:
             assert nic is not None
-            groups.append(_Group(name, nic, partition, tuple(n for n in same_type if n not in outside)))
+            name = f"{label}-{nic}" if len(types) > 1 else str(label)
+            while remaining:
+                partition = ranked_partitions(remaining, eligible, _partitions(remaining, open_))[0]
+                selected, remaining = _split(remaining, partition)
+                groups.append(_Group(name, nic, partition, tuple(selected)))
     return groups
 
 
@@ -147,15 +148,12 @@ def _unlabelled_groups(eligible: list[SiteNode], open_: dict[str, Partition], no
     """Return a group for each NIC type and partition of nodes without a fabric label."""
     groups = []
     used_names = {n.reading.fabric for n in eligible}
-    for nic, members in _by(lambda n: n.reading.nic, [n for n in eligible if not n.reading.fabric]):
+    for nic, remaining in _by(lambda n: n.reading.nic, [n for n in eligible if not n.reading.fabric]):
         assert nic is not None
-        remaining = members
         while remaining:
-            partitions = [open_[p] for n in remaining for p in n.partitions if p in open_]
-            ranked = ranked_partitions(remaining, eligible, partitions, purest=True)
+            ranked = ranked_partitions(remaining, eligible, _partitions(remaining, open_), purest=True)
             partition = next((p for p in ranked if keeps_others_selectable(p, remaining, open_)), ranked[0])
-            selected = [n for n in remaining if partition.name in n.partitions]
-            remaining = [n for n in remaining if n not in selected]
+            selected, remaining = _split(remaining, partition)
             base = partition.name if partition.name == str(nic) else f"{nic}-{partition.name}"
             name = _unused_name(re.sub(r"[^A-Za-z0-9_.-]", "_", base), used_names)
             used_names.add(name)
@@ -168,6 +166,17 @@ def _unlabelled_groups(eligible: list[SiteNode], open_: dict[str, Partition], no
     return groups
 
 
+def _partitions(nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> list[Partition]:
+    """Return the open partitions of the nodes."""
+    return [open_[name] for name in dict.fromkeys(p for n in nodes for p in n.partitions) if name in open_]
+
+
+def _split(nodes: Sequence[SiteNode], partition: Partition) -> tuple[list[SiteNode], list[SiteNode]]:
+    """Return the nodes in the partition, and the others."""
+    inside = [n for n in nodes if partition.name in n.partitions]
+    return inside, [n for n in nodes if partition.name not in n.partitions]
+
+
 def _unused_name(name: str, used_names: set[str | None]) -> str:
     number, candidate = 1, name
     while candidate in used_names:
@@ -176,77 +185,95 @@ def _unused_name(name: str, used_names: set[str | None]) -> str:
     return candidate
 
 
-def _fabric(
-    g: _Group, nodes: Sequence[SiteNode], vocabulary: Vocabulary, notes: _Notes, reservation: str | None
+def _kinds(nodes: Sequence[SiteNode], vocabulary: Vocabulary) -> list[tuple[tuple[NodeGpus, int], list[SiteNode]]]:
+    """Return ((GPUs of a node, ranks of a node without GPUs), the nodes with these) for each kind of node."""
+    gpus_of = {key: node_gpus(members[0], vocabulary) for key, members in _by(lambda n: (n.gres, n.features), nodes)}
+    return _by(lambda n: (gpus_of[n.gres, n.features], 0 if n.gpus else _cpu_ranks(n)), nodes)
+
+
+def _named(pools: Sequence[Pool]) -> tuple[Pool, ...]:
+    """Return the pools with names: that of the fabric if it has no other pool, else with the GPU kind."""
+    counts = Counter(pool.name for pool in pools)
+    used_names: set[str | None] = set(counts)
+    named = []
+    for pool in pools:
+        if counts[pool.name] > 1:
+            name = _unused_name(re.sub(r"[^A-Za-z0-9_.-]", "_", f"{pool.name}-{pool.gpu.name}"), used_names)
+            used_names.add(name)
+            pool = replace(pool, name=name, fabric=pool.name)
+        named.append(pool)
+    return tuple(named)
+
+
+def _pool(
+    g: _Group, gpus: NodeGpus, nodes: Sequence[SiteNode], vocabulary: Vocabulary, notes: _Notes, reservation: str | None
 ) -> Pool | None:
-    """Return the fabric of a group's usable nodes; None if there is none, or no constraint selects only them."""
-
-    def is_reserved(n: SiteNode) -> bool:
-        return n.reserved and (not reservation or n.reservation != reservation)
-
-    for n in g.nodes:
-        if n.usable and is_reserved(n):
-            notes.leave_out([n], f"reserved; slurm.reservation={n.reservation or 'NAME'} uses its reservation")
-    usable = [n for n in g.nodes if n.usable and not is_reserved(n)]
-    notes.leave_out([n for n in g.nodes if not n.usable], "down, drained, in maintenance, blocked or not responding")
+    """Return the pool of alike nodes, named as its fabric; None if none is usable, or a job cannot select them."""
+    usable = _usable(g.nodes, notes, reservation)
     if not usable:
         return None
-    counts = {n.gpus for n in usable}
-    gpus = min(counts)
-    if len(counts) > 1:
-        notes.assume(usable, f"{_and(counts)} GPUs per node in fabric {g.name}: {gpus} of each node are used")
-    types = {gpu_type for n in usable for gpu_type in n.gpu_types}
-    gres_type = next(iter(types)) or None if len(types) == 1 else None  # jobs request it
+    count, names_of_group = usable[0].gpus, {n.name for n in g.nodes}
     rivals = [
         n
         for n in nodes
-        if g.partition.name in n.partitions
-        and n.gpus >= gpus
-        and n.name not in {m.name for m in g.nodes}
-        and (gres_type is None or gres_type in n.gpu_types)
+        if g.partition.name in n.partitions and n.name not in names_of_group and n.gpus_of(gpus.gres_type) >= count
     ]
-    expression = constraint(usable, rivals)
+    expression, exclude = constraint(usable, rivals), ""
     if expression is None:
-        notes.leave_out(
-            usable,
-            f"no constraint selects only fabric {g.name}, it would also select {_names(rivals)}; "
-            "label the nodes with `holmes label`",
-        )
-        return None
+        expression, exclude = "", _names(rivals)
+        if len(exclude) > MAX_EXCLUDE:
+            notes.leave_out(
+                usable,
+                f"no constraint selects only these nodes of fabric {g.fabric}, it would also select {len(rivals)} "
+                "others; label the nodes with `holmes label`",
+            )
+            return None
+        notes.assume(usable, f"no feature tells them from {exclude}: jobs exclude these by name")
     for line, members in grouped((line, n) for n in usable for line in (*n.reading.assumptions, *n.reading.problems)):
         notes.assume(members, line)
-    count = int(min(len(usable), g.partition.node_limit))
-    if count < len(usable):
-        notes.assume(usable, f"partition {g.partition.name} allows a job {count} nodes (MaxNodes): no more are used")
+    for line in gpus.assumptions:
+        notes.assume(usable, line)
+    limit = int(min(len(usable), g.partition.node_limit))
+    if limit < len(usable):
+        notes.assume(usable, f"partition {g.partition.name} allows a job {limit} nodes (MaxNodes): no more are used")
     names, node_nics = _nic_names(g.nic, usable)
-    network = vocabulary.networks.get(str(g.nic))
     return Pool(
-        g.name,
+        g.fabric,
         g.nic,
         partition=g.partition.name,
-        nodes=count,
-        gpus_per_node=gpus or _cpu_ranks(usable),
+        nodes=limit,
+        gpus_per_node=count or _cpu_ranks(usable[0]),
         ethernet_gbps=_rate(g, usable, "ethernet_gbps", ASSUMED_ETHERNET_GBPS, notes),
-        gpu=_gpu(g, usable, vocabulary, notes),
+        gpu=gpus.gpu,
         rdma_gbps=_rate(g, usable, "rdma_gbps", ASSUMED_RDMA_GBPS, notes) if g.nic.rdma else None,
         constraint=expression,
         node_names=tuple(n.name for n in usable),
-        gres=bool(gpus),
+        gres=bool(count),
         ethernet=names.ethernet,
         hca=names.hca,
         storage=names.storage,
         node_nics=node_nics,
-        nccl_net=network,
-        node_cpus=(min(n.cpus for n in usable) or None) if gpus else None,
-        node_memory_gib=(min(n.memory_mib for n in usable) / 1024 or None) if gpus else None,
-        node_gpus=max(counts) if len(counts) > 1 else None,
-        gres_type=gres_type,
+        nccl_net=vocabulary.networks.get(str(g.nic)),
+        node_cpus=(min(n.cpus for n in usable) or None) if count else None,
+        node_memory_gib=(min(n.memory_mib for n in usable) / 1024 or None) if count else None,
+        exclude=exclude,
+        gres_type=gpus.gres_type,
     )
 
 
-def _cpu_ranks(nodes: Sequence[SiteNode]) -> int:
-    """Return the ranks of each node without GPUs: from the features, else one."""
-    return min(next((m.ranks for m in n.reading.meanings if m.ranks), 1) for n in nodes)
+def _usable(nodes: Sequence[SiteNode], notes: _Notes, reservation: str | None) -> list[SiteNode]:
+    """Return the nodes that jobs can use now, outside other reservations than `reservation`."""
+    usable = [n for n in nodes if n.usable]
+    notes.leave_out([n for n in nodes if not n.usable], "down, drained, in maintenance, blocked or not responding")
+    reserved = [n for n in usable if n.reserved and (not reservation or n.reservation != reservation)]
+    for name, members in _by(lambda n: n.reservation or "NAME", reserved):
+        notes.leave_out(members, f"reserved; slurm.reservation={name} uses its reservation")
+    return [n for n in usable if n.name not in notes.left_out]
+
+
+def _cpu_ranks(node: SiteNode) -> int:
+    """Return the ranks of a node without GPUs: from its features, else one."""
+    return next((m.ranks for m in node.reading.meanings if m.ranks), 1)
 
 
 def _nic_names(nic: NicType, nodes: Sequence[SiteNode]) -> tuple[NicNames, dict[str, NicNames] | None]:
@@ -267,43 +294,8 @@ def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, notes: _No
         rate = values[0] if values else assumed
         notes.assume(without_rate, f"{network} rate not in the features: {rate:g} Gb/s assumed; label {label}")
     if len(values) > 1:
-        notes.assume(nodes, f"{network} rates differ in fabric {g.name} ({_and(values)} Gb/s): the lowest is used")
+        notes.assume(nodes, f"{network} rates differ in fabric {g.fabric} ({_and(values)} Gb/s): the lowest is used")
     return values[0] if values else assumed
-
-
-def _gpu(g: _Group, nodes: list[SiteNode], vocabulary: Vocabulary, notes: _Notes) -> Gpu:
-    """Return the slowest GPU kind of a group's `nodes`, with the least memory of all; CPU without GPUs."""
-    if not any(n.gpus for n in nodes):
-        notes.assume(nodes, f"no GPU in Slurm's GRES: {_cpu_ranks(nodes)} CPU rank(s) per node")
-        return CPU
-    gpus: list[Gpu] = []
-    for _, members in _by(lambda n: (n.gres, n.features), nodes):
-        first = members[0]
-        names = [t for t in first.gpu_types if t] or [_gpu_feature(first, vocabulary)]
-        for name in names:
-            gpu, assumption = gpu_with_memory(name, first, vocabulary)
-            if assumption:
-                notes.assume(members, assumption)
-            if gpu is None:
-                gpu = replace(UNKNOWN_GPU, name=name or "gpu")
-                notes.assume(
-                    members,
-                    f"GPU type {name or '(none given)'} is not in the vocabulary: {gpu.peak_tflops:g} "
-                    f"TFLOP/s, {gpu.memory_gib:g} GiB assumed; add it under gpus",
-                )
-            gpus.append(gpu)
-    slowest = min(gpus, key=lambda gpu: gpu.peak_tflops)
-    if len({gpu.name for gpu in gpus}) > 1:
-        notes.assume(nodes, f"GPU types differ in fabric {g.name}: all are counted as {slowest.name}")
-    return replace(slowest, memory_gib=min(gpu.memory_gib for gpu in gpus))
-
-
-def _gpu_feature(node: SiteNode, vocabulary: Vocabulary) -> str:
-    """Return the first feature that names a GPU kind, or the kind that a rule gives; empty without any."""
-    meaning = next((m for m in node.reading.meanings if m.gpu), None)
-    if meaning is None:
-        return ""
-    return meaning.feature if vocabulary.gpu(meaning.feature) else str(meaning.gpu)
 
 
 def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from holmes_hpc.fabric.features import read_vocabulary
@@ -13,6 +14,7 @@ from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
 from holmes_hpc.fabric.label import features_of
 from holmes_hpc.fabric.nics import NodeNics
 from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
+from holmes_hpc.fabric.site import Pool
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Partition, read_config, read_partitions
 
@@ -21,16 +23,17 @@ Table = tuple[str, list[str], list[list[Any]], str]  # title, columns, rows, cap
 
 @dataclass(frozen=True)
 class Listing:
-    """Slurm's nodes and partitions, and the fabrics formed from them."""
+    """Slurm's nodes and partitions, and the pools formed from them."""
 
     cluster: str
     nodes: tuple[SiteNode, ...]
     partitions: tuple[Partition, ...]
     grouping: Grouping
 
-    def fabric_of(self, node: str) -> str:
-        """Return the name of a node's fabric; empty if it is in none."""
-        return next((f.name for f in self.grouping.pools if node in f.node_names), "")
+    @cached_property
+    def pool_of(self) -> dict[str, Pool]:
+        """Node -> its pool."""
+        return {node: pool for pool in self.grouping.pools for node in pool.node_names}
 
     def remarks(self, node: SiteNode) -> list[str]:
         """Return the remarks on a node: why it is left out, its unknown features, assumptions, and why it is down."""
@@ -42,19 +45,20 @@ class Listing:
         return texts + ([f"reason: {node.reason}"] if node.reason and not node.usable else [])
 
     def tables(self) -> list[Table]:
-        """Return tables of fabrics, partitions and nodes. Nodes with equal descriptions share a row."""
-        fabrics = [
+        """Return tables of pools, partitions and nodes. Nodes with equal descriptions share a row."""
+        pools = [
             [
-                f.name,
-                f.nic,
-                f.partition,
-                f.nodes,
-                f"{f.gpus_per_node}×{f.gpu.name}",
-                "" if f.rdma_gbps is None else f"{f.rdma_gbps:g}",
-                f"{f.ethernet_gbps:g}",
-                f.constraint,
+                p.name,
+                p.fabric_name,
+                p.nic,
+                p.partition,
+                p.nodes,
+                f"{p.gpus_per_node}×{p.gpu.name}",
+                "" if p.rdma_gbps is None else f"{p.rdma_gbps:g}",
+                f"{p.ethernet_gbps:g}",
+                p.constraint,
             ]
-            for f in self.grouping.pools
+            for p in self.grouping.pools
         ]
         caption = "\n".join(f"assumed: {a}" for a in self.grouping.assumptions)
         partitions = [
@@ -67,13 +71,13 @@ class Listing:
             ]
             for p in self.partitions
         ]
-        columns = ["fabric", "NIC", "partition", "nodes", "GPUs per node", "RDMA Gb/s", "Ethernet Gb/s", "constraint"]
+        columns = ["pool", "fabric", "NIC", "partition", "nodes", "GPUs per node", "RDMA Gb/s", "Ethernet Gb/s"]
         return [
-            (f"Fabrics of {self.cluster}", columns, fabrics, caption),
+            (f"Pools of {self.cluster}", [*columns, "constraint"], pools, caption),
             ("Partitions", ["partition", "state", "time limit", "nodes", "names"], partitions, "*: the default"),
             (
                 "Nodes",
-                ["nodes", "state", "NIC", "GPUs", "CPUs", "GiB", "fabric", "features", "remarks"],
+                ["nodes", "state", "NIC", "GPUs", "CPUs", "GiB", "pool", "features", "remarks"],
                 self._node_rows(),
                 "",
             ),
@@ -88,7 +92,7 @@ class Listing:
                     _format_gpus(n),
                     n.cpus,
                     round(n.memory_mib / 1024),
-                    self.fabric_of(n.name),
+                    self.pool_of[n.name].name if n.name in self.pool_of else "",
                     " ".join(n.features),
                     "; ".join(self.remarks(n)),
                 ),
@@ -100,7 +104,7 @@ class Listing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
-        fabrics = [{**asdict(f), "nic": str(f.nic)} for f in self.grouping.pools]
+        pools = [{**asdict(p), "nic": str(p.nic), "fabric": p.fabric_name} for p in self.grouping.pools]
         nodes = [
             {
                 "name": n.name,
@@ -110,7 +114,8 @@ class Listing:
                 "nic": str(n.reading.nic) if n.reading.nic else None,
                 "rdma_gbps": n.reading.rdma_gbps,
                 "ethernet_gbps": n.reading.ethernet_gbps,
-                "fabric": self.fabric_of(n.name) or None,
+                "pool": pool.name if pool else None,
+                "fabric": pool.fabric_name if pool else None,
                 "gpus": n.gpus,
                 "gpu_types": n.gpu_types,
                 "cpus": n.cpus,
@@ -121,6 +126,7 @@ class Listing:
                 "remarks": self.remarks(n),
             }
             for n in self.nodes
+            for pool in [self.pool_of.get(n.name)]
         ]
         partitions = [
             {"name": p.name, "default": p.default, "up": p.up, "max_time": p.max_time, "nodes": p.nodes}
@@ -128,7 +134,13 @@ class Listing:
         ]
         return {
             "cluster": self.cluster,
-            "fabrics": fabrics,
+            "pools": pools,
+            # a fabric of one pool also has the keys of the pool
+            "fabrics": [
+                {**(of_fabric[0] if len(of_fabric) == 1 else {}), "name": name, "nic": of_fabric[0]["nic"]}
+                | {"pools": [p["name"] for p in of_fabric]}
+                for name, of_fabric in grouped((p["fabric"], p) for p in pools)
+            ],
             "partitions": partitions,
             "nodes": nodes,
             "assumptions": self.grouping.assumptions,

@@ -99,6 +99,7 @@ _NEWER_KEYS = (
     "node_memory_gib",
     "node_gpus",
     "fabric",
+    "exclude",
     "gres_type",
 )
 # Keys about the use of a pool's nodes, not their hardware: a site's digest omits them.
@@ -136,6 +137,7 @@ class Pool:
     node_memory_gib: Annotated[float | None, key("memory per node available to jobs", unit="GiB", gt=0)] = None
     node_gpus: Annotated[int | None, key("GPUs of its largest node, if gpus_per_node is lower", ge=1)] = None
     fabric: Annotated[str, key("name of its fabric; empty: that of the pool")] = ""
+    exclude: Annotated[str, key("nodes that its jobs must not get, if no feature excludes them: gpu[5-8]")] = ""
     gres_type: Annotated[str | None, key("type of its GPUs in Slurm's GRES, which jobs request")] = None
 
     def __post_init__(self) -> None:

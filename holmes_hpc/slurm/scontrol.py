@@ -27,6 +27,7 @@ UNUSABLE = frozenset(
         "FUTURE",
         "DYNAMIC_FUTURE",
         "MAINT",
+        "POWERING_DOWN",
         "MAINTENANCE",
         "BLOCKED",
         "INVALID_REG",
@@ -75,7 +76,11 @@ class Node:
 
     @property
     def gpus(self) -> int:
-        return sum(g.count for g in self.gres if g.name == "gpu")
+        return self.gpus_of(None)
+
+    def gpus_of(self, gres_type: str | None) -> int:
+        """Return the number of its GPUs of a GRES type; of all types if it is None."""
+        return sum(g.count for g in self.gres if g.name == "gpu" and gres_type in (None, g.type))
 
     @property
     def gpu_types(self) -> tuple[str, ...]:

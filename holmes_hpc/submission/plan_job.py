@@ -106,6 +106,7 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
         values |= {
             "partition": part.partition or None,
             "constraint": part.constraint or None,
+            "exclude": ",".join(filter(None, (pool.exclude, values["additional"].pop("exclude", "")))) or None,
             "nodes": part.nodes,
             "tasks_per_node": part.gpus_per_node,
             "gpus_per_node": gpus,

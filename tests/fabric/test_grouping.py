@@ -10,6 +10,7 @@ from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.grouping import NodeSettings, constraint, group
 from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.slurm.hostlist import expand
 
 VOCABULARY = read_vocabulary()
 
@@ -71,10 +72,10 @@ def test_nccl_networks_of_the_vocabulary_reach_the_fabrics(tmp_path: Path) -> No
     assert [f.nccl_net for f in grouping.pools] == ["IBext_v11", None, None]
 
 
-def test_a_fabric_has_the_cpus_and_memory_of_its_gpu_nodes() -> None:
-    nodes = [node("n1", "nic_ib,fabric_a", gres="gpu:a100:8"), node("n2", "nic_ib,fabric_a", gres="gpu:a100:4")]
-    fabric = grouped(nodes, [partition("ib", "n[1-2]")]).pools[0]
-    assert (fabric.gpus_per_node, fabric.node_gpus, fabric.node_cpus, fabric.node_memory_gib) == (4, 8, 8, 16)
+def test_a_pool_has_the_cpus_and_memory_of_its_gpu_nodes() -> None:
+    nodes = [node("n1", "nic_ib,fabric_a", gres="gpu:a100:8"), node("n2", "nic_ib,fabric_a", gres="gpu:a100:8")]
+    pool = grouped(nodes, [partition("ib", "n[1-2]")]).pools[0]
+    assert (pool.gpus_per_node, pool.node_gpus, pool.node_cpus, pool.node_memory_gib) == (8, None, 8, 16)
     assert grouped(*example()).pools[0].node_cpus is None  # ranks are CPU processes
 
 
@@ -82,20 +83,18 @@ def test_a_fabric_has_the_cpus_and_memory_of_its_gpu_nodes() -> None:
     ("gres", "gres_type"),
     [
         (("gpu:a100:4(S:0)", "gpu:a100:4(S:0-1)"), "a100"),
-        (("gpu:a100:4", "gpu:4"), None),
         (("gpu:4", "gpu:4"), None),
-        (("gpu:a100:4", "gpu:h100:4"), None),
         (("gpu:a100:2,gpu:h100:2", "gpu:a100:2,gpu:h100:2"), None),
     ],
 )
-def test_a_fabric_has_the_gres_type_that_all_its_gpus_have(gres: tuple[str, str], gres_type: str | None) -> None:
+def test_a_pool_has_the_gres_type_that_all_its_gpus_have(gres: tuple[str, str], gres_type: str | None) -> None:
     nodes = [node(f"n{i}", "nic_ib,fabric_a", gres=text) for i, text in enumerate(gres, 1)]
-    assert grouped(nodes, [partition("ib", "n[1-2]")]).fabrics[0].gres_type == gres_type
+    assert grouped(nodes, [partition("ib", "n[1-2]")]).pools[0].gres_type == gres_type
 
 
 def test_a_gres_type_selects_nodes_that_no_constraint_tells_apart() -> None:
     nodes = [node("n1", gres="gpu:a100:4"), node("n2", "nic_ib,fabric_x", gres="gpu:h100:4")]
-    fabrics = {f.node_names: (f.gres_type, f.constraint) for f in grouped(nodes, [partition("ib", "n[1-2]")]).fabrics}
+    fabrics = {f.node_names: (f.gres_type, f.constraint) for f in grouped(nodes, [partition("ib", "n[1-2]")]).pools}
     assert fabrics == {("n1",): ("a100", ""), ("n2",): ("h100", "nic_ib&fabric_x")}
 
 
@@ -155,10 +154,12 @@ def test_nodes_with_ambiguous_features_are_left_out() -> None:
     grouping = grouped(nodes, [partition("p", "a[1-4]")])
     assert "a1" in grouping.left_out and "2 NIC types" in grouping.left_out["a1"]
     # a2 has no feature, and no constraint selects nodes without a feature.
-    assert "no constraint selects" in grouping.left_out["a2"]
     # nic_ib selects a4 but not a1, which has only the alias.
-    assert [(f.name, f.constraint) for f in grouping.pools] == [("ib-p", "nic_ib")]
-    assert {"a1", "a2"} == {a.split(":")[0] for a in grouping.assumptions if "left out" in a}
+    assert [(p.name, p.constraint, p.exclude) for p in grouping.pools] == [
+        ("ethernet-p", "", "a[1,4]"),
+        ("ib-p", "nic_ib", ""),
+    ]
+    assert {"a1"} == {a.split(":")[0] for a in grouping.assumptions if "left out" in a}
 
 
 def test_nodes_with_only_an_unknown_feature_are_assumed_to_be_ethernet() -> None:
@@ -180,12 +181,23 @@ def test_gpus_come_from_gres_and_differences_are_listed() -> None:
         node("g2", "nic_ib,nic_100g,eth_25g,fabric_x", "p", gres="gpu:v100:4(S:0-1)"),
         node("c1", "nic_ib", "p"),
     ]
-    grouping = grouped(nodes, [partition("p", "g[1-2],c1")])
-    (fabric,) = grouping.pools
-    assert (fabric.gpus_per_node, fabric.gres, fabric.gpu.name, fabric.rdma_gbps) == (4, True, "v100-16gb", 100)
+    nodes += [node(f"g{i}", f"nic_ib,nic_{r}g,fabric_y", "p", gres="gpu:a30:2,gpu:t4:2") for i, r in ((3, 1), (4, 2))]
+    grouping = grouped(nodes, [partition("p", "g[1-4],c1")])
+    assert [(p.name, p.fabric_name, p.gpus_per_node, p.gpu.name, p.rdma_gbps) for p in grouping.pools] == [
+        ("x-a100-40gb", "x", 8, "a100-40gb", 200),
+        ("x-v100-16gb", "x", 4, "v100-16gb", 100),
+        ("y", "y", 4, "t4", 1),
+    ]
     text = "\n".join(grouping.assumptions)
-    assert "4 and 8 GPUs per node" in text and "GPU types differ" in text and "100 and 200 Gb/s" in text
-    assert "no GPU" in grouping.left_out["c1"]
+    assert "GPU types differ inside a node" in text and "1 and 2 Gb/s" in text and "no GPU" in grouping.left_out["c1"]
+
+
+def test_nodes_that_no_feature_tells_apart_are_excluded_by_name() -> None:
+    nodes = [node("a1", "nic_ib", gres="gpu:a100:4"), node("a2", "nic_ib", gres="gpu:a100:8")]
+    nodes += [node("m1", "nic_ib", gres="gpu:a100:4,gpu:a100_1g.5gb:7")]
+    grouping = grouped(nodes, [partition("ib", "a[1-2],m1")])
+    assert {p.gpus_per_node: p.exclude for p in grouping.pools} == {4: "a2,m1", 8: ""}
+    assert any("jobs exclude these by name" in a for a in grouping.assumptions)
 
 
 def test_gpus_with_mig_slices_are_left_out() -> None:
@@ -203,12 +215,10 @@ def test_an_unknown_gpu_is_listed() -> None:
     assert any("warp9 is not in the vocabulary" in a for a in grouping.assumptions)
 
 
-def test_one_label_over_two_partitions_uses_the_larger() -> None:
+def test_one_label_over_two_partitions_is_two_pools() -> None:
     nodes = [node(f"n{i}", "nic_ib,nic_100g,fabric_x", "p" if i < 3 else "q") for i in (1, 2, 3)]
     grouping = grouped(nodes, [partition("p", "n[1-2]"), partition("q", "n3")])
-    assert (
-        grouping.pools[0].partition == "p" and grouping.pools[0].nodes == 2 and "partition p" in grouping.left_out["n3"]
-    )
+    assert [(p.fabric_name, p.partition, p.nodes) for p in grouping.pools] == [("x", "p", 2), ("x", "q", 1)]
 
 
 def test_one_label_on_two_nic_types_is_two_fabrics() -> None:
@@ -247,7 +257,7 @@ features = st.lists(st.sampled_from(words), max_size=4, unique=True)
         max_size=7,
     )
 )
-def test_every_constraint_selects_exactly_its_fabrics_nodes(given_nodes) -> None:
+def test_every_pool_selects_exactly_its_nodes(given_nodes) -> None:
     nodes = [node(f"n{i}", ",".join(f), p, state=s) for i, (f, p, s) in enumerate(given_nodes)]
     partitions = [
         partition(name, ",".join(n.name for n in nodes if name in n.partitions) or "(null)") for name in ("p", "q")
@@ -259,6 +269,7 @@ def test_every_constraint_selects_exactly_its_fabrics_nodes(given_nodes) -> None
             n.name
             for n in nodes
             if fabric.partition in n.partitions and n.usable and all(f in n.features for f in required)
+            if n.name not in expand(fabric.exclude)
         }
         assert selected == set(fabric.node_names)
     in_fabrics = [n for f in grouping.pools for n in f.node_names]

@@ -28,12 +28,12 @@ def example():
 
 
 def test_every_node_is_in_the_table_with_what_must_be_said() -> None:
-    (_, columns, fabrics, caption), _, (_, node_columns, rows, _) = example().tables()
-    assert [f[0] for f in fabrics] == ["a", "b", "ethernet-ib"] and len(columns) == len(fabrics[0])
+    (_, columns, pools, caption), _, (_, node_columns, rows, _) = example().tables()
+    assert [p[0] for p in pools] == ["a", "b", "ethernet-ib"] and len(columns) == len(pools[0])
     assert "assumed: o1: omnipath: Omni-Path" in caption
     by_name = {row[0]: dict(zip(node_columns, row, strict=True)) for row in rows}
     assert set(by_name) == {"ib[1-2]", "x1", "r1", "d1", "o1"}
-    assert by_name["ib[1-2]"]["fabric"] == "a" and by_name["ib[1-2]"]["remarks"] == ""
+    assert by_name["ib[1-2]"]["pool"] == "a" and by_name["ib[1-2]"]["remarks"] == ""
     assert "2 NIC types" in by_name["x1"]["remarks"] and by_name["x1"]["NIC"] == "?"
     assert "not understood: frobnicator" in by_name["r1"]["remarks"]
     assert "bad NIC" in by_name["d1"]["remarks"] and by_name["d1"]["state"] == "idle+drain"
@@ -41,7 +41,8 @@ def test_every_node_is_in_the_table_with_what_must_be_said() -> None:
 
 def test_json_holds_the_same_and_is_json() -> None:
     data = json.loads(json.dumps(example().to_dict()))
-    assert [f["name"] for f in data["fabrics"]] == ["a", "b", "ethernet-ib"] and data["fabrics"][0]["nic"] == "ib"
+    assert [(f["name"], f["pools"]) for f in data["fabrics"]] == [(n, [n]) for n in ("a", "b", "ethernet-ib")]
+    assert data["fabrics"][0]["nic"] == data["pools"][0]["nic"] == "ib" and data["fabrics"][0]["nodes"] == 2
     assert {n["name"]: n["fabric"] for n in data["nodes"]}["ib1"] == "a"
     assert {n["name"]: n["unknown"] for n in data["nodes"]}["r1"] == ["frobnicator"]
     assert "x1" in data["left_out"] and data["nodes"][2]["nic"] is None

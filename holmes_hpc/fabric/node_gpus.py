@@ -1,13 +1,14 @@
-"""The memory of a node's GPUs, from its GRES type and its features together."""
+"""The GPUs of a node: their kind, memory and GRES type, from GRES and features together."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from holmes_hpc.fabric.features import Vocabulary
 from holmes_hpc.fabric.nodes import SiteNode
-from holmes_hpc.fabric.site import Gpu
+from holmes_hpc.fabric.site import CPU, Gpu
 
 # A feature with a size only: 80gb, gpu80, hbm80g, gpu_mem:80GB. A plain number or 40g may be anything.
 _SIZE = re.compile(r"(?:(?:gpu|hbm|v?ram|mem)[\W_]?)+(\d+)(?:gi?b?)?|(\d+)gi?b", re.IGNORECASE)
@@ -15,7 +16,53 @@ _HOST_MEMORY = re.compile(r"(mem|ram)", re.IGNORECASE)
 _KIND = re.compile(r"(.*)-(\d+)gb")  # a kind of the table with several sizes
 
 
-def gpu_with_memory(name: str, node: SiteNode, vocabulary: Vocabulary) -> tuple[Gpu | None, str | None]:
+UNKNOWN_GPU = Gpu("gpu", peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200.0)
+
+
+@dataclass(frozen=True)
+class NodeGpus:
+    """The GPUs of a node. `gpu`: their kind, CPU without GPUs; `count`: of them; `gres_type`: the one type that GRES
+    names, which jobs request; `assumptions`: lines for the user."""
+
+    gpu: Gpu
+    count: int = 0
+    gres_type: str | None = None
+    assumptions: tuple[str, ...] = ()
+
+
+def node_gpus(node: SiteNode, vocabulary: Vocabulary) -> NodeGpus:
+    """Return the GPUs of a node. GPUs of several kinds count as the slowest, with the least memory of all."""
+    if not node.gpus:
+        ranks = next((m.ranks for m in node.reading.meanings if m.ranks), 1)
+        return NodeGpus(CPU, assumptions=(f"no GPU in Slurm's GRES: {ranks} CPU rank(s) per node",))
+    gpus, assumptions = [], []
+    for name in [t for t in node.gpu_types if t] or [_gpu_feature(node, vocabulary)]:
+        gpu, assumption = _gpu_with_memory(name, node, vocabulary)
+        if gpu is None:
+            gpu = replace(UNKNOWN_GPU, name=name or "gpu")
+            assumption = (
+                f"GPU type {name or '(none given)'} is not in the vocabulary: {gpu.peak_tflops:g} "
+                f"TFLOP/s, {gpu.memory_gib:g} GiB assumed; add it under gpus"
+            )
+        gpus.append(gpu)
+        assumptions += [assumption] if assumption else []
+    slowest = min(gpus, key=lambda gpu: gpu.peak_tflops)
+    if len({gpu.name for gpu in gpus}) > 1:
+        assumptions.append(f"GPU types differ inside a node: all are counted as {slowest.name}")
+    gpu = replace(slowest, memory_gib=min(gpu.memory_gib for gpu in gpus))
+    gres_type = node.gpu_types[0] or None if len(set(node.gpu_types)) == 1 else None
+    return NodeGpus(gpu, node.gpus, gres_type, tuple(dict.fromkeys(assumptions)))
+
+
+def _gpu_feature(node: SiteNode, vocabulary: Vocabulary) -> str:
+    """Return the first feature that names a GPU kind, or the kind that a rule gives; empty without any."""
+    meaning = next((m for m in node.reading.meanings if m.gpu), None)
+    if meaning is None:
+        return ""
+    return meaning.feature if vocabulary.gpu(meaning.feature) else str(meaning.gpu)
+
+
+def _gpu_with_memory(name: str, node: SiteNode, vocabulary: Vocabulary) -> tuple[Gpu | None, str | None]:
     """Return (the GPU that `name` means on this node, an assumption about its memory); (None, None) if unknown.
 
     If `name` leaves the memory open, a feature of the same kind or one with a size decides, else the smallest."""
