@@ -66,7 +66,7 @@ class Trainer:
         factors = config.train.pace_factors or session.plan.pace_factors
         self.stragglers = Stragglers(
             session.plan.parallel.stage_ranks,
-            [n.node for n in session.nodes],
+            [n.node for n in session.node_of_rank],
             *work_of_stages(session.plan, (factors or {}) if pace_layer_ms else None),
         )
         dtype = gpt.dtype_name(config.train.dtype, session.cuda, session.plan)
@@ -144,7 +144,7 @@ class Trainer:
         if train.pace_layer_ms:
             factor = emulated_layers.factor(
                 train.pace_factors or {},
-                [(p.pool, n.node) for p, n in zip(plan.places, session.nodes, strict=True)],
+                [(p.pool, n.node) for p, n in zip(plan.places, session.node_of_rank, strict=True)],
                 session.launch.rank,
                 [pool.name for pool in plan.site.pools],
             )
@@ -319,9 +319,9 @@ class Trainer:
                 "header_factors": {k: round(v, 4) for k, v in factors.items()},
             },
         )
-        if not session.nodes[0].one_host:
-            nics = audit.Audit(plan, session.nodes, factors, self.settings.dtype)
-            links = slow_links.slow_link_detector(plan, session.nodes, factors, self.settings.dtype)
+        if not session.node_of_rank[0].one_host:
+            nics = audit.Audit(plan, session.node_of_rank, factors, self.settings.dtype)
+            links = slow_links.slow_link_detector(plan, session.node_of_rank, factors, self.settings.dtype)
             self._monitors += [
                 lambda rows: nics.add(metrics_line.nic_rows(rows), self._is_step_only),
                 lambda rows: links.add(metrics_line.part_by_rank(rows, "grad_sync_s")) if self._is_step_only else (),

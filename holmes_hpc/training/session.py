@@ -49,7 +49,7 @@ NO_ATTEMPT = -1  # number of an attempt that the run does not record
 class Session:
     """A rank that has met the other ranks.
 
-    `nodes`: the transports of every rank's node; `cpus`: text about the CPUs it is bound to (affinity.bind);
+    `node_of_rank`: the transports of each rank's node; `cpus`: text about the CPUs it is bound to (affinity.bind);
     `run_lock`: on rank 0, the descriptor of the run directory's lock.
     """
 
@@ -58,7 +58,7 @@ class Session:
     run: RunDirectory
     attempt: int
     store: dist.Store
-    nodes: list[NodeTransports]
+    node_of_rank: list[NodeTransports]
     groups: process_groups.Groups
     device: torch.device
     traffic: Traffic
@@ -174,12 +174,12 @@ def open_session(
         raise
     start_phase("meeting the other ranks")
     store = _meet(launch, run, node, rank_exit, train.net_timeout_s)
-    nodes = _exchange(launch, store, node, on_gpu)
+    node_of_rank = _exchange(launch, store, node, on_gpu)
     start_phase("checking the links between nodes")
     if not launch.one_host:
-        interfaces.check_placement(plan, nodes)
-        interfaces.check_addresses(nodes, job_nodes(os.environ) if launch.by == "srun" else ())
-        warnings += interfaces.check_links(plan, launch.rank, launch.local_rank == 0, nodes, store)
+        interfaces.check_placement(plan, node_of_rank)
+        interfaces.check_addresses(node_of_rank, job_nodes(os.environ) if launch.by == "srun" else ())
+        warnings += interfaces.check_links(plan, launch.rank, launch.local_rank == 0, node_of_rank, store)
     for line in (*warnings, *([*cuda_warnings, *interfaces.log_lines(node)] if launch.local_rank == 0 else ())):
         log_line(str(line))
     if launch.local_rank == 0 and not launch.one_host:
@@ -187,14 +187,14 @@ def open_session(
     start_phase("creating process groups")
     groups = process_groups.Groups(plan, node, launch.rank, on_gpu, train.net_timeout_s, train.watchdog_s)
     device = process_groups.device(launch.local_rank, on_gpu)
-    process_groups.check_devices(device, launch.rank, store, nodes)
+    process_groups.check_devices(device, launch.rank, store, node_of_rank)
     _check_memory(plan, launch, device, store)
     cpus = affinity.bind(torch.cuda.get_device_properties(device)) if on_gpu and bind_cpus else ""
     groups.start(dist.PrefixStore("world", store))
-    rank_exit.describe_links = partial(interfaces.links_of_rank, groups.records, nodes, launch.rank)
+    rank_exit.describe_links = partial(interfaces.links_of_rank, groups.records, node_of_rank, launch.rank)
     groups.make_parallel_state()
     if launch.rank == 0:
-        where = "one node" if nodes[0].one_host else f"{len({n.node for n in nodes})} nodes"
+        where = "one node" if node_of_rank[0].one_host else f"{len({n.node for n in node_of_rank})} nodes"
         elapsed_s = time.perf_counter() - start
         log_line(f"{launch.world_size} ranks on {where} met in {elapsed_s:.1f} s ({launch.by}, {device.type})")
     return Session(
@@ -203,7 +203,7 @@ def open_session(
         run,
         rank_exit.attempt,
         store,
-        nodes,
+        node_of_rank,
         groups=groups,
         device=device,
         traffic=traffic,
@@ -351,7 +351,7 @@ def publish_groups(session: Session) -> None:
 
     All ranks call it before rank 0 calls :func:`describe`.
     """
-    rank, hosts = session.launch.rank, [n.node for n in session.nodes]
+    rank, hosts = session.launch.rank, [n.node for n in session.node_of_rank]
     entries = [e for e in session.groups.records if rank == next(r for r in e["ranks"] if hosts[r] == hosts[rank])]
     session.store.set(f"groups/{rank}", json.dumps(entries))
     session.store.set(f"cpus/{rank}", session.cpus)
@@ -361,7 +361,7 @@ def _describe_groups(session: Session) -> list[dict[str, Any]]:
     """Return every group once: kind, ranks, transport, and each NIC's nodes (``eth0: ib[1-2],roce1``)."""
     texts = session.store.multi_get([f"groups/{rank}" for rank in range(session.launch.world_size)])
     nics_of_group: dict[tuple[Any, ...], dict[str, list[str]]] = {}
-    for node, text in zip(session.nodes, texts, strict=True):
+    for node, text in zip(session.node_of_rank, texts, strict=True):
         for entry in json.loads(text):
             nic = node.nic(entry["interface"])
             nics = nics_of_group.setdefault((entry["kind"], tuple(entry["ranks"]), entry["transport"]), {})
@@ -382,10 +382,10 @@ def describe(session: Session) -> dict[str, Any]:
     """Return the entries of run.yaml for this attempt: hosts, NICs of each group, CPUs, versions, device, plan."""
     import megatron.core
 
-    cpus = [text.decode() for text in session.store.multi_get([f"cpus/{r}" for r in range(len(session.nodes))])]
+    cpus = [text.decode() for text in session.store.multi_get([f"cpus/{r}" for r in range(session.launch.world_size)])]
     return {
         **({"cpus": cpus} if any(cpus) else {}),
-        "hosts": [n.node for n in session.nodes],
+        "hosts": [n.node for n in session.node_of_rank],
         "nics": _describe_groups(session),
         "versions": {
             "holmes": __version__,

@@ -125,7 +125,7 @@ def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tu
     elements = plan.batch.micro_size * plan.batch.sequence_length * plan.model.hidden  # of one stage transfer
     max_bytes = min(MAX_BYTES, elements * (2 if session.cuda else 4))
     samples: list[Sample] = []
-    for pair in pairs(plan, session.nodes[0].one_host):
+    for pair in pairs(plan, session.node_of_rank[0].one_host):
         if len(pair.pools) == 2 and pair.link == "ethernet" and not deadline.has_time_left():
             log_line(f"time limit reached: link between {' and '.join(pair.pools)} not measured")
             continue
@@ -186,7 +186,7 @@ def _measure_collectives(session: Session) -> list[Sample]:
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1 or p.optimizer_instances > 1:
         return []
-    transport = LOCAL if session.nodes[0].one_host else plan.transport_of(ranks)
+    transport = LOCAL if session.node_of_rank[0].one_host else plan.transport_of(ranks)
     nodes = 1 if transport == LOCAL else len({plan.places[r] for r in ranks})
     if 1 < nodes < len(ranks):
         return []  # the time would include traffic inside the nodes
