@@ -230,18 +230,20 @@ def device(local_rank: int, cuda: bool) -> torch.device:
     return torch.device("cuda", number)
 
 
-def check_devices(device: torch.device, rank: int, store: dist.Store, nodes: Sequence[NodeTransports]) -> None:
+def check_devices(device: torch.device, rank: int, store: dist.Store, node_of_rank: Sequence[NodeTransports]) -> None:
     """Raise PlanError on every rank if two ranks have the same GPU, which NCCL reports without naming the ranks."""
     if device.type != "cuda":
         return
-    uuids = exchange(store, "device", rank, range(len(nodes)), str(torch.cuda.get_device_properties(device).uuid))
+    uuids = exchange(
+        store, "device", rank, range(len(node_of_rank)), str(torch.cuda.get_device_properties(device).uuid)
+    )
     owners: dict[tuple[str, str], int] = {}
-    for peer, (node, uuid) in enumerate(zip(nodes, uuids, strict=True)):
+    for peer, (node, uuid) in enumerate(zip(node_of_rank, uuids, strict=True)):
         owner = owners.setdefault((node.node, uuid), peer)
         if owner != peer:
             raise PlanError(
                 f"ranks {owner} and {peer} have the same GPU",
                 where=f"node {node.node}",
-                hint="start no more tasks on a node than it has GPUs: --ntasks-per-node and "
-                "--gpus-per-node equal (--gpus-per-task hides the others' GPUs, and may cost NVLink)",
+                hint="start one task per GPU: set --ntasks-per-node and --gpus-per-node to the same number "
+                "(--gpus-per-task would hide the GPUs of other tasks, which may cost NVLink)",
             )
