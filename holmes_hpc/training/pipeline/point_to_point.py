@@ -32,6 +32,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from holmes_hpc.errors import ConfigError, NetworkError
 from holmes_hpc.planning.plan.plan import GroupTransport, Plan
 from holmes_hpc.planning.schedule.launches import exchange_order
+from holmes_hpc.schema import refuse
 from holmes_hpc.training.pipeline.codec import IDENTITY, Codec, codec
 
 NewGroup = Callable[[GroupTransport], "dist.ProcessGroup | None"]
@@ -114,7 +115,8 @@ class Channel:
         wait: Callable[[], None] = partial(wait_all, works)
         if self.on_transfer is not None:
             background_wait = self._in_background(partial(self._wait_and_report, works, operation, label, posted))
-            wait = wait if self._nccl else background_wait  # a gloo work can be waited for only once
+            if not self._nccl:
+                wait = background_wait  # only the thread waits for a gloo work, which can be waited for only once
 
         def finish() -> None:
             wait()
@@ -229,7 +231,7 @@ class EdgeCommunicator(P2PCommunicator, Edges):
 
     `channels`: this rank's, by role: forward_in, forward_out, backward_in, backward_out. The first stage has no
     forward_in and backward_out, the last no forward_out and backward_in, unless virtual stages close the ring. The
-    schedule gives the shape of tensors: sequences of varying length are refused.
+    schedule gives one shape for all tensors, so sequences of varying length and separate MTP stages are refused.
     """
 
     def __init__(
@@ -237,12 +239,19 @@ class EdgeCommunicator(P2PCommunicator, Edges):
     ) -> None:
         P2PCommunicator.__init__(self, pp_group, config)
         Edges.__init__(self, channels, device)
-        if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
-            raise ConfigError(
+        refuse(
+            "model",
+            (
+                config.variable_seq_lengths,
                 "pipeline edges do not support sequences of varying length",
-                where="model",
-                hint="unset variable_seq_lengths",
-            )
+                "unset variable_seq_lengths",
+            ),
+            (
+                getattr(config, "mtp_standalone", False),
+                "pipeline edges do not support MTP layers outside the last stage",
+                "put them on the last stage of pipeline_model_parallel_layout",
+            ),
+        )
 
     @property
     def row(self) -> int:
@@ -250,13 +259,13 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         return int(self.pp_group.rank())
 
     def channel(self, role: str, peer: int = 0) -> Channel:
-        """Return this stage's channel of `role`, which has only one `peer`. Raise ConfigError if there is none: for
-        virtual stages the first and the last stage need channels to each other."""
+        """Return this stage's channel of `role`, which has only one `peer`. Raise ConfigError if there is none: only
+        in a plan with virtual stages do the first and the last stage have channels to each other."""
         if role not in self.channels:
             raise ConfigError(
-                f"the schedule needs {role}, and stage {self.row} has no such edge",
+                f"stage {self.row} has no edge for {role}: the schedule expects virtual stages, the plan has none",
                 where="plan.schedule",
-                hint="use the schedule for the plan's virtual_stages, and as many chunks of the model",
+                hint="give the schedule exactly plan.virtual_stages model chunks",
             )
         return self.channels[role]
 
