@@ -67,15 +67,15 @@ MAX_VALUE_BYTES = 4000  # sbatch reads a directive into a buffer of 8 KiB
 def sbatch_word(value: object, name: str = "value") -> str:
     """Return `value` as one word of an ``#SBATCH`` line. `name`: of the option, for errors.
     sbatch's parser differs from a shell: a backslash escapes everywhere, and ``#`` outside quotes ends the line.
-    Raise SubmissionError as :func:`check_line` does."""
+    Raise SubmissionError as :func:`check_value` does."""
     text = str(value)
-    check_line(text, name)
+    check_value(text, name)
     if _PLAIN.fullmatch(text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def check_line(text: str, name: str) -> None:
+def check_value(text: str, name: str) -> None:
     """Raise SubmissionError if no ``#SBATCH`` line can contain `text`, because it has control characters (newlines),
     is not Unicode or is very long. `name`: of the option, for errors."""
     control_character = next((c for c in text if ord(c) < 32 or ord(c) == 127), None)
@@ -89,7 +89,7 @@ def check_line(text: str, name: str) -> None:
         raise SubmissionError(f"{name} {text[:40]!r} is not Unicode text", where="sbatch", hint="use UTF-8")
     if len(text.encode()) > MAX_VALUE_BYTES:
         raise SubmissionError(
-            f"{name} is {len(text)} characters long, more than sbatch reads", where="sbatch", hint="shorten it"
+            f"{name} is {len(text.encode())} bytes long, more than sbatch reads", where="sbatch", hint="shorten it"
         )
 
 
@@ -177,7 +177,7 @@ class ComponentRequest:
                     hint="write {NAME: value}",
                 )
         for key, value in self.options():
-            check_line(str(value), key)
+            check_value(str(value), key)
 
     @property
     def ranks(self) -> int:
