@@ -77,24 +77,25 @@ def report_progress(
     rank: int = 0,
     poll_s: float = 1.0,
     slurm_every_s: float = 10.0,
-    ask: Callable[[], str] | None = None,
+    ask_user: Callable[[], str] | None = None,
     show: Callable[[str], None] = console.text,
 ) -> int:
     """Show the job's progress until it ends. Return the exit code: 0 if it completed, 130 after detaching, else 1.
 
-    Read the run directory every `poll_s`; ask Slurm at growing intervals up to `slurm_every_s`. Ctrl-C calls `ask`,
-    which returns ``cancel``, ``detach`` or ``go on``. By default it asks on the terminal; without a terminal, Ctrl-C
-    detaches. `show`: called with each line of the log of `rank`. If the job ends without result.json, write it.
+    Read the run directory every `poll_s`; query Slurm at growing intervals up to `slurm_every_s`. Ctrl-C calls
+    `ask_user`, which returns ``cancel``, ``detach`` or ``go on``. By default it asks on the terminal; without a
+    terminal, Ctrl-C detaches. `show`: called with each line of the log of `rank`. If the job ends without result.json,
+    write it.
     """
     display = _Display(run, job, rank, show)
-    asked_at, interval_s = 0.0, 1.0
+    queried_at, interval_s = 0.0, 1.0
     state = JobState()
     ended_at: float | None = None
     while True:
         try:
-            if time.monotonic() - asked_at >= interval_s:
+            if time.monotonic() - queried_at >= interval_s:
                 state = job.state("force")
-                asked_at = time.monotonic()
+                queried_at = time.monotonic()
                 interval_s = poll_s if state.source == "process" else min(interval_s * 1.5, slurm_every_s)
             if display.show_state(state):
                 interval_s = 1.0
@@ -108,7 +109,7 @@ def report_progress(
                 break
             time.sleep(poll_s)
         except KeyboardInterrupt:
-            answer = (ask or _ask_for_action)()
+            answer = (ask_user or _ask_for_action)()
             if answer == "cancel":
                 console.note(f"cancelling job {job.id}")
                 job.cancel()

@@ -298,8 +298,8 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
 def cancel_run(run: RunDirectory) -> JobState:
     """Cancel the run's job with all components. Return the job's state before that.
 
-    Cancel nothing if the run's end is recorded, because another job may have the id by now, or if Slurm does not know
-    the job. Raise SubmissionError if Slurm refuses."""
+    Cancel nothing if the run's end is recorded: another job may have the id by now. The same if the job has
+    ended, or if Slurm does not know it. Raise SubmissionError if Slurm refuses."""
     result = run.read_result()
     if result is not None and is_conclusive(result):
         return JobState(job_state(result["state"]), source="result.json")
@@ -330,17 +330,18 @@ def log_paths(run: RunDirectory) -> list[Path]:
 
 
 def end_detector(run: RunDirectory, slurm_every_s: float = 10.0) -> Callable[[], bool]:
-    """Return a function that tells whether the run has ended for good. It asks Slurm at most every `slurm_every_s`."""
-    asked_at = -math.inf
+    """Return a function that tells whether the run has ended for good.
+    It queries Slurm at most every `slurm_every_s`."""
+    queried_at = -math.inf
 
     def has_ended() -> bool:
-        nonlocal asked_at
+        nonlocal queried_at
         result = run.read_result()
         if result is not None and is_conclusive(result):
             return True
-        if time.monotonic() - asked_at < slurm_every_s:
+        if time.monotonic() - queried_at < slurm_every_s:
             return False
-        asked_at = time.monotonic()
+        queried_at = time.monotonic()
         return run_status(run, "standard").ended
 
     return has_ended

@@ -191,7 +191,7 @@ def test_ctrl_c_asks(run: RunDirectory, answer: str, code: int) -> None:
         return JobState("CANCELLED", source="squeue")
 
     job = ScriptedJob(JobState("RUNNING"), interrupt, after)
-    assert report_progress(run, job, poll_s=0.01, slurm_every_s=0.02, ask=lambda: answer) == code
+    assert report_progress(run, job, poll_s=0.01, slurm_every_s=0.02, ask_user=lambda: answer) == code
     assert job.cancelled is (answer == "cancel")
 
 
