@@ -230,8 +230,8 @@ CONNECTION_GBPS, THREAD_GBPS = 6.25, 25.0
 def socket_settings(gbps: float, senders: int) -> dict[str, str]:
     """Return NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD for `senders` ranks that together send `gbps` from a node.
 
-    The result is empty if one connection per rank is enough: that is NCCL's default, and NCCL has better defaults on
-    some clouds. Each rank sends its share of the rate, over connections of 6.25 Gb/s and threads of 25 Gb/s. These
+    The result is empty if one connection per rank is enough. NCCL's default then applies: one connection, on some
+    clouds more. Each rank sends its share of the rate, over connections of 6.25 Gb/s and threads of 25 Gb/s. These
     figures come from NCCL's documentation of the two variables and were not measured.
     """
     share = gbps / max(1, senders)

@@ -122,8 +122,8 @@ def _path_parts(path: Path) -> list[Path]:
 
 
 def _is_private_group(group: int) -> bool:
-    """Return whether a group is root's or this user's private one, which many systems create for each user, and has no
-    other members."""
+    """Return whether only root and this user are members of a group: of root's, or of this user's private group.
+    Many systems create a private group for each user."""
     try:
         user, entry = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
     except KeyError:

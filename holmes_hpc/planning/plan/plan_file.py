@@ -77,8 +77,9 @@ def _has_pools(plan: Any) -> bool:
 def digest(plan: Any) -> str:
     """Return twelve hex digits that identify what a plan runs.
 
-    They are computed from the form of versions 1 and 2, without the control entry, which the oldest plans lack. So an
-    equal plan of an earlier release has the same digits.
+    They are computed as if the plan were written as plan.yaml of version 1 (uniform) or 2 (per-stage TP/DP), without
+    the transport entry of kind `control`, which the oldest plan files lack. So an equal plan has the same digits in
+    every release.
     """
     data = to_dict(replace(plan, predicted=None, assumptions=(), alternatives=()))
     data["version"] = PER_STAGE if plan.is_per_stage else UNIFORM

@@ -189,8 +189,8 @@ def _nic_bytes(lines: pa.Table) -> dict[str, dict[str, Floats]]:
     return counts
 
 
-def _maximum(ranks: pa.ChunkedArray) -> float:
-    maximum = pc.max(pc.list_flatten(ranks)).as_py()
+def _maximum(lists: pa.ChunkedArray) -> float:
+    maximum = pc.max(pc.list_flatten(lists)).as_py()
     return math.nan if maximum is None else float(maximum)
 
 
@@ -204,7 +204,7 @@ def _readable(line: bytes) -> bool:
 
 def _regular(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line of metrics.jsonl in which every field has a value of the right type, or None."""
-    stages, nics, ranks = line.get("breakdown"), line.get("nic_bytes"), line.get("peak_memory_bytes")
+    stages, nics, peaks = line.get("breakdown"), line.get("nic_bytes"), line.get("peak_memory_bytes")
     return {
         "step": int(line["step"]),
         "attempt": int(line.get("attempt") or 1),
@@ -218,7 +218,7 @@ def _regular(line: Mapping[str, Any]) -> dict[str, Any]:
         }
         if isinstance(nics, dict)
         else None,
-        "peak_memory_bytes": [_number(rank_bytes) for rank_bytes in (ranks if isinstance(ranks, list) else [ranks])],
+        "peak_memory_bytes": [_number(peak) for peak in (peaks if isinstance(peaks, list) else [peaks])],
     }
 
 

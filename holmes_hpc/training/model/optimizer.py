@@ -40,7 +40,8 @@ def groups_for_ddp() -> ProcessGroupCollection:
 def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> list[DistributedDataParallel]:
     """Wrap the model chunks in Megatron-Core's DDP with buckets of `plan.bucket_bytes`."""
     p = plan.parallel
-    # Megatron-Core overlaps several instances with CUDA streams. On a CPU each bucket would block the backward pass.
+    # With several optimizer instances, Megatron-Core overlaps reductions only on CUDA streams: on CPUs each bucket
+    # would block the backward pass.
     can_overlap = p.is_round_robin and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
     overlap = train.overlap_grad_reduce and can_overlap
     ddp = DistributedDataParallelConfig(

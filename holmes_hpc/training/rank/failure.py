@@ -265,7 +265,8 @@ def _pending_collectives() -> str:
 
 
 class Watchdog:
-    """A thread that ends a rank whose step takes longer than `limit_s`, after all ranks have dumped their stacks.
+    """A thread that ends this rank if a step takes longer than `limit_s`.
+    It first dumps this rank's stacks and makes the other ranks dump theirs.
 
     Call :meth:`start_phase` before each phase; some phases have a longer limit. `logs_progress`: log the current phase
     when nothing was logged for a while.
