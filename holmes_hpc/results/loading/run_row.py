@@ -1,4 +1,6 @@
-"""Reader of one run directory: its row in the table of runs, and its steps."""
+"""Reader of one run directory: its row in the table of runs, and its steps.
+
+A new column is declared in `results/columns.py`, and its value is set here."""
 
 from __future__ import annotations
 
