@@ -30,7 +30,7 @@ MODULES = {
     "runs": ("submit", "run", "resume", "rm", "report"),
     "site": ("nodes", "probe", "label", "doctor"),
     "testbed": ("testbed",),
-    "status": ("status", "logs", "cancel", "sweep"),
+    "jobs": ("status", "logs", "cancel", "sweep"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Commands that watch and cancel runs: status, logs, cancel; for sweeps: sweep status, collect, cancel."""
+"""Commands for submitted jobs: status, logs, cancel; for sweeps: sweep status, collect, cancel."""
 
 from __future__ import annotations
 
