@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,17 +18,30 @@ from holmes_hpc.fabric import node_facts
 from holmes_hpc.fabric.grouping import NodeSettings
 from holmes_hpc.fabric.probe import probe as probe_node
 
+if TYPE_CHECKING:
+    from holmes_hpc.config.configuration import Configuration
+
 Vocabulary = Annotated[str | None, typer.Option(metavar="FILE", help="The site's file of node features.")]
 
 
+def _read_settings(overrides: list[str] | None) -> tuple[Configuration, NodeSettings]:
+    """Return the configuration, and its settings for reading nodes. Other commands do not need these slow imports."""
+    from holmes_hpc.config.composition import load
+    from holmes_hpc.planning.request import node_settings
+
+    config = load(overrides or [])
+    return config, node_settings(config)
+
+
 @app.command()
-def nodes(vocabulary: Vocabulary = None, json: Json = False) -> None:
+def nodes(overrides: Overrides = None, vocabulary: Vocabulary = None, json: Json = False) -> None:
     """List fabrics, partitions, NICs and GPUs known to Slurm.
 
-    Example: holmes nodes --json
+    Example: holmes nodes 'partitions=[gpu]' slurm.account=ml
     """
+    _, settings = _read_settings(overrides)
     with console.waiting("asking Slurm"):
-        listing = report.listing(NodeSettings(vocabulary=vocabulary))
+        listing = report.listing(replace(settings, vocabulary=vocabulary or settings.vocabulary))
     console.output(json, listing.to_dict(), *listing.tables())
 
 
@@ -112,13 +126,10 @@ def doctor(
 
     Example: holmes doctor --script my-job.sbatch
     """
-    from holmes_hpc.config.composition import load
-    from holmes_hpc.planning.request import node_settings
-
     findings = [finding for path in script or [] for finding in checks.read_script(Path(path))]
     with console.waiting("asking Slurm and the nodes"):
-        config = load(overrides or [])
-        findings = checks.ordered(findings + checks.examine(node_settings(config), ask_nodes, config.slurm.setup))
+        config, settings = _read_settings(overrides)
+        findings = checks.ordered(findings + checks.examine(settings, ask_nodes, config.slurm.setup))
     if json:
         console.as_json([f.to_dict() for f in findings])
     elif findings:

@@ -267,5 +267,5 @@ def examine(settings: NodeSettings | None = None, asking: bool = True, setup: Se
     unanswered: list[Finding] = []
     if asking:
         with _marker_file() as marker:
-            facts, unanswered = ask_nodes(nodes, vocabulary, marker, setup)
+            facts, unanswered = ask_nodes(nodes, settings, marker, setup)
     return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings) + unanswered)

@@ -23,6 +23,7 @@ from holmes_hpc.fabric.nccl import refusals, restrict_nics
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, data_interface
 from holmes_hpc.fabric.nodes import grouped
+from holmes_hpc.fabric.partitions import NodeSettings, usable_partitions
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.software import software
 from holmes_hpc.interpreter import module_arguments
@@ -114,31 +115,42 @@ def as_labelled(
 
 
 def ask_nodes(
-    nodes: Iterable[Node], vocabulary: str | None = None, shared: Path | None = None, setup: Sequence[str] = ()
+    nodes: Iterable[Node], settings: NodeSettings | None = None, shared: Path | None = None, setup: Sequence[str] = ()
 ) -> tuple[list[Facts], list[Finding]]:
     """Ask all idle `nodes`. Return their facts, and findings for nodes that were busy or did not answer.
 
-    The nodes need this Python, as for training. A node that fails or hangs does not affect others. `shared`: a file
-    that they should see; `setup`: shell lines before Python starts, a job's own (`slurm.setup`).
+    The nodes need this Python, as for training. A node that fails or hangs does not affect others. `settings`: of the
+    jobs that ask; `shared`: a file that the nodes should see; `setup`: shell lines before Python starts, a job's own
+    (`slurm.setup`).
     """
-    open_partitions = {p.name for p in read_partitions() if p.up}
+    settings = settings or NodeSettings()
+    partitions, _ = usable_partitions(read_partitions(), settings)
     facts: list[Facts] = []
     unanswered: list[Finding] = []
     usable = [n for n in nodes if n.usable and n.partitions]
-    for partition, members in grouped(
-        (next((p for p in n.partitions if p in open_partitions), None), n) for n in usable
+    for (partition, reservation), members in grouped(
+        (
+            (
+                next((p for p in n.partitions if p in partitions), None),
+                settings.reservation if n.reservation == settings.reservation else None,
+            ),
+            n,
+        )
+        for n in usable
     ):
         if partition is None:
-            unanswered.append(_unanswered("info", members, "in closed partitions only, so not asked"))
+            unanswered.append(_unanswered("info", members, "in no partition that a job may use, so not asked"))
             continue
-        idle = [n for n in members if "IDLE" in n.states and not NOT_ASKED & set(n.states)]
+        not_asked = NOT_ASKED - ({"RESERVED"} if reservation else set())
+        idle = [n for n in members if "IDLE" in n.states and not not_asked & set(n.states)]
         busy = [n for n in members if n not in idle]
         if busy:
             unanswered.append(_unanswered("info", busy, "busy, reserved or powered down, so not asked"))
         if not idle:
             continue
         limit_s = answer_limit_s(len(idle))
-        answers, trouble = partial_output(*_srun_command(partition, idle, vocabulary, shared, setup), timeout_s=limit_s)
+        command = _srun_command(partition, idle, replace(settings, reservation=reservation), shared, setup)
+        answers, trouble = partial_output(*command, timeout_s=limit_s)
         partition_facts = [f for f in map(_parse_answer, answers.splitlines()) if f is not None]
         facts += partition_facts
         missing_nodes = [n for n in idle if n.name not in {f.node for f in partition_facts}]
@@ -170,7 +182,7 @@ def propose(
     for name in hosts:
         if name not in node_names:
             raise SiteError(f"no node {name!r}", where="label", hint=f"Slurm has {compress(node_names)}")
-    facts, unanswered = ask_nodes([n for n in nodes if n.name in set(hosts)], vocabulary)
+    facts, unanswered = ask_nodes([n for n in nodes if n.name in set(hosts)], NodeSettings(vocabulary))
     labels = dict.fromkeys(hosts, fabric) if fabric else None
     return changes(nodes, {f.node: f.expected_features for f in facts}, labels), unanswered
 
@@ -181,11 +193,11 @@ def _unanswered(level: str, nodes: Sequence[Node], reason: str) -> Finding:
 
 
 def _srun_command(
-    partition: str, nodes: Sequence[Node], vocabulary: str | None, shared: Path | None, setup: Sequence[str]
+    partition: str, nodes: Sequence[Node], settings: NodeSettings, shared: Path | None, setup: Sequence[str]
 ) -> list[str]:
     options = [
         text
-        for option, path in (("--vocabulary", vocabulary), ("--shared", str(shared or "")))
+        for option, path in (("--vocabulary", settings.vocabulary), ("--shared", str(shared or "")))
         if path
         for text in (option, os.path.abspath(path))
     ]
@@ -195,6 +207,7 @@ def _srun_command(
     return [
         "srun",
         f"--partition={partition}",
+        *(f"--{key}={value}" for key in ("account", "qos", "reservation") if (value := getattr(settings, key))),
         f"--nodelist={names}",
         f"--nodes={count}",
         f"--ntasks={count}",

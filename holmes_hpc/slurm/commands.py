@@ -76,7 +76,10 @@ _KEPT_VARIABLES = (
     "SLURM_WORKING_CLUSTER",
     "SLURM_CONF_SERVER",
     "SLURM_SACK_SOCKET",
-)  # SLURM_SACK_SOCKET: credentials of auth/slurm
+    "SLURM_ACCOUNT",
+    "SLURM_QOS",
+    "SLURM_RESERVATION",
+)  # SLURM_SACK_SOCKET: credentials of auth/slurm; the last three: options of srun, not variables of a job
 
 
 @dataclass(frozen=True)

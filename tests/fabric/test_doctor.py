@@ -21,6 +21,7 @@ from holmes_hpc.fabric.node_facts import (
     facts_of,
     propose,
 )
+from holmes_hpc.fabric.partitions import NodeSettings
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.scontrol import Config
@@ -272,6 +273,21 @@ def test_nodes_are_asked_as_a_job_begins(srun, monkeypatch) -> None:
     monkeypatch.setattr("sys.executable", "site-python")
     found, _ = ask_nodes([NODES[0]], setup=["site-python() {", answer("a1"), "}", 'exec() { "$@"; }'])
     assert [f.node for f in found] == ["a1"]
+
+
+@pytest.mark.integration
+def test_nodes_are_asked_with_the_jobs_account_and_reservation(srun, monkeypatch) -> None:
+    does, asked = srun
+    monkeypatch.setenv("SLURM_ACCOUNT", "mine")  # an option of srun
+    does(f'[ "$SLURM_ACCOUNT" = mine ] && {answer("a1")}')
+    reserved = replace(node("a1", IB, state="IDLE+RESERVED"), reservation="team")
+    settings = NodeSettings(account="ml", qos="high", reservation="team")
+    found, silent = ask_nodes([reserved, node("a2", IB, state="MIXED")], settings)
+    assert [f.node for f in found] == ["a1"] and [f.where for f in silent] == ["nodes a2"]
+    assert {"--account=ml", "--qos=high", "--reservation=team"} <= set(asked())
+    ask_nodes([node("a1", IB)], settings)
+    assert "--account=ml" in asked() and "--reservation=team" not in asked()
+    assert ask_nodes([node("a1", IB)], NodeSettings(partitions=("old",)))[1][0].what.startswith("in no partition")
 
 
 def test_a_large_site_has_more_time() -> None:

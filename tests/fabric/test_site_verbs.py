@@ -43,10 +43,10 @@ def site(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     ]
     monkeypatch.setattr(scontrol, "output", answer)
     monkeypatch.setattr("holmes_hpc.fabric.label.output", answer)
-    monkeypatch.setattr(node_facts, "ask_nodes", lambda nodes, vocabulary: (facts, []))
+    monkeypatch.setattr(node_facts, "ask_nodes", lambda nodes, settings: (facts, []))
     monkeypatch.setattr(
         "holmes_hpc.fabric.doctor.ask_nodes",
-        lambda nodes, vocabulary, shared, setup: asked.append(("begin", *setup)) or (facts, []),
+        lambda nodes, settings, shared, setup: asked.append((settings.account, *setup)) or (facts, []),
     )
     return asked
 
@@ -64,6 +64,17 @@ def test_nodes_breaks_no_word(holmes, site) -> None:
     code, out, _ = holmes("nodes")
     assert code == 0 and max(map(len, out.splitlines())) <= 100
     assert "nic_ib&fabric_cluster-a-of-two" in out.split() and "8×h100" in out.split()
+
+
+def test_nodes_shows_what_a_job_with_these_settings_could_use(holmes, site, monkeypatch) -> None:
+    nodes = [node_line(n, IB, "a,b", gres="gpu:h100:8") for n in ("ib1", "ib2")]
+    parts = [partition_line(p, "ib[1-2]").replace("AllowAccounts=ALL", f"AllowAccounts={p}") for p in "ab"]
+    text = "\n".join((*nodes, *parts, CONFIG))
+    monkeypatch.setattr(scontrol, "output", lambda *words: text)
+    for setting, name in (("slurm.account=a", "a"), ("slurm.account=b", "b"), ("partitions=[b]", "b")):
+        code, out, _ = holmes("nodes", "--json", setting)
+        assert code == 0 and [f["partition"] for f in json.loads(out)["fabrics"]] == [name]
+    refused(holmes("nodes", "partitions=[gpu]"), "no partition 'gpu'", "Slurm has a, b")
 
 
 def test_a_table_folds_between_words_and_only_where_it_must(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +125,8 @@ def test_label_prints_the_helper(holmes) -> None:
 
 
 def test_doctor_asks_nodes_as_a_job_would_begin(holmes, site) -> None:
-    assert holmes("doctor", "slurm.setup=[module load torch]")[0] == 0 and ("begin", "module load torch") in site
+    assert holmes("doctor", "slurm.setup=[module load torch]", "slurm.account=ml")[0] == 0
+    assert ("ml", "module load torch") in site
 
 
 def test_doctor_looks_at_scripts_too(holmes, site, tmp_path) -> None:
