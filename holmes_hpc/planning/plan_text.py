@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -103,13 +104,15 @@ def _drawing(plan: Plan) -> list[str]:
     """Draw the components from first to last stage, and the transfers between them."""
     edges = {g.stages: g.transport for g in plan.transports() if g.kind == "edge"}
     inside = {g.stages[0]: g.transport for g in plan.transports() if g.kind == "dp"}
-    lines: list[str] = []
+    lines, shares = list[str](), _shares(plan)
     for part in plan.components:
         pool = plan.site.pool(part.pool)
         lines.append(
             f"+-- {part.pool}: {_nodes(part.nodes)} x {part.gpus_per_node} {pool.gpu.name}, {pool.nic}"
             f" {pool.data_gbps:g} Gb/s, partition {part.partition}"
         )
+        if part.pool in shares:
+            lines.append(f"|   {shares[part.pool]}")
         rows = [([s], f"stage {s}: {_stage(plan, s, part.gpus_per_node)}") for s in part.stages]
         if len(part.stages) > 8:
             layers = ", ".join(str(plan.stages[s].layers) for s in part.stages)
@@ -123,10 +126,25 @@ def _drawing(plan: Plan) -> list[str]:
     return lines
 
 
+def _shares(plan: Plan) -> dict[str, str]:
+    """Return pool -> its pipelines and their share of a step, if pools share a step by their speed."""
+    p, first, texts = plan.parallel, 0, dict[str, str]()
+    if not plan.is_per_stage or plan.strategy != "hierarchical-dp":
+        return {}
+    counts = Counter(p.routes(plan.micro_batches)[0])
+    for part in plan.components:
+        end = first + part.ranks // (p.tp * p.pp)
+        some = sorted({counts[pipeline] for pipeline in range(first, end)})
+        number = " or ".join(map(str, some))
+        texts[part.pool] = f"{end - first} pipelines, {number} of {plan.micro_batches} micro-batches each"
+        first = end
+    return texts
+
+
 def _stage(plan: Plan, stage: int, per_node: int) -> str:
     layers, in_flight, p = plan.stages[stage].layers, plan.schedule.in_flight[stage], plan.parallel
     nodes = _nodes(p.stages[stage].ranks // per_node)
-    sizes = f"{nodes}, TP {p.tp_of(stage)} x DP {p.stages[stage].dp}, " if plan.is_per_stage else ""
+    sizes = f"{nodes}, TP {p.tp_of(stage)} x DP {p.stages[stage].dp}, " if not p.is_even else ""
     return f"{sizes}{layers} layer{'s' * (layers != 1)}, {in_flight} micro-batch{'es' * (in_flight != 1)} in flight"
 
 
@@ -160,14 +178,14 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
 
 
 def _per_stage_gain(plan: Plan, predicted: Predicted) -> list[str]:
-    """Return the line on the gain of per-stage TP/DP over the best runner-up, which is uniform; else no line."""
+    """Return the line on the gain of per-stage TP/DP, or of unequal shares of a step, over the best runner-up, which is uniform; else no line."""
     if not plan.is_per_stage or not plan.alternatives:
         return []
     best = plan.alternatives[0]
+    reason = "Shares by speed make" if plan.parallel.is_even else "Per-stage TP/DP makes"
     gain, p = 1 - predicted.step_time_s / best["predicted"]["step_time_s"], best["parallel"]
     return [
-        f"Per-stage TP/DP makes the step {gain:.1%} shorter than the best uniform layout (TP {p['tp']}, PP"
-        f" {p['pp']}, DP {p['dp']})."
+        f"{reason} the step {gain:.1%} shorter than the best uniform layout (TP {p['tp']}, PP {p['pp']}, DP {p['dp']})."
     ]
 
 

@@ -1,6 +1,6 @@
 """The columns of the tables of runs, steps and stages: name -> (type, meaning). Types are pandas' names.
 
-Their values come from `results/loading`: of a run from run_row.py, of its steps from steps.py, of stages from loader.py.
+Their values come from results/loading: of a run from run_row.py, of its steps from steps.py, of stages from loader.py.
 
 Missing texts are None, missing numbers NaN. The keys of a configuration, of a run's labels and of its NIC counters
 differ from run to run. Each such group of keys becomes a family of columns, whose names are a prefix and a key

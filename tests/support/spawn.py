@@ -24,7 +24,7 @@ from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
-from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
+from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, Parallel, StageParallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Schedule, Stage
 from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.records.run import RunDirectory
@@ -153,6 +153,28 @@ def unequal(
         Site("test", tuple(sites)),
         bucket_bytes=fields.pop("bucket_bytes", 20_000),
         **fields,
+    )
+
+
+def shared(pp: int, weights: list[float], model: ModelSpec = MODEL, batch: Batch = BATCH) -> Plan:
+    """Return a plan of whole pipelines with these shares of a step, in two pools of one fabric.
+
+    The first pipeline is in the first pool, the others in the second."""
+    pools = [
+        Pool(name, NicType.IB, name, nodes, pp, 0.05, CPU, rdma_gbps=0.4, gres=False, fabric="ib")
+        for name, nodes in (("fast", 1), ("slow", len(weights) - 1))
+    ]
+    return Plan(
+        "hierarchical-dp",
+        model,
+        batch,
+        Parallel((StageParallel(1, len(weights), tuple(weights)),) * pp, order=HIERARCHICAL_ORDER),
+        "none",
+        Schedule("ahead", least_in_flight((1,) * pp)),
+        tuple(Component(p.partition, "", p.name, p.nodes, pp) for p in pools),
+        tuple(Stage("fast", model.layers // pp) for _ in range(pp)),
+        Site("test", tuple(pools)),
+        bucket_bytes=20_000,
     )
 
 

@@ -52,6 +52,16 @@ def test_per_stage_tp_and_dp_have_the_losses_and_norms_of_one_process(
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize(("pp", "weights", "kind"), [(1, [2, 1, 1], "plain"), (2, [2, 1], "tied")])
+def test_shares_of_a_step_in_two_pools_have_the_losses_of_one_process(
+    pp: int, weights: list[float], kind: str, one_process: dict[str, spawn.FinishedRun], tmp_path: Path
+) -> None:
+    plan = spawn.shared(pp, weights, model=TIED if kind == "tied" else spawn.MODEL)
+    assert {str(g.transport) for g in plan.transports() if g.kind == "dp"} == {"rdma over ib (ib)"}
+    assert_equal_to(spawn.train(tmp_path / "run", plan, {"train": STEPS}), one_process[kind])
+
+
+@pytest.mark.integration
 def test_a_checkpoint_can_be_resumed_under_another_tp_and_dp_per_stage(
     one_process: dict[str, spawn.FinishedRun], tmp_path: Path
 ) -> None:

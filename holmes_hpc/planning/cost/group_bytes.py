@@ -20,11 +20,13 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
     p, costs, place_of = layout.parallel, layout.costs, places(layout.components)
     count = parameters(layout, layers)[0].sum(axis=1)
     component_of = {c.pool: c for c in layout.components}
-    routes = layout.order.routes
+    micro_batches = layout.batch.micro_batches(1)
+    is_grid = p.is_grid(micro_batches)
+    routes = () if is_grid else p.routes(micro_batches)
     edge_counts = Counter(
         (s, *pair) for s in range(len(routes) - 1) for pair in zip(routes[s], routes[s + 1], strict=True)
     )
-    for group in groups(p, layout.batch.micro_batches(1), layout.model.tied):
+    for group in groups(p, micro_batches, layout.model.tied):
         transport = layout.transport_rule.of_members([place_of[rank] for rank in group.ranks])
         if transport.kind == "local":
             continue
@@ -36,9 +38,9 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
             view = layout.views[stage] if layout.is_per_stage else layout
             tensor = activation_bytes(view, transport, component) * _tensor_share(p, group)
             (_, a, _), (_, b, _) = (p.coordinates(rank) for rank in group.ranks)
-            amount = tensor * (edge_counts[stage, a, b] if layout.is_per_stage else _transfer_count(layout, group))
+            amount = tensor * (_transfer_count(layout, group) if is_grid else edge_counts[stage, a, b])
         elif group.kind == "embd" and layout.model.tied:
-            tp = 1 if layout.is_per_stage else p.tp
+            tp = p.tp if is_grid else 1
             senders = first_rank_per_node(group.ranks, place_of)
             amount = factors.all_reduce * embedding_bytes(layout) / tp * (n - 1) / n
         elif group.kind == ("intra_dp" if p.optimizer_instances > 1 else "dp"):

@@ -7,6 +7,7 @@ rank: a plan may have tens of thousands of ranks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -95,7 +96,8 @@ class Layout:
         for name, value in (("schedule", schedule), ("bucket_bytes", bucket_bytes), ("recompute", recompute)):
             if value is not None:
                 object.__setattr__(layout, name, value)
-        layout.__dict__.pop("order", None)  # the only cached property that these settings change
+        for name in ("order", "orders"):  # the only cached properties that these settings change
+            layout.__dict__.pop(name, None)
         return layout
 
     def with_schedule(self, kind: ScheduleKind, chunks: int | None = None, recompute: str | None = None) -> Layout:
@@ -114,17 +116,52 @@ class Layout:
 
     @cached_property
     def is_per_stage(self) -> bool:
-        """Return whether TP and DP differ between stages, see :attr:`Plan.is_per_stage`."""
-        return not self.parallel.is_grid(self.batch.micro_batches(1))
+        """Return whether stages differ in TP or DP, or replicas in micro-batches, but not if whole pipelines do."""
+        return not self.is_hierarchical and not self.parallel.is_grid(self.batch.micro_batches(1))
+
+    @cached_property
+    def is_weighted(self) -> bool:
+        """Return whether whole pipelines compute different numbers of micro-batches."""
+        return self.is_hierarchical and not self.parallel.is_grid(self.batch.micro_batches(1))
+
+    @cached_property
+    def spans_pools(self) -> bool:
+        """Return whether one data-parallel group spans all components."""
+        return self.is_hierarchical and len(self.components) > 1 and self.parallel.optimizer_instances == 1
+
+    @cached_property
+    def micro_batches(self) -> tuple[int, ...]:
+        """The micro-batches of a pipeline, per kind of replica: of that with the most."""
+        if not self.is_weighted:
+            return (self.batch.micro_batches(self.parallel.dp),) * len(self.replicas)
+        counts, first, most = Counter(self.parallel.routes(self.batch.micro_batches(1))[0]), 0, list[int]()
+        for component in self.components:
+            end = first + self.pipelines(component)
+            most.append(max(counts[pipeline] for pipeline in range(first, end)))
+            first = end
+        return tuple(most)
+
+    @cached_property
+    def orders(self) -> tuple[Order, ...]:
+        """The :attr:`order` of each kind of pipeline replica."""
+        if not self.is_weighted:
+            return (self.order,) * len(self.replicas)
+        return tuple(self._grid_order(count) for count in self.micro_batches)
 
     @cached_property
     def order(self) -> Order:
         p = self.parallel
+        if self.is_weighted:
+            return self._grid_order(max(self.micro_batches))
         if self.is_per_stage:
             depths = self.schedule.in_flight
             total = self.batch.micro_batches(1)
             return self.memo.of("order", depths, compute=lambda: Order.per_stage(p.routes(total), depths))
-        micro_batches = self.batch.micro_batches(p.dp)
+        return self._grid_order(self.batch.micro_batches(p.dp))
+
+    def _grid_order(self, micro_batches: int) -> Order:
+        """Return the order of a pipeline with `micro_batches`."""
+        p = self.parallel
         return _order(
             self.schedule.kind,
             p.pp,
@@ -258,6 +295,9 @@ class Layout:
     def intra_dp_nodes(self, replica: int, stage: int) -> int:
         """Return the number of nodes of one intra-DP group."""
         p, component = self.parallel, self.replicas[replica][stage]
+        if self.spans_pools:
+            per_pool = ((self.pipelines(c), max(1, c.gpus_per_node // (p.tp * p.pp))) for c in self.components)
+            return sum(-(-pipelines // per_node) for pipelines, per_node in per_pool)
         per_node = component.gpus_per_node // p.tp
         if self.is_hierarchical:
             per_node = max(1, per_node // p.pp)
@@ -268,7 +308,8 @@ class Layout:
     def intra_dp_transport(self, replica: int, stage: int) -> Transport:
         """Return the transport of the intra-DP groups of `stage`."""
         one_node = self.intra_dp_size == 1 or self.intra_dp_nodes(replica, stage) == 1
-        return self.transport_rule.of({self.replicas[replica][stage].pool}, one_node)
+        pools = self.transport_rule.pools if self.spans_pools else {self.replicas[replica][stage].pool}
+        return self.transport_rule.of(pools, one_node)
 
     def inter_dp_transport(self) -> Transport:
         """Return the transport between optimizer instances."""
@@ -305,10 +346,15 @@ class Layout:
         return self.costs.link(transport, pool, collective).latency_s + delay_s
 
     @property
+    def ring(self) -> tuple[tuple[Component, Component], ...]:
+        """The (from, to) pairs of a ring over all components."""
+        return tuple(zip(self.components, (*self.components[1:], self.components[0]), strict=True))
+
+    @property
     def ring_links(self) -> tuple[tuple[Component, Component], ...]:
-        """The (from, to) pairs of a ring over all components for which the site has a link."""
-        ring = zip(self.components, (*self.components[1:], self.components[0]), strict=True)
-        return tuple((a, b) for a, b in ring if self.site.link(a.pool, b.pool))
+        """The pairs of :attr:`ring` for which the site has a link."""
+        names = {name: pool.fabric_name for name, pool in self.pools.items()}
+        return tuple((a, b) for a, b in self.ring if self.site.link(names[a.pool], names[b.pool]))
 
     @property
     def assumptions(self) -> tuple[str, ...]:

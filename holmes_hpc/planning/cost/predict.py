@@ -7,7 +7,7 @@ errors.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -78,9 +78,13 @@ def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
     tokens = batch.global_size * batch.sequence_length
     layer, head = layer_flops(model, tokens, batch.sequence_length), head_flops(model, tokens, p.vocabulary_parts)
     flops_of, ranks_of = defaultdict[Gpu, float](float), defaultdict[Gpu, int](int)
+    counts, first = Counter(p.routes(batch.micro_batches(1))[0]), 0
     for component in plan.components:
         gpu = plan.site.pool(component.pool).gpu
-        share = component.ranks / p.world_size if p.order != PIPELINE_ORDER else 1.0  # of the pipelines
+        share = 1.0  # of the micro-batches
+        if p.order != PIPELINE_ORDER:
+            end = first + component.ranks // (p.tp * p.pp)
+            share, first = sum(counts[pipeline] for pipeline in range(first, end)) / counts.total(), end
         for stage in component.stages:
             flops_of[gpu] += 3 * share * (plan.stages[stage].layers * layer + head * (stage == p.pp - 1))
         ranks_of[gpu] += component.ranks
@@ -94,10 +98,11 @@ def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, f
     if layout.is_per_stage:
         return _breakdown_per_stage(layout, layers)
     times = timing(layout, layers)
-    ends = [float(step_seconds(layout.order, d, nic)[0]) for d, nic in zip(times.replicas, times.one_nic, strict=True)]
+    replicas = zip(layout.orders, times.replicas, times.one_nic, strict=True)
+    ends = [float(step_seconds(order, d, nic)[0]) for order, d, nic in replicas]
     replica = int(np.argmax(ends))
     d = times.replicas[replica]
-    compute_s = (d.forward + d.backward)[0].sum(axis=1) * layout.order.micro_batches
+    compute_s = (d.forward + d.backward)[0].sum(axis=1) * layout.orders[replica].micro_batches
     stage = int(np.argmax(compute_s))
     after_s = float(times.after_reduction_s()[0])
     sync_s = float(d.tail[0, stage].max())
@@ -122,7 +127,7 @@ def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
         if transport.kind != "local" and amount:
             total[transport.fabric if transport.kind == "rdma" and transport.fabric else "ethernet"] += amount
 
-    if layout.is_per_stage:
+    if layout.is_per_stage or layout.is_weighted:
         for group, _, amount in sent_bytes(layout, layers):
             add(group.transport, amount)
         return dict(sorted(total.items()))
@@ -180,7 +185,8 @@ def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
 
 
 def _replica_events(layout: Layout, times: Timing, replica: int) -> list[dict[str, Any]]:
-    step_graph, numbers = graph(layout.order, times.one_nic[replica]), NodeNumbers(layout.order)
+    order = layout.orders[replica]
+    step_graph, numbers = graph(order, times.one_nic[replica]), NodeNumbers(order)
     table = times.replicas[replica].table()
     ends, durations = step_graph.end_times(table)[0], table[0, step_graph.column]
     rows = [

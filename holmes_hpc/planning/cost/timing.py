@@ -168,7 +168,8 @@ def step_s(layout: Layout, layers: np.ndarray, passes: int = ACCURATE) -> np.nda
     times = timing(layout, layers)
     if layout.is_per_stage:
         return _ends_per_stage(layout, times) + times.after_reduction_s()
-    ends = [step_seconds(layout.order, d, nic, passes) for d, nic in zip(times.replicas, times.one_nic, strict=True)]
+    replicas = zip(layout.orders, times.replicas, times.one_nic, strict=True)
+    ends = [step_seconds(order, d, nic, passes) for order, d, nic in replicas]
     return np.max(ends, axis=0) + times.after_reduction_s()
 
 
@@ -180,7 +181,11 @@ def least_s(
     times = timing(layout, layers, bucket_bytes)
     bound = (
         np.max(
-            [least_seconds(layout.order, d, nic) for d, nic in zip(times.replicas, times.one_nic, strict=True)], axis=0
+            [
+                least_seconds(order, d, nic)
+                for order, d, nic in zip(layout.orders, times.replicas, times.one_nic, strict=True)
+            ],
+            axis=0,
         )
         + times.after_reduction_s()
     )
@@ -276,8 +281,10 @@ def _replica(
 
 def _syncs_after_backward(layout: Layout) -> bool:
     """Return whether all data-parallel traffic follows the last backward pass.
-    Megatron-Core's overlap of several optimizer instances needs CUDA streams (training.model.optimizer.wrap)."""
-    return layout.parallel.optimizer_instances > 1 and any(layout.pool(c).gpu.is_cpu for c in layout.components)
+    Megatron-Core's overlap of several optimizer instances needs CUDA streams, and any overlap needs replicas that take
+    turns (training.model.optimizer.wrap)."""
+    has_instances = layout.parallel.optimizer_instances > 1
+    return layout.is_weighted or (has_instances and any(layout.pool(c).gpu.is_cpu for c in layout.components))
 
 
 def _exposed_sync(

@@ -71,7 +71,8 @@ def _replica_traffic(layout: Layout, replica: int) -> Traffic:
     reduce, gather, fsdp = np.zeros((2, p.pp)), np.zeros((2, p.pp)), np.zeros((2, 2, p.pp))
     shares_nic = np.zeros(p.pp, dtype=bool)
     in_passes = costs.software.sharding in ("gradients", "full")
-    job_pools = tuple(c.pool for c in layout.components) if p.optimizer_instances > 1 else ()
+    spans_job = p.optimizer_instances > 1 or layout.spans_pools
+    job_pools = tuple(c.pool for c in layout.components) if spans_job else ()
     for first, end in layout.stage_ranges[replica]:
         reduction, nodes = layout.intra_dp_transport(replica, first), layout.intra_dp_nodes(replica, first)
         key = stages[first].pool, reduction.kind, nodes, job_pools
@@ -201,7 +202,15 @@ def _sync_times(
 
     def ring(op: str, factor: float, size: float) -> np.ndarray:
         return np.array([size, 1.0]) * collective_times(
-            layout, component, transport, ranks=layout.intra_dp_size, nodes=nodes, op=op, factor=factor, sharing=sharing
+            layout,
+            component,
+            transport,
+            ranks=layout.intra_dp_size,
+            nodes=nodes,
+            op=op,
+            factor=factor,
+            sharing=sharing,
+            pairs=layout.ring if layout.spans_pools else (),
         )
 
     if not p.distributed_optimizer:

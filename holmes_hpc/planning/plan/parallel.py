@@ -92,7 +92,7 @@ class Parallel:
             ),
             *(
                 (
-                    not is_uniform and getattr(self, name) != default,
+                    not is_uniform and getattr(self, name) != default and not (name == "order" and self.is_even),
                     f"{name} is {getattr(self, name)} with per-stage TP/DP",
                     f"parallel.{name}",
                     f"use {default}, or the same TP and DP in every stage",
@@ -131,6 +131,11 @@ class Parallel:
         first = self.stages[0]
         return not first.weights and all(stage is first or stage == first for stage in self.stages)
 
+    @cached_property
+    def is_even(self) -> bool:
+        """True if all stages have the same TP, DP and weights: a pipeline has one replica of each stage."""
+        return all(stage == self.stages[0] for stage in self.stages)
+
     def is_grid(self, micro_batches: int) -> bool:
         """Return whether every replica computes equally many of `micro_batches`: then pipelines are rows of the grid
         of ranks."""
@@ -139,15 +144,15 @@ class Parallel:
     @property
     def tp(self) -> int:
         """The TP of every stage. PlanError if stages differ."""
-        return self._uniform().tp
+        return self._any_stage().tp
 
     @property
     def dp(self) -> int:
         """The DP of every stage. PlanError if stages differ."""
-        return self._uniform().dp
+        return self._any_stage().dp
 
-    def _uniform(self) -> StageParallel:
-        if not self.is_uniform:
+    def _any_stage(self) -> StageParallel:
+        if not self.is_even:
             raise PlanError(
                 "the plan has per-stage TP/DP, but only uniform layouts are supported here",
                 where="plan",
@@ -189,13 +194,16 @@ class Parallel:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for checkpoints: the sizes of a uniform layout, else those of each stage."""
         if not self.is_uniform:
-            return {"stages": [asdict(stage) for stage in self.stages], "sequence_parallel": self.sequence_parallel}
+            stages = [asdict(stage) for stage in self.stages]
+            order = {"order": self.order} if self.order != PIPELINE_ORDER else {}
+            return {"stages": stages, "sequence_parallel": self.sequence_parallel, **order}
         return {"tp": self.tp, "pp": self.pp, "dp": self.dp} | {k: v for k, v in asdict(self).items() if k != "stages"}
 
     def __str__(self) -> str:
-        if self.is_uniform:
+        if self.is_even:
+            shares = ", shares of a step by speed" if self.stages[0].weights else ""
             chunks = f" x {self.virtual_stages} virtual" if self.virtual_stages > 1 else ""
-            return f"TP {self.tp}, PP {self.pp}{chunks}, DP {self.dp}"
+            return f"TP {self.tp}, PP {self.pp}{chunks}, DP {self.dp}{shares}"
         return f"PP {self.pp} of " + " + ".join(f"TP {stage.tp} x DP {stage.dp}" for stage in self.stages)
 
     def grid(self) -> list[np.ndarray]:

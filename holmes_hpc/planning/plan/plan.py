@@ -138,6 +138,7 @@ class Plan:
 
     def _check_per_stage(self) -> None:
         p = self.parallel
+        strategy = "hierarchical-dp" if p.order == HIERARCHICAL_ORDER else "pipeline"
         if p.is_uniform:
             plain = Parallel(p.stages, sequence_parallel=p.sequence_parallel)
             if self.schedule.kind != PER_STAGE.name or p != plain:
@@ -152,7 +153,7 @@ class Plan:
                 )
                 for name, value, required in (
                     ("schedule.kind", self.schedule.kind, PER_STAGE.name),
-                    ("strategy", "pipeline" if self.strategy == "one-fabric" else self.strategy, "pipeline"),
+                    ("strategy", "pipeline" if self.strategy == "one-fabric" else self.strategy, strategy),
                     ("transport_mode", self.transport_mode, "holmes"),
                 )
             )
@@ -175,7 +176,7 @@ class Plan:
                 PlanError.refuse(
                     tp_across_nodes(sizes.tp, c.gpus_per_node, f"component {c.pool}"),
                     (
-                        self.is_per_stage and sizes.ranks % c.gpus_per_node,
+                        self.is_per_stage and p.order != HIERARCHICAL_ORDER and sizes.ranks % c.gpus_per_node,
                         f"stage {stage}: TP {sizes.tp} x DP {sizes.dp} on nodes of {c.gpus_per_node} ranks",
                         "stages",
                         "give a stage whole nodes: a multiple of the ranks of a node",

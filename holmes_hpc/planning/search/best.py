@@ -23,6 +23,7 @@ from holmes_hpc.planning.search.infeasible import raise_indivisible, raise_out_o
 from holmes_hpc.planning.search.layers import idle_share
 from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, conflicting_option, variants
 from holmes_hpc.planning.search.problem import Problem, available_pools
+from holmes_hpc.planning.search.shares import SharedSteps, best_shared_steps
 from holmes_hpc.planning.search.space import MIN_BATCH_GAIN, Space, nearby_batch
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 
@@ -52,16 +53,21 @@ def best_plan(
     conflict = conflicting_option(options, costs) if options.unequal == "true" else None
     message, hint = f"per-stage TP/DP cannot be combined with {conflict}", f"remove plan.unequal=true or {conflict}"
     PlanError.refuse((conflict, message, "plan.unequal", hint))
+    shared = best_shared_steps(problem)
     try:
         best, *slower = search(*problem, clock=clock)
     except PlanError:  # no uniform layout
-        plan = _per_stage_plan(problem, clock)
-        if plan is None:
+        if plan := _per_stage_plan(problem, clock):
+            return plan
+        if shared is None:
             raise
-        return plan
+        return to_plan(shared, problem.site, [])
     tries_per_stage = not clock.is_over() and (options.unequal == "true" or _may_gain_per_stage(best, problem))
     per_stage_plan = _per_stage_plan(problem, clock, [best, *slower]) if tries_per_stage else None
     plan = per_stage_plan or to_plan(best, problem.site, slower)
+    assert plan.predicted is not None
+    if shared and shared.seconds < (1 - MIN_PER_STAGE_GAIN) * plan.predicted.step_time_s:
+        plan = to_plan(shared, problem.site, [best, *slower])
     return plan if clock.is_over() else _note_nearby_batch(plan, best, problem, clock)
 
 
@@ -232,7 +238,7 @@ def _refine(evaluator: Evaluator, exploration: Exploration, clock: Clock) -> lis
     ]
 
 
-def to_plan(candidate: Candidate | Variant, site: Site, slower: Sequence[Candidate]) -> Plan:
+def to_plan(candidate: Candidate | Variant | SharedSteps, site: Site, slower: Sequence[Candidate]) -> Plan:
     """Return a candidate as a complete plan, with the best of the `slower` candidates as runners-up."""
     layout = candidate.layout
     stages = tuple(
@@ -261,7 +267,7 @@ def to_plan(candidate: Candidate | Variant, site: Site, slower: Sequence[Candida
     return replace(plan, alternatives=_alternatives(candidate, slower))
 
 
-def _alternatives(best: Candidate | Variant, slower: Sequence[Candidate]) -> tuple[dict[str, Any], ...]:
+def _alternatives(best: Candidate | Variant | SharedSteps, slower: Sequence[Candidate]) -> tuple[dict[str, Any], ...]:
     """Return the first candidate of each kind of placement other than that of `best`, the fastest first."""
     kinds, runners_up = {_kind(best)}, list[dict[str, Any]]()
     for candidate in slower:
@@ -271,13 +277,13 @@ def _alternatives(best: Candidate | Variant, slower: Sequence[Candidate]) -> tup
     return tuple(sorted(runners_up, key=lambda runner_up: runner_up["predicted"]["step_time_s"]))
 
 
-def _kind(candidate: Candidate | Variant) -> tuple[object, ...]:
+def _kind(candidate: Candidate | Variant | SharedSteps) -> tuple[object, ...]:
     """Return the strategy, parallel sizes and pools of a candidate."""
     layout = candidate.layout
     return candidate.strategy, layout.parallel.stages, tuple(sorted(c.pool for c in layout.components))
 
 
-def alternative(best: Candidate | Variant, runner_up: Candidate) -> dict[str, Any]:
+def alternative(best: Candidate | Variant | SharedSteps, runner_up: Candidate) -> dict[str, Any]:
     """Return a runner-up as plain data. `why_not` names the parts of its step that take longer than those of `best`.
     Its layout is uniform."""
     layout, layers = runner_up.layout, runner_up.layers

@@ -1,0 +1,130 @@
+"""The best layout that shares every step's micro-batches among unlike pools of one fabric.
+
+Each pool runs whole pipelines, and each pipeline gets micro-batches in proportion to its speed. Data parallelism then
+goes by RDMA across the pools, so no layer has to cross them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from holmes_hpc.config.plan_options import RECOMPUTE, PlanOptions
+from holmes_hpc.errors import PlanError
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.memory import fits
+from holmes_hpc.planning.cost.timing import step_s
+from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, Parallel, StageParallel
+from holmes_hpc.planning.plan.parts import Component, Schedule
+from holmes_hpc.planning.schedule.kinds import PER_STAGE
+from holmes_hpc.planning.schedule.order import least_in_flight
+from holmes_hpc.planning.search.candidate import BUCKET_BYTES
+from holmes_hpc.planning.search.layers import uniform_layers
+from holmes_hpc.planning.search.placement import component
+from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools, micro_sizes, tp_sizes
+
+MAX_STAGES = 16  # of a pipeline inside one pool
+
+
+@dataclass(frozen=True)
+class SharedSteps:
+    """A layout of whole pipelines in several pools, with its layers, (1, S, 1), and the seconds of its step."""
+
+    layout: Layout
+    layers: np.ndarray
+    seconds: float
+    notes: tuple[str, ...] = ()
+    strategy: str = "hierarchical-dp"
+
+
+def best_shared_steps(problem: Problem) -> SharedSteps | None:
+    """Return the layout with the shortest step on all pools of one fabric; None if no fabric has several pools.
+
+    None, too, if the options exclude it."""
+    options = problem.options
+    if _is_excluded(options) or problem.costs.software.sharding not in ("none", "optimizer"):
+        return None
+    pools_of: dict[str, list[AvailablePool]] = {}
+    for a in available_pools(problem.site, options):
+        if a.pool.nic.rdma:
+            pools_of.setdefault(a.pool.fabric_name, []).append(a)
+    found = (
+        candidate
+        for pools in pools_of.values()
+        if len(pools) > 1 and not (options.nodes and len(pools) < len(options.nodes))
+        for candidate in _candidates(problem, pools)
+    )
+    return min(found, key=lambda c: c.seconds, default=None)
+
+
+def _is_excluded(options: PlanOptions) -> bool:
+    """Return whether the user's options exclude shares of a step."""
+    return (
+        options.unequal == "false"
+        or options.strategy not in ("auto", "hierarchical-dp")
+        or options.transport != "holmes"
+        or options.layers_per_stage is not None
+        or options.virtual_stages not in (None, 1)
+        or options.schedule not in ("auto", PER_STAGE.name)
+        or not options.distributed_optimizer
+        or options.sequence_parallel is False
+    )
+
+
+def _candidates(problem: Problem, pools: list[AvailablePool]) -> Iterator[SharedSteps]:
+    """Yield the layouts that fit: for each micro-batch size, TP and PP, that with the least recomputing."""
+    model, batch, _, options, _ = problem
+    recomputations = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
+    for micro_size in micro_sizes(batch, options) if not batch.global_size % batch.micro_size else ():
+        for tp in tp_sizes(model, options, pools):
+            for pp in range(1, min(MAX_STAGES, model.layers) + 1):
+                if any(a.gpus_per_node % tp for a in pools) or options.stages not in (None, pp):
+                    continue
+                for recompute in recomputations:
+                    layout = _layout(problem, pools, micro_size, tp=tp, pp=pp, recompute=recompute)
+                    if layout is None or options.dp not in (None, layout.parallel.dp):
+                        break
+                    layers = uniform_layers(layout)
+                    if fits(layout, layers, options.max_memory_gib)[0]:
+                        yield SharedSteps(layout, layers, float(step_s(layout, layers)[0]))
+                        break
+
+
+def _layout(
+    problem: Problem, pools: list[AvailablePool], micro_size: int, tp: int, pp: int, recompute: str
+) -> Layout | None:
+    """Return the layout of as many pipelines as fill whole nodes of each pool; None if a pool or pipeline gets none."""
+    model, batch, site, options, costs = problem
+    components, weights = list[Component](), list[float]()
+    batch = replace(batch, micro_size=micro_size)
+    for a in pools:
+        nodes = next((n for n in range(a.nodes, 0, -1) if n * a.gpus_per_node % (tp * pp) == 0), 0)
+        if not nodes or (a.is_fixed and nodes < a.nodes):
+            return None
+        pipelines = nodes * a.gpus_per_node // (tp * pp)
+        layer_s = sum(costs.layer_s(model, batch, tp, a.pool, tp > 1, recompute))
+        components.append(component(a.pool, nodes, a.gpus_per_node, first_stage=0, stages=pp))
+        weights += [1 / layer_s] * pipelines
+    stage = StageParallel(tp, len(weights), tuple(w / min(weights) for w in weights))
+    try:
+        parallel = Parallel((stage,) * pp, order=HIERARCHICAL_ORDER, sequence_parallel=tp > 1)
+        fewest = min(Counter(parallel.routes(batch.micro_batches(1))[0]).values())
+    except PlanError:  # more pipelines than micro-batches
+        return None
+    return Layout(
+        model,
+        batch,
+        parallel,
+        recompute=recompute,
+        schedule=Schedule(PER_STAGE.name, tuple(min(n, fewest) for n in least_in_flight((1,) * pp))),
+        components=tuple(components),
+        site=site,
+        costs=costs,
+        transport_mode=options.transport,
+        edge_dtype=options.edge_dtype,
+        edge_connections=options.edge_connections,
+        bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
+    )

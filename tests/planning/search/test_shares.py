@@ -1,0 +1,65 @@
+"""Shares of a step in pools of unlike speed on one fabric."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sites import A100, H100
+
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.fabric.site import NicType, Pool, Site
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.search.problem import Problem
+from holmes_hpc.planning.search.shares import best_shared_steps
+
+FAST, SLOW = (
+    Pool(gpu.name, NicType.IB, gpu.name, 2, 8, 25, gpu, rdma_gbps=gbps, fabric="ib")
+    for gpu, gbps in ((H100, 400.0), (A100, 200.0))
+)
+SITE = Site("mixed", (FAST, SLOW))
+MODEL, BATCH = named("gpt_3_6b"), Batch(512, 1, 2048)
+
+
+def plan(site: Site, **options: object) -> Plan:
+    return best_plan(MODEL, BATCH, site, PlanOptions(search_micro_size=False, **options), Costs())
+
+
+def test_each_pool_has_a_share_by_its_speed_and_gradients_go_by_rdma() -> None:
+    shared = plan(SITE, strategy="hierarchical-dp")
+    assert Plan.from_dict(shared.to_dict()) == shared and shared.strategy == "hierarchical-dp"
+    assert [c.pool for c in shared.components] == [FAST.name, SLOW.name] and shared.is_per_stage
+    counts = [len(shared.order.micro_batches_of(row)) for row in range(shared.parallel.dp)]
+    fast, slow = counts[0], counts[-1]
+    speed = Costs().layer_s(MODEL, shared.batch, 1, SLOW)[0] / Costs().layer_s(MODEL, shared.batch, 1, FAST)[0]
+    assert fast / slow == pytest.approx(speed, rel=0.1) and sum(counts) == 512
+    assert {str(g.transport) for g in shared.transports() if g.kind == "dp"} == {"rdma over ib (ib)"}
+    assert set(shared.predicted.nic_bytes_per_step) == {"ib"}
+    alone = [plan(replace(SITE, pools=(pool,))).predicted.samples_per_s for pool in SITE.pools]
+    assert max(alone) < 0.7 * sum(alone) < shared.predicted.samples_per_s  # gradients are exposed: no overlap
+
+
+def test_the_planner_may_use_both_pools_of_a_fabric_as_one_pipeline_by_rdma() -> None:
+    best = plan(SITE)
+    assert best.predicted.samples_per_s >= plan(SITE, strategy="hierarchical-dp").predicted.samples_per_s
+    assert set(best.predicted.nic_bytes_per_step) <= {"ib"} and not best.unused
+
+
+@pytest.mark.parametrize(
+    ("site", "options"),
+    [
+        (replace(SITE, pools=(replace(FAST, fabric=""), replace(SLOW, fabric=""))), {}),
+        (SITE, {"unequal": "false"}),
+        (SITE, {"strategy": "pipeline"}),
+        (SITE, {"transport": "single"}),
+        (SITE, {"nodes": {FAST.name: 2}}),
+    ],
+)
+def test_steps_are_shared_only_in_one_fabric_and_if_the_options_allow_it(
+    site: Site, options: dict[str, object]
+) -> None:
+    assert best_shared_steps(Problem(MODEL, BATCH, site, PlanOptions(**options), Costs())) is None
