@@ -211,8 +211,8 @@ def _role(transfer: StageTransfer, end: str) -> str:
 
 def _send(channel: Any, tensor: torch.Tensor, transfer: StageTransfer, order: Order) -> None:
     """Send in the background, and wait for the send one window earlier, which bounds the memory.
-    The other end is at most a window behind, so this wait takes no time. Sends in progress at the end of a step
-    complete during the next one."""
+    The other end is at most a window behind, so this wait takes no time. The sends in progress at the end of a
+    step are waited for in the next one."""
     channel.send(tensor, transfer.source_pass)
     channel.settle(keep=order.window(transfer))
 
