@@ -35,7 +35,7 @@ def usable_partitions(
 ) -> tuple[dict[str, Partition], list[tuple[Partition, str]]]:
     """Return (name -> partition that the job may use, the other open ones with the reason).
 
-    Partitions for special jobs serve only if they are asked for, or if some of their nodes are in no other one."""
+    A partition for special jobs is used only if the user names it, or if it has nodes that no other partition has."""
     asked_for = [p for p in partitions if p.up and (not settings.partitions or p.name in settings.partitions)]
     reasons = [(p, _refusal(p, settings)) for p in asked_for]
     allowed = [p for p, reason in reasons if reason is None]

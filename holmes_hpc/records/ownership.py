@@ -74,7 +74,7 @@ def _other_writers_error(writers: str, path: str) -> RecordError:
         if " belongs to " in writers
         else "chmod go-w it, or use another place"
         if writers.endswith("everybody")
-        else "chmod g-w it, or if all of that group may act for you: export HOLMES_TRUST_GROUP=1"
+        else "chmod g-w it; if you trust all members of that group, export HOLMES_TRUST_GROUP=1 instead"
     )
     return RecordError(f"{writers}, so other users could change the code that runs", where=path, hint=hint)
 

@@ -261,7 +261,7 @@ def _route(parallel: StageParallel, stage: int, micro_batches: int) -> tuple[int
         raise PlanError(
             f"stage {stage}: replica {counts.index(0)} gets none of {micro_batches} micro-batches",
             where="routing",
-            hint="raise its weight, or remove it",
+            hint="raise the replica's weight, or remove the replica",
         )
     starts = sorted((n / parallel.weights[r], r) for r, count in enumerate(counts) for n in range(count))
     return tuple(r for _, r in starts)

@@ -73,7 +73,7 @@ class TransportRule:
     """The rule that picks the transport of each group of a job, for the plan, its cost model and training.
 
     `mode`: ``holmes`` (the best transport that the group's members share) or ``single`` (plain Megatron-LM: the best
-    that all ranks share, except inside a node). `pools`, `one_node`: the pools of the job, and if it has one node.
+    that all ranks share, except inside a node). `pools`: of the job; `one_node`: whether it has only one node.
     """
 
     site: Site

@@ -175,7 +175,7 @@ def _interleaved(order: Pipeline, stage: int) -> list[Pass | Exchange]:
     items: list[Pass | Exchange] = [Exchange(receives=receives(forward[0]))]
     for k in range(warm_up):
         items += [forward[k], Exchange(sends(forward[k]), next_receives(forward, k))]
-    items.append(Exchange(receives=receives(backward[0]), waits=()))  # it waits before backward[0]
+    items.append(Exchange(receives=receives(backward[0]), waits=()))  # the stage waits for it before backward[0]
     previous_sends: dict[bool, tuple[StageTransfer, ...]] = {True: (), False: ()}  # by direction
     for k in range(total - warm_up):
         if not order.overlap:

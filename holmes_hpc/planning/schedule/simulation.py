@@ -206,7 +206,7 @@ def row_end_times(order: Order, d: RowDurations, passes: list[TimedPass] | None 
 
     for row in range(order.replicas[0]):
         start_row(row, 0.0)
-    while queue:  # the earliest first, so that rows take turns on a shared NIC
+    while queue:  # the earliest row first, so that rows take turns on a shared NIC
         start, row = heappop(queue)
         s, sequence = stage_of[row], sequences[row]
         number = sequence[position[row]]

@@ -215,7 +215,7 @@ def prepare_continuation(
     """Return how `run`, whose state in a table is `state`, continues with `overrides` and the plan at `plan_path`, by
     default its own.
 
-    Raise ConfigError if the run is active, has made all its steps, or if the plan is for another model or batch;
+    Raise ConfigError if the run is active or has made all its steps, or if the plan is for another model or batch;
     PlanError if the plan is for another site; RecordError if run.yaml has no complete configuration."""
     if not _is_over(state):
         raise ConfigError(f"the run is {state}", where=str(run.path), hint="wait for its end, or `holmes cancel` it")

@@ -319,7 +319,7 @@ def _refuse_other_owner(run: RunDirectory, job: Job) -> None:
         raise SubmissionError(
             "the run belongs to another user, and its job may belong to somebody else",
             where=str(run.path),
-            hint="only its owner can cancel it",
+            hint="only the run's owner can cancel it",
         )
 
 

@@ -98,7 +98,7 @@ def transformer_config(
         bias_activation_fusion=cuda and m.swiglu,  # the fused GELU is only its tanh approximation
         bias_dropout_fusion=cuda,
         masked_softmax_fusion=False,
-        # Megatron-Core's output layer needs Apex's kernel for it, and its other layers need Transformer Engine's
+        # this fusion needs Apex's kernel in the output layer, and Transformer Engine in the other layers
         gradient_accumulation_fusion=te and find_spec("fused_weight_gradient_mlp_cuda") is not None,
         cross_entropy_loss_fusion=te,
         cross_entropy_fusion_impl="te" if te else "native",

@@ -99,8 +99,8 @@ def build(
             where="train.optimizer",
             hint="plan with plan.distributed_optimizer=false",
         )
-    # Muon orthogonalizes full matrices: with each TP part by itself it would be a different optimizer. It multiplies in
-    # the type of the weights, where Megatron-Core's default is bf16.
+    # Muon orthogonalizes full matrices. On each TP part by itself, it would be a different optimizer. Its products are
+    # computed in the type of the weights; Megatron-Core's default is bf16.
     muon: dict[str, Any] = (
         {}
         if train.optimizer != "muon"

@@ -29,7 +29,7 @@ from holmes_hpc.training.network.filtered_listener import BACKLOG, FilteredListe
 
 SECRET_BYTES = 32
 TIMEOUT_S = 5.0  # of a greeting, and of a connection to the store
-LINGER_S = 0.3  # a port stays admitted so long after it has connected: its last handshake packet may be under way
+LINGER_S = 0.3  # a port stays admitted this long after it has connected, for the last handshake packet
 _NONCE, _MAC = 16, 32
 _GREETING = _NONCE + 2 + _MAC
 _ANSWER = 2 + _MAC

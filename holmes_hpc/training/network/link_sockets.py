@@ -22,7 +22,7 @@ MAX_CONNECTIONS = 256  # at a time, each in a thread; the usual limit of open fi
 HEADER_BYTES = 1024
 CHUNK_BYTES = 1 << 18
 WARM_UP = 0.2  # share of a sample's time that does not count, for TCP's slow start and a shaper's burst
-PATIENCE = 4  # a sample in which nothing arrives may take as many times its length
+PATIENCE = 4  # a sample in which nothing arrives ends after this many times its length
 MAX_SAMPLE_S = 5.0
 
 

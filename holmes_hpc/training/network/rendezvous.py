@@ -195,8 +195,8 @@ def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
     assert launch.address is not None and launch.port is not None
     hosts_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        # If all ranks share a machine, listen only on this address. On several machines, listen on all interfaces: the
-        # name may mean another address on other nodes.
+        # If all ranks share a machine, listen only on this address. On several machines, listen on all interfaces:
+        # other nodes may resolve the name to another address.
         listener = listening_socket(launch.address, launch.port) if hosts_store and launch.one_host else None
         if launch.rank == 0 and listener is None:
             log_line(

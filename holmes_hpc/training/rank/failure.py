@@ -32,7 +32,7 @@ _TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|application timeout", re.IGN
 _NCCL_NETWORK = re.compile("ncclRemoteError|ncclSystemError|IBV_WC_")  # e.g. no answer to repeated RDMA packets
 SILENCE_S = 100.0  # then the watchdog logs the phase, so that the log grows at least every two minutes
 SET_UP_SILENCE_S = 8.0  # the same before the first step, so that a slow phase of set-up shows within 10 s
-LONG_PHASE = 10.0  # a long phase (set-up, saving to a slow disk) may take as many times the limit of a step
+LONG_PHASE = 10.0  # a long phase (set-up, saving to a slow disk) may take this many times the limit of a step
 
 
 def end_process(code: int) -> None:

@@ -73,7 +73,7 @@ def work_of_stages(plan: Plan, factors: Mapping[str, float] | None) -> tuple[lis
     """Return each stage's work in layers and its GPU, for :class:`Stragglers`; empty lists if a stage has DP
     above 1 or no layers.
 
-    The head counts as the number of layers with as many FLOPs. `factors`: pool -> slow-down of emulated layers; the
+    The head counts as its FLOPs divided by those of a layer. `factors`: pool -> slow-down of emulated layers; the
     head then counts nothing. None without emulated compute.
     """
     replicas = max(stage.dp for stage in plan.parallel.stages)
