@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
     from holmes_hpc.config.model import Batch
     from holmes_hpc.fabric.site import Site
+    from holmes_hpc.planning.plan.plan import Plan
 
 T = TypeVar("T")
 
@@ -144,3 +145,13 @@ def load_site(config: Configuration) -> Site:
     for assumption in loaded_site.assumptions if config.site_file else ():  # shown early, not only at the plan's end
         console.note(f"{config.site_file}: {assumption}")
     return loaded_site
+
+
+def note_partition_limits(plan: Plan, config: Configuration) -> None:
+    """Note on stderr each partition of `plan` that allows less time than the job's limit, if Slurm shows the site."""
+    from holmes_hpc.slurm.scontrol import read_partitions
+    from holmes_hpc.submission.time_limit import partition_warnings
+
+    if not config.site_file and not config.local:
+        for line in partition_warnings(plan, config.slurm, read_partitions()):
+            console.note(line)

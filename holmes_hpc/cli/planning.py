@@ -19,6 +19,7 @@ from holmes_hpc.cli.app import (
     check_output,
     command_with_keys,
     load_site,
+    note_partition_limits,
     requested_steps,
     with_options,
 )
@@ -93,6 +94,8 @@ def plan(
     estimates = submit.earliest_ends(config, clock, search_costs) if earliest else []
     site = None if estimates or config.plan_file else load_site(config)
     chosen = estimates[0].plan if estimates else request.make_plan(config, site, clock, search_costs)
+    if site is not None:
+        note_partition_limits(chosen, config)
     if output:
         chosen.write(output)
     costs = replace(request.costs(config, chosen), corrections=corrections)

@@ -20,9 +20,10 @@ from holmes_hpc.cli.app import (
     check_output,
     command_with_keys,
     is_file_argument,
+    note_partition_limits,
     with_options,
 )
-from holmes_hpc.cli.submit import check_inputs, create_and_submit, plan_run, submit_run
+from holmes_hpc.cli.submit import check_inputs, create_and_submit, note_requeues, plan_run, submit_run
 from holmes_hpc.config.composition import with_flags
 from holmes_hpc.config.configuration import recorded
 from holmes_hpc.config.learning_rate import describe_lr_change
@@ -79,6 +80,7 @@ def submit(
     tokens = config.train.steps * plan.batch.global_size * plan.batch.sequence_length
     console.note(f"train.steps is {config.train.steps:,}: {tokens:,} tokens")
     if dry_run or template:
+        note_partition_limits(plan, config)
         check_output(template)
         run_dir = str(run_directory_path(config, plan))
         script = plan_script(plan, Path(plan_path), run_dir, config.slurm, overrides or [], config.train.max_restarts)
@@ -169,6 +171,7 @@ def resume(
                 console.note(lr_change)
         else:
             console.note("no complete checkpoint: it starts again with step 1")
+        note_requeues(plan, config, checkpoints[0].step if checkpoints else 0)
         reopened = record.reopen(plan.to_yaml() if plan_path else None)
         record.update_run(
             config=config.to_dict(),

@@ -34,13 +34,13 @@ from holmes_hpc.submission.lifecycle.status import Job, job_of
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import submit_plan
 from holmes_hpc.submission.queue_estimate import (
-    START_UP_S,
     QueueEstimate,
     candidate_plans,
     estimate_ends,
     estimate_rows,
     nodes_text,
 )
+from holmes_hpc.submission.time_limit import START_UP_S, requeue_warning
 
 
 def plan_run(
@@ -67,7 +67,14 @@ def plan_run(
     plan = make_plan(config, None if config.plan_file else load_site(config), Clock(report=console.note))
     if config.plan_file:
         check_site(plan, load_site(config))
+    note_requeues(plan, config)
     return plan, config
+
+
+def note_requeues(plan: Plan, config: Configuration, done_steps: int = 0) -> None:
+    """Note on stderr if the job's time limit is too short for all steps. `done_steps`: those of the last checkpoint."""
+    if not config.local and (line := requeue_warning(plan, config.train.steps - done_steps, config.slurm.timeout_min)):
+        console.note(line)
 
 
 def check_inputs(config: Configuration) -> None:

@@ -25,9 +25,9 @@ from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.preflight import check_components, start_time
 from holmes_hpc.submission.plan_job import plan_components
+from holmes_hpc.submission.time_limit import START_UP_S
 
 MIN_TIMEOUT_MIN = 5  # the least time limit of an estimate
-START_UP_S = 60.0  # from a job's start to its first step: environment modules, imports, process groups
 
 
 @dataclass(frozen=True)

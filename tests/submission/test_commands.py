@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import plans
 import pytest
 from command_line import run_command
+from slurm_text import node_line, partition_line
 
 from holmes_hpc.cli import runs
+from holmes_hpc.cli.submit import note_requeues
+from holmes_hpc.config.composition import load
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.submission.lifecycle import progress
@@ -107,6 +112,44 @@ def test_run_json_has_one_exit_code_that_of_the_command(
     printed = json.loads(out)
     assert found == code == printed["exit_code"] and out.count('"exit_code"') == 1
     assert printed["result"]["job_exit_code"] == status
+
+
+@pytest.fixture
+def gpu_site(fake_slurm: Any) -> Any:
+    """Return a Slurm with two kinds of GPU, whose partition allows four hours."""
+    texts = {
+        "node": "\n".join(
+            node_line(f"{kind}-{i}", f"{features},eth_25g,fabric_{kind}", "gpu", gres=f"gpu:{kind}:4(S:0-1)")
+            for kind, features in (("a100", "nic_ib,nic_200g"), ("h100", "nic_roce,nic_400g"))
+            for i in (1, 2)
+        ),
+        "partition": partition_line("gpu", "a100-[1-2],h100-[1-2]", max_time="04:00:00"),
+        "config": "ClusterName = c\nSchedulerType = sched/backfill",
+    }
+    answers = "\n".join(f"{name}) cat <<'E'\n{text}\nE\n;;" for name, text in texts.items())
+    fake_slurm.answer("scontrol", f"case $2 in\n{answers}\nesac")
+    return fake_slurm
+
+
+def test_a_job_requests_gpu_types_and_notes_its_time_limits(holmes: Holmes, gpu_site: Any) -> None:
+    code, _, err = holmes("plan", "model=gpt_tiny", "plan.pp=2", "slurm.timeout_min=300", "-o", "plan.yaml")
+    limit = "300 min exceeds the partition's time limit of 240 min; request less time, or name a QOS"
+    assert code == 0 and f"slurm.timeout_min: fabric a100: {limit}" in err and f"fabric h100: {limit}" in err
+    long = ("train.steps=1000000000", "slurm.timeout_min=300", "data=synthetic")
+    code, out, err = holmes("submit", "plan.yaml", *long, "--dry-run")
+    assert code == 0 and limit in err and "slurm.timeout_min is 300, and 1,000,000,000 steps take" in err
+    assert {"#SBATCH --gpus-per-node=a100:4", "#SBATCH --gpus-per-node=h100:4"} <= set(out.splitlines())
+    code, out, err = holmes("submit", "plan.yaml", "train.steps=3", "slurm.timeout_min=240", "--dry-run")
+    assert code == 0 and "slurm.timeout_min" not in err
+
+
+def test_steps_of_a_checkpoint_need_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    plan, config = plans.plan("ib-a", step_time_s=1.0), load(["train.steps=4000"])
+    note_requeues(plan, config, done_steps=1000)
+    note_requeues(plan, replace(config, launcher=replace(config.launcher, kind="local")))
+    assert not capsys.readouterr().err
+    note_requeues(plan, config)
+    assert "requeued about 1 time" in capsys.readouterr().err
 
 
 @pytest.mark.slurm

@@ -26,6 +26,7 @@ from holmes_hpc.slurm.scontrol import Config, Node, Partition, minutes, read_con
 from holmes_hpc.submission.executor.component import ComponentRequest
 
 CACHE_S = 300  # age up to which answers of Slurm are reused
+TIME_LIMIT_HINT = "request less time, or name a QOS that allows more"
 MAX_SUBSETS = 4096  # of components, above which check_fit checks nothing
 _cache: dict[object, tuple[float, Any]] = {}
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
         if not answer.ok:
             raise SubmissionError(answer.reason, where=where, hint=feasible_change(request, timeout_min=timeout_min))
         if error := time_limit_error(request, timeout_min, _partitions()):
-            raise SubmissionError(error, where=where, hint="request less time, or name a QOS that allows more")
+            raise SubmissionError(error, where=where, hint=TIME_LIMIT_HINT)
     if len(requests) > 1:
         check_fit(requests, _nodes())
         config = _config()
@@ -178,7 +179,7 @@ def time_limit_error(request: ComponentRequest, timeout_min: object, partitions:
     if timeout is None or request.qos or not all(name in limits for name in names):
         return None
     limit = max(limits[name] for name in names)
-    return f"{timeout_min} min exceeds the partition's time limit of {limit:g} min" if timeout > limit else None
+    return f"{timeout:g} min exceeds the partition's time limit of {limit:g} min" if timeout > limit else None
 
 
 def qos_error(requests: Sequence[ComponentRequest], partitions: Iterable[Partition], qos: Qos) -> str | None:

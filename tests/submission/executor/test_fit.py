@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slurm_text import node, partition_line
 
-from holmes_hpc.config.slurm_settings import SlurmSettings
+from holmes_hpc.config.slurm_settings import FabricSettings, SlurmSettings
 from holmes_hpc.errors import PlanError, SubmissionError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.slurm.scontrol import Config, parse_partition
@@ -21,6 +21,7 @@ from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.preflight import check_fit, eligible_nodes, find_warnings, time_limit_error
 from holmes_hpc.submission.queue_estimate import candidate_plans, estimate_ends, estimate_rows, training_time_s
+from holmes_hpc.submission.time_limit import partition_warnings, requeue_warning
 
 NODES = [node(f"ib{i}", "nic_ib,a", "ib,all") for i in range(4)] + [
     node(f"eth{i}", "nic_ethernet", "eth,all") for i in range(2)
@@ -159,3 +160,31 @@ def test_time_limit_above_that_of_the_partition_is_an_error() -> None:
         (ComponentRequest(), 60),
     ):
         assert time_limit_error(request, timeout_min, limits) is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "step_time_s", "timeout_min", "text"),
+    [
+        (1_000_000, 1.0, 60, "and 1,000,000 steps take 11.6 days: the job is requeued about 289 times; increase"),
+        (3450, 1.0, 60, None),
+        (3451, 1.0, "1:00:00", "is 1:00:00, and 3,451 steps take 57.5 minutes: the job is requeued about 1 time;"),
+        (30, 1.0, 2, None),  # a short job gets its signal later
+        (2, 4000.0, 60, "the job ends before its first step"),
+    ],
+)
+def test_a_run_longer_than_its_time_limit_is_noted(
+    steps: int, step_time_s: float, timeout_min: int | str, text: str | None
+) -> None:
+    warning = requeue_warning(plans.plan("ib-a", step_time_s=step_time_s), steps, timeout_min)
+    assert warning is None if text is None else text in str(warning)
+
+
+def test_partitions_with_a_lower_time_limit_are_named() -> None:
+    limits = [parse_partition(partition_line(name, "n1", max_time="02:00:00")) for name in ("ib", "eth")]
+    plan = plans.plan("ib-a", "roce-a", "eth-a")
+    (line, other) = partition_warnings(plan, SlurmSettings(timeout_min="1-00:00:00"), limits)
+    assert "fabric ib-a: 1440 min exceeds the partition's time limit of 120 min; request less time" in line
+    assert "fabric eth-a" in other
+    long_queue = SlurmSettings(timeout_min=240, fabrics={"eth-a": FabricSettings(qos="long")})
+    assert [line.split(": ")[1] for line in partition_warnings(plan, long_queue, limits)] == ["fabric ib-a"]
+    assert not partition_warnings(plan, SlurmSettings(timeout_min=120), limits)

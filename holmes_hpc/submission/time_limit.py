@@ -1,0 +1,45 @@
+"""The time limit of a run's job, beside its predicted training time and the limits of its partitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from holmes_hpc.config.slurm_settings import FabricSettings, SlurmSettings
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan_text import duration
+from holmes_hpc.slurm.scontrol import Partition, minutes
+from holmes_hpc.submission.executor.batch_script import SIGNAL_DELAY_S
+from holmes_hpc.submission.executor.component import ComponentRequest
+from holmes_hpc.submission.executor.preflight import TIME_LIMIT_HINT, time_limit_error
+
+START_UP_S = 60.0  # from a job's start to its first step: environment modules, imports, process groups
+
+
+def requeue_warning(plan: Plan, steps: int, timeout_min: int | str) -> str | None:
+    """Return a warning if the job reaches its time limit before it has made `steps` steps; None otherwise.
+    The warning has the number of requeues."""
+    limit_min, step_s = minutes(timeout_min), plan.predicted.step_time_s if plan.predicted else None
+    if limit_min is None or not step_s:
+        return None
+    signal_delay_s = max(0, min(SIGNAL_DELAY_S, 60 * limit_min - 90))
+    steps_per_attempt = math.floor((60 * limit_min - START_UP_S - signal_delay_s) / step_s)
+    if steps <= steps_per_attempt:
+        return None
+    end = "ends before its first step"
+    if steps_per_attempt >= 1:
+        requeues = math.ceil(steps / steps_per_attempt) - 1
+        end = f"is requeued about {requeues:,} time{'s' * (requeues > 1)}"
+    need = f"{steps:,} steps take {duration(steps * step_s / 86400)}"
+    return f"slurm.timeout_min is {timeout_min}, and {need}: the job {end}; increase the time limit"
+
+
+def partition_warnings(plan: Plan, settings: SlurmSettings, partitions: Sequence[Partition]) -> list[str]:
+    """Return a warning for each component of `plan` whose partition has a lower time limit than the job."""
+    warnings = []
+    for part in plan.components:
+        own_settings = (settings.fabrics or {}).get(part.fabric) or FabricSettings()
+        request = ComponentRequest(partition=part.partition, qos=own_settings.qos or settings.qos)
+        if error := time_limit_error(request, settings.timeout_min, partitions):
+            warnings.append(f"slurm.timeout_min: fabric {part.fabric}: {error}; {TIME_LIMIT_HINT}")
+    return warnings
