@@ -128,8 +128,8 @@ def doctor(
     """
     findings = [finding for path in script or [] for finding in checks.read_script(Path(path))]
     with console.waiting("asking Slurm and the nodes"):
-        config, settings = _read_settings(overrides)
-        findings = checks.ordered(findings + checks.examine(settings, ask_nodes, config.slurm.setup))
+        _, settings = _read_settings(overrides)
+        findings = checks.ordered(findings + checks.examine(settings, ask_nodes))
     if json:
         console.as_json([f.to_dict() for f in findings])
     elif findings:

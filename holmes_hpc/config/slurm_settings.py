@@ -47,6 +47,13 @@ class ComponentSettings:
         values = {f.name: getattr(self, f.name) for f in fields(cls) if f.name != "share"}
         return {name: value for name, value in values.items() if value not in (None, ())}
 
+    def job_options(self) -> tuple[str, ...]:
+        """Return the options of srun for a job of one node: account, QOS, GRES and others, without nodes and shares."""
+        left_out = ("additional", "nodelist", "exclude", "cpus_per_task", "mem", "exclusive")
+        values = {k: v for k, v in self.specified().items() if k not in left_out} | dict(self.additional or {})
+        words = {str(k).lstrip("-").replace("_", "-"): v for k, v in values.items() if v not in (None, False)}
+        return tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in words.items())
+
 
 @dataclass(frozen=True)
 class FabricSettings(ComponentSettings):

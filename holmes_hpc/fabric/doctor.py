@@ -258,14 +258,15 @@ def _marker_file() -> Iterator[Path | None]:
         yield None
 
 
-def examine(settings: NodeSettings | None = None, asking: bool = True, setup: Sequence[str] = ()) -> list[Finding]:
+def examine(settings: NodeSettings | None = None, asking: bool = True) -> list[Finding]:
     """Return all findings about this Slurm and, if `asking`, its idle nodes, errors first.
-    A short job per partition asks the nodes, in this process's environment. `setup`: shell lines that it runs first."""
-    vocabulary = settings.vocabulary if settings else None
+    Short jobs ask the nodes, in this process's environment."""
+    settings = settings or NodeSettings()
+    vocabulary = settings.vocabulary
     nodes, partitions, config = read_nodes(vocabulary), read_partitions(), read_config()
     facts: list[Facts] = []
     unanswered: list[Finding] = []
     if asking:
         with _marker_file() as marker:
-            facts, unanswered = ask_nodes(nodes, settings, marker, setup)
+            facts, unanswered = ask_nodes(nodes, settings, marker)
     return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings) + unanswered)

@@ -27,7 +27,7 @@ from holmes_hpc.fabric.partitions import NodeSettings, usable_partitions
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.software import software
 from holmes_hpc.interpreter import module_arguments
-from holmes_hpc.slurm.commands import partial_output
+from holmes_hpc.slurm.commands import partial_output, partial_outputs
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Node, read_node, read_nodes, read_partitions
 
@@ -35,6 +35,7 @@ MARK = "holmes-facts "
 # States in which a node is not asked, even if it is also IDLE.
 NOT_ASKED = {"POWERED_DOWN", "POWERING_UP", "POWERING_DOWN", "POWER_DOWN", "POWER_UP", "RESERVED"}
 WAIT_S = 10  # the longest wait for Slurm to start the job on idle nodes
+JOB_NODES = 16  # the most nodes that one job asks
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Facts:
     and IPv4 network of its Ethernet interface; `trouble`: why it has none, and a hint. `ipoib`: IPoIB interfaces, which
     NCCL would prefer. `findings`: differences from Slurm's features, and settings that change a group's network.
     `skew_s`: its clock minus that of the asking machine. `software`: name -> version. `missing`: the asking machine's
-    file if the node does not see it.
+    file if the node does not see it. `hca`: its RDMA ports of type `nic`, if it also has ports of another type. `gpu`,
+    `gpu_memory_gib`: name and memory of its first GPU by nvidia-smi.
     """
 
     node: str
@@ -61,6 +63,9 @@ class Facts:
     skew_s: float = 0.0
     software: Mapping[str, str] = field(default_factory=dict)
     missing: str = ""
+    hca: tuple[str, ...] = ()
+    gpu: str = ""
+    gpu_memory_gib: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "nic": str(self.nic)}
@@ -93,6 +98,7 @@ def facts_of(
     findings = [] if features is None else differences(nics, features, read_vocabulary(vocabulary), node)
     findings += refusals(env, {}, node, files)
     ipoib = tuple(n.name for n in nics.interfaces if n.name.startswith("ib") and n.up and n.address)
+    has_two_types = all(nics.usable_ports(nic) for nic in (NicType.IB, NicType.ROCE))
     return Facts(
         node,
         nic=nics.type,
@@ -104,6 +110,7 @@ def facts_of(
         ipoib=ipoib,
         notes=nics.notes,
         findings=tuple(f for f in findings if f.level != "info"),
+        hca=tuple(p.name for p in nics.compute_ports(nics.type)) if has_two_types else (),
     )
 
 
@@ -115,17 +122,16 @@ def as_labelled(
 
 
 def ask_nodes(
-    nodes: Iterable[Node], settings: NodeSettings | None = None, shared: Path | None = None, setup: Sequence[str] = ()
+    nodes: Iterable[Node], settings: NodeSettings | None = None, shared: Path | None = None
 ) -> tuple[list[Facts], list[Finding]]:
     """Ask all idle `nodes`. Return their facts, and findings for nodes that were busy or did not answer.
 
     The nodes need this Python, as for training. A node that fails or hangs does not affect others. `settings`: of the
-    jobs that ask; `shared`: a file that the nodes should see; `setup`: shell lines before Python starts, a job's own
-    (`slurm.setup`).
+    jobs that ask; `shared`: a file that the nodes should see.
     """
     settings = settings or NodeSettings()
     partitions, _ = usable_partitions(read_partitions(), settings)
-    facts: list[Facts] = []
+    jobs: list[Job] = []
     unanswered: list[Finding] = []
     usable = [n for n in nodes if n.usable and n.partitions]
     for (partition, reservation), members in grouped(
@@ -146,18 +152,17 @@ def ask_nodes(
         busy = [n for n in members if n not in idle]
         if busy:
             unanswered.append(_unanswered("info", busy, "busy, reserved or powered down, so not asked"))
-        if not idle:
-            continue
-        limit_s = answer_limit_s(len(idle))
-        command = _srun_command(partition, idle, replace(settings, reservation=reservation), shared, setup)
-        answers, trouble = partial_output(*command, timeout_s=limit_s)
-        partition_facts = [f for f in map(_parse_answer, answers.splitlines()) if f is not None]
-        facts += partition_facts
-        missing_nodes = [n for n in idle if n.name not in {f.node for f in partition_facts}]
-        if missing_nodes:
-            unanswered.append(
-                _unanswered("warning", missing_nodes, "gave no answer" + (f" ({trouble})" if trouble else ""))
-            )
+        reserved = (f"--reservation={reservation}",) if reservation else ()
+        for gpus, alike in grouped((gpu_option(n.gpu_types, n.gpus), n) for n in idle):
+            for first in range(0, len(alike), JOB_NODES):
+                names = tuple(n.name for n in alike[first : first + JOB_NODES])
+                jobs.append(Job(partition, names, options=gpus + reserved))
+    facts: list[Facts] = []
+    for job, (answers, trouble) in zip(jobs, ask(jobs, settings, shared), strict=True):
+        facts += answers
+        if missing := [name for name in job.node_names if name not in {f.node for f in answers}]:
+            reason = "gave no answer" + (f" ({trouble})" if trouble else "")
+            unanswered.append(_unanswered("warning", missing, reason))
     return facts, unanswered
 
 
@@ -187,42 +192,77 @@ def propose(
     return changes(nodes, {f.node: f.expected_features for f in facts}, labels), unanswered
 
 
-def _unanswered(level: str, nodes: Sequence[Node], reason: str) -> Finding:
-    names = compress(n.name for n in nodes)
+def _unanswered(level: str, nodes: Sequence[Node | str], reason: str) -> Finding:
+    names = compress(n if isinstance(n, str) else n.name for n in nodes)
     return Finding(level, f"nodes {names}", reason, "ask them with `holmes probe --check` on the node itself")
 
 
-def _srun_command(
-    partition: str, nodes: Sequence[Node], settings: NodeSettings, shared: Path | None, setup: Sequence[str]
-) -> list[str]:
-    options = [
-        text
-        for option, path in (("--vocabulary", settings.vocabulary), ("--shared", str(shared or "")))
-        if path
-        for text in (option, os.path.abspath(path))
-    ]
-    names, count = compress(n.name for n in nodes), len(nodes)
-    limit_s = answer_limit_s(count)
-    shell = ["bash", "-c", "\n".join([*setup, 'exec "$@"']), "facts"] if setup else []
+@dataclass(frozen=True)
+class Job:
+    """A short job that asks nodes of a partition for their facts: those in `node_names`, or any one node if empty.
+    `options`: of srun, for this job; `wait_s`: the longest wait for Slurm to start it."""
+
+    partition: str
+    node_names: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    wait_s: int = WAIT_S
+
+
+def gpu_option(types: Sequence[str], count: int) -> tuple[str, ...]:
+    """Return srun's option for `count` GPUs per node, of the type that GRES names if it is only one; none for 0."""
+    kind = f"{types[0]}:" if len(types) == 1 and types[0] else ""
+    return (f"--gpus-per-node={kind}{count}",) if count else ()
+
+
+def ask(jobs: Sequence[Job], settings: NodeSettings, shared: Path | None = None) -> list[tuple[list[Facts], str]]:
+    """Run the jobs at the same time. Return each one's facts, and an error message; empty if it succeeded.
+
+    Account and QOS default to those that sbatch would take from the environment. A job for any node, and no other,
+    uses the reservation of `settings`."""
+    files = (("--vocabulary", settings.vocabulary), ("--shared", str(shared or "")))
+    arguments = [text for option, path in files if path for text in (option, os.path.abspath(path))]
+    shell = ["bash", "-c", "\n".join([*settings.setup, 'exec "$@"']), "facts"] if settings.setup else []
+    program = [*shell, sys.executable, *module_arguments("holmes_hpc.fabric.node_facts"), *arguments]
+    limit_s = answer_limit_s(sum(len(job.node_names) for job in jobs))
+    options = [o for o in settings.job_options if not o.startswith("--reservation=")]
+    for name in ("account", "qos"):
+        value = (
+            getattr(settings, name)
+            or os.environ.get(f"SBATCH_{name.upper()}")
+            or os.environ.get(f"SLURM_{name.upper()}")
+        )
+        if value and not any(option.startswith(f"--{name}=") for option in options):
+            options.append(f"--{name}={value}")
+    has_gres = any(option.startswith("--gres=") for option in options)
+    reserved = [f"--reservation={settings.reservation}"] if settings.reservation else []
+    commands = []
+    for job in jobs:
+        count = len(job.node_names) or 1
+        own_options = [o for o in job.options if not (has_gres and o.startswith("--gpus-per-node="))]
+        commands.append(
+            [
+                "srun",
+                f"--partition={job.partition}",
+                *([f"--nodelist={compress(job.node_names)}"] if job.node_names else reserved),
+                *own_options,
+                *options,
+                f"--nodes={count}",
+                f"--ntasks={count}",
+                "--ntasks-per-node=1",
+                f"--immediate={job.wait_s}",
+                f"--time={2 + limit_s // 60}",
+                "--quiet",
+                "--no-kill",
+                "--kill-on-bad-exit=0",
+                f"--wait={limit_s // 2}",  # some nodes may fail or hang
+                "--job-name=holmes-facts",
+                *program,
+            ]
+        )
+    waits_s = limit_s + max((job.wait_s for job in jobs), default=0) - WAIT_S
     return [
-        "srun",
-        f"--partition={partition}",
-        *(f"--{key}={value}" for key in ("account", "qos", "reservation") if (value := getattr(settings, key))),
-        f"--nodelist={names}",
-        f"--nodes={count}",
-        f"--ntasks={count}",
-        "--ntasks-per-node=1",
-        f"--immediate={WAIT_S}",
-        f"--time={2 + limit_s // 60}",
-        "--quiet",
-        "--no-kill",
-        "--kill-on-bad-exit=0",
-        f"--wait={limit_s // 2}",  # some nodes may fail or hang
-        "--job-name=holmes-facts",
-        *shell,
-        sys.executable,
-        *module_arguments("holmes_hpc.fabric.node_facts"),
-        *options,
+        ([facts for line in out.splitlines() if (facts := _parse_answer(line)) is not None], trouble)
+        for out, trouble in partial_outputs(commands, waits_s)
     ]
 
 
@@ -257,6 +297,13 @@ def check_here(nics: NodeNics, vocabulary: str | None = None, name: str | None =
     return differences(nics, node.features, read_vocabulary(vocabulary), name)
 
 
+def _read_gpu() -> tuple[str, float | None]:
+    """Return (name, memory in GiB) of this node's first GPU as nvidia-smi reports it; ("", None) without one."""
+    query = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+    name, _, mib = partial_output(*query, timeout_s=20)[0].partition("\n")[0].partition(", ")
+    return (name, round(float(mib) / 1024, 1)) if mib.replace(".", "").isdecimal() else ("", None)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Print this node's facts: a line of JSON after MARK. `arguments`: --vocabulary FILE, --shared FILE."""
     options = dict(zip(arguments[::2], arguments[1::2], strict=False))
@@ -264,7 +311,14 @@ def main(arguments: Sequence[str]) -> None:
     name = node_name()
     node = read_node(name)
     facts = facts_of(name, probe(), node.features if node else None, os.environ, vocabulary=vocabulary)
-    facts = replace(facts, software=software(), missing="" if not shared or Path(shared).exists() else shared)
+    gpu, memory_gib = _read_gpu()
+    facts = replace(
+        facts,
+        software=software(),
+        missing="" if not shared or Path(shared).exists() else shared,
+        gpu=gpu,
+        gpu_memory_gib=memory_gib,
+    )
     sys.stdout.write(MARK + json.dumps({**facts.to_dict(), "clock": time.time()}) + "\n")
 
 

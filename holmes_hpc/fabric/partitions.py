@@ -21,13 +21,16 @@ _PREEMPTIBLE = re.compile(r"REQUEUE|CANCEL|SUSPEND", re.IGNORECASE)
 @dataclass(frozen=True)
 class NodeSettings:
     """The user's settings for reading nodes. `vocabulary`: the site's own file of features; None: HOLMES_FEATURES.
-    `partitions`: use only these; empty: all. `account`, `qos`, `reservation`: of the job; None: not known."""
+    `partitions`: use only these; empty: all. `account`, `qos`, `reservation`: of the job; None: not known.
+    `setup`, `job_options`: shell lines and srun options of the short jobs that ask nodes."""
 
     vocabulary: str | None = None
     partitions: tuple[str, ...] = ()
     account: str | None = None
     qos: str | None = None
     reservation: str | None = None
+    setup: tuple[str, ...] = ()
+    job_options: tuple[str, ...] = ()
 
 
 def usable_partitions(

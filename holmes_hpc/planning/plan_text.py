@@ -178,7 +178,7 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
 
 
 def _per_stage_gain(plan: Plan, predicted: Predicted) -> list[str]:
-    """Return the line on the gain of per-stage TP/DP, or of unequal shares of a step, over the best runner-up, which is uniform; else no line."""
+    """Return the line on the gain of per-stage TP/DP or unequal shares over the best uniform layout; else no line."""
     if not plan.is_per_stage or not plan.alternatives:
         return []
     best = plan.alternatives[0]

@@ -75,6 +75,8 @@ def node_settings(config: Configuration) -> NodeSettings:
         account=config.slurm.account,
         qos=config.slurm.qos,
         reservation=config.slurm.reservation,
+        setup=config.slurm.setup,
+        job_options=config.slurm.job_options(),
     )
 
 

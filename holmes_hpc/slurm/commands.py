@@ -6,11 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from holmes_hpc.errors import SiteError, SubmissionError
 
@@ -32,6 +33,7 @@ AWAY = (
     "Message receive failure",
 )
 OUTPUT_WAIT_S = 30
+CANCEL_WAIT_S = 5  # from SIGTERM to SIGKILL
 TIMED_OUT = 124  # exit code of a command that timed out, as in timeout(1)
 NO_SLURM_HINT = "without Slurm: `plan`, `run` and `submit` take --site FILE or launcher=local"
 # sbatch reads each of these as an option, from the variable SBATCH_NAME.
@@ -187,16 +189,21 @@ def _run(command: Sequence[str], timeout_s: float, **variables: str) -> Answer:
             text=True,
             errors="replace",
             timeout=timeout_s,
-            env={"LC_ALL": "C.UTF-8", **clean_environment(), **variables},
             check=False,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )  # a terminal sends Ctrl-C to its whole session
+            **_apart(variables),
+        )
     except subprocess.TimeoutExpired as e:
         stdout = e.stdout or b""
         text = stdout if isinstance(stdout, str) else stdout.decode(errors="replace")
         return Answer(TIMED_OUT, text, f"{command[0]}: Socket timed out after {timeout_s:.0f} s")
     return Answer(result.returncode, result.stdout, result.stderr)
+
+
+def _apart(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the arguments of subprocess for a clean environment with `variables`, shielded from Ctrl-C.
+    A terminal sends Ctrl-C to its whole session."""
+    environment = {"LC_ALL": "C.UTF-8", **clean_environment(), **(variables or {})}
+    return {"env": environment, "stdin": subprocess.DEVNULL, "start_new_session": True}
 
 
 def _missing_conf() -> str:
@@ -264,10 +271,47 @@ def output(*command: str) -> str:
 def partial_output(*command: str, timeout_s: float) -> tuple[str, str]:
     """Return (stdout, error message) of a command that may fail in part, such as an srun on many nodes.
     The message is empty if the command succeeded."""
-    try:
-        answer = _run(command, timeout_s)
-    except OSError as e:
-        return "", f"{command[0]}: {e.strerror}"
-    if answer.code == TIMED_OUT:
-        return answer.out, f"no answer in {timeout_s:.0f} s"
-    return answer.out, "" if answer.ok else (answer.err.strip() or f"exit code {answer.code}").splitlines()[-1]
+    return partial_outputs([command], timeout_s)[0]
+
+
+def partial_outputs(commands: Sequence[Sequence[str]], timeout_s: float) -> list[tuple[str, str]]:
+    """Return :func:`partial_output` of each of the commands, which run at the same time.
+    Those that still run after `timeout_s`, or at a Ctrl-C, get SIGTERM, at which srun cancels its job."""
+    deadline, started = time.monotonic() + timeout_s, []
+    with contextlib.ExitStack() as files:
+        try:
+            for command in commands:
+                out, error = (files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2))
+                try:
+                    process = subprocess.Popen(command, stdout=out, stderr=error, **_apart())
+                except OSError as e:
+                    process = None
+                    error.write(f"{command[0]}: {e.strerror}")
+                started.append((process, out, error))
+            for process, _, _ in started:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    if process is not None:
+                        process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            late = [process for process, _, _ in started if process is not None and process.poll() is None]
+            for process in late:
+                process.terminate()
+            for process in late:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(CANCEL_WAIT_S)
+                process.kill()
+        return [
+            (_whole(out), f"no answer in {timeout_s:.0f} s" if process in late else _last_line(process, _whole(error)))
+            for process, out, error in started
+        ]
+
+
+def _whole(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _last_line(process: subprocess.Popen[bytes] | None, error: str) -> str:
+    """Return the last line of a command's stderr; empty if it succeeded. `process`: None if it did not start."""
+    code = process.returncode if process is not None else None
+    return "" if code == 0 else (error.strip() or f"exit code {code}").splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Nodes, partitions and configuration from `scontrol show`, in the format of Slurm 22.05 to 24.11."""
+"""Nodes, partitions, topology and configuration from `scontrol show`, in the format of Slurm 22.05 to 24.11."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.slurm.commands import output
+from holmes_hpc.slurm.commands import output, slurm
 from holmes_hpc.slurm.hostlist import expand
 
 _KEY = re.compile(r"(?:^|(?<=\s))([A-Z][A-Za-z0-9_/:()]*)=")
@@ -165,6 +165,14 @@ class Config:
         return [(problem, fix) for is_present, problem, fix in checks if is_present]
 
 
+@dataclass(frozen=True)
+class Topology:
+    """Slurm's topology. `trees`: node -> the top switch of its tree; `blocks`: node -> its block."""
+
+    trees: dict[str, str]
+    blocks: dict[str, str]
+
+
 def parse_record(line: str) -> dict[str, str]:
     """Parse a line of `scontrol -o show`: `Key=value` pairs, whose values may have spaces.
 
@@ -252,6 +260,18 @@ def parse_partition(line: str) -> Partition:
     )
 
 
+def parse_topology(text: str) -> Topology:
+    """Parse `scontrol show topology`. A switch lists all nodes below it; switches without a common one are trees."""
+    trees: dict[str, str] = {}
+    blocks: dict[str, str] = {}
+    records = [parse_record(line) for line in _records(text, "SwitchName=") + _records(text, "BlockName=")]
+    for record in sorted(records, key=lambda r: -_int(r.get("Level"))):  # the top switches first
+        names, name = (trees, record["SwitchName"]) if "SwitchName" in record else (blocks, record["BlockName"])
+        for node in expand(record.get("Nodes", "")):
+            names.setdefault(node, name)
+    return Topology(trees, blocks)
+
+
 def parse_config(text: str) -> Config:
     """Parse `scontrol show config`: lines of `Key = value`."""
     pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
@@ -287,6 +307,11 @@ def read_partitions() -> list[Partition]:
 
 def read_config() -> Config:
     return parse_config(output("scontrol", "show", "config"))
+
+
+def read_topology() -> Topology:
+    """Return the topology; an empty one if Slurm has none."""
+    return parse_topology(slurm("scontrol", "show", "topology").out)
 
 
 def _records(text: str, start: str) -> list[str]:

@@ -1,6 +1,8 @@
 import json
+import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import trees
@@ -239,8 +241,8 @@ def test_gather_asks_idle_nodes_and_names_the_others(srun) -> None:
     assert [f.node for f in found] == ["a1"] and 90 < found[0].skew_s < 110
     assert [(f.level, f.where) for f in silent] == [
         ("info", "nodes a[3,6-7]"),
-        ("warning", "nodes a2"),
         ("info", "nodes a5"),
+        ("warning", "nodes a2"),
     ]
     assert "--nodelist=a[1-2]" in asked() and "--partition=ib" in asked()
     assert _parse_answer("holmes-facts {}") is None
@@ -266,12 +268,33 @@ def test_a_node_that_fails_or_hangs_takes_no_others_answer_with_it(
 
 
 @pytest.mark.integration
+def test_nodes_are_asked_with_the_account_and_gpus_of_a_job(srun, monkeypatch) -> None:
+    does, asked = srun
+    does(answer("a1"))
+    monkeypatch.setenv("SBATCH_ACCOUNT", "env")
+    monkeypatch.setenv("SLURM_QOS", "night")
+    ask_nodes(NODES[:1])
+    assert {"--account=env", "--qos=night", "--gpus-per-node=h100:8", "--nodes=1"} <= set(asked())
+    ask_nodes(NODES[:1], NodeSettings(job_options=("--account=ml", "--gres=gpu:1")))
+    assert {"--account=ml", "--gres=gpu:1"} <= set(asked()) and "h100" not in " ".join(asked())
+
+
+@pytest.mark.integration
+def test_a_job_asks_sixteen_nodes_at_most(srun, monkeypatch) -> None:
+    does, _ = srun
+    does('echo "$3" >> "${0%/*}/all"')
+    ask_nodes([node(f"a{i}", IB, "ib") for i in range(20)])
+    lists = (Path(os.environ["PATH"].partition(":")[0]) / "all").read_text().split()
+    assert sorted(lists) == ["--nodes=16", "--nodes=4"]
+
+
+@pytest.mark.integration
 def test_nodes_are_asked_as_a_job_begins(srun, monkeypatch) -> None:
     """The site's torch is there only after the lines of slurm.setup."""
     does, _ = srun
     does('while [ "$1" != bash ]; do shift; done; "$@"')
     monkeypatch.setattr("sys.executable", "site-python")
-    found, _ = ask_nodes([NODES[0]], setup=["site-python() {", answer("a1"), "}", 'exec() { "$@"; }'])
+    found, _ = ask_nodes([NODES[0]], NodeSettings(setup=("site-python() {", answer("a1"), "}", 'exec() { "$@"; }')))
     assert [f.node for f in found] == ["a1"]
 
 

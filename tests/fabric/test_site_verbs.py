@@ -46,7 +46,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     monkeypatch.setattr(node_facts, "ask_nodes", lambda nodes, settings: (facts, []))
     monkeypatch.setattr(
         "holmes_hpc.fabric.doctor.ask_nodes",
-        lambda nodes, settings, shared, setup: asked.append((settings.account, *setup)) or (facts, []),
+        lambda nodes, settings, shared: asked.append((settings.account, *settings.setup)) or (facts, []),
     )
     return asked
 
