@@ -64,6 +64,13 @@ def submit(
     template: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write that script here; submit nothing.")
     ] = None,
+    test: Annotated[
+        bool,
+        typer.Option(
+            "--test/--no-test",
+            help="Ask Slurm when the job could start, and check limits. Else check only that each component fits.",
+        ),
+    ] = True,
     json: Json = False,
 ) -> None:
     """Submit a plan as one heterogeneous job.
@@ -92,7 +99,7 @@ def submit(
         elif dry_run:
             sys.stdout.write(script)
         return
-    run, job = create_and_submit(plan, config, overrides)
+    run, job = create_and_submit(plan, config, overrides, test)
     if json:
         console.as_json({"run": str(run.path), "job_id": job.id})
     else:

@@ -38,6 +38,7 @@ from holmes_hpc.submission.queue_estimate import (
     candidate_plans,
     estimate_ends,
     estimate_rows,
+    expected_start,
     nodes_text,
 )
 from holmes_hpc.submission.time_limit import START_UP_S, requeue_warning
@@ -109,8 +110,10 @@ def missing_packages() -> str | None:
     return " and ".join(name for name in NEEDED if name not in installed) or None
 
 
-def create_and_submit(plan: Plan, config: Configuration, overrides: list[str] | None) -> tuple[RunDirectory, Job]:
-    """Create the run directory and submit the run. Return the run and its job.
+def create_and_submit(
+    plan: Plan, config: Configuration, overrides: list[str] | None, test: bool = True
+) -> tuple[RunDirectory, Job]:
+    """Create the run directory and submit the run. Return the run and its job. `test`: as in :func:`submit_run`.
     If the submission fails, remove the directory, unless a job exists or may exist."""
     path = run_directory_path(config, plan)
     with hold_submission_lock(path, "`holmes submit`"):
@@ -119,7 +122,7 @@ def create_and_submit(plan: Plan, config: Configuration, overrides: list[str] | 
         config = replace(config, run_dir=str(path))
         run = create_run(config, plan, overrides or [], needs_empty_directory=True)
         try:
-            job = submit_run(plan, run, config)
+            job = submit_run(plan, run, config, test)
         except SubmissionUnknown:
             raise
         except BaseException:
@@ -134,8 +137,9 @@ def create_and_submit(plan: Plan, config: Configuration, overrides: list[str] | 
     return run, job
 
 
-def submit_run(plan: Plan, run: RunDirectory, config: Configuration) -> Job:
-    """Submit a run to Slurm, or start its ranks here if the configuration says so. Return its job."""
+def submit_run(plan: Plan, run: RunDirectory, config: Configuration, test: bool = True) -> Job:
+    """Submit a run to Slurm, or start its ranks here if the configuration says so. Return its job.
+    `test`: note the expected start on stderr, and check more than that each component fits."""
     if config.local:
         return run_plan_locally(plan, run.path, run_rank, config.to_dict(), config.slurm)
     if not config.slurm.container and not config.slurm.setup and (packages := missing_packages()):
@@ -143,7 +147,11 @@ def submit_run(plan: Plan, run: RunDirectory, config: Configuration) -> Job:
             f"this Python has no {packages}, and the ranks use it too: `holmes doctor` shows what the nodes have;"
             " pip install 'holmes-hpc[train]' if they have none either"
         )
-    submit_plan(plan, run.path, run_rank, config.to_dict(), config.slurm)
+    if test:
+        with console.waiting("asking Slurm when the job could start"):
+            start = expected_start(plan, config.slurm)
+        console.note(start)
+    submit_plan(plan, run.path, run_rank, config.to_dict(), config.slurm, test=test)
     return job_of(run)
 
 

@@ -24,7 +24,7 @@ from holmes_hpc.slurm.commands import uninterrupted
 from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest, node_share, parse_component
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.executor.preflight import check_components
+from holmes_hpc.submission.executor.preflight import check_components, check_each
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
 from holmes_hpc.submission.executor.submit import cancel_on_error, errors_as_refused
 from holmes_hpc.submission.executor.throttle import Throttle
@@ -201,19 +201,21 @@ def submit_plan(
     *,
     name: str | None = None,
     throttle: Throttle | None = None,
+    test: bool = True,
 ) -> SlurmHetJob:
     """Submit `plan` as a job in which every rank calls ``function(config)``. Return the job.
 
     `run_dir`: directory of a created run (RunDirectory.create), whose run.yaml gets the job's id; `config` gets the
     keys `plan_file` and `run_dir`; `name`: of the job, by default made from the run's; `throttle`: the limit on running
-    jobs of its sweep. If a component is infeasible or Slurm refuses, raise SubmissionError; then there is no job.
+    jobs of its sweep; `test`: False checks only that each component fits. If a component is infeasible or Slurm
+    refuses, raise SubmissionError; then there is no job.
     """
     run = RunDirectory(Path(run_dir).absolute())
     executor = plan_executor(plan, run.path, settings, name)
-    executor.throttle = throttle
+    executor.throttle, executor.parameters["preflight"] = throttle, test
     with errors_as_refused():  # test a single component too, because a refused sbatch leaves a failed job behind
         request = executor.request()
-        check_components(request.components, timeout_min=request.timeout_min)
+        (check_components if test else check_each)(request.components, timeout_min=request.timeout_min)
     task = RankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)})
     with uninterrupted():
         job: SlurmHetJob = executor.submit(task)

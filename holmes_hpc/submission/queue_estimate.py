@@ -19,11 +19,12 @@ from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, PlanError, SubmissionError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.slurm.commands import slurm_with_retries
+from holmes_hpc.planning.plan_text import duration
+from holmes_hpc.slurm.commands import Answer, slurm_with_retries
 from holmes_hpc.slurm.scontrol import minutes
 from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest
-from holmes_hpc.submission.executor.preflight import check_components, start_time
+from holmes_hpc.submission.executor.preflight import check_components, start_time, try_component
 from holmes_hpc.submission.plan_job import plan_components
 from holmes_hpc.submission.time_limit import START_UP_S
 
@@ -91,15 +92,21 @@ def training_time_s(plan: Plan, steps: int) -> float:
     return START_UP_S + steps * plan.predicted.step_time_s
 
 
-def slurm_start_time(requests: Sequence[ComponentRequest], timeout_min: int) -> float:
-    """Return when Slurm could start a job of these components, in Unix seconds. Raise SubmissionError if it cannot.
-    Each component is tested alone first, because an infeasible one in a heterogeneous job can crash old controllers."""
-    check_components(requests, timeout_min=timeout_min)
-    job = JobRequest(tuple(requests), timeout_min=timeout_min, output="/dev/null")
+def _test_together(job: JobRequest) -> Answer:
+    """Return the answer of ``sbatch --test-only`` for a job of several components."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "job.sh"
         path.write_text(script_text(job, "true"), encoding="utf-8")
-        answer = slurm_with_retries(["sbatch", "--test-only", str(path)])
+        return slurm_with_retries(["sbatch", "--test-only", str(path)])
+
+
+def slurm_start_time(requests: Sequence[ComponentRequest], timeout_min: int | str) -> float:
+    """Return when Slurm could start a job of these components, in Unix seconds. Raise SubmissionError if it cannot.
+    Call :func:`check_components` first, because an infeasible component can crash old controllers."""
+    if len(requests) == 1:
+        answer = try_component(requests[0], timeout_min=timeout_min)
+    else:
+        answer = _test_together(JobRequest(tuple(requests), timeout_min=timeout_min, output="/dev/null"))
     start, where = start_time(answer), "sbatch --test-only"
     if not start:
         raise SubmissionError(answer.reason, where=where, hint="request fewer resources")
@@ -109,6 +116,19 @@ def slurm_start_time(requests: Sequence[ComponentRequest], timeout_min: int) -> 
         raise SubmissionError(
             f"the start time {start!r} is not in ISO 8601", where=where, hint="unset SLURM_TIME_FORMAT"
         ) from e
+
+
+def expected_start(plan: Plan, settings: SlurmSettings) -> str:
+    """Return a text on when Slurm could start the job of `plan`.
+    Raise SubmissionError as :func:`check_components` does."""
+    requests = plan_components(plan, settings)
+    check_components(requests, timeout_min=settings.timeout_min)
+    try:
+        start = slurm_start_time(requests, settings.timeout_min)
+    except SubmissionError as e:
+        return f"Slurm estimates no start: {e.what}"
+    wait_s = start - time.time()
+    return f"expected start: {'now' if wait_s < 60 else f'{clock(start)}, in {duration(wait_s / 86400)}'}"
 
 
 def estimate_ends(plans: Sequence[Plan], steps: int, settings: SlurmSettings) -> list[QueueEstimate]:
@@ -127,19 +147,22 @@ def estimate_ends(plans: Sequence[Plan], steps: int, settings: SlurmSettings) ->
                 raise SubmissionError(
                     f"training needs {duration_s / 60:.0f} min", where="slurm.timeout_min", hint="increase it"
                 )
-            start = slurm_start_time(plan_components(plan, settings), timeout_min)
+            requests = plan_components(plan, settings)
+            check_components(requests, timeout_min=timeout_min)
+            start = slurm_start_time(requests, timeout_min)
         except SubmissionError as e:
             reason = str(e)
         estimates.append(QueueEstimate(plan, start, duration_s, timeout_min, reason))
     return sorted(estimates, key=lambda estimate: (estimate.end is None, estimate.end or 0.0))
 
 
+def clock(seconds: float) -> str:
+    """Return a time, in Unix seconds, as text in this machine's time zone."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
 def estimate_rows(estimates: Sequence[QueueEstimate]) -> tuple[list[str], list[list[str]]]:
     """Return (columns, rows) of a table of the plans that can run."""
-
-    def clock(seconds: float) -> str:
-        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
-
     rows = [
         [
             nodes_text(e.plan),

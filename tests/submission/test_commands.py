@@ -21,6 +21,7 @@ from holmes_hpc.cli.submit import note_requeues
 from holmes_hpc.config.composition import load
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import SEPARATOR
+from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.lifecycle import progress
 from holmes_hpc.submission.sweeps.status_table import SweepRow, select_rows
 
@@ -141,6 +142,36 @@ def test_a_job_requests_gpu_types_and_notes_its_time_limits(holmes: Holmes, gpu_
     assert {"#SBATCH --gpus-per-node=a100:4", "#SBATCH --gpus-per-node=h100:4"} <= set(out.splitlines())
     code, out, err = holmes("submit", "plan.yaml", "train.steps=3", "slurm.timeout_min=240", "--dry-run")
     assert code == 0 and "slurm.timeout_min" not in err
+
+
+TESTED = """
+for a in "$@"; do case "$a" in --test-only) test=1;; --gpus-per-node=b*) bad=1;; *.sh) file=$a;; esac; done
+[ -n "$test" ] || { echo 7; exit; }
+[ -z "$bad" ] || { echo "allocation failure: Requested node configuration is not available" >&2; exit 1; }
+when=2020-01-01T00:00:00
+[ -n "$file" ] && grep -q hetjob "$file" && when=2099-01-01T00:00:00
+echo "sbatch: Job 9 to start at $when using 4 processors on nodes n1 in partition p" >&2
+"""
+
+
+def test_submit_prints_the_expected_start_unless_it_is_not_to_test(holmes: Holmes, gpu_site: Any) -> None:
+    gpu_site.answer("sbatch", TESTED)
+    assert holmes("plan", "model=gpt_tiny", "plan.pp=2", "-o", "plan.yaml")[0] == 0
+    run = ("submit", "plan.yaml", "data=synthetic", "train.steps=3")
+    code, out, err = holmes(*run)
+    assert code == 0 and out.startswith("job 7: ") and "expected start: 2099-01-01 00:00:00, in " in err
+    preflight.clear_cache()
+    code, _, err = holmes(*run, "--no-test", "slurm.timeout_min=300", "name=untested")
+    tests = [call for call in gpu_site.calls("sbatch") if "--test-only" in call]
+    assert code == 0 and "expected start" not in err and [call[-1] == "--wrap=:" for call in tests] == [1, 1, 0, 1, 1]
+    assert "--gpus-per-node=a100:4" in tests[3] and "--gpus-per-node=h100:4" in tests[4]
+    code, _, err = holmes(*run, "slurm.timeout_min=300", "name=refused")
+    assert code == 2 and "300 min exceeds" in err
+    code, _, err = holmes(*run, "--no-test", "name=bad", "slurm.fabrics={h100: {additional: {gpus_per_node: b200:4}}}")
+    assert code == 2 and "component 1" in err and "not available" in err
+    one = [*run[:1], "one.yaml", *run[2:]]
+    assert holmes("plan", "model=gpt_tiny", "plan.nodes={a100: 1}", "-o", "one.yaml")[0] == 0
+    assert "expected start: now" in holmes(*one, "name=one")[2]
 
 
 def test_steps_of_a_checkpoint_need_no_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,15 +57,22 @@ def _test_job(arguments: Sequence[str]) -> Answer:
     return answer
 
 
-def check_components(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
-    """Raise SubmissionError if Slurm cannot start one of the components, or all of them together.
+def check_each(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
+    """Raise SubmissionError if Slurm cannot start one of the components alone.
     The error has Slurm's reason and, as a hint, a change that makes the component feasible."""
     for index, request in enumerate(requests):
-        answer, where = try_component(request, timeout_min=timeout_min), f"component {index} ({describe(request)})"
+        answer = try_component(request, timeout_min=timeout_min)
         if not answer.ok:
-            raise SubmissionError(answer.reason, where=where, hint=feasible_change(request, timeout_min=timeout_min))
+            hint = feasible_change(request, timeout_min=timeout_min)
+            raise SubmissionError(answer.reason, where=_name(index, request), hint=hint)
+
+
+def check_components(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
+    """Raise SubmissionError if Slurm cannot or would never start one of the components, or all of them together."""
+    check_each(requests, timeout_min=timeout_min)
+    for index, request in enumerate(requests):
         if error := time_limit_error(request, timeout_min, _partitions()):
-            raise SubmissionError(error, where=where, hint=TIME_LIMIT_HINT)
+            raise SubmissionError(error, where=_name(index, request), hint=TIME_LIMIT_HINT)
     if len(requests) > 1:
         check_fit(requests, _nodes())
         config = _config()
@@ -131,6 +138,10 @@ def describe(request: ComponentRequest) -> str:
     partition = f" of {request.partition}" if request.partition else ""
     features = f" [{request.constraint}]" if request.constraint else ""
     return f"{request.nodes} node{'s' * (request.nodes > 1)}{partition}{features}"
+
+
+def _name(index: int, request: ComponentRequest) -> str:
+    return f"component {index} ({describe(request)})"
 
 
 def feasible_change(request: ComponentRequest, *, timeout_min: object = None) -> str:
