@@ -19,6 +19,10 @@ from hostile_pickle import Code
 from holmes_hpc import cli
 from holmes_hpc.config.composition import load
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_states import JobState
+from holmes_hpc.submission.executor.job import SlurmHetJob
+from holmes_hpc.submission.lifecycle import status
+from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
 
 SOMEBODY = 54321
 ROOT = os.getuid() == 0
@@ -27,7 +31,7 @@ pytestmark = pytest.mark.skipif(not ROOT, reason="only root can give files away"
 
 def planted(path: Path, owner: int = SOMEBODY) -> None:
     """Give it, and what is in it, to somebody else."""
-    for place in (path, *path.rglob("*")):
+    for place in (path, *(() if path.is_symlink() else path.rglob("*"))):
         os.chown(place, owner, owner, follow_symlinks=False)
 
 
@@ -88,7 +92,7 @@ def test_cancel_ends_no_process_that_another_users_record_names(holmes: Any, tmp
         local = {"pid": process.pid, "host": socket.gethostname(), "started": time.time()}
         run.update_run(slurm=None, local=local)
         for owner, reason in ((SOMEBODY, "belongs to another user"), (0, "may belong to something else")):
-            os.chown(run.run_path, owner, 0)
+            planted(run.path, owner)
             code, _, err = holmes("cancel", str(run.path))
             assert code in (1, 2) and process.poll() is None and reason in err
         process.kill()
@@ -107,3 +111,27 @@ def test_resume_starts_nothing_from_a_folder_of_others(attack: str, holmes: Any,
         submission.symlink_to(tmp_path / "theirs")
     code, _, err = holmes("resume", str(run.path))
     assert code == 2 and "so other users could change the code that runs" in err
+
+
+def test_cancel_follows_no_link_or_sweep_of_another_user(
+    holmes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled = list[str]()
+    monkeypatch.setattr(SlurmHetJob, "cancel", lambda job, check=True: cancelled.append(job.job_id))
+    monkeypatch.setattr(SlurmHetJob, "slurm_state", lambda *_: JobState("PENDING"))
+    monkeypatch.setattr(status, "job_uid", lambda _: 0)
+    own = run_of_somebody(tmp_path / "own", tmp_path / "ran")
+    planted(own.path, owner=0)
+    own.result_path.unlink()
+    theirs, link, sweep = tmp_path / "theirs", tmp_path / "link", tmp_path / "sweep"
+    for folder in (theirs, sweep):
+        folder.mkdir()
+    (theirs / "run.yaml").symlink_to(own.run_path)
+    link.symlink_to(own.path)
+    open_manifest(sweep).put(SweepJob(0, (), "0", "plain", "slurm", "7", ".", submitted=time.time()))
+    for path in (theirs, link, sweep):
+        planted(path)
+        code, _, err = holmes(*(["sweep"] if path == sweep else []), "cancel", str(path))
+        assert code == 2 and "belongs to another user" in err
+    assert cancelled == []
+    assert holmes("cancel", str(own.path))[0] == 0 and cancelled == ["7"]

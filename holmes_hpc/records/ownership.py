@@ -47,6 +47,13 @@ def other_writers(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def other_owners(path: str | os.PathLike[str]) -> set[int]:
+    """Return the ids of the users, except root and this user, who own the file at `path`, a folder above it, or a link
+    that leads there. Each of them can choose what is found at `path`."""
+    parts = [part for part in _path_parts(Path(os.getcwd(), path)) if os.path.lexists(part)]
+    return {os.lstat(part).st_uid for part in parts} - {0, os.getuid()}
+
+
 def _writers(status: os.stat_result, name: str, is_folder: bool = False) -> str | None:
     """Return a text on who else may write the file `name` with this status, or replace files in it if it is a folder;
     None if nobody."""

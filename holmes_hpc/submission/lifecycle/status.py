@@ -19,7 +19,7 @@ from holmes_hpc.errors import HolmesError, RecordError, SubmissionError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.find import name_of
 from holmes_hpc.records.logs import tail
-from holmes_hpc.records.ownership import other_writers
+from holmes_hpc.records.ownership import other_owners, other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import job_uid
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState
@@ -119,7 +119,8 @@ class LocalJob:
                 where=str(self._run.path),
                 hint=f"if the directory was moved meanwhile, end the process with `kill {self._pid}`",
             )
-        self._cancelled.touch()
+        if other_writers(self._folder) is None:  # else their links could redirect what root writes
+            self._cancelled.touch()
         children = psutil.Process(self._pid).children(recursive=True)
         os.kill(self._pid, signal.SIGTERM)  # the controller passes it on to the ranks
         for child in psutil.wait_procs(children, timeout=LOCAL_GRACE_S)[1]:
@@ -306,20 +307,19 @@ def cancel_run(run: RunDirectory) -> JobState:
     job = job_of(run)
     state_before = job.state("force")
     if not state_before.ended and not state_before.forgotten:
-        _refuse_other_owner(run, job)
+        refuse_other_owner(run.run_path, job)
         job.cancel()
     return state_before
 
 
-def _refuse_other_owner(run: RunDirectory, job: Job) -> None:
-    """Raise SubmissionError if the run belongs to another user, who may have recorded the id of any job. Root may
-    cancel a job if its owner also owns the run."""
-    owner, uid = os.stat(run.run_path).st_uid, os.getuid()
-    if owner != uid and (uid != 0 or job.uid() != owner):
+def refuse_other_owner(record: Path, job: Job) -> None:
+    """Raise SubmissionError if another user owns `record`, the file that names `job`, a folder above it or a link to
+    it: that user may have chosen any job. Root may cancel a job of the user who owns the record."""
+    if (owners := other_owners(record)) and (os.getuid() or owners != {job.uid()}):
         raise SubmissionError(
-            "the run belongs to another user, and its job may belong to somebody else",
-            where=str(run.path),
-            hint="only the run's owner can cancel it",
+            "it belongs to another user, and its job may belong to somebody else",
+            where=str(record.parent),
+            hint="only its owner can cancel it",
         )
 
 

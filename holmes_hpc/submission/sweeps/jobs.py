@@ -20,7 +20,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import read_object
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.lifecycle.status import Job, LocalJob, SlurmJob, job_of
+from holmes_hpc.submission.lifecycle.status import Job, LocalJob, SlurmJob, job_of, refuse_other_owner
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 
 
@@ -144,7 +144,9 @@ def cancel_sweep(manifest: Manifest, jobs: Sequence[SweepJob]) -> None:
     for job in reversed(jobs):
         if is_completed(manifest, job):
             continue
+        handle = job_handle(manifest, job)
+        refuse_other_owner(manifest.path, handle)
         if job.where == "slurm":
             SlurmHetJob(manifest.resolve(job.folder), job.job_id).cancel(check=False)
         else:
-            job_handle(manifest, job).cancel()
+            handle.cancel()
