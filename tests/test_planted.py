@@ -113,6 +113,29 @@ def test_resume_starts_nothing_from_a_folder_of_others(attack: str, holmes: Any,
     assert code == 2 and "so other users could change the code that runs" in err
 
 
+def test_rm_follows_no_link_of_another_user_and_keeps_other_files(holmes: Any, tmp_path: Path) -> None:
+    saved = tmp_path / "saved" / "data"
+    (saved / "step-00000001").mkdir(parents=True)
+    (saved / "thesis").mkdir()
+    runs = [run_of_somebody(tmp_path / name / "data", tmp_path / "ran") for name in ("theirs", "copy", "own")]
+    for run in runs:
+        run.checkpoints.rmdir()
+        run.checkpoints.symlink_to(saved)
+    theirs, copy, own = runs
+    link = tmp_path / "link"
+    link.symlink_to(own.path)
+    planted(link)
+    for run in (copy, own):
+        planted(run.path, owner=0)
+        run.update_run(config={**run.config, "run_dir": str(own.path)})
+    for path in (theirs.path, link):
+        code, _, err = holmes("rm", str(path), "--yes")
+        assert code == 2 and "belongs to another user" in err and path.exists()
+    code, _, err = holmes("rm", str(copy.path), "--yes")
+    assert code == 0 and f"kept: {saved}" in err and len(list(saved.iterdir())) == 2
+    assert holmes("rm", str(own.path), "--yes")[0] == 0 and list(saved.iterdir()) == [saved / "thesis"]
+
+
 def test_cancel_follows_no_link_or_sweep_of_another_user(
     holmes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

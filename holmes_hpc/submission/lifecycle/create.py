@@ -21,7 +21,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import check_site, pace, site
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.owner import TRAINING_LOCK, LockOwner, has_owner, hold_lock, is_locked
-from holmes_hpc.records.ownership import refuse_other_writers
+from holmes_hpc.records.ownership import other_owners, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES
 from holmes_hpc.schema import refuse
@@ -189,13 +189,29 @@ def _all_ranks_exited(run: RunDirectory) -> bool:
 
 def remove_run(run: RunDirectory) -> None:
     """Remove a run with its checkpoints, including those in `train.checkpoint_dir`.
-    Raise ConfigError if the run may be active, RecordError if its job is being submitted."""
+    Raise ConfigError if the run may be active, RecordError if its job is being submitted or others own its folders."""
+    if other_owners(run.path):  # their links could lead to files of this user
+        raise RecordError("it belongs to another user", where=str(run.path), hint="only its owner can remove it")
     with hold_lock(run.path / LOCK, LockOwner.current("`holmes rm`")):
         refuse_unless_ended(run, run_status(run).state)
-        checkpoints, name = run.checkpoints.resolve(), run.name
-        shutil.rmtree(run.path.resolve())
-        if checkpoints.name == name and checkpoints.is_dir():  # elsewhere, in a folder of the run's own
-            shutil.rmtree(checkpoints)
+        checkpoints, linked_by_this_run = run.checkpoints.resolve(), _is_original(run)
+        shutil.rmtree(path := run.path.resolve())
+        if checkpoints.name != path.name or not checkpoints.is_dir():  # not elsewhere, in a folder of the run's own
+            return
+        if not linked_by_this_run:
+            console.note(f"kept: {checkpoints}, because the removed directory was a copy, or was moved")
+            return
+        for checkpoint in checkpoints.glob("*step-*"):  # no other files: the link may lead to any folder
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it has other files
+            checkpoints.rmdir()
+
+
+def _is_original(run: RunDirectory) -> bool:
+    """Return whether the run was recorded in this directory; False if it is a copy, or was moved."""
+    config = run.read_run()["config"]
+    recorded_path = str(config.get("run_dir") or run.path) if isinstance(config, dict) else "\0"
+    return "\0" not in recorded_path and os.path.realpath(recorded_path) == os.path.realpath(run.path)
 
 
 @dataclass(frozen=True)
