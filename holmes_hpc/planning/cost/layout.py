@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial, wraps
@@ -22,8 +22,6 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.hardware import UNMEASURED_NICS
-from holmes_hpc.planning.cost.kernels import kind, kinds
 from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Schedule
 from holmes_hpc.planning.plan.transport import Transport, TransportRule
@@ -355,63 +353,3 @@ class Layout:
         """The pairs of :attr:`ring` for which the site has a link."""
         names = {name: pool.fabric_name for name, pool in self.pools.items()}
         return tuple((a, b) for a, b in self.ring if self.site.link(names[a.pool], names[b.pool]))
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """Notes on all figures that were not measured."""
-        if self.is_per_stage:
-            return tuple(dict.fromkeys(note for view in self.views for note in view.assumptions))
-        calibration, notes = self.costs.calibration, list[str]()
-        for pool in dict.fromkeys(self.pool(c) for c in self.components):
-            gpu = pool.gpu
-            if self.costs.pace_layer_ms:
-                notes.append(f"emulated compute: {self.costs.pace_layer_ms:g} ms a layer forward, twice that backward")
-            elif self.costs.is_measured(pool):
-                notes += self._calibration_notes(pool)
-            else:
-                suffix = (
-                    "; the calibration has other GPUs"
-                    if calibration and any(f.parts for f in calibration.fabrics)
-                    else ""
-                )
-                notes.append(
-                    f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
-                    f" fitted efficiency), not measured{suffix}"
-                )
-                if not gpu.is_cpu and not kind(gpu).known:
-                    notes.append(
-                        f"no kernel table for {gpu.name}: its shares of the peak are assumed; tables exist for "
-                        + ", ".join(sorted(k.name for k in kinds()))
-                    )
-            if not gpu.has_bf16 and self.costs.dtype is None:
-                notes.append(
-                    f"{gpu.name} has no bf16: train.dtype=auto means fp16 for the whole run, with loss scaling"
-                )
-            if not gpu.has_bf16 and gpu.attention is None:
-                notes.append(f"{gpu.name} has no FlashAttention: torch's own fused attention is assumed")
-            elif not gpu.is_cpu and gpu.attention is None and self.costs.software.flash:
-                notes.append("fused attention by Transformer Engine or torch; without it, a run stops at its start")
-            if str(pool.nic) in UNMEASURED_NICS and not self.costs.is_measured(pool):
-                notes.append(f"no figures for {pool.nic} ({pool.name}): RoCE's efficiency assumed")
-            if calibration is None or not any(f.links for f in calibration.fabrics):
-                notes.append("link latencies and efficiencies from published figures, not measured")
-        return tuple(dict.fromkeys([*notes, *self.costs.corrections.notes]))
-
-    def _calibration_notes(self, pool: Pool) -> Iterator[str]:
-        """Yield the gaps in a calibration for a pool's layers."""
-        measured = self.costs.calibration.best_match(pool) if self.costs.calibration is not None else None
-        assert measured is not None
-        if measured.fabric and measured.fabric != pool.name:
-            yield f"layer times on {pool.name} assumed as measured on {measured.fabric}, with the same GPUs"
-        gpu_kinds = {f.gpu.name for f in self.pools.values()}
-        if not measured.fabric and not measured.gpu and len(gpu_kinds) > 1:
-            yield (
-                f"the calibration names no GPU kind, the site has {' and '.join(sorted(gpu_kinds))}: calibrate again"
-                " (profiles and files of earlier releases may lack it)"
-            )
-        measured_tps = {p.tp for p in measured.parts if p.part == "layer"}
-        if measured_tps and self.parallel.tp not in measured_tps:
-            yield (
-                f"layers at TP {self.parallel.tp} estimated from TP {', '.join(map(str, sorted(measured_tps)))}, with"
-                f" collectives added; to measure them: `holmes calibrate plan.tp={self.parallel.tp}`"
-            )

@@ -11,6 +11,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning.cost.assumptions import assumptions
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import check_memory
@@ -261,7 +262,7 @@ def to_plan(candidate: Candidate | Variant | SharedSteps, site: Site, slower: Se
         transport_mode=layout.transport_mode,
         pace_layer_ms=layout.costs.pace_layer_ms,
         predicted=predict_layout(layout, candidate.layers),
-        assumptions=(*site.assumptions, *layout.assumptions, *candidate.notes),
+        assumptions=(*site.assumptions, *assumptions(layout), *candidate.notes),
         pace_factors=layout.costs.pace_factors,
     )
     return replace(plan, alternatives=_alternatives(candidate, slower))

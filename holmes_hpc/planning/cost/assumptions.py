@@ -1,0 +1,67 @@
+"""The assumptions behind a layout's costs: what was not measured, in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holmes_hpc.fabric.site import Pool
+from holmes_hpc.planning.cost.hardware import UNMEASURED_NICS
+from holmes_hpc.planning.cost.kernels import kind, kinds
+from holmes_hpc.planning.cost.layout import Layout
+
+
+def assumptions(layout: Layout) -> tuple[str, ...]:
+    """Return notes on all figures that were not measured."""
+    if layout.is_per_stage:
+        return tuple(dict.fromkeys(note for view in layout.views for note in assumptions(view)))
+    calibration, notes = layout.costs.calibration, list[str]()
+    for pool in dict.fromkeys(layout.pool(c) for c in layout.components):
+        gpu = pool.gpu
+        if layout.costs.pace_layer_ms:
+            notes.append(f"emulated compute: {layout.costs.pace_layer_ms:g} ms a layer forward, twice that backward")
+        elif layout.costs.is_measured(pool):
+            notes += _calibration_notes(layout, pool)
+        else:
+            suffix = (
+                "; the calibration has other GPUs" if calibration and any(f.parts for f in calibration.fabrics) else ""
+            )
+            notes.append(
+                f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
+                f" fitted efficiency), not measured{suffix}"
+            )
+            if not gpu.is_cpu and not kind(gpu).known:
+                notes.append(
+                    f"no kernel table for {gpu.name}: its shares of the peak are assumed; tables exist for "
+                    + ", ".join(sorted(k.name for k in kinds()))
+                )
+        if not gpu.has_bf16 and layout.costs.dtype is None:
+            notes.append(f"{gpu.name} has no bf16: train.dtype=auto means fp16 for the whole run, with loss scaling")
+        if not gpu.has_bf16 and gpu.attention is None:
+            notes.append(f"{gpu.name} has no FlashAttention: torch's own fused attention is assumed")
+        elif not gpu.is_cpu and gpu.attention is None and layout.costs.software.flash:
+            notes.append("fused attention by Transformer Engine or torch; without it, a run stops at its start")
+        if str(pool.nic) in UNMEASURED_NICS and not layout.costs.is_measured(pool):
+            notes.append(f"no figures for {pool.nic} ({pool.name}): RoCE's efficiency assumed")
+        if calibration is None or not any(f.links for f in calibration.fabrics):
+            notes.append("link latencies and efficiencies from published figures, not measured")
+    return tuple(dict.fromkeys([*notes, *layout.costs.corrections.notes]))
+
+
+def _calibration_notes(layout: Layout, pool: Pool) -> Iterator[str]:
+    """Yield the gaps in a calibration for a pool's layers."""
+    measured = layout.costs.calibration.best_match(pool) if layout.costs.calibration is not None else None
+    assert measured is not None
+    if measured.fabric and measured.fabric != pool.name:
+        yield f"layer times on {pool.name} assumed as measured on {measured.fabric}, with the same GPUs"
+    gpu_kinds = {f.gpu.name for f in layout.pools.values()}
+    if not measured.fabric and not measured.gpu and len(gpu_kinds) > 1:
+        yield (
+            f"the calibration names no GPU kind, the site has {' and '.join(sorted(gpu_kinds))}: calibrate again"
+            " (profiles and files of earlier releases may lack it)"
+        )
+    measured_tps = {p.tp for p in measured.parts if p.part == "layer"}
+    if measured_tps and layout.parallel.tp not in measured_tps:
+        yield (
+            f"layers at TP {layout.parallel.tp} estimated from TP {', '.join(map(str, sorted(measured_tps)))}, with"
+            f" collectives added; to measure them: `holmes calibrate plan.tp={layout.parallel.tp}`"
+        )
