@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.topology import PRIORITY, Topology
 
@@ -118,7 +119,8 @@ def _partitions(topology: Topology) -> Iterator[str]:
             f"MaxTime=INFINITE State=UP PriorityTier={PRIORITY} PreemptMode=OFF"
         )
     for extra in topology.partitions:
-        nodes = [node.name for node in topology.nodes if node.fabric.name in extra.fabrics]
+        only = set(expand(extra.nodes))
+        nodes = [n.name for n in topology.nodes if n.fabric.name in extra.fabrics and (not only or n.name in only)]
         yield (
             f"PartitionName={extra.name} Nodes={','.join(nodes)} Default=NO MaxTime=INFINITE State=UP "
             f"PriorityTier={extra.priority} PreemptMode={extra.preempt.upper()} GraceTime={extra.grace_s}"

@@ -281,10 +281,12 @@ def _replica(
 
 def _syncs_after_backward(layout: Layout) -> bool:
     """Return whether all data-parallel traffic follows the last backward pass.
-    Megatron-Core's overlap of several optimizer instances needs CUDA streams, and any overlap needs replicas that take
-    turns (training.model.optimizer.wrap)."""
+    Megatron-Core's overlap of several optimizer instances needs CUDA streams, and see
+    :attr:`Parallel.can_overlap` (training.model.optimizer.wrap)."""
     has_instances = layout.parallel.optimizer_instances > 1
-    return layout.is_weighted or (has_instances and any(layout.pool(c).gpu.is_cpu for c in layout.components))
+    return not layout.parallel.can_overlap or (
+        has_instances and any(layout.pool(c).gpu.is_cpu for c in layout.components)
+    )
 
 
 def _exposed_sync(

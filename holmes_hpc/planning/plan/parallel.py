@@ -186,10 +186,11 @@ class Parallel:
         return math.lcm(*self.tps)
 
     @property
-    def is_round_robin(self) -> bool:
-        """True if the replicas of every stage take turns.
-        Otherwise some replicas finish early, so gradient and parameter collectives cannot overlap with compute."""
-        return not any(stage.weights for stage in self.stages)
+    def can_overlap(self) -> bool:
+        """True if gradient and parameter collectives can overlap with compute.
+        In a pipeline, replicas must take turns: else one that finishes early would wait in a collective for others
+        that wait for its transfers."""
+        return self.pp == 1 or not any(stage.weights for stage in self.stages)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for checkpoints: the sizes of a uniform layout, else those of each stage."""

@@ -42,7 +42,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     p = plan.parallel
     # With several optimizer instances, Megatron-Core overlaps reductions only on CUDA streams: on CPUs each bucket
     # would block the backward pass.
-    can_overlap = p.is_round_robin and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
+    can_overlap = p.can_overlap and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
     overlap = train.overlap_grad_reduce and can_overlap
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
