@@ -21,7 +21,7 @@ from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, Parallel, Stag
 from holmes_hpc.planning.plan.parts import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import least_in_flight
-from holmes_hpc.planning.search.candidate import BUCKET_BYTES
+from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS
 from holmes_hpc.planning.search.layers import uniform_layers
 from holmes_hpc.planning.search.placement import component
 from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools, micro_sizes, tp_sizes
@@ -51,13 +51,18 @@ def best_shared_steps(problem: Problem) -> SharedSteps | None:
     for a in available_pools(problem.site, options):
         if a.pool.nic.rdma:
             pools_of.setdefault(a.pool.fabric_name, []).append(a)
-    found = (
+    candidates = (
         candidate
         for pools in pools_of.values()
         if len(pools) > 1 and not (options.nodes and len(pools) < len(options.nodes))
         for candidate in _candidates(problem, pools)
     )
-    return min(found, key=lambda c: c.seconds, default=None)
+    best = min(candidates, key=lambda c: c.seconds, default=None)
+    if best is None or options.bucket_bytes:
+        return best
+    layouts = [best.layout.with_settings(bucket_bytes=size) for size in (BUCKET_BYTES, *BUCKETS)]
+    seconds = [float(step_s(layout, best.layers)[0]) for layout in layouts]
+    return replace(best, layout=layouts[int(np.argmin(seconds))], seconds=min(seconds))
 
 
 def _is_excluded(options: PlanOptions) -> bool:
