@@ -81,7 +81,7 @@ def test_a_run_goes_on_under_another_plan_on_other_nodes(testbed, runs, tmp_path
         == 0
     )
     done = holmes("resume", "moved", "train.steps=12", "--plan", four, HOLMES_RUNS=str(runs))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0 and "expected start: " in done.stderr, done.stdout[-3000:] + done.stderr[-3000:]
     done = holmes(
         "run",
         "launcher=local",
