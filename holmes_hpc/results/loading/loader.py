@@ -21,6 +21,7 @@ import pandas as pd
 import pyarrow as pa
 
 from holmes_hpc.errors import ConfigError, RecordError, nearest
+from holmes_hpc.records.ownership import other_writers
 from holmes_hpc.records.schema import SKIPPED
 from holmes_hpc.results.columns import (
     FAMILIES,
@@ -117,9 +118,11 @@ def _load(root: Path, run_dirs: Sequence[tuple[str, str]], cache: bool) -> run_c
     if cache and len(run_dirs) >= MIN_CACHED_RUNS:
         folder = root / CACHE
         try:
-            folder.mkdir(exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return run_cache.load(folder, run_dirs)
+            # A link of another user could lead to own files, and a crafted Arrow file could crash the reader.
+            if other_writers(folder) is None:
+                folder.mkdir(exist_ok=True)
+                if os.access(folder, os.W_OK):
+                    return run_cache.load(folder, run_dirs)
         except (OSError, pa.ArrowException):
             pass  # no write permission, disk full, or another loader removed files
     with tempfile.TemporaryDirectory(prefix="holmes-cache-") as temporary:

@@ -190,6 +190,20 @@ def test_a_broken_cache_is_made_again(tmp_path: Path) -> None:
     assert len(load_steps(tmp_path)) == 72
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_a_cache_of_another_user_is_neither_read_nor_written(tmp_path: Path) -> None:
+    runs, own = tmp_path / "runs", tmp_path / "own"
+    many(runs)
+    own.mkdir()
+    (own / "results.parquet").touch()
+    (runs / loader.CACHE).symlink_to(own)
+    os.chown(runs / loader.CACHE, 54321, 54321, follow_symlinks=False)
+    assert len(load_runs(runs)) == 12 and [path.name for path in own.iterdir()] == ["results.parquet"]
+    (runs / loader.CACHE).unlink()
+    runs.chmod(0o777)
+    assert len(load_runs(runs)) == 12 and not (runs / loader.CACHE).exists()
+
+
 def test_no_place_for_a_cache_is_no_obstacle(tmp_path: Path) -> None:
     many(tmp_path)
     (tmp_path / loader.CACHE).write_text("a file in its place")
