@@ -182,6 +182,9 @@ LINE = {
 @example({"run": RUN, "result": at(RESULT, "final", value=[1])})
 @example({"run": RUN, "result": at(RESULT, "log_tail", value=5)})
 @example({"run": at(RUN, "attempts", value=False)})
+@example({"run": at(RUN, "overrides", value=1)})
+@example({"run": {**RUN, "local": {"pid": [1]}}})
+@example({"run": {**RUN, "local": {"pid": 5, "started": "x"}}})
 @settings(max_examples=25)
 def test_run_records(document: Any) -> None:
     said = {**{"run": None, "exit": None, "result": None, "line": None}, **document}
@@ -205,6 +208,8 @@ def test_run_records(document: Any) -> None:
             lambda: stands(run),
             lambda: run.attempt,
             lambda: run.config,
+            lambda: list(run.read_run()["overrides"]),
+            lambda: status.job_of(run),
         ):
             with one_line():
                 read()
@@ -307,6 +312,7 @@ def test_sysfs(files: Any, address: Any) -> None:
 
 @given(changed(plan()))
 @example(at(plan(), "transports", 0, "kind", gone=True))
+@example(at(plan(), "model", "kv_heads", value=10**19))
 @settings(max_examples=10)
 def test_reports(document: Any) -> None:
     from holmes_hpc.results.report import load_report

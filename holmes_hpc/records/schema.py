@@ -87,8 +87,9 @@ def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
         "slurm": {},
         "attempts": [],
     }
-    if not isinstance(data.get("attempts"), (list, type(None))):
-        raise RecordError(f"attempts is {data['attempts']!r}, not a list", where=where, hint="restore the file")
+    for key in ("attempts", "overrides"):
+        if not isinstance(data.get(key), (list, type(None))):
+            raise RecordError(f"{key} is {data[key]!r}, not a list", where=where, hint="restore the file")
     return {**empty, **{key: value for key, value in data.items() if value is not None or key not in empty}}
 
 

@@ -182,10 +182,15 @@ def family_columns(name: str, entries: list[dict[str, Any]]) -> dict[str, pd.Ser
     family = FAMILIES[name]
     columns = {}
     for key in dict.fromkeys(key for entry in entries for key in entry):
-        values = [entry.get(key) for entry in entries]
+        values = [None if _is_too_large(value := entry.get(key)) else value for entry in entries]
         kind = family.kind or _TYPES.get(infer_dtype(values, skipna=True), "object")
         columns[f"{family.prefix}{key}"] = pd.Series(values, dtype=kind)
     return columns
+
+
+def _is_too_large(value: Any) -> bool:
+    """Return whether `value` is an integer that does not fit into 64 bits, which no column can hold."""
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def family_values(row: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -20,6 +20,15 @@ from holmes_hpc.slurm.job_states import JobState, out_of_memory
 from holmes_hpc.submission.executor.environment import preempt_signal
 from holmes_hpc.submission.executor.watcher import WATCHER, JobIdentity
 
+_TICKET_TYPES: dict[str, Any] = {
+    "name": str,
+    "submitted": (int, float),
+    "components": int,
+    "tasks": int,
+    "token": str,
+    "batch_logs": list,
+}
+
 
 def ticket_path(folder: Path, job_id: str) -> Path:
     """Return the path of a job's ticket: the executor's record, which tells the job from others with the same id."""
@@ -35,8 +44,10 @@ def batch_log(folder: Path) -> Path | None:
 
 
 def read_ticket(folder: Path, job_id: str) -> dict[str, Any]:
-    """Return the content of a job's ticket (see :meth:`SlurmHetJob.write_ticket`); empty if there is none."""
-    return read_object(ticket_path(folder, job_id)) or {}
+    """Return the content of a job's ticket (see :meth:`SlurmHetJob.write_ticket`); empty if there is none. Values of
+    another type, in a damaged ticket, are left out."""
+    ticket = read_object(ticket_path(folder, job_id)) or {}
+    return {key: value for key, value in ticket.items() if isinstance(value, _TICKET_TYPES.get(key, object))}
 
 
 class SlurmHetJob(core.Job[Any]):

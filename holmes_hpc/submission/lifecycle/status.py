@@ -152,8 +152,12 @@ def _latest_submission(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         section if isinstance(section, dict) and section.get(key) else {}
         for section, key in ((record.get("local"), "pid"), (record.get("slurm"), "job_id"))
     )
-    is_local = local and float(local.get("started") or 0) >= float(slurm.get("submitted") or 0)
-    return (local, {}) if is_local else ({}, slurm)
+    try:
+        if local and int(local["pid"]) and float(local.get("started") or 0) >= float(slurm.get("submitted") or 0):
+            return local, {}
+    except (TypeError, ValueError, OverflowError) as e:
+        raise RecordError("section `local` or `slurm` is damaged", where="run.yaml", hint="restore the file") from e
+    return {}, slurm
 
 
 def _job_id(record: Mapping[str, Any]) -> str | None:

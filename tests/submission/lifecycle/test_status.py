@@ -24,6 +24,7 @@ from holmes_hpc.errors import ConfigError, RecordError, SubmissionError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import make
 from holmes_hpc.slurm.job_states import JobState
+from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.executor.watcher import JobIdentity, StateWatcher
 from holmes_hpc.submission.lifecycle import status as track
 from holmes_hpc.submission.lifecycle.outcome import build_result
@@ -252,3 +253,13 @@ def test_a_local_run_is_alive_after_the_clock_was_set_back(tmp_path: Path, monke
         finally:
             process_of_run.kill()
             other.kill()
+
+
+@pytest.mark.parametrize("ticket", [{"components": "x"}, {"tasks": [1]}, {"submitted": {}, "name": 5, "token": []}])
+def test_a_damaged_ticket_counts_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ticket: Any) -> None:
+    run = run_with(tmp_path / "run", slurm={"job_id": 7, "submitted": 5.0})
+    (run.path / "submission").mkdir()
+    (run.path / "submission" / "7_job.json").write_text(json.dumps(ticket))
+    monkeypatch.setattr(SlurmHetJob.watcher, "state_of", lambda *_: JobState("PENDING"))
+    assert track.run_status(run).state == "pending"
+    assert SlurmHetJob(run.path / "submission", "7").num_tasks == 1
