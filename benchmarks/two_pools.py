@@ -1,11 +1,11 @@
 """Train on two pools of one fabric, of unlike speed, and on each pool alone: the sum of both speeds is the aim.
 
     holmes testbed up slurm/testbed/pools.yaml; eval "$(holmes testbed env)"
-    python benchmarks/two_pools.py [--repeats 3] [--steps 40] [--root runs/two-pools]
+    python benchmarks/two_pools.py [--repeats 3] [--steps 14] [--root runs/two-pools]
 
 Nodes of the pool `old` compute half as fast (`train.pace_factors`): compute is emulated, the NICs are shaped. `shares`
 runs a pipeline of one stage on every node, and each step's micro-batches are shared by speed; `chosen` is the
-planner's own choice. Prints medians of step times after the first ten steps, and the bytes of RDMA beside the plan's.
+planner's own choice. Prints medians of step times after the first three steps, and the bytes of RDMA beside the plan's.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ pools:
   - {name: new, fabric: ib-a, partition: new}
   - {name: old, fabric: ib-a, partition: old}
 """
+BATCH = 24
 OVERRIDES = (
-    *("model=gpt_tiny", "model.layers=4", "batch.global_size=48", "batch.micro_size=1"),
+    *("model=gpt_tiny", "model.layers=4", "model.hidden=64", "model.heads=4", "model.kv_heads=4", "model.ffn=128"),
+    *(f"batch.global_size={BATCH}", "batch.micro_size=1"),
     *("train.pace_layer_ms=20", "train.pace_factors={new: 1, old: 2}", "train.log_interval=10"),
 )
 SHARES = ("plan.strategy=hierarchical-dp", "plan.pp=1")
@@ -39,7 +41,7 @@ CASES = {
     "shares": SHARES,
     "chosen": (),
 }
-WARM_UP = 10  # steps that do not count
+WARM_UP = 3  # steps that do not count
 
 
 def holmes(*words: str) -> str:
@@ -55,7 +57,7 @@ def main() -> None:
     """Run all cases `--repeats` times, alternating, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--root", type=Path, default=Path("runs/two-pools"))
     options = parser.parse_args()
     options.root.mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ def main() -> None:
             steps = f"train.steps={options.steps}"
             holmes("run", "--site", str(site), *OVERRIDES, *plan, steps, f"run_dir={run.path}")
             times = [line["step_time_s"] for line in run.metrics() if line["step"] > WARM_UP]
-            speeds[case].append(48 / statistics.median(times))
+            speeds[case].append(BATCH / statistics.median(times))
             report = json.loads(holmes("report", str(run.path), "--json"))
             traffic = report[0]["traffic"] if isinstance(report, list) else report["traffic"]
             rdma = next((row for row in traffic if row["kind"] == "ib-a"), None)

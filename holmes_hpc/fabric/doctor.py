@@ -17,6 +17,7 @@ from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
 from holmes_hpc.fabric.nccl import refusals
 from holmes_hpc.fabric.node_facts import Facts, ask_nodes
 from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
+from holmes_hpc.fabric.partitions import with_associations
 from holmes_hpc.fabric.software import check_software, software
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.slurm.hostlist import compress
@@ -261,9 +262,9 @@ def _marker_file() -> Iterator[Path | None]:
 def examine(settings: NodeSettings | None = None, asking: bool = True) -> list[Finding]:
     """Return all findings about this Slurm and, if `asking`, its idle nodes, errors first.
     Short jobs ask the nodes, in this process's environment."""
-    settings = settings or NodeSettings()
-    vocabulary = settings.vocabulary
-    nodes, partitions, config = read_nodes(vocabulary), read_partitions(), read_config()
+    partitions, config = read_partitions(), read_config()
+    settings = with_associations(settings, partitions)
+    nodes = read_nodes(settings.vocabulary)
     facts: list[Facts] = []
     unanswered: list[Finding] = []
     if asking:

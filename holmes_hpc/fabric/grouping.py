@@ -90,7 +90,8 @@ def group(
         if name not in names:
             raise SiteError(f"no partition {name!r}", where="settings", hint=f"Slurm has {', '.join(sorted(names))}")
     open_, passed_over = usable_partitions(partitions, settings)
-    eligible = _eligible(nodes, open_, notes)
+    refusals = {p.name: f"partition {p.name}: {reason}" for p, reason in passed_over}
+    eligible = _eligible(nodes, open_, refusals, notes)
     groups = _labelled_groups(eligible, open_, notes) + _unlabelled_groups(eligible, open_, notes)
     pools = [
         pool
@@ -105,13 +106,16 @@ def group(
     return Grouping(_named(pools), notes.lines(), notes.left_out)
 
 
-def _eligible(nodes: Sequence[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[SiteNode]:
-    """Return the nodes whose features, GPUs and partitions allow them to be part of a pool."""
+def _eligible(
+    nodes: Sequence[SiteNode], open_: dict[str, Partition], refusals: dict[str, str], notes: _Notes
+) -> list[SiteNode]:
+    """Return the nodes whose features, GPUs and partitions allow them to be part of a pool.
+    `refusals`: partition -> why it takes no job of the user."""
     site_has_gpus = any(n.gpus for n in nodes)
     eligible = []
     for n in nodes:
         if not any(p in open_ for p in n.partitions):
-            notes.leave_out([n], "in no open partition")
+            notes.leave_out([n], next((refusals[p] for p in n.partitions if p in refusals), "in no open partition"))
         elif n.reading.nic is None:
             notes.leave_out([n], f"{n.reading.problems[0]}; label it with `holmes label`")
         elif any("fabrics" in p for p in n.reading.problems):

@@ -14,6 +14,7 @@ from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
 from holmes_hpc.fabric.label import features_of
 from holmes_hpc.fabric.nics import NodeNics
 from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
+from holmes_hpc.fabric.partitions import with_associations
 from holmes_hpc.fabric.site import Pool
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Partition, read_config, read_partitions
@@ -167,8 +168,9 @@ def listing_of(
 
 def listing(settings: NodeSettings | None = None) -> Listing:
     """Return the listing of this Slurm's nodes and partitions."""
-    vocabulary = settings.vocabulary if settings else None
-    return listing_of(read_config().cluster, read_nodes(vocabulary), read_partitions(), settings)
+    partitions = read_partitions()
+    settings = with_associations(settings, partitions)
+    return listing_of(read_config().cluster, read_nodes(settings.vocabulary), partitions, settings)
 
 
 def probe_tables(nics: NodeNics) -> list[Table]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holmes_hpc.fabric.nodes import SiteNode
+from holmes_hpc.slurm.accounting import Association, read_associations
 from holmes_hpc.slurm.scontrol import Partition
 
 # Names of partitions for short, interactive or preemptible jobs.
@@ -22,7 +23,8 @@ _PREEMPTIBLE = re.compile(r"REQUEUE|CANCEL|SUSPEND", re.IGNORECASE)
 class NodeSettings:
     """The user's settings for reading nodes. `vocabulary`: the site's own file of features; None: HOLMES_FEATURES.
     `partitions`: use only these; empty: all. `account`, `qos`, `reservation`: of the job; None: not known.
-    `setup`, `job_options`: shell lines and srun options of the short jobs that ask nodes."""
+    `setup`, `job_options`: shell lines and srun options of the short jobs that ask nodes. `associations`: of the user,
+    for what is not known; empty: not known either."""
 
     vocabulary: str | None = None
     partitions: tuple[str, ...] = ()
@@ -31,6 +33,14 @@ class NodeSettings:
     reservation: str | None = None
     setup: tuple[str, ...] = ()
     job_options: tuple[str, ...] = ()
+    associations: tuple[Association, ...] = ()
+
+
+def with_associations(settings: NodeSettings | None, partitions: Sequence[Partition]) -> NodeSettings:
+    """Return the settings with the user's associations, if a partition admits only some accounts or QOS."""
+    settings = settings or NodeSettings()
+    is_limited = any(p.allow_accounts or p.deny_accounts or p.allow_qos or p.deny_qos for p in partitions)
+    return replace(settings, associations=read_associations()) if is_limited else settings
 
 
 def usable_partitions(
@@ -53,12 +63,32 @@ def usable_partitions(
 
 def _refusal(p: Partition, settings: NodeSettings) -> str | None:
     """Return why the partition takes no job of the user; None if it does, as far as is known."""
+    if p.root_only:
+        return "only root may use it"
+    if p.hidden and p.name not in settings.partitions:
+        return "it is hidden; partitions=[…] uses it"
     account, qos = settings.account, settings.qos
+    associations = [a for a in settings.associations if account in (None, a.accounts[0])]
+    if associations and all(a.partition not in ("", p.name) for a in associations):
+        return "sacctmgr shows no association of yours for it"
+    choices = [
+        (a.accounts, name)
+        for a in associations
+        if a.partition in ("", p.name)
+        for name in ((qos,) if qos else a.qos or (None,))
+    ]
+    refusals = [_limit(p, *choice) for choice in choices or [((account,) if account else (), qos)]]
+    return None if None in refusals else ", ".join(map(str, dict.fromkeys(refusals)))
+
+
+def _limit(p: Partition, accounts: Sequence[str], qos: str | None) -> str | None:
+    """Return why the partition takes no job of this account and QOS; None if it does, or if they are not known.
+    `accounts`: the account and those above it. Recent releases of Slurm admit accounts below an allowed one."""
+    allowed, denied = ({name.lower() for name in names} for names in (p.allow_accounts, p.deny_accounts))
+    account = accounts[0].lower() if accounts else ""
     cases = (
-        (p.root_only, "only root may use it"),
-        (p.hidden and p.name not in settings.partitions, "it is hidden; partitions=[…] uses it"),
-        (account and p.allow_accounts and account not in p.allow_accounts, f"AllowAccounts lacks {account}"),
-        (account and not p.allow_accounts and account in p.deny_accounts, f"DenyAccounts has {account}"),
+        (account and allowed and allowed.isdisjoint(map(str.lower, accounts)), f"AllowAccounts lacks {account}"),
+        (account and not allowed and account in denied, f"DenyAccounts has {account}"),
         (qos and p.allow_qos and qos not in p.allow_qos, f"AllowQos lacks {qos}"),
         (qos and not p.allow_qos and qos in p.deny_qos, f"DenyQos has {qos}"),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -101,6 +102,7 @@ _NEWER_KEYS = (
     "fabric",
     "exclude",
     "gres_type",
+    "rdma_efficiency",
 )
 # Keys about the use of a pool's nodes, not their hardware: a site's digest omits them.
 _USAGE_KEYS = ("node_names", "nodes", *(name for name in _NEWER_KEYS if name != "fabric"))
@@ -139,6 +141,9 @@ class Pool:
     fabric: Annotated[str, key("name of its fabric; empty: that of the pool")] = ""
     exclude: Annotated[str, key("nodes that its jobs must not get, if no feature excludes them: gpu[5-8]")] = ""
     gres_type: Annotated[str | None, key("type of its GPUs in Slurm's GRES, which jobs request")] = None
+    rdma_efficiency: Annotated[
+        float | None, key("share of rdma_gbps that payload reaches; null: that of the NIC type", gt=0, le=1)
+    ] = None
 
     def __post_init__(self) -> None:
         where = f"pool {self.name}"
@@ -162,16 +167,22 @@ class Pool:
                 "give the rate of one node over all its RDMA NICs, in Gb/s",
             ),
             (
-                not self.nic.rdma and self.rdma_gbps is not None,
-                "an Ethernet-only pool has rdma_gbps",
-                "remove rdma_gbps, or set nic to its RDMA type",
-            ),
-            (
                 self.node_names and len(self.node_names) < self.nodes,
                 f"{len(self.node_names)} node names for {self.nodes} nodes",
                 "give the names of all nodes, or none",
             ),
-            (has_hca and not self.nic.rdma, "an Ethernet-only pool has hca", "remove hca, or set nic to its RDMA type"),
+            *(
+                (
+                    is_set and not self.nic.rdma,
+                    f"an Ethernet-only pool has {name}",
+                    f"remove {name}, or set nic to its RDMA type",
+                )
+                for name, is_set in (
+                    ("rdma_gbps", self.rdma_gbps),
+                    ("rdma_efficiency", self.rdma_efficiency),
+                    ("hca", has_hca),
+                )
+            ),
             error=SiteError,
         )
 
@@ -213,6 +224,9 @@ class FabricLink:
         float | None, key("rate of a node of one fabric to the other; null: that of its Ethernet", unit="Gb/s", gt=0)
     ] = None
     delay_ms: Annotated[float, key("one-way delay beyond that of their own networks", unit="ms", ge=0)] = 0.0
+    total_gbps: Annotated[
+        float | None, key("rate that all nodes share, each way; null: no limit", unit="Gb/s", gt=0)
+    ] = None
 
     def __post_init__(self) -> None:
         where = f"link {' - '.join(map(str, self.between))}" if isinstance(self.between, list | tuple) else "link"
@@ -225,12 +239,17 @@ class FabricLink:
                 "name two different fabrics",
             ),
             (
-                self.gbps is None and not self.delay_ms,
-                "no gbps and no delay_ms",
-                "give gbps (Gb/s of a node), delay_ms, or both",
+                self.gbps is None and self.total_gbps is None and not self.delay_ms,
+                "no gbps, total_gbps or delay_ms",
+                "give gbps (Gb/s of a node), total_gbps (of all nodes), delay_ms, or several",
             ),
             error=SiteError,
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data. A missing total is left out: older files lack it."""
+        data = {**asdict(self), "between": list(self.between)}
+        return {name: value for name, value in data.items() if name != "total_gbps" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -240,7 +259,9 @@ class Site:
     name: Annotated[str, key("name of the site")]
     pools: Annotated[tuple[Pool, ...], key("its pools")]
     assumptions: Annotated[tuple[str, ...], key("assumptions in place of missing facts")] = ()
-    links: Annotated[tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, delay_ms}")] = ()
+    links: Annotated[
+        tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, total_gbps, delay_ms}")
+    ] = ()
 
     def __post_init__(self) -> None:
         where = f"site {self.name}"
@@ -300,18 +321,18 @@ class Site:
         """Return the link that the site declares between two fabrics, named in any order; None if it has none."""
         return next((link for link in self.links if frozenset(link.between) == {sender, receiver}), None)
 
-    def rate_gbps(self, transport: str, sender: Pool, receiver: Pool | None = None) -> float:
+    def rate_gbps(self, transport: str, sender: Pool, receiver: Pool | None = None, nodes: float = 1) -> float:
         """Return the nominal rate, without efficiency, from one node of `sender` to one of `receiver`.
 
         `transport`: ``rdma``, ``tcp``, or ``local`` (the rate of one GPU to its peers in the node). `receiver`: None
-        means the same pool.
+        means the same pool. `nodes`: of `sender`, sending to `receiver` at once; they share the link's `total_gbps`
+        equally.
         """
         link = self._link_used(transport, sender, receiver)
-        if link is not None and link.gbps is not None:
-            return link.gbps
         if transport == "rdma":
             return min(pool.data_gbps for pool in (sender, receiver or sender))
-        return {"local": sender.gpu.intra_node_gbps, "tcp": sender.ethernet_gbps}[transport]
+        gbps = {"local": sender.gpu.intra_node_gbps, "tcp": sender.ethernet_gbps}[transport]
+        return gbps if link is None else min(link.gbps or gbps, (link.total_gbps or math.inf) / nodes)
 
     def delay_s(self, transport: str, sender: Pool, receiver: Pool | None = None) -> float:
         """Return the one-way delay that a link adds to the latency of the fabrics' networks.
@@ -330,10 +351,10 @@ class Site:
             return self.fabrics[fabric][0].nccl_network
         return NCCL_NETWORKS[nic] if nic is not None else None
 
-    def slowest_gbps(self, transport: str, ring: Sequence[str]) -> float:
+    def slowest_gbps(self, transport: str, ring: Sequence[str], nodes: float = 1) -> float:
         """Return the lowest :meth:`rate_gbps` on a ring of nodes. `ring`: the name of each node's pool, in order."""
         pools = [self.pool(name) for name in ring]
-        return min(self.rate_gbps(transport, *pair) for pair in zip(pools, [*pools[1:], pools[0]], strict=True))
+        return min(self.rate_gbps(transport, *ends, nodes) for ends in zip(pools, [*pools[1:], pools[0]], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for :meth:`from_dict`. Pools that are fabrics by themselves are listed as `fabrics`."""
@@ -343,6 +364,7 @@ class Site:
             pool["gpu"] = {k: v for k, v in pool["gpu"].items() if v is not None}
         key_name = "pools" if any("fabric" in pool for pool in pools) else "fabrics"
         data = {key_name if k == "pools" else k: pools if k == "pools" else v for k, v in data.items()}
+        data["links"] = [link.to_dict() for link in self.links]
         return data if self.links else {k: v for k, v in data.items() if k != "links"}
 
     @classmethod

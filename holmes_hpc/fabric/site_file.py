@@ -25,6 +25,7 @@ MAX_VALUES = {
     "peak_tflops": 1e5,
     "memory_gib": 4096,
     "gbps": 6400,
+    "total_gbps": 1e5,
     "delay_ms": 1e4,
 }
 FIGURES = ("peak_tflops", "memory_gib", "intra_node_gbps")  # from a GPU kind's data sheet
@@ -44,7 +45,9 @@ class SiteFile:
         key("kind of GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}, if known attention and fused_norm"),
     ] = None
 
-    links: Annotated[tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, delay_ms}")] = ()
+    links: Annotated[
+        tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, total_gbps, delay_ms}")
+    ] = ()
 
     def __post_init__(self) -> None:
         check(self, f"site {self.name}", SiteError)

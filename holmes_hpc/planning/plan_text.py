@@ -334,7 +334,8 @@ def _reduced_rates(plan: Plan, costs: Costs) -> Iterable[str]:
     for pool in (plan.site.pool(c.pool) for c in plan.components if c.fabric in used):
         transport = used[pool.fabric_name]
         assert pool.rdma_gbps is not None
-        if costs.calibration is not None and costs.calibration.link(pool, str(transport.nic)) is not None:
+        is_measured = costs.calibration is not None and costs.calibration.link(pool, str(transport.nic)) is not None
+        if is_measured or pool.rdma_efficiency is not None:
             continue
         share = costs.link(transport, pool, "reduce_scatter").efficiency
         if share < REDUCED_RATE:

@@ -1,11 +1,13 @@
-"""The limits that the site's accounting (sacctmgr) sets for a user."""
+"""The limits and the associations that the site's accounting (sacctmgr) has for a user."""
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holmes_hpc.errors import SubmissionError
 from holmes_hpc.slurm.commands import slurm_with_retries
 
 _USER_LIMITS = ("MaxJobs", "MaxSubmit", "GrpJobs", "GrpSubmit")
@@ -25,6 +27,30 @@ class Qos:
         return min(self.limits.get(name, {}).items(), key=lambda pair: pair[1], default=None)
 
 
+@dataclass(frozen=True)
+class Association:
+    """An account that this user may charge. `accounts`: the account, then those above it, as far as known; `qos`: of
+    its jobs; `partition`: the only one that it is for, or empty."""
+
+    accounts: tuple[str, ...]
+    qos: tuple[str, ...] = ()
+    partition: str = ""
+
+
+def read_associations() -> tuple[Association, ...]:
+    """Return this user's associations; empty if the accounting does not answer. Slurm before 23.11 has no lineage."""
+    fields = ("Account", "QOS", "DefaultQOS", "Partition")
+    rows = _show("association", *fields, "Lineage") or _show("association", *fields)
+    return tuple(
+        Association(
+            tuple(dict.fromkeys((account, *filter(None, "".join(lineage).split("/"))))),
+            tuple(dict.fromkeys(filter(None, (default, *qos.split(","))))),
+            partition,
+        )
+        for account, qos, default, partition, *lineage in rows
+    )
+
+
 def read_job_limits() -> dict[str, int]:
     """Return {name: number} of the limits on this user's jobs; empty if the accounting does not answer."""
     limits: dict[str, int] = {}
@@ -41,10 +67,13 @@ def read_qos() -> Qos:
 
 def _show(entity: str, *fields: str) -> list[list[str]]:
     """Return sacctmgr's rows of all QOS or of this user's associations; empty if it does not answer at once."""
-    user_filter = ["where", f"user={getpass.getuser()}"] if entity == "association" else []
-    command = ["sacctmgr", "--noheader", "--parsable2", "show", entity, *user_filter, f"format={','.join(fields)}"]
-    answer = slurm_with_retries(command, patience_s=0, timeout_s=10)
-    return [line.split("|") for line in answer.out.splitlines()] if answer.ok else []
+    with contextlib.suppress(SubmissionError, KeyError, OSError):  # no sacctmgr, or a user without a name
+        user_filter = ["where", f"user={getpass.getuser()}"] if entity == "association" else []
+        command = ["sacctmgr", "--noheader", "--parsable2", "show", entity, *user_filter, f"format={','.join(fields)}"]
+        answer = slurm_with_retries(command, patience_s=0, timeout_s=10)
+        if answer.ok:
+            return [row for line in answer.out.splitlines() if len(row := line.split("|")) == len(fields)]
+    return []
 
 
 def _numbers(names: Sequence[str], texts: Sequence[str]) -> dict[str, int]:

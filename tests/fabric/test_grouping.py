@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.grouping import NodeSettings, constraint, group
 from holmes_hpc.fabric.nic_types import NicType
+from holmes_hpc.fabric.partitions import usable_partitions, with_associations
+from holmes_hpc.slurm.accounting import Association
 from holmes_hpc.slurm.hostlist import expand
 
 VOCABULARY = read_vocabulary()
@@ -356,6 +359,72 @@ def test_partitions_that_refuse_the_user_are_passed_over(fields: dict, settings:
     assert grouping.pools[0].partition == "b"
     assert any(f"partition a is passed over: {reason}" in a for a in grouping.assumptions)
     assert grouped(nodes, partitions[1:]).pools[0].partition == "b"
+
+
+BIO = Association(("bio", "root", "science"), ("normal", "high"))
+CHEM = Association(("chem",), ("normal",))
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "associations", "reason"),
+    [
+        ({"allow_accounts": ("math",)}, {}, (BIO, CHEM), "AllowAccounts lacks bio, AllowAccounts lacks chem"),
+        ({"allow_accounts": ("CHEM",)}, {}, (BIO, CHEM), None),
+        ({"allow_accounts": ("science",)}, {}, (BIO, CHEM), None),  # an account above it
+        ({"allow_accounts": ("chem",)}, {"account": "bio"}, (BIO, CHEM), "AllowAccounts lacks bio"),
+        ({"allow_accounts": ("science",)}, {"account": "bio"}, (BIO, CHEM), None),
+        ({"deny_accounts": ("bio", "chem")}, {}, (BIO, CHEM), "DenyAccounts has bio, DenyAccounts has chem"),
+        ({"deny_accounts": ("bio",)}, {}, (BIO, CHEM), None),
+        ({"allow_qos": ("high",)}, {}, (BIO, CHEM), None),
+        ({"allow_qos": ("high",)}, {}, (CHEM,), "AllowQos lacks normal"),
+        ({"allow_qos": ("high",)}, {"qos": "normal"}, (BIO, CHEM), "AllowQos lacks normal"),
+        ({"deny_qos": ("normal",)}, {}, (BIO, CHEM), None),
+        ({"deny_qos": ("normal",)}, {"account": "chem"}, (BIO, CHEM), "DenyQos has normal"),
+        ({"allow_accounts": ("chem",), "allow_qos": ("high",)}, {}, (BIO, CHEM), "AllowAccounts lacks bio, AllowQos"),
+        ({"allow_qos": ("high",)}, {}, (replace(CHEM, qos=()),), None),  # not known
+        ({}, {}, (replace(CHEM, partition="b"),), "sacctmgr shows no association of yours for it"),
+        ({}, {}, (replace(CHEM, partition="a"),), None),
+        ({"allow_accounts": ("math",), "allow_qos": ("high",)}, {}, (), None),  # sacctmgr did not answer
+    ],
+)
+def test_partitions_that_admit_none_of_the_users_associations_are_passed_over(
+    fields: dict, settings: dict, associations: tuple, reason: str | None
+) -> None:
+    limited = replace(partition("a", "n1"), **fields)
+    user = NodeSettings(**settings, associations=associations)
+    open_, _ = usable_partitions([limited], user)
+    assert list(open_) == (["a"] if reason is None else [])
+    if reason is not None:
+        with pytest.raises(SiteError, match=rf"no usable node \(n1: partition a: {re.escape(reason)}"):
+            grouped([node("n1", "nic_ib", "a")], [limited], user).site("s")
+
+
+names = st.sampled_from(["bio", "chem", "math"])
+lists = st.lists(names, max_size=3).map(tuple)
+
+
+@given(lists, lists, lists, lists, st.lists(st.builds(Association, lists.filter(bool), lists), max_size=3))
+def test_one_more_association_never_closes_a_partition(
+    allow: tuple, deny: tuple, allow_qos: tuple, deny_qos: tuple, associations: list[Association]
+) -> None:
+    limited = replace(
+        partition("a", "n1"), allow_accounts=allow, deny_accounts=deny, allow_qos=allow_qos, deny_qos=deny_qos
+    )
+
+    def is_open(count: int) -> bool:
+        return "a" in usable_partitions([limited], NodeSettings(associations=tuple(associations[:count])))[0]
+
+    assert is_open(0)  # nothing is known
+    assert all(is_open(count) <= is_open(count + 1) for count in range(1, len(associations)))
+
+
+def test_associations_are_read_only_for_partitions_with_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holmes_hpc.fabric.partitions.read_associations", lambda: (BIO,))
+    plain = partition("a", "n1")
+    assert with_associations(None, [plain]) == NodeSettings()
+    for field in ("allow_accounts", "deny_accounts", "allow_qos", "deny_qos"):
+        settings = with_associations(NodeSettings(qos="high"), [plain, replace(plain, **{field: ("x",)})])
+        assert settings == NodeSettings(qos="high", associations=(BIO,))
 
 
 def test_reserved_nodes_serve_only_their_reservation() -> None:

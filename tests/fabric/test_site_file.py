@@ -104,6 +104,8 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
         ("nic: ib,", "nic: ib, hca: mlx5_0,", "hca is 'mlx5_0'; use a list of texts"),
         ("nic: ib,", "nic: ib, storage: [10.9.0.0/99],", "storage: '10.9.0.0/99' is not a network"),
         ("nic: ib,", "nic: ib, node_nics: {ib1: {ethernt: x}},", "did you mean 'ethernet'"),
+        ("nic: ethernet,", "nic: ethernet, rdma_efficiency: 0.5,", "Ethernet-only pool has rdma_efficiency"),
+        ("nic: roce,", "nic: roce, rdma_efficiency: 1.5,", "rdma_efficiency is 1.5"),
         ("nodes: 4, gpus_per_node: 8}", "nodes: 4.5, gpus_per_node: 8}", "nodes is 4.5"),
         ("gpus_per_node: 8}", "gpu_per_node: 8}", "did you mean 'gpus_per_node'"),
         ("partition: gpu-ib,", "", "partition is missing"),
@@ -116,7 +118,7 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
         ("fabrics:", "links: [{between: [ib-a, roce-b], gbps: 10}]\nfabrics:", "a link names unknown fabric 'roce-b'"),
         ("fabrics:", "links: [{between: [ib-a, ib-a], gbps: 10}]\nfabrics:", "between is ['ib-a', 'ib-a']"),
         ("fabrics:", "links: [{between: [ib-a, roce-a], gbps: -1}]\nfabrics:", "gbps is -1; use a number above 0"),
-        ("fabrics:", "links: [{between: [ib-a, roce-a]}]\nfabrics:", "no gbps and no delay_ms; give gbps"),
+        ("fabrics:", "links: [{between: [ib-a, roce-a]}]\nfabrics:", "no gbps, total_gbps or delay_ms; give gbps"),
         ("fabrics:", "links: [{between: [ib-a, roce-a], delay: 5}]\nfabrics:", "unknown key 'delay'"),
         (
             "fabrics:",
@@ -133,6 +135,12 @@ def test_digest_changes_with_hardware_only(tmp_path: Path) -> None:
             "links: [{between: [ib-a, roce-a], gbps: 1.0e+10}]\nfabrics:",
             "link ib-a - roce-a: gbps is 1e+10",
         ),
+        (
+            "fabrics:",
+            "links: [{between: [ib-a, roce-a], total_gbps: 0}]\nfabrics:",
+            "total_gbps is 0; use a number above",
+        ),
+        ("fabrics:", "links: [{between: [ib-a, roce-a], total_gbps: 1.0e+10}]\nfabrics:", "total_gbps is 1e+10"),
         ("memory_gib: 80", "memory_gib: 80, attention: quick", "attention is 'quick'; use flash"),
         ("memory_gib: 80", "memory_gib: 80, fused_norm: 3", "fused_norm is 3; use true or false, or null"),
         ("name: a100-80gb", "attention: flash, name: v100-32gb", "attention is flash, which v100-32gb does not"),
@@ -153,10 +161,20 @@ def test_not_a_site(tmp_path: Path, text: str) -> None:
 
 
 def test_links(tmp_path: Path) -> None:
-    links = "links: [{between: [roce-a, ib-a], gbps: 10, delay_ms: 5}]\n"
+    links = "links: [{between: [roce-a, ib-a], gbps: 10, delay_ms: 5}, {between: [ib-a, eth-a], total_gbps: 10}]\n"
     site = read(tmp_path, GOOD.replace("fabrics:", links + "fabrics:"))
     link = site.link("ib-a", "roce-a")
-    assert link is not None and (link.gbps, link.delay_ms) == (10, 5) and site.link("ib-a", "eth-a") is None
+    assert link is not None and (link.gbps, link.delay_ms) == (10, 5) and site.link("roce-a", "eth-a") is None
+    ib, eth = site.pool("ib-a"), site.pool("eth-a")
+    assert [site.rate_gbps("tcp", ib, eth, nodes) for nodes in (1, 32)] == [10, 10 / 32]
+    assert type(site).from_dict(json.loads(json.dumps(site.to_dict()))) == site
+    assert ["total_gbps" in data for data in site.to_dict()["links"]] == [False, True]
+
+
+def test_the_rdma_efficiency_of_a_fabric_is_written_only_if_set(tmp_path: Path) -> None:
+    site = read(tmp_path, GOOD.replace("nic: roce,", "nic: roce, rdma_efficiency: 0.9,"))
+    assert [f.get("rdma_efficiency") for f in site.to_dict()["fabrics"]] == [None, 0.9, None]
+    assert "rdma_efficiency" not in site.to_dict()["fabrics"][0] and type(site).from_dict(site.to_dict()) == site
 
 
 @pytest.mark.parametrize(

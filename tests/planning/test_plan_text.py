@@ -98,6 +98,8 @@ def test_a_network_assumed_much_slower_than_its_rate_is_listed() -> None:
     line = "roce-b: 63.8 of its 200 Gb/s are assumed usable (NCCL over RoCE, published runs); `holmes calibrate`"
     text = " ".join(explain(plan, Costs(), width=10_000))
     assert line in text and text.count("assumed usable") == 1
+    stated = replace(plan, site=replace(site, pools=(fabrics[0], replace(fabrics[1], rdma_efficiency=0.5))))
+    assert "assumed usable" not in " ".join(explain(stated, Costs(), width=10_000))
     measured = MeasuredPool("roce-b", A100.name, links={"roce": Link(1e-5, 0.5)})
     assert "assumed usable" not in " ".join(explain(plan, Costs(Calibration(fabrics=(measured,))), width=10_000))
 

@@ -40,7 +40,7 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
             notes.append(f"{gpu.name} has no FlashAttention: torch's own fused attention is assumed")
         elif not gpu.is_cpu and gpu.attention is None and layout.costs.software.flash:
             notes.append("fused attention by Transformer Engine or torch; without it, a run stops at its start")
-        if str(pool.nic) in UNMEASURED_NICS and not layout.costs.is_measured(pool):
+        if str(pool.nic) in UNMEASURED_NICS and pool.rdma_efficiency is None and not layout.costs.is_measured(pool):
             notes.append(f"no figures for {pool.nic} ({pool.name}): RoCE's efficiency assumed")
         if calibration is None or not any(f.links for f in calibration.fabrics):
             notes.append("link latencies and efficiencies from published figures, not measured")

@@ -126,7 +126,7 @@ class Calibration(Checked, where="calibration"):
                 }
                 for f in self.fabrics
             ],
-            "between": [{**asdict(b), "between": list(b.between)} for b in self.between],
+            "between": [b.to_dict() for b in self.between],
         }
 
     def best_match(self, pool: Pool) -> MeasuredPool | None:
@@ -155,9 +155,14 @@ class Calibration(Checked, where="calibration"):
         )
 
     def with_measured_links(self, site: Site) -> Site:
-        """Return `site` with the measured links between its fabrics. A note reports large differences."""
+        """Return `site` with the measured links between its fabrics. A note reports large differences.
+        Totals stay as the site says: a pair of nodes measures none."""
         names, links = {f.name for f in site.pools}, {frozenset(link.between): link for link in site.links}
-        measured_links = {frozenset(b.between): b for b in self.between if names.issuperset(b.between)}
+        measured_links = {
+            pair: replace(b, total_gbps=links[pair].total_gbps) if pair in links else b
+            for b in self.between
+            if names.issuperset(pair := frozenset(b.between))
+        }
         if all(links.get(pair) == link for pair, link in measured_links.items()):
             return site
         notes = [

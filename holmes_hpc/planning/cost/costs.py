@@ -121,7 +121,8 @@ class Costs:
         """Return a transport's link on `pool`, for messages or a `collective` (reduce_scatter, all_gather)."""
         name = "local" if transport.kind == "local" else str(transport.nic)
         return self._memo.of(
-            *(name, pool.name, pool.gpu, collective), compute=lambda: self._link(name, pool, collective)
+            *(name, pool.name, pool.gpu, pool.rdma_efficiency, collective),
+            compute=lambda: self._link(name, pool, collective),
         )  # a search calls this a hundred thousand times
 
     def _link(self, name: str, pool: Pool, collective: str) -> Link:
@@ -130,6 +131,8 @@ class Costs:
             link = self._links(pool.gpu)[name]
             if name == "ib" and not (pool.gpu.is_cpu or self.pace_layer_ms):
                 link = replace(link, efficiency=self.stack.ib if collective else self.stack.transfer)
+            if pool.rdma_efficiency is not None and name == str(pool.nic):
+                link = replace(link, efficiency=pool.rdma_efficiency)
         return replace(link, efficiency=link.efficiency * self.corrections.rates.get(name, 1.0))
 
     def _links(self, gpu: Gpu) -> Mapping[str, Link]:

@@ -321,18 +321,25 @@ class Layout:
         return self.transport_rule.of({first.pool, last.pool}, is_local)
 
     def rate(
-        self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None
+        self,
+        transport: Transport,
+        component: Component,
+        collective: str = "",
+        peer: Component | None = None,
+        nodes: float = 1,
     ) -> float:
         """Return the payload bytes per second of one node (locally: one rank), in messages or a collective.
-        `peer`: the receiver, if it may be on another pool."""
+        `peer`: the receiver, if it may be on another pool. `nodes`: as in :meth:`Site.rate_gbps`."""
         return self.pool_memo.of(
-            *("rate", transport.kind, component.pool, collective, peer.pool if peer else ""),
-            compute=lambda: self._rate(transport, component, collective, peer),
+            *("rate", transport.kind, component.pool, collective, peer.pool if peer else "", nodes),
+            compute=lambda: self._rate(transport, component, collective, peer, nodes),
         )
 
-    def _rate(self, transport: Transport, component: Component, collective: str, peer: Component | None) -> float:
+    def _rate(
+        self, transport: Transport, component: Component, collective: str, peer: Component | None, nodes: float
+    ) -> float:
         pool = self.pool(component)
-        gbps = self.site.rate_gbps(transport.kind, pool, self.pool(peer) if peer else None)
+        gbps = self.site.rate_gbps(transport.kind, pool, self.pool(peer) if peer else None, nodes)
         return gbps * 1e9 / 8 * self.costs.link(transport, pool, collective).efficiency
 
     def latency(

@@ -103,12 +103,14 @@ def activation_bytes(layout: Layout, transport: Transport, component: Component)
 
 
 def transfer_s(layout: Layout, transport: Transport, source: Component, target: Component) -> float:
-    """Return the seconds of one stage transfer. The ranks of a node at its edge share the node's NIC."""
+    """Return the seconds of one stage transfer. The ranks of a node at its edge share the node's NIC.
+    All nodes of a stage transfer at the same time, so they share the `total_gbps` of a link between fabrics."""
     p, sent_bytes = layout.parallel, activation_bytes(layout, transport, source)
     if transport.kind == "local":
         return layout.latency(transport, source) + sent_bytes / layout.rate(transport, source)
     slowest_rate = min(
-        layout.rate(transport, c, peer=to) / _ranks_at_edge(layout, c) for c, to in ((source, target), (target, source))
+        layout.rate(transport, c, peer=to, nodes=_nodes_at_edge(layout, c)) / _ranks_at_edge(layout, c)
+        for c, to in ((source, target), (target, source))
     )
     seconds = layout.latency(transport, source, peer=target) + sent_bytes / slowest_rate
     if layout.costs.software.scatter_transfers and p.tp > 1 and not p.sequence_parallel:
@@ -122,6 +124,10 @@ def _ranks_at_edge(layout: Layout, component: Component) -> int:
     if layout.is_hierarchical:  # of each pipeline with a stage on the node
         return p.tp * max(1, component.gpus_per_node // (p.tp * p.pp))
     return min(component.gpus_per_node, p.dp * p.tp)
+
+
+def _nodes_at_edge(layout: Layout, component: Component) -> float:
+    return layout.parallel.dp * layout.parallel.tp / _ranks_at_edge(layout, component)
 
 
 def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
@@ -153,12 +159,14 @@ def collective_times(
     factor: float,
     sharing: float,
     pairs: Sequence[tuple[Component, Component]] = (),
+    senders: float = 1,
 ) -> np.ndarray:
     """Return the seconds of a ring collective per byte of the complete tensor and per call, (2,).
 
     Each rank sends `factor` * (n-1)/n of the tensor. `sharing` groups leave one node, each once. A ring has as many
     steps as ranks, each with a latency. `op`: the link's key. `pairs`: components that the ring connects beside
-    its path through this one; each step waits for the slowest.
+    its path through this one; each step waits for the slowest. `senders`: nodes of a pair that send to the other
+    component at once, in as many rings; they share the `total_gbps` of its link.
     """
     if ranks == 1:
         return np.zeros(2)
@@ -169,7 +177,7 @@ def collective_times(
     latency_s = factor * ((ranks - nodes) * layout.latency(local, component, op))
     if transport.kind == "local":
         return np.array([inside, latency_s])
-    rates = [layout.rate(transport, component, op), *(layout.rate(transport, a, op, b) for a, b in pairs)]
+    rates = [layout.rate(transport, component, op), *(layout.rate(transport, a, op, b, senders) for a, b in pairs)]
     delays = [layout.latency(transport, component, op), *(layout.latency(transport, a, op, b) for a, b in pairs)]
     outside = sent_share * sharing / min(rates)
     latency_s += factor * (nodes - 1) * max(delays)
@@ -228,6 +236,7 @@ def _sync_times(
             factor=collectives.all_reduce,
             sharing=component.gpus_per_node,
             pairs=layout.ring_links,
+            senders=max(1, p.world_size / p.optimizer_instances / component.gpus_per_node),
         )
     return reduce, ring("all_gather", collectives.all_gather, costs.weight_bytes(gpu))
 
@@ -253,6 +262,7 @@ def _tied_embedding_s(layout: Layout) -> float:
                 factor=2.0,
                 sharing=sharing,
                 pairs=[pair],
+                senders=_nodes_at_edge(layout, component),
             )
             times.append(float(embedding_bytes(layout) / p.tp * byte + call))
     return max(times)
@@ -301,10 +311,13 @@ def edge_times(layout: Layout) -> RowDurations:
 
 
 def _edge_times(layout: Layout, upper: int, forward: bool) -> tuple[float, float]:
+    """Return (seconds that a transfer occupies both nodes, seconds of latency) of the edge below the stage `upper`.
+    A node has one transfer at a time, so as many share a link between fabrics as the side with fewer nodes has."""
     ends = [(layout.views[s], layout.replicas[0][s]) for s in (upper, upper + 1)]
     transport = ends[0][0].edges[0][upper]
+    nodes = min(_nodes_at_edge(view, end) for view, end in ends)
     busy_s = max(
-        activation_bytes(view, transport, end) * view.parallel.tp / view.rate(transport, end, peer=peer)
+        activation_bytes(view, transport, end) * view.parallel.tp / view.rate(transport, end, peer=peer, nodes=nodes)
         for (view, end), (_, peer) in (ends, ends[::-1])
     )
     (view, source), (_, target) = ends if forward else ends[::-1]
@@ -330,7 +343,15 @@ def tied_per_stage_s(layout: Layout) -> float:
     for stage, component in zip(ends, components, strict=True):
         view, transport = layout.views[stage], layout.views[stage].embedding_transport()
         byte, call = collective_times(
-            view, component, transport, ranks=sum(sizes), nodes=nodes, op="reduce_scatter", factor=2.0, sharing=1.0
+            view,
+            component,
+            transport,
+            ranks=sum(sizes),
+            nodes=nodes,
+            op="reduce_scatter",
+            factor=2.0,
+            sharing=1.0,
+            pairs=[(components[0], components[1])],
         )
         times.append(float(embedding_bytes(layout) * byte + call))
     return max(times)

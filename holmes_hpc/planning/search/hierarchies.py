@@ -23,7 +23,7 @@ MAX_STAGES = 64
 
 def hierarchies(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
     """Yield the hierarchical placements of `dp` pipelines that `limit` admits, with the largest optimizer instances."""
-    fixed_pp, edge_s = costs.options.stages, 1 / costs.between_gbps  # of a transfer of 1 Gb between two pools
+    fixed_pp, edge_s = costs.options.stages, 1 / costs.between_gbps(1)  # of a transfer of 1 Gb between two pools
     depths = np.array([fixed_pp] if fixed_pp else range(1, min(costs.layers, MAX_STAGES) + 1))
     depths = depths[(depths <= costs.layers) & (depths * costs.tp * dp <= costs.ranks.sum())]
     per_stage, chunks = -(-costs.layers // depths), costs.max_chunks_array(depths, costs.micro_batches // dp)
@@ -132,7 +132,11 @@ def _splits(
 def _estimate(costs: PoolCosts, dp: int, pp: int, used: list[int], instance_dp: int) -> Estimate:
     """Estimate the step of pipelines in the pools `used`, with optimizer instances of `instance_dp` ranks."""
     per_stage, chunks = -(-costs.layers // pp), costs.max_chunks(pp, costs.micro_batches // dp)
-    across = costs.cached(costs.ring_s, tuple(used)) * per_stage / instance_dp if instance_dp < dp else 0.0
+    across = (
+        costs.cached(costs.ring_s, tuple(used), instance_dp * pp * costs.tp) * per_stage / instance_dp
+        if instance_dp < dp
+        else 0.0
+    )
     reduce, gather = costs.cached(costs.sync_s, instance_dp, min(pp, costs.node_stride))
     layer_s = max(costs.layer_s_list[f] for f in used)
     sharing = min(pp, max(costs.available[f].gpus_per_node for f in used) // costs.tp)  # stages that share a node's NIC

@@ -10,9 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from holmes_hpc.config.model import Batch
-from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cache import Memo
-from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.memory import capacity
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, TransportRule
@@ -55,7 +53,15 @@ class PoolCosts:
             for collective in ("", "reduce_scatter", "all_gather")
         }
         self.latency_s = np.array([costs.link(t, f).latency_s for f, t in pools])
-        self.ethernet_gbps, self.between_gbps, self.between_latency_s = _ethernet_rates(site, available, costs)
+        self.site, ethernet = site, [costs.link(TCP, a.pool) for a in available]
+        self._tcp_efficiency = np.array([link.efficiency for link in ethernet])
+        self.ethernet_gbps = np.array([site.rate_gbps("tcp", a.pool) for a in available]) * self._tcp_efficiency
+        self.between_latency_s = np.array(
+            [
+                [link.latency_s + site.delay_s("tcp", a.pool, b.pool) for b in available]
+                for a, link in zip(available, ethernet, strict=True)
+            ]
+        )
         self.has_links = bool(site.links)
         self.micro_batches, self.layers = batch.global_size // micro_size, model.layers
         self.gpus_per_node = np.array([a.gpus_per_node for a in available])
@@ -75,6 +81,18 @@ class PoolCosts:
         self.node_stride = int(self.gpus_per_node.max()) // tp + 1  # TP blocks this far apart share no node
         self._layers_per_s = [float(ranks) / s for ranks, s in zip(self.ranks, self.layer_s_list, strict=True)]
         self._memo = Memo()
+
+    def between_gbps(self, ranks: int) -> np.ndarray:
+        """Return the payload rate from a node of each pool to one of each other pool, (F, F), while the nodes of
+        `ranks` ranks send at once."""
+        if not any(link.total_gbps for link in self.site.links):
+            ranks = 1  # the number does not matter: compute the rates once
+        return self.cached(self._between_gbps, ranks)
+
+    def _between_gbps(self, ranks: int) -> np.ndarray:
+        pools = [(a.pool, max(1, ranks / a.gpus_per_node)) for a in self.available]
+        gbps = [[self.site.rate_gbps("tcp", a, b, nodes) for b, _ in pools] for a, nodes in pools]
+        return np.array(gbps) * self._tcp_efficiency[:, None]
 
     def order_pools(self, pools: list[int], edge_s: np.ndarray, is_ring: bool = False) -> list[int]:
         """Return the pools ordered by :func:`shortest_order` if the site defines links between fabrics."""
@@ -117,11 +135,15 @@ class PoolCosts:
         layers_per_s = sum(self._layers_per_s[f] for f in pools) / (self.tp * dp)
         return self.micro_batches / dp * max(min(self.layer_s_list[f] for f in pools), self.layers / layers_per_s)
 
-    def ring_s(self, pools: tuple[int, ...]) -> float:
-        """Return the seconds of an all-reduce of one rank's gradients of one layer around a ring of pools."""
-        size = 2.0 * layer_parameters(self.model, self.tp) * self.cost_model.gradient_size
+    def ring_s(self, pools: tuple[int, ...], rings: int) -> float:
+        """Return the seconds of an all-reduce of one rank's gradients of one layer around each of `rings` rings of
+        pools at once."""
+        size, between_gbps = (
+            2.0 * layer_parameters(self.model, self.tp) * self.cost_model.gradient_size,
+            self.between_gbps(rings),
+        )
         return size / min(
-            min(self.ethernet_gbps[a], self.between_gbps[a, b]) * 1e9 / 8 / self.available[a].gpus_per_node
+            min(self.ethernet_gbps[a], between_gbps[a, b]) * 1e9 / 8 / self.available[a].gpus_per_node
             for a, b in zip(pools, pools[1:] + pools[:1], strict=True)
         )
 
@@ -159,7 +181,7 @@ class PoolCosts:
         if self.options.sequence_parallel is not False:
             size /= self.tp
         ranks = np.minimum(self.gpus_per_node, self.tp * dp)
-        between = size * ranks[:, None] / self.between_gbps + self.between_latency_s
+        between = size * ranks[:, None] / self.between_gbps(self.tp * dp) + self.between_latency_s
         return size * ranks / self.inside_gbps[""] + self.latency_s, np.maximum(between, between.T)
 
     def sync_s(self, dp: int, stride: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -186,21 +208,3 @@ class PoolCosts:
             seconds.append(sizes / (rates * 1e9 / 8))
         reduce, gather = np.array(seconds).T
         return reduce, gather
-
-
-def _ethernet_rates(
-    site: Site, available: list[AvailablePool], costs: Costs
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what a node's Ethernet carries: (Gb/s in all, Gb/s to each other pool, seconds of latency to it).
-
-    Rates are of payload. The shapes are (F,), (F, F) and (F, F).
-    """
-    pools = [a.pool for a in available]
-    links = [costs.link(TCP, f) for f in pools]
-    efficiency = np.array([link.efficiency for link in links])
-    ethernet_gbps = np.array([site.rate_gbps("tcp", f) for f in pools]) * efficiency
-    between_gbps = np.array([[site.rate_gbps("tcp", a, b) for b in pools] for a in pools]) * efficiency[:, None]
-    latency_s = [
-        [link.latency_s + site.delay_s("tcp", a, b) for b in pools] for a, link in zip(pools, links, strict=True)
-    ]
-    return ethernet_gbps, between_gbps, np.array(latency_s)

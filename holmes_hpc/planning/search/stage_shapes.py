@@ -9,9 +9,9 @@ computed. Filling and draining the pipeline adds to the step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import permutations, product
 from math import factorial, inf
 
@@ -246,7 +246,7 @@ class _ShapeEstimator:
         latency = shares @ np.array([t.layer_s for t in tables]) * self.model.layers  # of one micro-batch
         transfer = np.zeros(len(counts))  # lower bound, with a pool's stages as wide as possible
         for f, table in enumerate(tables if len(tables) > 1 else ()):
-            least = min(self._transfers_s[f, g, table.tps[0]] for g in range(len(tables)) if g != f)
+            least = min(self._transfers_s(f, g, table.tps[0], 1) for g in range(len(tables)) if g != f)
             has_edge = (counts[:, f] > 0) & (counts[:, f] < stages)
             transfer = np.maximum(transfer, np.where(has_edge, least * counts[:, f] / table.available.nodes, 0.0))
         seconds = np.maximum(tables[0].stage_time_limits[limit], transfer) + latency * (1 - 1 / stages)
@@ -308,7 +308,10 @@ class _ShapeEstimator:
                 return inf
             if s:
                 f_above, nodes_above, tp_above = stages[s - 1]
-                down, up = self._transfers_s[f_above, f, tp_above], self._transfers_s[f, f_above, tp]
+                down, up = (
+                    self._transfers_s(f_above, f, tp_above, nodes_above),
+                    self._transfers_s(f, f_above, tp, nodes),
+                )
                 shares = (self.available[g].gpus_per_node / t / m for g, t in ((f_above, tp_above), (f, tp)))
                 transfer = sum(seconds * share for seconds, share in zip((down, up), shares, strict=True))
                 nic_s[s - 1][f != f_above] += down / nodes_above
@@ -345,19 +348,17 @@ class _ShapeEstimator:
         return max(high, NIC_WAIT * busiest_nic, busiest_nic + assign(high)[1])
 
     @cached_property
-    def _transfers_s(self) -> dict[tuple[int, int, int], float]:
-        """The seconds in which one node would send a step's activations, by (its pool, the other pool, TP)."""
-        return {
-            (f, g, tp): self._transfer_s(f, g, tp)
-            for (f, tp), g in product(self._stage_costs, range(len(self.available)))
-        }
+    def _transfers_s(self) -> Callable[[int, int, int, int], float]:
+        return lru_cache(maxsize=None)(self._transfer_s)
 
-    def _transfer_s(self, source: int, target: int, tp: int) -> float:
-        """Return one entry of :attr:`_transfers_s`."""
+    def _transfer_s(self, source: int, target: int, tp: int, nodes: int) -> float:
+        """Return the seconds in which one of `nodes` nodes would send all nodes' activations of a step.
+        `source`: its pool; `target`: the other pool."""
         costs = self.costs_by_tp[tp]
         index = self._index(source, tp)
         target_index = next((i for i, a in enumerate(costs.available) if a is self.available[target]), None)
-        gbps = costs.ethernet_gbps[index] if target_index is None else costs.between_gbps[index, target_index]
+        between_gbps = costs.between_gbps(nodes * self.available[source].gpus_per_node)
+        gbps = costs.ethernet_gbps[index] if target_index is None else between_gbps[index, target_index]
         if source == target:
             gbps = costs.inside_gbps[""][index]
         element_bytes = self.cost_model.weight_bytes(self.available[source].pool.gpu)

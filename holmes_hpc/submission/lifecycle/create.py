@@ -17,6 +17,7 @@ from holmes_hpc.commit import git_commit
 from holmes_hpc.config.composition import applied, check_overrides
 from holmes_hpc.config.configuration import Configuration, recorded
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError
+from holmes_hpc.fabric.site import auto_dtype
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import check_site, pace, site
 from holmes_hpc.records.find import runs_root
@@ -131,7 +132,17 @@ def _name_taken(path: Path) -> RecordError:
 def record_fields(config: Configuration, plan: Plan) -> dict[str, Any]:
     """Return the fields of run.yaml on plan and installation: components, emulated layer time, versions and commit.
     Raise ConfigError if the installed Megatron-Core cannot train the run."""
-    check_megatron_core(config.train.optimizer)
+    train, gpus = config.train, [plan.site.pool(c.fabric).gpu for c in plan.components]
+    check_megatron_core(train.optimizer)
+    lacks_bf16 = train.dtype == "auto" and train.device != "cpu" and auto_dtype(gpus) == "fp16"
+    refuse(
+        "train.optimizer",
+        (
+            train.optimizer == "muon" and lacks_bf16,
+            "Megatron-Core's Muon lacks fp16, which train.dtype=auto means on GPUs without bf16",
+            "use train.optimizer=adam, or train.dtype=fp32",
+        ),
+    )
     return {
         "components": plan.layout,
         "pace_layer_ms": pace(config, plan),

@@ -113,7 +113,8 @@ def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dty
         return
     m, s, tp = plan.model, plan.batch.sequence_length, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
     if has_transformer_engine():
-        library, is_fused, fix = "Transformer Engine", dtype != torch.float32, "train in bf16"
+        library, is_fused = "Transformer Engine", dtype != torch.float32 and gpu.has_bf16
+        fix = "train in bf16" if gpu.has_bf16 else "use an environment without Transformer Engine"
     else:
         library, is_fused = "torch", _torch_fuses(m, s, tp, device, dtype, masked)
         fix = "use data.documents=joined" if masked else "install Transformer Engine"

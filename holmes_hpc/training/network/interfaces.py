@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,18 +203,22 @@ def log_lines(
 
 
 def endpoints(plan: Plan, rank: int, node: NodeTransports) -> dict[str, Endpoint]:
-    """Return the NICs of `node`, that of `rank`, by transport kind, with the rates that the plan's site declares."""
+    """Return the NICs of `node`, that of `rank`, by transport kind, with the rates that the plan's site declares.
+    A round of the link check has at most as many samples between two fabrics as the smaller one has nodes."""
     site = plan.site
     pool = site.pool(plan.places[rank].pool)
+    counts = Counter(site.pool(place.pool).fabric_name for place in set(plan.places))
     return {
         kind: Endpoint(
             interface,
             address,
             gbps=site.rate_gbps(kind, pool),
             gbps_to={
-                peer.fabric_name: site.rate_gbps(kind, pool, peer)
+                peer.fabric_name: site.rate_gbps(
+                    kind, pool, peer, min(counts[pool.fabric_name], counts[peer.fabric_name])
+                )
                 for peer in site.pools
-                if site.link(pool.fabric_name, peer.fabric_name)
+                if peer.fabric_name in counts and site.link(pool.fabric_name, peer.fabric_name)
             },
         )
         for kind, (interface, address, _) in node.interfaces.items()

@@ -75,7 +75,8 @@ def slow_link_detector(
     for load in planned_loads(plan, [n.node for n in nodes], dtype):
         if (group := groups.get(load.label)) is not None:
             ring = [plan.places[rank].pool for rank in group.ranks]
-            gbps = plan.site.slowest_gbps(group.transport.kind, ring)
+            senders = {plan.places[g.ranks[0]] for g in groups.values() if g.kind == group.kind}  # to the next fabric
+            gbps = plan.site.slowest_gbps(group.transport.kind, ring, len(senders))
             factor = factors.get("ethernet" if group.transport.kind == "tcp" else ring[0], 1.0)
             for stage in group.stages:
                 expected_s[stage] = max(expected_s[stage], 8 * load.bytes * factor / (gbps * 1e9))

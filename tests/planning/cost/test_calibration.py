@@ -16,7 +16,7 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.fabric.site import FabricLink, Gpu, Pool, Site
+from holmes_hpc.fabric.site import FabricLink, Gpu, NicType, Pool, Site
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool, interpolate
 from holmes_hpc.planning.cost.costs import Costs
@@ -24,6 +24,7 @@ from holmes_hpc.planning.cost.flops import head_flops, layer_flops
 from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.traffic import transfers_s
+from holmes_hpc.planning.plan.transport import LOCAL, TCP, Transport
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
 
 MODEL, BATCH = named("gpt_3_6b"), Batch(256, 4, 2048)
@@ -279,6 +280,28 @@ def test_measured_links_override_the_links_of_the_site() -> None:
     assert notes == ["link between h and a: measured 2.5 Gb/s and 8 ms, site says 10 Gb/s and 1 ms"]
     assert Layout.of(measured, costs).site.assumptions.count(notes[0]) == 1
     assert not [a for a in stated.assumptions if "link between" in a]
+
+
+def test_a_measured_pair_of_nodes_keeps_the_total_of_the_site() -> None:
+    site = replace(TWO, links=(FabricLink(("a", "h"), gbps=10, total_gbps=20),))
+    calibration = Calibration(between=(FabricLink(("h", "a"), gbps=2.5),))
+    measured = calibration.with_measured_links(site)
+    assert measured.links == (FabricLink(("h", "a"), gbps=2.5, total_gbps=20),)
+    assert calibration.with_measured_links(measured) is measured
+    assert "total_gbps" not in calibration.to_dict()["between"][0]
+
+
+@pytest.mark.parametrize("nic", [NicType.ROCE, NicType.IB, NicType.EFA])
+def test_a_fabrics_rdma_efficiency_replaces_the_published_one_and_yields_to_a_measured_one(nic: NicType) -> None:
+    fabric = replace(TWO.pools[0], nic=nic, rdma_gbps=200.0)
+    stated = replace(fabric, rdma_efficiency=0.88)
+    costs, rdma = Costs(), Transport("rdma", nic, fabric.name)
+    published = [costs.link(rdma, fabric, c).efficiency for c in ("", "reduce_scatter")]
+    assert [costs.link(rdma, stated, c).efficiency for c in ("", "reduce_scatter")] == [0.88, 0.88]
+    assert [costs.link(rdma, fabric, c).efficiency for c in ("", "reduce_scatter")] == published
+    assert costs.link(TCP, stated) == costs.link(TCP, fabric) and costs.link(LOCAL, stated) == costs.link(LOCAL, fabric)
+    measured = MeasuredPool(fabric.name, A100.name, links={str(nic): Link(1e-5, 0.5)})
+    assert Costs(Calibration(fabrics=(measured,))).link(rdma, stated).efficiency == 0.5
 
 
 def test_measured_links_decide_which_fabrics_are_neighbours() -> None:

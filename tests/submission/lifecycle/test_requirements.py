@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import plans
 import pytest
 
+from holmes_hpc.config.composition import load
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.submission.lifecycle import requirements
+from holmes_hpc.fabric.site import Gpu
+from holmes_hpc.submission.lifecycle import create, requirements
 
 REQUIRED = ["einops>=0.8", "megatron-core<0.20,>=0.16.1", "triton>=3.2; python_version >= '3.12'"]
 
@@ -69,3 +74,21 @@ def test_limit_of_open_files_is_raised_or_reported(monkeypatch: pytest.MonkeyPat
     limits.append((32, 4096))
     requirements.allow_open_files(2)
     assert limits[-1] == (4096, 4096)
+
+
+def test_muon_is_refused_where_auto_means_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(create, "check_megatron_core", lambda optimizer: None)
+    monkeypatch.setattr(create, "git_commit", lambda: None)
+    fields = ["train.optimizer=muon", "plan.distributed_optimizer=false", "model=gpt_tiny", "batch=tiny"]
+    plan = plans.plan("ib-a")
+
+    def record(gpu: str, *overrides: str) -> None:
+        kind = Gpu(gpu, 100.0, 32.0, 1200.0)
+        site = replace(plan.site, pools=tuple(replace(f, gpu=kind) for f in plan.site.pools))
+        create.record_fields(load([*fields, *overrides]), replace(plan, site=site))
+
+    with pytest.raises(ConfigError, match=r"train.optimizer: Megatron-Core's Muon lacks fp16, .*; use train.optimizer"):
+        record("v100-32gb")
+    record("a100-40gb")
+    record("v100-32gb", "train.dtype=fp32")
+    record("v100-32gb", "train.device=cpu")

@@ -8,8 +8,12 @@ import msgspec
 import plans
 import pytest
 
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.site import FabricLink
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.search.best import fixed_plan
 from holmes_hpc.training.network.interfaces import NodeTransports, endpoints
 from holmes_hpc.training.network.link_diagnosis import LinkReport, NodeInformation, NodeLink, find_slow_links
 from holmes_hpc.training.network.slow_links import MIN_SYNC_S, WINDOW, SlowLinkDetector, slow_link_detector
@@ -67,13 +71,30 @@ def test_the_detector_of_a_plan_knows_stages_nics_and_planned_times() -> None:
     assert roce > ib > 0 and roce / ib == pytest.approx(0.4 / 0.25, rel=0.5)
 
 
+def test_rings_over_two_fabrics_share_the_total_of_their_link() -> None:
+    def expected_s(**rates: float) -> float:
+        site = replace(plans.site(), links=(FabricLink(("ib-a", "roce-a"), **rates),))  # type: ignore[arg-type]
+        options = PlanOptions(strategy="hierarchical-dp", tp=1, pp=1, dp=4, nodes={"ib-a": 2, "roce-a": 2})
+        plan = fixed_plan(plans.MODEL, Batch(8, 1, 32), site, options, Costs())
+        nodes = [
+            NodeTransports(f"n{i}", p.pool, {"tcp": ("eth0", "10.0.0.1", 24)}, {}, False)
+            for i, p in enumerate(plan.places)
+        ]
+        return max(slow_link_detector(plan, nodes, {}, "fp32")._expected_s)
+
+    assert expected_s(total_gbps=0.002) == expected_s(gbps=0.001)  # two nodes of a fabric send to the other
+
+
+@pytest.mark.parametrize("rates", [{"gbps": 0.4}, {"total_gbps": 0.8}], ids=["of a node", "of both nodes together"])
 @pytest.mark.parametrize(("gbps", "levels"), [(0.38, []), (0.15, ["warning"]), (0.03, ["error"])])
-def test_the_link_check_uses_the_sites_rate_between_two_fabrics(gbps: float, levels: list[str]) -> None:
+def test_the_link_check_uses_the_sites_rate_between_two_fabrics(
+    gbps: float, levels: list[str], rates: dict[str, float]
+) -> None:
     site = plans.site()
     site = replace(
         site,
         pools=tuple(replace(f, ethernet_gbps=25.0) for f in site.pools),
-        links=(FabricLink(("ib-a", "roce-a"), gbps=0.4),),
+        links=(FabricLink(("ib-a", "roce-a"), **rates),),  # type: ignore[arg-type]
     )
     plan = plans.plan("ib-a", "roce-a", site=site)
     infos = []
@@ -84,5 +105,5 @@ def test_the_link_check_uses_the_sites_rate_between_two_fabrics(gbps: float, lev
     crossing, inside = NodeLink("tcp", "n0", "n2", "edge"), NodeLink("tcp", "n0", "n1", "dp")
     assert [f.level for f in find_slow_links(infos, [LinkReport("n0", measured=((crossing, gbps),))])] == levels
     assert [f.level for f in find_slow_links(infos, [LinkReport("n0", measured=((inside, 0.38),))])] == ["error"]
-    assert site.slowest_gbps("tcp", ["ib-a", "roce-a", "eth-a"]) == 0.4
+    assert site.slowest_gbps("tcp", ["ib-a", "roce-a", "eth-a"], 2) == 0.4
     assert site.slowest_gbps("tcp", ["ib-a", "eth-a"]) == site.slowest_gbps("tcp", ["ib-a", "ib-a"]) == 25.0
