@@ -132,7 +132,7 @@ def _name_taken(path: Path) -> RecordError:
 def record_fields(config: Configuration, plan: Plan) -> dict[str, Any]:
     """Return the fields of run.yaml on plan and installation: components, emulated layer time, versions and commit.
     Raise ConfigError if the installed Megatron-Core cannot train the run."""
-    train, gpus = config.train, [plan.site.pool(c.fabric).gpu for c in plan.components]
+    train, gpus = config.train, [plan.site.pool(c.pool).gpu for c in plan.components]
     check_megatron_core(train.optimizer)
     lacks_bf16 = train.dtype == "auto" and train.device != "cpu" and auto_dtype(gpus) == "fp16"
     refuse(

@@ -6,7 +6,6 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from holmes_hpc.planning.search.pool_costs import PoolCosts
 from hypothesis import given
 from hypothesis import strategies as st
 from sites import A100
@@ -24,6 +23,7 @@ from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
 from holmes_hpc.planning.search.estimate import Limit
 from holmes_hpc.planning.search.hierarchies import hierarchies
+from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools
 from holmes_hpc.planning.search.stage_shapes import _ShapeEstimator
 
