@@ -1,0 +1,261 @@
+"""Discovery of a site for `holmes site`: facts that Slurm's features lack, from its topology and one job per kind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from holmes_hpc.fabric.features import Reading, read_features, read_vocabulary
+from holmes_hpc.fabric.grouping import Grouping, constraint, group
+from holmes_hpc.fabric.listing import Listing
+from holmes_hpc.fabric.node_facts import NOT_ASKED, Facts, Job, ask, gpu_option
+from holmes_hpc.fabric.nodes import SiteNode, grouped
+from holmes_hpc.fabric.partitions import NodeSettings
+from holmes_hpc.fabric.site import Gpu, Pool, Site
+from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.slurm.scontrol import Topology
+
+_NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")  # of a rack, a block or a node, in a feature
+_PLACE = re.compile(r"rack|row|cage|chassis|pod|room", re.IGNORECASE)
+# Assumptions of the grouping: those that stand beside a key, and those that a probe or the topology settles.
+_BY_KEY = re.compile(r"Gb/s assumed|no feature names a NIC|^left out")
+_GPU_GUESS = re.compile(r"GPU .*(assumed|vocabulary)")
+_FABRIC_GUESS = re.compile(r"no fabric label")
+_WAITED = re.compile(r"timed out|revoked|temporarily unavailable|no answer in", re.IGNORECASE)
+SAME_MEMORY = 0.1  # the driver reports somewhat less than the data sheet
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The answer of one node for all nodes of its kind. `features`: the labels that its NICs deserve; `gpu`,
+    `gpu_memory_gib`: its GPU by the driver. A node that gives none has a `problem`, one line."""
+
+    kind: str
+    node: str
+    features: tuple[str, ...] = ()
+    gpu: str = ""
+    gpu_memory_gib: float | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the values of a pool are from. `keys`: key -> source, which begins with "assumed" for a guess; `remarks`:
+    further lines; `gpu_is_known`: False if nobody knows its figures."""
+
+    keys: Mapping[str, str]
+    remarks: tuple[str, ...]
+    gpu_is_known: bool
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """A discovered site. `origins`: pool -> where its values are from; `problems`: what remains unknown, one line
+    each; `left_out`: nodes that no pool has."""
+
+    site: Site
+    origins: Mapping[str, Origin]
+    probes: tuple[Probe, ...]
+    problems: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def discover(
+    listing: Listing, topology: Topology, settings: NodeSettings, known: Sequence[Probe] = (), wait_s: int | None = None
+) -> Discovery:
+    """Return the site of Slurm's nodes. `known`: probes of an earlier run, whose kinds are not asked again.
+    `wait_s`: the longest wait for a job to start; None: run no job."""
+    kinds = {n.name: kind_of(n, p.partition) for p in listing.grouping.pools for n in _members(p, listing.nodes)}
+    probes = {probe.kind: probe for probe in known if probe.kind in kinds.values()}
+    if wait_s is not None:
+        probes |= _probe(listing, kinds, [kind for kind in kinds.values() if kind not in probes], settings, wait_s)
+    nodes = [_with_features(n, probes.get(kinds.get(n.name, "")), settings.vocabulary) for n in listing.nodes]
+    grouping = group(nodes, listing.partitions, read_vocabulary(settings.vocabulary), settings)
+    problems = [probe.problem for probe in probes.values() if probe.problem]
+    pools, origins = [], {}
+    for pool, tree in _with_trees(grouping.site(listing.cluster).pools, nodes, topology):
+        names = set(pool.node_names)
+        answers = [p for kind, p in probes.items() if not p.problem and kind in {kinds.get(n) for n in names}]
+        pool, gpu_source, gpu_is_known = _with_driver(pool, answers, settings.vocabulary)
+        members = _members(pool, listing.nodes)
+        sources = {
+            **_nic_sources(pool, members, answers),
+            "fabric": _fabric_source(pool, members, tree),
+            "gpu": gpu_source,
+        }
+        is_settled = {_GPU_GUESS: any(p.gpu for p in answers), _FABRIC_GUESS: tree is not None, _BY_KEY: True}
+        assumptions = _assumptions(grouping, names, [pattern for pattern, holds in is_settled.items() if holds])
+        pools.append(pool)
+        origins[pool.name] = Origin(sources, (*assumptions, *_divisions(members, topology)), gpu_is_known)
+        if not gpu_is_known:
+            problems.append(
+                f"pool {pool.name}: GPU kind {pool.gpu.name} is not known; write peak_tflops (dense bf16), memory_gib "
+                "and intra_node_gbps of its data sheet under gpu in the site file"
+            )
+    left_out = tuple(line for line in grouping.assumptions if ": left out: " in line)
+    return Discovery(Site(listing.cluster, tuple(pools)), origins, tuple(probes.values()), tuple(problems), left_out)
+
+
+def kind_of(node: SiteNode, partition: str) -> str:
+    """Return the text that nodes of one partition, GRES and features share. Numbers of racks and the like count not."""
+    telling = {m.feature for m in node.reading.meanings if m.text != "nothing about NICs"}
+    features = dict.fromkeys(f if f in telling else _NUMBER.sub("#", f) for f in node.features)
+    gpus = [f"{g.type or 'gpu'}:{g.count}" for g in node.gres if g.name == "gpu"]
+    return " ".join([partition, *gpus, ",".join(features)]).strip()
+
+
+def _members(pool: Pool, nodes: Sequence[SiteNode]) -> list[SiteNode]:
+    names = set(pool.node_names)
+    return [n for n in nodes if n.name in names]
+
+
+def _probe(
+    listing: Listing, kinds: Mapping[str, str], new_kinds: Sequence[str], settings: NodeSettings, wait_s: int
+) -> dict[str, Probe]:
+    """Ask one node of each kind. Return kind -> its answer."""
+    members: dict[str, tuple[Pool, list[SiteNode]]] = {}
+    for pool in listing.grouping.pools:
+        for kind, nodes in grouped((kinds[n.name], n) for n in _members(pool, listing.nodes)):
+            if kind in new_kinds:
+                members.setdefault(kind, (pool, nodes))
+    jobs = [_job(pool, nodes, settings, wait_s) for pool, nodes in members.values()]
+    probes = {}
+    for (kind, (pool, nodes)), (answers, trouble) in zip(members.items(), ask(jobs, settings), strict=True):
+        if answers:
+            node = next((n for n in nodes if n.name == answers[0].node), nodes[0])
+            probes[kind] = _read_answer(kind, node, answers[0])
+            continue
+        reason = f"the probe job failed ({trouble or 'no answer'})"
+        hint = "check slurm.account, slurm.qos and slurm.setup"
+        if _WAITED.search(trouble):
+            reason, hint = f"no node was free in {wait_s} s ({trouble})", "give a longer --wait, or --no-jobs"
+        probes[kind] = Probe(kind, "", problem=f"pool {pool.name} (partition {pool.partition}): {reason}; {hint}")
+    return probes
+
+
+def _job(pool: Pool, nodes: Sequence[SiteNode], settings: NodeSettings, wait_s: int) -> Job:
+    """Return the job that asks an idle one of the `nodes`, or else any node that the pool's jobs may get."""
+    idle = [n for n in nodes if "IDLE" in n.states]
+    node = next((n for n in idle if not NOT_ASKED & set(n.states)), next(iter(idle), None))
+    options = gpu_option((pool.gres_type or "",), pool.node_gpus or pool.gpus_per_node) if pool.gres else ()
+    if node is None and pool.constraint:
+        options = (*options, f"--constraint={pool.constraint}")
+    if settings.reservation and any(n.reservation == settings.reservation for n in nodes):
+        options = (*options, f"--reservation={settings.reservation}")
+    return Job(pool.partition, (node.name,) if node else (), options, wait_s)
+
+
+def _read_answer(kind: str, node: SiteNode, facts: Facts) -> Probe:
+    """Return the probe of a kind. A NIC type that Slurm's features name must be there; plugins' NICs are not seen."""
+    nic = node.reading.nic if any(m.nic for m in node.reading.meanings) else None
+    features = (*facts.expected_features, *(f"nic_hca_{name}" for name in facts.hca))
+    if nic is not None and nic.rdma and not nic.verbs:
+        features = tuple(f for f in features if f.startswith("eth_"))
+    elif nic not in (None, facts.nic):
+        reason = next((f.what for f in facts.findings if "the kernel says" in f.what), f"the kernel says {facts.nic}")
+        problem = f"node {facts.node}: without its {nic} NIC ({reason}); repair it, or correct its features"
+        return Probe(kind, facts.node, problem=problem)
+    return Probe(kind, facts.node, features, facts.gpu, facts.gpu_memory_gib)
+
+
+def _with_features(node: SiteNode, probe: Probe | None, vocabulary: str | None) -> SiteNode:
+    """Return the node read as if it had the labels of its kind's probe. Its features stay those that Slurm knows."""
+    if probe is None or not probe.features:
+        return node
+    return replace(node, reading=read_features([*node.features, *probe.features], read_vocabulary(vocabulary)))
+
+
+def _with_trees(pools: Sequence[Pool], nodes: Sequence[SiteNode], topology: Topology) -> list[tuple[Pool, str | None]]:
+    """Return the pools, each with its tree of switches: None if it does not matter or is not known.
+
+    Pools of one NIC type and tree are one fabric, unless a feature names their fabric. A pool in several trees is split
+    if features tell its parts apart; else it keeps as many nodes as one tree has, for Slurm leaves no job in two."""
+    parts: list[tuple[Pool, str | None]] = []
+    for pool in pools:
+        members = _members(pool, nodes)
+        trees = grouped((topology.trees.get(n.name), n) for n in members)
+        if not pool.nic.rdma or any(n.reading.fabric for n in members) or None in dict(trees):
+            parts.append((pool, None))
+            continue
+        rivals = [n for n in nodes if pool.partition in n.partitions and n.gpus >= min(m.gpus for m in members)]
+        choices = [constraint(part, [n for n in rivals if topology.trees.get(n.name) != tree]) for tree, part in trees]
+        if len(trees) == 1:
+            parts.append((pool, trees[0][0]))
+        elif None in choices:
+            most = max(len(part) for _, part in trees)
+            parts.append((replace(pool, nodes=min(pool.nodes, most), fabric=""), None))
+        else:
+            for (tree, part), choice in zip(trees, choices, strict=True):
+                names, count = tuple(n.name for n in part), min(pool.nodes, len(part))
+                name = f"{pool.name}-{tree}"
+                parts.append((replace(pool, name=name, nodes=count, node_names=names, constraint=choice or ""), tree))
+    fabrics = grouped(((pool.nic, tree), pool.name) for pool, tree in parts if tree)
+    shared = {name: f"{nic}-{tree}" for (nic, tree), names in fabrics for name in names if len(names) > 1}
+    return [(replace(pool, fabric=shared.get(pool.name, "")) if tree else pool, tree) for pool, tree in parts]
+
+
+def _with_driver(pool: Pool, probes: Sequence[Probe], vocabulary: str | None) -> tuple[Pool, str, bool]:
+    """Return the pool with the GPU that the driver names, where it is from, and whether its figures are known."""
+    kinds = read_vocabulary(vocabulary)
+    known, probe = kinds.gpu(pool.gpu.name), next((p for p in probes if p.gpu), None)
+    source = f"GRES type {pool.gres_type}" if pool.gres_type else "Slurm's features"
+    if not pool.gres:
+        return pool, "assumed: no GPU in Slurm's GRES", True
+    gpu: Gpu = pool.gpu
+    if probe is not None:
+        name = re.sub(r"\W+", "_", probe.gpu.lower())
+        driver_kind = kinds.gpu(name)
+        gpu = driver_kind or (gpu if known else replace(gpu, name=name))
+        known, source = known or driver_kind, f"driver of {probe.node}: {probe.gpu}"
+        memory = probe.gpu_memory_gib
+        if memory and (not known or abs(memory / gpu.memory_gib - 1) > SAME_MEMORY):
+            gpu = replace(gpu, memory_gib=memory)
+    return replace(pool, gpu=gpu), f"{source}; figures: data sheet" if known else source, known is not None
+
+
+def _nic_sources(pool: Pool, nodes: Sequence[SiteNode], probes: Sequence[Probe]) -> dict[str, str]:
+    """Return the source of a pool's NIC type and rates: a probe, else Slurm's features, else an assumption."""
+    probed = read_features(probes[0].features, read_vocabulary()) if probes else Reading(None)
+    is_named = all(any(m.nic for m in n.reading.meanings) for n in nodes)
+    sources = {}
+    for name in ("nic", "rdma_gbps", "ethernet_gbps"):
+        in_features = is_named if name == "nic" else all(getattr(n.reading, name) for n in nodes)
+        if probed.nic is pool.nic if name == "nic" else getattr(probed, name):
+            sources[name] = f"probe of {', '.join(p.node for p in probes)}"
+        else:
+            sources[name] = "Slurm's features" if in_features else "assumed: neither features nor a probe say it"
+    return sources
+
+
+def _fabric_source(pool: Pool, nodes: Sequence[SiteNode], tree: str | None) -> str:
+    if any(n.reading.fabric for n in nodes):
+        return "Slurm's features"
+    if tree:
+        return f"Slurm's topology: switch {tree}"
+    return "assumed: no feature and no switch joins these nodes with others" if pool.nic.rdma else "Ethernet only"
+
+
+def _assumptions(grouping: Grouping, names: set[str], settled: Sequence[re.Pattern[str]]) -> list[str]:
+    """Return the assumptions about these nodes, without those that match a pattern of `settled`."""
+    lines = []
+    for line in grouping.assumptions:
+        hosts, _, text = line.partition(": ")
+        if not any(p.search(text) for p in settled) and not names.isdisjoint(expand(hosts)):
+            lines.append(f"assumed: {text}")
+    return lines
+
+
+def _divisions(nodes: Sequence[SiteNode], topology: Topology) -> list[str]:
+    """Return a line for each kind of thing that divides the nodes of a pool: trees, blocks, places in features."""
+    places = [f for n in nodes for f in n.features if f in n.reading.unknown or _PLACE.match(f)]
+    families = grouped((_NUMBER.sub("#", f), f) for f in places if _NUMBER.search(f))
+    of_topology = (("trees", topology.trees), ("blocks", topology.blocks))
+    divisions = [(noun, [names[n.name] for n in nodes if n.name in names]) for noun, names in of_topology]
+    lines = []
+    for noun, values in (*divisions, *(("features", features) for _, features in families)):
+        if len(names := list(dict.fromkeys(values))) > 1:
+            shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+            effect = "a job gets nodes of one of them" if noun == "trees" else "if RDMA ends there, make a pool of each"
+            lines.append(f"unsure: the {noun} {shown} divide its nodes; {effect}")
+    return lines
