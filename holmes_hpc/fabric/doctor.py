@@ -20,6 +20,7 @@ from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
 from holmes_hpc.fabric.partitions import with_associations
 from holmes_hpc.fabric.software import check_software, software
 from holmes_hpc.records.find import runs_root
+from holmes_hpc.records.untrusted import read_file
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Config, Partition, read_config, read_partitions
 
@@ -179,7 +180,7 @@ _SRUN = re.compile(r"^[ \t]*(?:exec\s+)?srun\b(?:[^\n]*\\\n)*[^\n]*", re.MULTILI
 def read_script(path: Path) -> list[Finding]:
     """Check a batch script file with :func:`check_script`. SiteError if it cannot be read."""
     try:
-        return check_script(path.read_text(encoding="utf-8", errors="replace"), str(path))
+        return check_script(read_file(path).decode("utf-8", errors="replace"), str(path))
     except OSError as e:
         raise SiteError(e.strerror or str(e), where=str(path), hint="give the path of a batch script") from e
 

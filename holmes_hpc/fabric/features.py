@@ -15,7 +15,7 @@ import yaml
 from holmes_hpc.errors import SiteError, nearest
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import Gpu, NicNames
-from holmes_hpc.records.untrusted import from_yaml
+from holmes_hpc.records.untrusted import from_yaml, read_file
 
 _SECTIONS = ("features", "rates", "ignored", "gpus", "networks")
 _GROUPS = ("nic", "rate", "port", "ethernet", "fabric", "gpu", "interface", "hca", "storage", "ranks")
@@ -270,7 +270,7 @@ def _load_file(path: Path) -> tuple[str, dict[str, Any]]:
     """Return (the file's name, for errors; its content). SiteError if it cannot be read or has unknown keys."""
     hint = "see holmes_hpc/fabric/features.yaml for the allowed content"
     try:
-        data = from_yaml(path.read_text(encoding="utf-8"))
+        data = from_yaml(read_file(path).decode("utf-8"))
     except OSError as e:
         raise SiteError(e.strerror or str(e), where=str(path), hint="correct HOLMES_FEATURES") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:

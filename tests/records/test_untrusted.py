@@ -10,12 +10,14 @@ import pytest
 import yaml
 
 from holmes_hpc.errors import HolmesError, RecordError
+from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import read_json, read_yaml
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.logs import GrowingFile, follow_logs, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import MAX_LEVELS, MAX_TEXT_BYTES, from_json, from_yaml
+from holmes_hpc.submission.executor.watcher import read_exit_record
 
 DEEP = 100_000  # levels, at which libyaml and pyarrow end the process
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -128,7 +130,9 @@ def test_a_configuration_file_that_never_ends_is_refused_at_once(name: str, tmp_
         os.truncate(path, MAX_TEXT_BYTES + 1)
     else:
         path.write_text("[" * DEEP if name == "deep" else "[]")
-    for read in (read_json, read_yaml):
+    readers: list[Callable[[Path], object]] = [read_json, read_yaml, Plan.read, read_vocabulary]
+    for read in readers:
         with pytest.raises(HolmesError, match=f"{path}: ") as error:
             read(path)
         assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    assert read_exit_record(path) is None

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
@@ -16,7 +15,7 @@ from holmes_hpc.errors import HolmesError, PlanError
 from holmes_hpc.fabric.site import with_pools
 from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
 from holmes_hpc.planning.plan.parts import Component, Stage
-from holmes_hpc.records.untrusted import from_yaml
+from holmes_hpc.records.untrusted import from_yaml, read_file
 from holmes_hpc.schema import Checked, key, make
 
 P = TypeVar("P")  # Plan, whose methods call these functions
@@ -148,7 +147,7 @@ def _merged(data: Any, derived: Any) -> Any:
 def read(path: str | os.PathLike[str]) -> Any:
     """Return the plain data of a file. PlanError if it is missing or not YAML."""
     try:
-        return from_yaml(Path(path).read_text(encoding="utf-8"))
+        return from_yaml(read_file(path).decode("utf-8"))
     except OSError as e:
         raise PlanError(e.strerror or str(e), where=str(path), hint="make it with `holmes plan -o plan.yaml`") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:

@@ -18,6 +18,7 @@ from typing import Any
 
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import locked, write_whole
+from holmes_hpc.records.untrusted import read_file
 from holmes_hpc.slurm.commands import slurm
 
 _COMMON_KEY = "own"  # the key of JobQueue.common_dependency in the file
@@ -88,7 +89,7 @@ def _locked_queue(path: Path) -> Iterator[JobQueue]:
     """Load the queue from its file, and save it after the block. The file is locked for all nodes."""
     with locked(path.with_name(f"{path.name}.lock"), wait_s=60):
         try:
-            queue = JobQueue.from_json(path.read_text(encoding="utf-8"))
+            queue = JobQueue.from_json(read_file(path).decode("utf-8"))
         except FileNotFoundError:
             queue = JobQueue()
         yield queue

@@ -17,6 +17,7 @@ from submitit.core import core
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.ownership import is_own
+from holmes_hpc.records.untrusted import read_file
 from holmes_hpc.slurm.commands import Answer, slurm
 from holmes_hpc.slurm.job_queries import (
     parse_sacct,
@@ -75,7 +76,7 @@ def read_exit_record(path: Path, since: float | None = None) -> JobState | None:
     """Return the state that a batch script's exit record (``STATUS EPOCH SIGNAL``) shows; None if the record is
     missing, unreadable or older than `since` (Unix seconds)."""
     try:
-        fields = path.read_text(encoding="utf-8", errors="replace").split()
+        fields = read_file(path).decode("utf-8", errors="replace").split()
         status, ended = int(fields[0]), float(fields[1])
     except (OSError, ValueError, IndexError):
         return None
