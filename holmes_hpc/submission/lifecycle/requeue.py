@@ -60,7 +60,8 @@ def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
 def watch_batch_script(run: RunDirectory) -> None:
     """Start a thread that requeues this job if its batch script is killed, unless :func:`reason_to_stop` has a reason.
 
-    For rank 0. Slurm then sends it SIGTERM, and SIGKILL when KillWait is over, perhaps before its checkpoint is saved.
+    Rank 0 calls this. When the script is killed, Slurm also sends rank 0 SIGTERM, and SIGKILL after KillWait. The
+    thread requeues at once, since rank 0 may be killed while it still saves its checkpoint.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
