@@ -65,7 +65,8 @@ def _gpu_feature(node: SiteNode, vocabulary: Vocabulary) -> str:
 def _gpu_with_memory(name: str, node: SiteNode, vocabulary: Vocabulary) -> tuple[Gpu | None, str | None]:
     """Return (the GPU that `name` means on this node, an assumption about its memory); (None, None) if unknown.
 
-    If `name` leaves the memory open, a feature of the same kind or one with a size decides, else the smallest."""
+    If `name` does not say the memory, the node's GRES or features that give one size decide (`a100-80gb`, `80g`).
+    Otherwise the smallest variant is assumed."""
     gpu = vocabulary.gpu(name)
     kind = _KIND.fullmatch(gpu.name) if gpu else None
     if gpu is None or kind is None:

@@ -88,8 +88,9 @@ def costs(
 ) -> Costs:
     """Return the cost model of a configuration.
 
-    Compute and network costs come from a calibration file, else from emulated compute (of the configuration or of
-    `plan`), else from published defaults. `software_fields`: fields of Software that replace those of `train`.
+    Compute costs come from a calibration file, else from emulated compute (of the configuration or of `plan`), else
+    from published figures. Network costs come from a calibration file, else from published figures.
+    `software_fields`: fields of Software that replace those of `train`.
     """
     path, train = config.calibration, config.train
     calibration = read_calibration(path, plan or config) if path else None
@@ -208,8 +209,9 @@ def with_gpu(target_site: Site, name: str) -> Site:
 def calibration_config(config: Configuration) -> Configuration:
     """Return `config` changed for a short run that uses every network.
 
-    It has two nodes and one stage per pool, few layers, and a batch that any data-parallel size divides. Nodes,
-    stages and strategy that the configuration fixes stay.
+    The run has at most two nodes per pool, few layers, and a batch that any data-parallel size divides. It is a
+    pipeline of one stage per pool if the pools used have equally many ranks. Nodes, stages and strategy that `config`
+    fixes stay.
     """
     pools, plan, batch = site(config).pools, config.plan, config.batch
     if plan.nodes is None and not config.local:
@@ -217,7 +219,7 @@ def calibration_config(config: Configuration) -> Configuration:
     nodes = plan.nodes or {}
     used = [f for f in pools if not nodes or f.name in nodes]
     ranks = [(nodes.get(f.name) or f.nodes) * (plan.gpus_per_node or f.gpus_per_node) for f in used]
-    plan = replace(plan, unequal="false")  # one TP is measured
+    plan = replace(plan, unequal="false")  # a calibration measures one TP size, so all stages have the same
     if len(used) > 1 and plan.strategy == "auto":
         plan = replace(plan, strategy="pipeline")
     if plan.pp is None and plan.strategy == "pipeline" and len(set(ranks)) == 1:

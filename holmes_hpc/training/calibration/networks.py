@@ -249,8 +249,10 @@ def fit(samples: Iterable[Sample]) -> FittedLinks:
 
 
 def links_of_pools(fitted: FittedLinks) -> dict[str, Links]:
-    """Return pool -> name -> link. If no pool has a measured Ethernet, use the link between two pools with the
-    least latency as theirs."""
+    """Return pool -> name -> link.
+
+    If no pool has a measured Ethernet, the two pools joined by the Ethernet link of least latency get that link; other
+    pools get none."""
     links: dict[str, Links] = {}
     rows = sorted(fitted.items(), key=lambda row: (len(row[0][0]), row[1].latency_s))
     lacks_ethernet = not any(len(pools) == 1 and name == "ethernet" for pools, name in fitted)
