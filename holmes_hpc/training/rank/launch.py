@@ -137,8 +137,9 @@ def check_launch(launch: Launch, plan: Plan) -> int:
         f"node {launch.node}",
         (
             launch.components and len(plan.components) > 1 and component not in launch.components,
-            f"rank {launch.rank} runs in component {' and '.join(map(str, launch.components))}, the plan has it in "
-            f"component {component} (pool {plan.components[component].pool})",
+            f"rank {launch.rank} runs on a node of component{'s' * (len(launch.components) > 1)} "
+            f"{' and '.join(map(str, launch.components))}, but the plan puts it in component {component} "
+            f"(pool {plan.components[component].pool})",
             "submit the components in the plan's order, with its nodes and tasks per node",
         ),
         error=PlanError,

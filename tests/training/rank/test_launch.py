@@ -54,7 +54,7 @@ def test_a_task_of_a_hetjob_finds_its_component_by_its_node() -> None:
 
 def test_a_task_in_another_component_than_planned_is_refused() -> None:
     wrong = read_launch({**HET, "SLURM_PROCID": "1"})
-    with pytest.raises(PlanError, match=r"node roce1: rank 1 runs in component 1, the plan has it in component 0"):
+    with pytest.raises(PlanError, match="rank 1 runs on a node of component 1, but the plan puts it in component 0"):
         check_launch(wrong, spawn.plan(pp=3, dp=2))
 
 
