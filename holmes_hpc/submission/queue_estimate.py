@@ -166,7 +166,7 @@ def estimate_rows(estimates: Sequence[QueueEstimate]) -> tuple[list[str], list[l
     rows = [
         [
             nodes_text(e.plan),
-            f"PP {p.pp} by stage" if e.plan.is_per_stage else f"TP {p.tp} PP {p.pp} DP {p.dp}",
+            f"TP {p.tp} PP {p.pp} DP {p.dp}" if p.is_even else f"PP {p.pp}, TP and DP per stage",
             clock(e.start),
             f"{e.duration_s / 60:.1f} min",
             clock(e.end),
