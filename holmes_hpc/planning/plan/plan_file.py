@@ -223,7 +223,8 @@ def _parallel(flat: Mapping[str, Any]) -> Parallel:
     if not isinstance(parallel, Mapping):
         raise PlanError(f"parallel is {parallel!r:.60}", where="parallel", hint="give its keys: tp, dp, …")
     if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
-        raise PlanError(f"stages is {stages!r:.60}", where="stages", hint="list one per stage")
+        hint = "give a list with one mapping of keys (pool, layers, …) per stage"
+        raise PlanError(f"is {stages!r:.60}", where="stages", hint=hint)
     settings = {k: v for k, v in parallel.items() if k not in ("tp", "pp", "dp", "stages")}
     if not any(name in stage for stage in stages for name in _SIZES):
         sizes = {k: v for k, v in parallel.items() if k in ("tp", "pp", "dp")}
