@@ -64,7 +64,8 @@ RUN_FIELDS = {
     "cpus": "on GPUs, for each rank: the CPUs it is pinned to, their distance to its GPU, and the HCAs near it",
     "nics": "every process group: kind, ranks, transport, and the interface on each of its nodes",
     "device": "cpu, or the GPU's name",
-    "traffic": "before the first step: setup {fabric or ethernet: {tx, rx}}, header_factor, header_factors",
+    "traffic": "bytes before the first step, setup {fabric or ethernet: {tx, rx}}; bytes counted on NICs per byte of "
+    "payload, header_factors {fabric or ethernet: number}, and their mean, header_factor",
 }
 
 

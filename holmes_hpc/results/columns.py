@@ -93,7 +93,7 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     **{part: ("float64", "median over steps, mean over stages") for part in PARTS},
     "header_factor": (
         "float64",
-        "bytes counted on NICs divided by payload bytes, measured in the run, mean over NIC types",
+        "bytes counted on NICs per byte of payload, measured in the run, mean over fabrics and ethernet",
     ),
     "peak_memory_bytes": ("float64", "maximum over ranks"),
     "missing": ("string", "fields that the run's files lack because an older release wrote them"),
