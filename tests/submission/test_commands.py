@@ -135,7 +135,7 @@ def gpu_site(fake_slurm: Any) -> Any:
 def test_a_job_requests_gpu_types_and_notes_its_time_limits(holmes: Holmes, gpu_site: Any) -> None:
     code, _, err = holmes("plan", "model=gpt_tiny", "plan.pp=2", "slurm.timeout_min=300", "-o", "plan.yaml")
     limit = "300 min exceeds the partition's time limit of 240 min; request less time, or name a QOS"
-    assert code == 0 and f"slurm.timeout_min: fabric a100: {limit}" in err and f"fabric h100: {limit}" in err
+    assert code == 0 and f"slurm.timeout_min: pool a100: {limit}" in err and f"pool h100: {limit}" in err
     long = ("train.steps=1000000000", "slurm.timeout_min=300", "data=synthetic")
     code, out, err = holmes("submit", "plan.yaml", *long, "--dry-run")
     assert code == 0 and limit in err and "slurm.timeout_min is 300, and 1,000,000,000 steps take" in err
