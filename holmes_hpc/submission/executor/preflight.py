@@ -64,7 +64,7 @@ def check_each(requests: Sequence[ComponentRequest], *, timeout_min: object = No
         answer = try_component(request, timeout_min=timeout_min)
         if not answer.ok:
             hint = feasible_change(request, timeout_min=timeout_min)
-            raise SubmissionError(answer.reason, where=_name(index, request), hint=hint)
+            raise SubmissionError(answer.reason, where=describe(index, request), hint=hint)
 
 
 def check_components(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
@@ -72,7 +72,7 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
     check_each(requests, timeout_min=timeout_min)
     for index, request in enumerate(requests):
         if error := time_limit_error(request, timeout_min, _partitions()):
-            raise SubmissionError(error, where=_name(index, request), hint=TIME_LIMIT_HINT)
+            raise SubmissionError(error, where=describe(index, request), hint=TIME_LIMIT_HINT)
     if len(requests) > 1:
         check_fit(requests, _nodes())
         config = _config()
@@ -133,15 +133,11 @@ def clear_cache() -> None:
     _warn.cache_clear()
 
 
-def describe(request: ComponentRequest) -> str:
-    """Return a short text for a component: ``4 nodes of ib [nic_ib]``."""
+def describe(index: int, request: ComponentRequest) -> str:
+    """Return a short text for a component: ``component 0 (4 nodes of ib [nic_ib])``."""
     partition = f" of {request.partition}" if request.partition else ""
     features = f" [{request.constraint}]" if request.constraint else ""
-    return f"{request.nodes} node{'s' * (request.nodes > 1)}{partition}{features}"
-
-
-def _name(index: int, request: ComponentRequest) -> str:
-    return f"component {index} ({describe(request)})"
+    return f"component {index} ({request.nodes} node{'s' * (request.nodes > 1)}{partition}{features})"
 
 
 def feasible_change(request: ComponentRequest, *, timeout_min: object = None) -> str:
