@@ -29,7 +29,7 @@ from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
 from holmes_hpc.submission.lifecycle.outcome import is_final
 from holmes_hpc.submission.lifecycle.requirements import check_megatron_core, installed_version
-from holmes_hpc.submission.lifecycle.status import run_status
+from holmes_hpc.submission.lifecycle.status import run_status, submission_time
 
 PACKAGES = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
 LOCK = ".starting"  # lock file in a run directory, held from the first look at the run until its job is recorded
@@ -178,10 +178,10 @@ def remove_unused_run(run: RunDirectory) -> None:
 
 
 def refuse_unless_ended(run: RunDirectory, state: str) -> None:
-    """Raise ConfigError if a run may still be active: its `state` (of a table) is not final and not all of its ranks
-    have exit records, or a process trains into its directory."""
-    if is_locked(run.path / TRAINING_LOCK) or not (_is_over(state) or _all_ranks_exited(run)):
-        is_known = state != UNKNOWN.lower()
+    """Raise ConfigError if a run may still be active: its `state` (of a table) is not final, or unknown and not all of
+    its ranks have exit records, or a process trains into its directory."""
+    is_known = state != UNKNOWN.lower()
+    if is_locked(run.path / TRAINING_LOCK) or not (_is_over(state) if is_known else _all_ranks_exited(run)):
         raise ConfigError(
             f"the run is {state}" if is_known else "whether the run has ended is not known",
             where=str(run.path),
@@ -192,9 +192,12 @@ def refuse_unless_ended(run: RunDirectory, state: str) -> None:
 
 
 def _all_ranks_exited(run: RunDirectory) -> bool:
+    """Return whether all ranks have exit records that are newer than the run's latest submission."""
     try:
-        return run.attempt > 0 and len(run.read_exits()) == Plan.read(run.plan_path).world_size
-    except HolmesError:
+        submitted = submission_time(run)
+        exits = [e for e in run.read_exits() if float(e.get("time") or 0) >= submitted]  # not of an earlier attempt
+        return len(exits) == Plan.read(run.plan_path).world_size
+    except (HolmesError, TypeError, ValueError, OverflowError):
         return False
 
 
@@ -206,6 +209,7 @@ def remove_run(run: RunDirectory) -> None:
     with hold_lock(run.path / LOCK, LockOwner.current("`holmes rm`")):
         refuse_unless_ended(run, run_status(run).state)
         checkpoints, linked_by_this_run = run.checkpoints.resolve(), _is_original(run)
+        run.run_path.unlink()  # first, so that nobody resumes what is left of the run meanwhile
         shutil.rmtree(path := run.path.resolve())
         if checkpoints.name != path.name or not checkpoints.is_dir():  # not elsewhere, in a folder of the run's own
             return

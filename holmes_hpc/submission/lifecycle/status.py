@@ -141,6 +141,12 @@ def job_of(run: RunDirectory) -> Job:
     raise SubmissionError("the run was never submitted", where=str(run.path), hint="start one with `holmes submit`")
 
 
+def submission_time(run: RunDirectory) -> float:
+    """Return the Unix time of the run's latest submission; 0 if it is unknown."""
+    local, slurm = _latest_submission(run.read_run())
+    return float(local.get("started") or slurm.get("submitted") or 0)
+
+
 def is_local(record: Mapping[str, Any]) -> bool:
     """Return whether the run with this record (content of run.yaml) was last started without Slurm."""
     return bool(_latest_submission(record)[0])

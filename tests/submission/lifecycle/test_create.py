@@ -23,7 +23,7 @@ from holmes_hpc.cli import jobs as job_commands
 from holmes_hpc.cli import runs, submit
 from holmes_hpc.config import composition
 from holmes_hpc.config.composition import load
-from holmes_hpc.errors import HolmesError, RecordError
+from holmes_hpc.errors import ConfigError, HolmesError, RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.slurm.scontrol import Config
@@ -257,3 +257,17 @@ def test_a_taken_name_is_found_before_planning(tmp_path: Path, monkeypatch: pyte
     run.append_metrics({"step": 1})
     with pytest.raises(RecordError, match=r"it already holds a run; .* or give another name"):
         submit.plan_run(["launcher=local", "name=a"])
+
+
+def test_a_resumed_run_whose_job_has_not_started_is_active(tmp_path: Path) -> None:
+    plan = plans.plan("ib-a", "roce-a")
+    run = RunDirectory.create(tmp_path / "run", plan.to_yaml(), slurm={"job_id": 7, "submitted": time.time() - 100})
+    run.start_attempt()
+    for rank in range(plan.world_size):
+        run.write_exit(rank, "completed")
+    for state in ("completed", "unknown"):
+        create.refuse_unless_ended(run, state)
+    for submitted, state in ((time.time() - 100, "pending"), (time.time() + 100, "unknown")):
+        run.update_run(slurm={"job_id": 8, "submitted": submitted})
+        with pytest.raises(ConfigError, match="pending|not known"):
+            create.refuse_unless_ended(run, state)
