@@ -96,3 +96,33 @@ def test_report_has_a_row_for_every_nic_kind_and_for_control_traffic(three):
         assert word in done.stdout, word
     found = json.loads(holmes("report", str(three.path), "--json").stdout)
     assert found
+
+
+POOLS = """name: pools
+ethernet_gbps: 0.05
+gpu: {name: cpu, peak_tflops: 0.05, memory_gib: 4, intra_node_gbps: 40}
+fabrics:
+  - {name: ib-a, nic: ib, rdma_gbps: 0.4, partition: ib, gres: false, gpus_per_node: 1, nodes: 1}
+pools:
+  - {name: fast, fabric: ib-a, exclude: "ib[2-4]"}
+  - {name: slow, fabric: ib-a, exclude: "ib[1,3-4]"}
+"""
+
+
+@pytest.mark.slurm
+def test_two_pools_of_one_fabric_share_a_step_by_rdma(testbed, runs: Path) -> None:
+    site = runs / "pools.yaml"
+    site.write_text(POOLS)
+    model = ["model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=4", "batch.micro_size=1"]
+    pace = ["train.pace_layer_ms=10", "train.pace_factors={fast: 1, slow: 2}", "plan.pp=1"]
+    words = ["--site", str(site), *model, *pace, "batch.global_size=6", "train.steps=6", "name=pools"]
+    done = holmes("run", *words, HOLMES_RUNS=str(runs))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = RunDirectory(runs / "pools")
+    plan = Plan.read(run.plan_path)
+    assert plan.predicted is not None and plan.strategy == "hierarchical-dp"
+    assert [len(plan.order.micro_batches_of(row)) for row in (0, 1)] == [4, 2]
+    assert run.read_run()["hosts"] == ["ib1", "ib2"]
+    steps = [line["nic_bytes"]["ib-a"]["tx"] for line in run.metrics() if line["step"] > 2]
+    counted = sum(steps) / len(steps) / run.read_run()["traffic"]["header_factors"]["ib-a"]
+    assert counted == pytest.approx(plan.predicted.nic_bytes_per_step["ib-a"], rel=0.05)

@@ -39,14 +39,14 @@ class PlanOptions:
         str,
         key(
             "one-fabric, pipeline (the paper's: data parallel inside a fabric, pipeline across "
-            "fabrics) or hierarchical-dp (pipelines in each fabric, or in each node of a "
+            "fabrics) or hierarchical-dp (pipelines in each pool, or in each node of a "
             "single one; data parallel across them)",
             one_of=("auto", *STRATEGIES),
         ),
     ] = "auto"
     nodes: Annotated[
         Mapping[str, int | None] | None,
-        key("{FABRIC: NODES}: use only these fabrics, with these numbers of nodes; null: the planner chooses", ge=1),
+        key("{POOL: NODES}: use only these pools, with these numbers of nodes; null: the planner chooses", ge=1),
     ] = None
     gpus_per_node: Annotated[int | None, key("ranks on each node; null: all GPUs of a node", ge=1)] = None
     tp: Annotated[int | None, key("tensor-parallel size", ge=1)] = None
@@ -114,7 +114,7 @@ class PlanOptions:
         stages = len(self.layers_per_stage or ())
         ConfigError.refuse(
             (ignored, ignored, "plan", "remove it, or use transport=holmes or schedule=eager_1f1b"),
-            (self.nodes == {}, "no fabric is named", "plan.nodes", "use {FABRIC: NODES, …}, or null for all fabrics"),
+            (self.nodes == {}, "no pool is named", "plan.nodes", "use {POOL: NODES, …}, or null for all pools"),
             (
                 self.pp and stages and stages != self.pp,
                 f"{stages} entries, pp is {self.pp}",

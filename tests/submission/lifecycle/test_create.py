@@ -269,5 +269,5 @@ def test_a_resumed_run_whose_job_has_not_started_is_active(tmp_path: Path) -> No
         create.refuse_unless_ended(run, state)
     for submitted, state in ((time.time() - 100, "pending"), (time.time() + 100, "unknown")):
         run.update_run(slurm={"job_id": 8, "submitted": submitted})
-        with pytest.raises(ConfigError, match="pending|not known"):
+        with pytest.raises(ConfigError, match=r"pending|not known"):
             create.refuse_unless_ended(run, state)
