@@ -1,5 +1,6 @@
 """The audit of NICs: planned bytes of each node, the cause of a surplus, and NICs that go down."""
 
+import functools
 import subprocess
 import sys
 from collections import defaultdict
@@ -23,6 +24,7 @@ from holmes_hpc.training.network.interfaces import NodeTransports
 
 MODEL = ModelSpec("m", layers=12, hidden=256, heads=8, vocab=512, ffn=1024, kv_heads=8)
 TWO_FABRICS = {"ib-a": 2, "roce-a": 2}
+THREE_FABRICS = {**TWO_FABRICS, "eth-a": 2}
 
 
 def site(gpus: int) -> Site:
@@ -47,21 +49,27 @@ def plan_on(nodes: dict[str, int], gpus: int = 1, tied: bool = False, **options:
     )
 
 
+@functools.cache
+def two_stages() -> Plan:
+    return plan_on(TWO_FABRICS, pp=2)
+
+
 @pytest.mark.parametrize(
-    "plan",
+    ("nodes", "gpus", "options"),
     [
-        plan_on(TWO_FABRICS, pp=2),
-        plan_on(TWO_FABRICS, gpus=4, pp=2, tp=2),
-        plan_on(TWO_FABRICS, gpus=2, pp=4, tied=True),
-        plan_on({"ib-a": 2}, gpus=2, pp=2, virtual_stages=2, schedule="interleaved"),
-        plan_on({"ib-a": 2, "roce-a": 2, "eth-a": 2}, pp=3, virtual_stages=2, schedule="interleaved"),
-        plan_on({"ib-a": 2, "roce-a": 2, "eth-a": 2}, pp=3, distributed_optimizer=False, transport="single"),
-        plan_on(TWO_FABRICS, gpus=2, strategy="hierarchical-dp", schedule="1f1b"),
-        plan_on(TWO_FABRICS, pp=2, edge_dtype="bf16"),
+        (TWO_FABRICS, 1, {"pp": 2}),
+        (TWO_FABRICS, 4, {"pp": 2, "tp": 2}),
+        (TWO_FABRICS, 2, {"pp": 4, "tied": True}),
+        ({"ib-a": 2}, 2, {"pp": 2, "virtual_stages": 2, "schedule": "interleaved"}),
+        (THREE_FABRICS, 1, {"pp": 3, "virtual_stages": 2, "schedule": "interleaved"}),
+        (THREE_FABRICS, 1, {"pp": 3, "distributed_optimizer": False, "transport": "single"}),
+        (TWO_FABRICS, 2, {"strategy": "hierarchical-dp", "schedule": "1f1b"}),
+        (TWO_FABRICS, 1, {"pp": 2, "edge_dtype": "bf16"}),
     ],
     ids=["two-fabrics", "tp", "tied", "interleaved", "three-interleaved", "single", "hierarchical", "bf16-edges"],
 )
-def test_planned_loads_sum_up_to_the_predicted_bytes(plan) -> None:
+def test_planned_loads_sum_up_to_the_predicted_bytes(nodes, gpus, options) -> None:
+    plan = plan_on(nodes, gpus, **options)
     sums: defaultdict[str, float] = defaultdict(float)
     names = [place.node for place in plan.places]
     fabrics = {place.node: place.pool for place in plan.places}
@@ -97,14 +105,14 @@ def findings_of(audited: Audit, rows: list[list[float]]) -> list[Finding]:
 
 
 def test_traffic_as_planned_gives_no_finding() -> None:
-    plan = plan_on(TWO_FABRICS, pp=2)
+    plan = two_stages()
     audited = Audit(plan, nodes_of(plan), {"ib-a": 1.05, "roce-a": 1.05, "ethernet": 1.05})
     assert not any(audited.add(rows_of(plan, 1.05)) for _ in range(10 * EVERY_STEPS))
 
 
 @pytest.mark.parametrize("wrong_from", [1, 2, 12, 29, 34, 99])
 def test_a_group_on_the_wrong_nic_is_reported_once_within_twenty_steps(wrong_from) -> None:
-    plan = plan_on(TWO_FABRICS, pp=2)
+    plan = two_stages()
     audited, planned, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0), rows_of(plan, 1.0)
     rows[1][0], rows[1][2] = rows[1][0] + rows[1][2], 0.0
     findings = [
@@ -118,7 +126,7 @@ def test_a_group_on_the_wrong_nic_is_reported_once_within_twenty_steps(wrong_fro
 
 
 def test_a_group_on_a_nic_outside_the_plan_is_reported_and_storage_traffic_is_not() -> None:
-    plan = plan_on(TWO_FABRICS, pp=2)
+    plan = two_stages()
     node = plan.places[1].node
     rows = rows_of(plan, 1.0)
     rows[0][4] = 1e9  # a checkpoint goes to storage over another port
@@ -129,14 +137,14 @@ def test_a_group_on_a_nic_outside_the_plan_is_reported_and_storage_traffic_is_no
 
 
 def test_steps_with_other_traffic_are_not_counted() -> None:
-    plan = plan_on(TWO_FABRICS, pp=2)
+    plan = two_stages()
     audited, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0)
     busy = [[row[0] + 1e9, *row[1:]] for row in rows]  # with a checkpoint
     assert not any(audited.add(busy if step % 3 == 0 else rows, is_step_only=step % 3 != 0) for step in range(100))
 
 
 def test_the_message_names_the_sender_by_the_kernels_counters_of_own_connections() -> None:
-    plan = plan_on(TWO_FABRICS, pp=2)
+    plan = two_stages()
     for column, own_bytes, text in (
         (5, 2e6, "own connections sent 2.0 MB of it, the rest is another job's"),
         (5, 0.0, "none of this run's groups sends less than planned: probably another job's"),
@@ -157,7 +165,7 @@ def test_the_message_names_the_sender_by_the_kernels_counters_of_own_connections
 
 
 def test_own_connections_that_are_routed_over_another_nic_count_as_the_runs() -> None:
-    plan = plan_on(TWO_FABRICS, pp=2)
+    plan = two_stages()
     rows = rows_of(plan, 1.0)
     rows[0][5], rows[0][6] = rows[0][0], rows[0][2]  # the addresses are right
     rows[0][0], rows[0][2] = rows[0][0] + rows[0][2], 0.0
