@@ -169,7 +169,10 @@ def _three_steps(model: Any, plan: Any, config: Any, tokens: torch.Tensor) -> tu
 
 def main(root: Path) -> None:
     make_models(root)
-    import holmes_hpc.training.loop  # noqa: F401 (loaded once, before ranks are forked)
+    from holmes_hpc.training.rank import cpu
+
+    with cpu.without_compiler():
+        import holmes_hpc.training.loop  # noqa: F401 (loaded once, before ranks are forked)
 
     fork = torch.multiprocessing.get_context("fork")
     for layout, (tp, pp) in LAYOUTS.items():

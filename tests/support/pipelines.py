@@ -33,14 +33,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from leftovers import exempt
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.pipeline_parallel import schedules as megatron
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 
 from holmes_hpc.config.model import Batch
 from holmes_hpc.lifetime import end_with
@@ -48,11 +40,22 @@ from holmes_hpc.planning.plan.parallel import Parallel, groups
 from holmes_hpc.planning.plan.plan import GroupTransport
 from holmes_hpc.planning.plan.transport import TCP
 from holmes_hpc.planning.schedule.kinds import SCHEDULES
-from holmes_hpc.training import warm_up
-from holmes_hpc.training.model.emulated_layers import emulate
-from holmes_hpc.training.pipeline import point_to_point
-from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent, run_eager_1f1b
 from holmes_hpc.training.rank import cpu
+
+with cpu.without_compiler():  # as ranks do
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.pipeline_parallel import schedules as megatron
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    from holmes_hpc.training import warm_up
+    from holmes_hpc.training.model.emulated_layers import emulate
+    from holmes_hpc.training.pipeline import point_to_point
+    from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent, run_eager_1f1b
 
 SEQUENCE, MICRO, HIDDEN, VOCABULARY = 8, 2, 16, 32
 START_METHOD = "HOLMES_TESTS_START"  # spawn or fork
