@@ -5,16 +5,12 @@ benchmarks/planner_memory.py has more cases.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-
 import gpu
 import planner_memory
+import pytest
 from sites import H100, one_fabric, two_clusters
 
 from holmes_hpc.config.model import Batch
