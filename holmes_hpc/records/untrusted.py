@@ -19,6 +19,7 @@ import yaml
 
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if PyYAML was built with it
 MAX_LEVELS = 100  # of nesting; holmes writes about ten
+MAX_VALUES = 500_000  # of a YAML text; more take many seconds to parse
 MAX_ALIAS_VALUES = 100_000  # values that aliases may add when they are expanded
 MAX_DIGITS = 300
 MAX_TEXT_BYTES = 1 << 26  # 64 MiB; the largest tokenizer.json published has 33 MB
@@ -77,6 +78,8 @@ def _check_size(text: str) -> None:
     for event in yaml.parse(text, Loader=SAFE_LOADER):
         if isinstance(event, yaml.ScalarEvent):
             values += 1
+            if values > MAX_VALUES:
+                raise yaml.YAMLError(f"more than {MAX_VALUES:,} values, {_position(event)}")
             if event.anchor:
                 sizes[event.anchor] = 1
             if len(event.value) > MAX_DIGITS and event.implicit[0] and _NUMBER.fullmatch(event.value):

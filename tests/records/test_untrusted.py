@@ -118,7 +118,7 @@ def test_names_and_ids_of_odd_digits(tmp_path: Path) -> None:
     assert list(follow_logs(run, lambda: True)) == []
 
 
-@pytest.mark.parametrize("name", ["pipe", "zero", "large", "deep", "list"])
+@pytest.mark.parametrize("name", ["pipe", "zero", "large", "deep", "wide", "list"])
 def test_a_configuration_file_that_never_ends_is_refused_at_once(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if name == "pipe":
@@ -129,7 +129,7 @@ def test_a_configuration_file_that_never_ends_is_refused_at_once(name: str, tmp_
         path.touch()
         os.truncate(path, MAX_TEXT_BYTES + 1)
     else:
-        path.write_text("[" * DEEP if name == "deep" else "[]")
+        path.write_text({"deep": "[" * DEEP, "wide": f"[{'0,' * (1 << 20)}]"}.get(name, "[]"))
     readers: list[Callable[[Path], object]] = [read_json, read_yaml, Plan.read, read_vocabulary]
     for read in readers:
         with pytest.raises(HolmesError, match=f"{path}: ") as error:
