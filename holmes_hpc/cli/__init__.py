@@ -28,7 +28,7 @@ MODULES = {
     "planning": ("plan", "calibrate"),
     "predict": ("predict",),
     "runs": ("submit", "run", "resume", "rm", "report"),
-    "site": ("nodes", "probe", "label", "doctor"),
+    "site": ("nodes", "site", "probe", "label", "doctor"),
     "testbed": ("testbed",),
     "jobs": ("status", "logs", "cancel", "sweep"),
 }

@@ -1,15 +1,18 @@
-"""Commands for the site: nodes, probe, label, doctor."""
+"""Commands for the site: nodes, site, probe, label, doctor."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json, Overrides, app
+from holmes_hpc.cli.app import Json, Overrides, app, check_output, load_site, with_options
+from holmes_hpc.config.composition import with_flags
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric import doctor as checks
 from holmes_hpc.fabric import label as labels
@@ -17,6 +20,7 @@ from holmes_hpc.fabric import listing as report
 from holmes_hpc.fabric import node_facts
 from holmes_hpc.fabric.grouping import NodeSettings
 from holmes_hpc.fabric.probe import probe as probe_node
+from holmes_hpc.records.files import write_whole
 
 if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 Vocabulary = Annotated[str | None, typer.Option(metavar="FILE", help="The site's file of node features.")]
 
 
-def _read_settings(overrides: list[str] | None) -> tuple[Configuration, NodeSettings]:
+def _read_settings(overrides: Sequence[str] | None) -> tuple[Configuration, NodeSettings]:
     """Return the configuration, and its settings for reading nodes. Other commands do not need these slow imports."""
     from holmes_hpc.config.composition import load
     from holmes_hpc.planning.request import node_settings
@@ -34,15 +38,58 @@ def _read_settings(overrides: list[str] | None) -> tuple[Configuration, NodeSett
 
 
 @app.command()
-def nodes(overrides: Overrides = None, vocabulary: Vocabulary = None, json: Json = False) -> None:
-    """List fabrics, partitions, NICs and GPUs known to Slurm.
+@with_options("--site")
+def nodes(
+    *, overrides: Overrides = None, flags: Mapping[str, Any], vocabulary: Vocabulary = None, json: Json = False
+) -> None:
+    """List fabrics, partitions, NICs and GPUs known to Slurm, or with --site the file's fabrics.
 
     Example: holmes nodes 'partitions=[gpu]' slurm.account=ml
     """
-    _, settings = _read_settings(overrides)
+    config, settings = _read_settings(with_flags(flags, overrides))
+    site = load_site(config) if config.site_file else None
     with console.waiting("asking Slurm"):
-        listing = report.listing(replace(settings, vocabulary=vocabulary or settings.vocabulary))
+        listing = report.listing(replace(settings, vocabulary=vocabulary or settings.vocabulary), site)
     console.output(json, listing.to_dict(), *listing.tables())
+
+
+@app.command()
+def site(
+    overrides: Overrides = None,
+    output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the file here.")] = None,
+    jobs: Annotated[bool, typer.Option("--jobs/--no-jobs", help="Run a short job per new kind of node.")] = True,
+    wait: Annotated[int, typer.Option(metavar="S", min=1, help="Wait S seconds for a job to start.")] = 300,
+) -> None:
+    """Write a site file from Slurm's nodes and topology and a short job per kind of node.
+
+    An existing FILE is renewed: values edited by hand stay, and only new kinds are asked. Exit code 1 if something
+    remains unknown: the rest is written.
+
+    Example: holmes site -o site.yaml slurm.account=ml
+    """
+    from holmes_hpc.fabric import site_record
+    from holmes_hpc.fabric.discovery import discover
+    from holmes_hpc.slurm.scontrol import read_topology
+
+    check_output(output)
+    record = site_record.read_record(output) if output else {}
+    probes = site_record.probes_of(record)
+    _, settings = _read_settings(overrides)
+    with console.waiting("asking Slurm and the nodes"):
+        listing = report.listing(settings)
+        discovery = discover(listing, read_topology(), settings, probes, wait if jobs else None)
+    text = site_record.site_text(discovery, [n.name for n in listing.nodes], record)
+    if output:
+        write_whole(Path(output), text)
+        new_jobs = len({p.kind for p in discovery.probes} - {p.kind for p in probes})
+        guesses = text.count("assumed: ") + text.count("unsure: ")
+        pools = len(discovery.site.pools)
+        console.note(f"written: {output}: {pools} pools, {new_jobs} jobs, {guesses} lines `assumed` or `unsure`")
+    else:
+        sys.stdout.write(text)
+    for problem in discovery.problems:
+        console.problem(problem)
+    raise typer.Exit(int(bool(discovery.problems)))
 
 
 @app.command()
@@ -114,8 +161,11 @@ def label(
 
 
 @app.command()
+@with_options("--site")
 def doctor(
+    *,
     overrides: Overrides = None,
+    flags: Mapping[str, Any],
     ask_nodes: Annotated[
         bool, typer.Option("--ask-nodes/--no-ask-nodes", help="Also run a short job on idle nodes of each partition.")
     ] = True,
@@ -128,8 +178,8 @@ def doctor(
     """
     findings = [finding for path in script or [] for finding in checks.read_script(Path(path))]
     with console.waiting("asking Slurm and the nodes"):
-        _, settings = _read_settings(overrides)
-        findings = checks.ordered(findings + checks.examine(settings, ask_nodes))
+        config, settings = _read_settings(with_flags(flags, overrides))
+        findings = checks.ordered(findings + checks.examine(settings, ask_nodes, config.site_file))
     if json:
         console.as_json([f.to_dict() for f in findings])
     elif findings:

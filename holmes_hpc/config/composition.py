@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,12 @@ _FIXED_BY_PLAN = re.compile(r"[+~]*(model|batch|plan)[.=@]")
 
 
 def load(overrides: Sequence[str] = ()) -> Configuration:
-    """Compose and check the configuration of `overrides` (``model=gpt_3_6b train.steps=5``)."""
-    return from_dict(composed(overrides))
+    """Compose and check the configuration of `overrides` (``model=gpt_3_6b train.steps=5``).
+    Without a site file, the one in HOLMES_SITE counts, unless the ranks are processes on this machine."""
+    config = from_dict(composed(overrides))
+    if config.site_file is None and not config.local:
+        config = replace(config, site_file=os.environ.get("HOLMES_SITE") or None)
+    return config
 
 
 def composed(overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -13,15 +13,14 @@ from holmes_hpc.fabric.node_facts import NOT_ASKED, Facts, Job, ask, gpu_option
 from holmes_hpc.fabric.nodes import SiteNode, grouped
 from holmes_hpc.fabric.partitions import NodeSettings
 from holmes_hpc.fabric.site import Gpu, Pool, Site
-from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Topology
 
 _NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")  # of a rack, a block or a node, in a feature
-_PLACE = re.compile(r"rack|row|cage|chassis|pod|room", re.IGNORECASE)
-# Assumptions of the grouping: those that stand beside a key, and those that a probe or the topology settles.
-_BY_KEY = re.compile(r"Gb/s assumed|no feature names a NIC|^left out")
+_PLACE = re.compile(r"(.*[\W_])?(rack|row|cage|chassis|pod|room|cell|island|cluster|block|switch|leaf)", re.IGNORECASE)
+# Assumptions of the grouping: those that stand beside a key, and those that the driver of a probed node settles.
+_BY_KEY = re.compile(r"Gb/s assumed|no feature names a NIC|no fabric label|^left out")
 _GPU_GUESS = re.compile(r"GPU .*(assumed|vocabulary)")
-_FABRIC_GUESS = re.compile(r"no fabric label")
 _WAITED = re.compile(r"timed out|revoked|temporarily unavailable|no answer in", re.IGNORECASE)
 SAME_MEMORY = 0.1  # the driver reports somewhat less than the data sheet
 
@@ -67,7 +66,7 @@ def discover(
     """Return the site of Slurm's nodes. `known`: probes of an earlier run, whose kinds are not asked again.
     `wait_s`: the longest wait for a job to start; None: run no job."""
     kinds = {n.name: kind_of(n, p.partition) for p in listing.grouping.pools for n in _members(p, listing.nodes)}
-    probes = {probe.kind: probe for probe in known if probe.kind in kinds.values()}
+    probes = {probe.kind: probe for probe in known}
     if wait_s is not None:
         probes |= _probe(listing, kinds, [kind for kind in kinds.values() if kind not in probes], settings, wait_s)
     nodes = [_with_features(n, probes.get(kinds.get(n.name, "")), settings.vocabulary) for n in listing.nodes]
@@ -84,8 +83,8 @@ def discover(
             "fabric": _fabric_source(pool, members, tree),
             "gpu": gpu_source,
         }
-        is_settled = {_GPU_GUESS: any(p.gpu for p in answers), _FABRIC_GUESS: tree is not None, _BY_KEY: True}
-        assumptions = _assumptions(grouping, names, [pattern for pattern, holds in is_settled.items() if holds])
+        settled = [_BY_KEY, *([_GPU_GUESS] if any(p.gpu for p in answers) else [])]
+        assumptions = _assumptions(grouping, names, settled)
         pools.append(pool)
         origins[pool.name] = Origin(sources, (*assumptions, *_divisions(members, topology)), gpu_is_known)
         if not gpu_is_known:
@@ -139,8 +138,9 @@ def _job(pool: Pool, nodes: Sequence[SiteNode], settings: NodeSettings, wait_s: 
     idle = [n for n in nodes if "IDLE" in n.states]
     node = next((n for n in idle if not NOT_ASKED & set(n.states)), next(iter(idle), None))
     options = gpu_option((pool.gres_type or "",), pool.node_gpus or pool.gpus_per_node) if pool.gres else ()
-    if node is None and pool.constraint:
-        options = (*options, f"--constraint={pool.constraint}")
+    if node is None:
+        selection = (("constraint", pool.constraint), ("exclude", pool.exclude))
+        options = (*options, *(f"--{name}={value}" for name, value in selection if value))
     if settings.reservation and any(n.reservation == settings.reservation for n in nodes):
         options = (*options, f"--reservation={settings.reservation}")
     return Job(pool.partition, (node.name,) if node else (), options, wait_s)
@@ -169,8 +169,8 @@ def _with_features(node: SiteNode, probe: Probe | None, vocabulary: str | None) 
 def _with_trees(pools: Sequence[Pool], nodes: Sequence[SiteNode], topology: Topology) -> list[tuple[Pool, str | None]]:
     """Return the pools, each with its tree of switches: None if it does not matter or is not known.
 
-    Pools of one NIC type and tree are one fabric, unless a feature names their fabric. A pool in several trees is split
-    if features tell its parts apart; else it keeps as many nodes as one tree has, for Slurm leaves no job in two."""
+    Pools of one NIC type and tree are one fabric, unless a feature names their fabric. A pool in several trees is
+    split. The jobs of a part select it by features, else they exclude the other parts by name."""
     parts: list[tuple[Pool, str | None]] = []
     for pool in pools:
         members = _members(pool, nodes)
@@ -178,18 +178,16 @@ def _with_trees(pools: Sequence[Pool], nodes: Sequence[SiteNode], topology: Topo
         if not pool.nic.rdma or any(n.reading.fabric for n in members) or None in dict(trees):
             parts.append((pool, None))
             continue
-        rivals = [n for n in nodes if pool.partition in n.partitions and n.gpus >= min(m.gpus for m in members)]
-        choices = [constraint(part, [n for n in rivals if topology.trees.get(n.name) != tree]) for tree, part in trees]
         if len(trees) == 1:
             parts.append((pool, trees[0][0]))
-        elif None in choices:
-            most = max(len(part) for _, part in trees)
-            parts.append((replace(pool, nodes=min(pool.nodes, most), fabric=""), None))
-        else:
-            for (tree, part), choice in zip(trees, choices, strict=True):
-                names, count = tuple(n.name for n in part), min(pool.nodes, len(part))
-                name = f"{pool.name}-{tree}"
-                parts.append((replace(pool, name=name, nodes=count, node_names=names, constraint=choice or ""), tree))
+            continue
+        for tree, part in trees:
+            names, others = tuple(n.name for n in part), [n for n in members if n not in part]
+            choice = constraint(part, others)
+            features = "&".join(filter(None, (pool.constraint, choice)))
+            exclude = ",".join(filter(None, (pool.exclude, compress(n.name for n in others) if choice is None else "")))
+            split = replace(pool, nodes=min(pool.nodes, len(part)), node_names=names, constraint=features)
+            parts.append((replace(split, name=f"{pool.name}-{tree}", exclude=exclude), tree))
     fabrics = grouped(((pool.nic, tree), pool.name) for pool, tree in parts if tree)
     shared = {name: f"{nic}-{tree}" for (nic, tree), names in fabrics for name in names if len(names) > 1}
     return [(replace(pool, fabric=shared.get(pool.name, "")) if tree else pool, tree) for pool, tree in parts]
@@ -233,7 +231,7 @@ def _fabric_source(pool: Pool, nodes: Sequence[SiteNode], tree: str | None) -> s
         return "Slurm's features"
     if tree:
         return f"Slurm's topology: switch {tree}"
-    return "assumed: no feature and no switch joins these nodes with others" if pool.nic.rdma else "Ethernet only"
+    return "assumed: no feature and no switch says which nodes RDMA joins" if pool.nic.rdma else "Ethernet only"
 
 
 def _assumptions(grouping: Grouping, names: set[str], settled: Sequence[re.Pattern[str]]) -> list[str]:
@@ -247,15 +245,13 @@ def _assumptions(grouping: Grouping, names: set[str], settled: Sequence[re.Patte
 
 
 def _divisions(nodes: Sequence[SiteNode], topology: Topology) -> list[str]:
-    """Return a line for each kind of thing that divides the nodes of a pool: trees, blocks, places in features."""
+    """Return a line for each kind of place that divides the nodes of a pool: blocks of the topology, features."""
     places = [f for n in nodes for f in n.features if f in n.reading.unknown or _PLACE.match(f)]
     families = grouped((_NUMBER.sub("#", f), f) for f in places if _NUMBER.search(f))
-    of_topology = (("trees", topology.trees), ("blocks", topology.blocks))
-    divisions = [(noun, [names[n.name] for n in nodes if n.name in names]) for noun, names in of_topology]
+    blocks = [topology.blocks[n.name] for n in nodes if n.name in topology.blocks]
     lines = []
-    for noun, values in (*divisions, *(("features", features) for _, features in families)):
+    for noun, values in (("blocks", blocks), *(("features", features) for _, features in families)):
         if len(names := list(dict.fromkeys(values))) > 1:
             shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-            effect = "a job gets nodes of one of them" if noun == "trees" else "if RDMA ends there, make a pool of each"
-            lines.append(f"unsure: the {noun} {shown} divide its nodes; {effect}")
+            lines.append(f"unsure: the {noun} {shown} divide its nodes; if RDMA ends there, make a pool of each")
     return lines

@@ -13,11 +13,14 @@ from pathlib import Path
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.finding import LEVELS, MAX_SKEW_S, Finding
-from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
+from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group, grouping_of
 from holmes_hpc.fabric.nccl import refusals
 from holmes_hpc.fabric.node_facts import Facts, ask_nodes
 from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
 from holmes_hpc.fabric.partitions import with_associations
+from holmes_hpc.fabric.site import Site
+from holmes_hpc.fabric.site_file import read_site_file
+from holmes_hpc.fabric.site_record import compare
 from holmes_hpc.fabric.software import check_software, software
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.untrusted import read_file
@@ -235,10 +238,13 @@ def diagnose(
     facts: Sequence[Facts] = (),
     env: Mapping[str, str] | None = None,
     settings: NodeSettings | None = None,
+    *,
+    site: Site | None = None,
 ) -> list[Finding]:
-    """Return all findings about a cluster, from what Slurm and the nodes (`facts`) reported. Runs no command."""
+    """Return all findings about a cluster, from what Slurm and the nodes (`facts`) reported. Runs no command.
+    `site`: of a site file, whose pools replace those of Slurm's features."""
     settings, env = settings or NodeSettings(), {} if env is None else env
-    grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
+    grouping = grouping_of(site) if site else group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
     findings = check_config(config) + check_features(nodes, grouping) + check_partitions(partitions, grouping)
     if not grouping.pools:
         findings.append(Finding("error", f"cluster {config.cluster}", "no node can be used", "see the other findings"))
@@ -260,15 +266,22 @@ def _marker_file() -> Iterator[Path | None]:
         yield None
 
 
-def examine(settings: NodeSettings | None = None, asking: bool = True) -> list[Finding]:
+def examine(settings: NodeSettings | None = None, asking: bool = True, site_file: str | None = None) -> list[Finding]:
     """Return all findings about this Slurm and, if `asking`, its idle nodes, errors first.
-    Short jobs ask the nodes, in this process's environment."""
+    Short jobs ask the nodes, in this process's environment. `site_file`: the site file in use, if any."""
     partitions, config = read_partitions(), read_config()
     settings = with_associations(settings, partitions)
     nodes = read_nodes(settings.vocabulary)
     facts: list[Facts] = []
-    unanswered: list[Finding] = []
+    findings: list[Finding] = []
     if asking:
         with _marker_file() as marker:
-            facts, unanswered = ask_nodes(nodes, settings, marker)
-    return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings) + unanswered)
+            facts, findings = ask_nodes(nodes, settings, marker)
+    site = read_site_file(site_file) if site_file else None
+    if site_file and site:
+        try:
+            changes = compare(site_file, site)
+            findings += [Finding("warning", site_file, change, "see `holmes site`") for change in changes]
+        except SiteError as e:
+            findings.append(Finding("error", e.where, e.what, e.hint))
+    return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings, site=site) + findings)

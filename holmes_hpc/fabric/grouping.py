@@ -43,6 +43,11 @@ class Grouping:
         return Site(name, self.pools, self.assumptions)
 
 
+def grouping_of(site: Site) -> Grouping:
+    """Return the pools of a site file as a grouping."""
+    return Grouping(site.pools, site.assumptions, {})
+
+
 @dataclass
 class _Notes:
     """The assumptions that the steps of :func:`group` make, and the nodes that they leave out."""

@@ -10,12 +10,12 @@ from typing import Any
 
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
+from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group, grouping_of
 from holmes_hpc.fabric.label import features_of
 from holmes_hpc.fabric.nics import NodeNics
 from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
 from holmes_hpc.fabric.partitions import with_associations
-from holmes_hpc.fabric.site import Pool
+from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Partition, read_config, read_partitions
 
@@ -158,19 +158,23 @@ def _inactive_features(node: SiteNode) -> list[str]:
 
 
 def listing_of(
-    cluster: str, nodes: Sequence[SiteNode], partitions: Sequence[Partition], settings: NodeSettings | None = None
+    cluster: str,
+    nodes: Sequence[SiteNode],
+    partitions: Sequence[Partition],
+    settings: NodeSettings | None = None,
+    site: Site | None = None,
 ) -> Listing:
-    """Return the listing of these nodes and partitions. Runs no command."""
+    """Return the listing of these nodes and partitions, with the pools of `site` if it is given. Runs no command."""
     settings = settings or NodeSettings()
-    grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
+    grouping = grouping_of(site) if site else group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
     return Listing(cluster, tuple(nodes), tuple(partitions), grouping)
 
 
-def listing(settings: NodeSettings | None = None) -> Listing:
-    """Return the listing of this Slurm's nodes and partitions."""
+def listing(settings: NodeSettings | None = None, site: Site | None = None) -> Listing:
+    """Return the listing of this Slurm's nodes and partitions, with the pools of `site` if it is given."""
     partitions = read_partitions()
     settings = with_associations(settings, partitions)
-    return listing_of(read_config().cluster, read_nodes(settings.vocabulary), partitions, settings)
+    return listing_of(read_config().cluster, read_nodes(settings.vocabulary), partitions, settings, site)
 
 
 def probe_tables(nics: NodeNics) -> list[Table]:

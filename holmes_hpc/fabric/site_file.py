@@ -13,6 +13,7 @@ from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import FabricLink, Gpu, Pool, Site
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import check, key, keys, make
+from holmes_hpc.slurm.hostlist import expand
 
 ETHERNET_GBYTES = (1.25, 3.125, 6.25, 12.5)  # GB/s of Ethernet of 10, 25, 50 and 100 Gb/s
 TOLERANCE = 1.5  # largest plausible ratio to a data sheet's figure
@@ -48,6 +49,7 @@ class SiteFile:
     links: Annotated[
         tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, total_gbps, delay_ms}")
     ] = ()
+    found: Annotated[Any, key("record of `holmes site`: what it found")] = None
 
     def __post_init__(self) -> None:
         check(self, f"site {self.name}", SiteError)
@@ -101,7 +103,11 @@ def _with_defaults(entry: Any, kind: str, position: int, defaults: Mapping[str, 
         return f"{kind} {position}", entry
     where = f"{kind} {entry['name'] if isinstance(entry.get('name'), str) else position}"
     _refuse_synonym(entry.get("nic"), where)
-    return where, {**defaults, **_with_figures(entry)}
+    values = {**defaults, **_with_figures(entry)}
+    names = values.get("node_names")
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):  # host lists: ib[1-4]
+        values["node_names"] = [name for host_list in names for name in expand(host_list)]
+    return where, values
 
 
 def _fabrics_with_pools(pools: Sequence[Any], fabrics: Sequence[tuple[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -1,0 +1,212 @@
+"""The site file that `holmes site` writes: sources as comments, and a record of what was found, so that edits stay."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric.discovery import Discovery, Origin, Probe
+from holmes_hpc.fabric.features import read_vocabulary
+from holmes_hpc.fabric.site import Pool, Site
+from holmes_hpc.records.files import read_yaml
+from holmes_hpc.schema import make
+from holmes_hpc.slurm.hostlist import compress, expand
+from holmes_hpc.slurm.scontrol import Node, read_config, read_nodes
+
+HEADER = """\
+# Site file of the Slurm cluster {}, written by `holmes site`. A comment beside a value says where it is from.
+# Correct values by hand: a value that differs from the one under `found` is yours. `holmes site` keeps it when it
+# writes this file again, and asks only kinds of nodes that are new. Comments of your own are not kept.
+"""
+_ORDER = ("name", "fabric", "partition", "constraint", "nodes", "node_names", "gpus_per_node", "gres_type", "gpu")
+_SLURM_SOURCES = {
+    "partition": "Slurm's partitions",
+    "constraint": "Slurm's features",
+    "nodes": "usable in Slurm now",
+    "gpus_per_node": "Slurm's GRES",
+    "gres_type": "Slurm's GRES",
+}
+_HAND, _KEPT = "edited by hand", "not found in Slurm now: kept from the earlier file"
+_VARIANT = re.compile(r"-(\d+gb|pcie|gcd)\b.*")  # of a kind of GPU, which GRES may leave open
+Entries = list[dict[str, Any]]
+
+
+def read_record(path: str) -> dict[str, Any]:
+    """Return the content of a file of `holmes site`; empty if there is no file. SiteError for another file."""
+    if not Path(path).exists():
+        return {}
+    data = read_yaml(path, SiteError, "give another file with -o")
+    if not isinstance(data.get("found"), Mapping):
+        raise SiteError("not written by `holmes site`: it has no `found`", where=path, hint="give another file with -o")
+    return data
+
+
+def probes_of(record: Mapping[str, Any]) -> list[Probe]:
+    """Return the probes of an earlier run."""
+    return [make(Probe, entry, "found: probe", SiteError) for entry in record.get("found", {}).get("probes") or ()]
+
+
+def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[str, Any]) -> str:
+    """Return the text of the site file. `node_names`: all nodes of Slurm; `record`: the file of an earlier run.
+
+    Values, fabrics and pools of the record that a person changed, added or removed stay as they are."""
+    site, before, origins = discovery.site, record.get("found", {}), discovery.origins
+    found = {
+        "fabrics": [{"name": name, "nic": str(pools[0].nic)} for name, pools in site.fabrics.items()],
+        "pools": [_entry(pool, origins[pool.name]) for pool in site.pools],
+        "probes": [_plain({k: v for k, v in asdict(p).items() if v}) for p in discovery.probes if not p.problem],
+    }
+    merged = {key: _merged(found[key], record.get(key) or [], before.get(key) or []) for key in ("fabrics", "pools")}
+    listed = {part.entry["name"] for part in merged["fabrics"]}
+    used = {part.entry.get("fabric") for part in merged["pools"]} - listed  # a pool needs its fabric
+    merged["fabrics"] += [_Part(fabric, fabric["name"]) for fabric in found["fabrics"] if fabric["name"] in used]
+    nic_sources = {name: origins[pools[0].name].keys["nic"] for name, pools in site.fabrics.items()}
+    lines = [HEADER.format(site.name) + f"name: {_flow(record.get('name', site.name))}", "fabrics:"]
+    for part in merged["fabrics"]:
+        source = _HAND if part.edited else nic_sources.get(part.found_as, _KEPT)
+        lines.append(f"  - {_flow(part.entry)}  # {_line(source)}")
+    lines.append("pools:")
+    for part in merged["pools"]:
+        lines += _pool_lines(part, origins.get(part.found_as))
+    lines += [f"{k}: {_flow(v)}" for k, v in record.items() if k not in ("name", "fabrics", "pools", "found")]
+    lines += [f"# {_line(text)}" for text in (*discovery.left_out, *discovery.problems)]
+    lines += ["", "found:  # what `holmes site` found; leave it", f"  cluster: {_flow(site.name)}"]
+    lines.append(f"  nodes: {_flow(compress(node_names))}")
+    for key, entries in found.items():
+        names = {entry.get("name") for entry in entries}
+        gone = [e for e in before.get(key) or [] if key != "probes" and e["name"] not in names]
+        lines += [f"  {key}:", *(f"  - {_flow(entry)}" for entry in (*entries, *gone))] if entries or gone else []
+    return "\n".join(lines) + "\n"
+
+
+def _entry(pool: Pool, origin: Origin) -> dict[str, Any]:
+    """Return the keys of a pool in a site file."""
+    values = {k: v for k, v in _plain(asdict(pool)).items() if v and k != "nic"}
+    values |= {"fabric": pool.fabric_name, "node_names": [compress(pool.node_names)]}
+    values = {**values, "gres": False} if not pool.gres else {k: v for k, v in values.items() if k != "gres"}
+    gpu = {k: v for k, v in values["gpu"].items() if v is not None}
+    shown = ("name", "memory_gib") if origin.keys["gpu"].startswith("driver") else ("name",)
+    values["gpu"] = gpu if origin.gpu_is_known else {k: gpu[k] for k in shown}
+    return {k: values[k] for k in (*_ORDER, *values) if k in values}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A fabric or a pool of the file. `found_as`: its name in Slurm's facts now; empty if it is not among them.
+    `edited`: its keys that a person changed."""
+
+    entry: dict[str, Any]
+    found_as: str = ""
+    edited: frozenset[str] = frozenset()
+
+
+def _merged(found: Entries, old: Entries, before: Entries) -> list[_Part]:
+    """Return what is `found` now, with a person's edits: the differences between an `old` file and `before`, which
+    `holmes site` then wrote."""
+    written = {entry["name"]: entry for entry in (*found, *before)}
+    parts, rest, lost = [], list(old), [b for b in before if b["name"] not in {entry.get("name") for entry in old}]
+    for entry in found:
+        name = entry["name"]
+        mine = next((o for o in rest if o.get("name") == name), None)
+        if mine is None and name in {b["name"] for b in lost}:  # renamed by hand, or removed
+            mine = next((o for o in rest if o.get("name") not in written and _is_same(o, written[name])), None)
+            if mine is None:
+                continue
+        edited = {k for k in {*mine, *written[name]} if mine.get(k) != written[name].get(k)} if mine else set()
+        values = {k: v for k, v in entry.items() if k not in edited}
+        values |= {k: v for k, v in (mine or {}).items() if k in edited}
+        rest = [o for o in rest if o is not mine]
+        parts.append(_Part({k: values[k] for k in (*_ORDER, *values) if k in values}, name, frozenset(edited)))
+    return [*parts, *(_Part(entry) for entry in rest)]
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two pools have the same nodes."""
+    return one.get("node_names") is not None and one.get("node_names") == other.get("node_names")
+
+
+def _pool_lines(part: _Part, origin: Origin | None) -> Iterator[str]:
+    """Yield the lines of a pool: remarks, then one per key with its source."""
+    remarks = (_KEPT,) if origin is None else origin.remarks
+    yield from (f"  # {_line(text)}" for text in remarks)
+    sources = {**_SLURM_SOURCES, **origin.keys} if origin else {}
+    if origin and not origin.gpu_is_known:
+        sources["gpu"] += "; unknown: write peak_tflops, memory_gib and intra_node_gbps"
+    sources |= dict.fromkeys(part.edited, _HAND)
+    for position, (name, value) in enumerate(part.entry.items()):
+        text = f"{'    ' if position else '  - '}{name}: {_flow(value)}"
+        yield f"{text}  # {_line(sources[name])}" if name in sources else text
+
+
+def _plain(value: Any) -> Any:
+    """Return data as YAML reads it back, with whole numbers as integers."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else round(value, 2)
+    return json.loads(json.dumps(value))
+
+
+def _flow(value: Any) -> str:
+    """Return a value as YAML in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def compare(path: str, site: Site) -> list[str]:
+    """Return warnings about a file of `holmes site` whose Slurm has changed since; none for another file or Slurm.
+    SiteError if the file contradicts Slurm."""
+    found = read_yaml(path, SiteError, "").get("found")
+    try:
+        if not isinstance(found, Mapping) or read_config().cluster != found.get("cluster"):
+            return []
+        nodes = {n.name: n for n in read_nodes()}
+    except SiteError:  # a machine without Slurm
+        return []
+    again = f"run `holmes site -o {path}` again"
+    warnings = []
+    known = set(expand(str(found.get("nodes") or "")))
+    for names, text in ((set(nodes) - known, "are new in Slurm"), (known - set(nodes), "are gone from Slurm")):
+        if names:
+            warnings.append(f"{path}: nodes {compress(sorted(names))} {text}; {again}")
+    for pool in site.pools:
+        members = [nodes[name] for name in pool.node_names if name in nodes]
+        if pool.node_names:
+            _refuse_contradiction(pool, members, f"{path}: pool {pool.name}", again)
+        usable = sum(n.usable for n in members)
+        if pool.node_names and usable < pool.nodes:
+            warnings.append(f"{path}: {usable} of the {pool.nodes} nodes of pool {pool.name} can be used now")
+    return warnings
+
+
+def _refuse_contradiction(pool: Pool, members: Sequence[Node], where: str, again: str) -> None:
+    """Raise SiteError if Slurm has fewer nodes, fewer GPUs or another GPU than the file. `members`: Slurm's nodes."""
+    hint = f"correct the file, or {again}"
+    if len(members) < pool.nodes:
+        raise SiteError(f"nodes is {pool.nodes}, Slurm has {len(members)} of them", where=where, hint=hint)
+    vocabulary = read_vocabulary()
+    kind = vocabulary.gpu(pool.gpu.name)
+    for node in members if pool.gres else ():
+        count = pool.node_gpus or pool.gpus_per_node
+        if node.gpus < count:
+            raise SiteError(f"gpus_per_node is {count}, Slurm's {node.name} has {node.gpus}", where=where, hint=hint)
+        if pool.gres_type and pool.gres_type not in node.gpu_types:
+            types = ", ".join(filter(None, node.gpu_types)) or "no type"
+            raise SiteError(f"gres_type is {pool.gres_type}, Slurm's {node.name} has {types}", where=where, hint=hint)
+        for gpu_type in node.gpu_types:
+            actual = vocabulary.gpu(gpu_type)
+            if actual and kind and _VARIANT.sub("", actual.name) != _VARIANT.sub("", kind.name):
+                raise SiteError(f"gpu is {pool.gpu.name}, Slurm's {node.name} has {gpu_type}", where=where, hint=hint)
