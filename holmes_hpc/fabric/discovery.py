@@ -73,9 +73,12 @@ def discover(
     grouping = group(nodes, listing.partitions, read_vocabulary(settings.vocabulary), settings)
     problems = [probe.problem for probe in probes.values() if probe.problem]
     pools, origins = [], {}
-    for pool, tree in _with_trees(grouping.site(listing.cluster).pools, nodes, topology):
+    parts = _with_trees(grouping.site(listing.cluster).pools, nodes, topology)
+    taken_names = {pool.name for pool, _ in parts}
+    for pool, tree in parts:
         names = set(pool.node_names)
         answers = [p for kind, p in probes.items() if not p.problem and kind in {kinds.get(n) for n in names}]
+        old_kind = pool.gpu.name
         pool, gpu_source, gpu_is_known = _with_driver(pool, answers, settings.vocabulary)
         members = _members(pool, listing.nodes)
         sources = {
@@ -85,6 +88,9 @@ def discover(
         }
         settled = [_BY_KEY, *([_GPU_GUESS] if any(p.gpu for p in answers) else [])]
         assumptions = _assumptions(grouping, names, settled)
+        name = pool.name.removesuffix(old_kind) + pool.gpu.name if pool.name.endswith(f"-{old_kind}") else pool.name
+        pool = pool if name in taken_names else replace(pool, name=name)
+        taken_names.add(name)
         pools.append(pool)
         origins[pool.name] = Origin(sources, (*assumptions, *_divisions(members, topology)), gpu_is_known)
         if not gpu_is_known:
@@ -182,7 +188,8 @@ def _with_trees(pools: Sequence[Pool], nodes: Sequence[SiteNode], topology: Topo
             parts.append((pool, trees[0][0]))
             continue
         for tree, part in trees:
-            names, others = tuple(n.name for n in part), [n for n in members if n not in part]
+            names = tuple(n.name for n in part)
+            others = [n for n in members if topology.trees[n.name] != tree]
             choice = constraint(part, others)
             features = "&".join(filter(None, (pool.constraint, choice)))
             exclude = ",".join(filter(None, (pool.exclude, compress(n.name for n in others) if choice is None else "")))
@@ -245,7 +252,7 @@ def _assumptions(grouping: Grouping, names: set[str], settled: Sequence[re.Patte
 
 
 def _divisions(nodes: Sequence[SiteNode], topology: Topology) -> list[str]:
-    """Return a line for each kind of place that divides the nodes of a pool: blocks of the topology, features."""
+    """Return a line per kind of place that divides the nodes of a pool: blocks, or racks and the like in features."""
     places = [f for n in nodes for f in n.features if f in n.reading.unknown or _PLACE.match(f)]
     families = grouped((_NUMBER.sub("#", f), f) for f in places if _NUMBER.search(f))
     blocks = [topology.blocks[n.name] for n in nodes if n.name in topology.blocks]

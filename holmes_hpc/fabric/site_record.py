@@ -57,17 +57,20 @@ def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[s
     """Return the text of the site file. `node_names`: all nodes of Slurm; `record`: the file of an earlier run.
 
     Values, fabrics and pools of the record that a person changed, added or removed stay as they are."""
-    site, before, origins = discovery.site, record.get("found", {}), discovery.origins
+    site, before = discovery.site, record.get("found", {})
+    names = _lasting_names(site.pools, before.get("pools") or [])
+    origins = {names[name]: origin for name, origin in discovery.origins.items()}
     found = {
         "fabrics": [{"name": name, "nic": str(pools[0].nic)} for name, pools in site.fabrics.items()],
-        "pools": [_entry(pool, origins[pool.name]) for pool in site.pools],
+        "pools": [_entry(pool, names[pool.name], discovery.origins[pool.name]) for pool in site.pools],
         "probes": [_plain({k: v for k, v in asdict(p).items() if v}) for p in discovery.probes if not p.problem],
     }
     merged = {key: _merged(found[key], record.get(key) or [], before.get(key) or []) for key in ("fabrics", "pools")}
-    listed = {part.entry["name"] for part in merged["fabrics"]}
-    used = {part.entry.get("fabric") for part in merged["pools"]} - listed  # a pool needs its fabric
-    merged["fabrics"] += [_Part(fabric, fabric["name"]) for fabric in found["fabrics"] if fabric["name"] in used]
-    nic_sources = {name: origins[pools[0].name].keys["nic"] for name, pools in site.fabrics.items()}
+    used = {part.entry.get("fabric") for part in merged["pools"]}
+    merged["fabrics"] = [part for part in merged["fabrics"] if part.entry["name"] in used or "nodes" in part.entry]
+    missing = used - {part.entry["name"] for part in merged["fabrics"]}
+    merged["fabrics"] += [_Part(fabric, fabric["name"]) for fabric in found["fabrics"] if fabric["name"] in missing]
+    nic_sources = {name: discovery.origins[pools[0].name].keys["nic"] for name, pools in site.fabrics.items()}
     lines = [HEADER.format(site.name) + f"name: {_flow(record.get('name', site.name))}", "fabrics:"]
     for part in merged["fabrics"]:
         source = _HAND if part.edited else nic_sources.get(part.found_as, _KEPT)
@@ -80,16 +83,33 @@ def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[s
     lines += ["", "found:  # what `holmes site` found; leave it", f"  cluster: {_flow(site.name)}"]
     lines.append(f"  nodes: {_flow(compress(node_names))}")
     for key, entries in found.items():
-        names = {entry.get("name") for entry in entries}
-        gone = [e for e in before.get(key) or [] if key != "probes" and e["name"] not in names]
+        present = {entry.get("name") for entry in entries}
+        gone = [e for e in before.get(key) or [] if key != "probes" and e["name"] not in present]
         lines += [f"  {key}:", *(f"  - {_flow(entry)}" for entry in (*entries, *gone))] if entries or gone else []
     return "\n".join(lines) + "\n"
 
 
-def _entry(pool: Pool, origin: Origin) -> dict[str, Any]:
-    """Return the keys of a pool in a site file."""
+def _lasting_names(pools: Sequence[Pool], before: Entries) -> dict[str, str]:
+    """Return the name in the file of each pool: that of an earlier pool with some of its nodes, else its own."""
+    earlier = {node: entry["name"] for entry in before for node in _nodes(entry)}
+    names: dict[str, str] = {}
+    for pool in pools:
+        candidates = [earlier[node] for node in pool.node_names if node in earlier]
+        name = next((c for c in candidates if c not in names.values()), pool.name)
+        while name in names.values():
+            name += "-2"
+        names[pool.name] = name
+    return names
+
+
+def _nodes(entry: Mapping[str, Any]) -> set[str]:
+    return {name for text in entry.get("node_names") or () for name in expand(str(text))}
+
+
+def _entry(pool: Pool, name: str, origin: Origin) -> dict[str, Any]:
+    """Return the keys of a pool in a site file. `name`: its name there."""
     values = {k: v for k, v in _plain(asdict(pool)).items() if v and k != "nic"}
-    values |= {"fabric": pool.fabric_name, "node_names": [compress(pool.node_names)]}
+    values |= {"name": name, "fabric": pool.fabric_name, "node_names": [compress(pool.node_names)]}
     values = {**values, "gres": False} if not pool.gres else {k: v for k, v in values.items() if k != "gres"}
     gpu = {k: v for k, v in values["gpu"].items() if v is not None}
     shown = ("name", "memory_gib") if origin.keys["gpu"].startswith("driver") else ("name",)
