@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed.checkpoint import FileSystemReader, metadata
 from torch.distributed.checkpoint.metadata import Metadata
@@ -63,6 +64,7 @@ _EXTRA_STATE_GLOBALS = {
     ("_io", "BytesIO"),
 }
 _MIN_CPU_S, _BYTES_PER_CPU_S = 2, 1 << 20  # an unpickler reads some 10 MB/s
+_MIN_BYTES, _BYTES_PER_BYTE = 1 << 30, 200  # memory that unpickling may take: this, and so much for each byte
 _RECIPE_MODULE = "transformer_engine.common.recipe"
 
 
@@ -126,13 +128,16 @@ def enforce() -> None:
 
 
 def _load_error(load: Callable[[], Any], size: int) -> str:
-    """Run `load` in a forked process with the CPU time that a file of `size` bytes may take. Return its error, or "".
-    A pickle of nested tuples can take years to hash, and this process could not interrupt that."""
+    """Run `load` in a forked process with the CPU time and memory that a file of `size` bytes may take. Return its
+    error, or "". A pickle of nested tuples can take years to hash, and this process could not interrupt that. One of
+    ten bytes can take 32 GiB."""
     reader, writer = os.pipe()
     if not (pid := os.fork()):
         try:
             limit_s = _MIN_CPU_S + size // _BYTES_PER_CPU_S
             resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+            max_bytes = psutil.Process().memory_info().vms + _MIN_BYTES + _BYTES_PER_BYTE * size
+            resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
             load()
         except Exception as e:  # damaged bytes can cause any error
             os.write(writer, error_message(e).encode(errors="replace"))

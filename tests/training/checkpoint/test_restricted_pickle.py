@@ -113,7 +113,7 @@ def test_tensor_larger_than_memory_is_refused(tmp_path: Path) -> None:
         SavedWeights(change_metadata(save(tmp_path / "saved"), grow))
 
 
-@pytest.mark.parametrize("attack", ["nested keys", "pipe", "endless"])
+@pytest.mark.parametrize("attack", ["nested keys", "4 GiB", "pipe", "endless"])
 def test_metadata_that_takes_for_ever_is_refused(attack: str, tmp_path: Path) -> None:
     path = save(tmp_path / "saved")
     file = path / ".metadata"
@@ -121,11 +121,13 @@ def test_metadata_that_takes_for_ever_is_refused(attack: str, tmp_path: Path) ->
     if attack == "nested keys":  # a key whose hash takes 2^60 steps: {((…, …), (…, …)): None}
         pairs = b"".join(b"q" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(60))
         file.write_bytes(b"\x80\x02})" + pairs + b"Ns.")
+    elif attack == "4 GiB":  # in place 2^28 of its list of objects
+        file.write_bytes(b"\x80\x02Nr\x00\x00\x00\x10.")
     elif attack == "pipe":
         os.mkfifo(file)
     else:
         file.symlink_to("/dev/zero")
-    reason = "reading it takes too long" if attack == "nested keys" else "Not a file"
+    reason = {"nested keys": "reading it takes too long", "4 GiB": "MemoryError"}.get(attack, "Not a file")
     started = time.monotonic()
     with pytest.raises(DataError, match=reason):
         SavedWeights(path)
