@@ -60,16 +60,21 @@ def why_no_testbed() -> str:
     return "the testbed needs root" if os.geteuid() != 0 else ""
 
 
-LONGEST = (
+LONGEST = (  # in this order
     "test_main_job.py",
     "test_how_jobs_end.py",
-    "test_readme.py",
-    "test_hugging_face.py",
-    "test_eager_1f1b.py",
     "test_save_and_load.py",
-    "test_layouts.py",
     "test_launcher_local.py",
     "test_failure.py",
+    "test_docs.py",
+    "test_hugging_face.py",
+    "test_readme.py",
+    "test_layouts.py",
+    "test_cli.py",
+    "test_gpu_proof.py",
+    "test_per_stage_layouts.py",
+    "test_eager_1f1b.py",
+    "test_planned.py",
 )
 
 
@@ -79,7 +84,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)  # workers that begin with them end together
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))  # workers that begin with them end together
     reason = why_no_testbed()
     for item in items:
         if reason and item.get_closest_marker("slurm"):
