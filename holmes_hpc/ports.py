@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterable
-from pathlib import Path
-
-_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port(ports: Iterable[int], address: str) -> int | None:
@@ -17,11 +14,3 @@ def free_port(ports: Iterable[int], address: str) -> int | None:
             probe.bind((address, port))
             return port
     return None
-
-
-def first_ephemeral() -> int:
-    """Return the lowest port that the system may assign to outgoing connections; servers should listen below it."""
-    try:
-        return max(10001, int(_RANGE.read_text().split()[0]))
-    except OSError:  # not Linux
-        return 32768

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import socket
 
-from holmes_hpc.ports import first_ephemeral, free_port
+from spawn import first_ephemeral
+
+from holmes_hpc.ports import free_port
 
 
 def test_a_port_that_somebody_listens_on_is_passed_over() -> None:

@@ -193,9 +193,17 @@ class FinishedRun:
         return [line[name] for line in self.run.metrics()]
 
 
+def first_ephemeral() -> int:
+    """Return the lowest port that the system may assign to outgoing connections; tests listen below it."""
+    try:
+        return max(10001, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    except OSError:  # not Linux
+        return 32768
+
+
 def free_port() -> int:
     """Return a free port below the range for outgoing connections."""
-    candidates = list(range(10_000, ports.first_ephemeral()))
+    candidates = list(range(10_000, first_ephemeral()))
     random.shuffle(candidates)
     port = ports.free_port(candidates, "127.0.0.1")
     assert port is not None
