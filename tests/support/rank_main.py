@@ -45,12 +45,11 @@ def fork(request: dict[str, object]) -> int:
 
 
 def serve() -> None:
-    import holmes_hpc.rank  # slow to import, as are the next two
+    import holmes_hpc.rank  # slow to import, as is the next one
     from holmes_hpc.training.rank import cpu
 
     with cpu.without_compiler():
         import holmes_hpc.training.calibration.measure  # noqa: F401
-    import torch._dynamo  # noqa: F401 (torch loads it for the first optimizer)
 
     print("ready", flush=True)
     partial_line = b""
