@@ -117,7 +117,7 @@ def measure(directory: Path, folder: Path, kind: str, kills_batch_node: bool, nu
     plan = str(folder / f"{kind}.yaml")
     layout = [f"plan.nodes={LAYOUTS[kind]}", *(["plan.pp=2"] if len(fabrics) > 1 else [])]
     run_holmes("plan", *MODEL, *layout, "-o", plan)
-    run_holmes("submit", plan, f"run_dir={run.path}", *TRAIN, f"slurm.fabrics={{{ranks}}}")
+    run_holmes("submit", plan, f"run_dir={run.path}", *TRAIN, f"slurm.pools={{{ranks}}}")
     wait_until(lambda: len(run.metrics()) >= 8, "8 steps")  # the first checkpoint exists
     job = str(run.read_run()["slurm"]["job_id"])
     nodes = expand(output_of("squeue", "-h", "-j", job, "-o", "%N").splitlines()[0])

@@ -94,7 +94,7 @@ def make_plan(
         virtual_stages=1,
         recompute="none",
         schedule="ahead",
-        fabric_order=tuple(fabric for fabric, _ in parts),
+        pool_order=tuple(fabric for fabric, _ in parts),
         strategy="pipeline" if len(parts) > 1 else "one-fabric",
     )
     return best_plan(model, Batch(micro_batches * dp * micro_size, micro_size, SEQUENCE), site, options, costs)

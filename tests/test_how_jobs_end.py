@@ -108,7 +108,7 @@ def test_a_run_goes_on_under_another_plan_on_other_nodes(testbed, runs, tmp_path
     [
         (["plan.nodes={ib-a: 2, roce-a: 9}"], ["roce-a", "9", "4"]),
         (["plan.nodes={ib-a: 2, mars: 2}"], ["mars"]),
-        (["plan.nodes={ib-a: 2}", "slurm.fabrics={mars: {mem: 1G}}"], ["mars"]),
+        (["plan.nodes={ib-a: 2}", "slurm.pools={mars: {mem: 1G}}"], ["mars"]),
         (["plan.nodes={ib-a: 2}", "slurm.mem=9999G"], ["mem=9999G"]),
         (["plan.nodes={ib-a: 2, roce-a: 2}", "plan.tp=3"], ["TP 3"]),
     ],

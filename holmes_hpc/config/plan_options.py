@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
+from holmes_hpc.config.renamed_keys import move_renamed
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.schema import check, key
 
@@ -89,7 +90,8 @@ class PlanOptions:
     max_memory_gib: Annotated[
         float | None, key("memory of one GPU, instead of the site's value", unit="GiB", gt=0, infinite=True)
     ] = None
-    fabric_order: Annotated[tuple[str, ...] | None, key("order of fabrics along the pipeline: [ib-a, roce-a]")] = None
+    pool_order: Annotated[tuple[str, ...] | None, key("order of pools along the pipeline: [ib-a, roce-a]")] = None
+    fabric_order: Annotated[tuple[str, ...] | None, key("deprecated: the former name of `pool_order`")] = None
     unequal: Annotated[
         str,
         key(
@@ -110,6 +112,7 @@ class PlanOptions:
             if self.schedule == option:
                 object.__setattr__(self, "schedule", kind)
         check(self, "plan", dotted=True)
+        move_renamed(self, "plan", "fabric_order", "pool_order")
         ignored = edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections)
         stages = len(self.layers_per_stage or ())
         ConfigError.refuse(

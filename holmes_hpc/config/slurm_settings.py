@@ -1,4 +1,4 @@
-"""The configuration group `slurm`: a site's own settings for jobs, for all components or for that of one fabric."""
+"""The configuration group `slurm`: a site's own settings for jobs, for all components or for those of one pool."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
+from holmes_hpc.config.renamed_keys import move_renamed
 from holmes_hpc.schema import check, key, refuse
 from holmes_hpc.slurm.scontrol import minutes
 
@@ -43,7 +44,7 @@ class ComponentSettings:
 
     def specified(self) -> dict[str, Any]:
         """Return the settings of a component that have a value, by name, without `share`."""
-        cls = type(self) if isinstance(self, FabricSettings) else ComponentSettings
+        cls = type(self) if isinstance(self, PoolSettings) else ComponentSettings
         values = {f.name: getattr(self, f.name) for f in fields(cls) if f.name != "share"}
         return {name: value for name, value in values.items() if value not in (None, ())}
 
@@ -56,11 +57,11 @@ class ComponentSettings:
 
 
 @dataclass(frozen=True)
-class FabricSettings(ComponentSettings):
-    """The settings of one fabric's component, and of how its ranks are started.
+class PoolSettings(ComponentSettings):
+    """The settings of one pool's components, and of how their ranks are started.
     They are for partitions with another CPU architecture or module tree, for example."""
 
-    container: Annotated[str | None, key("as slurm.container, for this fabric's ranks; empty: none")] = None
+    container: Annotated[str | None, key("as slurm.container, for this pool's ranks; empty: none")] = None
     mounts: Annotated[tuple[str, ...], key("the container's bind mounts: [NODE_PATH:CONTAINER_PATH]")] = ()
     environment: Annotated[
         Mapping[str, str | int | float] | None, key("environment variables of its ranks: {NAME: value}")
@@ -72,7 +73,7 @@ class FabricSettings(ComponentSettings):
 
 @dataclass(frozen=True)
 class SlurmSettings(ComponentSettings):
-    """The site's settings of all components and of the job; `fabrics` has settings of single fabrics."""
+    """The site's settings of all components and of the job; `pools` has settings of single pools."""
 
     timeout_min: Annotated[
         int | str, key("the job's time limit: minutes, or in Slurm's format: 1-12:00:00", unit="min", ge=1)
@@ -87,12 +88,14 @@ class SlurmSettings(ComponentSettings):
     ] = "block:block"
     bind_cpus: Annotated[bool, key("pin each rank to those of its CPUs that are near its GPU (NUMA)")] = True
     container: Annotated[str | None, key("image for pyxis' --container-image, or an apptainer .sif")] = None
-    fabrics: Annotated[
-        Mapping[str, FabricSettings | None] | None, key("{FABRIC: {qos: …}}: settings of one fabric's component")
+    pools: Annotated[
+        Mapping[str, PoolSettings | None] | None, key("{POOL: {qos: …}}: settings of one pool's components")
     ] = None
+    fabrics: Annotated[Mapping[str, PoolSettings | None] | None, key("deprecated: the former name of `pools`")] = None
 
     def __post_init__(self) -> None:
         check(self, "slurm", dotted=True)
+        move_renamed(self, "slurm", "fabrics", "pools")
         refuse(
             "",
             (

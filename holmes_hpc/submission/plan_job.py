@@ -15,7 +15,7 @@ from typing import Any
 
 from submitit.core import utils
 
-from holmes_hpc.config.slurm_settings import FabricSettings, SlurmSettings
+from holmes_hpc.config.slurm_settings import PoolSettings, SlurmSettings
 from holmes_hpc.errors import HolmesError, SubmissionError, nearest
 from holmes_hpc.interpreter import module_arguments
 from holmes_hpc.planning.plan.plan import Plan
@@ -75,13 +75,13 @@ class RankTask:
 def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentRequest, ...]:
     """Return the request of each component of `plan`, with the settings for the site and for the component's pool.
     Raise SubmissionError for settings of an unknown pool, or for a wrong value."""
-    pools, pool_names = settings.fabrics or {}, [f.name for f in plan.site.pools]
+    pools, pool_names = settings.pools or {}, [f.name for f in plan.site.pools]
     for name in pools:
         if name not in pool_names:
-            raise SubmissionError(f"no pool {name!r}", where="slurm.fabrics", hint=nearest(name, pool_names))
+            raise SubmissionError(f"no pool {name!r}", where="slurm.pools", hint=nearest(name, pool_names))
     requests = []
     for index, part in enumerate(plan.components):
-        pool_settings = pools.get(part.pool) or FabricSettings()
+        pool_settings = pools.get(part.pool) or PoolSettings()
         values = {
             **settings.specified(),
             **pool_settings.specified(),

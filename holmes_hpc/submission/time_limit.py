@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from holmes_hpc.config.slurm_settings import FabricSettings, SlurmSettings
+from holmes_hpc.config.slurm_settings import PoolSettings, SlurmSettings
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import duration
 from holmes_hpc.slurm.scontrol import Partition, minutes
@@ -38,7 +38,7 @@ def partition_warnings(plan: Plan, settings: SlurmSettings, partitions: Sequence
     """Return a warning for each component of `plan` whose partition has a lower time limit than the job."""
     warnings = []
     for part in plan.components:
-        own_settings = (settings.fabrics or {}).get(part.pool) or FabricSettings()
+        own_settings = (settings.pools or {}).get(part.pool) or PoolSettings()
         request = ComponentRequest(partition=part.partition, qos=own_settings.qos or settings.qos)
         if error := time_limit_error(request, settings.timeout_min, partitions):
             warnings.append(f"slurm.timeout_min: pool {part.pool}: {error}; {TIME_LIMIT_HINT}")

@@ -167,7 +167,7 @@ def test_submit_prints_the_expected_start_unless_it_is_not_to_test(holmes: Holme
     assert "--gpus-per-node=a100:4" in tests[3] and "--gpus-per-node=h100:4" in tests[4]
     code, _, err = holmes(*run, "slurm.timeout_min=300", "name=refused")
     assert code == 2 and "300 min exceeds" in err
-    code, _, err = holmes(*run, "--no-test", "name=bad", "slurm.fabrics={h100: {additional: {gpus_per_node: b200:4}}}")
+    code, _, err = holmes(*run, "--no-test", "name=bad", "slurm.pools={h100: {additional: {gpus_per_node: b200:4}}}")
     assert code == 2 and "component 1" in err and "not available" in err
     one = [*run[:1], "one.yaml", *run[2:]]
     assert holmes("plan", "model=gpt_tiny", "plan.nodes={a100: 1}", "-o", "one.yaml")[0] == 0

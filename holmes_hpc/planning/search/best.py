@@ -156,7 +156,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         partition="uniform" if options.partition == "exact" else options.partition,
         sequence_parallel=bool(options.sequence_parallel),
         bucket_bytes=options.bucket_bytes or (None if schedule_kind(schedule).deepens else BUCKET_BYTES),
-        fabric_order=options.fabric_order or tuple(options.nodes or (f.name for f in site.pools)),
+        pool_order=options.pool_order or tuple(options.nodes or (f.name for f in site.pools)),
     )
     unlimited = replace(fixed, max_memory_gib=inf)
     best = _fixed_candidate(Problem(model, batch, site, fixed, costs)) or _fixed_candidate(

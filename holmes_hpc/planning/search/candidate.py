@@ -361,7 +361,7 @@ class Evaluator:
     def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:
         """Yield other orders of the pools along the pipeline: all if they are few, else those with two swapped."""
         blocks = placement.blocks
-        if placement.strategy == "hierarchical-dp" or self.options.fabric_order is not None:
+        if placement.strategy == "hierarchical-dp" or self.options.pool_order is not None:
             return
         if len(blocks) <= FEW_FABRICS:
             yield from (order for order in permutations(blocks) if order != blocks)

@@ -41,7 +41,7 @@ EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the t
 _FREE_VALUES: dict[str, tuple[Any, ...]] = {
     "dp": (None,),
     "layers_per_stage": (None,),
-    "fabric_order": (None,),
+    "pool_order": (None,),
     "partition": ("exact",),
     "schedule": ("auto", PER_STAGE.name),
     "virtual_stages": (None, 1),

@@ -96,7 +96,7 @@ class PoolCosts:
 
     def order_pools(self, pools: list[int], edge_s: np.ndarray, is_ring: bool = False) -> list[int]:
         """Return the pools ordered by :func:`shortest_order` if the site defines links between fabrics."""
-        is_fixed = not self.has_links or self.options.fabric_order is not None
+        is_fixed = not self.has_links or self.options.pool_order is not None
         return pools if is_fixed else shortest_order(edge_s, pools, is_ring)
 
     def placement(
@@ -109,9 +109,9 @@ class PoolCosts:
     ) -> Placement:
         """Return the placement on pools with (ranks, stages) each.
 
-        Pools follow ``plan.fabric_order``; those that it does not name come last, in the given order.
+        Pools follow ``plan.pool_order``; those that it does not name come last, in the given order.
         """
-        order = self.options.fabric_order or ()
+        order = self.options.pool_order or ()
         blocks = [
             Block(a.pool, ranks // a.gpus_per_node, a.gpus_per_node, stages)
             for f, (ranks, stages) in ranks_and_stages.items()

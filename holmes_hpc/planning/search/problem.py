@@ -50,9 +50,9 @@ def available_pools(site: Site, options: PlanOptions) -> list[AvailablePool]:
         )
         for f in pools
     ]
-    unused = [name for name in options.fabric_order or () if name not in node_limits]
+    unused = [name for name in options.pool_order or () if name not in node_limits]
     PlanError.refuse(
-        (unused, f"it names {', '.join(unused)}", "plan.fabric_order", f"choose from {', '.join(node_limits)}"),
+        (unused, f"it names {', '.join(unused)}", "plan.pool_order", f"choose from {', '.join(node_limits)}"),
         *(
             (
                 a.nodes > a.pool.nodes,

@@ -323,7 +323,7 @@ def test_each_gpu_kind_uses_its_own_attention_and_norm() -> None:
     unfused = replace(
         TWO, pools=(TWO.pools[0], one_fabric(replace(H100, attention="unfused", fused_norm=False), "h", 2))
     )
-    options, plain = PlanOptions(tp=1, pp=2, dp=16, fabric_order=("a", "h")), Costs()
+    options, plain = PlanOptions(tp=1, pp=2, dp=16, pool_order=("a", "h")), Costs()
     fused, mixed = (fixed_plan(MODEL, BATCH, site, options, plain) for site in (TWO, unfused))
     assert plain.layer_s(MODEL, BATCH, 1, unfused.pool("h")) > plain.layer_s(MODEL, BATCH, 1, TWO.pool("h"))
     assert plain.layer_s(MODEL, BATCH, 1, unfused.pool("a")) == plain.layer_s(MODEL, BATCH, 1, TWO.pool("a"))

@@ -278,7 +278,7 @@ def test_the_slower_fabric_gets_the_last_stage(rdma_gbps: float, schedule: str, 
     events = timeline(made, costs)
     ends = [max(e["end_s"] for e in events if e["stage"] == s and e["kind"] == "backward") for s in (0, 1)]
     assert ends[0] > ends[1] and reduce[0] < reduce[1]
-    swapped = best_plan(TINY, batch, site, replace(options, fabric_order=("roce-a", "ib-a")), costs)
+    swapped = best_plan(TINY, batch, site, replace(options, pool_order=("roce-a", "ib-a")), costs)
     assert [stage.fabric for stage in swapped.stages] == ["roce-a", "ib-a"]
     assert made.predicted and swapped.predicted and made.predicted.step_time_s < 0.99 * swapped.predicted.step_time_s
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slurm_text import node, partition_line
 
-from holmes_hpc.config.slurm_settings import FabricSettings, SlurmSettings
+from holmes_hpc.config.slurm_settings import PoolSettings, SlurmSettings
 from holmes_hpc.errors import PlanError, SubmissionError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.slurm.scontrol import Config, parse_partition
@@ -183,8 +183,8 @@ def test_partitions_with_a_lower_time_limit_are_named() -> None:
     limits = [parse_partition(partition_line(name, "n1", max_time="02:00:00")) for name in ("ib", "eth")]
     plan = plans.plan("ib-a", "roce-a", "eth-a")
     (line, other) = partition_warnings(plan, SlurmSettings(timeout_min="1-00:00:00"), limits)
-    assert "fabric ib-a: 1440 min exceeds the partition's time limit of 120 min; request less time" in line
-    assert "fabric eth-a" in other
-    long_queue = SlurmSettings(timeout_min=240, fabrics={"eth-a": FabricSettings(qos="long")})
-    assert [line.split(": ")[1] for line in partition_warnings(plan, long_queue, limits)] == ["fabric ib-a"]
+    assert "pool ib-a: 1440 min exceeds the partition's time limit of 120 min; request less time" in line
+    assert "pool eth-a" in other
+    long_queue = SlurmSettings(timeout_min=240, pools={"eth-a": PoolSettings(qos="long")})
+    assert [line.split(": ")[1] for line in partition_warnings(plan, long_queue, limits)] == ["pool ib-a"]
     assert not partition_warnings(plan, SlurmSettings(timeout_min=120), limits)

@@ -272,7 +272,7 @@ def test_settings_reach_their_components(tmp_path: Path) -> None:
             "exclusive": True,
             "additional": {"switches": 1},
             "container": None,
-            "fabrics": {"eth-a": {"qos": "slow", "account": "net", "additional": {"licenses": "x:1"}}},
+            "pools": {"eth-a": {"qos": "slow", "account": "net", "additional": {"licenses": "x:1"}}},
         },
         "slurm",
     )
@@ -300,9 +300,9 @@ def test_setup_runs_before_the_first_python(tmp_path: Path) -> None:
     "settings, error",
     [
         ({"acount": "x"}, "did you mean 'account'"),
-        ({"fabrics": {"ib-z": {}}}, "no pool 'ib-z'"),
-        ({"fabrics": {"ib-a": {"timeout_min": 3}}}, "slurm.fabrics.ib-a: unknown key 'timeout_min'"),
-        ({"fabrics": {"ib-a": {"qosx": 3}}}, "did you mean 'qos'"),
+        ({"pools": {"ib-z": {}}}, "no pool 'ib-z'"),
+        ({"pools": {"ib-a": {"timeout_min": 3}}}, "slurm.pools.ib-a: unknown key 'timeout_min'"),
+        ({"pools": {"ib-a": {"qosx": 3}}}, "did you mean 'qos'"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], error: str) -> None:
@@ -345,10 +345,10 @@ def one_node_plan(**changes: Any) -> Plan:
         (one_node_plan(node_cpus=4), {}, 1, "0"),
         (one_node_plan(node_cpus=None, node_memory_gib=None), {}, None, "0"),
         (one_node_plan(), {"cpus_per_task": 3, "mem": "64G"}, 3, "64G"),
-        (one_node_plan(), {"fabrics": {"ib-a": {"mem": "1G"}}}, 16, "1G"),
+        (one_node_plan(), {"pools": {"ib-a": {"mem": "1G"}}}, 16, "1G"),
         (one_node_plan(), {"share": False}, None, None),
-        (one_node_plan(), {"fabrics": {"ib-a": {"share": False}}}, None, None),
-        (one_node_plan(), {"share": False, "fabrics": {"ib-a": {"share": True}}}, 16, "0"),
+        (one_node_plan(), {"pools": {"ib-a": {"share": False}}}, None, None),
+        (one_node_plan(), {"share": False, "pools": {"ib-a": {"share": True}}}, 16, "0"),
         (one_node_plan(), {"additional": {"mem-per-gpu": "90G"}}, 16, None),  # Slurm accepts one of the two
         (one_node_plan(), {"additional": {"cpus_per_gpu": 8}}, None, "0"),
     ],

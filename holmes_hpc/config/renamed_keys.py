@@ -1,0 +1,27 @@
+"""Renamed configuration keys: the former name still works, and a note names the new one."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from holmes_hpc import console
+from holmes_hpc.schema import refuse
+
+
+def move_renamed(instance: Any, group: str, former: str, name: str) -> None:
+    """Move the value of the key `former` of a configuration group to `name`, and note once that it is deprecated.
+    ConfigError if both are set."""
+    value = getattr(instance, former)
+    if value is None:
+        return
+    are_both_set = getattr(instance, name) is not None
+    refuse(f"{group}.{former}", (are_both_set, f"{group}.{name}, its new name, is also set", "give only the new name"))
+    _note_once(f"{group}.{former} is deprecated; use {group}.{name}")
+    object.__setattr__(instance, name, value)
+    object.__setattr__(instance, former, None)
+
+
+@cache
+def _note_once(text: str) -> None:
+    console.note(text)
