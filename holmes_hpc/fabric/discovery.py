@@ -69,12 +69,13 @@ def discover(
     probes = {probe.kind: probe for probe in known}
     if wait_s is not None:
         probes |= _probe(listing, kinds, [kind for kind in kinds.values() if kind not in probes], settings, wait_s)
-    nodes = [_with_features(n, probes.get(kinds.get(n.name, "")), settings.vocabulary) for n in listing.nodes]
+    nodes = [_with_features(n, kinds, probes, settings.vocabulary) for n in listing.nodes]
     grouping = group(nodes, listing.partitions, read_vocabulary(settings.vocabulary), settings)
     problems = [probe.problem for probe in probes.values() if probe.problem]
     pools, origins = [], {}
     parts = _with_trees(grouping.site(listing.cluster).pools, nodes, topology)
     taken_names = {pool.name for pool, _ in parts}
+    kind_names = {p.name for p in grouping.pools if p.fabric and p.name == f"{p.fabric}-{p.gpu.name}"}
     for pool, tree in parts:
         names = set(pool.node_names)
         answers = [p for kind, p in probes.items() if not p.problem and kind in {kinds.get(n) for n in names}]
@@ -88,7 +89,7 @@ def discover(
         }
         settled = [_BY_KEY, *([_GPU_GUESS] if any(p.gpu for p in answers) else [])]
         assumptions = _assumptions(grouping, names, settled)
-        name = pool.name.removesuffix(old_kind) + pool.gpu.name if pool.name.endswith(f"-{old_kind}") else pool.name
+        name = pool.name.removesuffix(old_kind) + pool.gpu.name if pool.name in kind_names else pool.name
         pool = pool if name in taken_names else replace(pool, name=name)
         taken_names.add(name)
         pools.append(pool)
@@ -165,11 +166,16 @@ def _read_answer(kind: str, node: SiteNode, facts: Facts) -> Probe:
     return Probe(kind, facts.node, features, facts.gpu, facts.gpu_memory_gib)
 
 
-def _with_features(node: SiteNode, probe: Probe | None, vocabulary: str | None) -> SiteNode:
-    """Return the node read as if it had the labels of its kind's probe. Its features stay those that Slurm knows."""
-    if probe is None or not probe.features:
+def _with_features(
+    node: SiteNode, kinds: Mapping[str, str], probes: Mapping[str, Probe], vocabulary: str | None
+) -> SiteNode:
+    """Return the node read as if it had the labels of its kind's probe. Its features stay those that Slurm knows.
+    `kinds`: of the nodes in pools; one that is down has the kind of others."""
+    possible = [kinds[node.name]] if node.name in kinds else [kind_of(node, p) for p in node.partitions]
+    features = next((probes[kind].features for kind in possible if kind in probes), ())
+    if not features:
         return node
-    return replace(node, reading=read_features([*node.features, *probe.features], read_vocabulary(vocabulary)))
+    return replace(node, reading=read_features([*node.features, *features], read_vocabulary(vocabulary)))
 
 
 def _with_trees(pools: Sequence[Pool], nodes: Sequence[SiteNode], topology: Topology) -> list[tuple[Pool, str | None]]:

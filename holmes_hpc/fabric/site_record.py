@@ -202,18 +202,20 @@ def compare(path: str, site: Site) -> list[str]:
     for names, text in ((set(nodes) - known, "are new in Slurm"), (known - set(nodes), "are gone from Slurm")):
         if names:
             warnings.append(f"{path}: nodes {compress(sorted(names))} {text}; {again}")
+    found_gpus = {entry["gpu"]["name"] for entry in found.get("pools") or ()}  # a driver's name may differ from GRES
     for pool in site.pools:
         members = [nodes[name] for name in pool.node_names if name in nodes]
         if pool.node_names:
-            _refuse_contradiction(pool, members, f"{path}: pool {pool.name}", again)
+            _refuse_contradiction(pool, members, found_gpus, f"{path}: pool {pool.name}", again)
         usable = sum(n.usable for n in members)
         if pool.node_names and usable < pool.nodes:
             warnings.append(f"{path}: {usable} of the {pool.nodes} nodes of pool {pool.name} can be used now")
     return warnings
 
 
-def _refuse_contradiction(pool: Pool, members: Sequence[Node], where: str, again: str) -> None:
-    """Raise SiteError if Slurm has fewer nodes, fewer GPUs or another GPU than the file. `members`: Slurm's nodes."""
+def _refuse_contradiction(pool: Pool, members: Sequence[Node], gpus: set[str], where: str, again: str) -> None:
+    """Raise SiteError if Slurm has fewer nodes, fewer GPUs or another GPU than the file. `members`: Slurm's nodes;
+    `gpus`: kinds that are not compared."""
     hint = f"correct the file, or {again}"
     if len(members) < pool.nodes:
         raise SiteError(f"nodes is {pool.nodes}, Slurm has {len(members)} of them", where=where, hint=hint)
@@ -228,5 +230,5 @@ def _refuse_contradiction(pool: Pool, members: Sequence[Node], where: str, again
             raise SiteError(f"gres_type is {pool.gres_type}, Slurm's {node.name} has {types}", where=where, hint=hint)
         for gpu_type in node.gpu_types:
             actual = vocabulary.gpu(gpu_type)
-            if actual and kind and _VARIANT.sub("", actual.name) != _VARIANT.sub("", kind.name):
+            if pool.gpu.name not in gpus and actual and kind and _VARIANT.sub("", actual.name) != _VARIANT.sub("", kind.name):
                 raise SiteError(f"gpu is {pool.gpu.name}, Slurm's {node.name} has {gpu_type}", where=where, hint=hint)
