@@ -75,9 +75,9 @@ def plan(
     overrides = with_flags(flags, overrides)
     config = load(overrides)
     if earliest:
-        from holmes_hpc.cli import submit  # a slow import that most plans do not need
+        from holmes_hpc.cli import submission_steps  # a slow import that most plans do not need
 
-        submit.check_earliest(config)
+        submission_steps.check_earliest(config)
     batch = Plan.read(config.plan_file).batch if config.plan_file and tokens is not None else config.batch
     steps = requested_steps(config, overrides, flags, tokens, batch)
     if steps is not None:
@@ -91,7 +91,7 @@ def plan(
     corrections = _learned_corrections(config, learn) if learn is not None else NO_CORRECTIONS
     search_costs = None if config.plan_file else replace(request.costs(config), corrections=corrections)
     clock = Clock(seconds, console.note)
-    estimates = submit.earliest_ends(config, clock, search_costs) if earliest else []
+    estimates = submission_steps.earliest_ends(config, clock, search_costs) if earliest else []
     site = None if estimates or config.plan_file else load_site(config)
     chosen = estimates[0].plan if estimates else request.make_plan(config, site, clock, search_costs)
     if site is not None:
@@ -107,7 +107,7 @@ def plan(
     if default_model:
         console.text(_NO_MODEL.format(default_model))
     if estimates:
-        submit.show_estimates(estimates, config.train.steps)
+        submission_steps.show_estimates(estimates, config.train.steps)
         console.text()
     for line in explain(chosen, costs, steps, console.width()):
         console.text(line)
@@ -145,7 +145,7 @@ def calibrate(
 
     Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
     """
-    from holmes_hpc.cli.submit import create_and_submit
+    from holmes_hpc.cli.submission_steps import create_and_submit
     from holmes_hpc.submission.lifecycle import progress
 
     check_output(output)

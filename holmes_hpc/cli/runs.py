@@ -23,7 +23,7 @@ from holmes_hpc.cli.app import (
     note_partition_limits,
     with_options,
 )
-from holmes_hpc.cli.submit import check_inputs, create_and_submit, note_requeues, plan_run, submit_run
+from holmes_hpc.cli.submission_steps import check_inputs, create_and_submit, note_requeues, plan_run, submit_run
 from holmes_hpc.config.composition import with_flags
 from holmes_hpc.config.configuration import recorded
 from holmes_hpc.config.learning_rate import describe_lr_change

@@ -17,7 +17,7 @@ from command_line import run_command
 from slurm_text import node_line, partition_line
 
 from holmes_hpc.cli import runs
-from holmes_hpc.cli.submit import note_requeues
+from holmes_hpc.cli.submission_steps import note_requeues
 from holmes_hpc.config.composition import load
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import SEPARATOR

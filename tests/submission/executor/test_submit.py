@@ -11,7 +11,7 @@ from typing import Any
 import plans
 import pytest
 
-from holmes_hpc.cli.submit import create_and_submit
+from holmes_hpc.cli.submission_steps import create_and_submit
 from holmes_hpc.config.composition import load
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import SubmissionError
@@ -114,7 +114,7 @@ def test_run_is_kept_unless_slurm_refused_it(
     run = RunDirectory.create(
         tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, "launcher": {"kind": "slurm"}, "slurm": {}}
     )
-    monkeypatch.setattr("holmes_hpc.cli.submit.create_run", lambda *_, **__: run)
+    monkeypatch.setattr("holmes_hpc.cli.submission_steps.create_run", lambda *_, **__: run)
     with pytest.raises(KeyboardInterrupt if is_kept else SubmissionError):
         create_and_submit(plan, load(), [])
     assert run.exists() is is_kept

@@ -1,4 +1,4 @@
-"""Planning and submission of a run, shared by several commands."""
+"""The steps of planning and submitting a run, shared by the commands that do so."""
 
 from __future__ import annotations
 
