@@ -678,7 +678,7 @@ def test_two_spellings_with_different_values_are_refused(holmes, site, command):
     ):
         words = [option, value, *([] if option == "--site" else ["--site", str(site)])]
         refused(holmes(command, key, *words), option, key, "differ")
-    refused(holmes(command, "--site", str(site), "--nodes", "ib-a"), "--nodes", "FABRIC=NODES")
+    refused(holmes(command, "--site", str(site), "--nodes", "ib-a"), "--nodes", "POOL=NODES")
     refused(holmes(command, "--site", str(site), "--layers-per-stage", "a,b"), "--layers-per-stage", "write 26,22")
     refused(holmes(command, "--site", str(site), "--model", "gpt_3_6b", "tp=2"), "did you mean 'plan.tp'?")
     refused(holmes(command, "--site", str(site), "--model", "gpt_3_6"), "did you mean 'gpt_3_6b'?")

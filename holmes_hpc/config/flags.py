@@ -57,7 +57,7 @@ class Flag:
         if self.type is bool:
             return yes_or_no(text, self.name)
         if any(part.count("=") != 1 for part in parts):
-            raise ConfigError(f"{text!r} is not FABRIC=NODES,…", where=self.name, hint="write ib-a=4,roce-a=4")
+            raise ConfigError(f"{text!r} is not POOL=NODES,…", where=self.name, hint="write ib-a=4,roce-a=4")
         return dict(part.split("=") for part in parts)
 
     def override(self, value: Any) -> str:

@@ -27,7 +27,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def describe_lr_change(old: TrainConfig, new: TrainConfig, step: int) -> str | None:
-    """Return a line that tells how `new` settings change the learning rate from `step` on, and how to avoid it.
+    """Return a line on how the settings `new` change the learning rate from `step` on, and how to avoid that.
     None if the end of the decay does not change, or if `lr_decay_steps` fixes it."""
     if new.lr_decay_steps is not None or new.min_lr == new.lr:
         return None
@@ -37,6 +37,6 @@ def describe_lr_change(old: TrainConfig, new: TrainConfig, step: int) -> str | N
     old_lr, new_lr = learning_rate(step, old), learning_rate(step, new)
     detail = f": at step {step} it is {new_lr:.3g}, was {old_lr:.3g}" if old_lr != new_lr else f", not {end}"
     return (
-        f"the learning rate's {new.lr_schedule} now ends at step {new.steps}{detail}; "
+        f"the decay of the learning rate ({new.lr_schedule}) now ends at step {new.steps}{detail}; "
         f"train.lr_decay_steps={end} keeps the old end"
     )

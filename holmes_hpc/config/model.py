@@ -11,7 +11,7 @@ from holmes_hpc.schema import check, key, refuse
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """The scaling of rotary frequencies for sequences longer than those of the first training."""
+    """The scaling of rotary frequencies for sequences longer than those of pre-training."""
 
     factor: Annotated[float, key("divisor of slow frequencies", ge=1)]
     kind: Annotated[
@@ -24,9 +24,7 @@ class RopeScaling:
     ] = "llama3"
     low_frequency_turns: Annotated[float, key("llama3: below it, the full factor applies", gt=0)] = 1.0
     high_frequency_turns: Annotated[float, key("llama3: above it, no factor applies", gt=0)] = 4.0
-    original_positions: Annotated[int, key("llama3: longest sequence of the first training", unit="tokens", ge=1)] = (
-        8192
-    )
+    original_positions: Annotated[int, key("llama3: longest sequence of pre-training", unit="tokens", ge=1)] = 8192
 
     def __post_init__(self) -> None:
         check(self, "rope_scaling", PlanError)

@@ -80,8 +80,8 @@ class TrainConfig:
     checkpoint_dir: Annotated[
         str | None,
         key(
-            "write checkpoints to a folder with the run's name below this one, e.g. on "
-            "another file system that all nodes share; null: to the run directory"
+            "folder in which each run has a subfolder of its name for checkpoints, e.g. on "
+            "another file system that all nodes share; null: the run directory"
         ),
     ] = None
     checkpoint_async: Annotated[bool, key("write checkpoints during the next steps")] = True
@@ -118,7 +118,7 @@ class TrainConfig:
     pace_factors: Annotated[
         Mapping[str, float] | None,
         key(
-            "multiples of pace_layer_ms for a fabric, or for single nodes: {roce-a: 3, 'ib[3-4]': 2}; null: 1 for all",
+            "multiples of pace_layer_ms for a pool, or for single nodes: {roce-a: 3, 'ib[3-4]': 2}; null: 1 for all",
             gt=0,
         ),
     ] = None

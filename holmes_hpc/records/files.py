@@ -26,7 +26,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
     """Replace the content of `path` by `text` atomically: a reader sees the old text or the new one.
     `mode`: permissions of the new file, less the umask. Raise RunFailed if it cannot be written, as on a full disk; the
-    old file then stays, and no temporary file."""
+    old file then stays, and the temporary one is removed."""
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}")
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -68,7 +68,7 @@ def _open_for_owner(path: str, flags: int) -> int:
 @contextlib.contextmanager
 def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
     """Hold the lock file `path`; wait while another process holds it, also on another node of a shared file system.
-    Raise RecordError if it still does after `wait_s` seconds."""
+    Raise RecordError if that takes more than `wait_s` seconds."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as e:
@@ -98,7 +98,7 @@ def read_yaml(
     path: str | os.PathLike[str], error: type[HolmesError] = ConfigError, hint: str = "correct it"
 ) -> dict[str, Any]:
     """Return the YAML mapping in a file, without running code from it.
-    Raise `error` with the file's name and `hint` if the file cannot be read or has no mapping."""
+    Raise `error` with the file's name and `hint` if the file cannot be read or is not a mapping."""
     return _read_mapping(path, from_yaml, "YAML", error, hint)
 
 
@@ -106,7 +106,7 @@ def read_json(
     path: str | os.PathLike[str], error: type[HolmesError] = RecordError, hint: str = "correct it"
 ) -> dict[str, Any]:
     """Return the JSON object in a file.
-    Raise `error` with the file's name and `hint` if the file cannot be read or has no object."""
+    Raise `error` with the file's name and `hint` if the file cannot be read or is not an object."""
     return _read_mapping(path, from_json, "JSON", error, hint)
 
 

@@ -41,7 +41,7 @@ OWN_FILES = {
     "nics",
     "submission",
     "data",
-}  # in a run directory before the run's first step
+}  # a run directory may have them before the run's first step
 RunState = Literal["completed", "failed", "cancelled", "timeout", "preempted"]  # of result.json
 STATES: tuple[RunState, ...] = get_args(RunState)
 BLANK_RESULT: dict[str, Any] = {"error": None, "failed_rank": None, "failed_node": None, "log_tail": [], "final": {}}

@@ -71,7 +71,9 @@ def answer(comparison: Comparison) -> list[str]:
     ]
     if len(faster):
         other_work = "other work (model, sequence length, emulated layer time or number of nodes)"
-        sentences[0] += f" {len(faster)} with more samples/s did {other_work} or did not complete."
+        sentences[0] += (
+            f" {len(faster)} setting{'s' * (len(faster) > 1)} with more samples/s did {other_work} or did not complete."
+        )
     if base is None:
         return sentences
     bounds = (

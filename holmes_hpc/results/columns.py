@@ -59,7 +59,7 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "partition": ("string", "how layers are divided: exact, proportional (the paper's rule), uniform"),
     "site": ("string", "name of the site"),
     "environment": ("string", "IB, RoCE, Ethernet, hybrid (IB and RoCE), a list with counts, or one node"),
-    "placement": ("string", "nodes of each fabric, `ib-a:2 roce-a:2`"),
+    "placement": ("string", "nodes of each pool, `ib-a:2 roce-a:2`"),
     "layers_per_stage": ("string", "`13,11`"),
     "nodes": ("Int64", "number of nodes"),
     "ranks": ("Int64", "number of ranks, one per GPU"),

@@ -100,7 +100,7 @@ REDUNDANT = (
     "plan.edge_dtype",
     "plan.recompute",
 )
-# Columns that tables lack. Where cells differ only in them, the column `apart` says how.
+# Columns that tables lack. Where cells differ only in them, the column `apart` shows how.
 NOT_IN_ROWS = [name for name in CELL if name not in ("system", "varied", "environment", "placement", "nodes")]
 
 
@@ -133,7 +133,7 @@ def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
-    """Return {key: value} of those overrides of a run that belong into the column `varied`."""
+    """Return {key: value} of those overrides of a run that belong in the column `varied`."""
     values = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in run["overrides"])}
     overlaps = {values.get(f"train.overlap_{kind}", "true").lower() for kind in ("grad_reduce", "param_gather")}
     ignored = (*REDUNDANT, *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(overlaps) == 1 else ()))

@@ -154,7 +154,7 @@ def omission_note(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> str:
 def throughput(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> Figure:
     """Draw the samples/s of `cells` (of `compare`), with their intervals.
 
-    Only the first `max_bars` cells are drawn; the title says so if there are more."""
+    Only the first `max_bars` cells are drawn; the title notes it if there are more."""
     rows = [c for _, c in entries(cells.head(max_bars))]
     figure, axes = _axes(0.9 + 0.62 * max(1, len(rows)))
     _bars(

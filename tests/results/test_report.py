@@ -214,7 +214,7 @@ def test_what_did_other_work_and_was_faster_is_said(tmp_path: Path) -> None:
         run.update_run(overrides=[f"train.lr={i}"])
     said = load_report([tmp_path]).answer()[0]
     assert said.startswith("Fastest for the same work: ") and "(run run-0)" in said
-    assert "1 with more samples/s did other work" in said
+    assert "1 setting with more samples/s did other work" in said
 
 
 def test_settings_are_ranked_by_loss_on_request(tmp_path: Path) -> None:

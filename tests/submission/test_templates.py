@@ -48,7 +48,9 @@ def test_a_script_with_other_components_than_the_plan_is_refused(
     for index, part in enumerate(plan.components):
         monkeypatch.setenv(f"SLURM_JOB_NUM_NODES_HET_GROUP_{index}", str(part.nodes + index))
         monkeypatch.setenv(f"HOLMES_TASKS_PER_NODE_{index}", str(part.gpus_per_node))
-    with pytest.raises(ConfigError, match=r"component 1 \(roce-a\) .* 2 nodes with \d ranks.*, this job's has 3 with"):
+    with pytest.raises(
+        ConfigError, match=r"component 1 \(roce-a\) .* 2 nodes with \d ranks.*, that of this job has 3 with"
+    ):
         prepare_run(tmp_path / "run", tmp_path / "plan.yaml")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES_HET_GROUP_1", str(plan.components[1].nodes))
     assert prepare_run(tmp_path / "run", tmp_path / "plan.yaml").exists()

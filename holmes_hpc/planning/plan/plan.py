@@ -58,7 +58,7 @@ class Plan:
     predicted: Predicted | None = None
     assumptions: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()
-    pace_factors: Annotated[Mapping[str, float] | None, key("{FABRIC: multiple of the emulated time}", gt=0)] = None
+    pace_factors: Annotated[Mapping[str, float] | None, key("{POOL: multiple of the emulated time}", gt=0)] = None
 
     def __post_init__(self) -> None:
         check(self, "plan", PlanError)

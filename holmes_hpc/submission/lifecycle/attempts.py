@@ -28,7 +28,7 @@ def latest_attempt_log(run: RunDirectory) -> list[str] | None:
 
 
 def attempt_id(environ: Mapping[str, str]) -> str:
-    """Return ``JOB_ID/RESTARTS`` for the attempt that has the variables `environ`."""
+    """Return ``JOB_ID/RESTARTS`` for the attempt whose environment variables are `environ`."""
     return f"{environ.get(LEADER) or environ.get('SLURM_JOB_ID') or 'local'}/{environ.get('SLURM_RESTART_COUNT') or 0}"
 
 
@@ -44,7 +44,7 @@ def has_new_steps(run: RunDirectory, attempt: str) -> bool:
 
 
 def count_failures(run: RunDirectory, attempt: str) -> int:
-    """Return the number of recorded attempts that failed, of the job that the id `attempt` names."""
+    """Return how many attempts of the job in the id `attempt` are recorded as failed."""
     job_id = attempt.partition("/")[0]
     return sum(
         a.get("ended") == "failed" and str(a.get("start", "")).partition("/")[0] == job_id

@@ -30,7 +30,7 @@ from holmes_hpc.submission.lifecycle.failed_rank import parse_srun_errors
 from holmes_hpc.submission.lifecycle.outcome import build_result
 from holmes_hpc.submission.lifecycle.requeue import check_requeued_job, reason_to_stop
 
-JOB_RECORD_WAIT_S = 30.0  # from sbatch's answer to the job id in the run's record
+JOB_RECORD_WAIT_S = 30.0  # the longest time from sbatch's answer until run.yaml has the job id
 
 
 def end_messages(run: RunDirectory) -> str:
@@ -41,7 +41,7 @@ def end_messages(run: RunDirectory) -> str:
 def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, restarts: int) -> int:
     """Requeue the job or write result.json. Return the job's exit code.
     `status`: the exit status of the job's step; `signalled`: whether the job received a signal; `restarts`: number of
-    restarts so far."""
+    the job's restarts so far."""
     if is_run_of_another_job(run, job_id):
         return status or 1
     messages = end_messages(run)

@@ -81,7 +81,7 @@ def _check_components(plan: Plan, where: str) -> None:
         if (nodes or str(part.nodes), ranks or str(part.gpus_per_node)) != (str(part.nodes), str(part.gpus_per_node)):
             raise ConfigError(
                 f"component {index} ({part.pool}) of the plan has {part.nodes} nodes with"
-                f" {part.gpus_per_node} ranks each, this job's has {nodes} with {ranks}",
+                f" {part.gpus_per_node} ranks each, that of this job has {nodes} with {ranks}",
                 where=where,
                 hint=hint,
             )

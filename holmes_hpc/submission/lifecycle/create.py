@@ -118,7 +118,8 @@ def create_run(
 
 
 def refuse_taken_name(config: Configuration) -> None:
-    """Raise RecordError if a run of this name has made a step, before planning. Other runs may be replaced."""
+    """Raise RecordError if a run of this name has made a step; a run without steps may be replaced.
+    Called before planning."""
     path = (runs_root() / str(config.name)).absolute()
     if config.name is not None and not config.run_dir and RunDirectory(path).metrics_bytes():
         raise _name_taken(path)
@@ -158,7 +159,7 @@ def package_versions() -> dict[str, str]:
 
 
 def _is_over(state: str) -> bool:
-    """Return whether a run in this state (of a table) has ended or was never submitted."""
+    """Return whether a run whose state tables show as `state` has ended or was never submitted."""
     return is_final(state) or state == NOT_SUBMITTED.lower()
 
 
@@ -178,8 +179,8 @@ def remove_unused_run(run: RunDirectory) -> None:
 
 
 def refuse_unless_ended(run: RunDirectory, state: str) -> None:
-    """Raise ConfigError if a run may still be active: its `state` (of a table) is not final, or unknown and not all of
-    its ranks have exit records, or a process trains into its directory."""
+    """Raise ConfigError if a run may still be active: a process trains into its directory, or its `state`, as tables
+    show it, is not final, or is not known and ranks lack exit records."""
     is_known = state != UNKNOWN.lower()
     if is_locked(run.path / TRAINING_LOCK) or not (_is_over(state) if is_known else _all_ranks_exited(run)):
         raise ConfigError(
@@ -211,7 +212,7 @@ def remove_run(run: RunDirectory) -> None:
         checkpoints, linked_by_this_run = run.checkpoints.resolve(), _is_original(run)
         run.run_path.unlink()  # first, so that nobody resumes what is left of the run meanwhile
         shutil.rmtree(path := run.path.resolve())
-        if checkpoints.name != path.name or not checkpoints.is_dir():  # not elsewhere, in a folder of the run's own
+        if checkpoints.name != path.name or not checkpoints.is_dir():  # no folder of this run in train.checkpoint_dir
             return
         if not linked_by_this_run:
             console.note(f"kept: {checkpoints}, because the removed directory was a copy, or was moved")
@@ -231,8 +232,8 @@ def _is_original(run: RunDirectory) -> bool:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The plan and the configuration with which a run continues. `recorded_config`: the one so far; `missing_keys`:
-    keys that run.yaml lacks, because an older version wrote it."""
+    """The plan and the configuration with which a run continues. `recorded_config`: the configuration so far;
+    `missing_keys`: keys that run.yaml lacks, because an older version wrote it."""
 
     plan: Plan
     config: Configuration

@@ -62,7 +62,7 @@ def job_state(run_state: RunState) -> SlurmState:
 
 
 def is_final(state: str) -> bool:
-    """Return whether the state in a row of a table is that of an ended run, not that of an active job."""
+    """Return whether `state`, as tables show it, is that of an ended run, not that of an active job."""
     return state in STATES
 
 
@@ -136,7 +136,7 @@ def build_result(
             and (slurm.state != "FAILED" or slurm.source == "nobody")
         ):
             failure = FailedRank(
-                error=f"Slurm says {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"
+                error=f"Slurm reports {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"
                 f"{f' on {slurm.nodes}' if slurm.nodes else ''}"
             )
     return {
@@ -172,7 +172,7 @@ def _error_without_rank(run: RunDirectory, state: RunState, status: int | None) 
 
 
 def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
-    """Return the last log lines of the failed rank, else of the batch script, else of srun; none of a completed run."""
+    """Return the last log lines of the failed rank, else of the batch script or of srun; none for a completed run."""
     if state == "completed":
         return []
     if rank is not None and (lines := last_log_lines(run.log_path(rank))):

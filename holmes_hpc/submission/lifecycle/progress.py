@@ -21,7 +21,7 @@ SETTLE_S = 20  # from the end of the job in Slurm until result.json is visible o
 
 
 class _Display:
-    """The display of a job's progress, which keeps what the user has seen. `show`: called with each line of the log of
+    """The display of a job's progress. It remembers what it has shown. `show`: called with each line of the log of
     `rank`."""
 
     def __init__(self, run: RunDirectory, job: Job, rank: int, show: Callable[[str], None]) -> None:

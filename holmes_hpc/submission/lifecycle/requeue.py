@@ -1,4 +1,4 @@
-"""The decision whether a job goes on: at its end, before a requeue, and at the start of a requeued job."""
+"""The decision whether a job is requeued at its end, and whether a requeued job continues."""
 
 from __future__ import annotations
 

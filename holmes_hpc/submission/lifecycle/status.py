@@ -115,7 +115,7 @@ class LocalJob:
             return
         if str(self._folder) not in psutil.Process(self._pid).cmdline():
             raise SubmissionError(
-                f"process {self._pid} does not name this run's directory, so it may belong to something else",
+                f"the command line of process {self._pid} lacks this run's directory: it may be another program",
                 where=str(self._run.path),
                 hint=f"if the directory was moved meanwhile, end the process with `kill {self._pid}`",
             )
@@ -175,7 +175,7 @@ def _job_id(record: Mapping[str, Any]) -> str | None:
 @dataclass(frozen=True)
 class Status(StateRow):
     """A row of `holmes status`. `reason`: Slurm's; `why`: the reason with the estimated start if the job waits, or what
-    it does before its first step; `source`: as in JobState; `step`, `loss`, `step_time_s`: of the last step."""
+    the job does before its first step; `source`: as in JobState; `step`, `loss`, `step_time_s`: of the last step."""
 
     name: str
     path: str
@@ -340,7 +340,7 @@ def log_paths(run: RunDirectory) -> list[Path]:
 
 
 def end_detector(run: RunDirectory, slurm_every_s: float = 10.0) -> Callable[[], bool]:
-    """Return a function that tells whether the run has ended for good.
+    """Return a function that returns whether the run has ended for good.
     It queries Slurm at most every `slurm_every_s`."""
     queried_at = -math.inf
 

@@ -241,7 +241,7 @@ def test_a_lost_job_is_recorded_as_failed(tmp_path: Path, fake_slurm: Any) -> No
     made.log_path(0).write_text("step 1\n")
     fake_slurm.answer("squeue", "exit 0")
     found = run_status(made)
-    assert found.state == "failed" and "Slurm says FAILED (lost" in str(found.error)
+    assert found.state == "failed" and "Slurm reports FAILED (lost" in str(found.error)
     assert cancel_run(made).state == "FAILED" and fake_slurm.calls("scancel") == []
 
 

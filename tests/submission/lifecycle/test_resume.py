@@ -96,4 +96,6 @@ def test_resume_reports_where_the_learning_rate_now_ends(
     ):
         with pytest.raises(typer.Exit):
             runs.resume(str(record.path), overrides, None)
-        assert ("the learning rate's cosine now ends at step 8: at step 3" in capsys.readouterr().err) == is_reported
+        assert (
+            "the decay of the learning rate (cosine) now ends at step 8: at step 3" in capsys.readouterr().err
+        ) == is_reported
