@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import json
 import math
@@ -104,8 +103,6 @@ _NEWER_KEYS = (
     "gres_type",
     "rdma_efficiency",
 )
-# Keys about the use of a pool's nodes, not their hardware: a site's digest omits them.
-_USAGE_KEYS = ("node_names", "nodes", *(name for name in _NEWER_KEYS if name != "fabric"))
 
 
 @dataclass(frozen=True)
@@ -371,14 +368,6 @@ class Site:
     def from_dict(cls, data: dict[str, Any]) -> Site:
         """Return the site of the data from :meth:`to_dict` (fabric/site_file.py reads site files)."""
         return make(cls, with_pools(data), "site", SiteError)
-
-    def digest(self) -> str:
-        """Return twelve hex digits that identify the hardware, partitions and constraints, not the nodes in use."""
-        site = self.to_dict()
-        pools = site.get("pools") or site["fabrics"]
-        data = [{k: v for k, v in pool.items() if k not in _USAGE_KEYS} for pool in pools]
-        links = [site["links"]] if self.links else []
-        return hashlib.sha256(json.dumps([self.name, data, *links], sort_keys=True).encode()).hexdigest()[:12]
 
 
 def with_pools(data: Any) -> Any:

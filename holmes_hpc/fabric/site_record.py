@@ -230,5 +230,10 @@ def _refuse_contradiction(pool: Pool, members: Sequence[Node], gpus: set[str], w
             raise SiteError(f"gres_type is {pool.gres_type}, Slurm's {node.name} has {types}", where=where, hint=hint)
         for gpu_type in node.gpu_types:
             actual = vocabulary.gpu(gpu_type)
-            if pool.gpu.name not in gpus and actual and kind and _VARIANT.sub("", actual.name) != _VARIANT.sub("", kind.name):
+            if (
+                pool.gpu.name not in gpus
+                and actual
+                and kind
+                and _VARIANT.sub("", actual.name) != _VARIANT.sub("", kind.name)
+            ):
                 raise SiteError(f"gpu is {pool.gpu.name}, Slurm's {node.name} has {gpu_type}", where=where, hint=hint)
