@@ -7,11 +7,13 @@ from trees import Tree
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric import listing as report
+from holmes_hpc.fabric.doctor import examine
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.listing import findings_table, listing_of, probe_dict, probe_tables
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.slurm import scontrol
+from holmes_hpc.slurm.accounting import Association
 
 
 def example():
@@ -59,6 +61,20 @@ def test_asking_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     site = read_site()
     assert site.name == "cl" and site.pool("a").node_names == ("ib1",)
     assert scontrol.read_node("ib1") is not None and scontrol.read_node("ib2") is None
+
+
+def test_partitions_are_checked_against_the_users_associations(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {
+        "node": node_line("ib1", "nic_ib,nic_200g,fabric_a") + "\n",
+        "partition": partition_line("ib", "ib1").replace("AllowAccounts=ALL", "AllowAccounts=chem") + "\n",
+        "config": "ClusterName = cl\n",
+    }
+    monkeypatch.setattr(scontrol, "output", lambda *words: answers[words[2]])
+    monkeypatch.setattr("holmes_hpc.fabric.partitions.read_associations", lambda: (Association(("bio",)),))
+    with pytest.raises(SiteError, match=r"no usable node \(ib1: partition ib: AllowAccounts lacks bio\)"):
+        read_site()
+    assert not report.listing().grouping.fabrics
+    assert "no node can be used" in [finding.what for finding in examine(asking=False)]
 
 
 @pytest.mark.integration
