@@ -74,8 +74,8 @@ def test_one_job_per_kind_gives_what_features_lack(slurm, holmes) -> None:
     assert (code, out) == (0, "") and "2 pools, 2 jobs" in err
     text, jobs = Path("site.yaml").read_text(), slurm.jobs()
     assert {job.split(" --nodes")[0] for job in jobs} == {
-        "--partition=gpu --account=ml --qos=high --nodelist=h1 --gpus-per-node=h200:4",
-        "--partition=gpu --account=ml --qos=high --nodelist=a1 --gpus-per-node=a100:2",
+        "--partition=gpu --nodelist=h1 --gpus-per-node=h200:4 --account=ml --qos=high",
+        "--partition=gpu --nodelist=a1 --gpus-per-node=a100:2 --account=ml --qos=high",
     }
     assert all("--immediate=300" in job and "--time=2" in job and "--nodes=1" in job for job in jobs)
     h200, a100 = pools()["h200"], pools()["a100-80gb"]

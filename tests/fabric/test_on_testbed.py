@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -103,3 +104,28 @@ def test_an_interface_that_is_down_is_a_lie_of_the_features(testbed) -> None:
     finally:
         testbed.exec(node.name, "ip", "link", "set", "ib0", "up")
     assert len(findings) == 1 and "say ib, the kernel says ethernet" in findings[0]["what"]
+
+
+def test_one_job_per_kind_finds_the_testbed_and_a_second_run_needs_none(testbed, tmp_path, monkeypatch) -> None:
+    from holmes_hpc.fabric.discovery import discover, kind_of
+    from holmes_hpc.fabric.partitions import NodeSettings
+    from holmes_hpc.fabric.site_file import read_site_file
+    from holmes_hpc.fabric.site_record import compare, probes_of, read_record, site_text
+
+    listing, path = report.listing(), tmp_path / "site.yaml"
+    kinds = {kind_of(n, n.partitions[0]) for n in listing.nodes}
+    begin = time.monotonic()
+    discovery = discover(listing, scontrol.read_topology(), NodeSettings(), wait_s=30)
+    assert time.monotonic() - begin < 30
+    assert not discovery.problems and {p.kind for p in discovery.probes} == kinds
+    path.write_text(site_text(discovery, [n.name for n in listing.nodes], {}))
+    found = read_site_file(path)
+    assert {(p.nic, p.rdma_gbps, p.ethernet_gbps, p.nodes) for p in found.pools} == {
+        (p.nic, p.rdma_gbps, p.ethernet_gbps, p.nodes) for p in listing.grouping.pools
+    }
+    assert compare(str(path), found) == []
+    monkeypatch.setattr(
+        "holmes_hpc.fabric.node_facts.partial_outputs", lambda commands, _: [] if not commands else 1 / 0
+    )
+    again = discover(listing, scontrol.read_topology(), NodeSettings(), probes_of(read_record(str(path))), 30)
+    assert site_text(again, [n.name for n in listing.nodes], read_record(str(path))) == path.read_text()
