@@ -35,10 +35,12 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError, PlanError
-from holmes_hpc.fabric.site import CPU, FabricLink, Gpu, NicType, Pool, Site
+from holmes_hpc.fabric import site as site_module
+from holmes_hpc.fabric.site import CPU, FabricLink, Gpu, NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search import best
 
+Pool: Any = getattr(site_module, "Pool", None) or site_module.Fabric  # type: ignore[attr-defined]  # older checkouts
 NEW_TREE = Path(__file__).resolve().parents[1]
 CASES = {"plans": 50, "predictions": 100}
 TOLERANCE = {"plans": 1e-12, "predictions": 1e-12, "training": 0.0}
@@ -65,6 +67,11 @@ TRAINED: dict[str, tuple[tuple[tuple[int, int], ...], dict[str, Any]]] = {  # (n
 }
 
 
+def pools_of(site: Site) -> Any:
+    """Return the pools of a site, which older checkouts call fabrics."""
+    return getattr(site, "pools", None) or site.fabrics
+
+
 def draw_site(rng: random.Random, least: int) -> Site:
     """Return a site of `least` to four fabrics with at most 64 nodes in all, and `links` between some."""
     kinds = rng.choice(((A100,), (H100,), (A100, H100)))
@@ -83,7 +90,7 @@ def draw_site(rng: random.Random, least: int) -> Site:
 def plan_options(site: Site, options: dict[str, Any]) -> PlanOptions:
     """Return PlanOptions; `unequal` is a bool in older checkouts and a text in newer ones, off by default."""
     if options.get("nodes") == "all":
-        options = {**options, "nodes": {f.name: f.nodes for f in site.pools}}
+        options = {**options, "nodes": {f.name: f.nodes for f in pools_of(site)}}
     is_unequal = options.get("unequal", False)
     try:
         return PlanOptions(**{**options, "unequal": str(is_unequal).lower()})
@@ -118,7 +125,7 @@ def plan_cases(part: str) -> Iterator[tuple[str, dict[str, Any]]]:
             plan = make(named(model), batch, site, plan_options(site, options), Costs())
         except PlanError:
             continue
-        fabrics = " + ".join(f"{f.nodes}x{f.gpus_per_node} {f.gpu.name} {f.nic}" for f in site.pools)
+        fabrics = " + ".join(f"{f.nodes}x{f.gpus_per_node} {f.gpu.name} {f.nic}" for f in pools_of(site))
         yield f"{number}: {model} {batch.global_size}/{batch.micro_size} on {fabrics}, {options}", plan.to_dict()
         plans += 1
         if plans == CASES[part]:
