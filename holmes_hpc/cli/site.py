@@ -42,7 +42,7 @@ def _read_settings(overrides: Sequence[str] | None) -> tuple[Configuration, Node
 def nodes(
     *, overrides: Overrides = None, flags: Mapping[str, Any], vocabulary: Vocabulary = None, json: Json = False
 ) -> None:
-    """List fabrics, partitions, NICs and GPUs known to Slurm, or with --site the file's fabrics.
+    """List pools, partitions, NICs and GPUs known to Slurm, or with --site the file's pools.
 
     Example: holmes nodes 'partitions=[gpu]' slurm.account=ml
     """
