@@ -97,13 +97,16 @@ def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
         isinstance(part, dict) for part in (content.state_dict_metadata, content.storage_data)
     ):
         raise pickle.UnpicklingError("it describes no checkpoint")
+    files = {entry.name: entry.stat().st_size for entry in os.scandir(directory) if entry.is_file()}
     for storage_info in content.storage_data.values():
         name = getattr(storage_info, "relative_path", None)
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
             raise pickle.UnpicklingError(f"it refers to file {name!r}, outside the checkpoint")
+        if name not in files and os.path.lexists(Path(directory) / name):
+            raise pickle.UnpicklingError(f"{name} is not a file")  # a pipe would never end
         if getattr(storage_info, "transform_descriptors", None):
             raise pickle.UnpicklingError(f"{name} has an unsupported encoding")
-    file_bytes = sum(entry.stat().st_size for entry in os.scandir(directory))
+    file_bytes = sum(files.values())
     for name, tensor in content.state_dict_metadata.items():
         size = getattr(tensor, "size", ())
         if math.prod(size) > 8 * file_bytes:  # less than a bit each

@@ -134,6 +134,16 @@ def test_metadata_that_takes_for_ever_is_refused(attack: str, tmp_path: Path) ->
     assert reason in (restricted_pickle.find_problem(path) or "") and time.monotonic() - started < 20
 
 
+def test_a_pipe_in_the_place_of_tensors_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "saved")
+    data = next(path.glob("*.distcp"))
+    (path / "large").write_bytes(bytes(1 << 20))  # so that the tensors could fit into the files
+    data.unlink()
+    os.mkfifo(data)
+    with pytest.raises(DataError, match=f"{data.name} is not a file"):
+        SavedWeights(path)
+
+
 def test_code_in_extra_states_is_refused(marker: Path) -> None:
     def pickled(state: Any) -> torch.Tensor:
         return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
