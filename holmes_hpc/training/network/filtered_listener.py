@@ -78,7 +78,10 @@ class FilteredListener:
         program = filter_program(admitted)
         buffer = ctypes.create_string_buffer(program, len(program))
         fprog = struct.pack("HL", len(program) // 8, ctypes.addressof(buffer))
-        self.socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, fprog)
+        try:
+            self.socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, fprog)
+        except PermissionError as e:  # seen with Linux 6.18.44
+            raise OSError(e.errno, "this kernel filters TCP sockets only for processes with CAP_NET_ADMIN") from e
 
     def close(self) -> None:
         self.socket.close()

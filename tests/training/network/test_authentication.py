@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -223,3 +225,12 @@ def test_64_clients_are_admitted_at_the_same_time(server: AuthenticationServer) 
     assert len(connections) == 64
     for connection in connections:
         connection.close()
+
+
+def test_a_kernel_that_refuses_filters_is_named() -> None:
+    listener = FilteredListener(HERE)
+    listener.close()
+    refusing = mock.Mock(setsockopt=mock.Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
+    listener.socket = refusing
+    with pytest.raises(OSError, match="CAP_NET_ADMIN"):
+        listener.admit([])
