@@ -56,7 +56,7 @@ def _load_task(settings: Configuration) -> Callable[[Configuration, Sequence[str
     # Megatron-Core looks for a GPU when it is imported. With NVML this does not start CUDA's driver, which must not
     # start before training/rank/cuda_check.py has set the number of queues per GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    gc.disable()  # collections would take a fifth of the imports' time, and find nothing
+    gc.disable()  # collections would scan the modules loaded so far again and again
     try:
         from holmes_hpc.training.rank import cpu  # only ranks load torch, which is slow to import
 
@@ -68,6 +68,7 @@ def _load_task(settings: Configuration) -> Callable[[Configuration, Sequence[str
     except ModuleNotFoundError as e:
         raise missing(e) from e
     finally:
+        gc.freeze()  # else the next collection scans all of them
         gc.enable()
     return task
 
