@@ -42,7 +42,7 @@ def _read_settings(overrides: Sequence[str] | None) -> tuple[Configuration, Node
 def nodes(
     *, overrides: Overrides = None, flags: Mapping[str, Any], vocabulary: Vocabulary = None, json: Json = False
 ) -> None:
-    """List pools, partitions, NICs and GPUs known to Slurm, or with --site the file's pools.
+    """List pools, partitions, NICs and GPUs known to Slurm.
 
     Example: holmes nodes 'partitions=[gpu]' slurm.account=ml
     """
@@ -60,7 +60,7 @@ def site(
     jobs: Annotated[bool, typer.Option("--jobs/--no-jobs", help="Run a short job per new kind of node.")] = True,
     wait: Annotated[int, typer.Option(metavar="S", min=1, help="Wait S seconds for a job to start.")] = 300,
 ) -> None:
-    """Write a site file from Slurm's nodes and topology and a short job per kind of node.
+    """Write a site file from what Slurm and its nodes tell.
 
     An existing FILE is renewed: values edited by hand stay, and only new kinds are asked. Exit code 1 if something
     remains unknown: the rest is written.

@@ -56,7 +56,7 @@ def test_every_group_is_recorded_once_with_its_nic_on_each_of_its_nodes(cuda: bo
     ranks = [
         SimpleNamespace(
             launch=SimpleNamespace(rank=rank, world_size=4),
-            nodes=nodes,
+            node_of_rank=nodes,
             store=store,
             cpus="",
             groups=SimpleNamespace(records=[group(*g) for g in groups if rank in g[1]]),

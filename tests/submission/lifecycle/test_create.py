@@ -93,7 +93,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
 
 def submit_to(path: Path) -> None:
     plan = plans.plan("ib-a", "roce-a")
-    submit.create_and_submit(plan, load([f"run_dir={path}", "launcher=local"]), [])
+    submission_steps.create_and_submit(plan, load([f"run_dir={path}", "launcher=local"]), [])
 
 
 def resume(path: Path) -> None:
@@ -253,10 +253,10 @@ def test_a_taken_name_is_found_before_planning(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(submit, "check_inputs", lambda _: None)
     run = RunDirectory.create(tmp_path / "a")
     with pytest.raises(pytest.fail.Exception):  # a run without a step is replaced
-        submit.plan_run(["launcher=local", "name=a"])
+        submission_steps.plan_run(["launcher=local", "name=a"])
     run.append_metrics({"step": 1})
     with pytest.raises(RecordError, match=r"it already holds a run; .* or give another name"):
-        submit.plan_run(["launcher=local", "name=a"])
+        submission_steps.plan_run(["launcher=local", "name=a"])
 
 
 def test_a_resumed_run_whose_job_has_not_started_is_active(tmp_path: Path) -> None:
