@@ -20,7 +20,7 @@ import pytest
 import typer
 
 from holmes_hpc.cli import jobs as job_commands
-from holmes_hpc.cli import runs, submit
+from holmes_hpc.cli import runs, submission_steps
 from holmes_hpc.config import composition
 from holmes_hpc.config.composition import load
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError
@@ -83,7 +83,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
 
     monkeypatch.setattr(composition, "composed", composed)
     monkeypatch.setattr(create, "git_commit", lambda: None)
-    monkeypatch.setattr(submit, "submit_run", jobs.submit)
+    monkeypatch.setattr(submission_steps, "submit_run", jobs.submit)
     monkeypatch.setattr(runs, "submit_run", jobs.submit)
     monkeypatch.setattr(status, "job_of", jobs.of)
     monkeypatch.setattr(batch_start, "job_of", jobs.of)
@@ -249,8 +249,8 @@ def test_batch_scripts_may_call_the_earlier_module_names(tmp_path: Path) -> None
 
 def test_a_taken_name_is_found_before_planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLMES_RUNS", str(tmp_path))
-    monkeypatch.setattr(submit, "make_plan", lambda *_: pytest.fail("it plans first"))
-    monkeypatch.setattr(submit, "check_inputs", lambda _: None)
+    monkeypatch.setattr(submission_steps, "make_plan", lambda *_: pytest.fail("it plans first"))
+    monkeypatch.setattr(submission_steps, "check_inputs", lambda _: None)
     run = RunDirectory.create(tmp_path / "a")
     with pytest.raises(pytest.fail.Exception):  # a run without a step is replaced
         submission_steps.plan_run(["launcher=local", "name=a"])

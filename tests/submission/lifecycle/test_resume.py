@@ -63,7 +63,11 @@ def test_a_completed_run_without_a_checkpoint_is_not_resumed(
 @pytest.mark.parametrize(
     ("settings", "step", "message"),
     [
-        ({}, 21, "(cosine) now ends at step 60: at step 21 it is 0.000754, was 0.000515; train.lr_decay_steps=40 keeps"),
+        (
+            {},
+            21,
+            "(cosine) now ends at step 60: at step 21 it is 0.000754, was 0.000515; train.lr_decay_steps=40 keeps",
+        ),
         ({}, 41, "(cosine) now ends at step 60: at step 41 it is 0.000305, was 0.0001; train.lr_decay_steps=40 keeps"),
         ({"lr_schedule": "linear"}, 20, "(linear) now ends at step 60: at step 20 it is 0.0007, was 0.00055;"),
         ({"lr_schedule": "wsd"}, 21, "(wsd) now ends at step 60, not 40; train.lr_decay_steps=40 keeps the old end"),
