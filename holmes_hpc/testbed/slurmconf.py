@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.topology import PRIORITY, Topology
 
@@ -119,8 +118,8 @@ def _partitions(topology: Topology) -> Iterator[str]:
             f"MaxTime=INFINITE State=UP PriorityTier={PRIORITY} PreemptMode=OFF"
         )
     for extra in topology.partitions:
-        only = set(expand(extra.nodes))
-        nodes = [n.name for n in topology.nodes if n.fabric.name in extra.fabrics and (not only or n.name in only)]
+        names = extra.nodes or [n.name for n in topology.nodes]
+        nodes = [n.name for n in topology.nodes if n.fabric.name in extra.fabrics and n.name in names]
         yield (
             f"PartitionName={extra.name} Nodes={','.join(nodes)} Default=NO MaxTime=INFINITE State=UP "
             f"PriorityTier={extra.priority} PreemptMode={extra.preempt.upper()} GraceTime={extra.grace_s}"

@@ -110,7 +110,7 @@ class PartitionSpec:
 
     name: Annotated[str, key("name of the partition")]
     fabrics: Annotated[tuple[str, ...], key("fabrics whose nodes it has: [ib-a]")]
-    nodes: Annotated[str, key("only these nodes of the fabrics: ib[1-2]; empty: all")] = ""
+    nodes: Annotated[tuple[str, ...], key("only these nodes of the fabrics: [ib1, ib2]; none named: all")] = ()
     priority: Annotated[int, key("partitions of higher priority can preempt its jobs", ge=1, lt=10**7)] = PRIORITY
     preempt: Annotated[str, key("preemption mode of its jobs", one_of=PREEMPT)] = "off"
     grace_s: Annotated[int, key("time from the signal to the end of a preempted job", unit="s", ge=0, le=3600)] = 0
