@@ -5,18 +5,22 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import msgspec
 import pytest
 
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.training.network import link_sockets
 from holmes_hpc.training.network.link_check import Limits, await_link_check, run_link_check
-from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpoint
+from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpoint, LinkReport, NodeInformation
 from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
 from holmes_hpc.training.network.rendezvous import exchange
 
 # Long waits for a busy machine; the rates below are far under any loopback's.
 LIMITS = Limits(join_s=30, connect_s=3, sample_s=0.05, repeat_s=0.05)
+
+# msgspec crashes if threads use a class for the first time at once. Ranks are processes.
+DECODERS = [msgspec.json.Decoder(kind) for kind in (NodeInformation, LinkReport)]
 
 
 class Memory:
