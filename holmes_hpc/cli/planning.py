@@ -25,7 +25,7 @@ from holmes_hpc.cli.app import (
 )
 from holmes_hpc.config.composition import load, with_flags
 from holmes_hpc.config.configuration import Configuration
-from holmes_hpc.errors import ConfigError
+from holmes_hpc.errors import ConfigError, counted
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.calibration import NO_CORRECTIONS, Calibration, Corrections, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs
@@ -141,7 +141,7 @@ def calibrate(
     ] = "calibration.yaml",
     json: Json = False,
 ) -> None:
-    """Measure layers and links in a short job. It uses two nodes of each fabric; plan and predict read its file.
+    """Measure layers and links in a short job. It uses two nodes of each pool; plan and predict read its file.
 
     Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
     """
@@ -162,9 +162,9 @@ def calibrate(
         console.as_json({"run": str(record.path), "file": output, "calibration": measured})
         return
     calibration = Calibration.from_dict(measured)
-    for fabric in calibration.fabrics:
-        title = f"{chosen.model.name} on {fabric.fabric}: {fabric.gpu} ({fabric.device}), {calibration.dtype}, TP "
-        _show_fabric(fabric, f"{title}{chosen.parallel.tp}")
+    for pool in calibration.fabrics:
+        title = f"{chosen.model.name} on {pool.fabric}: {pool.gpu} ({pool.device}), {calibration.dtype}, TP "
+        _show_pool(pool, f"{title}{chosen.parallel.tp}")
     if calibration.between:
         links = [(" - ".join(x.between), f"{x.gbps:g} Gb/s", f"{x.delay_ms:g} ms") for x in calibration.between]
         console.table("between fabrics", ("fabrics", "rate", "delay"), links)
@@ -173,29 +173,29 @@ def calibrate(
     console.note(f"written: {output}")
 
 
-def _show_fabric(fabric: MeasuredPool, title: str) -> None:
-    """Print a table of a fabric's measurements. Note on stderr links faster than the site's rate."""
+def _show_pool(pool: MeasuredPool, title: str) -> None:
+    """Print a table of a pool's measurements. Note on stderr links faster than the site's rate."""
     rows = [
         (
             f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens",
             f"{p.forward_s * 1e3:.4g} ms",
             f"{p.backward_s * 1e3:.4g} ms",
         )
-        for p in fabric.parts
+        for p in pool.parts
     ]
-    rows += [(name, f"{x.latency_s * 1e6:.4g} us", f"{x.efficiency:.3g}") for name, x in fabric.links.items()]
-    if fabric.optimizer_s is not None:
-        rows.append(("optimizer, a million parameters", f"{fabric.optimizer_s * 1e9:.4g} ms", ""))
+    rows += [(name, f"{x.latency_s * 1e6:.4g} us", f"{x.efficiency:.3g}") for name, x in pool.links.items()]
+    if pool.optimizer_s is not None:
+        rows.append(("optimizer, a million parameters", f"{pool.optimizer_s * 1e9:.4g} ms", ""))
     console.table(
         title,
         ("measured", "forward or latency", "backward or efficiency"),
-        [*rows, ("remaining pass time", f"{(fabric.pass_s or 0.0) * 1e3:.4g} ms", "")],
+        [*rows, ("remaining pass time", f"{(pool.pass_s or 0.0) * 1e3:.4g} ms", "")],
         caption="efficiency: payload rate divided by the site's rate",
     )
-    too_fast = [f"{name} {link.efficiency:.3g}" for name, link in fabric.links.items() if link.efficiency > 1]
+    too_fast = [f"{name} {link.efficiency:.3g}" for name, link in pool.links.items() if link.efficiency > 1]
     if too_fast:
         console.note(
-            f"{fabric.fabric}: {', '.join(too_fast)} times the site's rate: correct that rate if the network is faster,"
+            f"{pool.fabric}: {', '.join(too_fast)} times the site's rate: correct that rate if the network is faster,"
             " or check whether the ranks share a node"
         )
 
@@ -216,11 +216,11 @@ def _compare(measured_s: float, predicted_s: float, unattributed_s: float) -> No
 
 def _learned_corrections(config: Configuration, runs: str) -> Corrections:
     """Return the corrections learned from the runs below the directory `runs`.
-    Note on stderr which runs could not be used, and which costs the runs do not show."""
+    Note on stderr which runs could not be used, and which costs cannot be learned from the others."""
     with console.waiting("learning from runs"):
         learned, unusable = request.learn_from_runs(config, runs)
     if unusable:
-        console.note(f"{len(unusable)} runs cannot be used, the first: {unusable[0]}")
+        console.note(f"{counted(len(unusable), 'run')} cannot be used, the first: {unusable[0]}")
     if learned.unidentified:
-        console.note(f"not corrected, because these runs do not show it: {', '.join(learned.unidentified)}")
+        console.note(f"not corrected, because it cannot be learned from these runs: {', '.join(learned.unidentified)}")
     return learned.corrections

@@ -77,7 +77,7 @@ def predict(
             help="State that data-parallel ranks shard: none, optimizer or full (FSDP). [as --distributed-optimizer]"
         ),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="GPU kind of every fabric. [the site's]")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU kind of every pool. [the site's]")] = None,
     tokens: Tokens = None,
     trace: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the simulated timeline here (Perfetto).")
@@ -184,9 +184,9 @@ def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configura
         )
     if (plan_file is None) == (site is None):
         raise ConfigError(
-            "PLAN and --site are mutually exclusive" if site else "there is neither a PLAN nor --site",
+            "PLAN and --site are mutually exclusive" if site else "neither PLAN nor --site is given",
             where="predict",
-            hint="give a PLAN, or --site FILE with a layout",
+            hint="give PLAN, or --site FILE with a layout",
         )
     keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     if plan_file is None and "model" not in keys:
