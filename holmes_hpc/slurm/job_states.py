@@ -122,16 +122,17 @@ class Row:
 class JobState:
     """The state of a job, joined from the states of its components.
 
-    `components`: each component's state; `source`: the command or file that reported it, or "nobody"; `unsettled`: a
-    final state may still change (a preempted job that is requeued, a leader whose components are not in the database
-    yet); `nodes`, `component_nodes`: host lists; `start`: estimated start of a waiting job, in Unix seconds."""
+    `components`: each component's state; `source`: the command or file that reported it, empty if none did;
+    `unsettled`: a final state may still change (a preempted job that is requeued, a leader whose components are not in
+    the database yet); `nodes`, `component_nodes`: host lists; `start`: estimated start of a waiting job, in Unix
+    seconds."""
 
     state: SlurmState = UNKNOWN
     reason: str = ""
     nodes: str = ""
     exit_code: int | None = None
     components: tuple[SlurmState, ...] = ()
-    source: str = "nobody"
+    source: str = ""
     restarts: int = 0
     unsettled: bool = False
     component_nodes: tuple[str, ...] = ()

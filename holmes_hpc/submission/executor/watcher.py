@@ -147,7 +147,7 @@ class StateWatcher(core.InfoWatcher):
         if state.unsettled:
             return False
         num_components = self._identity(job_id).components
-        if state.ended and state.source not in ("exit record", "nobody") and len(state.components) < num_components:
+        if state.ended and state.source not in ("exit record", "") and len(state.components) < num_components:
             # Right after a job's end the database may have only its leader's row.
             return time.monotonic() - self._partial_since.setdefault(job_id, time.monotonic()) >= _PARTIAL_GRACE_S
         if state.state in REQUEUED:
@@ -208,7 +208,7 @@ class StateWatcher(core.InfoWatcher):
             return None
         # squeue --me lists only this user's jobs
         if self._age(job_id) >= _LOST_S and identity.record and is_own(identity.record.parent):
-            return JobState("FAILED", "lost: Slurm no longer knows the job", source="nobody")
+            return JobState("FAILED", "lost: Slurm no longer knows the job")
         return None if job_id in self._states else JobState(source=self._controller)
 
     def _query_states(self, job_ids: set[str]) -> dict[str, JobState]:

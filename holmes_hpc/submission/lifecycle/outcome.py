@@ -130,10 +130,7 @@ def build_result(
         if is_full(run.path) and not any(e.get("state") == "failed" for e in exits):  # no rank could record its error
             failure = FailedRank(error=f"{run.path}: {os.strerror(errno.ENOSPC)}; free some space and try again")
         elif (
-            failure.rank is None
-            and slurm is not None
-            and slurm.ended
-            and (slurm.state != "FAILED" or slurm.source == "nobody")
+            failure.rank is None and slurm is not None and slurm.ended and (slurm.state != "FAILED" or not slurm.source)
         ):
             failure = FailedRank(
                 error=f"Slurm reports {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"

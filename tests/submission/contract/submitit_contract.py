@@ -369,7 +369,7 @@ def test_jobs_whose_names_slurm_changes(kind: Kind, tmp_path: Path) -> None:
     subprocess.run(["scontrol", "update", f"JobId={jobs[-1].job_id}", "name=x"], check=True)
     for job in jobs:
         job.watcher._registered_at[job.job_id] -= 120  # as if registered two minutes ago
-    assert all(job.slurm_state().source != "nobody" for job in jobs)  # type: ignore[attr-defined]
+    assert all(job.slurm_state().source != "" for job in jobs)  # type: ignore[attr-defined]
     assert [job.results() for job in jobs] == [[10] * kind.tasks] * len(jobs)
     until(lambda: {job.slurm_state().state for job in jobs} == {"COMPLETED"})  # type: ignore[attr-defined]
 
