@@ -72,3 +72,9 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     names = sorted(choices)
     matches = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {matches[0]!r}?" if matches else f"choose one of: {', '.join(names)}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 node", "2 nodes", "3 micro-batches"."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"

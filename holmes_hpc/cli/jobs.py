@@ -11,7 +11,7 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, Run, app
-from holmes_hpc.errors import ConfigError, HolmesError
+from holmes_hpc.errors import ConfigError, HolmesError, counted
 from holmes_hpc.records.find import find_run, last_change, run_directories, runs_root
 from holmes_hpc.records.logs import follow_logs, tail
 from holmes_hpc.records.run import RunDirectory
@@ -76,7 +76,7 @@ def status(
     if not runs:  # report only recent failures, unless runs are named
         recent = [s for s in failed if time.time() - last_change(RunDirectory(s.path)) < RECENT_S][:3]
         if earlier := len(failed) - len(recent):
-            console.note(f"why {earlier} earlier run{'s' * (earlier > 1)} failed: `holmes status RUN`")
+            console.note(f"why {counted(earlier, 'earlier run')} failed: `holmes status RUN`")
         failed = recent
     for s in failed:
         rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
@@ -213,7 +213,7 @@ def sweep_cancel(directory: Directory) -> None:
     active = {row.num for row in status_table.sweep_status(directory) if not row.ended}
     jobs = [job for job in manifest.jobs if job.num in active]
     cancel_sweep(manifest, jobs)
-    console.note(f"cancelled {len(jobs)} of {len(manifest.jobs)} jobs" if jobs else "all jobs have ended")
+    console.note(f"cancelled {len(jobs)} of {counted(len(manifest.jobs), 'job')}" if jobs else "all jobs have ended")
 
 
 def _short(value: object) -> str:

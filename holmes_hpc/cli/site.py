@@ -13,7 +13,7 @@ import typer
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, Overrides, app, check_output, load_site, with_options
 from holmes_hpc.config.composition import with_flags
-from holmes_hpc.errors import SiteError
+from holmes_hpc.errors import SiteError, counted
 from holmes_hpc.fabric import doctor as checks
 from holmes_hpc.fabric import label as labels
 from holmes_hpc.fabric import listing as report
@@ -81,10 +81,10 @@ def site(
     text = site_record.site_text(discovery, [n.name for n in listing.nodes], record)
     if output:
         write_whole(Path(output), text)
-        new_jobs = len({p.kind for p in discovery.probes} - {p.kind for p in probes})
-        guesses = text.count("assumed: ") + text.count("unsure: ")
-        pools = len(discovery.site.pools)
-        console.note(f"written: {output}: {pools} pools, {new_jobs} jobs, {guesses} lines `assumed` or `unsure`")
+        new_jobs = counted(len({p.kind for p in discovery.probes} - {p.kind for p in probes}), "job")
+        guesses = counted(text.count("assumed: ") + text.count("unsure: "), "line")
+        pools = counted(len(discovery.site.pools), "pool")
+        console.note(f"written: {output}: {pools}, {new_jobs}, {guesses} `assumed` or `unsure`")
     else:
         sys.stdout.write(text)
     for problem in discovery.problems:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.errors import HolmesError
+from holmes_hpc.errors import HolmesError, counted
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, predict
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
@@ -40,7 +40,7 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
     It has the placement, the predicted step and its parts, what would help, the runners-up and the assumptions.
     `steps`: also say how long so many steps take.
     """
-    predicted, unused = plan.predicted, ", ".join(f"{_nodes(n)} of {f}" for f, n in plan.unused.items())
+    predicted, unused = plan.predicted, ", ".join(f"{counted(n, 'node')} of {f}" for f, n in plan.unused.items())
     assumptions = [f"- {a}" for a in all_assumptions(plan, costs)]
     lines = [_headline(plan), "", *_drawing(plan)]
     if predicted is not None:
@@ -94,8 +94,8 @@ def _headline(plan: Plan) -> str:
     p, batch = plan.parallel, plan.batch
     return (
         f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} "
-        f"tokens per step, {p.world_size} ranks, {plan.strategy_label}; {p}; "
-        f"{plan.micro_batches} micro-batches of {batch.micro_size}; schedule "
+        f"tokens per step, {counted(p.world_size, 'rank')}, {plan.strategy_label}; {p}; "
+        f"{counted(plan.micro_batches, 'micro-batch')} of {batch.micro_size}; schedule "
         f"{plan.order.schedule.label}; recompute {plan.recompute}"
     )
 
@@ -108,7 +108,7 @@ def _drawing(plan: Plan) -> list[str]:
     for part in plan.components:
         pool = plan.site.pool(part.pool)
         lines.append(
-            f"+-- {part.pool}: {_nodes(part.nodes)} x {part.gpus_per_node} {pool.gpu.name}, {pool.nic}"
+            f"+-- {part.pool}: {counted(part.nodes, 'node')} x {part.gpus_per_node} {pool.gpu.name}, {pool.nic}"
             f" {pool.data_gbps:g} Gb/s, partition {part.partition}"
         )
         if part.pool in shares:
@@ -136,16 +136,16 @@ def _shares(plan: Plan) -> dict[str, str]:
         end = first + part.ranks // (p.tp * p.pp)
         some = sorted({counts[pipeline] for pipeline in range(first, end)})
         number = " or ".join(map(str, some))
-        texts[part.pool] = f"{end - first} pipelines, {number} of {plan.micro_batches} micro-batches each"
+        texts[part.pool] = f"{counted(end - first, 'pipeline')}, {number} of {plan.micro_batches} micro-batches each"
         first = end
     return texts
 
 
 def _stage(plan: Plan, stage: int, per_node: int) -> str:
     layers, in_flight, p = plan.stages[stage].layers, plan.schedule.in_flight[stage], plan.parallel
-    nodes = _nodes(p.stages[stage].ranks // per_node)
+    nodes = counted(p.stages[stage].ranks // per_node, "node")
     sizes = f"{nodes}, TP {p.tp_of(stage)} x DP {p.stages[stage].dp}, " if not p.is_even else ""
-    return f"{sizes}{layers} layer{'s' * (layers != 1)}, {in_flight} micro-batch{'es' * (in_flight != 1)} in flight"
+    return f"{sizes}{counted(layers, 'layer')}, {counted(in_flight, 'micro-batch')} in flight"
 
 
 def _step(plan: Plan, predicted: Predicted) -> list[str]:
@@ -316,11 +316,7 @@ def placement_text(plan: Plan) -> str:
         listed = f"{numbers[0]} to {numbers[-1]}" if is_range else ", ".join(map(str, numbers))
         return f"stage{'s' * (len(numbers) > 1)} {listed}"
 
-    return ", ".join(f"{_nodes(c.nodes)} of {c.pool} ({stages(c.stages)})" for c in plan.components)
-
-
-def _nodes(number: int) -> str:
-    return f"{number} node{'s' * (number != 1)}"
+    return ", ".join(f"{counted(c.nodes, 'node')} of {c.pool} ({stages(c.stages)})" for c in plan.components)
 
 
 def all_assumptions(plan: Plan, costs: Costs) -> tuple[str, ...]:

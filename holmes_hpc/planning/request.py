@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from holmes_hpc.config.configuration import Configuration, recorded
-from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RecordError, nearest
+from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RecordError, counted, nearest
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.grouping import NodeSettings
 from holmes_hpc.fabric.local_gpus import local_gpus
@@ -187,7 +187,8 @@ def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
     is_here = config.local and config.site_file is None and plan.site.pools[0].gpu.is_cpu
     if not is_here or plan.pace_layer_ms or plan.world_size <= cores:
         return []
-    return [f"{plan.world_size} ranks share {cores} cores of this machine: steps take longer than predicted"]
+    ranks = counted(plan.world_size, "rank")
+    return [f"{ranks} share {counted(cores, 'core')} of this machine: steps take longer than predicted"]
 
 
 def fixed_layout(config: Configuration, target_site: Site | None = None, cost_model: Costs | None = None) -> Plan:

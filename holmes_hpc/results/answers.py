@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from holmes_hpc.errors import counted
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.columns import has_value
 from holmes_hpc.results.compare import SAME_WORK, Comparison, completed, entries, label, labels, loss_of, work_text
@@ -71,9 +72,7 @@ def answer(comparison: Comparison) -> list[str]:
     ]
     if len(faster):
         other_work = "other work (model, sequence length, emulated layer time or number of nodes)"
-        sentences[0] += (
-            f" {len(faster)} setting{'s' * (len(faster) > 1)} with more samples/s did {other_work} or did not complete."
-        )
+        sentences[0] += f" {counted(len(faster), 'setting')} with more samples/s did {other_work} or did not complete."
     if base is None:
         return sentences
     bounds = (

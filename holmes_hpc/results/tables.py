@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holmes_hpc.console import NONE, data_size
+from holmes_hpc.errors import counted
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.columns import family_values, has_value, stage_breakdown
 from holmes_hpc.results.plans import NIC_WORDS, nic_types
@@ -80,7 +81,8 @@ def basis_note(run: Mapping[str, Any]) -> str:
         int(run[name]) if has_value(run[name]) else 0 for name in ("steps", "earlier_steps", "warmup_steps")
     )
     earlier_note = f" and {earlier} under an earlier plan" if earlier else ""
-    return f"{count - earlier - warmup} steps after {warmup} warm-up steps{earlier_note}; {pace_note(run)}"
+    steps = counted(count - earlier - warmup, "step")
+    return f"{steps} after {counted(warmup, 'warm-up step')}{earlier_note}; {pace_note(run)}"
 
 
 def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
@@ -236,7 +238,7 @@ def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     if not rows and not setup:
         reason = "none: all ranks were on one node" if _count_nodes(plan) < 2 else "no counters"
         return Table(
-            "Bytes sent per step, all nodes together", ["NIC kind", *[""] * 5], [[reason, *[""] * 5]], basis_note(run)
+            "Bytes sent per step, all nodes together", ["network", *[""] * 5], [[reason, *[""] * 5]], basis_note(run)
         )
     rows.append(
         ["rendezvous and control, once", NONE, data_size(sum(setup.values())) if setup else NONE, NONE, NONE, NONE]
@@ -245,7 +247,7 @@ def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     setup_note = f"; rendezvous and control, before the first step: {parts}" if parts else ""
     return Table(
         "Bytes sent per step, all nodes together",
-        ["NIC kind", "planned", "counted", "header factor", "counted / factor", "difference"],
+        ["network", "planned", "counted", "header factor", "counted / factor", "difference"],
         rows,
         f"medians over {basis_note(run)}; header factor: bytes on the wire per byte of payload, measured in this run"
         + setup_note,

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.learning_rate import learning_rate
-from holmes_hpc.errors import ConfigError
+from holmes_hpc.errors import ConfigError, counted
 from holmes_hpc.planning.schedule.kinds import megatron_kind
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
@@ -335,7 +335,7 @@ class Trainer:
         log_line(describe_data(self.data, self.training, plan, self.settings.steps))
         log_line(
             f"plan {plan.id}: {plan.strategy_label}, {plan.parallel}, layers {[s.layers for s in plan.stages]}, "
-            f"{plan.micro_batches} micro-batches, {plan.schedule.kind}"
+            f"{counted(plan.micro_batches, 'micro-batch')}, {plan.schedule.kind}"
             + (f"; emulated compute: {self.settings.pace_layer_ms} ms a layer" if self.settings.pace_layer_ms else "")
         )
 

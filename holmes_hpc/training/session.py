@@ -23,7 +23,7 @@ import torch.distributed as dist
 from holmes_hpc import __version__
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RunFailed
+from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RunFailed, counted
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan.transport import TCP
@@ -196,7 +196,8 @@ def open_session(
     if launch.rank == 0:
         where = "one node" if node_of_rank[0].one_host else f"{len({n.node for n in node_of_rank})} nodes"
         elapsed_s = time.perf_counter() - start
-        log_line(f"{launch.world_size} ranks on {where} met in {elapsed_s:.1f} s ({launch.by}, {device.type})")
+        ranks = counted(launch.world_size, "rank")
+        log_line(f"{ranks} on {where} connected in {elapsed_s:.1f} s ({launch.by}, {device.type})")
     return Session(
         launch,
         plan,

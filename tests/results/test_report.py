@@ -40,7 +40,7 @@ def test_throughput_of_one_run(one: Report) -> None:
 
 def test_bytes_planned_and_counted(one: Report) -> None:
     rows = cells_of(one, "Bytes sent")
-    assert [row["NIC kind"] for row in rows] == [
+    assert [row["network"] for row in rows] == [
         "ib-a (IB)",
         "roce-a (RoCE)",
         "Ethernet, all nodes",
@@ -66,7 +66,7 @@ def test_traffic_on_a_kind_that_was_not_planned_shows(tmp_path: Path) -> None:
         run.append_metrics(
             {"step": step, "attempt": 1, "nic_bytes": {"ib-a": {"tx": 8_400_000, "rx": 0}, "stray": {"tx": 5, "rx": 5}}}
         )
-    rows = {row["NIC kind"]: row for row in cells_of(load_report([run.path]), "Bytes sent")}
+    rows = {row["network"]: row for row in cells_of(load_report([run.path]), "Bytes sent")}
     assert rows["stray"]["planned"] == "none" and rows["stray"]["counted"] == "5 B"
     assert rows["roce-a (RoCE)"]["counted"] == "0 B" and rows["roce-a (RoCE)"]["difference"] == "-100.0%"
 

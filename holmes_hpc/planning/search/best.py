@@ -9,7 +9,7 @@ from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.errors import PlanError
+from holmes_hpc.errors import PlanError, counted
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.assumptions import assumptions
 from holmes_hpc.planning.cost.costs import Costs
@@ -109,7 +109,7 @@ def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate]
         except PlanError:  # its schedule could deadlock
             continue
         notes = [
-            f"{nodes} nodes of {pool} are unused: no layout found has a shorter step with them"
+            f"unused: {counted(nodes, 'node')} of {pool}; no layout found has a shorter step with them"
             for pool, nodes in plan.unused.items()
         ]
         return replace(plan, assumptions=(*plan.assumptions, *notes))

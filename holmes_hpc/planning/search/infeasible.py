@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.errors import PlanError
+from holmes_hpc.errors import PlanError, counted
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.memory import USABLE_SHARE, Shortage, shortage
 from holmes_hpc.planning.plan.parallel import abbreviated, indivisible_sizes, tp_across_nodes
@@ -56,9 +56,9 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
         ),
         (
             pp > model.layers,
-            f"{model.layers} layers cannot fill PP {pp}",
+            f"{counted(model.layers, 'layer')} cannot fill PP {pp}",
             f"model {model.name}",
-            f"use at most {model.layers} stages",
+            f"use at most {counted(model.layers, 'stage')}",
         ),
         (
             tp * dp * pp > ranks,
@@ -68,8 +68,8 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
         ),
     )
     raise PlanError(
-        f"no placement of {model.layers} layers and {micro_batches} micro-batches on {nodes} nodes has the"
-        f" same TP and DP in all stages{fixed_options and ' and ' + fixed_options}",
+        f"no placement of {counted(model.layers, 'layer')} and {counted(micro_batches, 'micro-batch')} on"
+        f" {counted(nodes, 'node')} has the same TP and DP in all stages{fixed_options and ' and ' + fixed_options}",
         where="plan",
         hint="change nodes, tp, pp, dp, or the batch or gpus_per_node, so that stages of TP x DP GPUs fill whole nodes",
     )

@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from holmes_hpc.errors import ConfigError, DataError, RunFailed
+from holmes_hpc.errors import ConfigError, DataError, RunFailed, counted
 from holmes_hpc.records.files import DISK_FULL
 from holmes_hpc.records.untrusted import leaves_folder
 from holmes_hpc.training.data import text_files
@@ -58,8 +58,8 @@ class DatasetSummary:
 
     def __str__(self) -> str:
         return (
-            f"{self.documents:,} documents of {self.files:,} files: {self.tokens:,} tokens of a vocabulary of "
-            f"{self.vocab:,}, in {self.prefix}.bin and .idx"
+            f"{counted(self.documents, 'document')} of {counted(self.files, 'file')}: {self.tokens:,} tokens of a "
+            f"vocabulary of {self.vocab:,}, in {self.prefix}.bin and .idx"
         )
 
 
@@ -141,7 +141,7 @@ def demo_corpus(
     progress: Progress | None = None,
     force: bool = False,
 ) -> DatasetSummary:
-    """Prepare the source files of Python's standard library, at most `limit_bytes` of them, at byte level.
+    """Prepare the source files of Python's standard library, at most `limit_bytes` of them. Each byte is a token.
 
     The choice and order of the files depend only on their names.
     """
@@ -199,7 +199,7 @@ def _refuse_other_data(prefix: str, sources: dict[str, str]) -> None:
     if summary.get("made_from") != sources:
         size = f"{os.path.getsize(existing[0]):,} bytes"
         if {"documents", "tokens"} <= summary.keys():
-            size = f"{summary['documents']:,} documents, {summary['tokens']:,} tokens"
+            size = f"{counted(summary['documents'], 'document')}, {summary['tokens']:,} tokens"
         raise ConfigError(
             f"contains another data set ({size})",
             where=existing[0],

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holmes_hpc.errors import PlanError, RunFailed
+from holmes_hpc.errors import PlanError, RunFailed, counted
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.hostlist import expand
@@ -127,8 +127,8 @@ def check_launch(launch: Launch, plan: Plan) -> int:
         f"{launch.by} on {launch.node}",
         (
             launch.world_size != plan.world_size,
-            f"{launch.world_size} ranks were started, the plan has {plan.world_size}",
-            f"start {plan.world_size} ranks, or plan again",
+            f"{counted(launch.world_size, 'rank')} started, the plan has {plan.world_size}",
+            f"start {counted(plan.world_size, 'rank')}, or plan again",
         ),
         error=PlanError,
     )
@@ -137,7 +137,7 @@ def check_launch(launch: Launch, plan: Plan) -> int:
         f"node {launch.node}",
         (
             launch.components and len(plan.components) > 1 and component not in launch.components,
-            f"rank {launch.rank} runs on a node of component{'s' * (len(launch.components) > 1)} "
+            f"rank {launch.rank} runs on a node of component "
             f"{' and '.join(map(str, launch.components))}, but the plan puts it in component {component} "
             f"(pool {plan.components[component].pool})",
             "submit the components in the plan's order, with its nodes and tasks per node",

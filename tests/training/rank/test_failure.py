@@ -169,7 +169,7 @@ def assert_exit_2(ended: spawn.FinishedRun, pattern: str) -> None:
 @pytest.mark.integration
 def test_a_plan_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), ranks=2)
-    assert_exit_2(ended, r"2 ranks were started, the plan has 4; start 4 ranks")
+    assert_exit_2(ended, r"2 ranks started, the plan has 4; start 4 ranks")
 
 
 @pytest.mark.integration

@@ -110,7 +110,7 @@ def test_invalid_variables_are_reported_in_one_line(environ: dict[str, str]) -> 
 
 def test_a_single_process_is_rank_0_of_1() -> None:
     assert check_launch(read_launch({}), spawn.plan()) == 0
-    with pytest.raises(PlanError, match="1 ranks were started, the plan has 4"):
+    with pytest.raises(PlanError, match="1 rank started, the plan has 4"):
         check_launch(read_launch({}), spawn.plan(pp=2, dp=2))
 
 
