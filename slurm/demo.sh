@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the project is for, from nothing, on one machine: a real Slurm with shaped NICs; one GPT over three NIC kinds in one
+# What the project is for, from nothing, on one machine: a real Slurm with shaped NICs; one GPT over three NIC types in one
 # heterogeneous job; then the same model on InfiniBand and RoCE together, on either alone, and by plain Megatron-LM over
 # both, in turn. `make demo` runs it; every line is a command that works by hand as well.
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""The main job on the testbed: one GPT over three NIC kinds in one heterogeneous job, and what its record says."""
+"""The main job on the testbed: one GPT over three NIC types in one heterogeneous job, and what its record says."""
 
 import json
 from pathlib import Path

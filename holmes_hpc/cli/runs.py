@@ -27,7 +27,7 @@ from holmes_hpc.cli.submission_steps import check_inputs, create_and_submit, not
 from holmes_hpc.config.composition import with_flags
 from holmes_hpc.config.configuration import recorded
 from holmes_hpc.config.learning_rate import describe_lr_change
-from holmes_hpc.errors import ConfigError, HolmesError
+from holmes_hpc.errors import ConfigError, HolmesError, counted
 from holmes_hpc.extras import missing
 from holmes_hpc.planning.cost.predict import timeline
 from holmes_hpc.planning.plan.plan import Plan
@@ -227,7 +227,7 @@ def remove(
         raise ConfigError("there is no terminal to ask for confirmation", where="rm", hint="add --yes")
     removed = []
     for s in statuses:
-        steps = f"{s.step} steps" if s.step else "no step"
+        steps = counted(s.step, "step") if s.step else "no step"
         if yes or typer.confirm(f"{s.path}: {s.state}, {steps}: remove it?", err=True):
             remove_run(RunDirectory(s.path))
             removed.append(s.path)
@@ -248,7 +248,7 @@ def report(
     by: Annotated[str, typer.Option(help="Rank several runs by throughput or by loss.")] = "throughput",
     json: Json = False,
 ) -> None:
-    """Report throughput, step time and bytes per NIC type. Several runs are compared.
+    """Report throughput, step time and bytes per network. Several runs are compared.
 
     Example: holmes report a b
     """

@@ -227,7 +227,7 @@ def breakdown(labels: Sequence[str], rows: Sequence[Mapping[str, float]]) -> Fig
 
 
 def nic_bytes(traffic: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the bytes sent per step by NIC type: planned payload, and NIC counters if there are any.
+    """Draw the bytes sent per step by network: planned payload, and NIC counters if there are any.
 
     `traffic`: of :func:`holmes_hpc.results.tables.traffic`."""
     megabytes = {
@@ -239,7 +239,7 @@ def nic_bytes(traffic: Sequence[Mapping[str, Any]]) -> Figure:
     figure, axes = _axes(0.9 + 0.62 * max(1, len(megabytes)))
     values = megabytes.values()
     _bars(axes, list(megabytes), [[value] for value in values], ["MB"], [f"{value:.3g}" for value in values])
-    axes.set(xlabel="sent in a step by all nodes, MB (1e6 bytes)", title="Bytes by NIC kind")
+    axes.set(xlabel="sent in a step by all nodes, MB (1e6 bytes)", title="Bytes by network")
     return figure
 
 

@@ -64,7 +64,7 @@ def load_runs(path: PathLike, cache: bool = True) -> pd.DataFrame:
 def load_steps(
     path: PathLike, columns: Sequence[str] | None = None, runs: Collection[str] | None = None, cache: bool = True
 ) -> pd.DataFrame:
-    """Return one row per step of every run at or below `path`, in order, with STEP_COLUMNS and bytes per NIC type.
+    """Return one row per step of every run at or below `path`, in order, with STEP_COLUMNS and bytes per network.
 
     `columns`: only these, besides `run` and `step`; `runs`: only these (values of the column `run`); `path`, `cache`:
     as of :func:`load_runs`. Raise ConfigError for an unknown run or column.

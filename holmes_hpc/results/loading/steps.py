@@ -74,7 +74,7 @@ class Steps:
         return self.earlier + self.warmup
 
     def table(self) -> pa.Table:
-        """Return the steps as a table with STEP_COLUMNS, except `run`, and bytes per NIC type."""
+        """Return the steps as a table with STEP_COLUMNS, except `run`, and bytes per network."""
         columns: dict[str, Any] = {
             "step": self.step,
             "attempt": self.attempt,

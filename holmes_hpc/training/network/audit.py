@@ -37,7 +37,7 @@ def _zero_sums() -> defaultdict[str, defaultdict[str, float]]:
 
 
 def expected_bytes(loads: Iterable[Load]) -> dict[str, defaultdict[str, float]]:
-    """Return the sums of `loads`: node -> kind of NIC -> bytes per step."""
+    """Return the sums of `loads`: node -> NIC type -> bytes per step."""
     totals = _zero_sums()
     for load in loads:
         totals[load.node][load.kind] += load.bytes
@@ -53,8 +53,8 @@ def audit_bytes(
     """Return an error or a warning for every NIC that sends more bytes than planned, else warnings for those that send
     less.
 
-    It is an error if a group of this run probably sends the surplus: its bytes are missing on another kind of NIC of
-    that node. It is a warning if another job or a service sends it. NICs of kind ``other`` (storage, management) have
+    It is an error if a group of this run probably sends the surplus: its bytes are missing on another NIC of that
+    node. It is a warning if another job or a service sends it. NICs of kind ``other`` (storage, management) have
     other users, so they count only if another kind lacks as many bytes.
 
     `counted`: node -> kind -> bytes sent per step (a mean over the steps since the last check); `names`: node -> kind
@@ -127,7 +127,7 @@ def _run_bytes(kind: str, counted: Mapping[str, float], own_bytes: Mapping[str, 
 
 def _misplaced_group(node: str, extra: float, missing: Mapping[str, float], loads: Iterable[Load]) -> Load | None:
     """Return the group whose planned bytes on a NIC that sends less than planned are nearest to the surplus `extra`.
-    Return None if `node` has no such group. `missing`: the kinds of NIC that send less, and by how many bytes."""
+    Return None if `node` has no such group. `missing`: the NIC types that send less, and by how many bytes."""
     sums: defaultdict[tuple[str, str], float] = defaultdict(float)
     for load in loads:
         if load.node == node and load.kind in missing:

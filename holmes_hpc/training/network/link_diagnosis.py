@@ -59,7 +59,7 @@ class CommunicationGroup:
 
 @dataclass(frozen=True)
 class NodeLink:
-    """One direction between two nodes over one kind of NIC; `label`: a group that uses it."""
+    """One direction between two nodes over NICs of one `kind`; `label`: a group that uses it."""
 
     kind: str
     sender: str
@@ -91,7 +91,7 @@ def _unique(links: Iterable[NodeLink]) -> list[NodeLink]:
 
 
 def peer_links(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup], node: str) -> list[NodeLink]:
-    """Return the links from `node` that must work: to every other node of its groups, over the group's kind of NIC."""
+    """Return the links from `node` that must work: to every other node of its groups, over the group's kind of NICs."""
     node_of = _node_of(infos)
     node_ranks = {rank for info in infos if info.node == node for rank in info.ranks}
     return _unique(

@@ -59,7 +59,7 @@ def test_bytes_of_the_demo_match_gloo() -> None:
 
 
 def test_bytes_sum_up_over_the_groups_of_the_plan() -> None:
-    """Sum the bytes per NIC kind over the plan's own list of groups. Nodes hold several ranks."""
+    """Sum the bytes per network over the plan's own list of groups. Nodes hold several ranks."""
     made = plan(two_clusters(2), named("gpt_3_6b"), Batch(64, 2, 2048), tp=2, pp=2, dp=8)
     sent: dict[str, float] = {}
     layout = Layout.of(made, Costs())
