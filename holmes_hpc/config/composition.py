@@ -71,7 +71,7 @@ def applied(config: Configuration, overrides: Sequence[str]) -> Configuration:
                 group_overrides += [] if key == "batch" else ["batch=tiny"]  # only this group is used
                 OmegaConf.update(result, key, composed(group_overrides)[key], merge=False, force_add=True)
             else:
-                is_known = OmegaConf.select(defaults, key, default=parsed) is not parsed
+                is_known = OmegaConf.select(defaults, key, default=...) is not ...
                 try:
                     OmegaConf.update(result, key, override.value(), force_add=override.is_add() or is_known)
                 except (AttributeError, KeyError) as e:

@@ -76,8 +76,8 @@ def follow_logs(
 ) -> Iterator[tuple[int, str]]:
     """Yield (rank, line) as the ranks write their logs, until `done()` returns True: the run has ended.
 
-    `ranks`: only these; None: all ranks, also those whose logs appear later. Each line is yielded when it is complete,
-    an incomplete last line at the end.
+    `ranks`: the ranks to follow; None: all, also those whose logs appear later. It yields each line when the
+    line is complete. At the end, it also yields an incomplete last line.
     """
     files: dict[int, GrowingFile] = {}
     while True:

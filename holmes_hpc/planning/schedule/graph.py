@@ -1,9 +1,10 @@
 """The dependencies of a pipeline schedule, as arcs between numbered nodes.
 
-With S stages, C chunks and T = micro-batches * C turns, the pass of stage s in direction d (0 forward, 1 backward) at
-turn t is node (2s + d)*T + t. The stage transfer of its result is node 2*S*T + (2s + d)*T + t. The collectives follow,
-from node 4*S*T on: ``ready`` of every stage and chunk, then ``tail``, then ``reduce`` (see `Durations`). Nodes are
-numbers, because a search builds hundreds of graphs of ten thousand nodes.
+With S stages and C chunks, a stage makes T = micro-batches * C turns per direction (Megatron-LM's virtual
+micro-batches). The pass of stage s in direction d (0 forward, 1 backward) at turn t is node (2s + d)*T + t. The stage
+transfer of its result is node 2*S*T + (2s + d)*T + t. The collectives follow, from node 4*S*T on: ``ready`` of every
+stage and chunk, then ``tail``, then ``reduce`` (see `Durations`). Nodes are numbers, because a search builds hundreds
+of graphs of ten thousand nodes.
 """
 
 from __future__ import annotations

@@ -169,8 +169,8 @@ class Groups:
     ) -> Any:
         """Create a group for Megatron-Core, in place of ``parallel_state.create_group``.
 
-        On a CPU all groups of the same ranks (dp, dp_cp, their gloo twins, …) are one, because each group opens a
-        connection per pair of ranks. Megatron-Core uses them one after the other.
+        On a CPU, one group replaces all groups of the same ranks (dp, dp_cp, their gloo groups, …), because each group
+        opens a connection per pair of ranks. Megatron-Core uses these groups one after the other.
         """
         members = tuple(ranks if ranks is not None else range(self.plan.world_size))
         kind = (group_desc or "unnamed").lower().replace("_group", "").replace("_", " ")
@@ -245,5 +245,5 @@ def check_devices(device: torch.device, rank: int, store: dist.Store, node_of_ra
                 f"ranks {owner} and {peer} have the same GPU",
                 where=f"node {node.node}",
                 hint="start one task per GPU: set --ntasks-per-node and --gpus-per-node to the same number "
-                "(--gpus-per-task would hide the GPUs of other tasks, which may cost NVLink)",
+                "(--gpus-per-task hides the GPUs of other tasks, which may disable NVLink)",
             )

@@ -104,7 +104,7 @@ class RankExit:
 
     def _end(self, line: str, code: int, *, cause: HolmesError | None = None, hung: bool = False) -> None:
         """Log and record `line`, and exit with `code` from a thread, unless the process is ending already.
-        `cause`: the error if it is this rank's own; `hung`: dump this rank's stacks first."""
+        `cause`: the error if it is this rank's own; `hung`: dump this rank's stack traces first."""
         if self._stop.is_set() or not self._ending.acquire(blocking=False):
             return
         if hung:
@@ -122,7 +122,7 @@ class RankExit:
         self._write_exit("failed", line)
         if (self.rank == 0 or hung) and self._store is not None and self._world_size > 1:
             # Rank 0 hosts the store. If it exited at once, the other ranks would report its exit as the cause.
-            # After a hang, all ranks need time to dump their stacks before a connection breaks.
+            # After a hang, all ranks need time to dump their stack traces before a connection breaks.
             time.sleep(2 * POLL_S)
 
     def _publish(self, error: BaseException, hung: bool) -> None:
@@ -187,7 +187,7 @@ class RankExit:
     def hang_hint(self) -> str:
         """Return what to do about a hang. A network may drop packets while its links are up."""
         links = self.describe_links()
-        return "every rank's log holds its stacks: the rank that is not in a collective is the cause" + (
+        return "every rank's log has its stack traces: the rank that is not in a collective is the cause" + (
             f"; if all are in one, a network drops packets: check {links} (ibstat, perfquery, ethtool -S)"
             if links
             else ""
@@ -203,7 +203,7 @@ class RankExit:
         """Record a failure and report it to the other ranks. Return the exit code.
 
         If another rank's failure caused `error`, record that failure and return that rank's code. `hung`: the other
-        ranks dump their stacks too."""
+        ranks dump their stack traces too."""
         error = self._root_cause(error)
         # torch's own error, if there is one: a broken connection, or a collective that timed out
         torch_error = next((e for e in (error, error.__cause__) if isinstance(e, RuntimeError)), None)
