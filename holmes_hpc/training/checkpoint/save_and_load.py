@@ -6,14 +6,10 @@ checkpoint_directory.py defines which directories are checkpoints.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import multiprocessing
 import os
-import queue
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,16 +25,15 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import CheckpointException
 
 from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import DataError, HolmesError, RunFailed
-from holmes_hpc.lifetime import end_with
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import is_full
-from holmes_hpc.training.checkpoint import checkpoint_directory, restricted_pickle
+from holmes_hpc.training.checkpoint import checkpoint_directory, restricted_pickle, writer
 from holmes_hpc.training.model import gpt, megatron_versions
 from holmes_hpc.training.rank.log import log_line
 
@@ -48,30 +43,8 @@ METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "singleton_local_shards": False,
 }
-RESULT_WAIT_S = 30  # after the writer has exited
 POLL_S = 0.05
 _ERRORS = (CheckpointingException, CheckpointException)
-
-
-class _WriterResults:
-    """A queue from a writer process to its rank: a pipe, and a thread that empties it.
-    Megatron-Core's default queue needs one more process for each rank, which outlives a killed rank."""
-
-    def __init__(self) -> None:
-        self._pipe = multiprocessing.get_context("fork").SimpleQueue()
-        self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._empty_pipe, name="checkpoint results", daemon=True).start()
-
-    def _empty_pipe(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._received.put(self._pipe.get())
-
-    def put(self, results: Any) -> None:
-        self._pipe.put(results)
-
-    def get_nowait(self) -> Any:
-        return self._received.get(timeout=RESULT_WAIT_S)
 
 
 class Checkpoints:
@@ -102,7 +75,7 @@ class Checkpoints:
             checkpoint_directory.create_folder(folder, checkpoint_dir)
         self._calls = AsyncCallsQueue()
         self._save_start, self._unfinished = 0.0, folder
-        filesystem_async._results_queue = _WriterResults()
+        filesystem_async._results_queue = writer.Results()
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -141,9 +114,8 @@ class Checkpoints:
                 METADATA,
                 self._has_uniform_tp,
             )
-            request = _with_checksums(request, path, self._rank)
             request.add_finalize_fn(lambda: self._finish(path, step, description))
-            self._calls.schedule_async_request(request)
+            writer.start(self._calls, request, path, self._rank)
         except (OSError, RuntimeError, *_ERRORS) as e:
             raise self._failed_save(path, e) from e
         if wait or not self.background:
@@ -357,24 +329,6 @@ class Checkpoints:
             offsets = [0, *accumulate(p.tp_of(s) for s in range(p.pp))]
             return (offsets[-1],), (offsets[stage] + tp_rank,)
         return (p.pp, p.tp), (stage, tp_rank)
-
-
-def _with_checksums(request: AsyncRequest, path: Path, rank: int) -> AsyncRequest:
-    """Return `request` with a writer that also records its files' checksums, and exits when its rank exits."""
-    write, rank_pid = request.async_fn, os.getpid()
-    if write is None:
-        return request
-
-    def write_and_check(*args: Any, **kwargs: Any) -> None:
-        writer_pid = os.getpid()
-        end_with(rank_pid)
-        os.register_at_fork(after_in_child=lambda: end_with(writer_pid))  # Megatron-Core forks again for each file
-        write(*args, **kwargs)
-        checksums = {p.name: checkpoint_directory.checksum(p) for p in path.glob(f"__{rank}_*")}
-        with contextlib.suppress(OSError):  # the writer itself reports a full disk
-            (path / f".crc-{rank}.json").write_text(json.dumps(checksums))
-
-    return request._replace(async_fn=write_and_check)
 
 
 def _inner_error(error: BaseException) -> Any:

@@ -116,6 +116,21 @@ def test_slow_save_does_not_block_steps_and_its_writer_exits_with_a_killed_rank(
     assert not psutil.wait_procs(writers, timeout=spawn.LIMIT_S)[1]
 
 
+def test_killed_process_of_a_file_fails_the_run_and_names_the_rank(tmp_path: Path) -> None:
+    run = spawn.begin(tmp_path / "run", PLAN, {"train": {**STEPS, "checkpoint_async": True, "pace_layer_ms": 20}})
+    run.wait_for_step(1)
+    pipe = checkpoint_directory.unfinished_path(run.run.checkpoints, 4, 1) / "__2_0.distcp"
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)  # blocks the process of rank 2's file
+    run.wait_for_step(6)
+    writer, file_process = psutil.Process(run.pids[2]).children(recursive=True)
+    assert file_process.ppid() == writer.pid
+    file_process.kill()
+    finished = run.finish()
+    assert set(finished.codes) == {1}, finished.output
+    assert "rank 2 on " in finished.output[0] and "ended with status 9" in finished.output[0], finished.output
+
+
 @pytest.mark.parametrize("background", [True, False])
 def test_rank_killed_while_saving_leaves_the_older_checkpoint(
     background: bool, uninterrupted: spawn.FinishedRun, tmp_path: Path
