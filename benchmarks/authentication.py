@@ -50,8 +50,9 @@ def measure(ranks: int) -> tuple[float, float]:
     with listening_socket(LOOPBACK) as plain_listener:
         port = int(plain_listener.getsockname()[1])
         plain = connect_all_s(ranks, lambda: socket.create_connection((LOOPBACK, port)))
-    listener = FilteredListener(LOOPBACK)
-    server = authentication.AuthenticationServer(LOOPBACK, authentication.new_secret(), listener)
+    secret = authentication.new_secret()
+    listener = FilteredListener(LOOPBACK, authentication.packet_key(secret))
+    server = authentication.AuthenticationServer(LOOPBACK, secret, listener)
     try:
         authenticated = connect_all_s(
             ranks, lambda: authentication.connect(LOOPBACK, server.port, server.secret, timeout_s=60)

@@ -5,7 +5,8 @@ socket filter drops every packet. An authentication server listens beside it. Ra
 they know the secret, by HMAC-SHA256 over random numbers and addresses of both sides. A greeting therefore cannot be
 replayed, nor used from another address. Then the filter admits the address and port from which this rank is about to
 connect. TCPStore's client cannot choose its port. It therefore connects through a proxy in its own process, on the
-loopback interface. The proxy accepts no other process.
+loopback interface. The proxy accepts no other process. If the kernel refuses filters, rank and store sign their packets
+with a key that is derived from the secret.
 
 The server is no relay: once admitted, rank and store exchange their data directly, in clear text.
 """
@@ -19,20 +20,27 @@ import resource
 import secrets
 import socket
 import socketserver
+import struct
 import threading
 from collections.abc import Iterable
 from typing import Any
 
 import psutil
 
-from holmes_hpc.training.network.filtered_listener import BACKLOG, FilteredListener, listening_socket, packed_address
+from holmes_hpc.training.network.filtered_listener import (
+    BACKLOG,
+    FilteredListener,
+    listening_socket,
+    packed_address,
+    sign_packets,
+)
 
 SECRET_BYTES = 32
 TIMEOUT_S = 5.0  # of a greeting, and of a connection to the store
 LINGER_S = 0.3  # a port stays admitted this long after it has connected, for the last handshake packet
 _NONCE, _MAC = 16, 32
 _GREETING = _NONCE + 2 + _MAC
-_ANSWER = 2 + _MAC
+_ANSWER = 3 + _MAC  # the store's port, whether its packets are signed, and the proof
 _PROXY_ADDRESS = "127.0.0.2"  # on the loopback interface, but not where a store of ranks on one machine listens
 
 
@@ -42,6 +50,10 @@ class AuthenticationError(OSError):
 
 def new_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
+
+
+def packet_key(secret: bytes) -> bytes:
+    return _mac(secret, b"packets", ())
 
 
 def _mac(secret: bytes, role: bytes, parts: Iterable[bytes]) -> bytes:
@@ -103,9 +115,9 @@ class AuthenticationServer:
         if not hmac.compare_digest(_mac(self.secret, b"rank", parts), proof):
             return
         self._is_authenticated[writer] = True
-        store_port = self.listener.port.to_bytes(2, "big")
+        store = struct.pack(">H?", self.listener.port, self.listener.is_signed)
         source = address, int.from_bytes(client_port, "big")
-        answer = store_port + _mac(self.secret, b"server", (client_nonce, nonce, store_port))
+        answer = store + _mac(self.secret, b"server", (client_nonce, nonce, store))
         if source[1] == 0:  # the client only verifies the server
             writer.write(answer)
             return
@@ -131,17 +143,19 @@ def verify_server(address: str, port: int, secret: bytes, timeout_s: float = TIM
         _greet(server, address, secret, 0)
 
 
-def _greet(server: socket.socket, address: str, secret: bytes, client_port: int) -> int:
-    """Prove to the server that this client knows the secret, and verify that the server does. Return the store's port.
+def _greet(server: socket.socket, address: str, secret: bytes, client_port: int) -> tuple[int, bool]:
+    """Prove to the server that this client knows the secret, and verify that the server does.
+    Return the store's port, and whether its packets are signed.
     While `server` is open, this machine's `client_port` may connect to the store; 0: no port may."""
     nonce, server_nonce = secrets.token_bytes(_NONCE), _receive_exactly(server, _NONCE)
     port_bytes = client_port.to_bytes(2, "big")
     parts = (server_nonce, nonce, port_bytes, packed_address(server.getsockname()[0]), packed_address(address))
     server.sendall(nonce + port_bytes + _mac(secret, b"rank", parts))
     answer = _receive_exactly(server, _ANSWER)
-    if not hmac.compare_digest(_mac(secret, b"server", (nonce, server_nonce, answer[:2])), answer[2:]):
+    if not hmac.compare_digest(_mac(secret, b"server", (nonce, server_nonce, answer[:3])), answer[3:]):
         raise AuthenticationError("another process answers there")
-    return int.from_bytes(answer[:2], "big")
+    store_port, is_signed = struct.unpack(">H?", answer[:3])
+    return store_port, is_signed
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:
@@ -158,7 +172,10 @@ def connect(address: str, port: int, secret: bytes, timeout_s: float = TIMEOUT_S
         store.settimeout(timeout_s)
         with socket.create_connection((address, port), timeout=timeout_s) as server:
             store.bind((server.getsockname()[0], 0))
-            store.connect((address, _greet(server, address, secret, store.getsockname()[1])))
+            store_port, is_signed = _greet(server, address, secret, store.getsockname()[1])
+            if is_signed:
+                sign_packets(store, packet_key(secret))
+            store.connect((address, store_port))
         store.settimeout(None)
         store.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         on_error.pop_all()

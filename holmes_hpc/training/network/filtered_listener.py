@@ -1,4 +1,8 @@
-"""A listening socket that accepts only chosen addresses and ports: a socket filter drops all other packets."""
+"""A listening socket that accepts only chosen addresses and ports: a socket filter drops all other packets.
+
+Some kernels (seen with Linux 6.18) filter TCP sockets only for processes with CAP_NET_ADMIN. There the kernel drops all
+packets that are not signed with a key (TCP-MD5, RFC 2385).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 _MAX_INSTRUCTIONS = 4096  # of a filter
-_SO_ATTACH_FILTER = 26
+_SO_ATTACH_FILTER, _TCP_MD5SIG_EXT = 26, 32
 BACKLOG = 1024
 _LOAD_WORD, _LOAD_HALF, _JUMP_EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06
 _NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF of linux/filter.h; offsets without it count from the TCP header
@@ -44,13 +48,31 @@ def filter_program(admitted: Iterable[tuple[bytes, int]]) -> bytes:
     return b"".join(_accept_instructions(*source) for source in admitted) + struct.pack("HBBI", _RETURN, 0, 0, 0)
 
 
+def sign_packets(connection: socket.socket, key: bytes) -> None:
+    """Let the kernel sign all packets of a TCP socket with `key`, and drop those that it receives without."""
+    any_address = struct.pack("H126x", connection.family)
+    is_prefix, prefix_bits, interface = 1, 0, 0
+    option = any_address + struct.pack("BBHi80s", is_prefix, prefix_bits, len(key), interface, key)
+    connection.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, option)
+
+
 class FilteredListener:
     """A listening socket on `address` that drops packets from all but the admitted (address, port).
-    `capacity`: how many can be admitted at a time."""
 
-    def __init__(self, address: str) -> None:
+    `capacity`: how many can be admitted at a time. If the kernel refuses filters, `is_signed`: the socket drops packets
+    that are not signed with `key`, and admits all others.
+    """
+
+    is_signed = False
+
+    def __init__(self, address: str, key: bytes) -> None:
         family, kind, _, _, socket_address = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         self.socket = socket.socket(family, kind)
+        try:
+            self.admit([])
+        except PermissionError:
+            sign_packets(self.socket, key)
+            self.is_signed = True
         self.socket.bind(socket_address)
         self.address, self.port = address, int(self.socket.getsockname()[1])
         source = (packed_address(address), 1)  # any address of this length, for the size of a filter
@@ -75,13 +97,12 @@ class FilteredListener:
 
     def admit(self, admitted: Iterable[tuple[bytes, int]]) -> None:
         """Admit exactly these (address, port) from now on; established connections are not affected."""
+        if self.is_signed:
+            return
         program = filter_program(admitted)
         buffer = ctypes.create_string_buffer(program, len(program))
         fprog = struct.pack("HL", len(program) // 8, ctypes.addressof(buffer))
-        try:
-            self.socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, fprog)
-        except PermissionError as e:  # seen with Linux 6.18.44
-            raise OSError(e.errno, "this kernel filters TCP sockets only for processes with CAP_NET_ADMIN") from e
+        self.socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, fprog)
 
     def close(self) -> None:
         self.socket.close()

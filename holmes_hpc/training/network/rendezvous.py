@@ -74,7 +74,7 @@ def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeou
             f"cannot serve on {address}: {_reason(e)}",
             where=where,
             hint="give the node's Ethernet interface an address that the other nodes reach; the kernel "
-            "must be Linux, with socket filters",
+            "must be Linux, with socket filters or TCP-MD5 signatures",
         ) from e
     _open_servers.extend((listener, server, proxy))
     for old in run_dir.glob("rendezvous-*.json"):  # left by killed attempts; only one runs at a time
@@ -93,7 +93,7 @@ def _start_servers(
     """Return the store's listener, its authentication server, and a proxy with the listener's port.
     Rank 0's store also connects to itself, through the proxy. If the proxy's port is taken, try another listener."""
     for tries_left in reversed(range(PORT_TRIES)):
-        listener = FilteredListener(address)
+        listener = FilteredListener(address, authentication.packet_key(secret))
         server = authentication.AuthenticationServer(address, secret, listener)
         try:
             return listener, server, authentication.LoopbackProxy(address, server.port, secret, listener.port)

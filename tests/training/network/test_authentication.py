@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
 import pytest
@@ -35,10 +35,23 @@ HERE = "127.0.0.1"
 SHORT_S = 0.3
 
 
-@pytest.fixture
-def server() -> Iterator[AuthenticationServer]:
-    listener = FilteredListener(HERE)
-    started = AuthenticationServer(HERE, authentication.new_secret(), listener)
+def new_server(address: str = HERE) -> AuthenticationServer:
+    secret = authentication.new_secret()
+    return AuthenticationServer(address, secret, FilteredListener(address, authentication.packet_key(secret)))
+
+
+def refuse_filters(listener: FilteredListener, _: object) -> None:
+    """Do as a kernel that filters TCP sockets only for processes with CAP_NET_ADMIN."""
+    if not listener.is_signed:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.fixture(params=["filtered", "signed"])
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[AuthenticationServer]:
+    if request.param == "signed":
+        monkeypatch.setattr(FilteredListener, "admit", refuse_filters)
+    started = new_server()
+    listener = started.listener
     yield started
     started.close()
     listener.close()
@@ -142,7 +155,7 @@ def test_the_filter_is_attached_before_the_socket_listens(monkeypatch: pytest.Mo
         admit(self, admitted)
 
     monkeypatch.setattr(FilteredListener, "admit", recorded_admit)
-    listener = FilteredListener(HERE)
+    listener = FilteredListener(HERE, b"")
     assert set(listens) == {0} and listener.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
     listener.close()
 
@@ -204,12 +217,11 @@ def test_the_filter_supports_ipv4_and_ipv6() -> None:
     assert (len(ipv4) // 8, len(ipv6) // 8) == (6, 12)
     addresses = Path("/proc/net/if_inet6")
     if addresses.exists() and "00000000000000000000000000000001" in addresses.read_text():
-        listener = FilteredListener("::1")
-        server = AuthenticationServer("::1", b"s" * 32, listener)
-        with connect("::1", server.port, b"s" * 32) as client:
-            assert listener.socket.accept()[1][1] == client.getsockname()[1]
+        server = new_server("::1")
+        with connect("::1", server.port, server.secret) as client:
+            assert server.listener.socket.accept()[1][1] == client.getsockname()[1]
         server.close()
-        listener.close()
+        server.listener.close()
 
 
 def test_64_clients_are_admitted_at_the_same_time(server: AuthenticationServer) -> None:
@@ -227,10 +239,32 @@ def test_64_clients_are_admitted_at_the_same_time(server: AuthenticationServer) 
         connection.close()
 
 
-def test_a_kernel_that_refuses_filters_is_named() -> None:
-    listener = FilteredListener(HERE)
-    listener.close()
-    refusing = mock.Mock(setsockopt=mock.Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
-    listener.socket = refusing
-    with pytest.raises(OSError, match="CAP_NET_ADMIN"):
-        listener.admit([])
+def test_signed_packets_pass_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FilteredListener, "admit", refuse_filters)
+    test_the_filter_supports_ipv4_and_ipv6()
+
+
+STORE = """
+import sys
+from pathlib import Path
+from holmes_hpc.training.network.rendezvous import host_store, join_store
+from holmes_hpc.training.rank.launch import Launch
+
+run_dir = Path(sys.argv[1])
+ranks = [Launch(rank, 2, rank, "srun", "here", "1", one_host=True) for rank in (0, 1)]
+store = host_store(run_dir, ranks[0], "127.0.0.1", 0, 20)
+store.set("word", "ours")
+client = join_store(run_dir, ranks[1], 20)
+print(client.get("word"))
+"""
+PLAIN_USER = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+READS_ALL = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]  # Python may be in root's home
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_ranks_of_a_plain_user_meet(tmp_path: Path) -> None:
+    os.chown(tmp_path, 65534, 65534)
+    command = [*PLAIN_USER, *READS_ALL, sys.executable, "-c", STORE, str(tmp_path)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.returncode) == ("b'ours'\n", 0), result.stderr
