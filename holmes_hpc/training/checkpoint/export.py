@@ -117,8 +117,8 @@ def convert(state: State, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]
     """Yield (Hugging Face's name, tensor) of the full model, reading `state` weight by weight.
 
     Rows that pad the vocabulary are omitted. `state` may have the names of Megatron's own modules, or of Transformer
-    Engine's, where a norm is part of the linear layer that follows. Raise DataError for a missing weight or a wrong
-    shape.
+    Engine's, where a norm is part of the linear layer that follows. Raise DataError for a missing weight, a wrong
+    shape, and values that are not finite.
     """
     shapes = weight_names.tensor_shapes(spec)
     for weight in weight_names.weights(spec).values():
@@ -130,6 +130,10 @@ def convert(state: State, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]
             tensor[rows.first : rows.first + rows.count] = megatron_tensor[offset : offset + rows.count]
             offset += rows.count
         for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise DataError(
+                    f"{name} holds values that are not finite", where="checkpoint", hint="use an earlier checkpoint"
+                )
             yield name, tensor.t().contiguous() if weight.transposed else tensor
 
 
@@ -205,10 +209,6 @@ def _write_shards(
         pending.clear()
 
     for name, tensor in tensors:
-        if not tensor.isfinite().all():
-            raise DataError(
-                f"{name} holds values that are not finite", where="export", hint="export an earlier checkpoint"
-            )
         nbytes = tensor.numel() * tensor.element_size()
         if pending and sum(t.numel() * t.element_size() for t in pending.values()) + nbytes > shard_bytes:
             flush()

@@ -68,9 +68,9 @@ def _tokenizer(source: export.ExportSource) -> Tokenizer:
 
 
 def _model(source: export.ExportSource) -> Any:
-    import transformers
-
     weights = dict(export.convert(source.state, source.model))
+    import transformers  # slow
+
     dtype = next(iter(weights.values())).dtype
     dtype_name = str(dtype).removeprefix("torch.")
     config = export.hugging_face_config(source.model, dtype_name, source.eod, source.config_folder)

@@ -20,6 +20,7 @@ from holmes_hpc.errors import ConfigError, DataError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.checkpoint import weight_names
 from holmes_hpc.training.checkpoint.export import ExportSource, convert, export, run_source
+from holmes_hpc.training.checkpoint.generate import _model
 from holmes_hpc.training.checkpoint.weights_for_export import SavedWeights
 
 pytestmark = pytest.mark.integration  # a checkpoint's pickles are first read in a fork
@@ -139,6 +140,8 @@ def test_failed_export_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model\.layers\.1\.mlp\.down_proj\.weight holds values that are not finite"):
         export(ExportSource(weights, LLAMA), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+    with pytest.raises(DataError, match="values that are not finite"):
+        _model(ExportSource(weights, LLAMA))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("all of it")
     with pytest.raises(DataError, match="not an empty directory"):
