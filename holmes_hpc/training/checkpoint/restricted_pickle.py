@@ -169,20 +169,25 @@ def find_problem(directory: Path) -> str | None:
 
 
 def check_extra_states(states: Mapping[str, Any], where: str) -> None:
-    """Raise DataError if Transformer Engine's extra states, which it unpickles, refer to a forbidden global."""
+    """Raise DataError if Transformer Engine's extra states, which it unpickles, refer to a forbidden global, or take
+    too much time or memory."""
+    pickles = {}
     for name, state in states.items():
-        if not name.endswith("_extra_state") or not isinstance(state, (io.BytesIO, torch.Tensor)):
-            continue
-        data = state.getvalue() if isinstance(state, io.BytesIO) else bytes(state.cpu().numpy().tobytes())
-        try:
+        if name.endswith("_extra_state") and isinstance(state, (io.BytesIO, torch.Tensor)):
+            data = state.getvalue() if isinstance(state, io.BytesIO) else bytes(state.cpu().numpy().tobytes())
             if data and data[:2] != b"PK":  # torch loads its own format, a zip, as weights only
-                _RestrictedUnpickler(io.BytesIO(data), _EXTRA_STATE_GLOBALS, _RECIPE_MODULE).load()
-        except Exception as e:  # damaged bytes can cause any error
-            raise DataError(
-                f"{name} cannot be read: {error_message(e)}",
-                where=where,
-                hint="use a checkpoint that you wrote yourself, or one without fp8",
-            ) from e
+                pickles[name] = data
+
+    def load_all() -> None:
+        for data in pickles.values():
+            _RestrictedUnpickler(io.BytesIO(data), _EXTRA_STATE_GLOBALS, _RECIPE_MODULE).load()
+
+    if pickles and (error := _load_error(load_all, sum(map(len, pickles.values())))):
+        raise DataError(
+            f"the fp8 state of {', '.join(list(pickles)[:3])} cannot be read: {error}",
+            where=where,
+            hint="use a checkpoint that you wrote yourself, or one without fp8",
+        )
 
 
 def error_message(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from holmes_hpc.training.checkpoint.weights_for_export import SavedWeights
 pytestmark = pytest.mark.integration  # a checkpoint's pickles are first read in a fork
 
 NAME = "decoder.final_layernorm.weight"
+FOUR_GIB = b"\x80\x02Nr\x00\x00\x00\x10."  # in place 2^28 of its list of objects
 
 
 @pytest.fixture
@@ -121,8 +122,8 @@ def test_metadata_that_takes_for_ever_is_refused(attack: str, tmp_path: Path) ->
     if attack == "nested keys":  # a key whose hash takes 2^60 steps: {((…, …), (…, …)): None}
         pairs = b"".join(b"q" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(60))
         file.write_bytes(b"\x80\x02})" + pairs + b"Ns.")
-    elif attack == "4 GiB":  # in place 2^28 of its list of objects
-        file.write_bytes(b"\x80\x02Nr\x00\x00\x00\x10.")
+    elif attack == "4 GiB":
+        file.write_bytes(FOUR_GIB)
     elif attack == "pipe":
         os.mkfifo(file)
     else:
@@ -162,6 +163,8 @@ def test_code_in_extra_states_is_refused(marker: Path) -> None:
         with pytest.raises(DataError, match=r"it refers to posix\.mkdir"):
             restricted_pickle.check_extra_states({"mlp._extra_state": malicious}, "here")
     assert not marker.exists()
+    with pytest.raises(DataError, match=r"fp8 state of mlp\._extra_state cannot be read: MemoryError"):
+        restricted_pickle.check_extra_states({"mlp._extra_state": io.BytesIO(FOUR_GIB)}, "here")
 
 
 def test_environment_cannot_disable_the_restriction(
