@@ -21,7 +21,7 @@ from holmes_hpc.records.find import name_of
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.ownership import other_owners, other_writers
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.slurm.job_queries import job_uid
+from holmes_hpc.slurm.job_queries import job_script, job_uid
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.attempts import latest_attempt_log, state_detail
@@ -56,6 +56,13 @@ class SlurmJob:
         return job_uid(self.id)
 
     def cancel(self) -> None:
+        script, folder = job_script(self.id), self._job.paths.folder
+        if script is not None and os.path.realpath(os.path.dirname(script)) != os.path.realpath(folder):
+            raise SubmissionError(
+                f"the batch script of job {self.id} is not in this run's directory: it may be of another run",
+                where=str(folder.parent),
+                hint=f"if the directory was moved meanwhile, or the job has a script of yours, use `scancel {self.id}`",
+            )
         self._job.cancel()
 
 
