@@ -20,7 +20,11 @@ START = (
 
 def module_arguments(module: str, *, any_version: bool = False) -> list[str]:
     """Return the arguments of `python` that run `module` as a program.
-    `any_version`: the Python that runs it may have another version than this one."""
+
+    `any_version`: the Python that runs it may have another version than this one. In the environment of this process
+    and its children, remove the empty parts of PYTHONPATH, which mean the working directory."""
+    if python_path := os.environ.get("PYTHONPATH"):
+        os.environ["PYTHONPATH"] = os.pathsep.join(part for part in python_path.split(os.pathsep) if part)
     return ["-c", START, module] if any_version or sys.version_info < (3, 11) else ["-P", "-m", module]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,12 @@ def test_a_module_in_the_working_directory_is_not_run(any_version: bool, tmp_pat
     command = [sys.executable, *module_arguments("json.tool", any_version=any_version), "--indent", "3"]
     output = subprocess.run(command, cwd=tmp_path, input='{"a": 1}', capture_output=True, text=True, timeout=30)
     assert output.stdout == '{\n   "a": 1\n}\n' and not output.stderr
+
+
+def test_empty_parts_of_pythonpath_are_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ":/x::/y:")
+    module_arguments("json.tool")
+    assert os.environ["PYTHONPATH"] == "/x:/y"
 
 
 @pytest.mark.integration
