@@ -86,4 +86,6 @@ def unknown_key(unknown: str) -> ConfigError:
     key = _OTHER_NAMES.get(last_part) or (same_ending[0] if len(same_ending) == 1 else None)
     all_keys = [*keys(Configuration), *(f"{group}.{key}" for group, cls in GROUPS.items() for key in keys(cls))]
     hint = f"did you mean {key!r}?" if key else nearest(unknown, all_keys)
+    if unknown.partition(".")[0] == "labels":
+        hint = "write +labels.NAME=VALUE, with a plus sign"
     return ConfigError(f"unknown key {unknown!r}", where="overrides", hint=hint)

@@ -48,6 +48,7 @@ WRONG = {
     "launcher.kind=slrum": ("launcher.kind is 'slrum'", "did you mean 'slurm'?)"),
     "partitions=3": ("partitions is 3", "text or a list of texts"),
     "labels=x": ("labels is 'x'", "keys with values"),
+    "labels={x: y}": ("unknown key 'labels'", "write +labels.NAME=VALUE"),
 }
 
 
