@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from holmes_hpc.config import hugging_face
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError
-from holmes_hpc.records.files import read_json
+from holmes_hpc.records.files import DISK_FULL, read_json
 from holmes_hpc.records.untrusted import leaves_folder, open_file
 from holmes_hpc.schema import refuse
 from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
@@ -236,8 +236,9 @@ def new_folder(out: Path) -> Iterator[Path]:
             out.rmdir()
         temporary.rename(out)
     except OSError as e:
+        where = out if e.errno in DISK_FULL else e.filename or out  # a full disk's error names the file that is read
         raise DataError(
-            e.strerror or str(e), where=str(e.filename or out), hint="choose a writable directory with enough space"
+            e.strerror or str(e), where=str(where), hint="choose a writable directory with enough space"
         ) from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

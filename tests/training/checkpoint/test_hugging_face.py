@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -345,6 +346,16 @@ def test_bad_folder_is_refused_and_leaves_no_files(case: str, folder: Path, tmp_
         import_folder(folder, tmp_path / "out")
     assert "\n" not in str(e.value) and e.value.where.startswith(str(tmp_path)) and e.value.hint
     assert {p.name for p in tmp_path.iterdir()} <= {"tiny"}
+
+
+def test_full_disk_during_an_import_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))  # as sendfile
+
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    with pytest.raises(DataError, match="No space left on device") as e:
+        import_folder(folder, tmp_path / "out")
+    assert e.value.where == str(tmp_path / "out") and not (tmp_path / "out").exists()
 
 
 @pytest.mark.integration
