@@ -34,10 +34,12 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import placement_text
 from holmes_hpc.planning.request import costs
 from holmes_hpc.records.find import find_run, runs_root
+from holmes_hpc.records.owner import refuse_replaced
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor.submit import SubmissionUnknown
 from holmes_hpc.submission.lifecycle import progress, status
 from holmes_hpc.submission.lifecycle.create import (
+    LOCK,
     hold_submission_lock,
     prepare_continuation,
     refuse_unless_ended,
@@ -154,7 +156,7 @@ def resume(
     Example: holmes resume my-run train.steps=200 --plan four-ib.yaml
     """
     record = find_run(run)
-    with hold_submission_lock(record.path, "`holmes resume`"):
+    with hold_submission_lock(record.path, "`holmes resume`") as lock:
         state = status.run_status(record).state
         checkpoints = checkpoint_directory.complete_checkpoints(record.checkpoints)
         if state == "completed" and not checkpoints:
@@ -179,6 +181,7 @@ def resume(
         else:
             console.note("no complete checkpoint: it starts again with step 1")
         note_requeues(plan, config, checkpoints[0].step if checkpoints else 0)
+        refuse_replaced(record.path / LOCK, lock, record.path)
         reopened = record.reopen(plan.to_yaml() if plan_path else None)
         record.update_run(
             config=config.to_dict(),

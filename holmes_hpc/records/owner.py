@@ -55,17 +55,25 @@ class _Replaced(Exception):
 
 
 @contextlib.contextmanager
-def hold_lock(path: Path, owner: LockOwner, has_ended: Callable[[LockOwner], bool] = lambda _: False) -> Iterator[None]:
-    """Hold the lock file `path` as `owner`. Raise RecordError that names the other owner if another process holds it.
-    `has_ended`: returns whether the job of such an owner has ended; its lock is then replaced. On a file system without
-    locks, this does nothing."""
+def hold_lock(path: Path, owner: LockOwner, has_ended: Callable[[LockOwner], bool] = lambda _: False) -> Iterator[int]:
+    """Hold the lock file `path` as `owner`, and yield its descriptor. Raise RecordError that names the other owner if
+    another process holds it. `has_ended`: returns whether the job of such an owner has ended, so that its lock is
+    replaced. On a file system without locks, this does nothing."""
     handle = take_lock(path, owner, has_ended)
     try:
-        yield
+        yield handle
     finally:
         with contextlib.suppress(OSError):
             os.ftruncate(handle, 0)
         os.close(handle)  # the file stays: on NFS, nodes may see a removed file for some seconds
+
+
+def refuse_replaced(path: Path, handle: int, directory: Path) -> None:
+    """Raise RecordError if the lock file at `path` is not the one open as `handle`: its `directory` was replaced."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.stat(path), os.fstat(handle)):
+            return
+    raise RecordError("it was moved meanwhile", where=str(directory), hint="nothing was changed; try again")
 
 
 def has_owner(path: Path) -> bool:

@@ -21,7 +21,7 @@ from holmes_hpc.fabric.site import auto_dtype
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import check_site, pace, site
 from holmes_hpc.records.find import runs_root
-from holmes_hpc.records.owner import TRAINING_LOCK, LockOwner, has_owner, hold_lock, is_locked
+from holmes_hpc.records.owner import TRAINING_LOCK, LockOwner, has_owner, hold_lock, is_locked, refuse_replaced
 from holmes_hpc.records.ownership import other_owners, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES
@@ -36,8 +36,9 @@ LOCK = ".starting"  # lock file in a run directory, held from the first look at 
 
 
 @contextlib.contextmanager
-def hold_submission_lock(path: Path, command: str) -> Iterator[None]:
+def hold_submission_lock(path: Path, command: str) -> Iterator[int]:
     """Lock the run directory `path` while `command` submits its job. Create the directory if it does not exist.
+    Yield the descriptor of the lock file.
     Raise RecordError if another process holds the lock, or if other users may write into the directory."""
     refuse_other_writers(path)
     is_new = not path.exists()
@@ -52,9 +53,9 @@ def hold_submission_lock(path: Path, command: str) -> Iterator[None]:
     # Again: in a folder open to all, another user may have created it first. Pickles are run from `submission`.
     refuse_other_writers(path / "submission")
     try:
-        with hold_lock(path / LOCK, LockOwner.current(command)):
+        with hold_lock(path / LOCK, LockOwner.current(command)) as handle:
             try:
-                yield
+                yield handle
             finally:
                 if not RunDirectory(path).exists():  # no run was created
                     with contextlib.suppress(OSError):
@@ -207,11 +208,18 @@ def remove_run(run: RunDirectory) -> None:
     Raise ConfigError if the run may be active, RecordError if its job is being submitted or others own its folders."""
     if other_owners(run.path):  # their links could lead to files of this user
         raise RecordError("it belongs to another user", where=str(run.path), hint="only its owner can remove it")
-    with hold_lock(run.path / LOCK, LockOwner.current("`holmes rm`")):
+    with hold_lock(run.path / LOCK, LockOwner.current("`holmes rm`")) as handle:
         refuse_unless_ended(run, run_status(run).state)
         checkpoints, linked_by_this_run = run.checkpoints.resolve(), _is_original(run)
-        run.run_path.unlink()  # first, so that nobody resumes what is left of the run meanwhile
-        shutil.rmtree(path := run.path.resolve())
+        path = run.path.resolve()
+        removed = path.with_name(f".{path.name}.removed-{os.getpid()}")
+        path.rename(removed)  # at once, so that nobody resumes what is left, and no run that takes its place is removed
+        try:
+            refuse_replaced(removed / LOCK, handle, path)
+        except RecordError:
+            removed.rename(path)
+            raise
+        shutil.rmtree(removed)
         if checkpoints.name != path.name or not checkpoints.is_dir():  # no folder of this run in train.checkpoint_dir
             return
         if not linked_by_this_run:

@@ -146,6 +146,28 @@ def test_two_resumes_make_one_job(jobs: Jobs, tmp_path: Path) -> None:
     assert "in use by `holmes resume` of" in str(refused[0]) or "the run is running" in str(refused[0])
 
 
+@pytest.mark.parametrize("command", ["resume", "rm"])
+def test_a_run_that_takes_the_place_of_another_is_not_touched(
+    command: str, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    for path in (run, other):
+        submit_to(path)
+    cancel(run)
+    record = (other / "run.yaml").read_bytes()
+
+    def replace_meanwhile(*_: Any) -> None:
+        run.rename(tmp_path / "moved")
+        other.rename(run)
+
+    monkeypatch.setattr(runs, "note_requeues", replace_meanwhile)
+    monkeypatch.setattr(create, "refuse_unless_ended", replace_meanwhile)
+    with pytest.raises(RecordError, match="it was moved meanwhile"):
+        resume(run) if command == "resume" else create.remove_run(RunDirectory(run))
+    assert (run / "run.yaml").read_bytes() == record and (tmp_path / "moved" / "run.yaml").exists()
+    assert len(jobs.states) == 2
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_pairs_of_commands_on_one_run(seed: int, jobs: Jobs, tmp_path: Path) -> None:
     commands, draw = [submit_to, resume, cancel, show_status], random.Random(seed)
