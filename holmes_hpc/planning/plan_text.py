@@ -168,25 +168,35 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
             f"90% interval of the step time: {low:.3g} to {high:.3g} s, {low / total:.0%} to {high / total:.0%} of the "
             "prediction. It comes from published runs of this kind; `holmes calibrate` measures your site."
         )
-    fullest = max(range(len(predicted.memory_bytes_per_gpu)), key=lambda i: predicted.memory_bytes_per_gpu[i])
-    available_gib = plan.site.pool(plan.stages[fullest].pool).gpu.memory_gib
-    used_gib = predicted.memory_bytes_per_gpu[fullest] / 2**30
-    lines.append(
-        f"Peak memory: {used_gib:.3g} of {available_gib:g} GiB, on stage {fullest}. {_longest_part(predicted)}"
+    return [*lines, f"{_peak_memory(plan, predicted)} {_longest_part(predicted)}"]
+
+
+def _peak_memory(plan: Plan, predicted: Predicted) -> str:
+    """Return the sentence on the fullest GPU. It names the pool if GPUs differ in memory."""
+    gib_of = {c.pool: plan.site.pool(c.pool).gpu.memory_gib for c in plan.components}
+    used_gib, gib, stage, pool = max(
+        (
+            (used / 2**30, gib_of[c.pool], stage, c.pool)
+            for stage, used in enumerate(predicted.memory_bytes_per_gpu)
+            for c in plan.components
+            if stage in c.stages
+        ),
+        key=lambda part: part[0] / part[1],
     )
-    return lines
+    suffix = f" of pool {pool}" if len(set(gib_of.values())) > 1 else ""
+    return f"Peak memory: {used_gib:.3g} of {gib:g} GiB, on stage {stage}{suffix}."
 
 
 def _per_stage_gain(plan: Plan, predicted: Predicted) -> list[str]:
-    """Return the line on the gain of per-stage TP/DP or unequal shares over the best uniform layout; else no line."""
+    """Return the line on the gain of per-stage TP/DP or unequal shares over the best layout without; else no line."""
     if not plan.is_per_stage or not plan.alternatives:
         return []
     best = plan.alternatives[0]
-    reason = "Shares by speed make" if plan.parallel.is_even else "Per-stage TP/DP makes"
+    reason, other = "Per-stage TP/DP makes", "uniform layout"
+    if plan.parallel.is_even:
+        reason, other = "Shares by speed make", "layout with equal shares"
     gain, p = 1 - predicted.step_time_s / best["predicted"]["step_time_s"], best["parallel"]
-    return [
-        f"{reason} the step {gain:.1%} shorter than the best uniform layout (TP {p['tp']}, PP {p['pp']}, DP {p['dp']})."
-    ]
+    return [f"{reason} the step {gain:.1%} shorter than the best {other} (TP {p['tp']}, PP {p['pp']}, DP {p['dp']})."]
 
 
 def _tflops(plan: Plan, predicted: Predicted) -> str:
@@ -261,7 +271,7 @@ def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
 
 def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tuple[float, str]]:
     p = plan.parallel
-    if plan.is_per_stage:  # would need another search
+    if plan.is_per_stage and not p.is_even:  # would need another search
         return
     pools = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.pools)
     nodes = {c.pool: 2 * c.nodes for c in plan.components}

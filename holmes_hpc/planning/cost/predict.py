@@ -92,25 +92,24 @@ def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
 
 
 def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, float]:
-    """Return the seconds of a step by part, for the stage that computes longest.
+    """Return the seconds of a step by part, for the stage that computes longest of the slowest pipeline.
     The parts are computing, waiting for other stages and transfers, exposed gradient and parameter traffic, and the
-    optimizer with the remaining work. They sum to the step."""
+    optimizer with the remaining work. They sum to the step. The slowest pipeline is that of the longest step without
+    the traffic: the traffic then makes the step longer by what it is exposed."""
     if layout.is_per_stage:
         return _breakdown_per_stage(layout, layers)
     times = timing(layout, layers)
-    replicas = zip(layout.orders, times.replicas, times.one_nic, strict=True)
-    ends = [float(step_seconds(order, d, nic)[0]) for order, d, nic in replicas]
-    replica = int(np.argmax(ends))
-    d = times.replicas[replica]
-    compute_s = (d.forward + d.backward)[0].sum(axis=1) * layout.orders[replica].micro_batches
-    stage = int(np.argmax(compute_s))
     after_s = float(times.after_reduction_s()[0])
-    sync_s = float(d.tail[0, stage].max())
-    gather_s = float(d.ready[0, stage, 0])
-    wait_s = max(0.0, seconds - after_s - float(compute_s[stage]) - sync_s - gather_s)
-    sync_s = seconds - after_s - float(compute_s[stage]) - gather_s - wait_s
+    parts = []
+    for order, d, one_nic in zip(layout.orders, times.replicas, times.one_nic, strict=True):
+        compute = (d.forward + d.backward)[0].sum(axis=1) * order.micro_batches
+        stage, end_s = int(np.argmax(compute)), float(step_seconds(order, d, one_nic)[0])
+        compute_s, gather_s, tail_s = float(compute[stage]), float(d.ready[0, stage, 0]), float(d.tail[0, stage].max())
+        parts.append((compute_s, max(0.0, end_s - compute_s - gather_s - tail_s), gather_s))
+    compute_s, wait_s, gather_s = max(parts, key=lambda part: part[0] + part[1])
+    sync_s = seconds - after_s - compute_s - wait_s - gather_s
     return {
-        "compute_s": float(compute_s[stage]),
+        "compute_s": compute_s,
         "pipeline_wait_s": wait_s,
         "grad_sync_s": sync_s + times.tied + times.norm,
         "param_sync_s": gather_s + float(times.gather[0].max()),

@@ -12,7 +12,9 @@ from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan_text import explain
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.problem import Problem
 from holmes_hpc.planning.search.shares import best_shared_steps
@@ -47,6 +49,29 @@ def test_the_planner_may_use_both_pools_of_a_fabric_as_one_pipeline_by_rdma() ->
     best = plan(SITE)
     assert best.predicted.samples_per_s >= plan(SITE, strategy="hierarchical-dp").predicted.samples_per_s
     assert set(best.predicted.nic_bytes_per_step) <= {"ib"} and not best.unused
+
+
+def test_the_parts_of_a_step_are_those_of_the_pool_that_computes_longest() -> None:
+    pools = (replace(FAST, nodes=2), replace(SLOW, nodes=4))
+    site, batch = replace(SITE, pools=pools), Batch(768, 4, 2048)
+    best = best_plan(MODEL, batch, site, PlanOptions(strategy="hierarchical-dp", pp=1), Costs())
+    parts = best.predicted.breakdown
+    counts = {len(best.order.micro_batches_of(row)) for row in range(best.parallel.dp)}
+    assert counts == {6, 3} and sum(parts.values()) == pytest.approx(best.predicted.step_time_s)
+    compute_s = [
+        number * sum(Costs().layer_s(MODEL, best.batch, 1, pool)) * MODEL.layers
+        for number, pool in zip((6, 3), pools, strict=True)
+    ]
+    assert compute_s[0] < compute_s[1] < parts["compute_s"] < 1.1 * compute_s[1]
+    fast_network = replace(site, pools=tuple(replace(p, rdma_gbps=1e5) for p in pools))
+    gain_s = best.predicted.step_time_s - predict(replace(best, site=fast_network), Costs()).step_time_s
+    assert gain_s == pytest.approx(parts["grad_sync_s"] + parts["param_sync_s"], rel=0.05)
+    text = " ".join(explain(best, Costs(), width=999))
+    assert "samples/s  twice the nodes of every pool in use" in text
+    assert "on stage 0. Longest" in text and "uniform layout" not in text
+    smaller = replace(site, pools=(pools[0], replace(pools[1], gpu=replace(A100, memory_gib=64))))
+    text = " ".join(explain(replace(best, site=smaller), Costs(), width=999))
+    assert f"of 64 GiB, on stage 0 of pool {SLOW.name}." in text
 
 
 @pytest.mark.parametrize(
