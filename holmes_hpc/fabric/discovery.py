@@ -20,7 +20,8 @@ _NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")  # of a rack, a block or a node, i
 _PLACE = re.compile(r"(.*[\W_])?(rack|row|cage|chassis|pod|room|cell|island|cluster|block|switch|leaf)", re.IGNORECASE)
 # Assumptions of the grouping: those that stand beside a key, and those that the driver of a probed node settles.
 _BY_KEY = re.compile(r"Gb/s assumed|no feature names a NIC|no fabric label|^left out")
-_GPU_GUESS = re.compile(r"GPU .*(assumed|vocabulary)")
+_NIC_GUESS = re.compile(r"through its Ethernet address only")
+_GPU_GUESS = re.compile(r"GPU .*(assumed|vocabulary|CPU rank)")
 _WAITED = re.compile(r"timed out|revoked|temporarily unavailable|no answer in", re.IGNORECASE)
 SAME_MEMORY = 0.1  # the driver reports somewhat less than the data sheet
 
@@ -28,13 +29,15 @@ SAME_MEMORY = 0.1  # the driver reports somewhat less than the data sheet
 @dataclass(frozen=True)
 class Probe:
     """The answer of one node for all nodes of its kind. `features`: the labels that its NICs deserve; `gpu`,
-    `gpu_memory_gib`: its GPU by the driver. A node that gives none has a `problem`, one line."""
+    `gpu_memory_gib`, `gpus`: its GPU by the driver, and their number. A node that gives none has a `problem`, one line.
+    """
 
     kind: str
     node: str
     features: tuple[str, ...] = ()
     gpu: str = ""
     gpu_memory_gib: float | None = None
+    gpus: int = 0
     problem: str = ""
 
 
@@ -86,8 +89,9 @@ def discover(
             **_nic_sources(pool, members, answers),
             "fabric": _fabric_source(pool, members, tree),
             "gpu": gpu_source,
+            **({} if pool.gres else {"gpus_per_node": gpu_source.partition(";")[0]}),
         }
-        settled = [_BY_KEY, *([_GPU_GUESS] if any(p.gpu for p in answers) else [])]
+        settled = [_BY_KEY, *[_GPU_GUESS] * any(p.gpu for p in answers), *[_NIC_GUESS] * bool(answers)]
         assumptions = _assumptions(grouping, names, settled)
         name = pool.name.removesuffix(old_kind) + pool.gpu.name if pool.name in kind_names else pool.name
         pool = pool if name in taken_names else replace(pool, name=name)
@@ -154,16 +158,17 @@ def _job(pool: Pool, nodes: Sequence[SiteNode], settings: NodeSettings, wait_s: 
 
 
 def _read_answer(kind: str, node: SiteNode, facts: Facts) -> Probe:
-    """Return the probe of a kind. A NIC type that Slurm's features name must be there; plugins' NICs are not seen."""
+    """Return the probe of a kind. A NIC type that Slurm's features name must be there; the kernel may not show a
+    plugin's NIC."""
     nic = node.reading.nic if any(m.nic for m in node.reading.meanings) else None
     features = (*facts.expected_features, *(f"nic_hca_{name}" for name in facts.hca))
-    if nic is not None and nic.rdma and not nic.verbs:
-        features = tuple(f for f in features if f.startswith("eth_"))
+    if facts.plugin or (nic is not None and nic.rdma and not nic.verbs):
+        features = (*facts.plugin, *(f for f in features if f.startswith("eth_")))
     elif nic not in (None, facts.nic):
         reason = next((f.what for f in facts.findings if "the kernel says" in f.what), f"the kernel says {facts.nic}")
         problem = f"node {facts.node}: without its {nic} NIC ({reason}); repair it, or correct its features"
         return Probe(kind, facts.node, problem=problem)
-    return Probe(kind, facts.node, features, facts.gpu, facts.gpu_memory_gib)
+    return Probe(kind, facts.node, features, facts.gpu, facts.gpu_memory_gib, facts.gpus)
 
 
 def _with_features(
@@ -209,9 +214,9 @@ def _with_trees(pools: Sequence[Pool], nodes: Sequence[SiteNode], topology: Topo
 def _with_driver(pool: Pool, probes: Sequence[Probe], vocabulary: str | None) -> tuple[Pool, str, bool]:
     """Return the pool with the GPU that the driver names, where it is from, and whether its figures are known."""
     kinds = read_vocabulary(vocabulary)
-    known, probe = kinds.gpu(pool.gpu.name), next((p for p in probes if p.gpu), None)
+    known, probe = kinds.gpu(pool.gpu.name) if pool.gres else None, next((p for p in probes if p.gpu), None)
     source = f"GRES type {pool.gres_type}" if pool.gres_type else "Slurm's features"
-    if not pool.gres:
+    if not pool.gres and probe is None:
         return pool, "assumed: no GPU in Slurm's GRES", True
     gpu: Gpu = pool.gpu
     if probe is not None:
@@ -222,6 +227,8 @@ def _with_driver(pool: Pool, probes: Sequence[Probe], vocabulary: str | None) ->
         memory = probe.gpu_memory_gib
         if memory and (not known or abs(memory / gpu.memory_gib - 1) > SAME_MEMORY):
             gpu = replace(gpu, memory_gib=memory)
+        if not pool.gres:
+            pool = replace(pool, gpus_per_node=max(1, probe.gpus))
     return replace(pool, gpu=gpu), f"{source}; figures: data sheet" if known else source, known is not None
 
 
@@ -234,6 +241,8 @@ def _nic_sources(pool: Pool, nodes: Sequence[SiteNode], probes: Sequence[Probe])
         in_features = is_named if name == "nic" else all(getattr(n.reading, name) for n in nodes)
         if probed.nic is pool.nic if name == "nic" else getattr(probed, name):
             sources[name] = f"probe of {', '.join(p.node for p in probes)}"
+            if name == "nic" and pool.nic.rdma and not pool.nic.verbs:
+                sources[name] += "; NCCL needs its plugin: without it, write nic: ethernet and remove rdma_gbps"
         else:
             sources[name] = "Slurm's features" if in_features else "assumed: neither features nor a probe say it"
     return sources

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from holmes_hpc.errors import SiteError
@@ -158,6 +159,18 @@ class NodeNics:
     def rdma_gbps(self, nic: NicType) -> float | None:
         """Return the total rate of this node's compute ports of a type; None if it is unknown."""
         return sum(self.port_gbps(p) for p in self.compute_ports(nic)) or None
+
+    @property
+    def plugin_network(self) -> tuple[NicType, float] | None:
+        """The network of this node that NCCL uses through a plugin, and its rate; None without one or a known rate."""
+        rates = defaultdict[NicType, float](float)
+        for p in self.ports:
+            if p.active and p.kind in (NicType.EFA.value, NicType.OMNIPATH.value):
+                rates[NicType(p.kind)] += p.gbps or 0.0
+        for n in self.interfaces:
+            if n.up and n.driver.startswith("cxi"):
+                rates[NicType.SLINGSHOT] += n.gbps or 0.0
+        return max(rates.items(), key=lambda item: item[1]) if any(rates.values()) else None
 
     def interface(self, name: str) -> Nic | None:
         return next((n for n in self.interfaces if n.name == name), None)

@@ -18,7 +18,7 @@ from typing import Any
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_features, read_vocabulary
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.label import Change, changes, differences, features_of
+from holmes_hpc.fabric.label import Change, changes, differences, features_of, spell_rate
 from holmes_hpc.fabric.nccl import refusals, restrict_nics
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, data_interface
@@ -46,8 +46,9 @@ class Facts:
     and IPv4 network of its Ethernet interface; `trouble`: why it has none, and a hint. `ipoib`: IPoIB interfaces, which
     NCCL would prefer. `findings`: differences from Slurm's features, and settings that change a group's network.
     `skew_s`: its clock minus that of the asking machine. `software`: name -> version. `missing`: the asking machine's
-    file if the node does not see it. `hca`: its RDMA ports of type `nic`, if it also has ports of another type. `gpu`,
-    `gpu_memory_gib`: name and memory of its first GPU by nvidia-smi.
+    file if the node does not see it. `hca`: its RDMA ports of type `nic`, if it also has ports of another type.
+    `plugin`: features of its network for which NCCL needs a plugin, if no verbs network is there. `gpu`,
+    `gpu_memory_gib`, `gpus`: name and memory of its first GPU by nvidia-smi, and their number.
     """
 
     node: str
@@ -64,8 +65,10 @@ class Facts:
     software: Mapping[str, str] = field(default_factory=dict)
     missing: str = ""
     hca: tuple[str, ...] = ()
+    plugin: tuple[str, ...] = ()
     gpu: str = ""
     gpu_memory_gib: float | None = None
+    gpus: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "nic": str(self.nic)}
@@ -98,6 +101,7 @@ def facts_of(
     findings = [] if features is None else differences(nics, features, read_vocabulary(vocabulary), node)
     findings += refusals(env, {}, node, files)
     ipoib = tuple(n.name for n in nics.interfaces if n.name.startswith("ib") and n.up and n.address)
+    plugin = nics.plugin_network
     has_two_types = all(nics.usable_ports(nic) for nic in (NicType.IB, NicType.ROCE))
     return Facts(
         node,
@@ -111,6 +115,7 @@ def facts_of(
         notes=nics.notes,
         findings=tuple(f for f in findings if f.level != "info"),
         hca=tuple(p.name for p in nics.compute_ports(nics.type)) if has_two_types else (),
+        plugin=() if plugin is None or nics.type.rdma else (f"nic_{plugin[0]}", f"nic_{spell_rate(plugin[1])}"),
     )
 
 
@@ -297,11 +302,14 @@ def check_here(nics: NodeNics, vocabulary: str | None = None, name: str | None =
     return differences(nics, node.features, read_vocabulary(vocabulary), name)
 
 
-def _read_gpu() -> tuple[str, float | None]:
-    """Return (name, memory in GiB) of this node's first GPU as nvidia-smi reports it; ("", None) without one."""
+def _read_gpu() -> tuple[str, float | None, int]:
+    """Return (name, memory in GiB) of this node's first GPU as nvidia-smi reports it, and the number of GPUs;
+    ("", None, 0) without one."""
     query = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-    name, _, mib = partial_output(*query, timeout_s=20)[0].partition("\n")[0].partition(", ")
-    return (name, round(float(mib) / 1024, 1)) if mib.replace(".", "").isdecimal() else ("", None)
+    lines = partial_output(*query, timeout_s=20)[0].splitlines()
+    name, _, mib = lines[0].partition(", ") if lines else ("", "", "")
+    is_answer = mib.replace(".", "").isdecimal()
+    return (name, round(float(mib) / 1024, 1), len(lines)) if is_answer else ("", None, 0)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -311,13 +319,14 @@ def main(arguments: Sequence[str]) -> None:
     name = node_name()
     node = read_node(name)
     facts = facts_of(name, probe(), node.features if node else None, os.environ, vocabulary=vocabulary)
-    gpu, memory_gib = _read_gpu()
+    gpu, memory_gib, gpus = _read_gpu()
     facts = replace(
         facts,
         software=software(),
         missing="" if not shared or Path(shared).exists() else shared,
         gpu=gpu,
         gpu_memory_gib=memory_gib,
+        gpus=gpus,
     )
     sys.stdout.write(MARK + json.dumps({**facts.to_dict(), "clock": time.time()}) + "\n")
 

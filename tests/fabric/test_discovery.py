@@ -85,6 +85,24 @@ def test_one_job_per_kind_gives_what_features_lack(slurm, holmes) -> None:
     assert "assumed: no feature and no switch says" in text
 
 
+def test_a_network_that_needs_a_plugin_and_gpus_that_gres_lacks_are_found(slurm, holmes) -> None:
+    facts = {"nic": "ethernet", "expected_features": ["nic_ethernet", "nic_100g", "eth_100g"]}
+    for name in ("h1", "h2", "h3"):
+        efa = {"plugin": ["nic_efa", "nic_3200g"], "gpu": H200, "gpu_memory_gib": 140.4, "gpus": 8}
+        slurm.add(name, "(null)", "efa", {**facts, **efa})
+    for name in ("a1", "a2"):
+        del slurm.nodes[name]
+    slurm.partitions = partition_line("gpu", "h[1-3]")
+    slurm.add("h3", "(null)", "efa", {})
+    assert "through its Ethernet address only" in holmes("site", "--no-jobs")[1]
+    assert holmes("site", "-o", "site.yaml")[0] == 0
+    pool, text = pools()["h200"], Path("site.yaml").read_text()
+    assert (pool.nic, pool.rdma_gbps, pool.ethernet_gbps, pool.gpus_per_node) == ("efa", 3200, 100, 8)
+    assert "nic: efa}  # probe of h1; NCCL needs its plugin" in text and "Ethernet address only" not in text
+    assert "gpus_per_node: 8  # driver of h1: NVIDIA H200" in text and "gres: false" in text and "CPU rank" not in text
+    assert "--gpus" not in slurm.jobs()[0]
+
+
 def test_no_jobs_leaves_assumptions_beside_the_values(slurm, holmes) -> None:
     code, out, _ = holmes("site", "--no-jobs")
     assert code == 0 and slurm.jobs() == []

@@ -8,6 +8,7 @@ from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.label import features_of
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import Nic, NodeNics
+from holmes_hpc.fabric.node_facts import Facts, facts_of
 from holmes_hpc.fabric.probe import addresses, data_interface, probe
 from holmes_hpc.training.network.nic_bytes import bytes_by_kind, counter_difference, read_counters
 
@@ -102,6 +103,19 @@ def test_a_slow_cable_is_said_and_left_out(tmp_path: Path) -> None:
 def test_iwarp_is_not_roce(tmp_path: Path) -> None:
     nics = probed(tmp_path, "iwarp")
     assert nics.ports[0].kind == "iwarp" and not nics.usable_ports(ROCE) and "iwarp" in nics.notes[0]
+
+
+def test_networks_of_plugins_are_known_with_their_rates(tmp_path: Path) -> None:
+    made = Tree(tmp_path / "opa")
+    trees.ALL["omnipath"](made)
+    assert probe(made.root, read=made.read).plugin_network == (NicType.OMNIPATH, 200)
+    cxi = Tree(tmp_path / "cxi")
+    for i in range(4):
+        cxi.net(f"hsn{i}", cxi.pci(f"0000:0{i}:01.0"), speed=200000, driver="cxi_ss1")
+    nics = probe(cxi.root, read=cxi.read)
+    assert (nics.type, nics.plugin_network) == (NicType.ETHERNET, (NicType.SLINGSHOT, 800))
+    facts = facts_of("n", nics, [], {}, files=())
+    assert facts.plugin == ("nic_slingshot", "nic_800g") and Facts.from_dict(facts.to_dict()) == facts
 
 
 def test_unreadable_gids_are_skipped(tmp_path: Path) -> None:
