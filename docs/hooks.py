@@ -22,10 +22,9 @@ def _commands() -> str:
     def section(command: Any, path: str) -> list[str]:
         context = command.make_context(path, [], resilient_parsing=True)
         inner = getattr(command, "commands", {})
-        if inner and path != "holmes":
-            return [text for name, one in inner.items() for text in section(one, f"{path} {name}")]
         if inner:
-            return [text for name, one in sorted(inner.items()) for text in section(one, f"{path} {name}")]
+            commands = inner.items() if path != "holmes" else sorted(inner.items())
+            return [text for name, one in commands for text in section(one, f"{path} {name}")]
         context.info_name = path
         return [f"## {path}\n\n```text\n{command.get_help(context).strip()}\n```\n"]
 

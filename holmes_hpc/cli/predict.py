@@ -259,7 +259,7 @@ def _is_sharded(distributed: bool, sharding: str | None, overrides: Sequence[str
 
 def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
     """Return the plan with the layout of the configuration whose step is shortest among those that fit in memory.
-    Schedule and recomputation are searched unless the user set them. Of equal plans the simplest counts."""
+    Schedule and recomputation are searched unless the user set them. Of equal plans, it is the simplest."""
     plan = config.plan
     background = plan.transport == "holmes" and (plan.pp or 1) > 1
     schedules = candidate_schedules(plan.schedule, plan.virtual_stages or 1, background)[::-1]  # the simplest first

@@ -41,7 +41,7 @@ _FIXED_BY_PLAN = re.compile(r"[+~]*(model|batch|plan)[.=@]")
 
 def load(overrides: Sequence[str] = ()) -> Configuration:
     """Compose and check the configuration of `overrides` (``model=gpt_3_6b train.steps=5``).
-    Without a site file, the one in HOLMES_SITE counts, unless the ranks are processes on this machine."""
+    Without a site file, use the one in HOLMES_SITE, unless the ranks are processes on this machine."""
     config = from_dict(composed(overrides))
     if config.site_file is None and not config.local:
         config = replace(config, site_file=os.environ.get("HOLMES_SITE") or None)

@@ -79,8 +79,8 @@ def suggested_override(value: str) -> str | None:
 
 def unknown_key(unknown: str) -> ConfigError:
     """Return the error for an unknown key, with a suggestion.
-    `unknown` may be a key's name in Megatron-LM, DeepSpeed or transformers, or lack a key's group. Otherwise the error
-    suggests the most similar key."""
+    Suggest the key that Megatron-LM, DeepSpeed or transformers calls `unknown`, else the only key of that name in any
+    group, else the most similar key."""
     last_part = unknown.rpartition(".")[2]
     same_ending = named(last_part)
     key = _OTHER_NAMES.get(last_part) or (same_ending[0] if len(same_ending) == 1 else None)

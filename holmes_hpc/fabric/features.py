@@ -27,8 +27,9 @@ DEFAULT = tuple(Path(__file__).with_name(name) for name in ("features.yaml", "gp
 @dataclass(frozen=True)
 class Meaning:
     """The meaning of one feature.
-    `rate`: of all the node's RDMA NICs; `port`: of one port; `ethernet`: of its Ethernet; all in Gb/s. `own`: it is a
-    label of this project. `names`: NICs that it names. `ranks`: CPU ranks of a node without GPUs; 0: not stated."""
+    `rate`: of all the node's RDMA NICs; `port`: of one port; `ethernet`: of its Ethernet; all in Gb/s. `is_label`: it
+    is a label of this project. `names`: NICs that it names. `ranks`: CPU ranks of a node without GPUs; 0: not stated.
+    """
 
     feature: str
     nic: NicType | None = None
@@ -38,7 +39,7 @@ class Meaning:
     fabric: str | None = None
     gpu: str | None = None
     unsupported: str | None = None
-    own: bool = False
+    is_label: bool = False
     names: NicNames = field(default_factory=NicNames)
     ranks: int = 0
 
@@ -65,7 +66,8 @@ class Meaning:
 @dataclass(frozen=True)
 class Rule:
     """A regular expression for a whole feature. `fixed`: key -> value of the facts that every match implies.
-    The expression's groups give further facts. `own`, `unsupported`: as in :class:`Meaning`."""
+    The expression's groups give further facts. `own`: the features are labels of this project. `unsupported`: as in
+    :class:`Meaning`."""
 
     pattern: re.Pattern[str]
     fixed: dict[str, Any]
@@ -116,7 +118,7 @@ class Vocabulary:
             fabric=facts.get("fabric"),
             gpu=facts.get("gpu"),
             unsupported=rule.unsupported,
-            own=rule.own,
+            is_label=rule.own,
             names=_names_in(facts),
             ranks=int(numbers.get("ranks", 0)),
         )
@@ -170,7 +172,7 @@ def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
         rate = _single_value([m for m in meanings if m.nic in (nic, None)], "port", "rate", problems)
         if rate is not None:
             assumptions.append(f"{rate:g} Gb/s of one port is used as the node's whole RDMA rate; label nic_<rate>g")
-        elif nic is NicType.ROCE and ethernet is not None and not any(m.own and m.ethernet for m in meanings):
+        elif nic is NicType.ROCE and ethernet is not None and not any(m.is_label and m.ethernet for m in meanings):
             rate = ethernet
             assumptions.append(f"the Ethernet rate {rate:g} Gb/s also serves RoCE; label nic_<rate>g and eth_<rate>g")
     gpu = next((m.gpu for m in meanings if m.gpu), None)
@@ -193,7 +195,7 @@ def _merge_names(meanings: list[Meaning], problems: list[str]) -> NicNames:
     """Return the NICs that features name: one interface for sockets, all HCAs and storage devices.
     The project's own labels decide. A conflict adds a line to `problems`."""
     interfaces = list(
-        dict.fromkeys(m.names.ethernet for m in sorted(meanings, key=lambda m: not m.own) if m.names.ethernet)
+        dict.fromkeys(m.names.ethernet for m in sorted(meanings, key=lambda m: not m.is_label) if m.names.ethernet)
     )
     if len(interfaces) > 1:
         problems.append(
@@ -214,7 +216,7 @@ def _as_tuple(value: Any) -> tuple[str, ...]:
 def _nic_type(meanings: list[Meaning], assumptions: list[str], problems: list[str]) -> NicType | None:
     """Return the NIC type that features name, else Ethernet; None if they name several.
     Add lines to `assumptions` and `problems`."""
-    label_types = {m.nic for m in meanings if m.nic and m.own}
+    label_types = {m.nic for m in meanings if m.nic and m.is_label}
     all_types = {m.nic for m in meanings if m.nic}
     rdma_types = {n for n in all_types if n.rdma}
     types = label_types or rdma_types or all_types  # a node with InfiniBand also has Ethernet
@@ -236,7 +238,7 @@ def _single_value(meanings: list[Meaning], key: str, name: str, problems: list[s
     """Return the lowest value of `key` among the project's own labels, else among all features; None without any.
     Several values add a line to `problems`. `name`: of the value, for that line."""
     with_value = [m for m in meanings if getattr(m, key) is not None]
-    values = sorted({getattr(m, key) for m in [m for m in with_value if m.own] or with_value})
+    values = sorted({getattr(m, key) for m in [m for m in with_value if m.is_label] or with_value})
     if len(values) > 1:
         value_list = ", ".join(f"{v:g}" for v in values)
         problems.append(f"features give several values of {name}: {value_list}; the lowest is used")

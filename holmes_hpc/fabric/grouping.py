@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TypeVar
@@ -303,7 +303,8 @@ def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, notes: _No
         rate = values[0] if values else assumed
         notes.assume(without_rate, f"{network} rate not in the features: {rate:g} Gb/s assumed; label {label}")
     if len(values) > 1:
-        notes.assume(nodes, f"{network} rates differ in fabric {g.fabric} ({_and(values)} Gb/s): the lowest is used")
+        rates = " and ".join(f"{v:g}" for v in values)
+        notes.assume(nodes, f"{network} rates differ in fabric {g.fabric} ({rates} Gb/s): the lowest is used")
     return values[0] if values else assumed
 
 
@@ -315,7 +316,9 @@ def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str |
     """
     common = [f for f in dict.fromkeys(members[0].features) if all(f in m.features for m in members)]
     meanings = {m.feature: m for node in members for m in node.reading.meanings}
-    own_labels = [f for f in common if f in meanings and meanings[f].own and (meanings[f].nic or meanings[f].fabric)]
+    own_labels = [
+        f for f in common if f in meanings and meanings[f].is_label and (meanings[f].nic or meanings[f].fabric)
+    ]
 
     def selects_alone(features: Sequence[str]) -> bool:
         return not any(all(f in r.features for f in features) for r in rivals)
@@ -333,10 +336,6 @@ def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str |
 def _by(key: Callable[[SiteNode], K], nodes: Sequence[SiteNode]) -> list[tuple[K, list[SiteNode]]]:
     """Return (key, the nodes with that key) for each value of `key`."""
     return grouped((key(n), n) for n in nodes)
-
-
-def _and(values: Iterable[float]) -> str:
-    return " and ".join(f"{v:g}" for v in sorted(values))
 
 
 def _names(nodes: Sequence[SiteNode]) -> str:

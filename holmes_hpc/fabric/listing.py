@@ -42,7 +42,8 @@ class Listing:
         if node.reading.unknown:
             texts.append(f"not understood: {', '.join(node.reading.unknown)}")
         texts += [p for p in (*node.reading.problems, *node.reading.assumptions) if not any(p in s for s in texts)]
-        texts += [f"available but not active: {', '.join(inactive)}"] if (inactive := _inactive_features(node)) else []
+        inactive = [f for f in node.available if f not in node.features]
+        texts += [f"available but not active: {', '.join(inactive)}"] if inactive else []
         return texts + ([f"reason: {node.reason}"] if node.reason and not node.usable else [])
 
     def tables(self) -> list[Table]:
@@ -151,10 +152,6 @@ class Listing:
 
 def _format_gpus(node: SiteNode) -> str:
     return ", ".join(f"{g.count} {g.type}".strip() for g in node.gres if g.name == "gpu")
-
-
-def _inactive_features(node: SiteNode) -> list[str]:
-    return [f for f in node.available if f not in node.features]
 
 
 def listing_of(

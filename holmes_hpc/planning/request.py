@@ -187,8 +187,10 @@ def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
     is_here = config.local and config.site_file is None and plan.site.pools[0].gpu.is_cpu
     if not is_here or plan.pace_layer_ms or plan.world_size <= cores:
         return []
-    ranks = counted(plan.world_size, "rank")
-    return [f"{ranks} share {counted(cores, 'core')} of this machine: steps take longer than predicted"]
+    return [
+        f"{counted(plan.world_size, 'rank')} share {counted(cores, 'core')} of this machine: steps take longer than "
+        "predicted"
+    ]
 
 
 def fixed_layout(config: Configuration, target_site: Site | None = None, cost_model: Costs | None = None) -> Plan:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from holmes_hpc.errors import counted
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.columns import has_value
 from holmes_hpc.results.compare import SAME_WORK, Comparison, completed, entries, label, labels, loss_of, work_text
@@ -33,9 +32,9 @@ def ranking(comparison: Comparison) -> list[str]:
 def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
     """Return (fastest cell, cell that it is compared with) among cells that did the same work, as {column: value}.
 
-    Of several groups of cells with the same work, the largest one counts. If it has only one cell, the second is None;
-    else the fastest cell gets a key `ratio`, its speed-up over the second. Cells without a completed run count only if
-    no cell has one. Return None without any cells."""
+    Of several groups of cells with the same work, compare the largest. If it has only one cell, the second is None;
+    else the fastest cell gets a key `ratio`, its speed-up over the second. Cells without a completed run are used only
+    if no cell has one. Return None without any cells."""
     cells = comparison.cells
     if cells.empty:
         return None
@@ -72,7 +71,9 @@ def answer(comparison: Comparison) -> list[str]:
     ]
     if len(faster):
         other_work = "other work (model, sequence length, emulated layer time or number of nodes)"
-        sentences[0] += f" {counted(len(faster), 'setting')} with more samples/s did {other_work} or did not complete."
+        sentences[0] += (
+            f" {len(faster)} setting{'s' * (len(faster) > 1)} with more samples/s did {other_work} or did not complete."
+        )
     if base is None:
         return sentences
     bounds = (

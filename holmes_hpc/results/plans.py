@@ -55,8 +55,7 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
 @lru_cache(maxsize=100)
 def _plan(text: str) -> dict[str, Any]:
     """Parse the text of a plan. The result is cached, because all repeats of a setting have the same text."""
-    plan = mapping(flatten(from_yaml(text)))
-    return {key: _shaped(value, SHAPE.get(key)) for key, value in plan.items()}
+    return {key: _shaped(value, SHAPE.get(key)) for key, value in mapping(flatten(from_yaml(text))).items()}
 
 
 def _shaped(value: Any, shape: Any) -> Any:

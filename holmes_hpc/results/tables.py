@@ -81,8 +81,10 @@ def basis_note(run: Mapping[str, Any]) -> str:
         int(run[name]) if has_value(run[name]) else 0 for name in ("steps", "earlier_steps", "warmup_steps")
     )
     earlier_note = f" and {earlier} under an earlier plan" if earlier else ""
-    steps = counted(count - earlier - warmup, "step")
-    return f"{steps} after {counted(warmup, 'warm-up step')}{earlier_note}; {pace_note(run)}"
+    return (
+        f"{counted(count - earlier - warmup, 'step')} after {counted(warmup, 'warm-up step')}{earlier_note}; "
+        f"{pace_note(run)}"
+    )
 
 
 def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:

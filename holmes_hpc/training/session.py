@@ -195,9 +195,10 @@ def open_session(
     groups.make_parallel_state()
     if launch.rank == 0:
         where = "one node" if node_of_rank[0].one_host else f"{len({n.node for n in node_of_rank})} nodes"
-        elapsed_s = time.perf_counter() - start
-        ranks = counted(launch.world_size, "rank")
-        log_line(f"{ranks} on {where} connected in {elapsed_s:.1f} s ({launch.by}, {device.type})")
+        log_line(
+            f"{counted(launch.world_size, 'rank')} on {where} connected in {time.perf_counter() - start:.1f} s"
+            f" ({launch.by}, {device.type})"
+        )
     return Session(
         launch,
         plan,

@@ -88,7 +88,7 @@ class Limit:
         return isfinite(estimate_s) and estimate_s <= self.max_s(pools)
 
     def _key(self, pools: frozenset[str]) -> frozenset[str]:
-        """Return the pools whose least estimate counts; the empty set stands for all placements."""
+        """Return the pools to which the least estimate applies; the empty set stands for all placements."""
         return pools if is_always_tried(len(pools), self.pool_count) else frozenset()
 
 

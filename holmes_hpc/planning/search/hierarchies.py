@@ -49,7 +49,7 @@ def _slowest_pipeline(
 ) -> Estimate:
     """Estimate the slowest pipeline, of `pp` stages (a number or an array) and at most `chunks` virtual stages.
 
-    `transfer`: seconds of one stage transfer. `exposed`: seconds of traffic across fabrics.
+    `transfer`: seconds of one stage transfer. `exposed`: seconds of traffic across pools.
     """
     maximum = np.maximum if isinstance(pp, np.ndarray) else max
     tau = -(-costs.layers // pp) * layer_s
@@ -130,7 +130,7 @@ def _splits(
 
 
 def _estimate(costs: PoolCosts, dp: int, pp: int, used: list[int], instance_dp: int) -> Estimate:
-    """Estimate the step of pipelines in the pools `used`, with optimizer instances of `instance_dp` ranks."""
+    """Estimate the step time of pipelines in the pools `used`, with optimizer instances of `instance_dp` ranks."""
     per_stage, chunks = -(-costs.layers // pp), costs.max_chunks(pp, costs.micro_batches // dp)
     across = (
         costs.cached(costs.ring_s, tuple(used), instance_dp * pp * costs.tp) * per_stage / instance_dp

@@ -117,7 +117,7 @@ class LayerSplitter:
         """Return layers for stages that run far ahead of those below: the later a stage starts, the fewer it has.
 
         For a given step time, stage after stage gets as many layers as it can compute from the arrival of the first
-        micro-batch until the last gradients must leave. The least time in which all layers are assigned counts.
+        micro-batch until the last gradients must leave. Of all step times that assign all layers, the least is used.
         """
         delay, busy, transfer = (np.zeros((2, self.pp)) for _ in range(3))  # with one and with two layers per stage
         for d in self._times:

@@ -265,11 +265,7 @@ def _front_loaded_variant(balanced: Variant, options: PlanOptions) -> Variant | 
 
 
 def _front_loaded_layers(layout: Layout) -> np.ndarray:
-    """Return layers for stages that run far ahead of those below, as :meth:`LayerSplitter.front_loaded` does.
-
-    For a given step time, stage after stage gets as many layers as it can compute from the arrival of the first
-    micro-batch until the last gradients must leave. The least time in which all layers are assigned counts.
-    """
+    """Return layers for stages that run far ahead of those below, as :meth:`LayerSplitter.front_loaded` does."""
     busy_s, delay_s = _busy_s(layout)
     transfers_s = [0.0, *_transfers_s(layout)]
 

@@ -126,7 +126,7 @@ def _least_tau(costs: PoolCosts, counts: np.ndarray) -> np.ndarray:
 
 
 def _estimate(costs: PoolCosts, counts: np.ndarray, tau: np.ndarray, dp: int) -> Estimate:
-    """Estimate the step of each placement; infinite if the weights alone do not fit."""
+    """Estimate the step time of each placement; infinite if the weights alone do not fit."""
     stages, micro_batches, used = counts.sum(axis=1), costs.micro_batches // dp, counts > 0
     reduce, gather = costs.sync_s(dp)
     layers = tau[:, None] / costs.layer_s * used  # that a stage of each pool can compute, more than it has

@@ -169,7 +169,7 @@ class PoolCosts:
     def transfers_s(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of a stage transfer inside each pool, (F,), and between two fabrics, (F, F).
 
-        Between two fabrics the slower end counts.
+        Between two fabrics, the slower end limits the rate.
         """
         size = (
             self.micro_size
