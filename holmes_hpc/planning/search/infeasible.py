@@ -69,7 +69,7 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
     )
     raise PlanError(
         f"no placement of {counted(model.layers, 'layer')} and {counted(micro_batches, 'micro-batch')} on"
-        f" {counted(nodes, 'node')} has the same TP and DP in all stages{fixed_options and ' and ' + fixed_options}",
+        f" {nodes} nodes has the same TP and DP in all stages{fixed_options and ' and ' + fixed_options}",
         where="plan",
         hint="change nodes, tp, pp, dp, or the batch or gpus_per_node, so that stages of TP x DP GPUs fill whole nodes",
     )
