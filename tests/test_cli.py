@@ -200,7 +200,7 @@ def test_data_are_not_overwritten_without_force(holmes, tmp_path):
     assert code == 0 and out.startswith("2 documents of 2 files")
     refused(holmes("data", "prepare", str(tmp_path / "c.txt"), "-o", prefix), "d.idx", "2 documents", "--force")
     assert holmes("data", "prepare", str(tmp_path / "texts"), "-o", prefix)[0] == 0  # the same again: nothing to do
-    assert holmes("data", "prepare", str(tmp_path / "c.txt"), "-o", prefix, "--force")[1].startswith("1 documents")
+    assert holmes("data", "prepare", str(tmp_path / "c.txt"), "-o", prefix, "--force")[1].startswith("1 document of")
     (tmp_path / "empty").mkdir()
     refused(holmes("data", "prepare", str(tmp_path / "empty"), "-o", prefix), "no file in this folder")
 
@@ -521,7 +521,7 @@ def test_a_plan_shows_its_tokens_and_how_long_a_budget_takes(holmes, site):
     found = json.loads(holmes(*words, "--tokens", "300B", "--json")[1])
     assert found["throughput"]["tokens"] == pytest.approx(3e11, rel=1e-4)
     refused(holmes("predict", "plan.yaml", "--site", str(site)), "PLAN and --site are mutually exclusive")
-    refused(holmes("predict"), "there is neither a PLAN nor --site")
+    refused(holmes("predict"), "neither PLAN nor --site is given")
 
 
 def test_random_tokens_must_be_requested(holmes, site, tmp_path):
