@@ -67,7 +67,7 @@ def stage() -> str:
         "Thirty layers cut into two stages",
         text(360, 26, "A model of 30 layers, cut into two stages"),
         *layers,
-        text(200, 140, "stage 0: 16 layers on the faster fabric", color=IB),
+        text(200, 140, "stage 0: 16 layers on the faster pool", color=IB),
         text(530, 140, "stage 1: 14 layers", color=ROCE),
         line(376, 50, 376, 124, INK, 2, "5 4"),
         text(376, 165, "crosses here, per micro-batch: one activation forward, one gradient back", 13),

@@ -17,7 +17,9 @@ app.add_typer(group, name="data")
 
 @group.command("prepare")
 def data_prepare(
-    files: Annotated[list[str] | None, typer.Argument(metavar="FILES...", show_default=False)] = None,
+    files: Annotated[
+        list[str] | None, typer.Argument(metavar="FILES...", help="Files, or folders of them.", show_default=False)
+    ] = None,
     output: Annotated[str, typer.Option("-o", "--output", metavar="PREFIX", help="Path of .bin and .idx.")] = "",
     tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="Hugging Face tokenizer.json. [bytes]")] = None,
     json_key: Annotated[str, typer.Option(help="Key of the text in JSONL or Parquet.")] = "text",
@@ -26,7 +28,7 @@ def data_prepare(
     force: Annotated[bool, typer.Option("--force", help="Replace other data at PREFIX.")] = False,
     json: Json = False,
 ) -> None:
-    """Convert text, JSONL or Parquet to Megatron's indexed format. Folders and compressed files are accepted.
+    """Convert text, JSONL or Parquet, also compressed, to Megatron's indexed format.
 
     Example: holmes data prepare a.jsonl.gz texts/ -o d/a
     """

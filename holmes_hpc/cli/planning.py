@@ -81,7 +81,7 @@ def plan(
     batch = Plan.read(config.plan_file).batch if config.plan_file and tokens is not None else config.batch
     steps = requested_steps(config, overrides, flags, tokens, batch)
     if steps is not None:
-        config = config.with_train(steps=steps)
+        config = replace(config, train=replace(config.train, steps=steps))
     check_output(output)
     if learn is not None and config.plan_file:
         raise ConfigError(

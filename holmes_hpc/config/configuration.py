@@ -77,10 +77,6 @@ class Configuration:
         """True if the ranks are processes on this machine."""
         return self.launcher.kind == "local"
 
-    def with_train(self, **changes: Any) -> Configuration:
-        """Return a copy with other values in the group `train`."""
-        return replace(self, train=replace(self.train, **changes))
-
     def with_data(self) -> Configuration:
         """Return a copy whose data kind is set: synthetic by default, for trial models and for calibration.
         ConfigError if it is not set for another model, or if `prefix` is set for synthetic data."""

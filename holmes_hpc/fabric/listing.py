@@ -91,7 +91,7 @@ class Listing:
                 (
                     "+".join(n.states).lower(),
                     str(n.reading.nic or "?"),
-                    _format_gpus(n),
+                    ", ".join(f"{g.count} {g.type}".strip() for g in n.gres if g.name == "gpu"),
                     n.cpus,
                     round(n.memory_mib / 1024),
                     self.pool_of[n.name].name if n.name in self.pool_of else "",
@@ -148,10 +148,6 @@ class Listing:
             "assumptions": self.grouping.assumptions,
             "left_out": self.grouping.left_out,
         }
-
-
-def _format_gpus(node: SiteNode) -> str:
-    return ", ".join(f"{g.count} {g.type}".strip() for g in node.gres if g.name == "gpu")
 
 
 def listing_of(
