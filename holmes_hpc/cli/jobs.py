@@ -41,7 +41,7 @@ def status(
     sweeps = [name for name in runs or [] if status_table.is_sweep(name)]
     if sweeps:
         if runs != sweeps[:1]:
-            raise ConfigError("it is a sweep beside other names", where=sweeps[0], hint="name one sweep, or only runs")
+            raise ConfigError("a sweep beside other names", where=sweeps[0], hint="name one sweep, or only runs")
         sweep_status(sweeps[0], json)
         return
     chosen = [find_run(name) for name in runs] if runs else sorted(run_directories(runs_root()), key=last_change)[::-1]

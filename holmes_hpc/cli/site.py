@@ -60,10 +60,10 @@ def site(
     jobs: Annotated[bool, typer.Option("--jobs/--no-jobs", help="Run a short job per new kind of node.")] = True,
     wait: Annotated[int, typer.Option(metavar="S", min=1, help="Wait S seconds for a job to start.")] = 300,
 ) -> None:
-    """Write a site file from what Slurm and its nodes tell.
+    """Write a site file from what Slurm and its nodes report.
 
-    An existing FILE is renewed: values edited by hand stay, and only new kinds are asked. Exit code 1 if something
-    remains unknown: the rest is written.
+    An existing FILE is renewed: values edited by hand stay, and only new kinds of node are probed. Exit code 1 if
+    something remains unknown: the rest is written.
 
     Example: holmes site -o site.yaml slurm.account=ml
     """

@@ -44,7 +44,7 @@ class Probe:
 @dataclass(frozen=True)
 class Origin:
     """Where the values of a pool are from. `keys`: key -> source, which begins with "assumed" for a guess; `remarks`:
-    further lines; `gpu_is_known`: False if nobody knows its figures."""
+    further lines; `gpu_is_known`: False if its figures are unknown."""
 
     keys: Mapping[str, str]
     remarks: tuple[str, ...]
@@ -165,7 +165,8 @@ def _read_answer(kind: str, node: SiteNode, facts: Facts) -> Probe:
     if facts.plugin or (nic is not None and nic.rdma and not nic.verbs):
         features = (*facts.plugin, *(f for f in features if f.startswith("eth_")))
     elif nic not in (None, facts.nic):
-        reason = next((f.what for f in facts.findings if "the kernel says" in f.what), f"the kernel says {facts.nic}")
+        mismatches = (f.what for f in facts.findings if "the kernel reports" in f.what)
+        reason = next(mismatches, f"the kernel reports {facts.nic}")
         problem = f"node {facts.node}: without its {nic} NIC ({reason}); repair it, or correct its features"
         return Probe(kind, facts.node, problem=problem)
     return Probe(kind, facts.node, features, facts.gpu, facts.gpu_memory_gib, facts.gpus)

@@ -106,7 +106,7 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
         level, hint = "info", "label them with `holmes label`"
         if "no fabric label" in assumption:
             level, hint = "warning", "label them: holmes label --fabric NAME, one name for nodes that share RDMA"
-        if "passed over" in assumption or "GiB assumed" in assumption:
+        if "skipped" in assumption or "GiB assumed" in assumption:
             hint = "see `holmes nodes`"
         if "left out" not in assumption and "CPU rank" not in assumption:
             findings.append(Finding(level, f"nodes {nodes_text}", assumption, hint))

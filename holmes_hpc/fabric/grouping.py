@@ -94,8 +94,8 @@ def group(
     for name in settings.partitions:
         if name not in names:
             raise SiteError(f"no partition {name!r}", where="settings", hint=f"Slurm has {', '.join(sorted(names))}")
-    open_, passed_over = usable_partitions(partitions, settings)
-    refusals = {p.name: f"partition {p.name}: {reason}" for p, reason in passed_over}
+    open_, skipped = usable_partitions(partitions, settings)
+    refusals = {p.name: f"partition {p.name}: {reason}" for p, reason in skipped}
     eligible = _eligible(nodes, open_, refusals, notes)
     groups = _labelled_groups(eligible, open_, notes) + _unlabelled_groups(eligible, open_, notes)
     pools = [
@@ -104,8 +104,8 @@ def group(
         for (gpu, _), members in _kinds(g.nodes, vocabulary)
         if (pool := _pool(replace(g, nodes=tuple(members)), gpu, nodes, vocabulary, notes, settings.reservation))
     ]
-    for p, reason in passed_over:
-        notes.assume([n for n in nodes if p.name in n.partitions], f"partition {p.name} is passed over: {reason}")
+    for p, reason in skipped:
+        notes.assume([n for n in nodes if p.name in n.partitions], f"partition {p.name} is skipped: {reason}")
     for reason, members in _by(lambda n: notes.left_out[n.name], [n for n in nodes if n.name in notes.left_out]):
         notes.assume(members, f"left out: {reason}")
     return Grouping(_named(pools), notes.lines(), notes.left_out)

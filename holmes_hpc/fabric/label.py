@@ -75,7 +75,7 @@ def differences(
             Finding(
                 "error",
                 where,
-                f"Slurm's features say {reading.nic}, the kernel says {nic} ({nic_list})",
+                f"Slurm's features name {reading.nic}, the kernel reports {nic} ({nic_list})",
                 f"{hint}, or bring the NIC back",
                 node,
             )
@@ -101,7 +101,7 @@ def _compare_rates(
         return [Finding("info", where, f"the kernel does not know the {nic} rate: not compared", "none needed", node)]
     problem = f"Slurm's features give {labelled or 0:g} Gb/s as the {nic} rate, the kernel {actual:g} Gb/s"
     if labelled is None:
-        problem = f"no feature gives the {nic} rate, the kernel says {actual:g} Gb/s"
+        problem = f"no feature gives the {nic} rate, the kernel reports {actual:g} Gb/s"
     elif abs(labelled - actual) <= _SAME_RATE * max(labelled, actual):
         return []
     return [Finding("error", where, problem, hint, node)]

@@ -52,13 +52,13 @@ def usable_partitions(
     asked_for = [p for p in partitions if p.up and (not settings.partitions or p.name in settings.partitions)]
     reasons = [(p, _refusal(p, settings)) for p in asked_for]
     allowed = [p for p, reason in reasons if reason is None]
-    passed_over = [(p, reason) for p, reason in reasons if reason is not None]
+    skipped = [(p, reason) for p, reason in reasons if reason is not None]
     if not settings.partitions:
         special_uses = [(p, _special_use(p, allowed)) for p in allowed]
         reachable = {name for p, reason in special_uses if reason is None for name in p.nodes}
-        passed_over += [(p, use) for p, use in special_uses if use is not None and reachable.issuperset(p.nodes)]
-    skipped = {p.name for p, _ in passed_over}
-    return {p.name: p for p in allowed if p.name not in skipped}, passed_over
+        skipped += [(p, use) for p, use in special_uses if use is not None and reachable.issuperset(p.nodes)]
+    skipped_names = {p.name for p, _ in skipped}
+    return {p.name: p for p in allowed if p.name not in skipped_names}, skipped
 
 
 def _refusal(p: Partition, settings: NodeSettings) -> str | None:
@@ -98,7 +98,7 @@ def _limit(p: Partition, accounts: Sequence[str], qos: str | None) -> str | None
 def _special_use(p: Partition, others: Sequence[Partition]) -> str | None:
     """Return why the partition is not for long jobs; None if it is."""
     if match := _SPECIAL.search(p.name):
-        return f"its name says {match[1]}; partitions=[{p.name}] uses it"
+        return f"its name contains {match[1]}; partitions=[{p.name}] uses it"
     if _PREEMPTIBLE.search(p.preempt_mode) and any(
         q.priority > p.priority and not set(q.nodes).isdisjoint(p.nodes) for q in others
     ):

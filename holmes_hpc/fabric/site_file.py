@@ -206,4 +206,4 @@ def _data_sheet_warnings(gpu: Gpu, kind: Gpu) -> Iterator[str]:
 
 
 def _data_sheet_text(gpu: Gpu, name: str, kind: Gpu) -> str:
-    return f"{name} of {gpu.name} is {getattr(gpu, name):g}; the data sheet of {kind.name} says {getattr(kind, name):g}"
+    return f"{name} of {gpu.name} is {getattr(gpu, name):g}; {kind.name}'s data sheet has {getattr(kind, name):g}"

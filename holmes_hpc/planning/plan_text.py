@@ -38,7 +38,7 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
     """Return the description of a plan in lines of at most `width` columns, folded between words.
 
     It has the placement, the predicted step and its parts, what would help, the runners-up and the assumptions.
-    `steps`: also say how long so many steps take.
+    `steps`: add the duration of so many steps.
     """
     predicted, unused = plan.predicted, ", ".join(f"{counted(n, 'node')} of {f}" for f, n in plan.unused.items())
     assumptions = [f"- {a}" for a in all_assumptions(plan, costs)]
@@ -303,7 +303,7 @@ def _runner_up(alternative: dict[str, Any]) -> str:
 
 
 def _too_close(plan: Plan) -> list[str]:
-    """Return the commands that compare the plan with a runner-up within TOO_CLOSE, if nobody measured these GPUs."""
+    """Return the commands that compare the plan with a runner-up within TOO_CLOSE, if these GPUs were not measured."""
     predicted = plan.predicted
     if predicted is None or predicted.interval_s is None:
         return []

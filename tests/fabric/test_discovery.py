@@ -194,7 +194,7 @@ def test_a_failed_probe_is_one_line_and_the_rest_is_written(slurm, holmes, srun:
 def test_a_node_without_its_nic_is_named(slurm, holmes) -> None:
     slurm.add("h1", "gpu:h200:4", "nic_roce", {**IB, "gpu": H200, "gpu_memory_gib": 140.4})
     code, _, err = holmes("site", "-o", "site.yaml")
-    assert code == 1 and "node h1: without its roce NIC (the kernel says ib)" in err
+    assert code == 1 and "node h1: without its roce NIC (the kernel reports ib)" in err
 
 
 def test_an_unknown_gpu_is_left_for_a_person_to_write(slurm, holmes) -> None:

@@ -121,10 +121,10 @@ def test_a_default_partition_over_two_fabrics() -> None:
         (
             {
                 "findings": (
-                    Finding("error", "node a2", "Slurm's features say roce, the kernel says ib", "holmes label a2"),
+                    Finding("error", "node a2", "Slurm's features name roce, the kernel reports ib", "holmes label a2"),
                 )
             },
-            "error: node a2: Slurm's features say roce, the kernel says ib; holmes label a2",
+            "error: node a2: Slurm's features name roce, the kernel reports ib; holmes label a2",
         ),
     ],
 )
@@ -176,7 +176,7 @@ def test_facts_of_a_node_that_slurm_mislabels(tmp_path) -> None:
     found = facts_of("n1", nics, ["nic_roce", "nic_800g"], {"NCCL_NET": "Socket"}, files=[])
     assert found.expected_features == ("nic_ib", "nic_800g", "eth_25g") and found.ipoib == ("ib0",)
     assert (found.ethernet, found.network) == ("eth0", "10.0.0.0/24")
-    assert [f.what[:20] for f in found.findings] == ["Slurm's features say", "NCCL_NET=Socket over"]
+    assert [f.what[:15] for f in found.findings] == ["Slurm's feature", "NCCL_NET=Socket"]
     assert facts_of("n1", nics, None, {}, files=[]).findings == ()
     assert Facts.from_dict(found.to_dict()) == found
 
@@ -188,7 +188,7 @@ def test_check_here(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(
         "holmes_hpc.fabric.node_facts.read_node", lambda name: node(name, "nic_roce") if name == "n1" else None
     )
-    assert "features say roce" in check_here(nics, name="n1")[0].what
+    assert "features name roce" in check_here(nics, name="n1")[0].what
     with pytest.raises(SiteError, match="Slurm knows no node 'n2'"):
         check_here(nics, name="n2")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")

@@ -334,8 +334,8 @@ def test_special_partitions_serve_only_if_asked_for() -> None:
     grouping = grouped(nodes, partitions)
     assert grouping.pools[0].partition == "long"
     text = " ".join(grouping.assumptions)
-    assert "partition backfill is passed over: its name says backfill" in text
-    assert "partition cheap is passed over: its jobs are preempted" in text
+    assert "partition backfill is skipped: its name contains backfill" in text
+    assert "partition cheap is skipped: its jobs are preempted" in text
     asked = grouped(nodes, partitions, NodeSettings(partitions=("backfill",)))
     assert asked.pools[0].partition == "backfill"
     only = grouped([node("n1", "nic_ib,fabric_x", "debug")], [partition("debug", "n1")])
@@ -357,7 +357,7 @@ def test_partitions_that_refuse_the_user_are_passed_over(fields: dict, settings:
     partitions = [replace(partition("a", "n1"), **fields), partition("b", "n1", max_time="60")]
     grouping = grouped(nodes, partitions, NodeSettings(**settings))
     assert grouping.pools[0].partition == "b"
-    assert any(f"partition a is passed over: {reason}" in a for a in grouping.assumptions)
+    assert any(f"partition a is skipped: {reason}" in a for a in grouping.assumptions)
     assert grouped(nodes, partitions[1:]).pools[0].partition == "b"
 
 

@@ -44,13 +44,13 @@ def test_a_node_labelled_with_what_it_deserves_passes_its_check(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("name", "features", "says"),
     [
-        ("hdr_4_hcas", ["nic_roce", "nic_800g"], "features say roce, the kernel says ib"),
+        ("hdr_4_hcas", ["nic_roce", "nic_800g"], "features name roce, the kernel reports ib"),
         ("hdr_4_hcas", ["nic_ib", "nic_400g", "eth_25g"], "400 Gb/s as the ib rate, the kernel 800"),
         ("hdr_4_hcas", ["nic_ib", "nic_800g"], "no feature gives the ethernet rate"),
-        ("hdr_4_hcas", ["eth_25g"], "the kernel says ib"),
+        ("hdr_4_hcas", ["eth_25g"], "the kernel reports ib"),
         ("hdr_4_hcas", ["ib", "roce"], "2 NIC types"),
-        ("iwarp", ["nic_roce", "nic_40g"], "features say roce, the kernel says ethernet (cxgb4_0:1 iwarp ACTIVE)"),
-        ("virtio_only", ["nic_ib"], "features say ib, the kernel says ethernet"),
+        ("iwarp", ["nic_roce", "nic_40g"], "features name roce, the kernel reports ethernet (cxgb4_0:1 iwarp ACTIVE)"),
+        ("virtio_only", ["nic_ib"], "features name ib, the kernel reports ethernet"),
         ("one_port_down", ["nic_ib", "nic_400g", "eth_25g"], "the kernel 200 Gb/s"),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_label_that_lies_is_found_and_cured_without_touching_other_features(te
     label(lie)
     try:
         errors = [str(x) for x in doctor.examine() if x.level == "error"]
-        assert len(errors) == 1 and f"node {roce.name}: Slurm's features say ib, the kernel says roce" in errors[0]
+        assert len(errors) == 1 and f"node {roce.name}: Slurm's features name ib, the kernel reports roce" in errors[0]
         facts, _ = ask_nodes([n for n in read_nodes() if n.name == roce.name])
         apply(changes(read_nodes(), {roce.name: facts[0].expected_features}))
         cured = scontrol.read_node(roce.name)
@@ -103,7 +103,7 @@ def test_an_interface_that_is_down_is_a_lie_of_the_features(testbed) -> None:
         findings = json.loads(line[len(MARK) :])["findings"]
     finally:
         testbed.exec(node.name, "ip", "link", "set", "ib0", "up")
-    assert len(findings) == 1 and "say ib, the kernel says ethernet" in findings[0]["what"]
+    assert len(findings) == 1 and "name ib, the kernel reports ethernet" in findings[0]["what"]
 
 
 def test_one_job_per_kind_finds_the_testbed_and_a_second_run_needs_none(testbed, tmp_path, monkeypatch) -> None:

@@ -96,7 +96,7 @@ def test_probe_of_a_node_that_slurm_mislabels(holmes, site, tree, monkeypatch) -
     code, out, _ = holmes("probe", "--sysfs", tree, "--check", "--node", "ib1", "--json")
     assert code == 1
     (found,) = json.loads(out)["findings"]
-    assert found["level"] == "error" and "features say roce, the kernel says ib" in found["what"]
+    assert found["level"] == "error" and "features name roce, the kernel reports ib" in found["what"]
 
 
 def test_label_says_where_its_lines_belong(holmes, site) -> None:

@@ -142,7 +142,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
 
     Options that are not set mean: layers as equal as possible, Megatron-Core's schedule, no recomputation, pools in
     the order of `nodes` or of the site. Eager 1F1B gets the passes in flight and the buckets that a search would
-    choose. The plan of a layout that does not fit in memory has a note that says so.
+    choose. The plan of a layout that does not fit in memory has a note on that.
     """
     PlanError.refuse(*((not getattr(options, n), f"{n} is missing", "layout", f"give {n}") for n in ("tp", "pp", "dp")))
     site, chunks = costs.with_measured_links(site), options.virtual_stages or 1
