@@ -54,6 +54,7 @@ class Run:
     gpu: str
     gbps: float
     nic: str
+    kv_heads: int = 0
     ffn: int = 0
     sequence: int = 2048
     swiglu: bool = False
@@ -62,13 +63,16 @@ class Run:
     tied: bool = False
     bias: bool = False
     dropout: float = 0.0
+    cp: int = 1
     chunks: int = 1
     stages: str = ""
     recompute: str = "none"
+    recompute_layers: int | None = None
     sequence_parallel: bool = False
     sharding: str = "none"
     gpus_per_node: int = 8
     dtype: str = "bf16"
+    fp8: bool = False
     gradient_bytes: int = 4
     attention: str = "flash2"
     fused_norm: bool = True
@@ -78,6 +82,9 @@ class Run:
     wire_bytes: int | None = None
     backward_reductions: int = 2
     overlap: bool = True
+    aligned_gather: bool = False
+    overlap_tp: bool = False
+    fused_wgrad: bool = False
     overlap_transfers: bool = True
     paired_transfers: bool = True
     scatter_transfers: bool = False
@@ -109,7 +116,7 @@ class Run:
             self.heads,
             self.vocab,
             ffn=self.ffn or 4 * self.hidden,
-            kv_heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
             swiglu=self.swiglu,
             rmsnorm=self.rmsnorm,
             rope=self.rope,
@@ -141,7 +148,7 @@ def _parse(type_: Any, value: Any) -> Any:
         return value
     if type_ is bool:
         return value == "1"
-    return int(value) if type_ is int else float(value)
+    return int(value) if type_ in (int, int | None) else float(value)
 
 
 def gpu(name: str) -> Gpu:
@@ -199,6 +206,10 @@ def software(run: Run) -> Software:
         all_reduced=run.all_reduced,
         wire_bytes=run.wire_bytes,
         overlap=run.overlap,
+        aligned_gather=run.aligned_gather,
+        overlap_tp=run.overlap_tp,
+        fused_wgrad=run.fused_wgrad,
+        recompute_layers=run.recompute_layers,
         overlap_transfers=run.overlap_transfers,
         paired_transfers=run.paired_transfers,
         scatter_transfers=run.scatter_transfers,

@@ -55,7 +55,7 @@ class Fitted:
 
     matrix: float = 0.762
     memory: float = 0.825
-    roce: float = 0.319
+    roce: float = 0.85
 
 
 FITTED = Fitted()

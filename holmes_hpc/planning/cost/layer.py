@@ -138,6 +138,16 @@ class LayerTimes:
     def all_reduce(self) -> float:
         return all_reduce_s(self.device, self.model, self.tokens, self.tp, self.sequence_parallel)
 
+    def exposed(self, products: Seconds) -> Seconds:
+        """Return the seconds of a layer's TP collectives that no product hides.
+        With overlap, a collective goes in one piece per rank, beside the product of the piece before."""
+        comm_s = self.all_reduce()
+        seconds = 2 * comm_s, self.software.backward_reductions * comm_s
+        if not (self.software.overlap_tp and self.sequence_parallel):
+            return seconds
+        forward, backward = (max(t / self.tp, t - p) for t, p in zip(seconds, products, strict=True))
+        return forward, backward
+
     def kernels(self) -> int:
         """Return the number of kernels in a layer's forward pass."""
         s, unfused = self.software, 0 if self.software.fused_elementwise else KERNELS_UNFUSED
@@ -150,14 +160,16 @@ class LayerTimes:
         )
 
     def accumulated(self, weights: int) -> float:
-        """Return the seconds of accumulating weight gradients: write, read, then read and write the sum."""
+        """Return the seconds of accumulating weight gradients: write, read, then read and write the sum.
+        Products that add to the sum themselves hide this traffic."""
+        if self.software.fused_wgrad and self.device.element < 4:
+            return 0.0
         return self.device.streamed_s(2.0 * weights * (self.device.element + self.gradient_bytes))
 
     def layer(self, recompute: str) -> Seconds:
         """Return the seconds of one layer's (forward, backward). Recomputation counts as backward."""
         stack = self.device.stack
-        comm_s = self.all_reduce()
-        parts = (self.products(), self.scores(), self.moved(), (2 * comm_s, self.software.backward_reductions * comm_s))
+        parts = (products := self.products(), self.scores(), self.moved(), self.exposed(products))
         count = self.kernels()
         forward = sum(f for f, _ in parts) + count * stack.gap_s
         backward = sum(b for _, b in parts) + 2 * count * stack.gap_s

@@ -31,6 +31,9 @@ class Software:
     fused_elementwise: Annotated[bool, key("bias, activation, dropout, residual and rotary are fused")] = True
     overlap: Annotated[bool, key("gradient reduction overlaps with computing")] = True
     overlap_gather: Annotated[bool, key("parameter gather overlaps with computing")] = True
+    aligned_gather: Annotated[bool, key("all stages gather parameters at once")] = False
+    overlap_tp: Annotated[bool, key("TP collectives overlap with products")] = False
+    fused_wgrad: Annotated[bool, key("products add to the gradient buffer")] = True
     overlap_transfers: Annotated[bool, key("interleaved stages compute during transfers")] = True
     paired_transfers: Annotated[bool, key("1F1B sends and receives at the same time")] = True
     scatter_transfers: Annotated[bool, key("TP ranks split a stage transfer")] = False

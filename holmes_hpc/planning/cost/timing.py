@@ -260,6 +260,8 @@ def _replica(
         ready, tail = _exposed_sync(
             layout, layers, forward, backward=backward, gather=gather, reduce=reduce, buckets=buckets
         )
+        if software.aligned_gather:
+            ready = _aligned_gather(gather, buckets, forward)
     gather_after = np.zeros((plans, gather.shape[1]))
     # Without overlap, the gather follows the optimizer, for all chunks.
     if _syncs_after_backward(layout) or not (software.overlap and software.overlap_gather):
@@ -311,6 +313,16 @@ def _exposed_sync(
     return np.maximum(0, gather_part - layer) + (parts - 1) * np.maximum(0, gather_part - forward_part), tail
 
 
+def _aligned_gather(gather: np.ndarray, buckets: np.ndarray, forward: np.ndarray) -> np.ndarray:
+    """Return the exposed seconds before each chunk's first pass if all stages gather from the start of the step.
+    The chunks of a stage gather in turn. Chunk c of stage s first runs after s + c * S passes. All (plans, S, C)."""
+    stages, chunks = gather.shape[1:]
+    passes = np.arange(stages)[:, None] + stages * np.arange(chunks)
+    needed = np.cumsum(gather, axis=2) - gather * (1 - 1 / buckets)
+    late = np.maximum.accumulate(np.maximum(0.0, needed - passes * forward.mean(axis=(1, 2))[:, None, None]), axis=2)
+    return np.diff(late, axis=2, prepend=0.0)
+
+
 def _nic_contention(layout: Layout, traffic: Traffic, ready: np.ndarray, forward: np.ndarray) -> np.ndarray:
     """Return the extra seconds of gathering parameters while micro-batches arrive through the same NIC.
     `ready`: seconds of the gather alone. All arrays are (plans, S). A stage gathers after its first micro-batch
@@ -353,5 +365,5 @@ def _pass_times(
             seconds[0, :, None] * count + seconds[1, :, None] * (layers + 2.0) for seconds in traffic.fsdp
         )
         passes = [np.maximum(passes[0], gather), np.maximum(passes[1], reduce + (gather if sharding == "full" else 0))]
-    overhead = compute.overhead[:, None]
+    overhead = compute.overhead[:, None] / layers.shape[2]
     return passes[0] + overhead, passes[1] + overhead
