@@ -1,20 +1,21 @@
 """Fit the constants of planning/cost/kernels.py's Stack to published runs; print them and their errors.
 
-    python benchmarks/published_fit.py [--most 60] [--rounds 6] [--left-out]
+    python benchmarks/published_fit.py [--most 60] [--rounds 6] [--left-out benchmarks/published/left_out.csv]
 
 Gauss-Newton on log(predicted / measured), with iteratively reweighted least squares for the least mean absolute error.
 Sets have equal weight. A constant without influence on any row stays near its start value. `--left-out` also fits
-without each set in turn.
+without each set and each GPU generation in turn, and writes the errors of their runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import numpy as np
-from published_runs import Run, costs, layers, layout, read
+from published_runs import Run, costs, generation, layers, layout, read
 
 from holmes_hpc.planning.cost.kernels import Stack
 from holmes_hpc.planning.cost.timing import timing
@@ -30,6 +31,8 @@ START = Stack(
     stream=0.85,
     flash=1.0,
     flash1=0.6,
+    flash3=1.5,
+    fp8=0.85,
     unfused_attention=1.0,
     unfused_elementwise=1.5,
     loss_bytes=12.0,
@@ -45,9 +48,10 @@ START = Stack(
     transfer=0.9,
 )
 # Limits of shares of a rate: the share that a pure benchmark of it reaches, such as nccl-tests (hardware.py).
-LIMITS = {"product": 1.0, "stream": 1.0, "flash1": 1.0, "local": 0.92, "ib": 0.92}
+LIMITS = {"product": 1.0, "stream": 1.0, "flash1": 1.0, "flash3": 1.75, "fp8": 1.0, "local": 0.92, "ib": 0.92}
 # Of a constant's logarithm: step of the difference quotient, weight of the start value.
 STEP, START_WEIGHT = 0.02, 0.03
+FULL_WEIGHT = 8  # rows; smaller sets have less weight
 
 
 def steps_s(run: Run, stacks: Sequence[Stack]) -> np.ndarray:
@@ -72,7 +76,7 @@ def fit(
 ) -> Stack:
     """Fit the constants `names` to `runs`, sets of equal weight; `initial`: the first iterate, `start` by default."""
     counts = {r.set: sum(o.set == r.set for o in runs) for r in runs}
-    set_weights = np.array([1 / counts[r.set] for r in runs])
+    set_weights = np.array([1 / max(FULL_WEIGHT, counts[r.set]) for r in runs])
     measured = np.array([r.seconds for r in runs])
     start_logs, logs = (np.log([getattr(stack, n) for n in names]) for stack in (start, initial or start))
     limits, damping = np.log([LIMITS.get(n, np.inf) for n in names]), 0.3
@@ -117,31 +121,47 @@ def sample(runs: Sequence[Run], max_rows: int) -> list[Run]:
     return selected
 
 
-def report(name: str, runs: Sequence[Run], stack: Stack) -> float:
-    ratio = np.array([steps_s(r, [stack])[0] / (r.seconds or 1) for r in runs])
+def ratios(runs: Sequence[Run], stack: Stack) -> np.ndarray:
+    """Return predicted over measured seconds of each run."""
+    return np.array([steps_s(r, [stack])[0] / (r.seconds or 1) for r in runs])
+
+
+def report(name: str, runs: Sequence[Run], stack: Stack) -> np.ndarray:
+    ratio = ratios(runs, stack)
     print(f"{name:14} {len(runs):5} {np.abs(ratio - 1).mean():7.1%} {(ratio - 1).mean():+7.1%}", flush=True)
-    return float(np.abs(ratio - 1).mean())
+    return ratio
+
+
+def leave_out(runs: Sequence[Run], joint: Stack, rounds: int) -> list[tuple[str, str, Run, float]]:
+    """Fit without each set, then without each GPU generation. Return (kind, name, run, predicted over measured)."""
+    rows = []
+    for kind, name_of in (("set", lambda r: r.set), ("generation", generation)):
+        print(f"each {kind} left out in turn:")
+        for name in dict.fromkeys(map(name_of, runs)):
+            stack = fit([r for r in runs if name_of(r) != name], rounds=rounds, initial=joint)
+            left = [r for r in runs if name_of(r) == name]
+            rows += [(kind, name, run, ratio) for run, ratio in zip(left, report(name, left, stack), strict=True)]
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, default=60, help="rows per set")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--left-out", action="store_true", help="also fit without each set in turn")
+    parser.add_argument("--left-out", metavar="FILE", help="also fit without each set and GPU generation; write errors")
     options = parser.parse_args()
     runs = sample([r for r in read() if r.seconds and r.expressible], options.most)
-    sets = list(dict.fromkeys(r.set for r in runs))
     joint = fit(runs, rounds=options.rounds)
     print("jointly:", ", ".join(f"{n}={getattr(joint, n):.4g}" for n in NAMES))
-    errors = [report(name, [r for r in runs if r.set == name], joint) for name in sets]
-    print(f"mean over sets {np.mean(errors):.1%}")
+    by_set = [[r for r in runs if r.set == name] for name in dict.fromkeys(r.set for r in runs)]
+    errors = [np.abs(report(group[0].set, group, joint) - 1).mean() for group in by_set if len(group) >= FULL_WEIGHT]
+    print(f"mean over sets of at least {FULL_WEIGHT} rows {np.mean(errors):.1%}")
     if options.left_out:
-        print("each set left out in turn:")
-        errors = []
-        for name in sets:
-            stack = fit([r for r in runs if r.set != name], rounds=-(-options.rounds // 2), initial=joint)
-            errors.append(report(name, [r for r in runs if r.set == name], stack))
-        print(f"mean over sets {np.mean(errors):.1%}")
+        rows = leave_out(runs, joint, -(-options.rounds // 2))
+        with open(options.left_out, "w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("left", "name", "set", "gpu", "gpus", "tp", "attention", "ratio"))
+            writer.writerows((k, n, r.set, r.gpu, r.gpus, r.tp, r.attention, f"{x:.4f}") for k, n, r, x in rows)
 
 
 if __name__ == "__main__":

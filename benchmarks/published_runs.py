@@ -31,6 +31,8 @@ DATA = Path(__file__).parent / "published"
 KINDS = yaml.safe_load(Path(holmes_hpc.fabric.__file__).with_name("gpu_kinds.yaml").read_text())["gpus"]
 GPUS = [Gpu(**{k: v for k, v in kind.items() if k != "match"}) for kind in KINDS]
 
+GENERATIONS = {"a100": "ampere", "h100": "hopper", "gh200": "hopper", "mi250": "cdna2"}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -105,7 +107,7 @@ class Run:
 
     @property
     def gpus(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def model(self) -> ModelSpec:
@@ -128,7 +130,7 @@ class Run:
 
     @property
     def batch(self) -> Batch:
-        return Batch(self.global_size, self.micro_size, self.sequence)
+        return Batch(self.global_size, self.micro_size, self.sequence).split(self.cp)
 
 
 def read(names: list[str] | None = None) -> list[Run]:
@@ -156,6 +158,11 @@ def gpu(name: str) -> Gpu:
     return next(g for g in GPUS if name.startswith(g.name))
 
 
+def generation(run: Run) -> str:
+    """Return the architecture of a run's GPUs."""
+    return next(name for start, name in GENERATIONS.items() if run.gpu.startswith(start))
+
+
 def layout(run: Run, costs: Costs) -> Layout:
     """Return the planner's layout of a run: nodes of one fabric, stages in sequence."""
     per_node = min(run.gpus_per_node, run.gpus)
@@ -174,17 +181,27 @@ def layout(run: Run, costs: Costs) -> Layout:
     parallel = Parallel.uniform(
         run.tp,
         run.pp,
-        run.dp,
+        run.dp * run.cp,
         virtual_stages=run.chunks,
         sequence_parallel=run.sequence_parallel and run.tp > 1,
         distributed_optimizer=run.sharding != "none",
     )
     schedule = Schedule(
-        "interleaved" if run.chunks > 1 else "1f1b", in_flight(run.pp, run.batch.micro_batches(run.dp), run.chunks)
+        "interleaved" if run.chunks > 1 else "1f1b",
+        in_flight(run.pp, run.batch.micro_batches(run.dp * run.cp), run.chunks),
     )
     component = Component("p", "", "published", nodes, per_node, tuple(range(run.pp)))
+    ranks = run.dp * run.cp
     return Layout(
-        run.model, run.batch, parallel, run.recompute, schedule, (component,), Site("published", (fabric,)), costs
+        run.model,
+        run.batch,
+        parallel,
+        run.recompute,
+        schedule,
+        (component,),
+        Site("published", (fabric,)),
+        costs,
+        bucket_bytes=max(40_000_000, 1_000_000 * ranks) * run.gradient_bytes,  # Megatron-Core's default
     )
 
 
@@ -209,6 +226,7 @@ def software(run: Run) -> Software:
         aligned_gather=run.aligned_gather,
         overlap_tp=run.overlap_tp,
         fused_wgrad=run.fused_wgrad,
+        fp8=run.fp8,
         recompute_layers=run.recompute_layers,
         overlap_transfers=run.overlap_transfers,
         paired_transfers=run.paired_transfers,

@@ -151,6 +151,24 @@ class Batch:
         """The tokens of a step."""
         return self.global_size * self.sequence_length
 
+    @property
+    def context(self) -> int:
+        """The tokens that a sequence's last token attends to."""
+        return self.sequence_length
+
+    def split(self, cp: int) -> Batch:
+        """Return the batch as one of `cp` context-parallel ranks holds it: its parts of all sequences."""
+        refuse(
+            "batch",
+            (
+                self.sequence_length % (2 * cp) and cp > 1,
+                f"sequence_length {self.sequence_length} is not a multiple of 2 x CP {cp}",
+                f"use a multiple of {2 * cp}",
+            ),
+            error=PlanError,
+        )
+        return self if cp == 1 else PartialBatch(self.global_size * cp, self.micro_size, self.sequence_length // cp, cp)
+
     def micro_batches(self, dp: int) -> int:
         """Return the number of micro-batches per pipeline and step. PlanError if the batch cannot be divided."""
         refuse(
@@ -163,3 +181,14 @@ class Batch:
             error=PlanError,
         )
         return self.global_size // (self.micro_size * dp)
+
+
+@dataclass(frozen=True)
+class PartialBatch(Batch):
+    """A batch of parts of sequences: each of `cp` ranks holds `sequence_length` tokens of a sequence."""
+
+    cp: Annotated[int, key("ranks that share a sequence", ge=1)]
+
+    @property
+    def context(self) -> int:
+        return self.sequence_length * self.cp

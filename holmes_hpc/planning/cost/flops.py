@@ -89,7 +89,7 @@ def part_flops(m: ModelSpec, part: str, tokens: int, sequence: int, tp: int) -> 
 def model_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1) -> float:
     """Return the FLOPs of one step of the model itself: forward once, backward twice that."""
     tokens = batch.global_size * batch.sequence_length
-    return 3 * (model.layers * layer_flops(model, tokens, batch.sequence_length) + head_flops(model, tokens, tp))
+    return 3 * (model.layers * layer_flops(model, tokens, batch.context) + head_flops(model, tokens, tp))
 
 
 def hardware_flops_per_step(
@@ -105,13 +105,13 @@ def hardware_flops_per_step(
     attention scores (Korthikanti et al. 2022, arXiv 2205.05198)."""
     tokens = batch.global_size * batch.sequence_length
     part_flops = {
-        "scores": layer_score_flops(model, tokens, batch.sequence_length),
+        "scores": layer_score_flops(model, tokens, batch.context),
         "norms": 0.0,
         "ffn": 2.0 * tokens * ffn_matrix(model),
     }
     recomputed = {
         "none": 0.0,
         "selective": model.layers * sum(part_flops[part] for part in parts),
-        "full": (model.layers if layers is None else layers) * layer_flops(model, tokens, batch.sequence_length),
+        "full": (model.layers if layers is None else layers) * layer_flops(model, tokens, batch.context),
     }
     return model_flops_per_step(model, batch, tp) + recomputed[recompute]

@@ -36,6 +36,7 @@ class Kind:
     fp32_tflops: Annotated[float, key("peak of fp32 products", unit="TFLOP/s", gt=0)]
     product: Annotated[float, key("share of the peak that large products reach", gt=0, le=1)]
     flash: Annotated[float, key("share of the peak that fused attention reaches", gt=0, le=1)]
+    fp8_tflops: Annotated[float | None, key("peak of FP8 products; null: none", unit="TFLOP/s", gt=0)] = None
     source: str = ""
     known: bool = True
 
@@ -80,7 +81,8 @@ class Stack(Checked, where="stack"):
     """The efficiency of current programs, relative to the kinds' tables.
 
     One set of constants for all GPUs and programs, fitted to published runs (benchmarks/published_fit.py). `product`,
-    `flash`, `flash1`: of the table's share for large products, FlashAttention 2 and 1. `memory`, `stream`: of the
+    `fp8`: of the table's share for large products, `fp8` of FP8's peak relative to that. `flash`, `flash1`: of the
+    table's share for FlashAttention 2 and 1. `memory`, `stream`: of the
     bandwidth, for kernels of a token's width and for kernels over one large array (scores, gradients, optimizer, loss).
     `unfused_attention`, `unfused_elementwise`: moved over counted bytes of unfused attention and of other unfused
     operations. `loss_bytes`: of a logit, forward, by the loss. `launch_s`: CPU time of a kernel launch. `wait_s`: extra
@@ -93,8 +95,10 @@ class Stack(Checked, where="stack"):
     product: Share = 0.965
     memory: Share = 0.85
     stream: Share = 0.817
+    fp8: Share = 0.85
     flash: Share = 1.0
     flash1: Share = 0.576
+    flash3: Share = 1.5
     unfused_attention: Share = 0.916
     unfused_elementwise: Share = 1.87
     loss_bytes: Share = 8.48
@@ -149,11 +153,13 @@ class Device:
         """Return the seconds to move a number of bytes in kernels over one large array."""
         return moved_bytes / (self.bandwidth * self.stack.stream)
 
-    def product_s(self, m: int, n: int, k: int) -> float:
+    def product_s(self, m: int, n: int, k: int, fp8: bool = False) -> float:
         """Return the seconds of (m, k) x (k, n).
         If tiles do not fill the GPU, several may share the sums of one (split-K) and add their parts in fp32."""
         sms, best = self.kind.sms, math.inf
         rate = self.peak * self.kind.product * self.stack.product
+        if fp8:
+            rate *= self.stack.fp8 * (self.kind.fp8_tflops or 0.0) / self.gpu.peak_tflops
         for rows, columns, speed in TILES:
             tiles = -(-m // rows) * -(-n // columns)
             for parts in (1, 2, 4) if tiles < 2 * sms else (1,):
@@ -170,12 +176,13 @@ class Device:
         flops = 2.0 * pairs * -(-width // 64) * 64 * slowdown
         return flops / (self.peak * self.kind.product * self.stack.product)
 
-    def flash_s(self, blocks: float, sequence: int, width: int, version1: bool) -> tuple[float, float]:
+    def flash_s(self, blocks: float, sequence: int, width: int, version: str) -> tuple[float, float]:
         """Return the seconds of fused causal attention (forward, backward) for `blocks` = sequences x heads of this
         rank. The masked half of the scores is not computed. Backward computes the scores again, five products in
         all. Short sequences have few tiles beside the diagonal's; narrow heads have fewer products per exponential."""
         flops = 2.0 * blocks * sequence * sequence * width  # half of 4 * s * s * width
-        share = self.kind.flash * (self.stack.flash1 if version1 else self.stack.flash)
+        stack = self.stack
+        share = self.kind.flash * {"flash1": stack.flash1, "flash3": stack.flash3}.get(version, stack.flash)
         share *= sequence / (sequence + 384) * min(1.0, 0.7 + 0.3 * width / 128)
         tiles = blocks * -(-sequence // 128) / self.kind.sms
         forward = flops / (self.peak * share) * math.ceil(tiles) / tiles

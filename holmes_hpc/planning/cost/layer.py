@@ -28,7 +28,7 @@ PARTS = ("layer", "embedding", "head")
 # Each unfused operation adds one. Backward has about twice as many. TP adds two collectives, which wait for the
 # slowest rank: their cost grows with the number of ranks.
 KERNELS, KERNELS_NORM, KERNELS_UNFUSED, KERNELS_TP = 16, 5, 6, 3
-KERNELS_ATTENTION = {"flash": 4, "flash1": 4, "sdpa": 4, "softmax": 8, "unfused": 14}
+KERNELS_ATTENTION = {"flash": 4, "flash1": 4, "flash3": 4, "sdpa": 4, "softmax": 8, "unfused": 14}
 
 
 def all_reduce_s(device: Device, model: ModelSpec, tokens: int, tp: int, sequence_parallel: bool) -> float:
@@ -50,6 +50,7 @@ class LayerTimes:
     model: ModelSpec
     micro_size: int
     sequence: int
+    context: int
     tp: int
     sequence_parallel: bool
     gradient_bytes: int
@@ -60,12 +61,19 @@ class LayerTimes:
 
     @cached_property
     def attention(self) -> str:
-        return self.software.attention_of(self.model.heads // self.tp or 1, self.sequence, self.micro_size)
+        return self.software.attention_of(self.model.heads // self.tp or 1, self.context, self.micro_size)
 
-    def product(self, columns: int, rows: int) -> Seconds:
-        """Return the seconds of a product of all tokens with a matrix of `rows` inputs and `columns` outputs."""
+    def product(self, columns: int, rows: int, fp8: bool = False) -> Seconds:
+        """Return the seconds of a product of all tokens with a matrix of `rows` inputs and `columns` outputs.
+        For FP8, inputs and gradients are scaled and cast: each is read once and written twice, also transposed."""
         t, d = self.tokens, self.device
-        return d.product_s(t, columns, rows), d.product_s(t, rows, columns) + d.product_s(columns, rows, t)
+        forward, backward = (
+            d.product_s(t, columns, rows, fp8),
+            d.product_s(t, rows, columns, fp8) + d.product_s(columns, rows, t, fp8),
+        )
+        if not fp8:
+            return forward, backward
+        return forward + d.moved_s(t * rows * (d.element + 2.0)), backward + d.moved_s(t * columns * (d.element + 2.0))
 
     def products(self) -> Seconds:
         """Return the seconds of the layer's products: query, key and value in one; output; up with the gate; down."""
@@ -76,7 +84,7 @@ class LayerTimes:
             ((2 if m.swiglu else 1) * m.ffn // tp, m.hidden),
             (m.hidden, m.ffn // tp),
         )
-        products = [self.product(*shape) for shape in shapes]
+        products = [self.product(*shape, fp8=self.software.fp8) for shape in shapes]
         return sum(f for f, _ in products), sum(b for _, b in products)
 
     def scores(self) -> Seconds:
@@ -84,14 +92,25 @@ class LayerTimes:
         m, d, heads = self.model, self.device, self.model.heads / self.tp
         blocks = self.micro_size * heads
         if self.software.flash:
-            return d.flash_s(blocks, self.sequence, m.head_width, self.attention == "flash1")
-        pairs = blocks * self.sequence * self.sequence
+            share = self.sequence / self.context
+            compute_s = d.flash_s(share * blocks, self.context, m.head_width, self.attention)
+            return self._with_key_exchange(compute_s)
+        pairs = blocks * self.sequence * self.context
         passes = 4.0 * d.element + (2.0 * d.element + 1 if m.dropout else 0)  # write, softmax in and out, read
         if self.attention == "unfused":
             passes = d.stack.unfused_attention * (passes + 4.0 * d.element + 12)  # scale, mask; softmax in fp32
         moved_s = d.streamed_s(pairs * passes)
         compute_s = 2 * d.scores_s(pairs, m.head_width)
         return compute_s + moved_s, 2 * (compute_s + moved_s)
+
+    def _with_key_exchange(self, compute_s: Seconds) -> Seconds:
+        """Return the seconds of attention beside CP's ring of keys and values, whose gradients return with them."""
+        cp = self.context // self.sequence
+        if cp == 1:
+            return compute_s
+        kv_bytes = 2.0 * self.tokens * self.model.key_width / self.tp * self.device.element
+        forward, backward = (self.device.ring_s(n * kv_bytes * (cp - 1), cp) for n in (1, 2))
+        return max(compute_s[0], forward), max(compute_s[1], backward)
 
     def moved(self) -> Seconds:
         """Return the seconds of memory-bound operations.
@@ -222,6 +241,7 @@ def part_times(
         model,
         micro_size=batch.micro_size,
         sequence=batch.sequence_length,
+        context=batch.context,
         tp=tp,
         sequence_parallel=sequence_parallel,
         gradient_bytes=gradient_bytes,
