@@ -145,6 +145,23 @@ def read(names: list[str] | None = None) -> list[Run]:
     return runs
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A run predicted with constants fitted without its set, or without its generation of GPUs.
+    `left`: set or generation; `ratio`: predicted over measured seconds."""
+
+    left: str
+    name: str
+    set: str
+    ratio: float
+
+
+def read_left_out() -> list[LeftOut]:
+    """Return the rows of left_out.csv, which published_fit.py writes."""
+    with (DATA / "left_out.csv").open() as file:
+        return [LeftOut(r["left"], r["name"], r["set"], float(r["ratio"])) for r in csv.DictReader(file)]
+
+
 def _parse(type_: Any, value: Any) -> Any:
     if not isinstance(value, str) or type_ is str:
         return value

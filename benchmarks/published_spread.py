@@ -1,57 +1,68 @@
-"""Compute the prediction intervals of planning/cost/uncertainty.yaml from published runs.
+"""Compute the prediction intervals of planning/cost/uncertainty.yaml from the errors of left-out runs.
 
     python benchmarks/published_spread.py > holmes_hpc/planning/cost/uncertainty.yaml
 
-A class is a TP size with fused or unfused attention; its interval contains 90% of its runs. Prints on stderr the share
-of runs inside the interval of the other four fifths of the rows (five folds from a fixed seed), and the median half
-width of the intervals.
+Reads benchmarks/published/left_out.csv, which published_fit.py --left-out writes. Sets have equal weight. Prints on
+stderr the share of runs of each left-out set inside the interval of the other sets, and the interval's half width.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from published_fit import sample
-from published_runs import Run, predicted_s, read
+from published_fit import FULL_WEIGHT
+from published_runs import generation, read, read_left_out, software
 
-Class = tuple[int, bool]
-MAX_ROWS = 400  # per set, so that no set dominates a class
-
-
-def class_of(run: Run) -> Class:
-    return min(8, 1 << (run.tp - 1).bit_length()), run.attention.startswith("flash")
+Ratios = Mapping[str, Sequence[float]]  # of measured over predicted seconds, by set
 
 
-def spread(ratios: Sequence[float]) -> tuple[float, float]:
-    """Return the 5th and 95th percentile, slightly wider for few rows."""
-    edge = 0.05 * len(ratios) / (len(ratios) + 10)
-    low, high = np.quantile(ratios, (edge, 1 - edge))
-    return min(float(low), 0.97), max(float(high), 1.03)
+def quantiles(ratios: Ratios) -> tuple[float, float]:
+    """Return the 5th and 95th percentile of all runs. A set of at least FULL_WEIGHT runs has weight 1."""
+    values = np.concatenate([np.array(r) for r in ratios.values()])
+    weights = np.concatenate([np.full(len(r), 1 / max(FULL_WEIGHT, len(r))) for r in ratios.values()])
+    order = np.argsort(values)
+    shares = np.cumsum(weights[order]) - weights[order] / 2
+    low, high = np.interp(np.array([0.05, 0.95]) * weights.sum(), shares, values[order])
+    return min(float(low), 1.0), max(float(high), 1.0)
+
+
+def by_set(kind: str) -> dict[str, list[float]]:
+    ratios = defaultdict(list)
+    for row in read_left_out():
+        if row.left == kind:
+            ratios[row.set].append(1 / row.ratio)
+    return dict(ratios)
+
+
+def inside(ratios: Iterable[float], interval: tuple[float, float]) -> float:
+    return float(np.mean([interval[0] <= ratio <= interval[1] for ratio in ratios]))
 
 
 def main() -> None:
-    runs = sample([r for r in read() if r.seconds and r.expressible], MAX_ROWS)
-    ratios = {r: (r.seconds or 0) / predicted_s(r) for r in runs}
-    classes = defaultdict(list)
-    for run in runs:
-        classes[class_of(run)].append(run)
-    print("# Written by benchmarks/published_spread.py: measured over predicted seconds, 5th and 95th percentile.")
-    print("classes:")
-    for (tp, flash), members in sorted(classes.items()):
-        low, high = spread([ratios[r] for r in members])
-        print(f"  - {{tp: {tp}, flash: {str(flash).lower()}, low: {low:.3f}, high: {high:.3f}, rows: {len(members)}}}")
-    fold = dict(zip(runs, np.random.default_rng(0).integers(5, size=len(runs)), strict=True))
-    is_inside, widths = [], []
-    for run in runs:
-        low, high = spread([ratios[r] for r in classes[class_of(run)] if fold[r] != fold[run]])
-        is_inside.append(low <= ratios[run] <= high)
-        widths.append((high - low) / 2)
+    runs, ratios = [r for r in read() if r.seconds], {kind: by_set(kind) for kind in ("set", "generation")}
+    print("# Written by benchmarks/published_spread.py: measured over predicted seconds of left-out runs, 5th and 95th")
+    print("# percentile; the GPUs of the largest run; the attention kernels of the runs of each generation.")
+    for kind, values in ratios.items():
+        low, high = quantiles(values)
+        print(f"{kind}s: {{low: {low:.3f}, high: {high:.3f}, runs: {sum(map(len, values.values()))}}}")
+    print(f"gpus: {max(r.gpus for r in runs)}")
+    print("attention:")
+    for name in sorted({generation(r) for r in runs}):
+        print(f"  {name}: [{', '.join(sorted({software(r).attention for r in runs if generation(r) == name}))}]")
+    shares, widths = [], []
+    for name, values in ratios["set"].items():
+        interval = quantiles({other: r for other, r in ratios["set"].items() if other != name})
+        shares.append((inside(values, interval), len(values)))
+        widths.append((interval[1] - interval[0]) / 2)
+        print(f"{name:14} {shares[-1][0]:6.1%} of {len(values)} inside", file=sys.stderr)
+    rows = sum(share * count for share, count in shares) / sum(count for _, count in shares)
+    large = np.mean([share for share, count in shares if count >= FULL_WEIGHT])
     print(
-        f"{np.mean(is_inside):.1%} of {len(runs)} left-out rows inside their interval, "
-        f"median half width {np.median(widths):.1%}",
+        f"{rows:.1%} of left-out rows inside, {large:.1%} on average over sets of at least {FULL_WEIGHT};"
+        f" median half width {np.median(widths):.1%}",
         file=sys.stderr,
     )
 

@@ -16,10 +16,24 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 import numpy as np
-from published_runs import Run, costs, gpu, has_profile, layers, layout, predicted_s, read
+from published_fit import FULL_WEIGHT
+from published_runs import (
+    Run,
+    costs,
+    generation,
+    gpu,
+    has_profile,
+    layers,
+    layout,
+    predicted_s,
+    read,
+    read_left_out,
+    software,
+)
 
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step
 from holmes_hpc.planning.cost.memory import memory, stage_capacity
+from holmes_hpc.planning.cost.uncertainty import measured as measured_errors
 
 
 def ideal_s(run: Run) -> float:
@@ -44,6 +58,37 @@ def by_set(runs: Iterable[Run]) -> dict[str, list[Run]]:
     for run in runs:
         runs_of_set[run.set].append(run)
     return dict(runs_of_set)
+
+
+def print_errors(sets: dict[str, list[Run]], predicted: dict[Run, float]) -> None:
+    """Print the errors of each set, and the mean over sets by GPU generation and by attention."""
+    print(f"{'set':14} {'rows':>5} {'fit':>7} {'bias':>7} {'left out':>9} {'inside':>7} {'constant':>9}")
+    left_out, interval = read_left_out(), measured_errors().sets
+    rows, groups = list[tuple[float, ...]](), defaultdict[str, list[int]](list)
+    for name, group in sets.items():
+        estimates, measured = np.array([predicted[r] for r in group]), np.array([seconds(r) for r in group])
+        share = best_constant(other_runs for key, other_runs in sets.items() if key != name)
+        ratios = np.array([row.ratio for row in left_out if (row.left, row.name) == ("set", name)])
+        rows.append(
+            (
+                error(estimates, measured),
+                float((estimates / measured - 1).mean()),
+                float(np.abs(ratios - 1).mean()),
+                float(np.mean([interval.low <= 1 / ratio <= interval.high for ratio in ratios])),
+                error(np.array([ideal_s(r) / share for r in group]), measured),
+            )
+        )
+        print(
+            f"{name:14} {len(group):5} "
+            + " ".join(f"{x:{w}.1%}" for x, w in zip(rows[-1], (7, 7, 9, 7, 9), strict=True))
+        )
+        for key in (generation(group[0]), "fused attention" if software(group[0]).flash else "unfused attention"):
+            groups[key].append(len(rows) - 1)
+        if len(group) >= FULL_WEIGHT:
+            groups[f"sets of at least {FULL_WEIGHT} rows"].append(len(rows) - 1)
+    for key, members in groups.items():
+        means = np.array([rows[i] for i in members]).mean(axis=0)
+        print(f"{key} ({len(members)} sets): fit {means[0]:.1%}, left out {means[2]:.1%}, constant {means[4]:.1%}")
 
 
 def layout_choices(runs: Iterable[Run]) -> list[list[Run]]:
@@ -77,18 +122,7 @@ def main() -> None:
     runs = [r for r in read() if r.expressible]
     sets = by_set(r for r in runs if r.seconds)
     predicted = {r: predicted_s(r) for group in sets.values() for r in group}
-    print(f"{'set':14} {'rows':>5} {'error':>7} {'bias':>7} {'worst':>7} {'constant':>9}")
-    errors = []
-    for name, group in sets.items():
-        estimates, measured = np.array([predicted[r] for r in group]), np.array([seconds(r) for r in group])
-        share = best_constant(other_runs for key, other_runs in sets.items() if key != name)
-        constant = error(np.array([ideal_s(r) / share for r in group]), measured)
-        errors.append(error(estimates, measured))
-        print(
-            f"{name:14} {len(group):5} {errors[-1]:7.1%} {(estimates / measured - 1).mean():+7.1%}"
-            f" {np.abs(estimates / measured - 1).max():7.1%} {constant:9.1%}"
-        )
-    print(f"mean over sets {np.mean(errors):.1%}")
+    print_errors(sets, predicted)
     group = [r for r in sets["sailor"] if has_profile(r)]
     estimates, measured = np.array([predicted_s(r, profile=True) for r in group]), np.array([seconds(r) for r in group])
     print(

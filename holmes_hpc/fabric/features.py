@@ -348,6 +348,6 @@ def _parse_rules(entries: Any, where: str) -> list[Rule]:
 
 
 def _parse_gpu(entry: Any, where: str) -> tuple[re.Pattern[str], Gpu]:
-    if not isinstance(entry, dict) or set(entry) != set(_GPU_KEYS):
+    if not isinstance(entry, dict) or set(entry) - {"nvlink_gpus"} != set(_GPU_KEYS):
         raise SiteError(f"{entry!r} is not a GPU", where=f"{where}: gpus", hint=f"give {', '.join(_GPU_KEYS)}")
-    return _compile(entry["match"], where), Gpu(**{k: entry[k] for k in _GPU_KEYS[1:]})
+    return _compile(entry["match"], where), Gpu(**{k: value for k, value in entry.items() if k != "match"})

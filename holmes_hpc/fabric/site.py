@@ -32,6 +32,7 @@ class Gpu:
     intra_node_gbps: Annotated[float, key("send rate of one GPU to its peers in the node", unit="Gb/s", gt=0)]
     attention: Annotated[str | None, key("implementation of attention; null: not known", one_of=ATTENTION)] = None
     fused_norm: Annotated[bool | None, key("a norm is one kernel; null: not known")] = None
+    nvlink_gpus: Annotated[int | None, key("GPUs that NVLink connects; null: those of a node", ge=1)] = None
 
     def __post_init__(self) -> None:
         check(self, f"gpu {self.name}", SiteError)

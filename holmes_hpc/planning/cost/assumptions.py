@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 from holmes_hpc.fabric.site import Pool
 from holmes_hpc.planning.cost.hardware import UNMEASURED_NICS
 from holmes_hpc.planning.cost.kernels import kind, kinds
-from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.layout import WINDOW_BYTES, Layout
+from holmes_hpc.planning.cost.uncertainty import interval_notes
 
 
 def assumptions(layout: Layout) -> tuple[str, ...]:
@@ -44,7 +47,21 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
             notes.append(f"no figures for {pool.nic} ({pool.name}): RoCE's efficiency assumed")
         if calibration is None or not any(f.links for f in calibration.fabrics):
             notes.append("link latencies and efficiencies from published figures, not measured")
-    return tuple(dict.fromkeys([*notes, *layout.costs.corrections.notes]))
+    notes += _narrow_windows(layout)
+    return tuple(dict.fromkeys([*notes, *interval_notes(layout), *layout.costs.corrections.notes]))
+
+
+def _narrow_windows(layout: Layout) -> Iterator[str]:
+    """Yield the stage transfers whose TCP windows, at their link's delay, are assumed to limit their rate."""
+    for transport, (a, b) in zip(layout.edges[0], pairwise(layout.replicas[0]), strict=False):
+        delay_s = layout.site.delay_s(transport.kind, layout.pool(a), layout.pool(b))
+        rate = layout.site.rate_gbps(transport.kind, layout.pool(a), layout.pool(b)) * 1e9 / 8
+        needed = math.ceil(rate * 2 * delay_s / WINDOW_BYTES / a.gpus_per_node)
+        if needed > layout.edge_connections:
+            yield (
+                f"{a.pool} to {b.pool}: TCP windows of 3 MiB limit transfers at a delay of {delay_s * 1e3:g} ms;"
+                f" plan.edge_connections={needed} uses the rate of the link"
+            )
 
 
 def _calibration_notes(layout: Layout, pool: Pool) -> Iterator[str]:

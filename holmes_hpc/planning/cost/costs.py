@@ -129,8 +129,9 @@ class Costs:
         link = self.calibration.link(pool, name, collective) if self.calibration is not None else None
         if link is None:
             link = self._links(pool.gpu)[name]
-            if name == "ib" and not (pool.gpu.is_cpu or self.pace_layer_ms):
-                link = replace(link, efficiency=self.stack.ib if collective else self.stack.transfer)
+            if pool.nic.rdma and name == str(pool.nic) and not (pool.gpu.is_cpu or self.pace_layer_ms):
+                share = self.stack.ib if name == "ib" else self.stack.roce
+                link = replace(link, efficiency=share if collective else self.stack.transfer)
             if pool.rdma_efficiency is not None and name == str(pool.nic):
                 link = replace(link, efficiency=pool.rdma_efficiency)
         return replace(link, efficiency=link.efficiency * self.corrections.rates.get(name, 1.0))

@@ -47,15 +47,13 @@ def collectives(gpu: Gpu) -> Collectives:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Three constants fitted to the 13 runs of Narayanan et al.
+    """Two constants fitted to the 13 runs of Narayanan et al.
     (SC'21) and Yang et al. (arXiv 2312.03549). The fitted model has one share of the peak for all products,
     `matrix`. `memory` is the share of the memory bandwidth that the other work reaches. Both serve CPUs and gaps in
-    a calibration; for unmeasured GPUs see kernels.py. `roce`: share of the nominal rate that RoCE reaches, from one
-    run."""
+    a calibration; for unmeasured GPUs see kernels.py."""
 
     matrix: float = 0.762
     memory: float = 0.825
-    roce: float = 0.85
 
 
 FITTED = Fitted()
@@ -69,9 +67,9 @@ UNMEASURED_NICS = tuple(str(nic) for nic in NicType if nic.rdma and not nic.verb
 NCCL_LINKS: Mapping[str, Link] = {
     "local": Link(5e-6, 0.77),
     "ib": Link(1e-5, 0.92),
-    "roce": Link(1e-5, FITTED.roce),
+    "roce": Link(1e-5, 0.85),
     "ethernet": Link(5e-5, 0.956),
-    **dict.fromkeys(UNMEASURED_NICS, Link(1e-5, FITTED.roce)),
+    **dict.fromkeys(UNMEASURED_NICS, Link(1e-5, 0.85)),
 }
 # CPU ranks use gloo over TCP on any NIC. Headers take 1 - 1448/1514; a message costs about a scheduler's tick.
 GLOO_LINKS: Mapping[str, Link] = {

@@ -37,6 +37,7 @@ class Kind:
     product: Annotated[float, key("share of the peak that large products reach", gt=0, le=1)]
     flash: Annotated[float, key("share of the peak that fused attention reaches", gt=0, le=1)]
     fp8_tflops: Annotated[float | None, key("peak of FP8 products; null: none", unit="TFLOP/s", gt=0)] = None
+    generation: str = ""
     source: str = ""
     known: bool = True
 
@@ -88,8 +89,8 @@ class Stack(Checked, where="stack"):
     operations. `loss_bytes`: of a logit, forward, by the loss. `launch_s`: CPU time of a kernel launch. `wait_s`: extra
     if the CPU waits for the kernel. `gap_s`: between two kernels on the GPU. `pass_s`: of every pass. `step_s`: of
     every step. `ring_s`, `rank_s`: of a collective inside a node, and per rank in it (all-reduces of 2 to 8 A100,
-    github.com/VIA-Research/vTrain, trace/a100, f8dda84). `local`, `ib`, `transfer`: shares of the nominal rate that
-    collectives in a node, collectives over InfiniBand and stage transfers reach.
+    github.com/VIA-Research/vTrain, trace/a100, f8dda84). `local`, `ib`, `roce`, `transfer`: shares of the nominal
+    rate that collectives in a node, over InfiniBand, over other RDMA, and stage transfers reach.
     """
 
     product: Share = 0.965
@@ -111,6 +112,7 @@ class Stack(Checked, where="stack"):
     rank_s: Time = 7e-6
     local: Share = 0.679
     ib: Share = 0.92
+    roce: Share = 0.85
     transfer: Share = 0.9
 
 

@@ -33,6 +33,7 @@ _PLAN_FIELDS = (  # fields of Plan that Layout copies
     *("model", "batch", "parallel", "recompute", "schedule", "components"),
     *("transport_mode", "edge_dtype", "edge_connections", "bucket_bytes"),
 )
+WINDOW_BYTES = 3 << 20  # unacknowledged bytes of a TCP connection: half of the 6 MiB that Linux allows by default
 _order = lru_cache(maxsize=4096)(Order)  # a search repeats the same arguments
 schedule_of = lru_cache(maxsize=4096)(Schedule)
 
@@ -224,9 +225,10 @@ class Layout:
     def replicas(self) -> tuple[tuple[Component, ...], ...]:
         """The component of each stage, per kind of pipeline replica.
         There is one kind, or one per component if hierarchical."""
+        components = [self._in_domains(c) for c in self.components]
         if self.is_hierarchical:
-            return tuple((c,) * self.parallel.pp for c in self.components)
-        component_of: dict[int, Component] = {s: c for c in self.components for s in c.stages}
+            return tuple((c,) * self.parallel.pp for c in components)
+        component_of: dict[int, Component] = {s: c for c in components for s in c.stages}
         if sorted(component_of) != list(range(self.parallel.pp)):
             raise PlanError(
                 f"components hold stages {sorted(component_of)}, PP is {self.parallel.pp}",
@@ -234,6 +236,17 @@ class Layout:
                 hint="assign each stage to one component",
             )
         return (tuple(component_of[s] for s in range(self.parallel.pp)),)
+
+    def _in_domains(self, component: Component) -> Component:
+        """Return a component whose nodes are NVLink domains, as far as these are larger than its nodes."""
+        nodes = self._nodes_of_domain(component.pool)
+        return replace(component, nodes=component.nodes // nodes, gpus_per_node=component.gpus_per_node * nodes)
+
+    def _nodes_of_domain(self, pool: str) -> int:
+        """Return the number of a component's nodes that NVLink connects."""
+        component = next(c for c in self.components if c.pool == pool)
+        nvlink_gpus = self.pools[pool].gpu.nvlink_gpus or component.gpus_per_node
+        return math.gcd(component.nodes, max(1, nvlink_gpus // component.gpus_per_node))
 
     @cached_property
     def stage_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -340,7 +353,12 @@ class Layout:
     ) -> float:
         pool = self.pool(component)
         gbps = self.site.rate_gbps(transport.kind, pool, self.pool(peer) if peer else None, nodes)
-        return gbps * 1e9 / 8 * self.costs.link(transport, pool, collective).efficiency
+        if transport.kind != "local":
+            gbps *= self._nodes_of_domain(component.pool)
+        rate = gbps * 1e9 / 8 * self.costs.link(transport, pool, collective).efficiency
+        delay_s = self.site.delay_s(transport.kind, pool, self.pool(peer) if peer else None)
+        connections = component.gpus_per_node * (1 if collective else self.edge_connections)
+        return min(rate, connections * WINDOW_BYTES / (2 * delay_s)) if delay_s else rate
 
     def latency(
         self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None

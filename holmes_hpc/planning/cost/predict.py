@@ -1,17 +1,9 @@
-"""Predictions for a plan: step time and its parts, throughput, memory, bytes per NIC kind, timeline, 90% interval.
-
-benchmarks/published_spread.py writes the table of intervals (uncertainty.yaml). It holds the 5th and 95th percentile of
-measured over predicted step time of published runs. Its classes, TP size and fused attention, separate most of the
-errors.
-"""
+"""Predictions for a plan: step time and its parts, throughput, memory, bytes per NIC kind, timeline, 90% interval."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,21 +11,16 @@ from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, head_flops, layer_flops, model_flops_per_step
 from holmes_hpc.planning.cost.group_bytes import sent_bytes
-from holmes_hpc.planning.cost.kernels import Kind, kind
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, row_durations, step_s, timing
 from holmes_hpc.planning.cost.traffic import activation_bytes, embedding_bytes
+from holmes_hpc.planning.cost.uncertainty import interval_s
 from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER
 from holmes_hpc.planning.plan.plan import Component, Plan, Predicted
 from holmes_hpc.planning.plan.transport import Transport
 from holmes_hpc.planning.schedule.graph import NodeNumbers, graph
 from holmes_hpc.planning.schedule.simulation import TimedPass, row_end_times, step_seconds
-from holmes_hpc.records.files import read_yaml
-from holmes_hpc.schema import Checked, key, make
-
-# Wider intervals for GPU kinds with assumed shares or without a table. Known shares are 0.49 to 0.86 of the peak.
-ASSUMED, UNLISTED = 1.15, 1.35
 
 
 def layer_array(plan: Plan) -> np.ndarray:
@@ -267,43 +254,3 @@ def chrome_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
         for e in events
     ]
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
-
-
-@dataclass(frozen=True)
-class Spread(Checked, where="uncertainty"):
-    """The 90% interval of measured over predicted seconds of a class: TP up to `tp`, fused or unfused attention."""
-
-    tp: Annotated[int, key("largest tensor-parallel size", ge=1)]
-    flash: bool
-    low: Annotated[float, key("5th percentile", gt=0)]
-    high: Annotated[float, key("95th percentile", gt=0)]
-    rows: Annotated[int, key("number of runs", ge=1)]
-
-
-@cache
-def spreads() -> tuple[Spread, ...]:
-    """Return the table's rows, smallest TP first."""
-    path = Path(__file__).with_name("uncertainty.yaml")
-    return tuple(make(Spread, row, f"{path.name}: classes") for row in read_yaml(path)["classes"])
-
-
-def spread(tp: int, flash: bool) -> Spread:
-    """Return the class of a run. Beyond the table's largest TP, the last class counts."""
-    same_attention = [s for s in spreads() if s.flash == flash]
-    return next((s for s in same_attention if tp <= s.tp), same_attention[-1])
-
-
-def interval_factor(table: Kind) -> float:
-    """Return the factor by which an interval widens for a GPU kind with assumed or unknown figures."""
-    return UNLISTED if not table.known else ASSUMED if "S" in table.source.split() else 1.0
-
-
-def interval_s(layout: Layout, seconds: float) -> tuple[float, float] | None:
-    """Return the (low, high) seconds of a step predicted to take `seconds`.
-    None for measured or emulated compute, which published runs do not cover."""
-    if not all(layout.costs.is_modelled(layout.pool(c)) for c in layout.components):
-        return None
-    gpus = {layout.pool(c).gpu for c in layout.components}
-    row = spread(layout.parallel.tp_of(0), all(layout.costs.software_on(gpu).flash for gpu in gpus))
-    factor = max(interval_factor(kind(gpu)) for gpu in gpus)
-    return seconds * row.low / factor, seconds * row.high * factor

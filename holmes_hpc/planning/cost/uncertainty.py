@@ -1,0 +1,90 @@
+"""The 90% interval of a predicted step time, and why it is wide.
+
+benchmarks/published_spread.py writes its table (uncertainty.yaml) from published runs. Each run was predicted with
+constants fitted to the other sets of runs, or to the runs on other generations of GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+from holmes_hpc.planning.cost.kernels import kind
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.records.files import read_yaml
+from holmes_hpc.schema import Checked, key, make
+
+# Factors of the interval's ends. The shares of the peak of known kinds are 0.49 to 0.86.
+ASSUMED_KIND, UNLISTED_KIND, OTHER_SCALE, OTHER_SOFTWARE = 1.15, 1.35, 1.1, 1.1
+LARGER = 2  # times the GPUs of the largest run
+
+
+@dataclass(frozen=True)
+class Spread(Checked, where="uncertainty"):
+    """The 90% interval of measured over predicted seconds."""
+
+    low: Annotated[float, key("5th percentile", gt=0, le=1)]
+    high: Annotated[float, key("95th percentile", ge=1)]
+    runs: Annotated[int, key("number of runs", ge=1)]
+
+
+@dataclass(frozen=True)
+class Uncertainty(Checked, where="uncertainty"):
+    """The errors of runs that the constants were not fitted to.
+    `sets`, `generations`: of runs whose set, or whose generation of GPUs, was left out. `attention`: the kernels of
+    the runs of each generation."""
+
+    sets: Spread
+    generations: Spread
+    gpus: Annotated[int, key("GPUs of the largest run", ge=1)]
+    attention: Mapping[str, tuple[str, ...]] = field(hash=False)
+
+
+@cache
+def measured() -> Uncertainty:
+    path = Path(__file__).with_name("uncertainty.yaml")
+    table = read_yaml(path)
+    spreads = {name: make(Spread, table[name], f"{path.name}: {name}") for name in ("sets", "generations")}
+    attention = {name: tuple(values) for name, values in table["attention"].items()}
+    return Uncertainty(**spreads, gpus=table["gpus"], attention=attention)
+
+
+def _reasons(layout: Layout) -> Iterator[tuple[float, str]]:
+    """Yield the (factor, cause) of everything that widens the interval. Factor 0: the spread of other generations."""
+    table = measured()
+    for gpu in {layout.pool(c).gpu: None for c in layout.components}:
+        figures, attention = kind(gpu), layout.costs.software_on(gpu).attention
+        if not figures.known:
+            yield UNLISTED_KIND, f"{gpu.name} has no kernel table"
+        elif "S" in figures.source.split():
+            yield ASSUMED_KIND, f"kernel figures of {gpu.name} are those of a similar GPU"
+        if figures.generation not in table.attention:
+            yield 0.0, f"no published run on {figures.generation or gpu.name} is known"
+        elif attention not in table.attention[figures.generation]:
+            yield OTHER_SOFTWARE, f"no published run on {figures.generation} with attention {attention} is known"
+    if layout.parallel.world_size > LARGER * table.gpus:
+        yield OTHER_SCALE, f"the largest published run had {table.gpus} GPUs"
+
+
+def interval_s(layout: Layout, seconds: float) -> tuple[float, float] | None:
+    """Return the (low, high) seconds of a step predicted to take `seconds`.
+    None for measured or emulated compute, which published runs do not cover."""
+    if not _is_covered(layout):
+        return None
+    factors = [factor for factor, _ in _reasons(layout)]
+    spread = measured().generations if 0.0 in factors else measured().sets
+    factor = max((f for f in factors if f), default=1.0)
+    return seconds * spread.low / factor, seconds * spread.high * factor
+
+
+def interval_notes(layout: Layout) -> list[str]:
+    """Return a line that names what widens the interval, if anything does."""
+    causes = dict.fromkeys(cause for _, cause in _reasons(layout)) if _is_covered(layout) else {}
+    return [f"the 90% interval is wider: {'; '.join(causes)}"] if causes else []
+
+
+def _is_covered(layout: Layout) -> bool:
+    return all(layout.costs.is_modelled(layout.pool(c)) for c in layout.components)
