@@ -9,7 +9,7 @@ stderr the share of runs of each left-out set inside the interval of the other s
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -50,7 +50,8 @@ def main() -> None:
         print(f"{kind}s: {{low: {low:.3f}, high: {high:.3f}, runs: {sum(map(len, values.values()))}}}")
     print(f"gpus: {max(r.gpus for r in runs)}")
     print("attention:")
-    for name in sorted({generation(r) for r in runs}):
+    counts = Counter(generation(r) for r in runs)
+    for name in sorted(n for n, count in counts.items() if count >= FULL_WEIGHT):
         print(f"  {name}: [{', '.join(sorted({software(r).attention for r in runs if generation(r) == name}))}]")
     shares, widths = [], []
     for name, values in ratios["set"].items():

@@ -92,11 +92,11 @@ def print_errors(sets: dict[str, list[Run]], predicted: dict[Run, float]) -> Non
 
 
 def layout_choices(runs: Iterable[Run]) -> list[list[Run]]:
-    """Return the groups of runs with the same model, batch, machine and software, and at least three layouts."""
+    """Return the groups of runs with the same model, batch, machine and software, and at least two layouts."""
     groups = defaultdict(list)
     for r in runs:
         groups[r.set, r.model, r.global_size, r.gpus, r.gpu, r.attention, r.fused_norm, r.note].append(r)
-    return [c for c in groups.values() if len({(r.tp, r.pp, r.micro_size, r.recompute) for r in c}) > 2]
+    return [c for c in groups.values() if len({(r.tp, r.pp, r.chunks, r.micro_size, r.recompute) for r in c}) > 1]
 
 
 def rank_choice(choice: Sequence[Run], predicted: dict[Run, float]) -> tuple[float, int, int]:

@@ -93,26 +93,26 @@ class Stack(Checked, where="stack"):
     rate that collectives in a node, over InfiniBand, over other RDMA, and stage transfers reach.
     """
 
-    product: Share = 0.965
+    product: Share = 0.9305
     memory: Share = 0.85
-    stream: Share = 0.817
-    fp8: Share = 0.85
+    stream: Share = 0.7845
+    fp8: Share = 0.8596
     flash: Share = 1.0
-    flash1: Share = 0.576
-    flash3: Share = 1.5
-    unfused_attention: Share = 0.916
-    unfused_elementwise: Share = 1.87
-    loss_bytes: Share = 8.48
-    launch_s: Time = 2.82e-5
-    wait_s: Time = 4e-5
-    gap_s: Time = 4.57e-6
-    pass_s: Time = 1.5e-3
-    step_s: Time = 2.47e-3
-    ring_s: Time = 2e-5
-    rank_s: Time = 7e-6
-    local: Share = 0.679
+    flash1: Share = 0.5881
+    flash3: Share = 1.75
+    unfused_attention: Share = 0.9718
+    unfused_elementwise: Share = 1.793
+    loss_bytes: Share = 6.858
+    launch_s: Time = 2.8e-05
+    wait_s: Time = 4.5e-05
+    gap_s: Time = 2e-06
+    pass_s: Time = 0.001913
+    step_s: Time = 0.004326
+    ring_s: Time = 2e-05
+    rank_s: Time = 7e-06
+    local: Share = 0.77
     ib: Share = 0.92
-    roce: Share = 0.85
+    roce: Share = 0.6031
     transfer: Share = 0.9
 
 
