@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -40,12 +41,15 @@ def command_with_keys(*groups: str) -> type[TyperCommand]:
     return Command
 
 
-def with_options(*names: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Return a decorator that adds the options `names` of config/flags.py to a command; without names, all of them.
+def with_options(
+    *names: str, more: Mapping[str, Flag] = MappingProxyType({})
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Return a decorator that adds the options `names` of config/flags.py to a command, and `more`; without names, all.
     The command gets them as its parameter `flags`: {name: value} of the options on the command line."""
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        flags = {name.strip("-").replace("-", "_"): FLAGS[name] for name in names or FLAGS}
+        chosen = {name: FLAGS[name] for name in names or FLAGS} | more
+        flags = {name.strip("-").replace("-", "_"): flag for name, flag in chosen.items()}
         hints = get_type_hints(function, include_extras=True)
         parameters = [
             p.replace(annotation=hints[name])

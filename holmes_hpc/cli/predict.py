@@ -25,27 +25,46 @@ from holmes_hpc.cli.app import (
 )
 from holmes_hpc.config.composition import composed, is_fixed_by_plan, with_flags
 from holmes_hpc.config.configuration import Configuration, from_dict
-from holmes_hpc.config.flags import FLAGS, yes_or_no
-from holmes_hpc.config.models import gpt
+from holmes_hpc.config.flags import FLAGS, Flag, quoted
+from holmes_hpc.config.models import gated_ffn, gpt
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost import predict as simulation
 from holmes_hpc.planning.cost.costs import BYTES, Costs
+from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.plan.parts import Predicted
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import all_assumptions, duration, placement_text, throughput
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.records.metrics import PART_NAMES
+from holmes_hpc.schema import Key, keys
 
 
-def _fused_norm(text: str) -> bool:
-    return yes_or_no(text, "--fused-norm")
+@dataclass(frozen=True)
+class _SoftwareFlag(Flag):
+    """An option of `holmes predict` that sets a field of Software, the facts about the training program."""
+
+    @property
+    def _declared(self) -> Key:
+        return keys(Software)[self.key]
+
+    def value(self, text: str) -> Any:
+        """Return the value of an option's `text` for a list of names (scores,ffn), else as for any option."""
+        return tuple(text.split(",")) if self.type is tuple else super().value(text)
+
+
+SOFTWARE_FLAGS = {
+    flag.name: flag
+    for key in ("attention", "fused_norm", "fused_wgrad", "overlap_tp", "aligned_gather")
+    + ("sharding", "recompute_parts", "recompute_layers")
+    for flag in [_SoftwareFlag("--" + key.replace("_", "-"), key)]
+}
 
 
 @app.command(cls=command_with_keys("plan"))
-@with_options()
+@with_options(more=SOFTWARE_FLAGS)
 def predict(
     *,
     plan_path: Annotated[
@@ -54,29 +73,10 @@ def predict(
     ] = None,
     overrides: Overrides = None,
     flags: Mapping[str, Any],
-    recompute_parts: Annotated[
-        str | None, typer.Option(help="Parts that selective recomputation covers: scores,norms,ffn. [scores]")
-    ] = None,
-    recompute_layers: Annotated[
-        int | None, typer.Option(help="Layers per stage that full recomputation covers. [all]")
-    ] = None,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            help="flash, flash1 (its first version), sdpa, softmax (Megatron's fused softmax) or unfused."
-            " [the site's, or flash]"
-        ),
-    ] = None,
-    fused_norm: Annotated[
-        str | None, typer.Option(metavar="yes|no", parser=_fused_norm, help="Fused normalization. [the site's, or yes]")
+    model_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A config.json of Hugging Face, in place of --model.")
     ] = None,
     grad_dtype: Annotated[str | None, typer.Option(help="Type of gradient sums and traffic. [fp32]")] = None,
-    sharding: Annotated[
-        str | None,
-        typer.Option(
-            help="State that data-parallel ranks shard: none, optimizer or full (FSDP). [as --distributed-optimizer]"
-        ),
-    ] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU kind of every pool. [the site's]")] = None,
     tokens: Tokens = None,
     trace: Annotated[
@@ -92,22 +92,18 @@ def predict(
     check_output(trace)
     if plan_path is not None and not is_file_argument(plan_path):
         overrides, plan_path = [plan_path, *(overrides or [])], None
+    if model_file is not None:
+        overrides = [f"model={quoted(f'hf:{model_file}')}", *(overrides or [])]
+    facts = {flag.key: flags[name] for name, flag in SOFTWARE_FLAGS.items() if name in flags}
+    flags = {name: value for name, value in flags.items() if name in FLAGS}
     overrides = with_flags(flags, overrides)
-    software = _Software(
-        attention=attention,
-        fused_norm=fused_norm,
-        grad_dtype=grad_dtype,
-        sharding=sharding,
-        gpu=gpu,
-        recompute_parts=recompute_parts,
-        recompute_layers=recompute_layers,
-    )
+    software = _Software(facts, grad_dtype, gpu)
     config = _configuration(overrides, plan_path)
     if config.plan_file:
         _refuse_layout([*flags, *software.layout_options], overrides)
         plan = Plan.read(config.plan_file)
         plan = replace(plan, site=software.applied_to(plan.site))
-        costs = software.costs(config, plan.recompute, plan)
+        costs = software.costs(config, plan.parallel.sequence_parallel, plan.recompute, plan)
     else:
         plan, costs = _plan_layout(config, software, overrides)
     predicted = simulation.predict(plan, costs)
@@ -128,48 +124,56 @@ def predict(
 
 @dataclass(frozen=True)
 class _Software:
-    """The options of `holmes predict` that describe the training software. None: the site's value, or the default."""
+    """The training software and GPUs of a prediction, by the options of `holmes predict`.
+    `facts`: fields of Software. Fields that are missing, and None, mean the site's value, or the default."""
 
-    attention: str | None
-    fused_norm: Any
+    facts: Mapping[str, Any]
     grad_dtype: str | None
-    sharding: str | None
     gpu: str | None
-    recompute_parts: str | None
-    recompute_layers: int | None
 
     def __post_init__(self) -> None:
-        for flag, noun, value, allowed in (
-            ("--grad-dtype", "dtype", self.grad_dtype, ("fp32", "bf16", "fp16")),
-            ("--sharding", "sharding", self.sharding, ("none", "optimizer", "full")),
-        ):
-            if value is not None and value not in allowed:
-                raise ConfigError(f"unknown {noun} {value!r}", where=flag, hint=f"use {', '.join(allowed)}")
+        if self.grad_dtype not in (None, "fp32", "bf16", "fp16"):
+            raise ConfigError(f"unknown dtype {self.grad_dtype!r}", where="--grad-dtype", hint="use fp32, bf16, fp16")
 
     @property
     def layout_options(self) -> list[str]:
         """The options on the command line whose values a finished plan contains."""
-        return [name for name, value in (("--gpu", self.gpu), ("--sharding", self.sharding)) if value is not None]
+        return [*(["--gpu"] if self.gpu else []), *(["--sharding"] if "sharding" in self.facts else [])]
 
     def applied_to(self, site: Site) -> Site:
         """Return `site` with the GPU kind and the software of these options."""
-        return request.with_software(
-            request.with_gpu(site, self.gpu) if self.gpu else site, self.attention, self.fused_norm
-        )
+        site = request.with_gpu(site, self.gpu) if self.gpu else site
+        return request.with_software(site, self.facts.get("attention"), self.facts.get("fused_norm"))
 
-    def costs(self, config: Configuration, recompute: str, plan: Plan | None = None) -> Costs:
+    def costs(self, config: Configuration, sequence_parallel: bool, recompute: str, plan: Plan | None = None) -> Costs:
         """Return the costs of compute and communication with this software.
-        Raise ConfigError for --recompute-parts or --recompute-layers if `recompute` is another kind."""
-        parts = self.recompute_parts and tuple(self.recompute_parts.split(","))
-        fields: dict[str, Any] = {"sharding": "full"} if self.sharding == "full" else {}
-        for name, value, kind in (("parts", parts, "selective"), ("layers", self.recompute_layers, "full")):
-            if value is not None and recompute != kind:
-                raise ConfigError(
+        Raise ConfigError for an option without an effect on a layout with `sequence_parallel` and `recompute`."""
+        fields = {k: v for k, v in self.facts.items() if k not in ("attention", "fused_norm")}
+        ConfigError.refuse(
+            *(
+                (
+                    f"recompute_{name}" in fields and recompute != kind,
                     f"it has no effect, because recomputation is {recompute}",
-                    where=f"--recompute-{name}",
-                    hint=f"give --recompute {kind} too, or leave it out",
+                    f"--recompute-{name}",
+                    f"give --recompute {kind} too, or leave it out",
                 )
-            fields |= {} if value is None else {f"recompute_{name}": value}
+                for name, kind in (("parts", "selective"), ("layers", "full"))
+            ),
+            (
+                fields.get("overlap_tp") and not sequence_parallel,
+                "it requires TP above 1 with sequence parallelism",
+                "--overlap-tp",
+                "give --tp and --sequence-parallel too, or leave it out",
+            ),
+            (
+                fields.get("aligned_gather") and not config.train.overlap_param_gather,
+                "it requires --overlap-param-gather yes",
+                "--aligned-gather",
+                "leave one of them out",
+            ),
+        )
+        if fields.get("sharding") in ("none", "optimizer"):  # of the layout
+            del fields["sharding"]
         return request.costs(config, plan, fields, BYTES[self.grad_dtype] if self.grad_dtype else None)
 
 
@@ -209,6 +213,8 @@ def _gpt_of_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(
             f"the model lacks {', '.join(missing)}", where="predict", hint="give --model NAME, or the model's sizes"
         )
+    if sizes.get("swiglu"):
+        sizes = {"ffn": gated_ffn(sizes["hidden"]), **sizes}
     model = gpt(**{"name": "gpt", "vocab": 51200, "positions": batch["sequence_length"], "tied": True, **sizes})
     return {"model": asdict(model), "batch": {"micro_size": 1, **batch}}
 
@@ -236,10 +242,10 @@ def _plan_layout(config: Configuration, software: _Software, overrides: Sequence
             dp=plan.dp or 1,
             virtual_stages=plan.virtual_stages or 1,
             sequence_parallel=tp > 1 and length % tp == 0 if plan.sequence_parallel is None else plan.sequence_parallel,
-            distributed_optimizer=_is_sharded(plan.distributed_optimizer, software.sharding, overrides),
+            distributed_optimizer=_is_sharded(plan.distributed_optimizer, software.facts.get("sharding"), overrides),
         ),
     )
-    costs = software.costs(config, plan.recompute)
+    costs = software.costs(config, bool(config.plan.sequence_parallel), plan.recompute)
     return _fastest_plan(config, software.applied_to(request.site(config)), costs), costs
 
 

@@ -35,7 +35,7 @@ class Flag:
     @property
     def is_switch(self) -> bool:
         """True if the option is written --NAME or --no-NAME, without a value."""
-        return self.type is bool and self.key.startswith("plan.")
+        return self.type is bool and self.key.startswith(("plan.", "model."))
 
     @property
     def help(self) -> str:
@@ -44,7 +44,8 @@ class Flag:
             return f"{self.key}: a name, see `holmes {self.key}s`"
         text, default = self._declared.spec.help, self._declared.default
         allowed_values = allowed(self._declared).removeprefix("use ")
-        allowed_values += f"; default {str(default).lower()}" if isinstance(default, bool | int | float) else ""
+        is_fixed = isinstance(default, bool | int | float) and not self.key.startswith("model.")  # named models differ
+        allowed_values += f"; default {str(default).lower()}" if is_fixed else ""
         return f"{self.key}: {text} [{allowed_values}]"
 
     def value(self, text: str) -> Any:
@@ -100,6 +101,7 @@ _KEYS = (
     "site_file",
     "model",
     *(f"model.{k}" for k in ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "head_dim", "dropout")),
+    *(f"model.{k}" for k in ("swiglu", "rmsnorm", "rope", "tied", "bias")),
     *(f"batch.{k}" for k in ("global_size", "micro_size", "sequence_length")),
     *(f"plan.{k}" for k in ("strategy", "nodes", "gpus_per_node", "tp", "pp", "dp", "virtual_stages")),
     *(f"plan.{k}" for k in ("layers_per_stage", "recompute", "schedule", "transport")),

@@ -57,11 +57,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG, DataError, "give a whole Hugging Face folder; fetch it again")
 
 
-def read_model(folder: Path) -> ModelSpec:
-    """Return the model of a Hugging Face folder, named like it. DataError for a feature that is not covered."""
-    return model_of(
-        read_config(folder), re.sub(r"[^\w.-]+", "_", folder.resolve().name) or "model", str(folder / CONFIG)
-    )
+def read_model(path: Path) -> ModelSpec:
+    """Return the model of a Hugging Face folder, or of its config.json, named like the folder.
+    DataError for a feature that is not covered."""
+    folder, file = (path.parent, path) if path.is_file() else (path, path / CONFIG)
+    name = re.sub(r"[^\w.-]+", "_", folder.resolve().name) or "model"
+    return model_of(read_json(file, DataError, "give a Hugging Face folder, or its config.json"), name, str(file))
 
 
 def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:

@@ -8,6 +8,11 @@ from holmes_hpc.config.model import Batch, ModelSpec, RopeScaling
 from holmes_hpc.errors import ConfigError, nearest
 
 
+def gated_ffn(hidden: int) -> int:
+    """Return Megatron-LM's default width of a gated feed-forward part: 64 * floor(8h/3/64)."""
+    return 8 * hidden // 3 // 64 * 64
+
+
 def _llama(
     name: str, layers: int, hidden: int, heads: int, vocab: int, *, ffn: int = 0, kv_heads: int = 0, **other_keys: Any
 ) -> ModelSpec:
@@ -15,10 +20,10 @@ def _llama(
 
     Sources: Llama (arXiv 2307.09288 and 2407.21783), Mistral without a sliding window (arXiv 2310.06825), Qwen2.5
     (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), and the paper (Yang et al., arXiv 2312.03549). For the paper's models,
-    `ffn` is Megatron-LM's default, 64 * floor(8h/3/64). They are untied: a tied embedding and head would need an
+    `ffn` is :func:`gated_ffn`. They are untied: a tied embedding and head would need an
     all-reduce between the first and last fabric in every step.
     """
-    ffn, kv_heads = ffn or 8 * hidden // 3 // 64 * 64, kv_heads or heads
+    ffn, kv_heads = ffn or gated_ffn(hidden), kv_heads or heads
     return ModelSpec(name, layers, hidden, heads, vocab, ffn=ffn, kv_heads=kv_heads, **other_keys)
 
 
