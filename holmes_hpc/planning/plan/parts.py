@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -65,6 +66,13 @@ class Stage:
                 where="stages",
                 hint="correct them",
             )
+
+
+def lacks_layers(chunks: Sequence[Sequence[int]]) -> bool:
+    """Return whether a chunk has no layer. With virtual stages, the first chunk may hold only the embedding, and the
+    last one only the head. `chunks`: layers of each stage's chunks, (S, C)."""
+    ends = {(0, 0), (len(chunks) - 1, len(chunks[-1]) - 1)} if len(chunks[0]) > 1 else set()
+    return any(n < 1 and (s, c) not in ends for s, stage in enumerate(chunks) for c, n in enumerate(stage))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from holmes_hpc.planning.plan.parallel import (
     indivisible_sizes,
     tp_across_nodes,
 )
-from holmes_hpc.planning.plan.parts import Component, Predicted, Schedule, Stage
+from holmes_hpc.planning.plan.parts import Component, Predicted, Schedule, Stage, lacks_layers
 from holmes_hpc.planning.plan.transport import GroupTransport, Place, Transport, TransportRule, places
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.launches import check_launches
@@ -124,9 +124,11 @@ class Plan:
                 for where, values, count in lengths
             ),
             (layers != m.layers, f"stages hold {layers} layers, the model has {m.layers}", "stages", "make them equal"),
-            *(
-                (min(stage.chunks) < 1, f"stage {i} has a virtual stage without a layer", "stages", "use fewer stages")
-                for i, stage in enumerate(self.stages)
+            (
+                lacks_layers([stage.chunks for stage in self.stages]),
+                "a virtual stage other than the first and the last has no layer",
+                "stages",
+                "use fewer stages",
             ),
             (
                 sequence > m.max_positions,

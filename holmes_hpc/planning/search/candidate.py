@@ -19,6 +19,7 @@ from holmes_hpc.planning.cost.layout import Layout, schedule_of
 from holmes_hpc.planning.cost.memory import fits, max_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s
 from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
+from holmes_hpc.planning.plan.parts import lacks_layers
 from holmes_hpc.planning.plan.plan import RECOMPUTE, Component
 from holmes_hpc.planning.schedule.kinds import candidate_schedules, megatron_kind, schedule_kind
 from holmes_hpc.planning.schedule.simulation import ACCURATE
@@ -220,7 +221,7 @@ class Evaluator:
         else:
             other_layers = layers = self._fixed_layers(layout)
             is_full = False
-            if layers.shape[1] != placement.pp or layers.sum() != self.model.layers or layers.min() < 1:
+            if layers.shape[1] != placement.pp or layers.sum() != self.model.layers or lacks_layers(layers[0]):
                 return None
             if not fits(layout, layers, self.options.max_memory_gib)[0]:
                 return None

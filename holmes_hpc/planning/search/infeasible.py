@@ -109,8 +109,8 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
         raise PlanError(
             f"no placement can have {' and '.join(causes) or 'these options'}",
             where="plan",
-            hint="change one: each stage needs a layer for each virtual stage, and with virtual stages the number of"
-            " micro-batches must be a multiple of PP",
+            hint="change one: each virtual stage but the first and the last needs a layer, and with virtual stages the"
+            " number of micro-batches must be a multiple of PP",
         )
     message = f"{model.name} does not fit: at best ({least}, recompute {_recompute(o)}) {least.memory} than available"
     where, hint = "memory", ""
