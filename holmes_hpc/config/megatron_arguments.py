@@ -1,0 +1,286 @@
+"""Megatron-LM's command line, as keys of the configuration and facts about its software (docs/from-megatron.md).
+
+Arguments are read, never executed: from a command, a shell script without variables, a file of arguments, or a YAML
+file like those of Megatron-LM's functional tests.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.records.files import read_text, read_yaml
+
+WHERE = "--megatron-args"
+TRANSFORMER_ENGINE = "transformer_engine"  # attention by the fastest kernel that it has for the GPU
+_NUMBERS = {
+    "num-layers": "model.layers",
+    "hidden-size": "model.hidden",
+    "num-attention-heads": "model.heads",
+    "ffn-hidden-size": "model.ffn",
+    "kv-channels": "model.head_dim",
+    "vocab-size": "model.vocab",
+    "make-vocab-size-divisible-by": "model.vocab_multiple",
+    "max-position-embeddings": "model.max_positions",
+    "micro-batch-size": "batch.micro_size",
+    "global-batch-size": "batch.global_size",
+    "seq-length": "batch.sequence_length",
+    "tensor-model-parallel-size": "plan.tp",
+    "pipeline-model-parallel-size": "plan.pp",
+    "num-virtual-stages-per-pipeline-rank": "plan.virtual_stages",
+    "train-iters": "train.steps",
+}
+_REFUSED = (  # (a pattern of names, values without an effect, why others are refused)
+    (r"num-experts|expert-.*|moe-.*", ("1",), "mixtures of experts are not modelled"),
+    (r"multi-latent-attention|mtp-num-layers|window-size", (), "this attention or head is not modelled"),
+    (r"(hybrid|mamba|heterogeneous)-.*|is-hybrid-model|spec", ("local",), "layers of several kinds are not modelled"),
+    (r"pipeline-model-parallel-layout|standalone-embedding-stage", (), "give the layers by --layers-per-stage instead"),
+    (r"num-distributed-optimizer-instances", ("1",), "several instances are not modelled"),
+    (r"outer-dp-sharding-strategy", ("no_shard",), "HSDP is not modelled"),
+    (r"cp-comm-type", ("p2p",), "only context parallelism by p2p is modelled"),
+    (r"optimizer", ("adam",), "only Adam is modelled"),
+    (r"(main-(grads|params)|exp-avg(-sq)?)-dtype", ("fp32",), "optimizer states of other types are not modelled"),
+    (r"cuda-graph-impl|(enable|external)-cuda-graph", ("none",), "CUDA graphs are not modelled"),
+    (r"optimizer-cpu-offload|cpu-offloading.*|fp4-.*|(delay|defer-embedding)-wgrad-compute", (), "it is not modelled"),
+)
+_APPROXIMATED = {
+    "squared-relu": "as GELU",
+    "rotary-percent": "as 1",
+    "fp8-param-gather": "gathered as bf16",
+    "rampup-batch-size": "the full batch",
+    "first-last-layers-bf16": "as FP8",
+}
+_FSDP = ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2")
+_SHARDING = {"optim_grads_params": "full", "optim_grads": "gradients", "optim": "optimizer"}
+_MODULES = {"core_attn": "scores", "layernorm": "norms", "mlp": "ffn"}
+
+
+@dataclass(frozen=True)
+class MegatronArguments:
+    """The arguments of a training command.
+    `keys`: configuration keys and values. `facts`: fields of Software. `approximated`, `ignored`: the other names."""
+
+    keys: dict[str, Any]
+    facts: dict[str, Any]
+    grad_dtype: str
+    cp: int
+    approximated: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+    def description(self) -> Iterator[str]:
+        """Yield a line for each group of keys, for the software, and for what was approximated or ignored."""
+        for group in ("model", "batch", "plan", "train"):
+            values = {k.partition(".")[2]: v for k, v in self.keys.items() if k.startswith(f"{group}.")}
+            values |= {"cp": self.cp} if group == "plan" else {}
+            yield f"{group}: " + ", ".join(f"{k}={_text(v)}" for k, v in values.items())
+        facts = {**self.facts, "grad_dtype": self.grad_dtype}
+        yield "software: " + ", ".join(f"{name}={_text(value)}" for name, value in facts.items())
+        for title, names in (("approximated", self.approximated), ("ignored", self.ignored)):
+            if names:
+                yield f"{title}: {', '.join(names)}"
+
+
+def read_arguments(source: str, given: Collection[str] = ()) -> MegatronArguments:
+    """Return the arguments in `source`, a file's name or a command.
+    `given`: keys that the user sets beside them. ConfigError for arguments that cannot be predicted."""
+    values = _Values(_parse(source))
+    for name, value in values.texts.items():
+        for pattern, harmless, reason in _REFUSED:
+            if re.fullmatch(pattern, name) and value not in harmless:
+                raise _error(f"--{name} {value}".rstrip(), f"{reason}: leave it out")
+    keys: dict[str, Any] = {key: values.number(name) for name, key in _NUMBERS.items() if values.has(name)}
+    keys |= {**_model(values, given), **_layers(values, keys)}
+    keys |= _layout(values, keys.get("plan.virtual_stages", 1))
+    return MegatronArguments(
+        keys,
+        dict(_facts(values, keys["plan.recompute"])),
+        _grad_dtype(values),
+        values.number("context-parallel-size", 1),
+        tuple(f"--{name} ({text})" for name, text in _APPROXIMATED.items() if values.has(name)),
+        tuple(f"--{name}" for name in values.texts if name not in values.used),
+    )
+
+
+def _parse(source: str) -> dict[str, str]:
+    """Return argument -> its values, separated by spaces; empty for a switch. A switch that YAML sets to false is left
+    out."""
+    path = Path(source)
+    if "--" not in source and not path.is_file():
+        raise _error(f"no file {source!r}", "give a file, or a command with --num-layers and others")
+    if path.suffix in (".yaml", ".yml"):
+        data = read_yaml(path)
+        data = data.get("MODEL_ARGS", data)
+        if not isinstance(data, Mapping):
+            raise _error(f"MODEL_ARGS in {source} has no arguments", "write --NAME: VALUE below it")
+        texts = {k: "" if v is True or v is None else re.sub(r"[][(),]", " ", str(v)) for k, v in data.items()}
+        words = [word for name, text in texts.items() if data[name] is not False for word in (str(name), text)]
+    else:
+        words = _words(source if "--" in source else read_text(path))
+    values, name = dict[str, str](), ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            name = name.replace("_", "-")
+            values[name] = value
+        elif name:
+            values[name] = f"{values[name]} {word}".strip()
+    return values
+
+
+def _words(text: str) -> list[str]:
+    """Split a command or a script into words, without the brackets of arrays and the options of torchrun."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as e:
+        raise _error(f"cannot be split into words: {e}", "close its quotes") from e
+    script = next((i for i, word in enumerate(words) if word.endswith(".py")), -1)
+    if any(word.startswith("--") for word in words[script + 1 :]):
+        words = words[script + 1 :]
+    return [word for word in words if not re.fullmatch(r"\w+\+?=\(|\)", word)]
+
+
+class _Values:
+    """The values of arguments by name. `used`: the names that were asked for."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self.texts, self.used = texts, set[str]()
+
+    def has(self, *names: str) -> bool:
+        self.used.update(names)
+        return any(name in self.texts for name in names)
+
+    def words(self, name: str, default: str) -> list[str]:
+        text = self.texts[name] if self.has(name) else default
+        if "$" in text:
+            raise _error(f"--{name} {text} has a shell variable", "write its value")
+        return text.split() or [""]
+
+    def text(self, name: str, default: str, *allowed: str) -> str:
+        """Return the value of an argument. ConfigError if it is neither the default nor one of `allowed`."""
+        value = self.words(name, default)[0]
+        if value not in (default, *allowed):
+            choices = ", ".join(dict.fromkeys(choice for choice in (default, *allowed) if choice))
+            raise _error(f"--{name} {value} cannot be predicted", f"use {choices}")
+        return value
+
+    def number(self, name: str, default: int = 0) -> int:
+        value = self.words(name, str(default))[0]
+        if not value.isdecimal():
+            raise _error(f"--{name} is {value!r}", "write a whole number")
+        return int(value)
+
+    def fraction(self, name: str, default: float) -> float:
+        value = self.words(name, str(default))[0]
+        try:
+            return float(value)
+        except ValueError as e:
+            raise _error(f"--{name} is {value!r}", "write a number") from e
+
+
+def _model(a: _Values, given: Collection[str]) -> dict[str, Any]:
+    """Return the keys of the architecture. Megatron-LM's defaults are those of GPT-2, with dropout 0.1."""
+    rope = a.text("position-embedding-type", "learned_absolute", "rope") == "rope"
+    keys = {
+        "model.swiglu": a.has("swiglu"),
+        "model.rmsnorm": a.text("normalization", "LayerNorm", "RMSNorm") == "RMSNorm",
+        "model.rope": rope or a.has("use-rotary-position-embeddings"),
+        "model.tied": not a.has("untie-embeddings-and-output-weights"),
+        "model.bias": not a.has("disable-bias-linear"),
+        "model.qkv_bias": a.has("add-qkv-bias"),
+        "model.qk_norm": a.has("qk-layernorm"),
+        "model.dropout": max(a.fraction("hidden-dropout", 0.1), a.fraction("attention-dropout", 0.1)),
+    }
+    if a.has("group-query-attention"):
+        keys["model.kv_heads"] = a.number("num-query-groups", 1)
+    if not a.has("vocab-size") and "model.vocab" not in given:
+        if a.words("tokenizer-type", "GPT2BPETokenizer" if a.has("merge-file") else "")[0] != "GPT2BPETokenizer":
+            raise _error("the size of the vocabulary is not among the arguments", "add --vocab N")
+        keys["model.vocab"] = 50257
+    return keys
+
+
+def _layers(a: _Values, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of layers per stage and of virtual stages. `sizes`: the keys that are numbers."""
+    keys, layers, pp = dict[str, Any](), sizes.get("model.layers", 0), sizes.get("plan.pp", 1)
+    lacks = [int(a.has(f"account-for-{part}-in-pipeline-split")) for part in ("embedding", "loss")]
+    names = [f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")]
+    fixed = [a.number(name) if a.has(name) else None for name in names]
+    others = pp - sum(count is not None for count in fixed)
+    per_stage = (layers + sum(lacks) - sum(count or 0 for count in fixed)) // max(1, others)
+    if pp > 1 and (any(lacks) or a.has(*names)):
+        ends = [per_stage - n if count is None else count for n, count in zip(lacks, fixed, strict=True)]
+        keys["plan.layers_per_stage"] = [ends[0], *[per_stage] * (pp - 2), ends[1]]
+    if a.has("num-layers-per-virtual-pipeline-stage"):
+        keys["plan.virtual_stages"] = per_stage // max(1, a.number("num-layers-per-virtual-pipeline-stage"))
+    return keys
+
+
+def _layout(a: _Values, virtual_stages: int) -> dict[str, Any]:
+    """Return the keys of schedule, sharding, overlap, precision and recomputation."""
+    granularity, element = (
+        "selective" if a.has("recompute-activations") else "none",
+        4 if _grad_dtype(a) == "fp32" else 2,
+    )
+    return {
+        "plan.sequence_parallel": a.has("sequence-parallel") and a.number("tensor-model-parallel-size", 1) > 1,
+        "plan.distributed_optimizer": a.has("use-distributed-optimizer", *_FSDP),
+        "plan.recompute": a.text("recompute-granularity", granularity, "selective", "full"),
+        "plan.schedule": "interleaved" if virtual_stages > 1 else "1f1b",
+        "plan.transport": "single",
+        **({"plan.bucket_bytes": a.number("ddp-bucket-size") * element} if a.has("ddp-bucket-size") else {}),
+        **({"plan.strategy": "hierarchical-dp"} if a.has("use-tp-pp-dp-mapping") else {}),
+        "train.dtype": _dtype(a),
+        "train.overlap_grad_reduce": a.has("overlap-grad-reduce", *_FSDP),
+        "train.overlap_param_gather": a.has("overlap-param-gather", *_FSDP),
+    }
+
+
+def _facts(a: _Values, recompute: str) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of Software, with Megatron-LM's defaults for missing arguments."""
+    is_local = a.text("transformer-impl", "transformer_engine", "local") == "local"
+    backend = a.text("attention-backend", "auto", "flash", "fused", "unfused", "local")
+    is_fused = a.has("use-flash-attn") if is_local and backend == "auto" else backend not in ("unfused", "local")
+    if is_fused and _dtype(a) != "fp32":
+        yield "attention", "flash" if is_local else TRANSFORMER_ENGINE
+    else:
+        yield "attention", "unfused" if a.has("no-masked-softmax-fusion") else "softmax"
+    yield "fp8", a.has("fp8-format")
+    yield "overlap_tp", a.has("tp-comm-overlap")
+    yield "fused_wgrad", not a.has("no-gradient-accumulation-fusion")
+    yield "aligned_gather", a.has("overlap-param-gather") and not a.has("no-align-param-gather")
+    yield "fused_elementwise", not a.has("no-bias-gelu-fusion", "no-bias-swiglu-fusion", "no-bias-dropout-fusion")
+    if a.has(*_FSDP):
+        yield "sharding", _SHARDING[a.text("data-parallel-sharding-strategy", "optim_grads_params", *_SHARDING)]
+    if recompute == "full" and a.text("recompute-method", "uniform", "block") == "block":
+        yield "recompute_layers", a.number("recompute-num-layers")
+    if recompute == "selective":
+        modules = a.words("recompute-modules", "core_attn")
+        if unknown := [module for module in modules if module not in _MODULES]:
+            raise _error(f"--recompute-modules {unknown[0]} cannot be predicted", f"use {', '.join(_MODULES)}")
+        yield "recompute_parts", tuple(_MODULES[module] for module in modules)
+
+
+def _dtype(a: _Values) -> str:
+    return "bf16" if a.has("bf16") else "fp16" if a.has("fp16") else "fp32"
+
+
+def _grad_dtype(a: _Values) -> str:
+    """Return the type in which gradients are summed and reduced."""
+    if a.has("bf16") and a.has("grad-reduce-in-bf16"):
+        return "bf16"
+    return "fp16" if a.has("fp16") and not a.has("accumulate-allreduce-grads-in-fp32") else "fp32"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "+".join(map(str, value))
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
+
+
+def _error(message: str, hint: str) -> ConfigError:
+    return ConfigError(message, where=WHERE, hint=hint)

@@ -1,0 +1,112 @@
+"""Megatron-LM's arguments as keys, facts about software, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from holmes_hpc.config.megatron_arguments import MegatronArguments, read_arguments
+from holmes_hpc.errors import ConfigError
+
+SMALL = "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --vocab-file v --merge-file m "
+
+
+def read(words: str) -> MegatronArguments:
+    return read_arguments(SMALL + words)
+
+
+def test_defaults_are_those_of_megatron() -> None:
+    a = read("--bf16")
+    assert {k: v for k, v in a.keys.items() if k in ("model.tied", "model.bias", "model.rope", "model.swiglu")} == {
+        "model.tied": True,
+        "model.bias": True,
+        "model.rope": False,
+        "model.swiglu": False,
+    }
+    assert a.keys["model.dropout"] == 0.1 and a.keys["model.vocab"] == 50257
+    assert a.keys["train.overlap_grad_reduce"] is a.keys["plan.distributed_optimizer"] is False
+    assert a.facts["attention"] == "transformer_engine" and a.facts["fused_wgrad"] and not a.facts["overlap_tp"]
+    assert a.grad_dtype == "fp32" and a.cp == 1 and a.ignored == ("--vocab-file",)
+
+
+@pytest.mark.parametrize(
+    ("words", "layers", "chunks"),
+    [
+        ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2", [2, 4, 4, 2], None),
+        ("--decoder-last-pipeline-num-layers 3", [3, 3, 3, 3], None),
+        ("--num-layers-per-virtual-pipeline-stage 1", None, 3),
+        ("--num-virtual-stages-per-pipeline-rank 3", None, 3),
+        (
+            "--num-layers 14 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+            " --num-layers-per-virtual-pipeline-stage 1",
+            [3, 4, 4, 3],
+            4,
+        ),
+    ],
+)
+def test_layers_and_virtual_stages(words: str, layers: list[int] | None, chunks: int | None) -> None:
+    keys = read(f"--pipeline-model-parallel-size 4 {words}").keys
+    assert keys.get("plan.layers_per_stage") == layers and keys.get("plan.virtual_stages") == chunks
+    assert keys["plan.schedule"] == ("interleaved" if chunks else "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        ("--fp16 --transformer-impl local", {"attention": "softmax"}),
+        ("--bf16 --transformer-impl local --use-flash-attn", {"attention": "flash"}),
+        ("--bf16 --attention-backend unfused --no-masked-softmax-fusion", {"attention": "unfused"}),
+        ("--overlap-param-gather", {"aligned_gather": True}),
+        ("--overlap-param-gather --no-align-param-gather", {"aligned_gather": False}),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {"sharding": "gradients"}),
+        ("--recompute-activations", {"recompute_parts": ("scores",)}),
+        ("--recompute-granularity selective --recompute-modules core_attn mlp", {"recompute_parts": ("scores", "ffn")}),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", {"recompute_layers": 2}),
+        ("--fp8-format hybrid --no-gradient-accumulation-fusion", {"fp8": True, "fused_wgrad": False}),
+    ],
+)
+def test_facts_about_software(words: str, facts: dict[str, object]) -> None:
+    assert read(words).facts.items() >= facts.items()
+
+
+def test_a_file_of_the_functional_tests(tmp_path: Path) -> None:
+    path = tmp_path / "model_config.yaml"
+    values = {"--num-layers": 12, "--hidden-size": 512, "--num-attention-heads": 8, "--micro-batch-size": 1}
+    values |= {
+        "--rampup-batch-size": "[8 8 100]",
+        "--bf16": True,
+        "--swiglu": False,
+        "--tokenizer-type": "NullTokenizer",
+    }
+    path.write_text(yaml.safe_dump({"MODEL_ARGS": {**values, "--vocab-size": 131073, "--save": "${CHECKPOINT}"}}))
+    a = read_arguments(str(path))
+    assert a.keys["batch.micro_size"] == 1 and a.keys["model.vocab"] == 131073 and not a.keys["model.swiglu"]
+    assert a.approximated == ("--rampup-batch-size (the full batch)",) and "--save" in a.ignored
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-experts 8", "mixtures of experts are not modelled"),
+        ("--multi-latent-attention", "not modelled"),
+        ("--num-distributed-optimizer-instances 2", "several instances"),
+        ("--optimizer sgd", "only Adam"),
+        ("--position-embedding-type alibi", "alibi cannot be predicted; use learned_absolute, rope"),
+        ("--recompute-granularity selective --recompute-modules moe_act", "moe_act cannot be predicted"),
+        ("--seq-length long", "--seq-length is 'long'; write a whole number"),
+        ("--seq-length $SEQ", "shell variable"),
+        ("--tokenizer-type Llama2Tokenizer", "add --vocab N"),
+        ("--save 'x", "close its quotes"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"\A--megatron-args: ") as error:
+        read(words)
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no file 'none\.yaml'"):
+        read_arguments("none.yaml")
