@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
     from holmes_hpc.config.model import Batch
     from holmes_hpc.fabric.site import Site
+    from holmes_hpc.planning.cost.costs import Costs
     from holmes_hpc.planning.plan.plan import Plan
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ def with_options(
     The command gets them as its parameter `flags`: {name: value} of the options on the command line."""
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        chosen = {name: FLAGS[name] for name in names or FLAGS} | more
+        chosen = {**{name: FLAGS[name] for name in names or FLAGS}, **more}
         flags = {name.strip("-").replace("-", "_"): flag for name, flag in chosen.items()}
         hints = get_type_hints(function, include_extras=True)
         parameters = [
@@ -103,6 +104,9 @@ Earliest = Annotated[
 Tokens = Annotated[
     str | None, typer.Option("--tokens", metavar="T", help="Print how long so many tokens take: 2e12, 300B.")
 ]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Print the parts of the step, runners-up and assumptions too.")
+]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name under runs/, or its Slurm job id.")]
 
 
@@ -123,6 +127,14 @@ def requested_steps(
     if not 0 < count < math.inf:
         raise ConfigError(f"{tokens!r} is not a number above 0", where="--tokens", hint="write 3e11, or 300B")
     return math.ceil(count / batch.tokens)
+
+
+def show_plan(plan: Plan, costs: Costs, steps: int | None, explain: bool) -> None:
+    """Print the summary of a plan; with `explain`, all details. `steps`: of the training, if known."""
+    from holmes_hpc.planning import plan_text
+
+    for line in (plan_text.explain if explain else plan_text.summary)(plan, costs, steps, console.width()):
+        console.text(line)
 
 
 def check_output(file: str | None) -> None:

@@ -12,6 +12,7 @@ import typer
 from holmes_hpc import console
 from holmes_hpc.cli.app import (
     Earliest,
+    Explain,
     Json,
     Overrides,
     Tokens,
@@ -21,6 +22,7 @@ from holmes_hpc.cli.app import (
     load_site,
     note_partition_limits,
     requested_steps,
+    show_plan,
     with_options,
 )
 from holmes_hpc.config.composition import load, with_flags
@@ -31,7 +33,7 @@ from holmes_hpc.planning.cost.calibration import NO_CORRECTIONS, Calibration, Co
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.plan_text import explain, throughput
+from holmes_hpc.planning.plan_text import throughput
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.records.files import read_yaml, write_whole
 
@@ -66,6 +68,7 @@ def plan(
     learn: Annotated[
         str | None, typer.Option(metavar="RUNS", help="Correct compute and network costs by these runs.")
     ] = None,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Find the fastest plan for a model, and explain it. With --earliest, find the plan that ends first in the queue.
@@ -109,8 +112,7 @@ def plan(
     if estimates:
         submission_steps.show_estimates(estimates, config.train.steps)
         console.text()
-    for line in explain(chosen, costs, steps, console.width()):
-        console.text(line)
+    show_plan(chosen, costs, steps, explain)
     if output:
         console.note(f"written: {output}")
 

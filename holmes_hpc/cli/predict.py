@@ -13,6 +13,7 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import (
+    Explain,
     Json,
     Overrides,
     Tokens,
@@ -21,24 +22,25 @@ from holmes_hpc.cli.app import (
     command_with_keys,
     is_file_argument,
     requested_steps,
+    show_plan,
     with_options,
 )
 from holmes_hpc.config.composition import composed, is_fixed_by_plan, with_flags
 from holmes_hpc.config.configuration import Configuration, from_dict
-from holmes_hpc.config.flags import FLAGS, Flag, quoted
+from holmes_hpc.config.flags import FLAGS, Flag, quoted, to_override_text
+from holmes_hpc.config.megatron_arguments import TRANSFORMER_ENGINE, read_arguments
 from holmes_hpc.config.models import gated_ffn, gpt
-from holmes_hpc.config.plan_options import RECOMPUTE
+from holmes_hpc.config.plan_options import RECOMPUTE, PlanOptions
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost import predict as simulation
 from holmes_hpc.planning.cost.costs import BYTES, Costs
+from holmes_hpc.planning.cost.kernels import kind
 from holmes_hpc.planning.cost.software import Software
-from holmes_hpc.planning.plan.parts import Predicted
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.plan_text import all_assumptions, duration, placement_text, throughput
+from holmes_hpc.planning.plan_text import throughput
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
-from holmes_hpc.records.metrics import PART_NAMES
 from holmes_hpc.schema import Key, keys
 
 
@@ -57,7 +59,7 @@ class _SoftwareFlag(Flag):
 
 SOFTWARE_FLAGS = {
     flag.name: flag
-    for key in ("attention", "fused_norm", "fused_wgrad", "overlap_tp", "aligned_gather")
+    for key in ("attention", "fused_norm", "fused_wgrad", "overlap_tp", "aligned_gather", "fp8")
     + ("sharding", "recompute_parts", "recompute_layers")
     for flag in [_SoftwareFlag("--" + key.replace("_", "-"), key)]
 }
@@ -76,12 +78,18 @@ def predict(
     model_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="A config.json of Hugging Face, in place of --model.")
     ] = None,
+    megatron_args: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|ARGS", help="Predict for these arguments of Megatron-LM (docs/from-megatron.md)."),
+    ] = None,
+    cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel size. [1]")] = None,
     grad_dtype: Annotated[str | None, typer.Option(help="Type of gradient sums and traffic. [fp32]")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU kind of every pool. [the site's]")] = None,
     tokens: Tokens = None,
     trace: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the simulated timeline here (Perfetto).")
     ] = None,
+    explain: Explain = False,
     json: Json = False,
 ) -> None:
     """Predict step time, throughput and memory of a layout. Defaults: 1 for TP, PP, DP and model chunks, the model's
@@ -92,12 +100,12 @@ def predict(
     check_output(trace)
     if plan_path is not None and not is_file_argument(plan_path):
         overrides, plan_path = [plan_path, *(overrides or [])], None
-    if model_file is not None:
-        overrides = [f"model={quoted(f'hf:{model_file}')}", *(overrides or [])]
     facts = {flag.key: flags[name] for name, flag in SOFTWARE_FLAGS.items() if name in flags}
     flags = {name: value for name, value in flags.items() if name in FLAGS}
-    overrides = with_flags(flags, overrides)
-    software = _Software(facts, grad_dtype, gpu)
+    overrides = with_flags(flags, [*_model_of_file(model_file), *(overrides or [])])
+    software = _Software(facts, grad_dtype, gpu, cp)
+    if megatron_args is not None:
+        software, overrides = _with_megatron(megatron_args, software, overrides)
     config = _configuration(overrides, plan_path)
     if config.plan_file:
         _refuse_layout([*flags, *software.layout_options], overrides)
@@ -109,27 +117,34 @@ def predict(
     predicted = simulation.predict(plan, costs)
     steps = requested_steps(config, overrides, flags, tokens, plan.batch)
     plan = replace(plan, predicted=predicted)
-    rates = throughput(plan, steps)
     if trace is not None:
         timeline = simulation.chrome_trace(simulation.timeline(plan, costs))
         Path(trace).write_text(json_text.dumps(timeline), encoding="utf-8")
         console.note(f"written: {trace}")
     if json:
         console.as_json(
-            {**asdict(predicted), "throughput": rates, "strategy": plan.strategy, "components": plan.layout}
+            {
+                **asdict(predicted),
+                "throughput": throughput(plan, steps),
+                "strategy": plan.strategy,
+                "components": plan.layout,
+            }
         )
     else:
-        _show(plan, predicted, costs, rates, steps)
+        show_plan(plan, costs, steps, explain)
 
 
 @dataclass(frozen=True)
 class _Software:
     """The training software and GPUs of a prediction, by the options of `holmes predict`.
-    `facts`: fields of Software. Fields that are missing, and None, mean the site's value, or the default."""
+    `facts`: fields of Software. Fields that are missing, and None, mean the site's value, or the default.
+    `is_megatron`: the data-parallel size and the buckets are those of Megatron-LM, unless they are set."""
 
     facts: Mapping[str, Any]
     grad_dtype: str | None
     gpu: str | None
+    cp: int | None
+    is_megatron: bool = False
 
     def __post_init__(self) -> None:
         if self.grad_dtype not in (None, "fp32", "bf16", "fp16"):
@@ -138,12 +153,33 @@ class _Software:
     @property
     def layout_options(self) -> list[str]:
         """The options on the command line whose values a finished plan contains."""
-        return [*(["--gpu"] if self.gpu else []), *(["--sharding"] if "sharding" in self.facts else [])]
+        options = {"--gpu": self.gpu, "--cp": self.cp, "--sharding": self.facts.get("sharding")}
+        return [name for name, value in options.items() if value is not None]
 
     def applied_to(self, site: Site) -> Site:
-        """Return `site` with the GPU kind and the software of these options."""
+        """Return `site` with the GPU kind and the software of these options. ConfigError if they contradict it."""
         site = request.with_gpu(site, self.gpu) if self.gpu else site
-        return request.with_software(site, self.facts.get("attention"), self.facts.get("fused_norm"))
+        attention = self.facts.get("attention")
+        kinds = {pool.gpu.name: kind(pool.gpu) for pool in site.pools}
+        without_flash3 = [name for name, figures in kinds.items() if figures.generation != "hopper"]
+        without_fp8 = [name for name, figures in kinds.items() if figures.fp8_tflops is None]
+        ConfigError.refuse(
+            (
+                attention == "flash3" and without_flash3,
+                f"{', '.join(without_flash3)} cannot run flash3, which is for Hopper",
+                "--attention",
+                "use flash",
+            ),
+            (
+                self.facts.get("fp8") and without_fp8,
+                f"there are no FP8 figures for {', '.join(without_fp8)}",
+                "--fp8",
+                "leave it out, or give --gpu with another kind",
+            ),
+        )
+        if attention == TRANSFORMER_ENGINE:
+            attention = "flash" if without_flash3 else "flash3"
+        return request.with_software(site, attention, self.facts.get("fused_norm"))
 
     def costs(self, config: Configuration, sequence_parallel: bool, recompute: str, plan: Plan | None = None) -> Costs:
         """Return the costs of compute and communication with this software.
@@ -152,12 +188,12 @@ class _Software:
         ConfigError.refuse(
             *(
                 (
-                    f"recompute_{name}" in fields and recompute != kind,
+                    f"recompute_{name}" in fields and recompute != needed,
                     f"it has no effect, because recomputation is {recompute}",
                     f"--recompute-{name}",
-                    f"give --recompute {kind} too, or leave it out",
+                    f"give --recompute {needed} too, or leave it out",
                 )
-                for name, kind in (("parts", "selective"), ("layers", "full"))
+                for name, needed in (("parts", "selective"), ("layers", "full"))
             ),
             (
                 fields.get("overlap_tp") and not sequence_parallel,
@@ -175,6 +211,30 @@ class _Software:
         if fields.get("sharding") in ("none", "optimizer"):  # of the layout
             del fields["sharding"]
         return request.costs(config, plan, fields, BYTES[self.grad_dtype] if self.grad_dtype else None)
+
+
+def _model_of_file(file: str | None) -> list[str]:
+    """Return the override for the model in a config.json."""
+    return [] if file is None else [f"model={quoted(f'hf:{file}')}"]
+
+
+def _with_megatron(source: str, options: _Software, overrides: Sequence[str]) -> tuple[_Software, list[str]]:
+    """Return software and overrides of Megatron-LM's arguments, and note them on stderr. What the user set wins.
+    Raise ConfigError if `overrides` name a model."""
+    given = [override.lstrip("+").partition("=")[0] for override in overrides]
+    if "model" in given:
+        raise ConfigError("they describe a model too", where="--megatron-args", hint="leave out the other model")
+    arguments = read_arguments(source, given)
+    for line in arguments.description():
+        console.note(line)
+    keys = [f"{k}={to_override_text(v)}" for k, v in arguments.keys.items() if k not in given]
+    return replace(
+        options,
+        facts={**arguments.facts, **options.facts},
+        grad_dtype=options.grad_dtype or arguments.grad_dtype,
+        cp=options.cp or arguments.cp,
+        is_megatron=True,
+    ), [*keys, *overrides]
 
 
 def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configuration:
@@ -215,7 +275,8 @@ def _gpt_of_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
         )
     if sizes.get("swiglu"):
         sizes = {"ffn": gated_ffn(sizes["hidden"]), **sizes}
-    model = gpt(**{"name": "gpt", "vocab": 51200, "positions": batch["sequence_length"], "tied": True, **sizes})
+    positions = sizes.pop("max_positions", batch["sequence_length"])
+    model = gpt(**{"name": "gpt", "vocab": 51200, "positions": positions, "tied": True, **sizes})
     return {"model": asdict(model), "batch": {"micro_size": 1, **batch}}
 
 
@@ -230,23 +291,37 @@ def _refuse_layout(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 def _plan_layout(config: Configuration, software: _Software, overrides: Sequence[str]) -> tuple[Plan, Costs]:
     """Return a plan with the layout of the configuration, in which missing sizes are 1, and its costs."""
-    plan, length = config.plan, config.batch.sequence_length
-    tp = plan.tp or 1
+    plan, cp, site = config.plan, software.cp or 1, software.applied_to(request.site(config))
+    batch = config.batch.split(cp)
+    tp, length = plan.tp or 1, batch.sequence_length
+    replicas, bucket_bytes = plan.dp or 1, plan.bucket_bytes
+    if software.is_megatron:
+        replicas = _replicas(plan, cp, site)
+        bucket_bytes = bucket_bytes or max(40_000_000, 1_000_000 * replicas * cp) * BYTES[software.grad_dtype or "fp32"]
     config = replace(
         config,
-        model=replace(config.model, max_positions=max(length, config.model.max_positions)),
+        model=replace(config.model, max_positions=max(batch.context, config.model.max_positions)),
+        batch=batch,
         plan=replace(
             plan,
             tp=tp,
             pp=plan.pp or 1,
-            dp=plan.dp or 1,
+            dp=replicas * cp,
             virtual_stages=plan.virtual_stages or 1,
+            bucket_bytes=bucket_bytes,
             sequence_parallel=tp > 1 and length % tp == 0 if plan.sequence_parallel is None else plan.sequence_parallel,
             distributed_optimizer=_is_sharded(plan.distributed_optimizer, software.facts.get("sharding"), overrides),
         ),
     )
     costs = software.costs(config, bool(config.plan.sequence_parallel), plan.recompute)
-    return _fastest_plan(config, software.applied_to(request.site(config)), costs), costs
+    return _fastest_plan(config, site, costs), costs
+
+
+def _replicas(plan: PlanOptions, cp: int, site: Site) -> int:
+    """Return the data-parallel size that uses all GPUs of the site, or of the nodes that the user set."""
+    nodes = plan.nodes or {pool.name: pool.nodes for pool in site.pools}
+    gpus = sum(n * (plan.gpus_per_node or site.pool(name).gpus_per_node) for name, n in nodes.items() if n)
+    return plan.dp or max(1, gpus // ((plan.tp or 1) * (plan.pp or 1) * cp))
 
 
 def _is_sharded(distributed: bool, sharding: str | None, overrides: Sequence[str]) -> bool:
@@ -280,32 +355,3 @@ def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
 
 def _step_time(plan: Plan) -> float:
     return plan.predicted.step_time_s if plan.predicted else math.inf
-
-
-def _show(plan: Plan, predicted: Predicted, costs: Costs, rates: Mapping[str, Any], steps: int | None) -> None:
-    """Print the prediction as a table."""
-    interval = predicted.interval_s
-    console.table(
-        f"{plan.model.name}, {plan.batch.global_size} sequences of {plan.batch.sequence_length} tokens per "
-        f"step in micro-batches of {plan.batch.micro_size}: {plan.parallel}, schedule "
-        f"{plan.order.schedule.label}, recompute {plan.recompute}",
-        ("figure", "predicted"),
-        [
-            ("placement", f"{plan.strategy_label}: {placement_text(plan)}"),
-            ("step time", console.seconds(predicted.step_time_s)),
-            *([("90% interval", f"{interval[0]:.4g} to {interval[1]:.4g} s")] if interval else []),
-            ("samples/s", f"{predicted.samples_per_s:.4g}"),
-            ("tokens per step", f"{rates['tokens_per_step']:,}"),
-            ("tokens/s", f"{rates['tokens_per_s']:,.0f}"),
-            *([(f"{steps:,} steps, {rates['tokens']:.3g} tokens", duration(rates["days"]))] if steps else []),
-            ("model TFLOP/s per GPU", f"{predicted.model_tflops_per_gpu:.4g}"),
-            ("hardware TFLOP/s per GPU", f"{predicted.hardware_tflops_per_gpu:.4g}"),
-            *(
-                (f"peak memory, stage {i}", f"{b / 2**30:.3g} GiB")
-                for i, b in enumerate(predicted.memory_bytes_per_gpu)
-            ),
-            *((PART_NAMES[part], console.seconds(s)) for part, s in predicted.breakdown.items()),
-            *((f"bytes per step over {nic}", console.data_size(b)) for nic, b in predicted.nic_bytes_per_step.items()),
-        ],
-        caption="; ".join(all_assumptions(plan, costs)),
-    )

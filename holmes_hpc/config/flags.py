@@ -63,7 +63,7 @@ class Flag:
 
     def override(self, value: Any) -> str:
         """Return the override that sets the key to `value`."""
-        return f"{self.key}={_to_override_text(value)}"
+        return f"{self.key}={to_override_text(value)}"
 
 
 def yes_or_no(text: str, where: str) -> bool:
@@ -73,12 +73,12 @@ def yes_or_no(text: str, where: str) -> bool:
     return text == "yes"
 
 
-def _to_override_text(value: Any) -> str:
+def to_override_text(value: Any) -> str:
     """Return `value` in Hydra's override syntax."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {entry}" for key, entry in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(value) + "]"
+        return "[" + ",".join(map(str, value)) + "]"
     if isinstance(value, str):
         return value if re.fullmatch(r"[A-Za-z]\w*", value) else quoted(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -21,7 +21,6 @@ from holmes_hpc.planning.cost.corrections import CorrectionFit, ObservedRun, fit
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.profile import from_csv, from_sailor, is_sailor_profile
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.plan_text import all_assumptions
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.records.files import read_text, read_yaml
@@ -178,7 +177,7 @@ def make_plan(
         return Plan.read(config.plan_file)
     cost_model = cost_model or costs(config)
     plan = best_plan(config.model, config.batch, target_site or site(config), config.plan, cost_model, clock)
-    return replace(plan, assumptions=(*all_assumptions(plan, cost_model), *_shared_cores(config, plan)))
+    return replace(plan, assumptions=(*plan.assumptions, *_shared_cores(config, plan)))
 
 
 def _shared_cores(config: Configuration, plan: Plan) -> list[str]:

@@ -15,11 +15,9 @@ from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning import request
-from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.predict import kind_tflops
-from holmes_hpc.planning.plan_text import explain
+from holmes_hpc.planning.plan_text import explain, summary
 from holmes_hpc.planning.search.best import best_plan, fixed_plan, slowest_parts
 
 pytestmark = pytest.mark.integration
@@ -91,17 +89,26 @@ def test_runners_up_are_sorted_by_step_time_and_gains_name_their_assumption() ->
     )
 
 
-def test_a_network_assumed_much_slower_than_its_rate_is_listed() -> None:
-    fabrics = (SITE.pools[0], replace(SITE.pools[1], name="roce-b", nic=NicType.ROCE, rdma_gbps=200.0))
-    site, options = replace(SITE, pools=fabrics), PlanOptions(tp=1, pp=2, dp=16)
-    plan = fixed_plan(MODEL, BATCH, site, options, Costs())
-    line = "roce-b: 63.8 of its 200 Gb/s are assumed usable (NCCL over RoCE, published runs); `holmes calibrate`"
-    text = " ".join(explain(plan, Costs(), width=10_000))
-    assert line in text and text.count("assumed usable") == 1
-    stated = replace(plan, site=replace(site, pools=(fabrics[0], replace(fabrics[1], rdma_efficiency=0.5))))
-    assert "assumed usable" not in " ".join(explain(stated, Costs(), width=10_000))
-    measured = MeasuredPool("roce-b", A100.name, links={"roce": Link(1e-5, 0.5)})
-    assert "assumed usable" not in " ".join(explain(plan, Costs(Calibration(fabrics=(measured,))), width=10_000))
+def test_the_summary_answers_in_ten_lines() -> None:
+    """What runs where, step time with its interval, days, memory, and what would help most; the rest is on demand."""
+    plan = best_plan(MODEL, BATCH, SITE, PlanOptions(strategy="pipeline", tp=1, pp=2, dp=16), Costs())
+    assert plan.predicted is not None and plan.predicted.interval_s is not None
+    lines = summary(plan, Costs(), 1000)
+    text, low = "\n".join(lines), plan.predicted.interval_s[0]
+    assert len(lines) <= 10 and max(map(len, lines)) <= 100
+    assert "  a: 2 nodes x 8 a100-80gb, stage 0, " in text and "TP 1, PP 2, DP 16" in text
+    assert f"Step time: {plan.predicted.step_time_s:.3g} s (90% interval: {low:.3g} to " in text
+    assert "Duration: 1,000 steps (" in text and "of 80 GiB per GPU, on stage " in text
+    assert "What would help most: " in text and "--explain shows" in lines[-1]
+    assert explain(plan, Costs(), 1000)[: len(lines) - 1] == lines[:-1]
+    many = replace(SITE, pools=tuple(replace(SITE.pools[0], name=f"p{i}", fabric="a", nodes=1) for i in range(6)))
+    spread = best_plan(MODEL, BATCH, many, PlanOptions(strategy="pipeline", tp=8, pp=6, dp=1), Costs())
+    assert "  and 4 more pools" in summary(spread, Costs())
+
+
+def test_a_layout_that_does_not_fit_is_in_the_summary() -> None:
+    plan = fixed_plan(named("gpt_39b"), BATCH, SITE, PlanOptions(tp=1, pp=1, dp=16), Costs())
+    assert any("; it does not fit: " in line for line in summary(plan, Costs(), width=1000))
 
 
 def test_a_part_under_half_a_percent_is_shown_as_below_one_percent() -> None:
@@ -127,14 +134,6 @@ def test_a_part_under_half_a_percent_is_shown_as_below_one_percent() -> None:
 )
 def test_a_runner_up_names_the_one_or_two_parts_that_grow_most(more: dict[str, float], words: str) -> None:
     assert slowest_parts(more) == words
-
-
-def test_a_saved_plan_has_the_printed_assumptions() -> None:
-    fabrics = (SITE.pools[0], replace(SITE.pools[1], name="roce-b", nic=NicType.ROCE, rdma_gbps=200.0))
-    config = load(["model=gpt_3_6b", "batch=paper_3_6b", "plan.tp=1", "plan.pp=2", "plan.dp=16"])
-    plan = request.make_plan(config, replace(SITE, pools=fabrics))
-    printed = [line for line in explain(plan, Costs(), width=10_000) if "assumed usable" in line]
-    assert printed == [f"- {a}" for a in plan.assumptions if a.startswith("roce-b: 63.8 of its 200 Gb/s")] != []
 
 
 def test_local_ranks_that_share_cores_are_an_assumption(monkeypatch: pytest.MonkeyPatch) -> None:

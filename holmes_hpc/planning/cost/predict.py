@@ -40,7 +40,7 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
     per_gpu = seconds * p.world_size * 1e12
     return Predicted(
         step_time_s=seconds,
-        samples_per_s=batch.global_size / seconds,
+        samples_per_s=batch.tokens / batch.context / seconds,
         model_tflops_per_gpu=model_flops_per_step(model, batch, p.vocabulary_parts) / per_gpu,
         hardware_tflops_per_gpu=hardware_flops_per_step(
             model,
