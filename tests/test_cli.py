@@ -652,11 +652,14 @@ def test_predict_has_options_for_the_software(holmes, site, tmp_path):
         (("--aligned-gather", "yes", "--overlap-param-gather", "no"), "--aligned-gather: it requires"),
         (("--fp8", "yes"), "no FP8 figures for a100-80gb"),
         (("--attention", "flash3"), "a100-80gb cannot run flash3"),
+        (("--attention", "flash", "--gpu", "v100-32gb"), "has no FlashAttention; use sdpa or softmax"),
         (("--cp", "3"), "is not a multiple of 2 x CP 3"),
         (("--layers-per-stage", "16,15"), "are 31 layers, gpt_3_6b has 30"),
         (("--recompute", "selective", "--recompute-parts", "all"), "unknown part 'all'"),
     ):
         refused(holmes(*layout, *more), message)
+    out = holmes(*layout, "--gpu", "v100-32gb", "--dtype", "bf16")[1]
+    assert "v100-32gb has no bf16: predicted as fp16" in out and "v100-32gb has no FlashAttention" in out
     path = tmp_path / "plan.yaml"
     assert holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "-o", str(path))[0] == 0
     for option, value in (("--gpu", "h100"), ("--transport", "single"), ("--pp", "4"), ("--layers-per-stage", "16,16")):

@@ -161,9 +161,16 @@ class _Software:
         site = request.with_gpu(site, self.gpu) if self.gpu else site
         attention = self.facts.get("attention")
         kinds = {pool.gpu.name: kind(pool.gpu) for pool in site.pools}
+        without_flash = [pool.gpu.name for pool in site.pools if not pool.gpu.has_bf16]
         without_flash3 = [name for name, figures in kinds.items() if figures.generation != "hopper"]
         without_fp8 = [name for name, figures in kinds.items() if figures.fp8_tflops is None]
         ConfigError.refuse(
+            (
+                attention in ("flash", "flash1") and without_flash,
+                f"{', '.join(without_flash)} has no FlashAttention",
+                "--attention",
+                "use sdpa or softmax",
+            ),
             (
                 attention == "flash3" and without_flash3,
                 f"{', '.join(without_flash3)} cannot run flash3, which is for Hopper",

@@ -39,6 +39,8 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
                 )
         if not gpu.has_bf16 and layout.costs.dtype is None:
             notes.append(f"{gpu.name} has no bf16: train.dtype=auto means fp16 for the whole run, with loss scaling")
+        elif not gpu.has_bf16 and layout.costs.dtype == "bf16":
+            notes.append(f"{gpu.name} has no bf16: predicted as fp16; train.dtype=auto chooses it")
         if not gpu.has_bf16 and gpu.attention is None:
             notes.append(f"{gpu.name} has no FlashAttention: torch's own fused attention is assumed")
         elif not gpu.is_cpu and gpu.attention is None and layout.costs.software.flash:

@@ -93,8 +93,7 @@ class LayerTimes:
         blocks = self.micro_size * heads
         if self.software.flash:
             share = self.sequence / self.context
-            compute_s = d.flash_s(share * blocks, self.context, m.head_width, self.attention)
-            return self._with_key_exchange(compute_s)
+            return self._with_key_exchange(d.flash_s(share * blocks, self.context, m.head_width, self.attention))
         pairs = blocks * self.sequence * self.context
         passes = 4.0 * d.element + (2.0 * d.element + 1 if m.dropout else 0)  # write, softmax in and out, read
         if self.attention == "unfused":
