@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,8 +110,9 @@ def predict(
     if config.plan_file:
         _refuse_layout([*flags, *software.layout_options], overrides)
         plan = Plan.read(config.plan_file)
-        plan = replace(plan, site=software.applied_to(plan.site))
+        plan = replace(plan, site=software.applied_to(plan.site, {c.pool for c in plan.components}))
         costs = software.costs(config, plan.parallel.sequence_parallel, plan.recompute, plan)
+        request.check_fp8(plan.site, {c.pool for c in plan.components}, costs)
     else:
         plan, costs = _plan_layout(config, software, overrides)
     predicted = simulation.predict(plan, costs)
@@ -156,14 +157,13 @@ class _Software:
         options = {"--gpu": self.gpu, "--cp": self.cp, "--sharding": self.facts.get("sharding")}
         return [name for name, value in options.items() if value is not None]
 
-    def applied_to(self, site: Site) -> Site:
-        """Return `site` with the GPU kind and the software of these options. ConfigError if they contradict it."""
+    def applied_to(self, site: Site, pools: Collection[str] = ()) -> Site:
+        """Return `site` with the GPU kind and the software of these options.
+        ConfigError if they contradict the GPUs of `pools` (of all pools without any)."""
         site = request.with_gpu(site, self.gpu) if self.gpu else site
-        attention = self.facts.get("attention")
-        kinds = {pool.gpu.name: kind(pool.gpu) for pool in site.pools}
-        without_flash = [pool.gpu.name for pool in site.pools if not pool.gpu.has_bf16]
-        without_flash3 = [name for name, figures in kinds.items() if figures.generation != "hopper"]
-        without_fp8 = [name for name, figures in kinds.items() if figures.fp8_tflops is None]
+        attention, gpus = self.facts.get("attention"), {p.gpu for p in site.pools if not pools or p.name in pools}
+        without_flash = sorted(gpu.name for gpu in gpus if not gpu.has_bf16)
+        without_flash3 = sorted(gpu.name for gpu in gpus if kind(gpu).generation != "hopper")
         ConfigError.refuse(
             (
                 attention in ("flash", "flash1") and without_flash,
@@ -176,12 +176,6 @@ class _Software:
                 f"{', '.join(without_flash3)} cannot run flash3, which is for Hopper",
                 "--attention",
                 "use flash",
-            ),
-            (
-                self.facts.get("fp8") and without_fp8,
-                f"there are no FP8 figures for {', '.join(without_fp8)}",
-                "--fp8",
-                "leave it out, or give --gpu with another kind",
             ),
         )
         if attention == TRANSFORMER_ENGINE:
@@ -298,7 +292,7 @@ def _refuse_layout(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 def _plan_layout(config: Configuration, software: _Software, overrides: Sequence[str]) -> tuple[Plan, Costs]:
     """Return a plan with the layout of the configuration, in which missing sizes are 1, and its costs."""
-    plan, cp, site = config.plan, software.cp or 1, software.applied_to(request.site(config))
+    plan, cp, site = config.plan, software.cp or 1, software.applied_to(request.site(config), config.plan.nodes or ())
     batch = config.batch.split(cp)
     tp, length = plan.tp or 1, batch.sequence_length
     replicas, bucket_bytes = plan.dp or 1, plan.bucket_bytes

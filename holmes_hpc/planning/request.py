@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -19,6 +19,7 @@ from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.corrections import CorrectionFit, ObservedRun, fit_corrections
 from holmes_hpc.planning.cost.costs import Costs, Software
+from holmes_hpc.planning.cost.kernels import kind
 from holmes_hpc.planning.cost.profile import from_csv, from_sailor, is_sailor_profile
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
@@ -95,7 +96,12 @@ def costs(
     calibration = read_calibration(path, plan or config) if path else None
     software = make(
         Software,
-        {"overlap": train.overlap_grad_reduce, "overlap_gather": train.overlap_param_gather, **(software_fields or {})},
+        {
+            "overlap": train.overlap_grad_reduce,
+            "overlap_gather": train.overlap_param_gather,
+            "fp8": train.fp8 is not None,
+            **(software_fields or {}),
+        },
         "software",
     )
     return Costs(
@@ -175,9 +181,19 @@ def make_plan(
     Site and cost model default to those of `config`; `clock` as in :func:`best_plan`."""
     if config.plan_file:
         return Plan.read(config.plan_file)
-    cost_model = cost_model or costs(config)
-    plan = best_plan(config.model, config.batch, target_site or site(config), config.plan, cost_model, clock)
+    cost_model, target_site = cost_model or costs(config), target_site or site(config)
+    check_fp8(target_site, config.plan.nodes or (), cost_model)
+    plan = best_plan(config.model, config.batch, target_site, config.plan, cost_model, clock)
     return replace(plan, assumptions=(*plan.assumptions, *_shared_cores(config, plan)))
+
+
+def check_fp8(target_site: Site, pools: Collection[str], cost_model: Costs) -> None:
+    """Raise ConfigError for products in FP8 if a GPU kind of `pools` (empty: of all) has no figures for them."""
+    gpus = [pool.gpu for pool in target_site.pools if not pools or pool.name in pools]
+    names = sorted({gpu.name for gpu in gpus if kind(gpu).fp8_tflops is None})
+    is_used = cost_model.software.fp8 and not cost_model.pace_layer_ms
+    hint = "leave it out, or use other pools (plan.nodes)"
+    ConfigError.refuse((names and is_used, f"there are no FP8 figures for {', '.join(names)}", "fp8", hint))
 
 
 def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
@@ -195,7 +211,9 @@ def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
 def fixed_layout(config: Configuration, target_site: Site | None = None, cost_model: Costs | None = None) -> Plan:
     """Return the plan of the one layout that the group `plan` of `config` fixes, even if it does not fit in memory.
     Site and cost model default to those of `config`."""
-    return fixed_plan(config.model, config.batch, target_site or site(config), config.plan, cost_model or costs(config))
+    target_site, cost_model = target_site or site(config), cost_model or costs(config)
+    check_fp8(target_site, config.plan.nodes or (), cost_model)
+    return fixed_plan(config.model, config.batch, target_site, config.plan, cost_model)
 
 
 def with_gpu(target_site: Site, name: str) -> Site:
