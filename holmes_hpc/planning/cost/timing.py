@@ -315,12 +315,13 @@ def _exposed_sync(
 
 def _aligned_gather(gather: np.ndarray, buckets: np.ndarray, forward: np.ndarray) -> np.ndarray:
     """Return the exposed seconds before each chunk's first pass if all stages gather from the start of the step.
-    The chunks of a stage gather in turn. Chunk c of stage s first runs after s + c * S passes. All (plans, S, C)."""
-    stages, chunks = gather.shape[1:]
-    passes = np.arange(stages)[:, None] + stages * np.arange(chunks)
-    needed = np.cumsum(gather, axis=2) - gather * (1 - 1 / buckets)
-    late = np.maximum.accumulate(np.maximum(0.0, needed - passes * forward.mean(axis=(1, 2))[:, None, None]), axis=2)
-    return np.diff(late, axis=2, prepend=0.0)
+    The chunks of a stage gather in turn. First passes follow one another from stage to stage, then to the next chunk,
+    so a delay of one of them gives those after it more time. All arrays are (plans, S, C)."""
+    needed = np.cumsum(gather, axis=2) - np.minimum(gather, forward) * (1 - 1 / buckets)
+    in_turn, shape = (0, 2, 1), gather.transpose(0, 2, 1).shape
+    passes, needed = (a.transpose(in_turn).reshape(len(a), -1) for a in (forward, needed))
+    late = np.maximum.accumulate(np.maximum(0.0, needed - np.cumsum(passes, axis=1) + passes), axis=1)
+    return np.diff(late, axis=1, prepend=0.0).reshape(shape).transpose(in_turn)
 
 
 def _nic_contention(layout: Layout, traffic: Traffic, ready: np.ndarray, forward: np.ndarray) -> np.ndarray:

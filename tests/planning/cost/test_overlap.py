@@ -1,0 +1,101 @@
+"""Overlap and better hardware never make a predicted step longer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.fabric.site import Gpu, NicType, Pool, Site
+from holmes_hpc.planning.cost.costs import Costs, Software
+from holmes_hpc.planning.cost.layout import Layout, schedule_of
+from holmes_hpc.planning.cost.timing import step_s
+from holmes_hpc.planning.plan.parallel import Parallel
+from holmes_hpc.planning.schedule.kinds import candidate_schedules, schedule_kind
+from holmes_hpc.planning.search.layers import chunk_layers
+from holmes_hpc.planning.search.placement import component
+
+GPUS = (
+    Gpu("v100-16gb", 125, 16, 1200),
+    Gpu("a100-80gb", 312, 80, 2400),
+    Gpu("l40s", 362, 48, 250),
+    Gpu("h100", 989, 80, 3600),
+    Gpu("mi300x", 1307, 192, 3584),
+)
+NONE = Software(overlap=False, overlap_gather=False)
+FACTS = {name: True for name in ("overlap", "overlap_gather", "aligned_gather", "overlap_tp")}
+
+
+def draw_layout(rng: random.Random) -> tuple[Layout, np.ndarray]:
+    """Return a layout on one or two fabrics, and its layers."""
+    tp, dp, pp = rng.choice((1, 2, 4, 8)), rng.choice((1, 2, 4, 8, 16)), rng.choice((1, 2, 3, 4, 8))
+    chunks = rng.choice((1, 1, 2, 3)) if pp > 1 else 1
+    fabrics = rng.choice((1, 2)) if pp % 2 == 0 else 1
+    ranks = tp * dp * pp // fabrics
+    gpus = rng.choice([n for n in (1, 2, 3, 4, 6, 8) if ranks % n == 0 and n % tp == 0] or [tp])
+    nic, gpu, layers = rng.choice(list(NicType)), rng.choice(GPUS), pp * chunks * rng.randint(1, 4)
+    rdma_gbps, ethernet_gbps = (
+        rng.choice((25.0, 100.0, 400.0, 3200.0)) if nic.rdma else None,
+        rng.choice((1.0, 10.0, 100.0)),
+    )
+    pools = tuple(
+        Pool(f"f{i}", nic, "p", ranks // gpus, gpus, ethernet_gbps, gpu, rdma_gbps=rdma_gbps) for i in range(fabrics)
+    )
+    hidden = rng.choice((1024, 4096, 12288))
+    model = ModelSpec("m", layers, hidden, 32, rng.choice((1000, 51200)), 4 * hidden, 32, tied=rng.random() < 0.5)
+    layout = Layout(
+        model,
+        Batch(2 * dp * rng.choice((1, 2, 3, 8)) * (pp if chunks > 1 else 1), 2, 2048),
+        Parallel.uniform(tp, pp, dp, distributed_optimizer=rng.random() < 0.9, sequence_parallel=tp > 1),
+        recompute=rng.choice(("none", "full")),
+        schedule=schedule_of("1f1b", (1,) * pp),
+        components=tuple(component(p, p.nodes, gpus, i * pp // fabrics, pp // fabrics) for i, p in enumerate(pools)),
+        site=Site("s", pools),
+        costs=Costs(software=NONE),
+        transport_mode=rng.choice(("holmes", "single")),
+        bucket_bytes=rng.choice((160_000_000, 10_000_000, 625_000)),
+    )
+    kind = rng.choice(candidate_schedules("auto", chunks, background=True))
+    return layout.with_schedule(schedule_kind(kind), chunks), chunk_layers([layers // pp] * pp, chunks)
+
+
+def test_overlap_is_never_slower_than_none() -> None:
+    """Each kind of overlap alone, and all; a gather that is not aligned, only if no stage waits for another's."""
+    for seed in range(300):
+        layout, layers = draw_layout(random.Random(seed))
+
+        def seconds(software: Software) -> float:
+            return float(step_s(replace(layout, costs=Costs(software=software)), layers)[0])  # noqa: B023
+
+        none_s = seconds(NONE)
+        reduction = replace(NONE, overlap=True)
+        gather = replace(reduction, overlap_gather=True, aligned_gather=layout.parallel.pp > 1)
+        reduction_s, gather_s = seconds(reduction), seconds(gather)
+        others_s = seconds(replace(NONE, overlap_tp=True)), seconds(replace(NONE, **FACTS))
+        assert max(reduction_s, *others_s) <= none_s * (1 + 1e-9), (seed, layout.parallel)
+        assert gather_s <= reduction_s * (1 + 1e-9), (seed, layout.parallel)
+
+
+def test_better_hardware_is_never_slower() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        layout, layers = draw_layout(rng)
+        layout = replace(layout, costs=Costs())
+        pools = list(layout.site.pools)
+        index = rng.randrange(len(pools))
+        pool = pools[index]
+        faster = replace(pool.gpu, peak_tflops=2 * pool.gpu.peak_tflops, intra_node_gbps=2 * pool.gpu.intra_node_gbps)
+        pools[index] = replace(
+            pool,
+            **rng.choice(
+                (
+                    {"gpu": faster},
+                    {"ethernet_gbps": 2 * pool.ethernet_gbps},
+                    {"rdma_gbps": pool.rdma_gbps and 2 * pool.rdma_gbps},
+                )
+            ),
+        )
+        better = replace(layout, site=replace(layout.site, pools=tuple(pools)))
+        assert step_s(better, layers)[0] <= step_s(layout, layers)[0] * 1.005, (seed, pools[index])
