@@ -67,9 +67,9 @@ UNMEASURED_NICS = tuple(str(nic) for nic in NicType if nic.rdma and not nic.verb
 NCCL_LINKS: Mapping[str, Link] = {
     "local": Link(5e-6, 0.77),
     "ib": Link(1e-5, 0.92),
-    "roce": Link(1e-5, 0.85),
+    "roce": Link(1e-5, 0.6),
     "ethernet": Link(5e-5, 0.956),
-    **dict.fromkeys(UNMEASURED_NICS, Link(1e-5, 0.85)),
+    **dict.fromkeys(UNMEASURED_NICS, Link(1e-5, 0.6)),
 }
 # CPU ranks use gloo over TCP on any NIC. Headers take 1 - 1448/1514; a message costs about a scheduler's tick.
 GLOO_LINKS: Mapping[str, Link] = {

@@ -358,7 +358,8 @@ class Layout:
         rate = gbps * 1e9 / 8 * self.costs.link(transport, pool, collective).efficiency
         delay_s = self.site.delay_s(transport.kind, pool, self.pool(peer) if peer else None)
         connections = component.gpus_per_node * (1 if collective else self.edge_connections)
-        return min(rate, connections * WINDOW_BYTES / (2 * delay_s)) if delay_s else rate
+        is_limited = delay_s and self.costs.calibration is None  # measured rates contain this limit
+        return min(rate, connections * WINDOW_BYTES / (2 * delay_s)) if is_limited else rate
 
     def latency(
         self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None

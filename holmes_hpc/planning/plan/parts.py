@@ -71,7 +71,7 @@ class Stage:
 def lacks_layers(chunks: Sequence[Sequence[int]]) -> bool:
     """Return whether a chunk has no layer. With virtual stages, the first chunk may hold only the embedding, and the
     last one only the head. `chunks`: layers of each stage's chunks, (S, C)."""
-    ends = {(0, 0), (len(chunks) - 1, len(chunks[-1]) - 1)} if len(chunks[0]) > 1 else set()
+    ends = {(0, 0), (len(chunks) - 1, len(chunks[-1]) - 1)} if len(chunks) and len(chunks[0]) > 1 else set()
     return any(n < 1 and (s, c) not in ends for s, stage in enumerate(chunks) for c, n in enumerate(stage))
 
 

@@ -46,10 +46,10 @@ def test_narrow_and_unaligned_products_are_slower() -> None:
 
 
 def test_fused_attention_computes_half_of_the_scores() -> None:
-    forward, backward = DEVICE.flash_s(32, 65536, 128, version1=False)
+    forward, backward = DEVICE.flash_s(32, 65536, 128, "flash")
     assert forward == pytest.approx(2 * 32 * 65536**2 * 128 / (312e12 * kind(A100).flash * STACK.flash), rel=0.02)
     assert backward > 2.5 * forward
-    assert DEVICE.flash_s(32, 65536, 128, version1=True)[0] > 1.5 * forward
+    assert DEVICE.flash_s(32, 65536, 128, "flash1")[0] > 1.5 * forward
 
 
 def test_the_longest_matching_kind_name_wins() -> None:

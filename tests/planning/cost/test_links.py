@@ -40,8 +40,9 @@ def pipeline(site: Site, **options: object) -> Plan:
     return fixed_plan(MODEL, BATCH, site, PlanOptions(**settings), Costs())  # type: ignore[arg-type]
 
 
-def down_s(site: Site) -> list[float]:
-    return transfers_s(Layout.of(pipeline(site), Costs()), 0)[0].tolist()
+def down_s(site: Site, edge_connections: int = 1) -> list[float]:
+    plan = replace(pipeline(site), edge_connections=edge_connections)
+    return transfers_s(Layout.of(plan, Costs()), 0)[0].tolist()
 
 
 def seconds(plan: Plan) -> float:
@@ -55,7 +56,9 @@ def test_rate_and_delay_apply_to_one_pair_of_fabrics() -> None:
     late = down_s(with_links(FabricLink(("b", "c"), delay_ms=7)))
     latency = Costs().link(Layout.of(pipeline(SITE), Costs()).edges[0][0], SITE.pools[0]).latency_s
     assert slow[0] - latency == pytest.approx(5 * (plain[0] - latency)) and slow[1] == plain[1]
-    assert late[0] == plain[0] and late[1] == pytest.approx(plain[1] + 7e-3)
+    assert late[0] == plain[0] and late[1] > plain[1] + 7e-3  # also limited by TCP's windows
+    striped = down_s(with_links(FabricLink(("b", "c"), delay_ms=7)), edge_connections=16)
+    assert striped[1] == pytest.approx(down_s(SITE, edge_connections=16)[1] + 7e-3)
 
 
 @pytest.mark.parametrize("link", [FabricLink(("a", "b"), gbps=1.0), FabricLink(("a", "b"), delay_ms=50)])

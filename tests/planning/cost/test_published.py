@@ -21,12 +21,16 @@ from holmes_hpc.planning.cost.memory import memory, stage_capacity
 
 pytestmark = pytest.mark.integration
 
-SETS = ("sc21", "holmes", "vtrain_multi", "vtrain_single", "bloom", "aleph", "mosaic_a100", "mosaic_h100", "sailor")
+SETS = (
+    *("sc21", "holmes", "vtrain_multi", "vtrain_single", "bloom", "aleph", "mosaic_a100", "mosaic_h100", "sailor"),
+    *("dgxc_gpt3", "dgxc_nemotron", "dgxc_llama", "zero_bubble", "fms", "megascale", "nemo_2022"),
+)
+FEW_ROWS = {"caraml", "paxml"}  # programs with other kernels; 27 to 48% and 15% off
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_step_times_of_published_runs_are_predicted(name: str) -> None:
-    """Check the mean error of ten runs. That of all runs is 3 to 11%."""
+    """Check the mean error of ten runs. That of all runs is 1 to 11%."""
     runs = sample([r for r in read([name]) if r.seconds and r.expressible], 10)
     errors = [predicted_s(r) / (r.seconds or 1) - 1 for r in runs]
     assert np.abs(errors).mean() < (0.2 if name == "vtrain_single" else 0.15)
@@ -45,7 +49,7 @@ def test_out_of_memory_runs_are_predicted() -> None:
 
 def test_rows_complete_the_figures_of_their_set() -> None:
     runs = read()
-    assert {r.set for r in runs} == set(SETS) and len(runs) > 2800
+    assert {r.set for r in runs} == {*SETS, *FEW_ROWS} and len(runs) > 2800
     assert {r.attention for r in runs if r.set == "aleph"} == {"flash2", "flash1", "softmax", "torch"}
     with pytest.raises(ValueError, match="has no step time"):
         type(runs[0])(**{**vars(runs[0]), "seconds": None, "fits": True})

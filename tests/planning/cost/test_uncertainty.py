@@ -1,4 +1,4 @@
-"""A prediction's interval comes from its class of runs and is wider for unmeasured GPU kinds."""
+"""A prediction's interval comes from published runs left out of the fit. It is wider for what no run had."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.predict import ASSUMED, UNLISTED, spread, spreads
+from holmes_hpc.planning.cost.uncertainty import ASSUMED_KIND, OTHER_SOFTWARE, UNLISTED_KIND, Spread, measured
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.plan_text import explain
 from holmes_hpc.planning.search.best import fixed_plan
 
 
@@ -24,19 +23,32 @@ def plan(gpu: Gpu, tp: int = 2) -> Plan:
     return fixed_plan(named("gpt_3_6b"), Batch(64, 2, 2048), site, PlanOptions(tp=tp, pp=1, dp=16 // tp), Costs())
 
 
-def test_the_interval_is_that_of_the_class() -> None:
-    predicted = plan(A100).predicted
+def interval(made: Plan) -> tuple[float, float]:
+    """Return the interval's ends over the predicted step time."""
+    predicted = made.predicted
     assert predicted is not None and predicted.interval_s is not None
-    row = spread(2, True)
-    assert predicted.interval_s == pytest.approx((predicted.step_time_s * row.low, predicted.step_time_s * row.high))
-    assert any("90% interval" in line for line in explain(plan(A100), Costs()))
+    low, high = predicted.interval_s
+    return low / predicted.step_time_s, high / predicted.step_time_s
 
 
-@pytest.mark.parametrize(("name", "factor"), [("b200", ASSUMED), ("tpu-v9", UNLISTED)])
-def test_assumed_and_unlisted_kinds_widen_the_interval(name: str, factor: float) -> None:
-    predicted = plan(replace(A100, name=name)).predicted
-    assert predicted is not None and predicted.interval_s is not None
-    assert predicted.interval_s[1] / predicted.step_time_s == pytest.approx(spread(2, True).high * factor)
+def test_the_interval_of_a_measured_generation_is_that_of_left_out_sets() -> None:
+    assert interval(plan(A100)) == pytest.approx((measured().sets.low, measured().sets.high))
+    assert not any("interval is wider" in note for note in plan(A100).assumptions)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "spread", "factor", "cause"),
+    [
+        (Gpu("b200", 2250, 180, 7200), measured().generations, ASSUMED_KIND, "no published run on blackwell"),
+        (replace(A100, name="tpu-v9"), measured().generations, UNLISTED_KIND, "tpu-v9 has no kernel table"),
+        (replace(A100, attention="flash3"), measured().sets, OTHER_SOFTWARE, "ampere with attention flash3"),
+    ],
+)
+def test_what_no_run_had_widens_the_interval_and_is_named(gpu: Gpu, spread: Spread, factor: float, cause: str) -> None:
+    made = plan(gpu)
+    assert interval(made) == pytest.approx((spread.low / factor, spread.high * factor))
+    (note,) = (note for note in made.assumptions if "interval is wider" in note)
+    assert cause in note
 
 
 def test_a_plan_notes_a_kind_without_a_table() -> None:
@@ -54,9 +66,3 @@ def test_cpus_have_no_interval() -> None:
     )
     assert tiny.predicted is not None and tiny.predicted.interval_s is None
     assert Plan.from_dict(plan(A100).to_dict()) == plan(A100)
-
-
-def test_every_class_contains_the_prediction() -> None:
-    for s in spreads():
-        assert s.low < 1 < s.high
-    assert spread(64, True) == spread(8, True)
