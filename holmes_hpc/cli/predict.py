@@ -319,10 +319,14 @@ def _plan_layout(config: Configuration, software: _Software, overrides: Sequence
 
 
 def _replicas(plan: PlanOptions, cp: int, site: Site) -> int:
-    """Return the data-parallel size that uses all GPUs of the site, or of the nodes that the user set."""
+    """Return the data-parallel size that uses all GPUs of the site, or of the nodes that the user set.
+    ConfigError if the other sizes do not divide their number."""
     nodes = plan.nodes or {pool.name: pool.nodes for pool in site.pools}
     gpus = sum(n * (plan.gpus_per_node or site.pool(name).gpus_per_node) for name, n in nodes.items() if n)
-    return plan.dp or max(1, gpus // ((plan.tp or 1) * (plan.pp or 1) * cp))
+    size = (plan.tp or 1) * (plan.pp or 1) * cp
+    message = f"TP x PP x CP is {size}, which does not divide {gpus} GPUs"
+    ConfigError.refuse((not plan.dp and gpus % size, message, "--megatron-args", "choose the nodes by --nodes"))
+    return plan.dp or gpus // size
 
 
 def _is_sharded(distributed: bool, sharding: str | None, overrides: Sequence[str]) -> bool:
