@@ -834,6 +834,19 @@ def test_layers_of_another_number_of_stages_are_refused(holmes, site):
         "pp is 3",
     )
     refused(holmes("plan", "model=gpt_3_6b", "--site", str(site), "plan.layers_per_stage=[10,10]"))
+    ends = (
+        *given,
+        "--nodes",
+        "ib-a=4",
+        "--pp",
+        "4",
+        "--dp",
+        "8",
+        "--virtual-stages",
+        "8",
+    )  # without layers at the ends
+    assert holmes("predict", *ends, "--layers-per-stage", "7,8,8,7")[0] == 0
+    refused(holmes("predict", *ends, "--layers-per-stage", "8,7,8,7"), "each virtual stage but the first and the last")
 
 
 def test_an_unknown_option_of_a_group_gets_the_allowed_ones(holmes, site):

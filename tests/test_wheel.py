@@ -155,7 +155,7 @@ def test_verbs_alone(venv: Path, tmp_path: Path) -> None:
     verbs = {
         "--version": (0, "(commit "),
         "plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml": (0, "ib-a"),
-        "predict plan.yaml": (0, "step time"),
+        "predict plan.yaml": (0, "Step time"),
         "status s-holmes": (0, "s-holmes"),
         "logs s-holmes": (0, "no log"),
         "testbed status": (1, "no testbed"),
