@@ -6,11 +6,11 @@ file like those of Megatron-LM's functional tests.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import ConfigError
@@ -109,18 +109,18 @@ def read_arguments(source: str, given: Collection[str] = ()) -> MegatronArgument
 def _parse(source: str) -> dict[str, str]:
     """Return argument -> its values, separated by spaces; empty for a switch. A switch that YAML sets to false is left
     out."""
-    path = Path(source)
-    if "--" not in source and not path.is_file():
+    is_file = os.path.isfile(source)  # a Path would refuse the length of a command
+    if not is_file and "--" not in source:
         raise _error(f"no file {source!r}", "give a file, or a command with --num-layers and others")
-    if path.suffix in (".yaml", ".yml"):
-        data = read_yaml(path)
+    if is_file and source.endswith((".yaml", ".yml")):
+        data = read_yaml(source)
         data = data.get("MODEL_ARGS", data)
         if not isinstance(data, Mapping):
             raise _error(f"MODEL_ARGS in {source} has no arguments", "write --NAME: VALUE below it")
         texts = {k: "" if v is True or v is None else re.sub(r"[][(),]", " ", str(v)) for k, v in data.items()}
         words = [word for name, text in texts.items() if data[name] is not False for word in (str(name), text)]
     else:
-        words = _words(source if "--" in source else read_text(path))
+        words = _words(read_text(source) if is_file else source)
     values, name = dict[str, str](), ""
     for word in words:
         if word.startswith("--"):
