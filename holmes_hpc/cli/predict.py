@@ -222,13 +222,13 @@ def _model_of_file(file: str | None) -> list[str]:
 def _with_megatron(source: str, options: _Software, overrides: Sequence[str]) -> tuple[_Software, list[str]]:
     """Return software and overrides of Megatron-LM's arguments, and note them on stderr. What the user set wins.
     Raise ConfigError if `overrides` name a model."""
-    given = [override.lstrip("+").partition("=")[0] for override in overrides]
-    if "model" in given:
+    user_keys = [override.lstrip("+").partition("=")[0] for override in overrides]
+    if "model" in user_keys:
         raise ConfigError("they describe a model too", where="--megatron-args", hint="leave out the other model")
-    arguments = read_arguments(source, given)
+    arguments = read_arguments(source, user_keys)
     for line in arguments.description():
         console.note(line)
-    keys = [f"{k}={to_override_text(v)}" for k, v in arguments.keys.items() if k not in given]
+    keys = [f"{k}={to_override_text(v)}" for k, v in arguments.keys.items() if k not in user_keys]
     return replace(
         options,
         facts={**arguments.facts, **options.facts},

@@ -85,16 +85,16 @@ class MegatronArguments:
                 yield f"{title}: {', '.join(names)}"
 
 
-def read_arguments(source: str, given: Collection[str] = ()) -> MegatronArguments:
+def read_arguments(source: str, user_keys: Collection[str] = ()) -> MegatronArguments:
     """Return the arguments in `source`, a file's name or a command.
-    `given`: keys that the user sets beside them. ConfigError for arguments that cannot be predicted."""
+    `user_keys`: keys that the user sets beside them. ConfigError for arguments that cannot be predicted."""
     values = _Values(_parse(source))
     for name, value in values.texts.items():
         for pattern, harmless, reason in _REFUSED:
             if re.fullmatch(pattern, name) and value not in harmless:
                 raise _error(f"--{name} {value}".rstrip(), f"{reason}: leave it out")
     keys: dict[str, Any] = {key: values.number(name) for name, key in _NUMBERS.items() if values.has(name)}
-    keys |= {**_model(values, given), **_layers(values, keys)}
+    keys |= {**_model(values, user_keys), **_layers(values, keys)}
     keys |= _layout(values, keys.get("plan.virtual_stages", 1))
     return MegatronArguments(
         keys,
@@ -182,7 +182,7 @@ class _Values:
             raise _error(f"--{name} is {value!r}", "write a number") from e
 
 
-def _model(a: _Values, given: Collection[str]) -> dict[str, Any]:
+def _model(a: _Values, user_keys: Collection[str]) -> dict[str, Any]:
     """Return the keys of the architecture. Megatron-LM's defaults are those of GPT-2, with dropout 0.1."""
     rope = a.text("position-embedding-type", "learned_absolute", "rope") == "rope"
     keys = {
@@ -197,7 +197,7 @@ def _model(a: _Values, given: Collection[str]) -> dict[str, Any]:
     }
     if a.has("group-query-attention"):
         keys["model.kv_heads"] = a.number("num-query-groups", 1)
-    if not a.has("vocab-size") and "model.vocab" not in given:
+    if not a.has("vocab-size") and "model.vocab" not in user_keys:
         if a.words("tokenizer-type", "GPT2BPETokenizer" if a.has("merge-file") else "")[0] != "GPT2BPETokenizer":
             raise _error("the size of the vocabulary is not among the arguments", "add --vocab N")
         keys["model.vocab"] = 50257
@@ -210,8 +210,8 @@ def _layers(a: _Values, sizes: Mapping[str, Any]) -> dict[str, Any]:
     lacks = [int(a.has(f"account-for-{part}-in-pipeline-split")) for part in ("embedding", "loss")]
     names = [f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")]
     fixed = [a.number(name) if a.has(name) else None for name in names]
-    others = pp - sum(count is not None for count in fixed)
-    per_stage = (layers + sum(lacks) - sum(count or 0 for count in fixed)) // max(1, others)
+    free_stages = pp - sum(count is not None for count in fixed)
+    per_stage = (layers + sum(lacks) - sum(count or 0 for count in fixed)) // max(1, free_stages)
     if pp > 1 and (any(lacks) or a.has(*names)):
         ends = [per_stage - n if count is None else count for n, count in zip(lacks, fixed, strict=True)]
         keys["plan.layers_per_stage"] = [ends[0], *[per_stage] * (pp - 2), ends[1]]

@@ -63,7 +63,7 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
 
 def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
     batch, notes, placements = plan.batch, plan.assumptions, _placements(plan)
-    sequences, others = batch.tokens // batch.context, f"{len(plan.alternatives)} runners-up, {len(notes)} assumptions"
+    sequences, details = batch.tokens // batch.context, f"{len(plan.alternatives)} runners-up, {len(notes)} assumptions"
     if len(placements) > MAX_PLACEMENTS:
         placements[MAX_PLACEMENTS - 1 :] = [f"and {len(placements) - MAX_PLACEMENTS + 1} more pools"]
     lines = [
@@ -76,7 +76,7 @@ def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
         lines += [*_times(plan, plan.predicted, steps), _memory(plan, plan.predicted, notes)]
         lines += [_best_improvement(_improvements(plan, plan.predicted, costs))]
     lines += [f"Note: {note}" for note in notes if _NOTED.match(note)]
-    return [*lines, f"--explain shows the parts of the step, {others}."]
+    return [*lines, f"--explain shows the parts of the step, {details}."]
 
 
 def _sizes(plan: Plan) -> str:
