@@ -509,7 +509,7 @@ def test_predict_has_the_defaults_of_plan(holmes, site):
     assert json.loads(out)["step_time_s"] == pytest.approx(plan["predicted"]["step_time_s"], rel=1e-3)
 
 
-def test_a_plan_shows_its_tokens_and_how_long_a_budget_takes(holmes, site):
+def test_a_plan_shows_its_tokens_and_how_long_a_budget_takes(holmes, site, monkeypatch):
     words = ("plan", "model=llama2_7b", "plan.pp=2", "plan.tp=1", "--site", str(site))
     code, out, _ = holmes(*words, "--tokens", "2e12")
     text = " ".join(out.split())
@@ -526,6 +526,8 @@ def test_a_plan_shows_its_tokens_and_how_long_a_budget_takes(holmes, site):
     assert found["throughput"]["tokens"] == pytest.approx(3e11, rel=1e-4)
     refused(holmes("predict", "plan.yaml", "--site", str(site)), "PLAN and --site are mutually exclusive")
     refused(holmes("predict"), "neither PLAN nor --site is given")
+    monkeypatch.setenv("HOLMES_SITE", "none.yaml")
+    refused(holmes("predict", "--model", "gpt_tiny"), "none.yaml")
 
 
 def test_random_tokens_must_be_requested(holmes, site, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -243,6 +244,8 @@ def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configura
     sizes in `overrides`. Raise ConfigError for two plans, or unless there is either a plan or a site."""
     data = composed(overrides)
     plan_file, site = plan_path or data["plan_file"], data["site_file"]
+    if plan_file is None and site is None:
+        site = data["site_file"] = os.environ.get("HOLMES_SITE") or None
     if data["plan_file"] not in (None, plan_file):
         raise ConfigError(
             f"PLAN is {plan_path}, but plan_file is {data['plan_file']}", where="predict", hint="leave one of them out"

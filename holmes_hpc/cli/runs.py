@@ -46,6 +46,7 @@ from holmes_hpc.submission.lifecycle.create import (
     remove_run,
     run_directory_path,
 )
+from holmes_hpc.submission.queue_estimate import iso
 from holmes_hpc.submission.sweeps.status_table import is_sweep
 from holmes_hpc.submission.templates import plan_script
 from holmes_hpc.training.checkpoint import checkpoint_directory
@@ -103,7 +104,7 @@ def submit(
         return
     run, job = create_and_submit(plan, config, overrides, test)
     if json:
-        console.as_json({"run": str(run.path), "job_id": job.id})
+        console.as_json({"run": str(run.path), "job_id": job.id, "expected_start": iso(job.expected_start)})
     else:
         console.text(f"job {job.id}: {run.path}")
         name = run.path.name if run.path == (runs_root() / run.path.name).absolute() else run.path

@@ -77,7 +77,8 @@ def site(
     _, settings = _read_settings(overrides)
     with console.waiting("asking Slurm and the nodes"):
         listing = report.listing(settings)
-        discovery = discover(listing, read_topology(), settings, probes, wait if jobs else None)
+        earlier = site_record.pools_by_node(record.get("pools") or [])
+        discovery = discover(listing, read_topology(), settings, probes, wait if jobs else None, earlier)
     text = site_record.site_text(discovery, [n.name for n in listing.nodes], record)
     if output:
         write_whole(Path(output), text)

@@ -16,7 +16,7 @@ from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.fabric.software import NEEDED, software
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.request import check_site, make_plan, site
+from holmes_hpc.planning.request import check_site, make_plan
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.rank import run_rank
 from holmes_hpc.records.run import RunDirectory
@@ -30,7 +30,7 @@ from holmes_hpc.submission.lifecycle.create import (
     run_directory_path,
 )
 from holmes_hpc.submission.lifecycle.requirements import allow_open_files
-from holmes_hpc.submission.lifecycle.status import Job, job_of
+from holmes_hpc.submission.lifecycle.status import Job, SlurmJob, job_of
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import submit_plan
 from holmes_hpc.submission.queue_estimate import (
@@ -147,19 +147,27 @@ def submit_run(plan: Plan, run: RunDirectory, config: Configuration, test: bool 
             f"this Python has no {packages}, and the ranks use it too: `holmes doctor` shows what the nodes have;"
             " pip install 'holmes-hpc[train]' if they have none either"
         )
+    start = None
     if test:
         with console.waiting("asking Slurm when the job could start"):
-            start = expected_start(plan, config.slurm)
-        console.note(start)
+            start, text = expected_start(plan, config.slurm)
+        console.note(text)
     submit_plan(plan, run.path, run_rank, config.to_dict(), config.slurm, test=test)
-    return job_of(run)
+    job = job_of(run)
+    if isinstance(job, SlurmJob):
+        job.expected_start = start
+    return job
 
 
 def check_earliest(config: Configuration) -> None:
     """Raise ConfigError if the configuration leaves --earliest no plans to choose from, or uses no Slurm."""
-    fixed = ((config.site_file, "a site file"), (config.plan_file, "one plan only"), (config.local, "launcher=local"))
-    hint = "leave one of them out"
-    refuse("--earliest", *((value, f"{reason} leaves Slurm no choice", hint) for value, reason in fixed))
+    fixed = ((config.plan_file, "one plan only"), (config.local, "launcher=local"))
+    hint, missing = "leave one of them out", "there is no sbatch on this machine"
+    refuse(
+        "--earliest",
+        *((value, f"{reason} leaves Slurm no choice", hint) for value, reason in fixed),
+        (config.site_file and shutil.which("sbatch") is None, missing, "leave it out, or load Slurm's commands"),
+    )
 
 
 def earliest_ends(config: Configuration, clock: Clock | None = None, costs: Costs | None = None) -> list[QueueEstimate]:
@@ -168,7 +176,7 @@ def earliest_ends(config: Configuration, clock: Clock | None = None, costs: Cost
     `clock`: limits all searches together; `costs`: replace the configuration's. Raise ConfigError if Slurm cannot be
     asked, SubmissionError if no plan can run."""
     check_earliest(config)
-    whole_site = site(config)
+    whole_site = load_site(config)
 
     def plan_for(nodes: dict[str, int] | None) -> Plan:
         part_config = config if nodes is None else replace(config, plan=replace(config.plan, nodes=nodes))

@@ -50,8 +50,8 @@ class ComponentSettings:
 
     def job_options(self) -> tuple[str, ...]:
         """Return the options of srun for a job of one node: account, QOS, GRES and others, without nodes and shares."""
-        left_out = ("additional", "nodelist", "exclude", "cpus_per_task", "mem", "exclusive")
-        values = {k: v for k, v in self.specified().items() if k not in left_out} | dict(self.additional or {})
+        values = {name: getattr(self, name) for name in ("account", "qos", "reservation", "gres")}
+        values |= self.additional or {}
         words = {str(k).lstrip("-").replace("_", "-"): v for k, v in values.items() if v not in (None, False)}
         return tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in words.items())
 

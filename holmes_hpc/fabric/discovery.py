@@ -6,12 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from holmes_hpc.errors import SiteError, nearest
 from holmes_hpc.fabric.features import Reading, read_features, read_vocabulary
 from holmes_hpc.fabric.grouping import Grouping, constraint, group
 from holmes_hpc.fabric.listing import Listing
 from holmes_hpc.fabric.node_facts import NOT_ASKED, Facts, Job, ask, gpu_option
 from holmes_hpc.fabric.nodes import SiteNode, grouped
-from holmes_hpc.fabric.partitions import NodeSettings
+from holmes_hpc.fabric.partitions import NodeSettings, PoolJob
 from holmes_hpc.fabric.site import Gpu, Pool, Site
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Topology
@@ -22,7 +23,10 @@ _PLACE = re.compile(r"(.*[\W_])?(rack|row|cage|chassis|pod|room|cell|island|clus
 _BY_KEY = re.compile(r"Gb/s assumed|no feature names a NIC|no fabric label|^left out")
 _NIC_GUESS = re.compile(r"through its Ethernet address only")
 _GPU_GUESS = re.compile(r"GPU .*(assumed|vocabulary|CPU rank)")
-_WAITED = re.compile(r"timed out|revoked|temporarily unavailable|no answer in", re.IGNORECASE)
+# srun's messages when a job with --immediate has not started in time.
+_WAITED = re.compile(
+    r"are busy|immediate execution|revoked|temporarily unavailable|timed out|no answer in", re.IGNORECASE
+)
 SAME_MEMORY = 0.1  # the driver reports somewhat less than the data sheet
 
 
@@ -64,10 +68,23 @@ class Discovery:
 
 
 def discover(
-    listing: Listing, topology: Topology, settings: NodeSettings, known: Sequence[Probe] = (), wait_s: int | None = None
+    listing: Listing,
+    topology: Topology,
+    settings: NodeSettings,
+    known: Sequence[Probe] = (),
+    wait_s: int | None = None,
+    earlier: Mapping[str, str] | None = None,
 ) -> Discovery:
     """Return the site of Slurm's nodes. `known`: probes of an earlier run, whose kinds are not asked again.
-    `wait_s`: the longest wait for a job to start; None: run no job."""
+    `wait_s`: the longest wait for a job to start; None: run no job. `earlier`: node -> its pool in an earlier file."""
+    earlier = earlier or {}
+    both_names = {n: (p.name, earlier.get(n, p.name)) for p in listing.grouping.pools for n in p.node_names}
+    pool_names = list(dict.fromkeys(name for pair in both_names.values() for name in pair))
+    for name in settings.pools:
+        if name not in pool_names:
+            raise SiteError(f"no pool {name!r}", where="slurm.pools", hint=nearest(name, pool_names))
+    pools_of = {n: settings.pools[name] for n, pair in both_names.items() for name in pair if name in settings.pools}
+    settings = replace(settings, pools=pools_of)
     kinds = {n.name: kind_of(n, p.partition) for p in listing.grouping.pools for n in _members(p, listing.nodes)}
     probes = {probe.kind: probe for probe in known}
     if wait_s is not None:
@@ -154,7 +171,9 @@ def _job(pool: Pool, nodes: Sequence[SiteNode], settings: NodeSettings, wait_s: 
         options = (*options, *(f"--{name}={value}" for name, value in selection if value))
     if settings.reservation and any(n.reservation == settings.reservation for n in nodes):
         options = (*options, f"--reservation={settings.reservation}")
-    return Job(pool.partition, (node.name,) if node else (), options, wait_s)
+    special = settings.pools.get(nodes[0].name, PoolJob())
+    options = (*options, *special.options)
+    return Job(pool.partition, (node.name,) if node else (), options, wait_s, special.setup, special.python)
 
 
 def _read_answer(kind: str, node: SiteNode, facts: Facts) -> Probe:

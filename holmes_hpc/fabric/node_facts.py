@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import sys
 import time
@@ -205,12 +206,15 @@ def _unanswered(level: str, nodes: Sequence[Node | str], reason: str) -> Finding
 @dataclass(frozen=True)
 class Job:
     """A short job that asks nodes of a partition for their facts: those in `node_names`, or any one node if empty.
-    `options`: of srun, for this job; `wait_s`: the longest wait for Slurm to start it."""
+    `options`: of srun, for this job, in place of the same ones of all jobs; `wait_s`: the longest wait for Slurm to
+    start it; `setup`: further shell lines; `python`: the command that starts Python, by default this one."""
 
     partition: str
     node_names: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     wait_s: int = WAIT_S
+    setup: tuple[str, ...] = ()
+    python: str = ""
 
 
 def gpu_option(types: Sequence[str], count: int) -> tuple[str, ...]:
@@ -226,8 +230,6 @@ def ask(jobs: Sequence[Job], settings: NodeSettings, shared: Path | None = None)
     uses the reservation of `settings`."""
     files = (("--vocabulary", settings.vocabulary), ("--shared", str(shared or "")))
     arguments = [text for option, path in files if path for text in (option, os.path.abspath(path))]
-    shell = ["bash", "-c", "\n".join([*settings.setup, 'exec "$@"']), "facts"] if settings.setup else []
-    program = [*shell, sys.executable, *module_arguments("holmes_hpc.fabric.node_facts"), *arguments]
     limit_s = answer_limit_s(sum(len(job.node_names) for job in jobs))
     options = [o for o in settings.job_options if not o.startswith("--reservation=")]
     for name in ("account", "qos"):
@@ -238,19 +240,23 @@ def ask(jobs: Sequence[Job], settings: NodeSettings, shared: Path | None = None)
         )
         if value and not any(option.startswith(f"--{name}=") for option in options):
             options.append(f"--{name}={value}")
-    has_gres = any(option.startswith("--gres=") for option in options)
     reserved = [f"--reservation={settings.reservation}"] if settings.reservation else []
     commands = []
     for job in jobs:
         count = len(job.node_names) or 1
-        own_options = [o for o in job.options if not (has_gres and o.startswith("--gpus-per-node="))]
+        names = {option.partition("=")[0] for option in job.options}
+        all_options = [*job.options, *(o for o in options if o.partition("=")[0] not in names)]
+        if any(option.startswith("--gres=") for option in all_options):
+            all_options = [o for o in all_options if not o.startswith("--gpus-per-node=")]
+        setup = [*settings.setup, *job.setup]
+        shell = ["bash", "-c", "\n".join([*setup, 'exec "$@"']), "facts"] if setup else []
+        python = shlex.split(job.python) or [sys.executable]
         commands.append(
             [
                 "srun",
                 f"--partition={job.partition}",
                 *([f"--nodelist={compress(job.node_names)}"] if job.node_names else reserved),
-                *own_options,
-                *options,
+                *all_options,
                 f"--nodes={count}",
                 f"--ntasks={count}",
                 "--ntasks-per-node=1",
@@ -261,7 +267,7 @@ def ask(jobs: Sequence[Job], settings: NodeSettings, shared: Path | None = None)
                 "--kill-on-bad-exit=0",
                 f"--wait={limit_s // 2}",  # some nodes may fail or hang
                 "--job-name=holmes-facts",
-                *program,
+                *[*shell, *python, *module_arguments("holmes_hpc.fabric.node_facts"), *arguments],
             ]
         )
     waits_s = limit_s + max((job.wait_s for job in jobs), default=0) - WAIT_S

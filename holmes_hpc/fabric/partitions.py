@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import grp
+import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from holmes_hpc.fabric.nodes import SiteNode
 from holmes_hpc.slurm.accounting import Association, read_associations
@@ -20,11 +23,21 @@ _PREEMPTIBLE = re.compile(r"REQUEUE|CANCEL|SUSPEND", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
+class PoolJob:
+    """The settings of the short jobs on one pool: options of srun, shell lines, and the command that starts Python."""
+
+    options: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    python: str = ""
+
+
+@dataclass(frozen=True)
 class NodeSettings:
     """The user's settings for reading nodes. `vocabulary`: the site's own file of features; None: HOLMES_FEATURES.
     `partitions`: use only these; empty: all. `account`, `qos`, `reservation`: of the job; None: not known.
-    `setup`, `job_options`: shell lines and srun options of the short jobs that ask nodes. `associations`: of the user,
-    for what is not known; empty: not known either."""
+    `setup`, `job_options`: shell lines and srun options of the short jobs that ask nodes. `associations`, `groups`: of
+    the user, for what is not known; empty: not known either. `pools`: pool, or its nodes ->
+    what its short jobs add to `setup` and `job_options`."""
 
     vocabulary: str | None = None
     partitions: tuple[str, ...] = ()
@@ -34,11 +47,18 @@ class NodeSettings:
     setup: tuple[str, ...] = ()
     job_options: tuple[str, ...] = ()
     associations: tuple[Association, ...] = ()
+    groups: frozenset[str] = frozenset()
+    pools: Mapping[str, PoolJob] = field(default_factory=dict)
 
 
 def with_associations(settings: NodeSettings | None, partitions: Sequence[Partition]) -> NodeSettings:
-    """Return the settings with the user's associations, if a partition admits only some accounts or QOS."""
-    settings = settings or NodeSettings()
+    """Return the settings with the user's groups, and with associations if a partition admits only some accounts or
+    QOS. Slurm admits root regardless of groups."""
+    groups = set[str]()
+    for number in {os.getegid(), *os.getgroups()} if os.geteuid() else ():
+        with contextlib.suppress(KeyError):  # a group without a name
+            groups.add(grp.getgrgid(number).gr_name)
+    settings = replace(settings or NodeSettings(), groups=frozenset(groups))
     is_limited = any(p.allow_accounts or p.deny_accounts or p.allow_qos or p.deny_qos for p in partitions)
     return replace(settings, associations=read_associations()) if is_limited else settings
 
@@ -67,6 +87,8 @@ def _refusal(p: Partition, settings: NodeSettings) -> str | None:
         return "only root may use it"
     if p.hidden and p.name not in settings.partitions:
         return "it is hidden; partitions=[…] uses it"
+    if p.allow_groups and settings.groups and settings.groups.isdisjoint(p.allow_groups):
+        return f"you are in none of AllowGroups={','.join(p.allow_groups)}"
     account, qos = settings.account, settings.qos
     associations = [a for a in settings.associations if account in (None, a.accounts[0])]
     if associations and all(a.partition not in ("", p.name) for a in associations):

@@ -91,7 +91,7 @@ def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[s
 
 def _lasting_names(pools: Sequence[Pool], before: Entries) -> dict[str, str]:
     """Return the name in the file of each pool: that of an earlier pool with some of its nodes, else its own."""
-    earlier = {node: entry["name"] for entry in before for node in _nodes(entry)}
+    earlier = pools_by_node(before)
     names: dict[str, str] = {}
     for pool in pools:
         candidates = [earlier[node] for node in pool.node_names if node in earlier]
@@ -100,6 +100,11 @@ def _lasting_names(pools: Sequence[Pool], before: Entries) -> dict[str, str]:
             name += "-2"
         names[pool.name] = name
     return names
+
+
+def pools_by_node(entries: Entries) -> dict[str, str]:
+    """Return node -> its pool among the `entries` of a file."""
+    return {node: entry["name"] for entry in entries for node in _nodes(entry)}
 
 
 def _nodes(entry: Mapping[str, Any]) -> set[str]:

@@ -11,8 +11,8 @@ from typing import Any
 from holmes_hpc.config.configuration import Configuration, recorded
 from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RecordError, counted, nearest
 from holmes_hpc.fabric.features import read_vocabulary
-from holmes_hpc.fabric.grouping import NodeSettings
 from holmes_hpc.fabric.local_gpus import local_gpus
+from holmes_hpc.fabric.partitions import NodeSettings, PoolJob
 from holmes_hpc.fabric.site import CPU, Gpu, NicType, Pool, Site
 from holmes_hpc.fabric.site_file import read_site_file
 from holmes_hpc.fabric.site_slurm import read_site
@@ -77,6 +77,11 @@ def node_settings(config: Configuration) -> NodeSettings:
         reservation=config.slurm.reservation,
         setup=config.slurm.setup,
         job_options=config.slurm.job_options(),
+        pools={
+            name: PoolJob(pool.job_options(), pool.setup, pool.python or "")
+            for name, pool in (config.slurm.pools or {}).items()
+            if pool
+        },
     )
 
 

@@ -89,7 +89,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition as Slurm shows it. `up`: it accepts and starts jobs. Empty `allow_accounts`, `allow_qos`: all."""
+    """A partition as Slurm shows it. `up`: it accepts and starts jobs. Empty `allow_groups`, `allow_accounts`,
+    `allow_qos`: all."""
 
     name: str
     nodes: tuple[str, ...]
@@ -99,6 +100,7 @@ class Partition:
     max_nodes: str = ""
     priority: int = 1
     qos: str = ""
+    allow_groups: tuple[str, ...] = ()
     allow_accounts: tuple[str, ...] = ()
     deny_accounts: tuple[str, ...] = ()
     allow_qos: tuple[str, ...] = ()
@@ -250,6 +252,7 @@ def parse_partition(line: str) -> Partition:
         max_nodes=record.get("MaxNodes", ""),
         priority=_int(record.get("PriorityTier")),
         qos=record.get("QoS", "").replace("N/A", ""),
+        allow_groups=_split(record.get("AllowGroups", "").replace("ALL", "")),
         allow_accounts=_split(record.get("AllowAccounts", "").replace("ALL", "")),
         deny_accounts=_split(record.get("DenyAccounts", "").replace("NONE", "")),
         allow_qos=_split(record.get("AllowQos", "").replace("ALL", "")),

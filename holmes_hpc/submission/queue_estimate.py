@@ -48,10 +48,6 @@ class QueueEstimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as JSON values, with times as ISO 8601 in this machine's time zone."""
-
-        def iso(seconds: float | None) -> str | None:
-            return None if seconds is None else datetime.fromtimestamp(seconds).astimezone().isoformat("T", "seconds")
-
         return {
             "plan_id": self.plan.id,
             "nodes": {c.pool: c.nodes for c in self.plan.components},
@@ -62,6 +58,11 @@ class QueueEstimate:
             "reason": self.reason or None,
             "why_not": self.reason or None,  # deprecated: the former name
         }
+
+
+def iso(seconds: float | None) -> str | None:
+    """Return a time, in Unix seconds, as ISO 8601 in this machine's time zone."""
+    return None if seconds is None else datetime.fromtimestamp(seconds).astimezone().isoformat("T", "seconds")
 
 
 def candidate_plans(plan_for: Callable[[dict[str, int] | None], Plan], site: Site, max_plans: int = 16) -> list[Plan]:
@@ -118,17 +119,17 @@ def slurm_start_time(requests: Sequence[ComponentRequest], timeout_min: int | st
         ) from e
 
 
-def expected_start(plan: Plan, settings: SlurmSettings) -> str:
-    """Return a text on when Slurm could start the job of `plan`.
+def expected_start(plan: Plan, settings: SlurmSettings) -> tuple[float | None, str]:
+    """Return when Slurm could start the job of `plan`, in Unix seconds if Slurm estimates it, and a text on it.
     Raise SubmissionError as :func:`check_components` does."""
     requests = plan_components(plan, settings)
     check_components(requests, timeout_min=settings.timeout_min)
     try:
         start = slurm_start_time(requests, settings.timeout_min)
     except SubmissionError as e:
-        return f"Slurm estimates no start: {e.what}"
+        return None, f"Slurm estimates no start: {e.what}"
     wait_s = start - time.time()
-    return f"expected start: {'now' if wait_s < 60 else f'{clock(start)}, in {duration(wait_s / 86400)}'}"
+    return start, f"expected start: {'now' if wait_s < 60 else f'{clock(start)}, in {duration(wait_s / 86400)}'}"
 
 
 def estimate_ends(plans: Sequence[Plan], steps: int, settings: SlurmSettings) -> list[QueueEstimate]:

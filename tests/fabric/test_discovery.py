@@ -103,6 +103,20 @@ def test_a_network_that_needs_a_plugin_and_gpus_that_gres_lacks_are_found(slurm,
     assert "--gpus" not in slurm.jobs()[0]
 
 
+def test_settings_of_a_pool_reach_its_job(slurm, holmes) -> None:
+    pool = "{account: arm, gres: 'gpu:9', setup: [module load gcc], python: /arm/python3, mem: 1G}"
+    words = ["site", "-o", "site.yaml", "slurm.account=ml", "slurm.qos=high", "slurm.setup=[module load torch]"]
+    refused(holmes(*words, f"slurm.pools={{h200: {pool}}}"), "no pool 'h200'", "ethernet-gpu-h200")
+    assert holmes(*words, f"slurm.pools={{ethernet-gpu-h200: {pool}}}")[0] == 0
+    text = "\n".join(slurm.jobs())
+    h200, a100 = (text[text.index(f"--nodelist={name}") :].partition("--partition")[0] for name in ("h1", "a1"))
+    assert "--account=arm --gres=gpu:9 --qos=high --nodes" in h200 and "--mem" not in text
+    assert "module load gcc" in h200 and "facts /arm/python3 -" in h200
+    assert "--gpus-per-node=a100:2 --account=ml --qos=high" in a100 and "module load gcc" not in a100
+    slurm.add("h1", "gpu:h200:4", "renewed", {**IB, "gpu": H200, "gpu_memory_gib": 140.4})
+    assert holmes(*words, f"slurm.pools={{ib-gpu-h200: {pool}}}")[0] == 0 and "--account=arm" in slurm.jobs()[0]
+
+
 def test_no_jobs_leaves_assumptions_beside_the_values(slurm, holmes) -> None:
     code, out, _ = holmes("site", "--no-jobs")
     assert code == 0 and slurm.jobs() == []
@@ -174,7 +188,10 @@ def test_blocks_and_racks_that_divide_a_pool_are_shown(slurm, holmes) -> None:
 @pytest.mark.parametrize(
     ("srun", "fragments"),
     [
-        ("echo 'srun: error: Unable to allocate resources: Connection timed out' >&2; exit 1", ("--wait", "300 s")),
+        (
+            "echo 'srun: error: Unable to allocate resources: Requested nodes are busy' >&2; exit 1",
+            ("no node was free in 300 s", "--wait"),
+        ),
         ("echo 'srun: error: Invalid account' >&2; exit 1", ("Invalid account", "slurm.account")),
         ("exit 0", ("no answer",)),
     ],

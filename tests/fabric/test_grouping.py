@@ -1,19 +1,23 @@
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slurm_text import node, partition
+from slurm_text import node, partition, partition_line
 
 from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric import partitions as partitions_module
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.grouping import NodeSettings, constraint, group
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.partitions import usable_partitions, with_associations
 from holmes_hpc.slurm.accounting import Association
 from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.slurm.scontrol import parse_partition
 
 VOCABULARY = read_vocabulary()
 
@@ -348,6 +352,7 @@ def test_special_partitions_serve_only_if_asked_for() -> None:
         ({"allow_accounts": ("chem",)}, {"account": "bio"}, "AllowAccounts lacks bio"),
         ({"deny_accounts": ("bio",)}, {"account": "bio"}, "DenyAccounts has bio"),
         ({"allow_qos": ("high",)}, {"qos": "normal"}, "AllowQos lacks normal"),
+        ({"allow_groups": ("chem", "bio")}, {"groups": {"math"}}, "you are in none of AllowGroups=chem,bio"),
         ({"root_only": True}, {}, "only root"),
         ({"hidden": True}, {}, "it is hidden"),
     ],
@@ -359,6 +364,16 @@ def test_partitions_that_refuse_the_user_are_passed_over(fields: dict, settings:
     assert grouping.pools[0].partition == "b"
     assert any(f"partition a is skipped: {reason}" in a for a in grouping.assumptions)
     assert grouped(nodes, partitions[1:]).pools[0].partition == "b"
+
+
+def test_allowed_groups_are_those_of_this_process(monkeypatch) -> None:
+    limited = parse_partition(partition_line("a", "n1").replace("AllowGroups=ALL", "AllowGroups=chem,bio"))
+    monkeypatch.setattr(partitions_module.grp, "getgrgid", lambda number: SimpleNamespace(gr_name=f"g{number}"))
+    monkeypatch.setattr(partitions_module.os, "getgroups", lambda: [7])
+    for user, names in ((0, set()), (1000, {f"g{os.getegid()}", "g7"})):
+        monkeypatch.setattr(partitions_module.os, "geteuid", lambda user=user: user)
+        assert with_associations(None, [limited]).groups == names
+    assert limited.allow_groups == ("chem", "bio") and partition("b", "n1").allow_groups == ()
 
 
 BIO = Association(("bio", "root", "science"), ("normal", "high"))

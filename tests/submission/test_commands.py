@@ -49,14 +49,7 @@ def test_submit_without_a_plan_gives_a_hint(holmes: Holmes, args: tuple[str, ...
     assert "no plan" in err and "`holmes plan" in err and "`holmes run`" in err
 
 
-@pytest.mark.parametrize(
-    "args, word",
-    [
-        (("--site", "x.yaml"), "a site file"),
-        (("launcher=local",), "launcher=local"),
-        (("plan_file=x.yaml",), "one plan"),
-    ],
-)
+@pytest.mark.parametrize("args, word", [(("launcher=local",), "launcher=local"), (("plan_file=x.yaml",), "one plan")])
 def test_earliest_is_refused_without_a_choice(holmes: Holmes, args: tuple[str, ...], word: str) -> None:
     for command in ("plan", "run"):
         code, out, err = holmes(command, "--earliest", *args)
@@ -144,6 +137,14 @@ def test_a_job_requests_gpu_types_and_notes_its_time_limits(holmes: Holmes, gpu_
     assert code == 0 and "slurm.timeout_min" not in err
 
 
+SITE_FILE = """
+name: c
+ethernet_gbps: 25
+fabrics: [{name: ib, nic: ib, rdma_gbps: 200, partition: gpu, nodes: 2, gpus_per_node: 4}]
+pools:
+  - {name: new, fabric: ib, gpu: {name: h100}, gres_type: h100}
+  - {name: old, fabric: ib, gpu: {name: a100-80gb}, gres_type: a100}
+"""
 TESTED = """
 for a in "$@"; do case "$a" in --test-only) test=1;; --gpus-per-node=b*) bad=1;; *.sh) file=$a;; esac; done
 [ -n "$test" ] || { echo 7; exit; }
@@ -172,6 +173,20 @@ def test_submit_prints_the_expected_start_unless_it_is_not_to_test(holmes: Holme
     one = [*run[:1], "one.yaml", *run[2:]]
     assert holmes("plan", "model=gpt_tiny", "plan.nodes={a100: 1}", "-o", "one.yaml")[0] == 0
     assert "expected start: now" in holmes(*one, "name=one")[2]
+    code, out, _ = holmes(*run, "name=json", "--json")
+    assert code == 0 and json.loads(out)["expected_start"].startswith("2099-01-01T00:00:00")
+    assert json.loads(holmes(*run, "name=none", "--no-test", "--json")[1])["expected_start"] is None
+
+
+def test_earliest_asks_slurm_for_the_nodes_of_a_site_file(holmes: Holmes, gpu_site: Any, monkeypatch: Any) -> None:
+    gpu_site.answer("sbatch", TESTED)
+    Path("site.yaml").write_text(SITE_FILE)
+    code, out, err = holmes("plan", "model=gpt_tiny", "--earliest", "--site", "site.yaml", "--json")
+    first = json.loads(out)["earliest"][0]
+    assert code == 0 and set(first["nodes"]) <= {"new", "old"} and first["start"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, out, err = holmes("run", "model=gpt_tiny", "--earliest", "--site", "site.yaml")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "no sbatch on this machine" in err
 
 
 def test_steps_of_a_checkpoint_need_no_time(capsys: pytest.CaptureFixture[str]) -> None:

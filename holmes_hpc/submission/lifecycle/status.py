@@ -41,7 +41,10 @@ _BAD_RECORD_ERRORS = (RecordError, TypeError, ValueError, AttributeError, KeyErr
 
 
 class SlurmJob:
-    """A run's job on Slurm. `folder`: submitit's folder, ``submission/`` in the run directory."""
+    """A run's job on Slurm. `folder`: submitit's folder, ``submission/`` in the run directory. `expected_start`: as
+    Slurm estimated it before the submission, in Unix seconds; None without an estimate."""
+
+    expected_start: float | None = None
 
     def __init__(self, folder: Path, job_id: str) -> None:
         self.id = job_id
@@ -69,6 +72,8 @@ class SlurmJob:
 class LocalJob:
     """A run's job on a machine without Slurm. Its id is the process id of submitit's controller, the ranks' parent.
     `started`: Unix seconds; `folder`: submitit's folder, by default ``submission/`` in the run directory."""
+
+    expected_start = None
 
     def __init__(self, run: RunDirectory, pid: int, host: str, started: float, folder: Path | None = None) -> None:
         self.id, self._run, self._pid, self._host, self._started = str(pid), run, pid, host, started
