@@ -28,7 +28,7 @@ def data_prepare(
     force: Annotated[bool, typer.Option("--force", help="Replace other data at PREFIX.")] = False,
     json: Json = False,
 ) -> None:
-    """Convert text, JSONL or Parquet, also compressed, to Megatron's indexed format.
+    """Convert text, JSONL or Parquet to Megatron's indexed format. Compressed files are accepted.
 
     Example: holmes data prepare a.jsonl.gz texts/ -o d/a
     """
