@@ -1,11 +1,13 @@
-"""Compare the planner's free choice with user-fixed plans: one fabric, or fixed TP, PP and DP.
+"""Compare the planner's free choice with plans that a user tells to use a part of the site.
 
-    python benchmarks/planner_regret.py OUT.jsonl [--sites 200] [--told 5] [--seed 0]
+    python benchmarks/planner_regret.py OUT.jsonl [--sites 60] [--seed 0] [--unequal false]
 
-Sites are drawn from seeds: 2 to 4 fabrics of 4 to 32 nodes, Ethernet of 1 to 100 Gb/s between them, one or two kinds
-of GPU. Models have 3.6B to 175B parameters. Regret is the slowdown of the free choice against the best user-fixed plan,
-by the planner's own predictor; it is 0 if the free choice is as fast or faster. Each site adds a line to OUT.jsonl;
-sites already in it are skipped. The first ten sites have twenty times as many user-fixed plans.
+Each seed draws a site of up to 256 GPUs: 2 to 5 fabrics of 1 to 3 pools, odd numbers of nodes and of GPUs per node, GPU
+kinds of 16 to 192 GB, links with delays and total rates. Models have 3.6B to 70B parameters; some batches are prime.
+The free choice is compared with plans for each fabric alone, each pair of fabrics and 10 random sets of nodes
+(`plan.nodes`), and with the free choice after one improvement of the site. Regret is the slowdown of the free choice
+against the best told plan, by the planner's own prediction; it is 0 if the free choice is as fast or faster. Each site
+adds a line to OUT.jsonl; sites already in it are skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -22,117 +26,172 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Gpu, NicType, Pool, Site
+from holmes_hpc.fabric.site import FabricLink, Gpu, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.search.best import search
-from holmes_hpc.planning.search.explore import Clock
-from holmes_hpc.planning.search.problem import divisors
+from holmes_hpc.planning.search.best import best_plan
 
-A100 = Gpu("a100-80gb", 312, 80, 2400)
-H100 = Gpu("h100-80gb", 989, 80, 3600)
-RDMA_GBPS = (100.0, 200.0, 400.0, 800.0, 1600.0)
-ETHERNET_GBPS = (1.0, 2.5, 10.0, 25.0, 100.0)
-MODELS = (
-    ("gpt_3_6b", 768, 2048),
-    ("gpt_7_5b", 1536, 2048),
-    ("llama2_7b", 1024, 4096),
-    ("llama3_8b", 512, 8192),
-    ("gpt_39b", 1536, 2048),
-    ("llama2_70b", 1024, 4096),
-    ("gpt3_175b", 1536, 2048),
+GPUS = (
+    Gpu("v100-16gb", 125, 16, 1200),
+    Gpu("v100-32gb", 125, 32, 1200),
+    Gpu("a100-40gb", 312, 40, 2400),
+    Gpu("l40s", 362, 48, 250),
+    Gpu("a100-80gb", 312, 80, 2400),
+    Gpu("h100", 989, 80, 3600),
+    Gpu("h200", 989, 141, 3600),
+    Gpu("mi300x", 1307, 192, 3584),
 )
-THOROUGH_SITES, PLANS_FACTOR = 10, 20  # the first sites have that many times as many user-fixed plans
-DRAWS = 400  # most combinations of TP, PP and DP to try per site
+MODELS = (
+    ("gpt_3_6b", 2048),
+    ("gpt_7_5b", 2048),
+    ("llama2_7b", 4096),
+    ("llama3_8b", 8192),
+    ("gpt_39b", 2048),
+    ("llama2_70b", 4096),
+)
+BATCHES = (96, 192, 251, 257, 360, 509, 512, 768, 1021, 1024, 1536)
+MAX_GPUS = 256
+RANDOM_SUBSETS = 10
 
 
 def draw_problem(seed: int) -> tuple[ModelSpec, Batch, Site]:
     """Return the model, batch and site of a seed."""
     rng = random.Random(seed)
-    model, size, sequence = rng.choice(MODELS)
-    kinds = rng.choice(((A100,), (H100,), (A100, H100)))
-    ethernet_gbps = rng.choice(ETHERNET_GBPS)
-    fabrics = []
-    for i in range(rng.randint(2, 4)):
+    name, sequence = rng.choice(MODELS)
+    size = rng.choice(BATCHES)
+    batch = Batch(size, rng.choice([m for m in (1, 2, 4) if size % m == 0]), sequence)
+    kinds = rng.sample(GPUS, rng.randint(1, 3))
+    ethernet_gbps = rng.choice((1.0, 10.0, 25.0, 100.0))
+    pools = list[Pool]()
+    for i in range(rng.randint(2, 5)):
         nic = rng.choice((NicType.IB, NicType.ROCE, NicType.IB, NicType.ROCE, NicType.ETHERNET))
-        fabrics.append(
-            Pool(
-                f"{nic}-{i}",
-                nic,
-                f"p{i}",
-                rng.choice((4, 5, 6, 8, 12, 16, 24, 32)),
-                8,
-                ethernet_gbps,
-                rng.choice(kinds),
-                rdma_gbps=rng.choice(RDMA_GBPS) if nic.rdma else None,
-            )
-        )
-    return named(model), Batch(size, rng.choice((1, 2, 4)), sequence), Site(f"site-{seed}", tuple(fabrics))
+        for j in range(rng.choice((1, 1, 1, 2, 3))):
+            rdma_gbps = rng.choice((100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0)) if nic.rdma else None
+            gpus = rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8))
+            nodes = min(rng.choice((1, 2, 3, 4, 5, 7, 8, 11, 13, 16)), (MAX_GPUS - sum(p.gpus for p in pools)) // gpus)
+            if nodes:
+                pool = Pool(
+                    *(f"f{i}-{j}", nic, f"p{i}-{j}", nodes, gpus, ethernet_gbps),
+                    gpu=rng.choice(kinds),
+                    rdma_gbps=rdma_gbps,
+                    fabric=f"f{i}",
+                )
+                pools.append(pool)
+    return named(name), batch, Site(f"site-{seed}", tuple(pools), links=tuple(_draw_links(rng, pools)))
 
 
-def combinations(seed: int, model: ModelSpec, batch: Batch, site: Site) -> list[tuple[int, int, int]]:
-    """Return the (TP, PP, DP) that fit the model, batch and GPUs of a site, in an order drawn from the seed."""
-    gpus = sum(f.gpus for f in site.pools)
-    tensor = [t for t in (1, 2, 4, 8) if model.heads % t == 0 and model.kv_heads % t == 0]
-    all_combinations = [
-        (tp, pp, dp)
-        for tp in tensor
-        for dp in divisors(batch.global_size // batch.micro_size)
-        for pp in range(1, model.layers + 1)
-        if gpus // 8 <= tp * pp * dp <= gpus
-    ]
-    return random.Random(seed).sample(all_combinations, len(all_combinations))
+def _draw_links(rng: random.Random, pools: list[Pool]) -> Iterable[FabricLink]:
+    """Yield links between some pairs of fabrics, with delays, total rates or both."""
+    for pair in combinations(dict.fromkeys(pool.fabric_name for pool in pools), 2):
+        if rng.random() < 0.4:
+            delay_ms, total_gbps = rng.choice((0.0, 0.5, 2.0, 10.0, 40.0)), rng.choice((None, 10.0, 40.0, 100.0, 400.0))
+            if delay_ms or total_gbps:
+                yield FabricLink(pair, delay_ms=delay_ms, total_gbps=total_gbps)
 
 
-def seconds(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> float | None:
-    """Return the step time of the best plan in seconds, None if no plan exists."""
+def told_subsets(seed: int, site: Site) -> list[tuple[str, Site, Mapping[str, int] | None]]:
+    """Return the told subsets, each as (text, site, `plan.nodes`): each fabric, each pair, and random sets of nodes."""
+    rng, fabrics = random.Random(-1 - seed), list(site.fabrics.values())
+    told: list[tuple[str, Site, Mapping[str, int] | None]] = []
+    for choice in [*((f,) for f in fabrics), *combinations(fabrics, 2)]:
+        pools, names = tuple(p for fabric in choice for p in fabric), {fabric[0].fabric_name for fabric in choice}
+        links = tuple(link for link in site.links if names >= set(link.between))
+        told.append(("fabrics " + ", ".join(sorted(names)), replace(site, pools=pools, links=links), None))
+    for _ in range(RANDOM_SUBSETS):
+        nodes = {p.name: rng.randint(1, p.nodes) for p in rng.sample(site.pools, rng.randint(1, len(site.pools)))}
+        told.append((f"nodes {nodes}", site, nodes))
+    return told
+
+
+def improved(seed: int, site: Site) -> tuple[str, Site]:
+    """Return an improvement drawn from the seed, as text, and the site with it."""
+    rng = random.Random(f"improved {seed}")
+    pools = list(site.pools)
+    index = rng.randrange(len(pools))
+    pool = pools[index]
+    changes: dict[str, dict[str, Any]] = {
+        "a node more": {"nodes": pool.nodes + 1},
+        "twice as many nodes": {"nodes": 2 * pool.nodes},
+        "twice the memory": {"gpu": replace(pool.gpu, memory_gib=2 * pool.gpu.memory_gib)},
+        "twice the Ethernet": {"ethernet_gbps": 2 * pool.ethernet_gbps},
+    }
+    if pool.rdma_gbps:
+        changes["twice the RDMA rate"] = {"rdma_gbps": 2 * pool.rdma_gbps}
+    if site.links:
+        changes["no delays"] = {}
+    name = rng.choice(list(changes))
+    pools[index] = replace(pool, **changes[name])
+    links = site.links
+    if name == "no delays":
+        links = tuple(replace(link, delay_ms=0.0) for link in links if link.total_gbps)
+    return f"{pool.name}: {name}" if changes[name] else name, replace(site, pools=tuple(pools), links=links)
+
+
+def planned(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> tuple[float | None, str]:
+    """Return the step time of the best plan in seconds, None if no plan exists, and the plan as text."""
     try:
-        return search(model, batch, site, options, Costs(), Clock())[0].seconds
+        plan = best_plan(model, batch, site, options, Costs())
     except PlanError:
-        return None
+        return None, "none"
+    assert plan.predicted is not None
+    nodes = "+".join(f"{c.nodes} {c.pool}" for c in plan.components)
+    return plan.predicted.step_time_s, f"{plan.strategy} {plan.parallel} on {nodes}"
 
 
-def measure(seed: int, fixed: int, draws: int = DRAWS) -> dict[str, Any]:
-    """Plan one site freely, on one fabric, and for up to `fixed` combinations of TP, PP and DP; return its row."""
+def measure(seed: int, options: PlanOptions = PlanOptions()) -> dict[str, Any]:
+    """Plan one site freely and on each told subset; return its row."""
     model, batch, site = draw_problem(seed)
     start = time.process_time()
-    free_s = seconds(model, batch, site, PlanOptions())
+    free_s, free = planned(model, batch, site, options)
     cpu_s = time.process_time() - start
-    fixed_s: dict[str, float] = {}
-    if (one_fabric_s := seconds(model, batch, site, PlanOptions(strategy="one-fabric"))) is not None:
-        fixed_s["one-fabric"] = one_fabric_s
-    for tp, pp, dp in combinations(seed, model, batch, site)[:draws]:
-        if len(fixed_s) > fixed:
-            break
-        if (plan_s := seconds(model, batch, site, PlanOptions(tp=tp, pp=pp, dp=dp))) is not None:
-            fixed_s[f"TP{tp} PP{pp} DP{dp}"] = plan_s
-    best = min(fixed_s, key=lambda name: fixed_s[name], default=None)
-    regret = 0.0 if best is None else float("inf") if free_s is None else max(0.0, free_s / fixed_s[best] - 1)
+    told_s = list[tuple[float, str]]()
+    for name, part, nodes in told_subsets(seed, site):
+        seconds, plan = planned(model, batch, part, replace(options, nodes=nodes))
+        if seconds is not None:
+            told_s.append((seconds, f"{name}: {plan}"))
+    best_s, best = min(told_s, default=(None, "none"))
+    change, better_site = improved(seed, site)
+    better_s, better = planned(model, batch, better_site, options)
     return {
         "seed": seed,
         "model": model.name,
-        "ethernet_gbps": site.pools[0].ethernet_gbps,
-        "fabrics": [f"{f.nodes} x {f.gpus_per_node} {f.gpu.name} {f.nic} {f.data_gbps:g}" for f in site.pools],
+        "batch": batch.global_size,
+        "gpus": sum(p.gpus for p in site.pools),
+        "pools": [f"{p.name} {p.nodes} x {p.gpus_per_node} {p.gpu.name} {p.nic} {p.data_gbps:g}" for p in site.pools],
         "free_s": free_s,
-        "told": len(fixed_s),
+        "free": free,
+        "told": len(told_s),
+        "best_told_s": best_s,
         "best_told": best,
-        "best_told_s": fixed_s[best] if best else None,
-        "regret": regret,
+        "regret": _slowdown(free_s, best_s),
+        "change": change,
+        "better_s": better_s,
+        "better": better,
+        "loss": _slowdown(better_s, free_s),
         "search_cpu_s": cpu_s,
     }
 
 
+def _slowdown(seconds: float | None, other_s: float | None) -> float:
+    """Return by how much `seconds` exceeds `other_s`, as a share; 0 if it does not. None stands for no plan."""
+    return 0.0 if other_s is None else float("inf") if seconds is None else max(0.0, seconds / other_s - 1)
+
+
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the table of benchmarks/results/planner.md: by Ethernet rate, and in total."""
-    lines = ["| Ethernet, Gb/s | sites | user-fixed plans | mean regret | worst | sites over 0.5% |", "|" + "---|" * 6]
-    for rate in (*ETHERNET_GBPS, None):
-        selected = [r for r in rows if rate in (None, r["ethernet_gbps"])]
-        if selected:
-            regrets = [r["regret"] for r in selected]
-            lines.append(
-                f"| {'all' if rate is None else f'{rate:g}'} | {len(selected)} | {sum(r['told'] for r in selected)} |"
-                f" {sum(regrets) / len(regrets):.2%} | {max(regrets):.1%} |"
-                f" {sum(x > 0.005 for x in regrets)} |"
-            )
+    """Return the table of benchmarks/results/planner.md: by number of fabrics, and in total."""
+    lines = [
+        "| fabrics | sites | told plans | mean regret | worst | over 0.5% | improved: worst, over 0.5% | mean, longest search |",
+        "|" + "---|" * 8,
+    ]
+    counts = [len({p.split("-")[0] for p in row["pools"]}) for row in rows]
+    for count in (*sorted(set(counts)), None):
+        selected = [row for row, n in zip(rows, counts, strict=True) if count in (None, n)]
+        regrets, losses, cpu_s = ([row[key] for row in selected] for key in ("regret", "loss", "search_cpu_s"))
+        lines.append(
+            f"| {count or 'all'} | {len(selected)} | {sum(row['told'] for row in selected)} |"
+            f" {sum(regrets) / len(regrets):.2%} | {max(regrets):.1%} | {sum(r > 0.005 for r in regrets)} |"
+            f" {max(losses):.1%}, {sum(loss > 0.005 for loss in losses)} |"
+            f" {sum(cpu_s) / len(cpu_s):.1f} s, {max(cpu_s):.0f} s |"
+        )
     return lines
 
 
@@ -151,17 +210,17 @@ def resume(out: Path, seeds: Iterable[int], measure: Callable[[int], dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--sites", type=int, default=200)
-    parser.add_argument("--told", type=int, default=5, help="user-fixed plans per site")
+    parser.add_argument("--sites", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--unequal", default="auto", choices=("auto", "false"), help="plan.unequal of all plans")
     arguments = parser.parse_args()
 
     def measure_and_print(seed: int) -> dict[str, Any]:
-        row = measure(seed, arguments.told * (PLANS_FACTOR if seed < THOROUGH_SITES else 1))
+        row = measure(seed, PlanOptions(unequal=arguments.unequal))
         print(
-            f"{seed:4} {row['model']:11} {row['ethernet_gbps']:5g} Gb/s, {len(row['fabrics'])} fabrics:"
-            f" {row['free_s'] or float('nan'):8.3f} s in {row['search_cpu_s']:5.1f} s, regret {row['regret']:6.2%}"
-            f" against {row['told']} ({row['best_told']})",
+            f"{seed:4} {row['model']:11} {row['gpus']:3} GPUs, batch {row['batch']}: {row['free_s'] or 0:8.3f} s"
+            f" in {row['search_cpu_s']:5.1f} s, regret {row['regret']:6.2%} against {row['told']} ({row['best_told']});"
+            f" {row['loss']:.2%} with {row['change']}",
             flush=True,
         )
         return row

@@ -9,10 +9,10 @@ computed. Filling and draining the pipeline adds to the step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 from math import factorial, inf
 
 import numpy as np
@@ -30,7 +30,9 @@ from holmes_hpc.planning.search.problem import (
 )
 from holmes_hpc.planning.search.stage_lists import Stages, StageTable, neighbours, stage_orders
 
-TAU_STEP, TAU_RANGE = 1.006, 1.8  # ratio of each tau to the one before, and of the last to the first
+TAU_STEP, TAU_RANGE = 1.006, 1.8  # ratio of each tau to the one before, and of the last of a choice to its first
+MAX_TAU_RANGE = 8.0  # ratio of the last tau of all choices of pools to the first
+MAX_CHOICES = 8  # of pools, besides all of them
 MAX_STAGES = 12  # on one pool
 MAX_COMBINATIONS = 8000  # of stage counts of all pools
 EQUAL_TP_FIRST, EQUAL_TP_MARGIN = 12, 1.3  # shapes per TP that come first, up to this many times the best estimate
@@ -40,6 +42,8 @@ MAX_LISTED = 3000  # up to this number of lists of stages, in every order, all a
 FORWARD = 1 / 3  # the share of the forward pass in a layer's seconds
 NIC_WAIT = 1.3  # the time of a NIC that sends all the time over that of its bytes: it also waits for other nodes
 MAX_RATIO, BISECTION_STEPS = 64, 14  # the longest estimate over the least tau; steps of a bisection
+
+TpChoice = Mapping[int, tuple[int, ...]]  # pool -> the TPs that its stages may have
 
 
 @dataclass(frozen=True)
@@ -157,30 +161,27 @@ class _ShapeEstimator:
     @cached_property
     def _tables(self) -> dict[tuple[int, tuple[int, ...]], StageTable]:
         """The table of each pool and choice of TPs: each TP alone, and all of them."""
-        tables = {}
+        tables, stages = {}, self._max_stages(min(2, len(self.available)))
         for f, available in enumerate(self.available):
             per_tp = {tp: self._stage_costs[f, tp] for tp in self.costs_by_tp if (f, tp) in self._stage_costs}
             for tps in [(tp,) for tp in per_tp] + ([tuple(per_tp)] if len(per_tp) > 1 else []):
-                tables[f, tps] = StageTable(
-                    tps, [per_tp[tp] for tp in tps], available, self._max_stages, self.stage_time_limits
-                )
+                costs = [per_tp[tp] for tp in tps]
+                tables[f, tps] = StageTable(tps, costs, available, stages, self.stage_time_limits)
         return tables
 
-    @property
-    def _max_stages(self) -> int:
-        """The most stages on one pool."""
-        return min(MAX_STAGES, self.model.layers, int(MAX_COMBINATIONS ** (1 / len(self.available))) - 1)
+    def _max_stages(self, pools: int) -> int:
+        """Return the most stages on one of `pools` pools."""
+        return min(MAX_STAGES, self.model.layers, int(MAX_COMBINATIONS ** (1 / pools)) - 1)
 
     @cached_property
     def _needed_layers(self) -> int:
         """The layers that all stages compute together; the output layer counts as the layers that take as long."""
         return self.model.layers + int(min(c.head_s / min(c.layer_s_list) for c in self.costs_by_tp.values()))
 
-    @cached_property
-    def stage_time_limits(self) -> np.ndarray:
-        """The series of limits on tau. The first is the time of all layers, divided perfectly, on all nodes."""
+    def _least_s(self, pools: Sequence[int]) -> float:
+        """Return the seconds of all layers, divided perfectly, on all nodes of some pools."""
         layers_per_s = 0.0
-        for available in self.available:
+        for available in (self.available[f] for f in pools):
             layers_per_s += max(
                 (
                     available.nodes * available.gpus_per_node / tp / c.layer_s_list[c.available.index(available)]
@@ -189,8 +190,14 @@ class _ShapeEstimator:
                 ),
                 default=0.0,
             )
-        least = self._needed_layers * self.micro_batches / layers_per_s
-        return np.asarray(least * TAU_STEP ** np.arange(int(np.log(TAU_RANGE) / np.log(TAU_STEP))))
+        return self._needed_layers * self.micro_batches / layers_per_s if layers_per_s else inf
+
+    @cached_property
+    def stage_time_limits(self) -> np.ndarray:
+        """The series of limits on tau. The first is the least time on all pools."""
+        least = self._least_s(range(len(self.available)))
+        largest = min(MAX_TAU_RANGE, max(TAU_STEP, self.max_s / least))
+        return np.asarray(least * TAU_STEP ** np.arange(1 + int(np.log(largest) / np.log(TAU_STEP))))
 
     def shapes(self) -> list[Shape]:
         """Return all shapes if they are few, else the best of each choice of TPs, with several orders of the stages."""
@@ -198,64 +205,83 @@ class _ShapeEstimator:
             return []
         lists = self._all_lists()
         if lists is None:
-            best = (
-                stages
-                for tp_sets in self._tp_choices()
-                for stages in self._best_lists([self._tables[f, tps] for f, tps in enumerate(tp_sets)])
-            )
+            best = (stages for pools in self._pool_choices() for stages in self._best_lists(pools))
             lists = list(dict.fromkeys(order for stages in best for order in stage_orders(stages)))
         shapes = (Shape(self.batch.micro_size, self.recompute, s, self.estimate(s), self) for s in lists)
         return [shape for shape in shapes if shape.estimate < inf]
 
-    def _tp_choices(self) -> list[tuple[tuple[int, ...], ...]]:
-        """Return the choices of TPs to search; a choice has the TPs that the stages on each pool may have.
+    def _pool_choices(self) -> list[tuple[int, ...]]:
+        """Return the choices of pools to search: all, and the most promising pairs of pools and of fabrics."""
+        indices = range(len(self.available))
+        if len(indices) <= 2 or any(a.is_fixed for a in self.available):
+            return [tuple(indices)]
+        fabrics: dict[str, tuple[int, ...]] = {}
+        for f, a in enumerate(self.available):
+            fabrics[a.pool.fabric_name] = (*fabrics.get(a.pool.fabric_name, ()), f)
+        pairs = [*combinations([(f,) for f in indices], 2), *combinations(fabrics.values(), 2)]
+        choices = {tuple(sorted(first + second)) for first, second in pairs} - {tuple(indices)}
+        least_s = {pools: min(self._combinations(self._all_tps(pools))[2], default=inf) for pools in choices}
+        promising = sorted((pools for pools in choices if least_s[pools] <= self.max_s), key=lambda p: (least_s[p], p))
+        return [tuple(indices), *promising[:MAX_CHOICES]]
+
+    def _all_tps(self, pools: Sequence[int]) -> TpChoice:
+        """Return the TPs that stages on each of these pools may have; empty if a pool has none."""
+        sets = [[tps for g, tps in self._tables if g == f] for f in pools]
+        return {f: max(tps, key=len) for f, tps in zip(pools, sets, strict=True)} if all(sets) else {}
+
+    def _tp_choices(self, pools: tuple[int, ...]) -> list[TpChoice]:
+        """Return the TPs to search for the stages on each pool.
 
         On up to two pools, all combinations of one TP and all TPs; on more, each TP on all pools, and all TPs.
         """
-        tp_sets = [[tps for f, tps in self._tables if f == pool] for pool in range(len(self.available))]
-        if any(not sets for sets in tp_sets):
-            return []
-        if len(tp_sets) <= 2:
-            return list(product(*tp_sets))
-        all_tps = tuple(max(sets, key=len) for sets in tp_sets)
-        return [
-            *(
-                tuple((tp,) if (tp,) in sets else tps for tps, sets in zip(all_tps, tp_sets, strict=True))
-                for tp in self.costs_by_tp
-            ),
-            all_tps,
-        ]
+        all_tps = self._all_tps(pools)
+        if len(all_tps) <= 2:
+            sets = ([tps for g, tps in self._tables if g == f] for f in all_tps)
+            return [dict(zip(pools, choice, strict=True)) for choice in product(*sets)] if all_tps else []
+        one_tp = ({f: (tp,) if (f, (tp,)) in self._tables else all_tps[f] for f in pools} for tp in self.costs_by_tp)
+        return [*one_tp, all_tps]
 
-    def _best_lists(self, tables: list[StageTable]) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield the lists of stages with the shortest estimated steps, from one table per pool."""
-        counts = np.array(list(product(*(range(len(t.reach)) for t in tables))))  # stages of each pool
+    def _best_lists(self, pools: tuple[int, ...]) -> Iterator[list[tuple[int, int, int]]]:
+        """Yield the lists of stages on some pools with the shortest estimated steps, for each choice of TPs."""
+        for tp_choice in self._tp_choices(pools):
+            counts, limits, seconds = self._combinations(tp_choice)
+            for i in np.argsort(seconds, kind="stable")[:MAX_SHAPES].tolist():
+                yield [
+                    (f, *stage)
+                    for (f, tps), count in zip(tp_choice.items(), counts[i].tolist(), strict=True)
+                    for stage in self._tables[f, tps].stages(count, int(limits[i]))
+                ]
+
+    def _combinations(self, tp_choice: TpChoice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the possible combinations of stages on each pool, (n, F), each with the index of its limit on tau and
+        the estimated seconds of its step, (n,) each."""
+        tables = [self._tables[f, tps] for f, tps in tp_choice.items()]
+        first = int(np.searchsorted(self.stage_time_limits, self._least_s([*tp_choice]) * (1 - 1e-9)))
+        window = slice(first, first + 1 + int(np.log(TAU_RANGE) / np.log(TAU_STEP)))
+        if not tables or first == len(self.stage_time_limits):
+            return np.zeros((0, 0), int), np.zeros(0, int), np.zeros(0)
+        most = 1 + self._max_stages(len(tables))
+        counts = np.array(list(product(*(range(min(most, len(t.reach))) for t in tables))))  # stages of each pool
         stages = counts.sum(axis=1)
         is_valid = is_allowed(self.options, self.model.layers, stages, (counts > 0).sum(axis=1))
-        for f, available in enumerate(self.available):
-            is_valid &= counts[:, f] > 0 if available.is_fixed else True
+        for i, table in enumerate(tables):
+            is_valid &= counts[:, i] > 0 if table.available.is_fixed else True
         counts, stages = counts[is_valid], stages[is_valid]
-        layers = sum((t.reach[counts[:, f]] for f, t in enumerate(tables)), np.zeros(()))  # (combinations, limits)
+        layers = sum((t.reach[counts[:, i], window] for i, t in enumerate(tables)), np.zeros(()))  # (n, limits)
         is_enough = layers >= self._needed_layers
         is_possible = is_enough.any(axis=1)
         counts, stages = counts[is_possible], stages[is_possible]
-        limit = np.argmax(is_enough[is_possible], axis=1)  # the index of the first limit with enough layers
-        if not len(counts):
-            return
-        reach = np.stack([t.reach[counts[:, f], limit] for f, t in enumerate(tables)], axis=1)
+        limits = first + np.argmax(is_enough[is_possible], axis=1)  # the first limit with enough layers
+        reach = np.stack([t.reach[counts[:, i], limits] for i, t in enumerate(tables)], axis=1)
         shares = reach / reach.sum(axis=1, keepdims=True)
         latency = shares @ np.array([t.layer_s for t in tables]) * self.model.layers  # of one micro-batch
         transfer = np.zeros(len(counts))  # lower bound, with a pool's stages as wide as possible
-        for f, table in enumerate(tables if len(tables) > 1 else ()):
-            least = min(self._transfers_s(f, g, table.tps[0], 1) for g in range(len(tables)) if g != f)
-            has_edge = (counts[:, f] > 0) & (counts[:, f] < stages)
-            transfer = np.maximum(transfer, np.where(has_edge, least * counts[:, f] / table.available.nodes, 0.0))
-        seconds = np.maximum(tables[0].stage_time_limits[limit], transfer) + latency * (1 - 1 / stages)
-        for i in np.argsort(seconds, kind="stable")[:MAX_SHAPES].tolist():
-            yield [
-                (f, *stage)
-                for f, table in enumerate(tables)
-                for stage in table.stages(int(counts[i, f]), int(limit[i]))
-            ]
+        for i, (f, tps) in enumerate(tp_choice.items() if len(tables) > 1 else ()):
+            least = min(self._transfers_s(f, g, tps[0], 1) for g in tp_choice if g != f)
+            has_edge = (counts[:, i] > 0) & (counts[:, i] < stages)
+            transfer = np.maximum(transfer, np.where(has_edge, least * counts[:, i] / tables[i].available.nodes, 0.0))
+        seconds = np.maximum(self.stage_time_limits[limits], transfer) + latency * (1 - 1 / stages)
+        return counts, limits, seconds
 
     def _all_lists(self) -> list[Stages] | None:
         """Return every possible list of stages, in every order; None if there are more than MAX_LISTED."""
