@@ -179,7 +179,8 @@ def _slowdown(seconds: float | None, other_s: float | None) -> float:
 def summary(rows: list[dict[str, Any]]) -> list[str]:
     """Return the table of benchmarks/results/planner.md: by number of fabrics, and in total."""
     lines = [
-        "| fabrics | sites | told plans | mean regret | worst | over 0.5% | improved: worst, over 0.5% | mean, longest search |",
+        "| fabrics | sites | told plans | mean regret | worst | over 0.5%"
+        " | improved: worst, over 0.5% | mean, longest search |",
         "|" + "---|" * 8,
     ]
     counts = [len({p.split("-")[0] for p in row["pools"]}) for row in rows]
