@@ -40,6 +40,7 @@ START = Stack(
     wait_s=1e-5,
     gap_s=4e-6,
     pass_s=1e-3,
+    chunk_s=2e-4,
     step_s=5e-3,
     ring_s=2e-5,
     rank_s=7e-6,

@@ -206,12 +206,14 @@ class Costs:
             else self._device(gpu).streamed_s(moved_bytes)
         )
 
-    def pass_overhead_s(self, pool: Pool) -> float:
-        """Return a pass's fixed seconds outside its parts."""
+    def pass_overhead_s(self, pool: Pool, chunks: int = 1) -> float:
+        """Return the fixed seconds, outside its parts, of a pass of one of a stage's `chunks`."""
         measured = self._measured_pool(pool)
         if measured is not None and measured.pass_s is not None:
-            return measured.pass_s
-        return self.stack.pass_s if self.is_modelled(pool) else 0.0
+            return measured.pass_s / chunks
+        if not self.is_modelled(pool):
+            return 0.0
+        return self.stack.pass_s / chunks + (self.stack.chunk_s if chunks > 1 else 0.0)
 
     def step_overhead_s(self, pool: Pool) -> float:
         """Return a step's fixed seconds outside its passes and its traffic."""

@@ -87,7 +87,7 @@ class Stack(Checked, where="stack"):
     bandwidth, for kernels of a token's width and for kernels over one large array (scores, gradients, optimizer, loss).
     `unfused_attention`, `unfused_elementwise`: moved over counted bytes of unfused attention and of other unfused
     operations. `loss_bytes`: of a logit, forward, by the loss. `launch_s`: CPU time of a kernel launch. `wait_s`: extra
-    if the CPU waits for the kernel. `gap_s`: between two kernels on the GPU. `pass_s`: of every pass. `step_s`: of
+    if the CPU waits for the kernel. `gap_s`: between two kernels on the GPU. `pass_s`: of every pass. `chunk_s`: of a pass of a virtual stage, besides. `step_s`: of
     every step. `ring_s`, `rank_s`: of a collective inside a node, and per rank in it (all-reduces of 2 to 8 A100,
     github.com/VIA-Research/vTrain, trace/a100, f8dda84). `local`, `ib`, `roce`, `transfer`: shares of the nominal
     rate that collectives in a node, over InfiniBand, over other RDMA, and stage transfers reach.
@@ -107,6 +107,7 @@ class Stack(Checked, where="stack"):
     wait_s: Time = 4.5e-05
     gap_s: Time = 2e-06
     pass_s: Time = 0.001913
+    chunk_s: Time = 0.0003
     step_s: Time = 0.004326
     ring_s: Time = 2e-05
     rank_s: Time = 7e-06

@@ -193,7 +193,7 @@ def least_s(
     return bound, bound + unhidden_s
 
 
-@memoised("recompute")
+@memoised("recompute", "parallel.virtual_stages")
 def compute_times(layout: Layout) -> tuple[ComputeTimes, ...]:
     """Return the compute times of each replica."""
     return tuple(_compute_times(layout, replica) for replica in range(len(layout.replicas)))
@@ -208,6 +208,7 @@ def _shared_nics(layout: Layout) -> tuple[tuple[bool, ...], ...]:
 
 def _compute_times(layout: Layout, replica: int) -> ComputeTimes:
     m, p, costs, stages = layout.model, layout.parallel, layout.costs, layout.replicas[replica]
+    chunks = p.virtual_stages
 
     def layer(recompute: str) -> np.ndarray:
         return by_stage(
@@ -229,7 +230,7 @@ def _compute_times(layout: Layout, replica: int) -> ComputeTimes:
         recomputed_s,
         np.array(embedding),
         np.array(head),
-        by_stage(layout, replica, ("pass",), lambda c: costs.pass_overhead_s(layout.pool(c))),
+        by_stage(layout, replica, ("pass", chunks), lambda c: costs.pass_overhead_s(layout.pool(c), chunks)),
     )
 
 
@@ -366,5 +367,5 @@ def _pass_times(
             seconds[0, :, None] * count + seconds[1, :, None] * (layers + 2.0) for seconds in traffic.fsdp
         )
         passes = [np.maximum(passes[0], gather), np.maximum(passes[1], reduce + (gather if sharding == "full" else 0))]
-    overhead = compute.overhead[:, None] / layers.shape[2]
+    overhead = compute.overhead[:, None]
     return passes[0] + overhead, passes[1] + overhead
