@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -75,7 +75,7 @@ def available_pools(site: Site, options: PlanOptions) -> list[AvailablePool]:
     return available
 
 
-def tp_sizes(model: ModelSpec, options: PlanOptions, available: list[AvailablePool]) -> list[int]:
+def tp_sizes(model: ModelSpec, options: PlanOptions, available: Sequence[AvailablePool]) -> list[int]:
     """Return the TPs to try, which divide the widths of the model's layers: the user's, or all up to a node's GPUs."""
     sizes = [options.tp] if options.tp else range(1, max(a.gpus_per_node for a in available) + 1)
     return [tp for tp in sizes if not indivisible_sizes(model, tp)]

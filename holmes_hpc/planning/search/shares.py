@@ -7,8 +7,9 @@ goes by RDMA across the pools, so no layer has to cross them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class SharedSteps:
 
 
 def best_shared_steps(problem: Problem) -> SharedSteps | None:
-    """Return the layout with the shortest step on all pools of one fabric; None if no fabric has several pools.
+    """Return the layout with the shortest step on several pools of one fabric; None if no fabric has several.
 
     None, too, if the options exclude it."""
     options = problem.options
@@ -53,8 +54,10 @@ def best_shared_steps(problem: Problem) -> SharedSteps | None:
             pools_of.setdefault(a.pool.fabric_name, []).append(a)
     candidates = (
         candidate
-        for pools in pools_of.values()
-        if len(pools) > 1 and not (options.nodes and len(pools) < len(options.nodes))
+        for fabric_pools in pools_of.values()
+        for count in range(2, len(fabric_pools) + 1)
+        for pools in combinations(fabric_pools, count)
+        if not (options.nodes and count < len(options.nodes))
         for candidate in _candidates(problem, pools)
     )
     best = min(candidates, key=lambda c: c.seconds, default=None)
@@ -79,7 +82,7 @@ def _is_excluded(options: PlanOptions) -> bool:
     )
 
 
-def _candidates(problem: Problem, pools: list[AvailablePool]) -> Iterator[SharedSteps]:
+def _candidates(problem: Problem, pools: Sequence[AvailablePool]) -> Iterator[SharedSteps]:
     """Yield the layouts that fit: for each micro-batch size, TP and PP, that with the least recomputing."""
     model, batch, _, options, _ = problem
     recomputations = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
@@ -99,7 +102,7 @@ def _candidates(problem: Problem, pools: list[AvailablePool]) -> Iterator[Shared
 
 
 def _layout(
-    problem: Problem, pools: list[AvailablePool], micro_size: int, tp: int, pp: int, recompute: str
+    problem: Problem, pools: Sequence[AvailablePool], micro_size: int, tp: int, pp: int, recompute: str
 ) -> Layout | None:
     """Return the layout of as many pipelines as fill whole nodes of each pool; None if a pool or pipeline gets none."""
     model, batch, site, options, costs = problem
