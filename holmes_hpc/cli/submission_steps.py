@@ -18,6 +18,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import check_site, make_plan
 from holmes_hpc.planning.search.explore import Clock
+from holmes_hpc.planning.search.problem import searched_site
 from holmes_hpc.rank import run_rank
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import refuse
@@ -176,7 +177,7 @@ def earliest_ends(config: Configuration, clock: Clock | None = None, costs: Cost
     `clock`: limits all searches together; `costs`: replace the configuration's. Raise ConfigError if Slurm cannot be
     asked, SubmissionError if no plan can run."""
     check_earliest(config)
-    whole_site = load_site(config)
+    whole_site = searched_site(load_site(config), config.plan)
 
     def plan_for(nodes: dict[str, int] | None) -> Plan:
         part_config = config if nodes is None else replace(config, plan=replace(config.plan, nodes=nodes))

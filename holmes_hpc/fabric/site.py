@@ -6,6 +6,7 @@ import ipaddress
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
@@ -266,10 +267,14 @@ class Site:
         check(self, where, SiteError)
         names, fabric_names = [p.name for p in self.pools], list(self.fabrics)
         pairs = [frozenset(link.between) for link in self.links]
+        nodes = Counter(node for pool in self.pools for node in pool.node_names)
+        twice = next((node for node, count in nodes.items() if count > 1), "")
+        claimants = " and ".join(p.name for p in self.pools if twice in p.node_names)
         refuse(
             where,
             (not self.pools, "no pool", "list at least one fabric or pool"),
             *((names.count(name) > 1, f"two pools are named {name!r}", "rename one") for name in names),
+            (twice, f"node {twice} is in pools {claimants}", "leave it in one of them"),
             *(
                 (
                     len({p.nic for p in pools}) > 1,

@@ -103,7 +103,7 @@ def _with_defaults(entry: Any, kind: str, position: int, defaults: Mapping[str, 
         return f"{kind} {position}", entry
     where = f"{kind} {entry['name'] if isinstance(entry.get('name'), str) else position}"
     _refuse_synonym(entry.get("nic"), where)
-    values = {**defaults, **_with_figures(entry)}
+    values = {**defaults, **_with_figures(entry, where)}
     names = values.get("node_names")
     if isinstance(names, list) and all(isinstance(name, str) for name in names):  # host lists: ib[1-4]
         values["node_names"] = [name for host_list in names for name in expand(host_list)]
@@ -119,16 +119,18 @@ def _fabrics_with_pools(pools: Sequence[Any], fabrics: Sequence[tuple[str, Any]]
             places.append(f"fabric {entry.get('fabric')}")
             if places[-1] not in listed:
                 names = [where.removeprefix("fabric ") for where in listed]
+                value = entry.get("fabric")
                 raise SiteError(
-                    f"fabric is {entry.get('fabric')!r}, which is not under fabrics",
+                    "fabric is missing" if value is None else f"fabric is {value!r}, which is not under fabrics",
                     where=f"pool {entry.get('name', position)}",
-                    hint=f"use one of {', '.join(names)}, or list it under fabrics",
+                    hint=f"give one of {', '.join(names)}, or list it under fabrics",
                 )
     return {where: listed[where] for where in places if isinstance(listed[where], Mapping)}
 
 
-def _with_figures(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a site file, or of a fabric in it, with missing GPU figures from the kind's data sheet."""
+def _with_figures(entry: Mapping[str, Any], where: str = "gpu") -> dict[str, Any]:
+    """Return the keys of a site file, or of a fabric in it, with missing GPU figures from the kind's data sheet.
+    `where`: its place, for errors."""
     gpu = entry.get("gpu")
     if not isinstance(gpu, Mapping) or not isinstance(gpu.get("name"), str):
         return dict(entry)
@@ -137,7 +139,7 @@ def _with_figures(entry: Mapping[str, Any]) -> dict[str, Any]:
         kinds = ", ".join(kind.name for _, kind in read_vocabulary().gpus)
         raise SiteError(
             f"gpu {gpu['name']!r} is not a known kind and has no {', '.join(missing)}",
-            where="gpu",
+            where=where,
             hint=f"give all figures, or one of {kinds}",
         )
     figures = {name: getattr(known_kind, name) for name in FIGURES} if known_kind is not None else {}

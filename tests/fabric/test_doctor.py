@@ -100,7 +100,7 @@ def test_no_label_down_and_nothing_usable() -> None:
 def test_a_default_partition_over_two_fabrics() -> None:
     nodes = [*NODES, node("r1", "nic_roce,nic_100g,eth_25g,fabric_b", "all", gres="gpu:h100:8")]
     found = lines(nodes=nodes, partitions=[partition("all", "a[1-2],r1", default=True), partition("ib", "a[1-2]")])
-    assert any("default partition has nodes of 2 fabrics (a, b)" in f for f in found)
+    assert any("default partition has nodes of 2 pools (a, b)" in f for f in found)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,20 @@ def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> Non
         ("partition: gpu-ib,", "", "partition is missing"),
         ("peak_tflops: 312", "peak_tflops: lots", "peak_tflops is 'lots'"),
         ("name: a100-80gb, peak_tflops: 312", "name: own-kind", "is not a known kind and has no peak_tflops"),
+        ("name: a100-80gb, peak_tflops: 312", "name: own-kind", "gpu 'own-kind'"),
         ("name: roce-a", "name: ib-a", "two pools are named 'ib-a'"),
+        (
+            "fabrics:",
+            "pools: [{name: p, fabric: ib-a, nodes: 1, node_names: [n1]},"
+            " {name: q, fabric: ib-a, nodes: 1, node_names: [n1]}]\nfabrics:",
+            "node n1 is in pools p and q; leave it in one",
+        ),
+        (
+            "fabrics:",
+            "pools: [{name: p, fabrics: ib-a}]\nfabrics:",
+            "pool p: fabric is missing; give one of ib-a, roce",
+        ),
+        ("fabrics:", "pools: [{name: p, fabric: [ib-a]}]\nfabrics:", "fabric is ['ib-a'], which is not under fabrics"),
         ("name: ib-a", "name: 'ib a; rm'", "is not letters"),
         ("fabrics:", "fabrics: {}\nx:", "unknown key 'x'"),
         ("name: two-clusters", "name: [", "not YAML"),

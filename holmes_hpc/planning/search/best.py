@@ -23,7 +23,7 @@ from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, Exploration, exp
 from holmes_hpc.planning.search.infeasible import raise_indivisible, raise_out_of_memory
 from holmes_hpc.planning.search.layers import idle_share
 from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, conflicting_option, variants
-from holmes_hpc.planning.search.problem import Problem, available_pools
+from holmes_hpc.planning.search.problem import Problem, available_pools, searched_site
 from holmes_hpc.planning.search.shares import SharedSteps, best_shared_steps
 from holmes_hpc.planning.search.space import MIN_BATCH_GAIN, Space, nearby_batch
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
@@ -50,7 +50,8 @@ def best_plan(
     `clock`: the time limit and progress log; without one the search goes on until nothing can be gained. Raise
     PlanError if a size does not divide, or if nothing fits in memory, with the missing memory and a change that helps.
     """
-    clock, problem = clock or Clock(), Problem(model, batch, costs.with_measured_links(site), options, costs)
+    site = costs.with_measured_links(searched_site(site, options))
+    clock, problem = clock or Clock(), Problem(model, batch, site, options, costs)
     conflict = conflicting_option(options, costs) if options.unequal == "true" else None
     message, hint = f"per-stage TP/DP cannot be combined with {conflict}", f"remove plan.unequal=true or {conflict}"
     PlanError.refuse((conflict, message, "plan.unequal", hint))
@@ -145,7 +146,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     choose. The plan of a layout that does not fit in memory has a note on that.
     """
     PlanError.refuse(*((not getattr(options, n), f"{n} is missing", "layout", f"give {n}") for n in ("tp", "pp", "dp")))
-    site, chunks = costs.with_measured_links(site), options.virtual_stages or 1
+    site, chunks = costs.with_measured_links(searched_site(site, options)), options.virtual_stages or 1
     schedule = megatron_kind(chunks).name if options.schedule == "auto" else options.schedule
     fixed = replace(
         options,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.parallel import indivisible_sizes
 
 MAX_MICRO_SIZE = 32
+MAX_POOLS = 10  # of a search: the number of their sets is exponential
 
 
 class Problem(NamedTuple):
@@ -73,6 +74,19 @@ def available_pools(site: Site, options: PlanOptions) -> list[AvailablePool]:
         ),
     )
     return available
+
+
+def searched_site(site: Site, options: PlanOptions) -> Site:
+    """Return the site with at most MAX_POOLS pools, those with most TFLOP/s, or those in ``plan.nodes``."""
+    names, hint = list(options.nodes or ()), f"name at most {MAX_POOLS}"
+    PlanError.refuse((len(names) > MAX_POOLS, f"it names {len(names)} pools", "plan.nodes", hint))
+    if names or len(site.pools) <= MAX_POOLS:
+        return site
+    largest = sorted(site.pools, key=lambda f: -f.gpus * f.gpu.peak_tflops)[:MAX_POOLS]
+    pools = tuple(f for f in site.pools if f in largest)
+    links = tuple(link for link in site.links if set(link.between) <= {f.fabric_name for f in pools})
+    note = f"of {len(site.pools)} pools, only the {MAX_POOLS} with most TFLOP/s were tried: plan.nodes chooses others"
+    return replace(site, pools=pools, links=links, assumptions=(*site.assumptions, note))
 
 
 def tp_sizes(model: ModelSpec, options: PlanOptions, available: Sequence[AvailablePool]) -> list[int]:

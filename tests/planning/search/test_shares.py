@@ -10,13 +10,14 @@ from sites import A100, H100
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.fabric.site import NicType, Pool, Site
+from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import FabricLink, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import explain
 from holmes_hpc.planning.search.best import best_plan
-from holmes_hpc.planning.search.problem import Problem
+from holmes_hpc.planning.search.problem import Problem, searched_site
 from holmes_hpc.planning.search.shares import best_shared_steps
 
 FAST, SLOW = (
@@ -72,6 +73,20 @@ def test_the_parts_of_a_step_are_those_of_the_pool_that_computes_longest() -> No
     smaller = replace(site, pools=(pools[0], replace(pools[1], gpu=replace(A100, memory_gib=64))))
     text = " ".join(explain(replace(best, site=smaller), Costs(), width=999))
     assert f"of 64 GiB per GPU, on stage 0 of pool {SLOW.name} " in text
+
+
+def test_of_many_pools_the_largest_are_searched() -> None:
+    pools = tuple(replace(FAST, name=f"p{i}", nodes=1 + i % 3, gpus_per_node=1) for i in range(40))
+    links = (FabricLink(("ib", "other"), gbps=1),)
+    site = Site("many", (*pools, replace(SLOW, name="other", fabric="", nodes=1, gpus_per_node=1)), links=links)
+    batch = Batch(64, 1, 2048)
+    many = best_plan(MODEL, batch, site, PlanOptions(search_micro_size=False, pp=1, tp=1, unequal="false"), Costs())
+    assert {p.nodes for p in many.site.pools} == {3} and len(many.site.pools) == 10 and not many.site.links
+    assert any("of 41 pools, only the 10 with most TFLOP/s were tried" in a for a in many.assumptions)
+    options = PlanOptions(search_micro_size=False, nodes={"p0": 1, "other": 1})
+    assert searched_site(site, options) is site
+    with pytest.raises(PlanError, match=r"plan\.nodes: it names 40 pools; name at most 10"):
+        best_plan(MODEL, batch, site, PlanOptions(nodes={p.name: 1 for p in pools}), Costs())
 
 
 @pytest.mark.parametrize(
