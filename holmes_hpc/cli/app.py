@@ -79,7 +79,7 @@ def _annotation(flag: Flag) -> Any:
     names = f"{flag.name}/--no-{flag.name.strip('-')}" if flag.is_switch else flag.name
     if flag.is_switch or flag.type in (int, float, str):
         return Annotated[flag.type | None, typer.Option(names, help=flag.help, show_default=False)]
-    metavar = {bool: "yes|no", tuple: "N,N,…", dict: "FABRIC=N,…"}[flag.type]
+    metavar = {bool: "yes|no", tuple: "N,N,…", dict: "POOL=N,…"}[flag.type]
     return Annotated[
         str | None, typer.Option(names, help=flag.help, metavar=metavar, parser=flag.value, show_default=False)
     ]

@@ -7,8 +7,8 @@ from enum import Enum
 
 class NicType(str, Enum):
     """The NIC type of a node's fast traffic.
-    EFA, Slingshot and Omni-Path need an NCCL plugin, so the site must declare them in its site file, or in its own file
-    of features. Otherwise nodes with such NICs count as Ethernet nodes."""
+    EFA, Slingshot and Omni-Path need an NCCL plugin, so the site must declare them in its site file, as `holmes site`
+    does, or in its own file of features. Otherwise nodes with such NICs count as Ethernet nodes."""
 
     IB = "ib"
     ROCE = "roce"

@@ -86,11 +86,12 @@ class Stack(Checked, where="stack"):
     table's share for FlashAttention 2 and 1. `memory`, `stream`: of the
     bandwidth, for kernels of a token's width and for kernels over one large array (scores, gradients, optimizer, loss).
     `unfused_attention`, `unfused_elementwise`: moved over counted bytes of unfused attention and of other unfused
-    operations. `loss_bytes`: of a logit, forward, by the loss. `launch_s`: CPU time of a kernel launch. `wait_s`: extra
-    if the CPU waits for the kernel. `gap_s`: between two kernels on the GPU. `pass_s`: of every pass. `chunk_s`: of a pass of a virtual stage, besides. `step_s`: of
-    every step. `ring_s`, `rank_s`: of a collective inside a node, and per rank in it (all-reduces of 2 to 8 A100,
-    github.com/VIA-Research/vTrain, trace/a100, f8dda84). `local`, `ib`, `roce`, `transfer`: shares of the nominal
-    rate that collectives in a node, over InfiniBand, over other RDMA, and stage transfers reach.
+    operations. `loss_bytes`: of a logit, forward, by the loss. `launch_s`: CPU time of a kernel launch. `wait_s`:
+    extra if the CPU waits for the kernel. `gap_s`: between two kernels on the GPU. `pass_s`: of every pass.
+    `chunk_s`: of a pass of a virtual stage, besides. `step_s`: of every step. `ring_s`, `rank_s`: of a collective
+    inside a node, and per rank in it (all-reduces of 2 to 8 A100, github.com/VIA-Research/vTrain, trace/a100,
+    f8dda84). `local`, `ib`, `roce`, `transfer`: shares of the nominal rate that collectives in a node, over
+    InfiniBand, over other RDMA, and stage transfers reach.
     """
 
     product: Share = 0.9305
