@@ -14,9 +14,9 @@ import yaml
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.discovery import Discovery, Origin, Probe
 from holmes_hpc.fabric.features import read_vocabulary
-from holmes_hpc.fabric.site import Pool, Site
+from holmes_hpc.fabric.site import Gpu, Pool, Site
 from holmes_hpc.records.files import read_yaml
-from holmes_hpc.schema import make
+from holmes_hpc.schema import make, refuse
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Node, read_config, read_nodes
 
@@ -34,7 +34,6 @@ _SLURM_SOURCES = {
     "gres_type": "Slurm's GRES",
 }
 _HAND, _KEPT = "edited by hand", "not found in Slurm now: kept from the earlier file"
-_VARIANT = re.compile(r"-(\d+gb|pcie|gcd)\b.*")  # of a kind of GPU, which GRES may leave open
 Entries = list[dict[str, Any]]
 
 
@@ -207,38 +206,39 @@ def compare(path: str, site: Site) -> list[str]:
     for names, text in ((set(nodes) - known, "are new in Slurm"), (known - set(nodes), "are gone from Slurm")):
         if names:
             warnings.append(f"{path}: nodes {compress(sorted(names))} {text}; {again}")
-    found_gpus = {entry["gpu"]["name"] for entry in found.get("pools") or ()}  # a driver's name may differ from GRES
-    for pool in site.pools:
+    gpus = {node: entry["gpu"]["name"] for entry in found.get("pools") or () for node in _nodes(entry)}
+    for pool in (p for p in site.pools if p.node_names):
         members = [nodes[name] for name in pool.node_names if name in nodes]
-        if pool.node_names:
-            _refuse_contradiction(pool, members, found_gpus, f"{path}: pool {pool.name}", again)
+        refuse(f"{path}: pool {pool.name}", *_contradictions(pool, members, gpus, again), error=SiteError)
         usable = sum(n.usable for n in members)
-        if pool.node_names and usable < pool.nodes:
+        if usable < pool.nodes:
             warnings.append(f"{path}: {usable} of the {pool.nodes} nodes of pool {pool.name} can be used now")
     return warnings
 
 
-def _refuse_contradiction(pool: Pool, members: Sequence[Node], gpus: set[str], where: str, again: str) -> None:
-    """Raise SiteError if Slurm has fewer nodes, fewer GPUs or another GPU than the file. `members`: Slurm's nodes;
-    `gpus`: kinds that are not compared."""
-    hint = f"correct the file, or {again}"
-    if len(members) < pool.nodes:
-        raise SiteError(f"nodes is {pool.nodes}, Slurm has {len(members)} of them", where=where, hint=hint)
-    vocabulary = read_vocabulary()
-    kind = vocabulary.gpu(pool.gpu.name)
-    for node in members if pool.gres else ():
-        count = pool.node_gpus or pool.gpus_per_node
-        if node.gpus < count:
-            raise SiteError(f"gpus_per_node is {count}, Slurm's {node.name} has {node.gpus}", where=where, hint=hint)
-        if pool.gres_type and pool.gres_type not in node.gpu_types:
-            types = ", ".join(filter(None, node.gpu_types)) or "no type"
-            raise SiteError(f"gres_type is {pool.gres_type}, Slurm's {node.name} has {types}", where=where, hint=hint)
-        for gpu_type in node.gpu_types:
-            actual = vocabulary.gpu(gpu_type)
-            if (
-                pool.gpu.name not in gpus
-                and actual
-                and kind
-                and _VARIANT.sub("", actual.name) != _VARIANT.sub("", kind.name)
-            ):
-                raise SiteError(f"gpu is {pool.gpu.name}, Slurm's {node.name} has {gpu_type}", where=where, hint=hint)
+def _contradictions(
+    pool: Pool, members: Sequence[Node], gpus: Mapping[str, str], again: str
+) -> Iterator[tuple[bool, str, str]]:
+    """Yield (whether Slurm contradicts the file, what, hint). `members`: Slurm's nodes; `gpus`: node -> its kind of GPU
+    by the driver, which may differ from GRES."""
+    hint, kind_of = f"correct the file, or {again}", read_vocabulary().gpu
+    yield len(members) < pool.nodes, f"nodes is {pool.nodes}, Slurm has {len(members)} of them", hint
+    kind, count = kind_of(pool.gpu.name), pool.node_gpus or pool.gpus_per_node
+    for node in members:
+        of_node = f"Slurm's {node.name} has"
+        partitions, types = ", ".join(node.partitions), ", ".join(filter(None, node.gpu_types)) or "no type"
+        is_elsewhere = pool.partition not in node.partitions
+        yield is_elsewhere, f"partition is {pool.partition}, Slurm's {node.name} is in {partitions or 'none'}", hint
+        if not pool.gres:
+            continue
+        yield node.gpus < count, f"gpus_per_node is {count}, {of_node} {node.gpus}", hint
+        is_other_type = bool(pool.gres_type) and pool.gres_type not in node.gpu_types
+        yield is_other_type, f"gres_type is {pool.gres_type}, {of_node} {types}", hint
+        actual = [_family(gpu) for name in node.gpu_types if (gpu := kind_of(name))]
+        is_other_kind = kind is not None and bool(actual) and _family(kind) not in actual
+        yield is_other_kind and pool.gpu.name != gpus.get(node.name), f"gpu is {pool.gpu.name}, {of_node} {types}", hint
+
+
+def _family(gpu: Gpu) -> str:
+    """Return the kind without its variant, which GRES may leave open."""
+    return re.sub(r"-(\d+gb|pcie|gcd)\b.*", "", gpu.name)

@@ -252,6 +252,9 @@ def test_plan_nodes_and_doctor_compare_the_file_with_slurm(slurm, holmes, monkey
     [
         (("gpus_per_node: 4", "gpus_per_node: 8"), ("gpus_per_node is 8", "has 4")),
         (("gpu: {name: h200, peak_tflops: 989", "gpu: {name: b200, peak_tflops: 2250"), ("gpu is b200", "has h200")),
+        (("gpu: {name: h200, peak_tflops: 989", "gpu: {name: a100-80gb, peak_tflops: 312"), ("gpu is a100-80gb",)),
+        (("gres_type: h200", "gres_type: h100"), ("gres_type is h100", "has h200")),
+        (("partition: gpu", "partition: old"), ("partition is old, Slurm's h1 is in gpu",)),
     ],
 )
 def test_a_file_that_contradicts_slurm_is_refused(slurm, holmes, edit, fragments) -> None:
