@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class Rule:
     unsupported: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Vocabulary:
     """The rules by which features are read: the first rule that matches a feature gives its meaning.
     `rates`: name -> Gb/s, for rates that features name. `ignored`: features without a meaning here. `networks`: NIC
@@ -155,6 +155,11 @@ class Reading:
 
 def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
     """Return the meaning of one node's features together."""
+    return _read_features(tuple(features), vocabulary)
+
+
+@lru_cache(maxsize=4096)  # many nodes have the same features
+def _read_features(features: tuple[str, ...], vocabulary: Vocabulary) -> Reading:
     by_feature = {feature: vocabulary.meaning(feature) for feature in dict.fromkeys(features)}
     meanings = [m for m in by_feature.values() if m is not None]
     unknown = tuple(f for f, m in by_feature.items() if m is None)
