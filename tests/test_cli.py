@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import holmes, refused  # noqa: F401 (a fixture)
+from published_runs import predicted_s, read
 
 from holmes_hpc import console
 from holmes_hpc.cli import man
@@ -697,6 +698,26 @@ def test_predict_reads_arguments_of_megatron(holmes, site, tmp_path):
     slower = json.loads(holmes(*given, "--megatron-args", words, "--overlap-tp", "no")[1])
     assert slower["step_time_s"] > json.loads(out)["step_time_s"]
     refused(holmes(*given, "--megatron-args", words, "--model", "gpt_3_6b"), "leave out the other model")
+
+
+def test_arguments_of_megatron_give_the_prediction_of_a_published_run(holmes, tmp_path):
+    """One of Llama 3.1 8B by NVIDIA, with context parallelism and FlashAttention-3, on 32 H100."""
+    run = next(run for run in read(["dgxc_llama"]) if run.gpus == 32 and not run.fp8)
+    words = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8"
+    words += (
+        " --ffn-hidden-size 14336 --swiglu --normalization RMSNorm --position-embedding-type rope --vocab-size 128256"
+    )
+    words += " --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
+    words += f" --seq-length 8192 --micro-batch-size {run.micro_size} --global-batch-size {run.global_size}"
+    words += f" --tensor-model-parallel-size {run.tp} --context-parallel-size {run.cp} --bf16 --grad-reduce-in-bf16"
+    words += " --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    gpu = {"name": "h100", "peak_tflops": 989, "memory_gib": 80, "intra_node_gbps": 3600}
+    pool = {"name": "a", "nic": "ib", "rdma_gbps": 3200, "partition": "p", "nodes": 4, "gpus_per_node": 8, "gpu": gpu}
+    site = tmp_path / "site.yaml"
+    site.write_text(yaml.safe_dump({"name": "h100", "ethernet_gbps": 25, "fabrics": [pool]}))
+    code, out, err = holmes("predict", "--site", str(site), "--json", "--megatron-args", words)
+    assert code == 0, err
+    assert json.loads(out)["step_time_s"] == pytest.approx(predicted_s(run), rel=1e-3)
 
 
 def test_predict_reads_a_hugging_face_config(holmes, site, tmp_path):
