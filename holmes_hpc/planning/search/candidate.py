@@ -301,7 +301,7 @@ class Evaluator:
         )
 
     def refine(self, candidate: Candidate, max_orders: int | None = None) -> Candidate:
-        """Return the candidate with the best order of pools, then layers and depth, then bucket size.
+        """Return the candidate with the best order of pools, then layers and depth, bucket size and schedule.
 
         Other orders are simulated in increasing order of their bounds, at most `max_orders`; None: all whose bound is
         below the best.
@@ -324,7 +324,8 @@ class Evaluator:
         for size in () if self.options.bucket_bytes else (BUCKET_BYTES, *BUCKETS):
             changed = self._time(replace(best, layout=best.layout.with_settings(bucket_bytes=size)))
             best = changed if changed.seconds < best.seconds * (1 - 1e-4) else best
-        return best
+        simpler = self.simplify(best)
+        return simpler if simpler.seconds < best.seconds else best
 
     def _refine_layers_and_depth(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the best layers, and passes in flight beyond those that hide the transfers.

@@ -18,7 +18,8 @@ FEW_PLACEMENTS = 300  # up to this number, no placement is pruned
 class Estimate:
     """The parts of a step in seconds (numbers, or arrays of shape (placements,)).
 
-    `tau`: the slowest stage's layers, forward and backward, of one micro-batch. `head`: a stage's share of the output
+    `stages`: their number, less if some have fewer layers than fit in tau. `tau`: the slowest stage's layers, forward
+    and backward, of one micro-batch. `head`: a stage's share of the output
     layer. `transfer`: one stage transfer over the slowest edge. `round_trip`: all transfers of one micro-batch, down
     and up the pipeline. `reduce`: a stage's gradient traffic. `exposed`: traffic that nothing hides.
     `front_loaded_share`: the part of both that remains without virtual stages if the first stages have more layers.

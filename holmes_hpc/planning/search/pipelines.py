@@ -152,7 +152,7 @@ def _estimate(costs: PoolCosts, counts: np.ndarray, tau: np.ndarray, dp: int) ->
     may_front_load = (schedule == "auto" or schedule_kind(schedule).deepens) and costs.options.transport == "holmes"
     return Estimate(
         micro_batches,
-        stages,
+        (layers * costs.layer_s * counts).sum(axis=1) / tau,
         tau,
         head=head,
         transfer=transfer,

@@ -211,18 +211,19 @@ class _ShapeEstimator:
         return [shape for shape in shapes if shape.estimate < inf]
 
     def _pool_choices(self) -> list[tuple[int, ...]]:
-        """Return the choices of pools to search: all, and the most promising pairs of pools and of fabrics."""
-        indices = range(len(self.available))
-        if len(indices) <= 2 or any(a.is_fixed for a in self.available):
-            return [tuple(indices)]
-        fabrics: dict[str, tuple[int, ...]] = {}
-        for f, a in enumerate(self.available):
-            fabrics[a.pool.fabric_name] = (*fabrics.get(a.pool.fabric_name, ()), f)
-        pairs = [*combinations([(f,) for f in indices], 2), *combinations(fabrics.values(), 2)]
-        choices = {tuple(sorted(first + second)) for first, second in pairs} - {tuple(indices)}
+        """Return the choices of pools to search: all, and the most promising ones, pairs and pairs of fabrics."""
+        indices = tuple(range(len(self.available)))
+        if any(a.is_fixed for a in self.available):
+            return [indices]
+        names = [a.pool.fabric_name for a in self.available]
+        fabrics = [tuple(f for f in indices if names[f] == name) for name in dict.fromkeys(names)]
+        parts = [
+            choice for units in ([(f,) for f in indices], fabrics) for n in (1, 2) for choice in combinations(units, n)
+        ]
+        choices = {tuple(sorted(sum(choice, ()))) for choice in parts} - {indices}
         least_s = {pools: min(self._combinations(self._all_tps(pools))[2], default=inf) for pools in choices}
-        promising = sorted((pools for pools in choices if least_s[pools] <= self.max_s), key=lambda p: (least_s[p], p))
-        return [tuple(indices), *promising[:MAX_CHOICES]]
+        promising = sorted((pools for pools in choices if least_s[pools] < self.max_s), key=lambda p: (least_s[p], p))
+        return [indices, *promising[:MAX_CHOICES]]
 
     def _all_tps(self, pools: Sequence[int]) -> TpChoice:
         """Return the TPs that stages on each of these pools may have; empty if a pool has none."""
