@@ -89,9 +89,9 @@ bench-gpu: install ## one GPU: TFLOP/s and memory, compared with Megatron-Core's
 	$(BIN)/python benchmarks/gpu.py $(BENCH)
 
 REGRET ?= build/planner-regret.jsonl
-SITES ?= 200
+SITES ?= 60
 
-planner-regret: install ## the planner's choice against user-fixed layouts on SITES (200) random sites; a repeated command continues
+planner-regret: install ## the planner's choice against told parts of SITES (60) random sites; a repeated command continues
 	@mkdir -p $(dir $(REGRET))
 	$(BIN)/python benchmarks/planner_per_stage.py $(REGRET:.jsonl=-unequal.jsonl) --sites $(SITES)
 	$(BIN)/python benchmarks/planner_regret.py $(REGRET) --sites $(SITES)

@@ -180,9 +180,8 @@ class _ShapeEstimator:
 
     def _least_s(self, pools: Sequence[int]) -> float:
         """Return the seconds of all layers, divided perfectly, on all nodes of some pools."""
-        layers_per_s = 0.0
-        for available in (self.available[f] for f in pools):
-            layers_per_s += max(
+        layers_per_s = sum(
+            max(
                 (
                     available.nodes * available.gpus_per_node / tp / c.layer_s_list[c.available.index(available)]
                     for tp, c in self.costs_by_tp.items()
@@ -190,6 +189,8 @@ class _ShapeEstimator:
                 ),
                 default=0.0,
             )
+            for available in (self.available[f] for f in pools)
+        )
         return self._needed_layers * self.micro_batches / layers_per_s if layers_per_s else inf
 
     @cached_property
@@ -211,7 +212,7 @@ class _ShapeEstimator:
         return [shape for shape in shapes if shape.estimate < inf]
 
     def _pool_choices(self) -> list[tuple[int, ...]]:
-        """Return the choices of pools to search: all, and the most promising ones, pairs and pairs of fabrics."""
+        """Return the choices of pools to search: all, and the most promising pools, fabrics and pairs of either."""
         indices = tuple(range(len(self.available)))
         if any(a.is_fixed for a in self.available):
             return [indices]
@@ -265,8 +266,7 @@ class _ShapeEstimator:
         counts = np.array(list(product(*(range(min(most, len(t.reach))) for t in tables))))  # stages of each pool
         stages = counts.sum(axis=1)
         is_valid = is_allowed(self.options, self.model.layers, stages, (counts > 0).sum(axis=1))
-        for i, table in enumerate(tables):
-            is_valid &= counts[:, i] > 0 if table.available.is_fixed else True
+        is_valid &= ((counts > 0) | ~np.array([t.available.is_fixed for t in tables])).all(axis=1)
         counts, stages = counts[is_valid], stages[is_valid]
         layers = sum((t.reach[counts[:, i], window] for i, t in enumerate(tables)), np.zeros(()))  # (n, limits)
         is_enough = layers >= self._needed_layers
