@@ -14,6 +14,7 @@ import numpy as np
 from holmes_hpc.planning.search.problem import AvailablePool
 
 FEW_FABRICS = 3  # up to this number, all orders are tried
+MAX_UNITS = 128  # a larger pool is divided into this many units of several nodes
 Stages = tuple[tuple[int, int, int], ...]
 
 
@@ -50,6 +51,7 @@ class StageTable:
 
     `reach`: the most layers of k stages, (K + 1, limits). `tps`: the TPs that a stage may have. `per_tp`: for each TP,
     (seconds of a step per layer on 1 to N nodes, layers that fit there, seconds of a layer for one micro-batch).
+    Stages get units of `unit` nodes: of one, unless the pool is large.
     """
 
     def __init__(
@@ -61,14 +63,18 @@ class StageTable:
         stage_time_limits: np.ndarray,
     ) -> None:
         self.tps, self.stage_time_limits, self.available = tps, stage_time_limits, available
+        self.unit = unit = 1 if available.is_fixed else -(-available.nodes // MAX_UNITS)
+        self.units = node_count = available.nodes // unit
         layers = np.stack(
-            [np.minimum(np.floor(stage_time_limits[:, None] / step_s + 1e-9), fit) for step_s, fit, _ in per_tp]
+            [
+                np.minimum(np.floor(stage_time_limits[:, None] / step_s + 1e-9), fit)[:, unit - 1 :: unit]
+                for step_s, fit, _ in per_tp
+            ]
         )
         self.best_tp = layers.argmax(axis=0)  # index, (limits, N)
         self.stage_layers = layers.max(axis=0)  # of one stage on 1 to N nodes, (limits, N)
         self.stage_layers[self.stage_layers < 1] = -np.inf  # every stage has a layer
         self.layer_s = per_tp[int(self.best_tp[-1, -1])][2]
-        node_count = available.nodes
         no_stage = np.full((len(stage_time_limits), node_count + 1), -np.inf if available.is_fixed else 0.0)
         no_stage[:, 0] = 0.0
         # By k, the most layers of k stages on at most (if fixed: exactly) n nodes, (limits, N + 1).
@@ -83,13 +89,13 @@ class StageTable:
 
     def stages(self, count: int, limit_index: int) -> list[tuple[int, int]]:
         """Return (nodes, TP) of each of the `count` stages with the most layers within a limit, the narrowest first."""
-        stages, free_nodes = [], self.available.nodes
+        stages, free_nodes = [], self.units
         for k in range(count, 0, -1):
             layers = {  # of k stages, by the nodes of the last one
                 n: self.filled[k - 1][limit_index, free_nodes - n] + self.stage_layers[limit_index, n - 1]
                 for n in range(1, free_nodes + 1)
             }
             nodes = min(layers, key=lambda n: (-layers[n], abs(n - free_nodes / k), n))  # ties: the most even split
-            stages.append((nodes, self.tps[int(self.best_tp[limit_index, nodes - 1])]))
+            stages.append((nodes * self.unit, self.tps[int(self.best_tp[limit_index, nodes - 1])]))
             free_nodes -= nodes
         return sorted(stages)
