@@ -31,7 +31,7 @@ from holmes_hpc.submission.lifecycle.create import (
     run_directory_path,
 )
 from holmes_hpc.submission.lifecycle.requirements import allow_open_files
-from holmes_hpc.submission.lifecycle.status import Job, SlurmJob, job_of
+from holmes_hpc.submission.lifecycle.status import Job, job_of
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import submit_plan
 from holmes_hpc.submission.queue_estimate import (
@@ -155,8 +155,7 @@ def submit_run(plan: Plan, run: RunDirectory, config: Configuration, test: bool 
         console.note(text)
     submit_plan(plan, run.path, run_rank, config.to_dict(), config.slurm, test=test)
     job = job_of(run)
-    if isinstance(job, SlurmJob):
-        job.expected_start = start
+    job.expected_start = start
     return job
 
 

@@ -303,7 +303,8 @@ def _as_list(value: Any, where: str) -> list[Any]:
 
 
 def _check_rates(value: Any, where: str) -> dict[Any, Any]:
-    if value is not None and not (isinstance(value, dict) and all(_is_rate(v) for v in value.values())):
+    rates = value.values() if isinstance(value, dict) else [None]
+    if value is not None and not all(type(rate) in (int, float) and rate > 0 for rate in rates):
         raise SiteError(f"{value!r} is not a map of names to rates", where=where, hint="write {hdr: 200}")
     return value or {}
 
@@ -319,10 +320,6 @@ def _parse_networks(value: Any, where: str) -> dict[str, str]:
             hint=f"write {{ib: IBext_v11}}; NIC types are {', '.join(types)}",
         )
     return value
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _compile(text: Any, where: str) -> re.Pattern[str]:

@@ -35,13 +35,9 @@ class Finding:
         return asdict(self)
 
 
-def errors(findings: Iterable[Finding]) -> list[Finding]:
-    return [f for f in findings if f.level == "error"]
-
-
 def raise_errors(findings: Iterable[Finding]) -> None:
     """Raise NetworkError for the first finding that is an error; its text also counts the others."""
-    if error_findings := errors(findings):
+    if error_findings := [f for f in findings if f.level == "error"]:
         first, *others = error_findings
         more = f" (and {len(others)} more errors)" if others else ""
         raise NetworkError(first.what + more, where=first.where, hint=first.hint)

@@ -97,11 +97,10 @@ def group(
     open_, skipped = usable_partitions(partitions, settings)
     refusals = {p.name: f"partition {p.name}: {reason}" for p, reason in skipped}
     eligible = _eligible(nodes, open_, refusals, notes)
-    groups = _labelled_groups(eligible, open_, notes) + _unlabelled_groups(eligible, open_, notes)
     pools = [
         pool
-        for g in groups
-        for (gpu, _), members in _kinds(g.nodes, vocabulary)
+        for g in _groups(eligible, open_, notes)
+        for gpu, members in _kinds(g.nodes, vocabulary)
         if (pool := _pool(replace(g, nodes=tuple(members)), gpu, nodes, vocabulary, notes, settings.reservation))
     ]
     for p, reason in skipped:
@@ -136,42 +135,34 @@ def _eligible(
     return eligible
 
 
-def _labelled_groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[_Group]:
-    """Return groups for each fabric label and NIC type, the first in the partition that has most of its nodes."""
+def _groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[_Group]:
+    """Return groups for each fabric label and NIC type, the first in the partition that has most of its nodes; then a
+    group for each NIC type and partition of nodes without a label."""
     groups = []
-    for label, members in _by(lambda n: n.reading.fabric, [n for n in eligible if n.reading.fabric]):
+    labels = _by(lambda n: n.reading.fabric, eligible)
+    used_names = {label for label, _ in labels}
+    for label, members in sorted(labels, key=lambda item: item[0] is None):
         types = _by(lambda n: n.reading.nic, members)
-        if len(types) > 1:
+        if label and len(types) > 1:
             notes.assume(members, f"label fabric_{label} is on nodes of {len(types)} NIC types: one fabric for each")
         for nic, remaining in types:
             assert nic is not None
             name = f"{label}-{nic}" if len(types) > 1 else str(label)
             while remaining:
-                partition = ranked_partitions(remaining, eligible, _partitions(remaining, open_))[0]
-                selected, remaining = _split(remaining, partition)
+                options = _partitions(remaining, open_)
+                ranked = ranked_partitions(remaining, eligible, options, purest=label is None)
+                partition = ranked[0]
+                if label is None:
+                    partition = next((p for p in ranked if keeps_others_selectable(p, remaining, open_)), partition)
+                    base = partition.name if partition.name == str(nic) else f"{nic}-{partition.name}"
+                    name = _unused_name(base, used_names)
+                selected = [n for n in remaining if partition.name in n.partitions]
+                remaining = [n for n in remaining if partition.name not in n.partitions]
+                if label is None:
+                    kind = "Ethernet-only nodes" if nic is NicType.ETHERNET else f"{nic} nodes"
+                    text = f"all {kind} of partition {partition.name} are assumed to be one fabric {name}"
+                    notes.assume(selected, f"no fabric label: {text}")
                 groups.append(_Group(name, nic, partition, tuple(selected)))
-    return groups
-
-
-def _unlabelled_groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[_Group]:
-    """Return a group for each NIC type and partition of nodes without a fabric label."""
-    groups = []
-    used_names = {n.reading.fabric for n in eligible}
-    for nic, remaining in _by(lambda n: n.reading.nic, [n for n in eligible if not n.reading.fabric]):
-        assert nic is not None
-        while remaining:
-            ranked = ranked_partitions(remaining, eligible, _partitions(remaining, open_), purest=True)
-            partition = next((p for p in ranked if keeps_others_selectable(p, remaining, open_)), ranked[0])
-            selected, remaining = _split(remaining, partition)
-            base = partition.name if partition.name == str(nic) else f"{nic}-{partition.name}"
-            name = _unused_name(re.sub(r"[^A-Za-z0-9_.-]", "_", base), used_names)
-            used_names.add(name)
-            kind = "Ethernet-only nodes" if nic is NicType.ETHERNET else f"{nic} nodes"
-            notes.assume(
-                selected,
-                f"no fabric label: all {kind} of partition {partition.name} are assumed to be one fabric {name}",
-            )
-            groups.append(_Group(name, nic, partition, tuple(selected)))
     return groups
 
 
@@ -180,24 +171,20 @@ def _partitions(nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> list[
     return [open_[name] for name in dict.fromkeys(p for n in nodes for p in n.partitions) if name in open_]
 
 
-def _split(nodes: Sequence[SiteNode], partition: Partition) -> tuple[list[SiteNode], list[SiteNode]]:
-    """Return the nodes in the partition, and the others."""
-    inside = [n for n in nodes if partition.name in n.partitions]
-    return inside, [n for n in nodes if partition.name not in n.partitions]
-
-
 def _unused_name(name: str, used_names: set[str | None]) -> str:
-    number, candidate = 1, name
-    while candidate in used_names:
-        number += 1
-        candidate = f"{name}-{number}"
-    return candidate
+    """Return a valid name of a pool like `name` that is not used, and add it to `used_names`."""
+    base = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+    unused = next(
+        c for i in range(1, len(used_names) + 2) if (c := base if i == 1 else f"{base}-{i}") not in used_names
+    )
+    used_names.add(unused)
+    return unused
 
 
-def _kinds(nodes: Sequence[SiteNode], vocabulary: Vocabulary) -> list[tuple[tuple[NodeGpus, int], list[SiteNode]]]:
-    """Return ((GPUs of a node, ranks of a node without GPUs), the nodes with these) for each kind of node."""
+def _kinds(nodes: Sequence[SiteNode], vocabulary: Vocabulary) -> list[tuple[NodeGpus, list[SiteNode]]]:
+    """Return (GPUs of a node, the nodes with these) for each kind of node."""
     gpus_of = {key: node_gpus(members[0], vocabulary) for key, members in _by(lambda n: (n.gres, n.features), nodes)}
-    return _by(lambda n: (gpus_of[n.gres, n.features], 0 if n.gpus else _cpu_ranks(n)), nodes)
+    return _by(lambda n: gpus_of[n.gres, n.features], nodes)
 
 
 def _named(pools: Sequence[Pool]) -> tuple[Pool, ...]:
@@ -207,8 +194,7 @@ def _named(pools: Sequence[Pool]) -> tuple[Pool, ...]:
     named = []
     for pool in pools:
         if counts[pool.name] > 1:
-            name = _unused_name(re.sub(r"[^A-Za-z0-9_.-]", "_", f"{pool.name}-{pool.gpu.name}"), used_names)
-            used_names.add(name)
+            name = _unused_name(f"{pool.name}-{pool.gpu.name}", used_names)
             pool = replace(pool, name=name, fabric=pool.name)
         named.append(pool)
     return tuple(named)
@@ -251,7 +237,7 @@ def _pool(
         g.nic,
         partition=g.partition.name,
         nodes=limit,
-        gpus_per_node=count or _cpu_ranks(usable[0]),
+        gpus_per_node=gpus.count,
         ethernet_gbps=_rate(g, usable, "ethernet_gbps", ASSUMED_ETHERNET_GBPS, notes),
         gpu=gpus.gpu,
         rdma_gbps=_rate(g, usable, "rdma_gbps", ASSUMED_RDMA_GBPS, notes) if g.nic.rdma else None,
@@ -278,11 +264,6 @@ def _usable(nodes: Sequence[SiteNode], notes: _Notes, reservation: str | None) -
     for name, members in _by(lambda n: n.reservation or "NAME", reserved):
         notes.leave_out(members, f"reserved; slurm.reservation={name} uses its reservation")
     return [n for n in usable if n.name not in notes.left_out]
-
-
-def _cpu_ranks(node: SiteNode) -> int:
-    """Return the ranks of a node without GPUs: from its features, else one."""
-    return next((m.ranks for m in node.reading.meanings if m.ranks), 1)
 
 
 def _nic_names(nic: NicType, nodes: Sequence[SiteNode]) -> tuple[NicNames, dict[str, NicNames] | None]:

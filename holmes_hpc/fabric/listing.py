@@ -170,6 +170,12 @@ def listing(settings: NodeSettings | None = None, site: Site | None = None) -> L
     return listing_of(read_config().cluster, read_nodes(settings.vocabulary), partitions, settings, site)
 
 
+def read_site(settings: NodeSettings | None = None) -> Site:
+    """Return the Site that Slurm shows now. SiteError without Slurm, or if no node can be used."""
+    shown = listing(settings)
+    return shown.grouping.site(shown.cluster)
+
+
 def probe_tables(nics: NodeNics) -> list[Table]:
     """Return the tables of `holmes probe`: interfaces, RDMA ports, and the node's expected features."""
     states = {n.name: "up" if n.up else "down" if n.carrier else "no carrier" for n in nics.interfaces}

@@ -1,24 +1,24 @@
-"""The GPUs of this machine, named by their driver without a GPU library, for planning on the machine itself."""
+"""The GPUs of this machine, named by their driver, for planning on the machine itself."""
 
 from __future__ import annotations
 
-import ctypes
 import re
+import shutil
 from pathlib import Path
 
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.site import Gpu
+from holmes_hpc.slurm.commands import partial_output
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")
-NAME_BYTES = 96  # NVML_DEVICE_NAME_V2_BUFFER_SIZE of nvml.h
 
 
 def local_gpus(folder: Path = NVIDIA) -> list[Gpu]:
     """Return the kind of each GPU of this machine; none without a driver. ConfigError for an unknown kind.
-    `folder`: of the driver, with a folder for each GPU."""
+    `folder`: of the driver, with a folder for each GPU; a container may lack it."""
     gpus = []
-    for name in _names_in_proc(folder) or _names_from_nvml():
+    for name in _names_in_proc(folder) or [name for name, _ in nvidia_smi()]:
         gpu = read_vocabulary().gpu(name.lower().replace(" ", "_"))
         if gpu is None:
             raise ConfigError(
@@ -35,24 +35,9 @@ def _names_in_proc(folder: Path) -> list[str]:
     return [model[1] for text in texts if (model := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE))]
 
 
-def _names_from_nvml() -> list[str]:
-    """Return the GPUs' names by NVML, for containers without the driver's folder; none if NVML is missing."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        if nvml.nvmlInit_v2():
-            return []
-    except (OSError, AttributeError):
-        return []
-    try:
-        count, names = ctypes.c_uint(), []
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return []
-        for number in range(count.value):
-            device, name = ctypes.c_void_p(), ctypes.create_string_buffer(NAME_BYTES)
-            if nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) == 0 and (
-                nvml.nvmlDeviceGetName(device, name, NAME_BYTES) == 0
-            ):
-                names.append(name.value.decode(errors="replace"))
-        return names
-    finally:
-        nvml.nvmlShutdown()
+def nvidia_smi() -> list[tuple[str, float]]:
+    """Return (name, memory in GiB) of each GPU of this machine by nvidia-smi; none without it."""
+    query = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+    text = partial_output(*query, timeout_s=20)[0] if shutil.which(query[0]) else ""
+    rows = (line.rpartition(", ") for line in text.splitlines())
+    return [(name, round(float(mib) / 1024, 1)) for name, _, mib in rows if mib.replace(".", "").isdecimal()]

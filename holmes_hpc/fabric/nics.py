@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 from holmes_hpc.errors import SiteError
@@ -163,13 +162,9 @@ class NodeNics:
     @property
     def plugin_network(self) -> tuple[NicType, float] | None:
         """The network of this node that NCCL uses through a plugin, and its rate; None without one or a known rate."""
-        rates = defaultdict[NicType, float](float)
-        for p in self.ports:
-            if p.active and p.kind in (NicType.EFA.value, NicType.OMNIPATH.value):
-                rates[NicType(p.kind)] += p.gbps or 0.0
-        for n in self.interfaces:
-            if n.up and n.driver.startswith("cxi"):
-                rates[NicType.SLINGSHOT] += n.gbps or 0.0
+        ports = [(p.kind, p.gbps) for p in self.ports if p.active and p.kind in (NicType.EFA, NicType.OMNIPATH)]
+        ports += [(NicType.SLINGSHOT, n.gbps) for n in self.interfaces if n.up and n.driver.startswith("cxi")]
+        rates = {NicType(kind): sum(gbps or 0.0 for k, gbps in ports if k == kind) for kind, _ in ports}
         return max(rates.items(), key=lambda item: item[1]) if any(rates.values()) else None
 
     def interface(self, name: str) -> Nic | None:

@@ -20,6 +20,7 @@ from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_features, read_vocabulary
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.label import Change, changes, differences, features_of, spell_rate
+from holmes_hpc.fabric.local_gpus import nvidia_smi
 from holmes_hpc.fabric.nccl import refusals, restrict_nics
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, data_interface
@@ -28,7 +29,7 @@ from holmes_hpc.fabric.partitions import NodeSettings, usable_partitions
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.fabric.software import software
 from holmes_hpc.interpreter import module_arguments
-from holmes_hpc.slurm.commands import partial_output, partial_outputs
+from holmes_hpc.slurm.commands import partial_outputs
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Node, read_node, read_nodes, read_partitions
 
@@ -308,16 +309,6 @@ def check_here(nics: NodeNics, vocabulary: str | None = None, name: str | None =
     return differences(nics, node.features, read_vocabulary(vocabulary), name)
 
 
-def _read_gpu() -> tuple[str, float | None, int]:
-    """Return (name, memory in GiB) of this node's first GPU as nvidia-smi reports it, and the number of GPUs;
-    ("", None, 0) without one."""
-    query = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-    lines = partial_output(*query, timeout_s=20)[0].splitlines()
-    name, _, mib = lines[0].partition(", ") if lines else ("", "", "")
-    is_answer = mib.replace(".", "").isdecimal()
-    return (name, round(float(mib) / 1024, 1), len(lines)) if is_answer else ("", None, 0)
-
-
 def main(arguments: Sequence[str]) -> None:
     """Print this node's facts: a line of JSON after MARK. `arguments`: --vocabulary FILE, --shared FILE."""
     options = dict(zip(arguments[::2], arguments[1::2], strict=False))
@@ -325,14 +316,14 @@ def main(arguments: Sequence[str]) -> None:
     name = node_name()
     node = read_node(name)
     facts = facts_of(name, probe(), node.features if node else None, os.environ, vocabulary=vocabulary)
-    gpu, memory_gib, gpus = _read_gpu()
+    gpus = nvidia_smi()
     facts = replace(
         facts,
         software=software(),
         missing="" if not shared or Path(shared).exists() else shared,
-        gpu=gpu,
-        gpu_memory_gib=memory_gib,
-        gpus=gpus,
+        gpus=len(gpus),
+        gpu=gpus[0][0] if gpus else "",
+        gpu_memory_gib=gpus[0][1] if gpus else None,
     )
     sys.stdout.write(MARK + json.dumps({**facts.to_dict(), "clock": time.time()}) + "\n")
 

@@ -21,8 +21,8 @@ UNKNOWN_GPU = Gpu("gpu", peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200
 
 @dataclass(frozen=True)
 class NodeGpus:
-    """The GPUs of a node. `gpu`: their kind, CPU without GPUs; `count`: of them; `gres_type`: the one type that GRES
-    names, which jobs request; `assumptions`: lines for the user."""
+    """The GPUs of a node. `gpu`: their kind, CPU without GPUs; `count`: of them, or of CPU ranks; `gres_type`: the one
+    type that GRES names, which jobs request; `assumptions`: lines for the user."""
 
     gpu: Gpu
     count: int = 0
@@ -34,7 +34,7 @@ def node_gpus(node: SiteNode, vocabulary: Vocabulary) -> NodeGpus:
     """Return the GPUs of a node. GPUs of several kinds count as the slowest, with the least memory of all."""
     if not node.gpus:
         ranks = next((m.ranks for m in node.reading.meanings if m.ranks), 1)
-        return NodeGpus(CPU, assumptions=(f"no GPU in Slurm's GRES: {ranks} CPU rank(s) per node",))
+        return NodeGpus(CPU, ranks, assumptions=(f"no GPU in Slurm's GRES: {ranks} CPU rank(s) per node",))
     gpus, assumptions = [], []
     for name in [t for t in node.gpu_types if t] or [_gpu_feature(node, vocabulary)]:
         gpu, assumption = _gpu_with_memory(name, node, vocabulary)

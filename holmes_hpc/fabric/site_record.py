@@ -140,7 +140,10 @@ def _merged(found: Entries, old: Entries, before: Entries) -> list[_Part]:
         name = entry["name"]
         mine = next((o for o in rest if o.get("name") == name), None)
         if mine is None and name in {b["name"] for b in lost}:  # renamed by hand, or removed
-            mine = next((o for o in rest if o.get("name") not in written and _is_same(o, written[name])), None)
+            names = written[name].get("node_names")
+            mine = next(
+                (o for o in rest if o.get("name") not in written and names and o.get("node_names") == names), None
+            )
             if mine is None:
                 continue
         edited = {k for k in {*mine, *written[name]} if mine.get(k) != written[name].get(k)} if mine else set()
@@ -149,11 +152,6 @@ def _merged(found: Entries, old: Entries, before: Entries) -> list[_Part]:
         rest = [o for o in rest if o is not mine]
         parts.append(_Part({k: values[k] for k in (*_ORDER, *values) if k in values}, name, frozenset(edited)))
     return [*parts, *(_Part(entry) for entry in rest)]
-
-
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two pools have the same nodes."""
-    return one.get("node_names") is not None and one.get("node_names") == other.get("node_names")
 
 
 def _pool_lines(part: _Part, origin: Origin | None) -> Iterator[str]:
@@ -171,13 +169,9 @@ def _pool_lines(part: _Part, origin: Origin | None) -> Iterator[str]:
 
 def _plain(value: Any) -> Any:
     """Return data as YAML reads it back, with whole numbers as integers."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else round(value, 2)
-    return json.loads(json.dumps(value))
+    return json.loads(
+        json.dumps(value), parse_float=lambda text: int(float(text)) if text.endswith(".0") else round(float(text), 2)
+    )
 
 
 def _flow(value: Any) -> str:

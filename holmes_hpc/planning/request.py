@@ -11,11 +11,11 @@ from typing import Any
 from holmes_hpc.config.configuration import Configuration, recorded
 from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RecordError, counted, nearest
 from holmes_hpc.fabric.features import read_vocabulary
+from holmes_hpc.fabric.listing import read_site
 from holmes_hpc.fabric.local_gpus import local_gpus
 from holmes_hpc.fabric.partitions import NodeSettings, PoolJob
 from holmes_hpc.fabric.site import CPU, Gpu, NicType, Pool, Site
 from holmes_hpc.fabric.site_file import read_site_file
-from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.corrections import CorrectionFit, ObservedRun, fit_corrections
 from holmes_hpc.planning.cost.costs import Costs, Software

@@ -9,9 +9,8 @@ from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric import listing as report
 from holmes_hpc.fabric.doctor import examine
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.listing import findings_table, listing_of, probe_dict, probe_tables
+from holmes_hpc.fabric.listing import findings_table, listing_of, probe_dict, probe_tables, read_site
 from holmes_hpc.fabric.probe import probe
-from holmes_hpc.fabric.site_slurm import read_site
 from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.accounting import Association
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.fabric.local_gpus import local_gpus
+from holmes_hpc.fabric.local_gpus import local_gpus, nvidia_smi
 from holmes_hpc.planning import request
 
 
@@ -40,25 +40,14 @@ def test_a_kind_without_figures_is_one_line_where_cuda_was_asked_for(
         request.local_site(1, "cuda")
 
 
-def test_nvml_is_asked_where_the_drivers_folder_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container; NVML is a mock."""
-
-    class Nvml:
-        def nvmlDeviceGetCount_v2(self, count) -> int:
-            count._obj.value = 2
-            return 0
-
-        def nvmlDeviceGetHandleByIndex_v2(self, number, device) -> int:
-            return 0
-
-        def nvmlDeviceGetName(self, device, name, size) -> int:
-            name.value = b"NVIDIA H100 80GB HBM3"
-            return 0
-
-        nvmlInit_v2 = nvmlShutdown = staticmethod(lambda: 0)
-
-    monkeypatch.setattr("ctypes.CDLL", lambda name: Nvml())
+def test_nvidia_smi_is_asked_where_the_drivers_folder_is_not_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 80GB HBM3, 81559\nNVIDIA X, [N/A]\n"
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("holmes_hpc.fabric.local_gpus.partial_output", lambda *_, **__: (lines, ""))
     assert [gpu.name for gpu in local_gpus(tmp_path)] == ["h100", "h100"]
+    assert nvidia_smi() == [("NVIDIA H100 80GB HBM3", 79.6)] * 2
 
 
 def drivers_folder(tmp_path: Path, models: list[str]) -> None:

@@ -73,7 +73,7 @@ class LocalJob:
     """A run's job on a machine without Slurm. Its id is the process id of submitit's controller, the ranks' parent.
     `started`: Unix seconds; `folder`: submitit's folder, by default ``submission/`` in the run directory."""
 
-    expected_start = None
+    expected_start: float | None = None
 
     def __init__(self, run: RunDirectory, pid: int, host: str, started: float, folder: Path | None = None) -> None:
         self.id, self._run, self._pid, self._host, self._started = str(pid), run, pid, host, started
