@@ -303,7 +303,7 @@ def _as_list(value: Any, where: str) -> list[Any]:
 
 
 def _check_rates(value: Any, where: str) -> dict[Any, Any]:
-    rates = value.values() if isinstance(value, dict) else [None]
+    rates: Iterable[Any] = value.values() if isinstance(value, dict) else [None]
     if value is not None and not all(type(rate) in (int, float) and rate > 0 for rate in rates):
         raise SiteError(f"{value!r} is not a map of names to rates", where=where, hint="write {hdr: 200}")
     return value or {}

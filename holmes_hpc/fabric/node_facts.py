@@ -117,7 +117,7 @@ def facts_of(
         notes=nics.notes,
         findings=tuple(f for f in findings if f.level != "info"),
         hca=tuple(p.name for p in nics.compute_ports(nics.type)) if has_two_types else (),
-        plugin=() if plugin is None or nics.type.rdma else (f"nic_{plugin[0]}", f"nic_{spell_rate(plugin[1])}"),
+        plugin=() if plugin is None or nics.type.rdma else (f"nic_plugin_{plugin[0]}", f"nic_{spell_rate(plugin[1])}"),
     )
 
 

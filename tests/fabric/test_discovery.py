@@ -88,7 +88,7 @@ def test_one_job_per_kind_gives_what_features_lack(slurm, holmes) -> None:
 def test_a_network_that_needs_a_plugin_and_gpus_that_gres_lacks_are_found(slurm, holmes) -> None:
     facts = {"nic": "ethernet", "expected_features": ["nic_ethernet", "nic_100g", "eth_100g"]}
     for name in ("h1", "h2", "h3"):
-        efa = {"plugin": ["nic_efa", "nic_3200g"], "gpu": H200, "gpu_memory_gib": 140.4, "gpus": 8}
+        efa = {"plugin": ["nic_plugin_efa", "nic_3200g"], "gpu": H200, "gpu_memory_gib": 140.4, "gpus": 8}
         slurm.add(name, "(null)", "efa", {**facts, **efa})
     for name in ("a1", "a2"):
         del slurm.nodes[name]

@@ -115,7 +115,7 @@ def test_networks_of_plugins_are_known_with_their_rates(tmp_path: Path) -> None:
     nics = probe(cxi.root, read=cxi.read)
     assert (nics.type, nics.plugin_network) == (NicType.ETHERNET, (NicType.SLINGSHOT, 800))
     facts = facts_of("n", nics, [], {}, files=())
-    assert facts.plugin == ("nic_slingshot", "nic_800g") and Facts.from_dict(facts.to_dict()) == facts
+    assert facts.plugin == ("nic_plugin_slingshot", "nic_800g") and Facts.from_dict(facts.to_dict()) == facts
 
 
 def test_unreadable_gids_are_skipped(tmp_path: Path) -> None:
