@@ -37,15 +37,9 @@ class Grouping:
     def site(self, name: str) -> Site:
         """Return the Site called `name`. SiteError if there is no pool, with the reason for the first node."""
         if not self.pools:
-            reasons = [f"{node}: {why}" for node, why in self.left_out.items()]
-            reason = reasons[0] if reasons else "Slurm shows none"
+            reason = next((f"{node}: {why}" for node, why in self.left_out.items()), "Slurm shows none")
             raise SiteError(f"no usable node ({reason})", where=f"cluster {name}", hint="see `holmes nodes`")
         return Site(name, self.pools, self.assumptions)
-
-
-def grouping_of(site: Site) -> Grouping:
-    """Return the pools of a site file as a grouping."""
-    return Grouping(site.pools, site.assumptions, {})
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.finding import Finding
-from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group, grouping_of
+from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
 from holmes_hpc.fabric.label import features_of
 from holmes_hpc.fabric.nics import NodeNics
 from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
@@ -159,7 +159,11 @@ def listing_of(
 ) -> Listing:
     """Return the listing of these nodes and partitions, with the pools of `site` if it is given. Runs no command."""
     settings = settings or NodeSettings()
-    grouping = grouping_of(site) if site else group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
+    grouping = (
+        Grouping(site.pools, site.assumptions, {})
+        if site
+        else group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
+    )
     return Listing(cluster, tuple(nodes), tuple(partitions), grouping)
 
 

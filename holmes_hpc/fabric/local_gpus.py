@@ -18,7 +18,9 @@ def local_gpus(folder: Path = NVIDIA) -> list[Gpu]:
     """Return the kind of each GPU of this machine; none without a driver. ConfigError for an unknown kind.
     `folder`: of the driver, with a folder for each GPU; a container may lack it."""
     gpus = []
-    for name in _names_in_proc(folder) or [name for name, _ in nvidia_smi()]:
+    texts = (file.read_text(errors="replace") for file in sorted(folder.glob("*/information")))
+    models = (re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE) for text in texts)
+    for name in [model[1] for model in models if model] or [name for name, _ in nvidia_smi()]:
         gpu = read_vocabulary().gpu(name.lower().replace(" ", "_"))
         if gpu is None:
             raise ConfigError(
@@ -28,11 +30,6 @@ def local_gpus(folder: Path = NVIDIA) -> list[Gpu]:
             )
         gpus.append(gpu)
     return gpus
-
-
-def _names_in_proc(folder: Path) -> list[str]:
-    texts = [file.read_text(errors="replace") for file in sorted(folder.glob("*/information"))]
-    return [model[1] for text in texts if (model := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE))]
 
 
 def nvidia_smi() -> list[tuple[str, float]]:

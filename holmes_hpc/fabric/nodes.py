@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from holmes_hpc.fabric.features import Reading, read_features, read_vocabulary
@@ -23,8 +23,7 @@ class SiteNode(Node):
 
 def with_reading(node: Node, vocabulary: str | None = None) -> SiteNode:
     """Return `node` with its features interpreted. `vocabulary`: the site's own file of features."""
-    values = {f.name: getattr(node, f.name) for f in fields(Node)}
-    return SiteNode(**values, reading=read_features(node.features, read_vocabulary(vocabulary)))
+    return SiteNode(**vars(node), reading=read_features(node.features, read_vocabulary(vocabulary)))
 
 
 def read_nodes(vocabulary: str | None = None) -> list[SiteNode]:

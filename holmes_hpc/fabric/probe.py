@@ -164,7 +164,7 @@ def _read_ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: li
         rate = re.match(r"([\d.]+)\s*Gb/sec", tree.text(f"{where}/rate") or "")
         index, gid, owner = _find_gid(tree, where) if kind == "roce" else (None, None, None)
         if kind == "ib":
-            gid = _parse_subnet_gid(tree.text(f"{where}/gids/0"))
+            gid = text if _ipv6(text := tree.text(f"{where}/gids/0")) else None
         active = state == "ACTIVE"
         if kind == "roce" and active and gid is None:
             notes.append(f"{device}:{port} has no readable RoCE v2 GID with an IPv4 address")
@@ -219,21 +219,18 @@ def _find_gid(tree: _Tree, port: str) -> tuple[int | None, str | None, str | Non
     return None, None, None
 
 
-def _parse_subnet_gid(text: str | None) -> str | None:
-    """Return the GID in the file of an InfiniBand port; None if it is zero (no subnet manager yet) or unreadable."""
+def _ipv6(text: str | None) -> ipaddress.IPv6Address | None:
+    """Return the address in the file of a GID; None if it is zero (no subnet manager yet) or unreadable."""
     try:
-        return text if text and int(ipaddress.IPv6Address(text)) else None
+        return ipaddress.IPv6Address(text) if text and int(ipaddress.IPv6Address(text)) else None
     except ValueError:
         return None
 
 
 def gid_address(gid: str) -> str | None:
     """Return the IPv4 address of an IPv4-mapped GID (0000:…:ffff:0a00:0001); None for another GID."""
-    try:
-        mapped = ipaddress.IPv6Address(gid).ipv4_mapped
-    except ValueError:
-        return None
-    return str(mapped) if mapped is not None else None
+    address = _ipv6(gid)
+    return str(address.ipv4_mapped) if address and address.ipv4_mapped else None
 
 
 def _find_owner(tree: _Tree, device: str, pci: tuple[str, ...]) -> str | None:
@@ -283,7 +280,8 @@ def _read_interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping
         rdma=tuple(p.name for p in own_ports),
         member_of=tree.target(f"{base}/master"),
         driver=driver,
-        carrier=_has_carrier(tree, base),
+        # The kernel knows it only while the interface is on.
+        carrier=tree.text(f"{base}/carrier") != "0" and tree.text(f"{base}/operstate") != "lowerlayerdown",
     )
 
 
@@ -292,11 +290,6 @@ def _is_up(tree: _Tree, base: str) -> bool:
     if state == "unknown":  # drivers without carrier detection
         return bool(int(tree.text(f"{base}/flags") or "0x1", 16) & 1)  # IFF_UP
     return state in ("up", "dormant")
-
-
-def _has_carrier(tree: _Tree, base: str) -> bool:
-    """Return False only if the kernel reports that there is no carrier; while an interface is off, it does not know."""
-    return tree.text(f"{base}/carrier") != "0" and tree.text(f"{base}/operstate") != "lowerlayerdown"
 
 
 def _read_speed(tree: _Tree, base: str, is_bond: bool, ports: list[RdmaPort]) -> float | None:

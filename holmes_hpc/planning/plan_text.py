@@ -223,9 +223,8 @@ def _per_stage_gain(plan: Plan, predicted: Predicted) -> list[str]:
     if not plan.is_per_stage or not plan.alternatives:
         return []
     best = plan.alternatives[0]
-    reason, other = "Per-stage TP/DP makes", "uniform layout"
-    if plan.parallel.is_even:
-        reason, other = "Shares by speed make", "layout with equal shares"
+    names = ("Shares by speed make", "layout with equal shares"), ("Per-stage TP/DP makes", "uniform layout")
+    reason, other = names[not plan.parallel.is_even]
     gain, p = 1 - predicted.step_time_s / best["predicted"]["step_time_s"], best["parallel"]
     return [f"{reason} the step {gain:.1%} shorter than the best {other} (TP {p['tp']}, PP {p['pp']}, DP {p['dp']})."]
 
