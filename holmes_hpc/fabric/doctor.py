@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.finding import LEVELS, MAX_SKEW_S, Finding
-from holmes_hpc.fabric.grouping import Grouping, NodeSettings, group
+from holmes_hpc.fabric.grouping import Grouping, NodeSettings
+from holmes_hpc.fabric.listing import listing_of
 from holmes_hpc.fabric.nccl import refusals
 from holmes_hpc.fabric.node_facts import Facts, ask_nodes
 from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
@@ -243,12 +243,7 @@ def diagnose(
 ) -> list[Finding]:
     """Return all findings about a cluster, from what Slurm and the nodes (`facts`) reported. Runs no command.
     `site`: of a site file, whose pools replace those of Slurm's features."""
-    settings, env = settings or NodeSettings(), {} if env is None else env
-    grouping = (
-        Grouping(site.pools, site.assumptions, {})
-        if site
-        else group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
-    )
+    grouping, env = listing_of(config.cluster, nodes, partitions, settings, site).grouping, env or {}
     findings = check_config(config) + check_features(nodes, grouping) + check_partitions(partitions, grouping)
     if not grouping.pools:
         findings.append(Finding("error", f"cluster {config.cluster}", "no node can be used", "see the other findings"))
