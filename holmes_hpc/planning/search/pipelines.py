@@ -3,7 +3,7 @@
 Every stage is a block of TP x DP GPUs, so a pool holds at most a fixed number of stages. The longest time tau that a
 stage computes for one micro-batch decides how good a placement is. For each tau that a whole number of layers can take,
 each choice of pools is filled with stages until all layers are assigned. With fewer stages, tau would be longer; with
-more, only the pipeline's fill. If there are few combinations of stage counts, all of them are listed instead.
+more, only the pipeline's fill. If a choice has few combinations of stage counts, all of them are listed instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holmes_hpc.planning.search.placement import Placement, spanning_tree_edges
 from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import is_allowed
 
-FEW_COMBINATIONS = 512  # up to this number of combinations of stage counts, all are listed
+FEW_COMBINATIONS = 512  # up to this number of combinations of stage counts on a choice of pools, all are listed
 MAX_PLACEMENTS = 32  # of one TP, DP and micro-batch size
 PLACEMENTS_PER_CHOICE = 2  # besides those: of each pool alone, each pair and all pools
 FRONT_LOADED_SHARE = 0.5  # the least share of data-parallel traffic that remains if the first stages have more layers
@@ -38,11 +38,6 @@ def pipelines(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
         if (costs.ranks % block).any():
             return
         counts = (costs.ranks // block)[None]
-        tau = _least_tau(costs, counts)
-    elif np.prod(maxima // units + 1.0) <= FEW_COMBINATIONS:
-        counts = np.stack(
-            np.meshgrid(*(np.arange(0, m + 1, u) for m, u in zip(maxima, units, strict=True)), indexing="ij"), axis=-1
-        ).reshape(-1, len(maxima))
         tau = _least_tau(costs, counts)
     else:
         counts, tau = _filled(costs, dp, maxima, units, limit)
@@ -85,8 +80,9 @@ def _filled(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (stages of each pool, (placements, F); tau, (placements,)) within the limit.
 
-    For each tau, each choice of pools is filled with stages that take at most tau, the fastest pool first. Each of
-    its pools in turn is the last one, which need not be full. `maxima`, `units`: as in :func:`pipelines`.
+    All stage counts of a choice of pools are listed if they are few. Else, for each tau, the choice is filled with
+    stages that take at most tau, the fastest pool first. Each of its pools in turn is the last one, which need not be
+    full. `maxima`, `units`: as in :func:`pipelines`.
     """
     all_counts, all_taus, pool_count = [np.zeros((0, len(maxima)), dtype=int)], [np.zeros(0)], len(maxima)
     layers_per_s, micro_batches = (maxima / costs.layer_s).tolist(), costs.micro_batches // dp
@@ -99,6 +95,14 @@ def _filled(
         )
         tau, max_layers = costs.taus[start:end], costs.layers_in_tau[start:end]
         if not len(tau):
+            continue
+        if np.prod(maxima[list(choice)] // units[list(choice)] + 0.0) <= FEW_COMBINATIONS:
+            numbers = [np.arange(units[f], maxima[f] + 1, units[f]) if f in choice else [0] for f in range(pool_count)]
+            listed = np.stack(np.meshgrid(*numbers, indexing="ij"), axis=-1).reshape(-1, pool_count)
+            is_enough = np.minimum(max_layers, costs.layers) @ listed.T >= costs.layers  # (T, placements)
+            is_possible = is_enough.any(axis=0)
+            all_counts.append(listed[is_possible])
+            all_taus.append(tau[np.argmax(is_enough, axis=0)[is_possible]])
             continue
         fastest_first = sorted(choice, key=lambda f: (costs.layer_s_list[f], -costs.available[f].pool.data_gbps, f))
         for last in fastest_first:
