@@ -55,7 +55,7 @@ def best_plan(
     conflict = conflicting_option(options, costs) if options.unequal == "true" else None
     message, hint = f"per-stage TP/DP cannot be combined with {conflict}", f"remove plan.unequal=true or {conflict}"
     PlanError.refuse((conflict, message, "plan.unequal", hint))
-    shared = best_shared_steps(problem)
+    shared = best_shared_steps(problem, clock)
     try:
         best, *slower = search(*problem, clock=clock)
     except PlanError:  # no uniform layout

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import inf
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from holmes_hpc.planning.plan.parts import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS
+from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.layers import uniform_layers
 from holmes_hpc.planning.search.placement import component
 from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools, micro_sizes, tp_sizes
@@ -41,10 +43,11 @@ class SharedSteps:
     strategy: str = "hierarchical-dp"
 
 
-def best_shared_steps(problem: Problem) -> SharedSteps | None:
+def best_shared_steps(problem: Problem, clock: Clock | None = None) -> SharedSteps | None:
     """Return the layout with the shortest step on several pools of one fabric; None if no fabric has several.
 
-    None, too, if the options exclude it."""
+    None, too, if the options exclude it. `clock`: the time limit after the first layout."""
+    clock = clock or Clock()
     options = problem.options
     if _is_excluded(options) or problem.costs.software.sharding not in ("none", "optimizer"):
         return None
@@ -52,15 +55,20 @@ def best_shared_steps(problem: Problem) -> SharedSteps | None:
     for a in available_pools(problem.site, options):
         if a.pool.nic.rdma:
             pools_of.setdefault(a.pool.fabric_name, []).append(a)
-    candidates = (
-        candidate
+    choices = [
+        pools
         for fabric_pools in pools_of.values()
-        for count in range(2, len(fabric_pools) + 1)
-        for pools in combinations(fabric_pools, count)
+        for count in range(len(fabric_pools), 1, -1)
         if not (options.nodes and count < len(options.nodes))
-        for candidate in _candidates(problem, pools)
-    )
-    best = min(candidates, key=lambda c: c.seconds, default=None)
+        for pools in combinations(fabric_pools, count)
+    ]
+    best: SharedSteps | None = None
+    for pools in choices:
+        if best is not None and clock.is_over():
+            break
+        limit_s = best.seconds if best else inf
+        shorter = (c for c in _candidates(problem, pools, limit_s) if c.seconds < limit_s)
+        best = min(shorter, key=lambda c: c.seconds, default=best)
     if best is None or options.bucket_bytes:
         return best
     layouts = [best.layout.with_settings(bucket_bytes=size) for size in (BUCKET_BYTES, *BUCKETS)]
@@ -82,12 +90,18 @@ def _is_excluded(options: PlanOptions) -> bool:
     )
 
 
-def _candidates(problem: Problem, pools: Sequence[AvailablePool]) -> Iterator[SharedSteps]:
-    """Yield the layouts that fit: for each micro-batch size, TP and PP, that with the least recomputing."""
-    model, batch, _, options, _ = problem
+def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float) -> Iterator[SharedSteps]:
+    """Yield the layouts that fit: for each micro-batch size, TP and PP, that with the least recomputing.
+    Those whose layers alone take `limit_s` are left out."""
+    model, batch, _, options, costs = problem
     recomputations = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
     for micro_size in micro_sizes(batch, options) if not batch.global_size % batch.micro_size else ():
         for tp in tp_sizes(model, options, pools):
+            micro_batch = replace(batch, micro_size=micro_size)
+            layer_s = (sum(costs.layer_s(model, micro_batch, tp, a.pool, tp > 1, "none")) for a in pools)
+            layers_per_s = sum(a.nodes * a.gpus_per_node / tp / s for a, s in zip(pools, layer_s, strict=True))
+            if batch.global_size / micro_size * model.layers / layers_per_s >= limit_s:
+                continue
             for pp in range(1, min(MAX_STAGES, model.layers) + 1):
                 if any(a.gpus_per_node % tp for a in pools) or options.stages not in (None, pp):
                     continue

@@ -16,7 +16,9 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import explain
+from holmes_hpc.planning.search import shares
 from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.problem import Problem, searched_site
 from holmes_hpc.planning.search.shares import best_shared_steps
 
@@ -87,6 +89,22 @@ def test_of_many_pools_the_largest_are_searched() -> None:
     assert searched_site(site, options) is site
     with pytest.raises(PlanError, match=r"plan\.nodes: it names 40 pools; name at most 10"):
         best_plan(MODEL, batch, site, PlanOptions(nodes={p.name: 1 for p in pools}), Costs())
+
+
+def test_of_ten_alike_pools_few_sets_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set whose layers alone take as long as the step on all pools cannot be better."""
+    tried = []
+    candidates = shares._layout
+    monkeypatch.setattr(
+        shares, "_layout", lambda _, pools, *a, **k: tried.append(pools) or candidates(_, pools, *a, **k)
+    )
+    pools = tuple(replace(FAST, name=f"p{i}", nodes=1) for i in range(10))
+    problem = Problem(MODEL, Batch(640, 1, 2048), Site("ten", pools), PlanOptions(pp=1, tp=1), Costs())
+    best = best_shared_steps(problem)
+    assert best is not None and len(best.layout.components) == 10 and min(map(len, tried)) > 5
+    over = Clock(1e-9)
+    tried.clear()
+    assert best_shared_steps(problem, over) is not None and {len(p) for p in tried} == {10}
 
 
 @pytest.mark.parametrize(
