@@ -56,7 +56,7 @@ def composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
         return _to_plain(_compose_by_hydra(expanded) if config is None else config, overrides)
 
 
-def applied(config: Configuration, overrides: Sequence[str]) -> Configuration:
+def with_overrides(config: Configuration, overrides: Sequence[str]) -> Configuration:
     """Return a recorded configuration with `overrides` of keys or whole groups (``data=indexed data.prefix=x``)."""
     result, defaults = OmegaConf.create(_escape(config.to_dict())), OmegaConf.create(composed())
     OmegaConf.set_struct(result, True)

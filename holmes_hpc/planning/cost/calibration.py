@@ -228,7 +228,7 @@ def _is_layer_of(part: MeasuredPart, model: ModelSpec) -> bool:
 
 def interpolate(rows: Sequence[tuple[tuple[float, ...], float]], point: tuple[float, ...]) -> float:
     """Interpolate rows of (coordinates, value) at `point`, in the logarithm of one coordinate after the other.
-    Beyond the rows, the nearest value counts."""
+    Beyond the rows, the nearest value is used."""
     if not point:
         return sum(value for _, value in rows) / len(rows)
     coordinates = sorted({c[0] for c, _ in rows})

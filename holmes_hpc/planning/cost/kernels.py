@@ -2,7 +2,7 @@
 
 A product's tiles have a fixed shape and run on the GPU's multiprocessors in waves. The last wave takes as long as a
 full one, and an edge tile as long as a full tile (NVIDIA, "Matrix Multiplication Background User's Guide", 2023: tile
-and wave quantisation). The quickest of several tile shapes counts, as in cuBLAS' heuristics. Smaller tiles reuse less
+and wave quantisation). The quickest of several tile shapes is used, as in cuBLAS. Smaller tiles reuse less
 of their loads. The shares of the peak are data (kernel_figures.yaml).
 """
 

@@ -1,4 +1,4 @@
-"""Predictions for a plan: step time and its parts, throughput, memory, bytes per NIC kind, timeline, 90% interval."""
+"""Predictions for a plan: step time and its parts, throughput, memory, bytes per network, timeline, 90% interval."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from holmes_hpc import console
 from holmes_hpc.commit import git_commit
-from holmes_hpc.config.composition import applied, check_overrides
+from holmes_hpc.config.composition import check_overrides, with_overrides
 from holmes_hpc.config.configuration import Configuration, recorded
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError
 from holmes_hpc.fabric.site import auto_dtype
@@ -268,7 +268,7 @@ def prepare_continuation(
     recorded_config, missing_keys = recorded(run.config)
     check_overrides(overrides)
     paths: dict[str, Any] = {key: getattr(recorded_config, key) for key in ("run_dir", "plan_file", "site_file")}
-    config = replace(applied(recorded_config, overrides), **paths) if overrides else recorded_config
+    config = replace(with_overrides(recorded_config, overrides), **paths) if overrides else recorded_config
     if state == "completed" and config.train.steps <= recorded_config.train.steps:
         raise ConfigError(
             f"the run has made all of its {recorded_config.train.steps} steps",

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, open_dict
 
 from holmes_hpc import console
 from holmes_hpc.config.slurm_settings import SlurmSettings
-from holmes_hpc.errors import ConfigError, HolmesError, RunFailed, SubmissionError
+from holmes_hpc.errors import ConfigError, HolmesError, RunFailed, SubmissionError, counted
 from holmes_hpc.records.files import locked
 from holmes_hpc.records.ownership import careful_umask, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
@@ -90,8 +90,8 @@ class HolmesLauncher(BaseSubmititLauncher):
             )
         sweep_dir = Path(str(self.config.hydra.sweep.dir)).absolute()
         self._create_directory(sweep_dir)
-        log.info(f"{len(job_overrides)} jobs into {sweep_dir}")
-        with console.waiting(f"planning {len(job_overrides)} jobs"):
+        log.info(f"{counted(len(job_overrides), 'job')} into {sweep_dir}")
+        with console.waiting(f"planning {counted(len(job_overrides), 'job')}"):
             candidates = self._plan_all(job_overrides, initial_job_idx)
         if (
             self.WHERE == "slurm"

@@ -163,8 +163,8 @@ def refuse_active_jobs(
     directories: Iterable[str],
     reused: Mapping[tuple[str, ...], EarlierJob],
 ) -> None:
-    """Raise SubmissionError if an active job of an earlier launch, which is not reused, has the key or the directory of
-    a job of this launch. `keys`, `directories`: of the jobs of this launch."""
+    """Raise SubmissionError if another active job of an earlier launch has the key or the directory of a job of
+    this launch. `keys`, `directories`: of the jobs of this launch. Jobs in `reused` are allowed."""
     new_keys, new_directories = set(keys), set(directories)
     for job, state in states.items():
         if not is_active(state) or (job.key in reused and reused[job.key].job == job):

@@ -17,7 +17,7 @@ import plans
 import psutil
 import pytest
 
-from holmes_hpc.config.composition import applied, load
+from holmes_hpc.config.composition import load, with_overrides
 from holmes_hpc.config.configuration import recorded as read_back
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, RecordError, SubmissionError
@@ -197,17 +197,17 @@ def test_the_state_of_a_local_job_is_known_only_on_its_machine(tmp_path: Path) -
 @pytest.mark.integration
 def test_overrides_change_the_recorded_configuration(tmp_path: Path) -> None:
     recorded = load(["train.steps=7", "train.lr=0.5", "launcher=local"])
-    made = applied(recorded, ["train.steps=9", "slurm.account=ml", "+labels.note='a b'"])
+    made = with_overrides(recorded, ["train.steps=9", "slurm.account=ml", "+labels.note='a b'"])
     assert made == replace(
         recorded,
         train=replace(recorded.train, steps=9),
         labels={"note": "a b"},
         slurm=replace(recorded.slurm, account="ml"),
     )
-    other = applied(recorded, ["data=indexed", "data.prefix=/x/y"])
+    other = with_overrides(recorded, ["data=indexed", "data.prefix=/x/y"])
     assert other.data.kind == "indexed" and other.data.prefix == "/x/y" and other.train.lr == 0.5
     odd = replace(recorded, slurm=replace(recorded.slurm, setup=("source ${HOME}/env.sh", "echo ${")))
-    assert applied(odd, ["train.steps=9"]).slurm.setup == ("source ${HOME}/env.sh", "echo ${")
+    assert with_overrides(odd, ["train.steps=9"]).slurm.setup == ("source ${HOME}/env.sh", "echo ${")
     for word, message in (
         ("train.stps=1", "train.stps"),
         ("~train.lr", "KEY=VALUE"),
@@ -217,7 +217,7 @@ def test_overrides_change_the_recorded_configuration(tmp_path: Path) -> None:
         ("train.lr=[", "cannot be read"),
     ):
         with pytest.raises(ConfigError, match=message):
-            applied(recorded, [word])
+            with_overrides(recorded, [word])
 
 
 def test_missing_keys_of_an_older_record_are_named() -> None:

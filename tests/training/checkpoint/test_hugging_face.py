@@ -21,7 +21,7 @@ from hugging_face_models import LAYOUTS, MODELS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from holmes_hpc.config.composition import applied, load
+from holmes_hpc.config.composition import load, with_overrides
 from holmes_hpc.config.hugging_face import config_of, model_of, read_config, read_model
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, DataError
@@ -374,7 +374,7 @@ def test_all_ranks_report_infinite_weights_of_one_stage(folder: Path, tmp_path: 
 def test_model_option_accepts_a_folder(folder: Path) -> None:
     config = load([f"model=hf:{folder}", "model.dropout=0.1", "batch=tiny"])
     assert config.model == replace(SPEC, dropout=0.1)
-    assert applied(load(["model=gpt_tiny"]), [f"model=hf:{folder}", "batch=tiny"]).model == SPEC
+    assert with_overrides(load(["model=gpt_tiny"]), [f"model=hf:{folder}", "batch=tiny"]).model == SPEC
     with pytest.raises(DataError, match=r"config\.json: No such file"):
         load(["model=hf:/nowhere"])
 
