@@ -56,10 +56,10 @@ def main() -> None:
     parser.add_argument("--curve", action="store_true", help="also plan for 16 to 1,024 nodes per fabric")
     arguments = parser.parse_args()
     measure("64 nodes in 3 fabrics", site([24, 24, 16]), named("gpt_7_5b"), Batch(1536, 4, 2048), 1)
-    measure("512 GPUs, mixed", site([16, 16, 16, 16]), named("gpt_39b"), Batch(1536, 1, 2048), 5)
+    measure("512 GPUs, mixed", site([16, 16, 16, 16]), named("gpt_39b"), Batch(1536, 1, 2048), 10)
     gpt3 = named("gpt3_175b")
-    measure("4,096 GPUs, 96 layers", site([128] * 4), gpt3, Batch(6144, 1, 2048), 10)
-    measure("16,384 GPUs, 96 layers", site([512] * 4), gpt3, Batch(6144, 1, 2048), 20)
+    measure("4,096 GPUs, 96 layers", site([128] * 4), gpt3, Batch(6144, 1, 2048), 20)
+    measure("16,384 GPUs, 96 layers", site([512] * 4), gpt3, Batch(6144, 1, 2048), 40)
     if arguments.curve:
         print("nodes of each of 4 fabrics:")
         for nodes in (16, 32, 64, 128, 256, 512, 1024):
