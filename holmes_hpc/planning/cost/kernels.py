@@ -94,27 +94,27 @@ class Stack(Checked, where="stack"):
     InfiniBand, over other RDMA, and stage transfers reach.
     """
 
-    product: Share = 0.9312
+    product: Share = 0.9396
     memory: Share = 0.85
-    stream: Share = 0.7787
-    fp8: Share = 0.8658
+    stream: Share = 0.736
+    fp8: Share = 0.8775
     flash: Share = 1
-    flash1: Share = 0.5884
-    flash3: Share = 1.75
-    unfused_attention: Share = 0.972
-    unfused_elementwise: Share = 1.8
-    loss_bytes: Share = 6.925
-    launch_s: Time = 2.831e-05
+    flash1: Share = 0.5874
+    flash3: Share = 1.569
+    unfused_attention: Share = 0.9422
+    unfused_elementwise: Share = 1.863
+    loss_bytes: Share = 6.077
+    launch_s: Time = 2.837e-05
     wait_s: Time = 4.482e-05
-    gap_s: Time = 1.99e-06
-    pass_s: Time = 0.001774
+    gap_s: Time = 1.178e-06
+    pass_s: Time = 0.001699
     chunk_s: Time = 0.00025
-    step_s: Time = 0.00526
+    step_s: Time = 0.006651
     ring_s: Time = 2e-05
     rank_s: Time = 7e-06
     local: Share = 0.77
     ib: Share = 0.92
-    roce: Share = 0.6046
+    roce: Share = 0.5896
     transfer: Share = 0.9
 
 
