@@ -43,7 +43,7 @@ class _Console(Console):
 
 
 def substitute_unencodable() -> None:
-    """Replace characters that stdout or stderr cannot encode (ASCII only) by similar ones, without an error."""
+    """Replace characters that stdout or stderr cannot encode by similar ASCII ones, without an error."""
     codecs.register_error("plain", _substitute)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

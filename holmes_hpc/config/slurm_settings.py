@@ -101,6 +101,6 @@ class SlurmSettings(ComponentSettings):
             (
                 isinstance(self.timeout_min, str) and not minutes(self.timeout_min),
                 f"slurm.timeout_min is {self.timeout_min!r}",
-                "use minutes from 1, or a time in Slurm's format: 1:30:00, 1-12:00:00",
+                "use minutes (1 or more), or a time in Slurm's format: 1:30:00, 1-12:00:00",
             ),
         )

@@ -194,8 +194,8 @@ def _read_answer(kind: str, node: SiteNode, facts: Facts) -> Probe:
 def _with_features(
     node: SiteNode, kinds: Mapping[str, str], probes: Mapping[str, Probe], vocabulary: str | None
 ) -> SiteNode:
-    """Return the node read as if it had the labels of its kind's probe. Its features stay those that Slurm knows.
-    `kinds`: of the nodes in pools; one that is down has the kind of others."""
+    """Return the node with the features that its kind's probe found, besides those that Slurm knows.
+    `kinds`: by node, of nodes in pools. Another node, such as one that is down, has the kind of its partitions."""
     possible = [kinds[node.name]] if node.name in kinds else [kind_of(node, p) for p in node.partitions]
     features = next((probes[kind].features for kind in possible if kind in probes), ())
     if not features:

@@ -200,7 +200,7 @@ class Calibration(Checked, where="calibration"):
         widths = ", ".join(str(h) for h in sorted({p.hidden for p in layers}))
         difference = f"hidden={widths}" if model.hidden not in {p.hidden for p in layers} else "other layer FLOPs"
         raise ConfigError(
-            f"calibration has {difference}, model {model.name} has hidden={model.hidden}",
+            f"calibration has {difference}, unlike model {model.name} with hidden={model.hidden}",
             where="calibration",
             hint=f"calibrate this model: `holmes calibrate model={model.name}`",
         )

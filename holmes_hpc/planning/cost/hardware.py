@@ -8,6 +8,7 @@ from typing import Annotated
 
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import Gpu
+from holmes_hpc.planning.cost.kernels import STACK
 from holmes_hpc.schema import Checked, key
 
 CPU_MEMORY_GBPS = 10.0  # of one rank: a core's share of a server's DDR4
@@ -65,11 +66,11 @@ UNMEASURED_NICS = tuple(str(nic) for nic in NicType if nic.rdma and not nic.verb
 # nccl-tests on DGX A100 (NVIDIA's figures). TCP: the payload of a 1500-byte packet, 1448/1514.
 # Latencies: a few microseconds for RDMA, tens for TCP. EFA, Slingshot and Omni-Path have no figures and use RoCE's.
 NCCL_LINKS: Mapping[str, Link] = {
-    "local": Link(5e-6, 0.77),
-    "ib": Link(1e-5, 0.92),
-    "roce": Link(1e-5, 0.6),
+    "local": Link(5e-6, STACK.local),
+    "ib": Link(1e-5, STACK.ib),
+    "roce": Link(1e-5, STACK.roce),
     "ethernet": Link(5e-5, 0.956),
-    **dict.fromkeys(UNMEASURED_NICS, Link(1e-5, 0.6)),
+    **dict.fromkeys(UNMEASURED_NICS, Link(1e-5, STACK.roce)),
 }
 # CPU ranks use gloo over TCP on any NIC. Headers take 1 - 1448/1514; a message costs about a scheduler's tick.
 GLOO_LINKS: Mapping[str, Link] = {

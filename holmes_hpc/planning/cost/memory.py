@@ -131,7 +131,7 @@ def _memory_per_stage(layout: Layout, layers: np.ndarray) -> StageMemory:
 
 
 def _base_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
-    """Return :func:`memory` of a layout with per-stage TP/DP, with one buffer per transfer window."""
+    """Return :func:`memory` of a layout with per-stage TP/DP, as if every transfer window held one transfer."""
     pp, stages = layout.parallel.pp, np.arange(layout.parallel.pp)
 
     def of_view(view: Layout, depth: int) -> StageMemory:

@@ -160,8 +160,8 @@ def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
     """Return the simulated step as events, sorted by stage and start.
 
     An event is {stage, name, kind, micro_batch, chunk, start_s, end_s}. `kind`: forward, backward, send (a stage
-    transfer, listed at its sender), grad_sync, param_sync. With per-stage TP/DP, `stage` counts replicas, stage by
-    stage.
+    transfer, listed at its sender), grad_sync, param_sync. With per-stage TP/DP, `stage` is the number of a
+    replica, counted stage by stage.
     """
     layout, layers = Layout.of(plan, costs), layer_array(plan)
     if layout.is_per_stage:

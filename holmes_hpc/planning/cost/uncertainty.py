@@ -53,7 +53,8 @@ def measured() -> Uncertainty:
 
 
 def _reasons(layout: Layout) -> Iterator[tuple[float, str]]:
-    """Yield the (factor, cause) of everything that widens the interval. Factor 0: the spread of other generations."""
+    """Yield the (factor, cause) of everything that widens the interval. Factor 0 stands for the
+    wider spread `Uncertainty.generations`."""
     table = measured()
     for gpu in {layout.pool(c).gpu: None for c in layout.components}:
         figures, attention = kind(gpu), layout.costs.software_on(gpu).attention

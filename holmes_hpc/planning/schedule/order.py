@@ -154,7 +154,8 @@ class Order:
         ]
 
     def turn_sequence(self, row: int) -> np.ndarray:
-        """Return the turns of `row` in order, (2T,): forward passes are 0 … T-1, backward passes T … 2T-1."""
+        """Return the turns of `row` in the order of its schedule (kinds.py), (2T,).
+        Forward passes are 0 … T-1, backward passes T … 2T-1."""
         return self.schedule.turns(len(self.micro_batches_of(row)) * self.chunks, self.depths[row])
 
     def passes(self, row: int) -> list[Pass]:

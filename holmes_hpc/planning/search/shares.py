@@ -77,7 +77,7 @@ def best_shared_steps(problem: Problem, clock: Clock | None = None) -> SharedSte
 
 
 def _is_excluded(options: PlanOptions) -> bool:
-    """Return whether the user's options exclude shares of a step."""
+    """Return whether the user's options exclude layouts that share a step among pools."""
     return (
         options.unequal == "false"
         or options.strategy not in ("auto", "hierarchical-dp")

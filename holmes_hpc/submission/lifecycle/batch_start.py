@@ -59,7 +59,7 @@ def _check_earlier_job(run: RunDirectory, job_id: str) -> None:
         raise RecordError(
             f"job {earlier_job.id} of this run is still {state.state}",
             where=str(run.path),
-            hint=f"wait for its end, or `scancel {earlier_job.id}`; or give RUN another directory",
+            hint=f"wait for its end, or `scancel {earlier_job.id}`; or set RUN to another directory",
         )
 
 

@@ -55,7 +55,7 @@ class _Display:
             console.note(line)
 
     def break_silence(self, state: JobState, poll_s: float) -> None:
-        """Show what the job does if nothing was shown for long. `poll_s`: time until the next call."""
+        """If nothing was shown for long, show what the job does. `poll_s`: time until the next call."""
         is_starting = state.state == "RUNNING" and not self.log_lines  # rank 0 logs its set-up
         now = time.monotonic()
         in_state_s = now - self._state_since

@@ -62,7 +62,7 @@ class Checkpoint:
 
 
 def create_folder(folder: Path, checkpoint_dir: str | None) -> None:
-    """Create a run's checkpoint folder; with `checkpoint_dir`, as a link to a folder of the run's name in there.
+    """Create a run's checkpoint folder; with `checkpoint_dir`, as a link to the folder there that has the run's name.
 
     A folder that has checkpoints stays where it is. Raise RunFailed if the target is missing or belongs to another run.
     """

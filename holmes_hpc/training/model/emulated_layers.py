@@ -48,8 +48,8 @@ class Clock:
     def begin(self, layer_pass: tuple[str, int, int], previous: tuple[str, int, int], seconds: float) -> float:
         """Return when `layer_pass`, which takes `seconds`, is due to end (``time.perf_counter`` seconds).
 
-        If this rank's last pass was `previous`, the new one starts when that was due to end. This makes up for delays
-        by other ranks on the same cores.
+        If this rank's last pass was `previous`, `layer_pass` counts from the time at which `previous` was due to end,
+        not from now. This makes up for delays by other ranks on the same cores.
         """
         start = self.end if self.last_pass == previous else time.perf_counter()
         self.end, self.last_pass = start + seconds, layer_pass

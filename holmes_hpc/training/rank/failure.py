@@ -1,6 +1,7 @@
 """The end of a rank that fails or hangs: its exit record, its report to the other ranks, and the watchdog.
 
-The other ranks exit with the same code, and their logs name the rank that failed or hung.
+The other ranks exit with the same code, and their logs name the rank that failed or hung. A killed rank reports
+nothing: on Slurm, srun then ends the others (`--kill-on-bad-exit`, submission/executor/batch_script.py).
 """
 
 from __future__ import annotations
