@@ -65,7 +65,8 @@ def test_logs_and_cancel_in_json(holmes: Holmes, tmp_path: Path, fake_slurm: Any
     assert code == 0 and json.loads(out) == {"run": str(run.path), "logs": {"rank-1.txt": ["b", "c"]}}
     assert holmes("logs", "r", "--follow", "--json")[0] == 2
     row = SEPARATOR.join(["7", "RUNNING", str(int(time.time())), "None", "ib1", "x"])
-    fake_slurm.answer("squeue", f"cat <<'E'\n{row}\nE")
+    script = run.path / "submission" / ".submission_file_1.sh"
+    fake_slurm.answer("squeue", f"case $* in *'=%i %o') echo '7 {script}';; *) echo '{row}';; esac")
     fake_slurm.answer("scancel", "exit 0")
     code, out, _ = holmes("status", "r", "--json")
     assert [s["state"] for s in json.loads(out)] == ["running"]
@@ -165,11 +166,12 @@ def test_submit_prints_the_expected_start_unless_it_is_not_to_test(holmes: Holme
     code, _, err = holmes(*run, "--no-test", "slurm.timeout_min=300", "name=untested")
     tests = [call for call in gpu_site.calls("sbatch") if "--test-only" in call]
     assert code == 0 and "expected start" not in err and [call[-1] == "--wrap=:" for call in tests] == [1, 1, 0, 1, 1]
-    assert "--gpus-per-node=a100:4" in tests[3] and "--gpus-per-node=h100:4" in tests[4]
+    types = {word for call in tests[3:] for word in call if word.startswith("--gpus-per-node")}
+    assert types == {"--gpus-per-node=a100:4", "--gpus-per-node=h100:4"}
     code, _, err = holmes(*run, "slurm.timeout_min=300", "name=refused")
     assert code == 2 and "300 min exceeds" in err
     code, _, err = holmes(*run, "--no-test", "name=bad", "slurm.pools={h100: {additional: {gpus_per_node: b200:4}}}")
-    assert code == 2 and "component 1" in err and "not available" in err
+    assert code == 2 and "nic_roce&fabric_h100" in err and "not available" in err
     one = [*run[:1], "one.yaml", *run[2:]]
     assert holmes("plan", "model=gpt_tiny", "plan.nodes={a100: 1}", "-o", "one.yaml")[0] == 0
     assert "expected start: now" in holmes(*one, "name=one")[2]

@@ -59,12 +59,14 @@ class SlurmJob:
         return job_uid(self.id)
 
     def cancel(self) -> None:
-        script, folder = job_script(self.id), self._job.paths.folder
+        folder = self._job.paths.folder
+        # A run that the user's own batch script started has no script in its directory.
+        script = job_script(self.id) if any(folder.glob("*.sh")) else None
         if script is not None and os.path.realpath(os.path.dirname(script)) != os.path.realpath(folder):
             raise SubmissionError(
                 f"the batch script of job {self.id} is not in this run's directory: it may be of another run",
                 where=str(folder.parent),
-                hint=f"if the directory was moved meanwhile, or the job has a script of yours, use `scancel {self.id}`",
+                hint=f"if the directory was moved meanwhile, use `scancel {self.id}`",
             )
         self._job.cancel()
 

@@ -255,12 +255,14 @@ def test_an_error_of_scancel_is_one_line(tmp_path: Path, fake_slurm: Any) -> Non
 def test_only_a_job_with_the_runs_own_batch_script_is_cancelled(tmp_path: Path, fake_slurm: Any) -> None:
     copied = RunDirectory.create(tmp_path / "r", slurm={"job_id": 7, "submitted": time.time()})
     row = SEPARATOR.join(["7", "RUNNING", str(int(time.time())), "None", "ib1", "x"])
+    own_script = copied.path / "submission" / ".submission_file_1.sh"
+    own_script.parent.mkdir(exist_ok=True)
+    own_script.touch()
     for script in ("/home/thesis/submission/.submission_file_1.sh", "(null)"):
         fake_slurm.answer("squeue", f"case $* in *'=%i %o') echo '7 {script}';; *) echo '{row}';; esac")
         with pytest.raises(SubmissionError, match=r"job 7 is not in this run's directory.*`scancel 7`"):
             cancel_run(copied)
     assert fake_slurm.calls("scancel") == []
-    own_script = copied.path / "submission" / ".submission_file_1.sh"
     fake_slurm.answer("squeue", f"case $* in *'=%i %o') echo '7 {own_script}';; *) echo '{row}';; esac")
     fake_slurm.answer("scancel", "exit 0")
     cancel_run(copied)

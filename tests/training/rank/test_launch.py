@@ -147,8 +147,8 @@ def test_a_port_that_is_taken_on_the_loopback_interface_is_not_used(
     ports, other_sockets = list[int](), list[Any]()
 
     class ListenerOnTakenPort(rendezvous.FilteredListener):
-        def __init__(self, address: str) -> None:
-            super().__init__(address)
+        def __init__(self, address: str, key: bytes) -> None:
+            super().__init__(address, key)
             ports.append(self.port)
             other_sockets.extend([] if other_sockets else [listening_socket("127.0.0.2", self.port)])
 
