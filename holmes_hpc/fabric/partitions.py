@@ -48,7 +48,7 @@ class NodeSettings:
     job_options: tuple[str, ...] = ()
     associations: tuple[Association, ...] = ()
     groups: frozenset[str] = frozenset()
-    pools: Mapping[str, PoolJob] = field(default_factory=dict)
+    pools: Mapping[str, PoolJob] = field(default_factory=dict, hash=False)
 
 
 def with_associations(settings: NodeSettings | None, partitions: Sequence[Partition]) -> NodeSettings:
