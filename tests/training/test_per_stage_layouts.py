@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import spawn
 
-STEPS = {"steps": 12}
+STEPS = {"steps": 20}
 TIED = replace(spawn.MODEL, tied=True, rope=False, swiglu=False, rmsnorm=False, bias=True)
 
 
