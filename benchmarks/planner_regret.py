@@ -26,20 +26,13 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import FabricLink, Gpu, NicType, Pool, Site
+from holmes_hpc.fabric.features import read_vocabulary
+from holmes_hpc.fabric.site import FabricLink, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import best_plan
 
-GPUS = (
-    Gpu("v100-16gb", 125, 16, 1200),
-    Gpu("v100-32gb", 125, 32, 1200),
-    Gpu("a100-40gb", 312, 40, 2400),
-    Gpu("l40s", 362, 48, 250),
-    Gpu("a100-80gb", 312, 80, 2400),
-    Gpu("h100", 989, 80, 3600),
-    Gpu("h200", 989, 141, 3600),
-    Gpu("mi300x", 1307, 192, 3584),
-)
+GPU_NAMES = ("v100-16gb", "v100-32gb", "a100-40gb", "l40s", "a100-80gb", "h100", "h200", "mi300x")
+GPUS = tuple(gpu for name in GPU_NAMES if (gpu := read_vocabulary().gpu(name)) is not None)
 MODELS = (
     ("gpt_3_6b", 2048),
     ("gpt_7_5b", 2048),

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.fabric.site import Gpu, NicType, Pool, Site
+from holmes_hpc.fabric.features import read_vocabulary
+from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
 from holmes_hpc.planning.cost.timing import step_s
@@ -17,13 +18,8 @@ from holmes_hpc.planning.schedule.kinds import candidate_schedules, schedule_kin
 from holmes_hpc.planning.search.layers import chunk_layers
 from holmes_hpc.planning.search.placement import component
 
-GPUS = (
-    Gpu("v100-16gb", 125, 16, 1200),
-    Gpu("a100-80gb", 312, 80, 2400),
-    Gpu("l40s", 362, 48, 250),
-    Gpu("h100", 989, 80, 3600),
-    Gpu("mi300x", 1307, 192, 3584),
-)
+GPU_NAMES = ("v100-16gb", "a100-80gb", "l40s", "h100", "mi300x")
+GPUS = tuple(gpu for name in GPU_NAMES if (gpu := read_vocabulary().gpu(name)) is not None)
 NONE = Software(overlap=False, overlap_gather=False)
 FACTS = {name: True for name in ("overlap", "overlap_gather", "aligned_gather", "overlap_tp")}
 
