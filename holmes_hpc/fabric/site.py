@@ -19,6 +19,7 @@ from holmes_hpc.slurm.hostlist import expand
 # Implementations of attention: FlashAttention-2 or later, its first version, torch's own fused one, Megatron-LM's fused
 # softmax between two batched products, separate operations.
 ATTENTION = ("flash", "flash1", "flash3", "sdpa", "softmax", "unfused")
+FLASH_ATTENTION = ATTENTION[:3]
 FUSED_ATTENTION = ATTENTION[:4]  # scores stay on the chip
 _WITHOUT_BF16 = re.compile(r"(?:^|[\W_]|gpu)([vp]100|t4)(?!\d)|rtx.?[68]000(?!.*ada)", re.IGNORECASE)
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from holmes_hpc.fabric.site import Pool
 from holmes_hpc.planning.cost.hardware import UNMEASURED_NICS
 from holmes_hpc.planning.cost.kernels import kind, kinds
-from holmes_hpc.planning.cost.layout import WINDOW_BYTES, Layout
+from holmes_hpc.planning.cost.layout import Layout, window_rate
 from holmes_hpc.planning.cost.uncertainty import interval_notes
 
 
@@ -58,7 +58,7 @@ def _narrow_windows(layout: Layout) -> Iterator[str]:
     for transport, (a, b) in zip(layout.edges[0], pairwise(layout.replicas[0]), strict=False):
         delay_s = layout.site.delay_s(transport.kind, layout.pool(a), layout.pool(b))
         rate = layout.site.rate_gbps(transport.kind, layout.pool(a), layout.pool(b)) * 1e9 / 8
-        needed = math.ceil(rate * 2 * delay_s / WINDOW_BYTES / a.gpus_per_node)
+        needed = math.ceil(rate / window_rate(a, delay_s)) if delay_s else 0
         if needed > layout.edge_connections:
             yield (
                 f"{a.pool} to {b.pool}: TCP windows of 3 MiB limit transfers at a delay of {delay_s * 1e3:g} ms;"

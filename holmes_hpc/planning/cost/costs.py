@@ -17,7 +17,7 @@ from functools import cached_property
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.fabric.site import Gpu, Pool, Site, auto_dtype
+from holmes_hpc.fabric.site import FLASH_ATTENTION, Gpu, Pool, Site, auto_dtype
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.calibration import (
     NO_CORRECTIONS,
@@ -85,7 +85,7 @@ class Costs:
         return Memo()
 
     def _software_on(self, gpu: Gpu) -> Software:
-        if gpu.attention in ("flash", "flash1", "flash3") and not gpu.is_cpu and self.dtype_of(gpu) == "fp32":
+        if gpu.attention in FLASH_ATTENTION and not gpu.is_cpu and self.dtype_of(gpu) == "fp32":
             raise ConfigError(
                 f"attention {gpu.attention} supports only fp16 and bf16, but the weights are fp32",
                 where=f"gpu {gpu.name}",
@@ -93,7 +93,7 @@ class Costs:
             )
         fused_norm = self.software.fused_norm if gpu.fused_norm is None else gpu.fused_norm
         attention = gpu.attention or self.software.attention
-        if gpu.attention is None and attention in ("flash", "flash1", "flash3") and not gpu.has_bf16:
+        if gpu.attention is None and attention in FLASH_ATTENTION and not gpu.has_bf16:
             attention = "sdpa"
         return replace(self.software, attention=attention, fused_norm=fused_norm)
 

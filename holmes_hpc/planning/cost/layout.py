@@ -38,6 +38,11 @@ _order = lru_cache(maxsize=4096)(Order)  # a search repeats the same arguments
 schedule_of = lru_cache(maxsize=4096)(Schedule)
 
 
+def window_rate(component: Component, delay_s: float) -> float:
+    """Return the bytes per second of one node over a link with a delay, with one TCP connection for each GPU."""
+    return component.gpus_per_node * WINDOW_BYTES / (2 * delay_s)
+
+
 def memoised(*settings: str) -> Callable[[Callable[[Layout], T]], Callable[[Layout], T]]:
     """Compute a function of a layout once for all variants in which these `settings` are equal."""
     values = [attrgetter(name) for name in settings]
@@ -240,6 +245,8 @@ class Layout:
     def _in_domains(self, component: Component) -> Component:
         """Return a component whose nodes are NVLink domains, as far as these are larger than its nodes."""
         nodes = self._nodes_of_domain(component.pool)
+        if nodes == 1:
+            return component
         return replace(component, nodes=component.nodes // nodes, gpus_per_node=component.gpus_per_node * nodes)
 
     def _nodes_of_domain(self, pool: str) -> int:
@@ -357,9 +364,9 @@ class Layout:
             gbps *= self._nodes_of_domain(component.pool)
         rate = gbps * 1e9 / 8 * self.costs.link(transport, pool, collective).efficiency
         delay_s = self.site.delay_s(transport.kind, pool, self.pool(peer) if peer else None)
-        connections = component.gpus_per_node * (1 if collective else self.edge_connections)
-        is_limited = delay_s and self.costs.calibration is None  # measured rates contain this limit
-        return min(rate, connections * WINDOW_BYTES / (2 * delay_s)) if is_limited else rate
+        if not delay_s or self.costs.calibration is not None:  # measured rates contain the limit of windows
+            return rate
+        return min(rate, window_rate(component, delay_s) * (1 if collective else self.edge_connections))
 
     def latency(
         self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None
