@@ -286,6 +286,7 @@ def main() -> int:
         tuple(map(statistics.median, zip(*runs, strict=True))) for runs in runs_by_system.values()
     )
     predicted = tensor_bytes(plan)
+    predicted_s = plan.predicted.step_time_s if plan.predicted else math.nan
     print(
         f"log(vocabulary) is {math.log(plan.model.vocab):.3f}; the planner predicts {predicted / 2**30:.2f} GiB "
         "of tensors"
@@ -293,7 +294,7 @@ def main() -> int:
     print(
         f"medians: holmes_hpc {flops / holmes_s / 1e12:.4g} TFLOP/s and {holmes_bytes / 2**30:.2f} GiB, "
         f"Megatron-Core's loop {flops / loop_s / 1e12:.4g} TFLOP/s and {loop_bytes / 2**30:.2f} GiB: "
-        f"{loop_s / holmes_s:.3f} times its speed"
+        f"{loop_s / holmes_s:.3f} times its speed; predicted {flops / predicted_s / 1e12:.4g} TFLOP/s"
     )
     if arguments.json:
         print(
@@ -305,6 +306,7 @@ def main() -> int:
                     "holmes_gib": holmes_bytes / 2**30,
                     "loop_gib": loop_bytes / 2**30,
                     "predicted_gib": predicted / 2**30,
+                    "predicted_tflops": flops / predicted_s / 1e12,
                     "pairs": arguments.pairs,
                     "steps": arguments.steps,
                 }

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_kernels
 import psutil
 
 FOLDER = Path(__file__).resolve().parent
@@ -60,6 +61,15 @@ BILLION = [
     "batch.sequence_length=2048",
     "train.dtype=bf16",
 ]
+LAYERS_8B = [
+    "model=llama3_1_8b",
+    "data=synthetic",
+    "model.layers=4",
+    "batch.global_size=8",
+    "batch.micro_size=1",
+    "batch.sequence_length=8192",
+    "train.dtype=bf16",
+]
 Figures = dict[str, Any]
 NOISE = 1e-4  # relative, of a loss: a GPU sums attention's gradients in any order
 SHAPES_S = 8.0  # for calibrate's other shapes; a real calibration takes longer
@@ -69,6 +79,12 @@ def write_figures(figures: Figures) -> None:
     """Write the figures so far."""
     if len(sys.argv) == 4:
         Path(sys.argv[3]).write_text(json.dumps(figures))
+
+
+def _keep(ending: str, text: str) -> None:
+    """Write a file beside the part's figures."""
+    if len(sys.argv) == 4:
+        Path(sys.argv[3]).with_suffix(f".{ending}").write_text(text)
 
 
 def start(device: str) -> Figures:
@@ -84,9 +100,7 @@ def start(device: str) -> Figures:
     for backend, loading in backends:
         start_s = time.monotonic()
         process = _run_script(
-            _START.format(device=device, backend=backend, limit_s=15 if device == "cuda" else 280),
-            20 if device == "cuda" else 300,
-            {"CUDA_MODULE_LOADING": loading},
+            _START.format(device=device, backend=backend, limit_s=280), 300, {"CUDA_MODULE_LOADING": loading}
         )
         figures["seconds"][f"{backend} {loading.lower()}"] = round(time.monotonic() - start_s, 1)
         if process.returncode:
@@ -106,7 +120,7 @@ assert all(len(rank["gradients"]) == 2 for rank in ranks_of_cases[0])
 
 def tests(device: str) -> Figures:
     """Run `pytest -m gpu`; count the passed tests and name the failed and skipped ones."""
-    options = ["-v", "-m", "gpu", "-p", "no:cacheprovider", "--timeout", "60", str(ROOT / "tests" / "training")]
+    options = ["-v", "-m", "gpu", "-p", "no:cacheprovider", "--timeout", "120", str(ROOT / "tests" / "training")]
     figures: Figures = {"passed": 0, "wrong": []}
     with subprocess.Popen(
         [sys.executable, "-m", "pytest", *options], cwd=ROOT, text=True, stdout=subprocess.PIPE
@@ -128,14 +142,14 @@ def tests(device: str) -> Figures:
 
 def network(device: str) -> Figures:
     """Report NCCL's network for a communicator over sockets, and its error for InfiniBand without an adapter."""
-    sockets = _run_script(_NETWORK.format(kind="TCP"), 16, {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"})
+    sockets = _run_script(_NETWORK.format(kind="TCP"), 60, {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"})
     networks = re.findall(r"Using network (\S+)", sockets.stdout)
     figures: Figures = {"asked for sockets": sorted(set(networks)), "wrong": []}
     if sockets.returncode or set(networks) != {"Socket"}:
         figures["wrong"].append(f"expected NCCL to use sockets: {_last_line(sockets)}")
     write_figures(figures)
     if not Path("/sys/class/infiniband").is_dir() or not any(Path("/sys/class/infiniband").iterdir()):
-        rdma = _run_script(_NETWORK.format(kind='Transport("rdma", NicType.IB, "a")'), 16, {"NCCL_SOCKET_IFNAME": "lo"})
+        rdma = _run_script(_NETWORK.format(kind='Transport("rdma", NicType.IB, "a")'), 60, {"NCCL_SOCKET_IFNAME": "lo"})
         figures["InfiniBand without an adapter"] = _last_line(rdma)
         if rdma.returncode == 0:
             figures["wrong"].append("NCCL made a communicator over InfiniBand without an adapter")
@@ -145,12 +159,13 @@ def network(device: str) -> Figures:
 _NETWORK = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
-from holmes_hpc.fabric.site import NicType
+from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.plan.transport import TCP, Transport
 from holmes_hpc.training.network.process_groups import nccl_options
+site = Site("one", (Pool("a", NicType.IB, "a", 1, 1, ethernet_gbps=10, rdma_gbps=200, gpu=CPU, gres=False),))
 torch.cuda.set_device(0)
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20),
-                        pg_options=nccl_options({kind}))
+                        pg_options=nccl_options({kind}, site))
 tensor = torch.ones(1, device="cuda")
 dist.all_reduce(tensor)
 torch.cuda.synchronize()
@@ -158,8 +173,12 @@ torch.cuda.synchronize()
 
 
 def speed(device: str) -> Figures:
-    """Run benchmarks/gpu.py on gpt_small and on a model of a billion parameters."""
-    sizes = {"gpt_small": (SMALL, 2, 20), "gpt_1b": (BILLION, 1, 15)} if device == "cuda" else {"tiny": (TINY, 1, 7)}
+    """Run benchmarks/gpu.py on gpt_small, on a model of a billion parameters and on four layers of Llama 3.1 8B."""
+    sizes = (
+        {"gpt_small": (SMALL, 1, 30), "gpt_1b": (BILLION, 1, 15), "layers_8b": (LAYERS_8B, 1, 12)}
+        if device == "cuda"
+        else {"tiny": (TINY, 1, 7)}
+    )
     figures: Figures = {"wrong": []}
     for name, (overrides, pairs, steps) in sizes.items():
         arguments = ["--device", device, "--pairs", str(pairs), "--steps", str(steps), "--json", *overrides]
@@ -177,6 +196,13 @@ def speed(device: str) -> Figures:
                 f"{name}: {result['predicted_gib']:.2f} GiB predicted, {result['holmes_gib']:.2f} measured"
             )
         write_figures(figures)
+    return figures
+
+
+def kernels(device: str) -> Figures:
+    """Compare the times of a layer's kernels with the planner's model; keep all rows in kernels.rows.json."""
+    figures: Figures = gpu_kernels.measure(device, quick=device != "cuda")
+    _keep("rows.json", json.dumps(figures.pop("rows")))
     return figures
 
 
@@ -243,7 +269,7 @@ def calibrate(device: str) -> Figures:
     """Calibrate one rank, and compare the step time predicted from it with the measured one."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
-            *(SMALL if device == "cuda" else TINY),
+            *(BILLION if device == "cuda" else TINY),
             f"run_dir={folder}/run",
             f"train.device={device}",
             "train.steps=8",
@@ -253,6 +279,7 @@ def calibrate(device: str) -> Figures:
         if process.returncode:
             raise SystemExit(f"calibrate: {_last_line(process)}")
         run = (Path(folder, "run", "run.yaml")).read_text()
+        _keep("calibration.yaml", Path(folder, "run", "calibration.yaml").read_text())
     figures = {name: float(value) for name, value in re.findall(r"(\w*step_time_s): ([\d.e-]+)", run)}
     ratio = figures["predicted_step_time_s"] / figures["step_time_s"]
     failures = (
@@ -305,7 +332,7 @@ def _run_script(script: str, limit_s: float, variables: dict[str, str]) -> subpr
 
 
 def _last_line(process: subprocess.CompletedProcess[str]) -> str:
-    lines = (process.stdout + process.stderr).strip().splitlines()
+    lines = [line for line in (process.stdout + process.stderr).strip().splitlines() if "Warning" not in line]
     return lines[-1][:300] if lines else f"exit code {process.returncode}, no output"
 
 
@@ -323,7 +350,7 @@ def _train(overrides: list[str]) -> list[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[str], Figures]] = {
-    f.__name__: f for f in (start, tests, network, speed, profile, resume, calibrate, weights)
+    f.__name__: f for f in (start, tests, network, kernels, speed, profile, resume, calibrate, weights)
 }
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 version=${1:-3.12}
 packages=(megatron-core hydra-core omegaconf antlr4-python3-runtime submitit hydra-submitit-launcher cloudpickle msgspec
-          pyyaml einops safetensors psutil rich markdown-it-py mdurl pygments typer click shellingham jinja2 markupsafe packaging
+          pyyaml einops safetensors psutil rich markdown-it-py mdurl pygments typer annotated-doc click shellingham jinja2 markupsafe packaging
           typing-extensions pytest pytest-timeout iniconfig pluggy hypothesis sortedcontainers)
 mkdir -p build/wheels
 for package in "${packages[@]}"; do

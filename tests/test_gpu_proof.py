@@ -41,13 +41,14 @@ def test_parts_run_on_a_cpu(name: str, proof_on_a_cpu: tuple[Path, str]) -> None
     assert output.startswith("exit code 0\n"), output
     proof = json.loads((out / "proof.json").read_text())
     assert [r["ok"] for r in proof["parts"] if r["part"] == name] == [True]
-    assert [r["part"] for r in proof["parts"]] == ON_A_CPU
+    assert sorted(r["part"] for r in proof["parts"]) == sorted(ON_A_CPU)
     assert proof["says"] == "Run on a CPU: does not apply to GPUs."
     assert proof["says"] in (out / "proof.html").read_text()
 
 
 def test_all_parts_end_within_nine_minutes() -> None:
-    assert sum(part.limit_s for part in gpu_proof.PARTS.values()) <= gpu_proof.TOTAL_S <= 530
+    alone_s = sum(part.limit_s for part in gpu_proof.PARTS.values() if part.timed)
+    assert alone_s + gpu_proof.AT_ONCE_S <= gpu_proof.TOTAL_S <= 530
 
 
 @pytest.mark.integration

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from dataclasses import replace
+from unittest import mock
 
 import spawn
 from holmes_hpc.config.train import TrainConfig
@@ -38,7 +39,8 @@ config = gpt.transformer_config(plan, torch.float32, cuda=False)
 chunk.register_buffer("uses", torch.zeros(1))
 chunk.register_forward_pre_hook(lambda module, inputs: print(module.uses.add_(1)))
 train = TrainConfig()
-models = optimizer.wrap([chunk], config, plan, train)
+with mock.patch.object(parallel_state, "get_data_parallel_world_size", return_value=2):  # so that it overlaps
+    models = optimizer.wrap([chunk], config, plan, train)
 optimizer.build(models, config, plan, train, Breakdown())
 (wrapped,) = models
 assert wrapped.ddp_config.overlap_param_gather and wrapped.ddp_config.overlap_grad_reduce

@@ -100,7 +100,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         # this fusion needs Apex's kernel in the output layer, and Transformer Engine in the other layers
         gradient_accumulation_fusion=te and find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        cross_entropy_loss_fusion=te,
+        cross_entropy_loss_fusion=te,  # torch.compile's needs more memory and is not faster (docs/gpu.md)
         cross_entropy_fusion_impl="te" if te else "native",
         apply_rope_fusion=te and m.rope,
         attention_softmax_in_fp32=True,
@@ -198,11 +198,24 @@ def _mask_padding(model: GPTModel, vocab: int, rows: int) -> None:
 
     def mask(module: Any, inputs: Any, output: Any) -> Any:
         logits, bias = output
-        padding = torch.zeros(rows, dtype=torch.bool, device=logits.device)
-        padding[first:] = True
-        return logits.masked_fill_(padding, torch.finfo(logits.dtype).min), bias
+        return _Masked.apply(logits, first), bias
 
     model.output_layer.register_forward_hook(mask)
+
+
+class _Masked(torch.autograd.Function):
+    """Set the columns of logits from `first` on to the least value, in place.
+    The loss's gradient is zero there (the softmax underflows), so the backward pass copies nothing."""
+
+    @staticmethod
+    def forward(context: Any, logits: torch.Tensor, first: int) -> torch.Tensor:
+        logits[..., first:] = torch.finfo(logits.dtype).min
+        context.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 def unwrap(wrapped: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,8 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     # With several optimizer instances, Megatron-Core overlaps reductions only on CUDA streams: on CPUs each bucket
     # would block the backward pass.
     can_overlap = p.can_overlap and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
-    overlap = train.overlap_grad_reduce and can_overlap
+    # One replica has nothing to reduce, and the hooks on every parameter would delay its kernels.
+    overlap = train.overlap_grad_reduce and can_overlap and parallel_state.get_data_parallel_world_size() > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
@@ -172,7 +173,16 @@ def time_waits(optimizer: Any, models: Sequence[DistributedDataParallel], breakd
     for model in models:
         for group in model.bucket_groups:
             if model.ddp_config.overlap_param_gather:
-                breakdown.wrap(group, "finish_param_sync", "param_sync_s")
+                group.finish_param_sync = partial(_finish_param_sync, group, group.finish_param_sync, breakdown)
+
+
+def _finish_param_sync(group: Any, finish: Callable[..., None], breakdown: Breakdown, **options: Any) -> None:
+    """Wait for a bucket's parameters, if their gather is not finished. Every forward pass of every module asks for it:
+    measuring each call would delay a GPU."""
+    if group.param_gather_handle is None and group.param_gather_dispatched:
+        return
+    with breakdown.part("param_sync_s"):
+        finish(**options)
 
 
 def finalize_with_tied(

@@ -90,7 +90,9 @@ class Groups:
             os.environ.update(nccl.split_defaults(self.node.defaults, os.environ)[0])
             # NCCL's monitor ends a process whose driver call hangs; the watchdog must come first.
             os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(round(self._nccl_timeout_s)))
-            os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # its flight recorder, off in older versions
+            # NCCL's flight recorder is off in older versions; 2.11 warns of its old name.
+            recorder = "TORCH_FR_BUFFER_SIZE" if torch.__version__ >= "2.11" else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+            os.environ.setdefault(recorder, "2000")
             backend, options = "nccl", nccl_options(transport, self.plan.site)
         else:
             backend, options = GLOO, {"interface": interface}
