@@ -128,7 +128,7 @@ def test_norms_and_biases_do_not_decay_and_the_options_of_the_run_win() -> None:
 
 
 def test_only_a_gather_that_is_not_finished_is_measured() -> None:
-    """Every module asks in every pass: on a GPU, an event for each would cost 4% of a step (benchmarks/results/gpu.md)."""
+    """Every module asks in every pass, and an event for each takes time on a GPU (benchmarks/results/gpu.md)."""
     events: list[str] = []
     group = SimpleNamespace(param_gather_handle=None, param_gather_dispatched=False)
     group.finish_param_sync = lambda **options: events.append("finish")
