@@ -45,8 +45,16 @@ def fork(request: dict[str, object]) -> int:
 
 
 def serve() -> None:
-    import holmes_hpc.rank  # slow to import, as is the next one
+    import spawn  # slow to import, as are the next ones
+
+    import holmes_hpc.rank
+    from holmes_hpc.config.configuration import GROUPS, Configuration
+    from holmes_hpc.schema import keys
     from holmes_hpc.training.rank import cpu
+
+    for declared in (Configuration, *GROUPS.values()):  # read once for all ranks, as are a plan's keys
+        keys(declared)
+    spawn.plan()
 
     with cpu.without_compiler():
         import holmes_hpc.training.calibration.measure  # noqa: F401

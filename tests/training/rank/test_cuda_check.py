@@ -69,7 +69,7 @@ def test_without_a_c_compiler_nothing_is_compiled_and_a_warning_is_given(monkeyp
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(torch, "compile", fail)
-    monkeypatch.setattr(cpu, "_mode", None)
+    monkeypatch.setattr(cpu, "_is_installed", False)
     can_compile.cache_clear()
     with cpu.without_compiler():
         function = torch.compile(lambda x: x + 1)
