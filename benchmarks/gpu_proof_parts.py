@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gpu_kernels
 import psutil
 
 FOLDER = Path(__file__).resolve().parent
@@ -201,6 +200,8 @@ def speed(device: str) -> Figures:
 
 def kernels(device: str) -> Figures:
     """Compare the times of a layer's kernels with the planner's model; keep all rows in kernels.rows.json."""
+    import gpu_kernels  # loads torch
+
     figures: Figures = gpu_kernels.measure(device, quick=device != "cuda")
     _keep("rows.json", json.dumps(figures.pop("rows")))
     return figures

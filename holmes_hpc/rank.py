@@ -24,7 +24,9 @@ from holmes_hpc.training.rank.log import one_line
 
 
 def _preload(config: dict[str, Any]) -> None:
-    _load_task(recorded(config)[0])
+    settings = recorded(config)[0]
+    check_megatron_core(settings.train.optimizer)  # remembered by the ranks
+    _load_task(settings)
 
 
 @preload_with(_preload)

@@ -47,13 +47,14 @@ def fork(request: dict[str, object]) -> int:
 def serve() -> None:
     import spawn  # slow to import, as are the next ones
 
-    import holmes_hpc.rank
     from holmes_hpc.config.configuration import GROUPS, Configuration
+    from holmes_hpc.rank import check_megatron_core
     from holmes_hpc.schema import keys
     from holmes_hpc.training.rank import cpu
 
     for declared in (Configuration, *GROUPS.values()):  # read once for all ranks, as are a plan's keys
         keys(declared)
+    check_megatron_core("adam")
     spawn.plan()
 
     with cpu.without_compiler():

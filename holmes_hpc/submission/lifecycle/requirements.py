@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from holmes_hpc.errors import ConfigError
@@ -11,6 +12,7 @@ from holmes_hpc.errors import ConfigError
 MUON = {"megatron-core": ">=0.18", "emerging-optimizers": ">=0.2"}
 
 
+@cache
 def check_megatron_core(optimizer: str = "adam") -> None:
     """Raise ConfigError if the version of Megatron-Core is outside the range in pyproject.toml, or lacks `optimizer`.
     Do nothing if it is not installed, as on some login nodes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import plans
@@ -13,6 +14,13 @@ from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.submission.lifecycle import create, requirements
 
 REQUIRED = ["einops>=0.8", "megatron-core<0.20,>=0.16.1", "triton>=3.2; python_version >= '3.12'"]
+
+
+@pytest.fixture(autouse=True)
+def forget_checks() -> Iterator[None]:
+    requirements.check_megatron_core.cache_clear()
+    yield
+    requirements.check_megatron_core.cache_clear()
 
 
 @pytest.mark.parametrize(
