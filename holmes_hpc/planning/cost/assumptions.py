@@ -49,7 +49,8 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
             notes.append(f"no figures for {pool.nic} ({pool.name}): RoCE's efficiency assumed")
         if calibration is None or not any(f.links for f in calibration.fabrics):
             notes.append("link latencies and efficiencies from published figures, not measured")
-    notes += _narrow_windows(layout)
+    if calibration is None:  # measured rates contain the limit of windows
+        notes += _narrow_windows(layout)
     return tuple(dict.fromkeys([*notes, *interval_notes(layout), *layout.costs.corrections.notes]))
 
 

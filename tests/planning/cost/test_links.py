@@ -14,6 +14,8 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import FabricLink, NicType, Pool, Site
+from holmes_hpc.planning.cost.assumptions import assumptions
+from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.traffic import activation_bytes, edge_times, tied_per_stage_s, transfer_s, transfers_s
@@ -59,6 +61,13 @@ def test_rate_and_delay_apply_to_one_pair_of_fabrics() -> None:
     assert late[0] == plain[0] and late[1] > plain[1] + 7e-3  # also limited by TCP's windows
     striped = down_s(with_links(FabricLink(("b", "c"), delay_ms=7)), edge_connections=16)
     assert striped[1] == pytest.approx(down_s(SITE, edge_connections=16)[1] + 7e-3)
+
+
+def test_narrow_windows_are_noted_unless_the_links_are_measured() -> None:
+    layout = Layout.of(pipeline(with_links(FabricLink(("b", "c"), delay_ms=7))), Costs())
+    assert any("TCP windows of 3 MiB" in note for note in assumptions(layout))
+    measured = replace(layout, costs=Costs(Calibration(())))
+    assert not any("TCP windows" in note for note in assumptions(measured))
 
 
 @pytest.mark.parametrize("link", [FabricLink(("a", "b"), gbps=1.0), FabricLink(("a", "b"), delay_ms=50)])
