@@ -50,8 +50,10 @@ def hold_submission_lock(path: Path, command: str) -> Iterator[int]:
             where=str(path),
             hint="give a directory that you can create, on a file system all nodes share",
         ) from e
-    # Again: in a folder open to all, another user may have created it first. Pickles are run from `submission`.
-    refuse_other_writers(path / "submission")
+    # Again: in a folder open to all, another user may have created it first. Pickles are run from `submission`, and
+    # run.yaml names commands; a copy of another user's run keeps its owners and modes.
+    for name in sorted(OWN_FILES - {"checkpoints", "data"}):  # these hold no code, and may be on a group's file system
+        refuse_other_writers(path / name)
     try:
         with hold_lock(path / LOCK, LockOwner.current(command)) as handle:
             try:

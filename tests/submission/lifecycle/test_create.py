@@ -183,6 +183,19 @@ def test_pairs_of_commands_on_one_run(seed: int, jobs: Jobs, tmp_path: Path) -> 
     assert len(jobs.states) > 3 and not is_being_submitted(tmp_path / "run")
 
 
+@pytest.mark.parametrize("name", ["run.yaml", "plan.yaml", "logs", "submission"])
+def test_a_run_whose_files_others_can_write_is_not_resumed(name: str, tmp_path: Path) -> None:
+    """A recorded `slurm.setup` is run, and a link in logs/ would be appended to."""
+    path = tmp_path / name
+    path.mkdir() if "." not in name else path.touch()
+    path.chmod(0o777)
+    with (
+        pytest.raises(RecordError, match=f"{name} can be written by everybody"),
+        hold_submission_lock(tmp_path, "a test"),
+    ):
+        raise AssertionError("the lock was taken")
+
+
 def test_a_refused_submission_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), hold_submission_lock(tmp_path / "runs" / "a", "a test"):
         raise RuntimeError

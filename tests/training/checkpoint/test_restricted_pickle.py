@@ -16,6 +16,7 @@ from hostile_pickle import Code
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from holmes_hpc.errors import DataError
 from holmes_hpc.training.checkpoint import restricted_pickle
@@ -50,6 +51,27 @@ def change_metadata(path: Path, change: Any) -> Path:
 def test_valid_checkpoint_is_read(tmp_path: Path) -> None:
     weights = SavedWeights(save(tmp_path / "saved", state={"host": torch.arange(3), "extra": io.BytesIO(b"")}))
     assert torch.equal(weights[NAME], torch.arange(4.0)) and restricted_pickle.find_problem(tmp_path / "saved") is None
+
+
+class Getattr:
+    """An object that is pickled as ``getattr(owner, name)``."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner_and_name = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self._owner_and_name
+
+
+def test_a_member_of_an_enumeration_may_be_pickled_as_getattr(tmp_path: Path) -> None:
+    """Python 3.11.2 does so."""
+    member = Getattr(WriteItemType, "TENSOR")
+    path = change_metadata(save(tmp_path / "saved"), lambda metadata: setattr(metadata, "planner_data", member))
+    assert restricted_pickle.read_metadata(path).planner_data is WriteItemType.TENSOR
+    for owner, name in ((WriteItemType, "mro"), (torch.Size, "numel")):
+        change_metadata(path, lambda metadata, o=owner, n=name: setattr(metadata, "planner_data", Getattr(o, n)))
+        with pytest.raises(pickle.UnpicklingError, match="which is not allowed"):
+            restricted_pickle.read_metadata(path)
 
 
 def test_code_in_metadata_is_not_executed(tmp_path: Path, marker: Path) -> None:
