@@ -654,6 +654,7 @@ def test_predict_has_options_for_the_software(holmes, site, tmp_path):
         (("--overlap-tp", "yes", "--tp", "1", "--dp", "32"), "--overlap-tp: it requires TP above 1"),
         (("--aligned-gather", "yes", "--overlap-param-gather", "no"), "--aligned-gather: it requires"),
         (("--fp8", "yes"), "no FP8 figures for a100-80gb"),
+        (("--fp8", "delayed"), "no FP8 figures for a100-80gb"),
         (("train.fp8=delayed",), "no FP8 figures for a100-80gb"),
         (("--attention", "flash3"), "a100-80gb cannot run flash3"),
         (("--attention", "flash", "--gpu", "v100-32gb"), "has no FlashAttention; use sdpa or softmax"),

@@ -44,6 +44,8 @@ from holmes_hpc.planning.plan_text import throughput
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.schema import Key, keys
 
+_FP8 = {"none": "no", **dict.fromkeys(("delayed", "current", "mxfp8"), "yes")}  # recipes, predicted alike
+
 
 @dataclass(frozen=True)
 class _SoftwareFlag(Flag):
@@ -54,8 +56,11 @@ class _SoftwareFlag(Flag):
         return keys(Software)[self.key]
 
     def value(self, text: str) -> Any:
-        """Return the value of an option's `text` for a list of names (scores,ffn), else as for any option."""
-        return tuple(text.split(",")) if self.type is tuple else super().value(text)
+        """Return the value of an option's `text` for a list of names (scores,ffn) or a recipe of FP8, else as for any
+        option."""
+        if self.type is tuple:
+            return tuple(text.split(","))
+        return super().value(_FP8.get(text, text) if self.key == "fp8" else text)
 
 
 SOFTWARE_FLAGS = {

@@ -245,11 +245,14 @@ def _no_batch(model: str, overrides: Sequence[str]) -> ConfigError:
     batch_names = [override.partition("=")[2] for override in overrides if override.startswith("batch=")]
     if batch_names and batch_names[-1] not in BATCHES:
         return ConfigError(f"no batch {batch_names[-1]!r}", where="overrides", hint=nearest(batch_names[-1], BATCHES))
-    return ConfigError(
-        f"model {model} has no default batch",
-        where="batch",
-        hint="give batch=NAME, or batch.global_size, batch.micro_size and batch.sequence_length",
-    )
+    keys = {
+        "batch.global_size": "--global-batch",
+        "batch.micro_size": "--micro-batch",
+        "batch.sequence_length": "--sequence",
+    }
+    given = {override.partition("=")[0] for override in overrides}
+    missing = " and ".join(f"{key} ({option})" for key, option in keys.items() if key not in given)
+    return ConfigError(f"model {model} has no default batch", where="batch", hint=f"give {missing}, or batch=NAME")
 
 
 def _escape(value: Any) -> Any:

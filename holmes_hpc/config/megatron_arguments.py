@@ -6,10 +6,11 @@ file like those of Megatron-LM's functional tests.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +103,14 @@ def read_arguments(source: str, user_keys: Collection[str] = ()) -> MegatronArgu
         _grad_dtype(values),
         values.number("context-parallel-size", 1),
         tuple(f"--{name} ({text})" for name, text in _APPROXIMATED.items() if values.has(name)),
-        tuple(f"--{name}" for name in values.texts if name not in values.used),
+        tuple(_ignored(name, values.used) for name in values.texts if name not in values.used),
     )
+
+
+def _ignored(name: str, used: Collection[str]) -> str:
+    """Return the text for an argument that is not used. It may be a mistyped one that is."""
+    matches = difflib.get_close_matches(name, used, 1, 0.9)
+    return f"--{name}" + "".join(f" (did you mean --{match}?)" for match in matches)
 
 
 def _parse(source: str) -> dict[str, str]:
@@ -127,6 +134,8 @@ def _parse(source: str) -> dict[str, str]:
             name, _, value = word[2:].partition("=")
             name = name.replace("_", "-")
             values[name] = value
+        elif not word:
+            name = ""
         elif name:
             values[name] = f"{values[name]} {word}".strip()
     return values
@@ -141,7 +150,20 @@ def _words(text: str) -> list[str]:
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), -1)
     if any(word.startswith("--") for word in words[script + 1 :]):
         words = words[script + 1 :]
-    return [word for word in words if not re.fullmatch(r"\w+\+?=\(|\)", word)]
+    return list(_without_arrays(words))
+
+
+def _without_arrays(words: Iterable[str]) -> Iterator[str]:
+    """Yield the words without `NAME=(` and `)` of arrays; an empty word ends an array's last argument."""
+    is_open = False
+    for word in words:
+        if opening := re.match(r"\w+\+?=\(", word):
+            word, is_open = word[opening.end() :], True
+        ends = is_open and word.endswith(")")
+        yield from filter(None, [word[:-1] if ends else word])
+        if ends:
+            is_open = False
+            yield ""
 
 
 class _Values:

@@ -111,3 +111,18 @@ def test_what_cannot_be_predicted_is_refused(words: str, message: str) -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no file 'none\.yaml'"):
         read_arguments("none.yaml")
+
+
+def test_a_script_of_arrays(tmp_path: Path) -> None:
+    """The arrays' brackets may stand beside an argument, and other commands follow them."""
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "GPT_ARGS=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16\n"
+        "  --vocab-size 99 --max-position-embeddings 1024)\n"
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1\nDISTRIBUTED_ARGS=(--nproc_per_node $GPUS --nnodes 1)\n"
+        "MORE+=(\n  --bf16\n  --hiden-size 4096\n)\n"
+        'torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${GPT_ARGS[@]}"\n'
+    )
+    a = read_arguments(str(script))
+    assert a.keys["model.max_positions"] == 1024 and a.keys["model.hidden"] == 1024 and a.keys["train.dtype"] == "bf16"
+    assert a.ignored == ("--nproc-per-node", "--nnodes", "--hiden-size (did you mean --hidden-size?)")
