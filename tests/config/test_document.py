@@ -64,7 +64,8 @@ def test_a_model_without_a_batch_of_its_own_is_refused_in_one_line(
         document.conf_files()["model/gpt_tiny.yaml"].replace("gpt_tiny", "mine")
     )
     words = ["model=mine", f"hydra.searchpath=[file://{tmp_path}]"]
-    with pytest.raises(ConfigError, match=r"batch: model mine has no default batch; give batch.global_size \(--global-b"):
+    message = r"batch: model mine has no default batch; give batch.global_size \(--global-batch\) and "
+    with pytest.raises(ConfigError, match=message):
         load(words)
     with pytest.raises(ConfigError, match="no batch 'tny'; did you mean 'tiny'"):
         load([*words, "batch=tny"])

@@ -127,6 +127,10 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
         hint = f"use GPUs of {free_shortage.memory.need / 2**30 / USABLE_SHARE:.0f} GiB" + "".join(
             f", or {change}" for change in _fitting_changes(evaluator, free, free_shortage.memory)
         )
+        if cpus := [pool.name for pool in evaluator.site.pools if pool.gpu.is_cpu]:
+            hint += (
+                f"; {', '.join(cpus)} is planned without GPUs: if it has some, describe them in a site file (`gpu:`)"
+            )
     raise PlanError(message, where=where, hint=hint)
 
 

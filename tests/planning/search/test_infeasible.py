@@ -13,7 +13,7 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import NicType, Pool, Site
+from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import best_plan
 
@@ -64,6 +64,11 @@ def test_too_small_site_gets_changes_that_work() -> None:
     assert times is not None and gib is not None, error.hint
     for site in (make_site(int(times[1]), memory_gib=12), make_site(1, memory_gib=float(gib[1]) + 1)):
         assert best_plan(MODEL, BATCH, site, PlanOptions(), Costs()).predicted is not None
+
+
+def test_a_pool_without_gpus_is_named_if_a_model_does_not_fit() -> None:
+    error = plan_error(make_site(1, **{**vars(CPU), "memory_gib": 2.0}))
+    assert error.hint is not None and "is planned without GPUs: if it has some, describe them" in error.hint
 
 
 def test_wrong_sum_of_layers_is_reported_with_both_numbers() -> None:
