@@ -24,6 +24,7 @@ from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
 Simulate = Callable[[Path], list[dict[str, Any]]]
 HYPERPARAMETERS = ("lr", "min_lr", "warmup_steps", "weight_decay", "seed")
 MAX_RUNS_WITH_STEPS = 8  # no figure shows the steps of more runs
+SLOW = 1.15  # computing over the emulated time, above which a machine does not keep the pace
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,12 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
             f"({abs(error):.1f}% {'less' if error < 0 else 'more'} than measured)."
         )
     parts = {part: float(run[part]) for part in PARTS if has_value(run[part])}
+    planned_s = ((plan.get("predicted") or {}).get("breakdown") or {}).get("compute_s")
+    if planned_s and has_value(run.get("pace_layer_ms")) and parts.get("compute_s", 0.0) > SLOW * planned_s:
+        sentences.append(
+            f"Emulated computing took {parts['compute_s'] / planned_s:.2f} times its time: this machine is busy, or slower"
+            " than train.pace_layer_ms, so the step time says little."
+        )
     if parts and run["step_time_s"]:
         largest = sorted(parts, key=lambda part: -parts[part])[:2]
         sentences.append(

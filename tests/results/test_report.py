@@ -15,7 +15,7 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import compare, html_report, load_runs, tables
 from holmes_hpc.results.html_report import write_html
-from holmes_hpc.results.report import Report, load_report
+from holmes_hpc.results.report import Report, _one_run_answer, load_report
 
 pytestmark = pytest.mark.integration
 
@@ -467,3 +467,10 @@ def test_a_plan_that_cannot_be_simulated_is_left_out(tmp_path: Path) -> None:
     write_html(made, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "Pipeline, measured" in text and "Pipeline, simulated" not in text
+
+
+def test_a_machine_that_does_not_keep_the_emulated_pace_is_named(one: Report) -> None:
+    assert not any("Emulated computing" in sentence for sentence in one.answer())
+    predicted = {"breakdown": {"compute_s": one.run["compute_s"] / 1.5}}
+    sentences = _one_run_answer(one.run, {**one.plan, "predicted": predicted})
+    assert any("Emulated computing took 1.50 times its time" in sentence for sentence in sentences)
