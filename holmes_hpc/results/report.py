@@ -172,8 +172,8 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     planned_s = ((plan.get("predicted") or {}).get("breakdown") or {}).get("compute_s")
     if planned_s and has_value(run.get("pace_layer_ms")) and parts.get("compute_s", 0.0) > SLOW * planned_s:
         sentences.append(
-            f"Emulated computing took {parts['compute_s'] / planned_s:.2f} times its time: this machine is busy, or slower"
-            " than train.pace_layer_ms, so the step time says little."
+            f"Emulated computing took {parts['compute_s'] / planned_s:.2f} times its time: this machine is busy, or"
+            " slower than train.pace_layer_ms, so the step time says little."
         )
     if parts and run["step_time_s"]:
         largest = sorted(parts, key=lambda part: -parts[part])[:2]
