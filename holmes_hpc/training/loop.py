@@ -236,8 +236,7 @@ class Trainer:
             stored_losses = self._forward_backward(batches, forward_only=False)
         optimizer.set_options(self.optimizer, self.settings, rate)
         with self.breakdown.part("optimizer_s"):
-            updated, norm, _ = self.optimizer.step()
-        norm = None if norm is None else float(norm)  # some Transformer Engine versions return a tensor
+            updated, norm = optimizer.step(self.optimizer, self.models, gather=self.step < self.settings.steps)
         losses = torch.stack(stored_losses).tolist() if stored_losses else []
         optimizer.check_numbers(self.optimizer, self.step, losses, updated, norm)
         optional = {"skipped": not updated, "pause_before_s": self._pause_s}

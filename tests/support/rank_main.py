@@ -6,6 +6,7 @@ PID CODE`` (negative: killed by that signal)."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -17,6 +18,8 @@ from pathlib import Path
 def rank(config: str) -> None:
     from holmes_hpc.rank import run_rank
 
+    if module := os.environ.get("RANK_HOOK"):  # a module of this folder that changes the rank
+        importlib.import_module(module)
     run_rank(json.loads(Path(config).read_text()))
 
 

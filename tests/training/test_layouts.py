@@ -56,6 +56,30 @@ def test_a_layout_has_the_losses_and_norms_of_one_process(
         assert all(stage["grad_sync_s"] > 2e-4 for line in ended.run.metrics() for stage in line["breakdown"])
 
 
+GATHERS = {
+    "interleaved eager 1F1B": (spawn.plan(pp=2, dp=2, layers=[[2, 1], [2, 1]], schedule="ahead"), True),
+    "per stage": (spawn.unequal((1, 2), (1, 1)), True),
+    "plain Megatron": (spawn.plan(dp=2, transport_mode="single"), False),
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", GATHERS)
+def test_all_gathers_start_before_the_first_forward_pass_in_order_of_use(name: str, tmp_path: Path) -> None:
+    """In the first step each forward pass starts the gathers that it needs. The second step follows that order."""
+    plan, at_once = GATHERS[name]
+    hook = {rank: {"RANK_HOOK": "print_gathers"} for rank in range(plan.world_size)}
+    ended = spawn.train(tmp_path / "run", plan, {"train": {"steps": 2}}, environment=hook)
+    assert set(ended.codes) == {0}, ended.output
+    for rank in [rank for ranks in plan.parallel.stage_ranks if len(ranks) > 1 for rank in ranks]:
+        events = [line for line in ended.log(rank).splitlines() if line.startswith("event")]
+        passes = [index for index, event in enumerate(events) if event == "event forward"]
+        last, first = passes[len(passes) // 2 - 1 :][:2]  # of the first and of the second step
+        parts = events[:last], events[last:first], events[first:]
+        needed, between, after = ([event for event in part if "gather" in event] for part in parts)
+        assert needed and [between, after] == ([needed, []] if at_once else [[], needed]), (rank, events)
+
+
 @pytest.mark.integration
 @pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="Muon needs the package emerging-optimizers")
 def test_muon_has_the_losses_of_one_process_in_every_layout_and_resumes(

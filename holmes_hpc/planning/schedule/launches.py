@@ -15,7 +15,8 @@ model, so a step that completes in the model cannot deadlock on a GPU.
 Collectives change nothing. The ranks of a stage launch the same in the same order, so they count as one. Collectives
 between stages follow all passes of a step. Only with per-stage TP/DP do replicas of a stage compute different
 micro-batches. If they take turns, they synchronize twice (:class:`_Step`): they gather parameters in their first
-passes, and reduce gradients after their last ones.
+passes, and reduce gradients after their last ones. Only the first step gathers so late. Other gathers are launched at
+the end of the step before (training/model/optimizer.py), where they wait for no pass.
 
 Such a deadlock has not been observed on a GPU. Gloo transfers block no device, so gloo receives are posted as early as
 possible (:func:`gloo_launches`), which would break the rule.

@@ -50,6 +50,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
         overlap_param_gather=train.overlap_param_gather and p.distributed_optimizer and overlap,
+        align_param_gather=plan.transport_mode != "single",  # else as in plain Megatron-LM: see step()
         use_distributed_optimizer=p.distributed_optimizer,
         num_distributed_optimizer_instances=p.optimizer_instances,
         bucket_size=max(1, plan.bucket_bytes // GRADIENT_BYTES),
@@ -138,6 +139,21 @@ def set_options(optimizer: Any, train: TrainConfig, rate: float) -> None:
         group["lr"] = rate * group.get("lr_mult", 1.0)
         group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)
         group["betas"], group["eps"] = (train.beta1, train.beta2), train.eps
+
+
+def step(optimizer: Any, models: Sequence[DistributedDataParallel], gather: bool) -> tuple[bool, float | None]:
+    """Update the parameters. Return (whether they changed, the gradient norm).
+
+    `gather`: start all gathers of sharded parameters here, in the order in which the next step needs them, so that no
+    stage waits for its first micro-batch. Without it, and in plain Megatron-LM, each stage's first forward pass starts
+    them. Either way, forward passes wait for the parameters that they use.
+    """
+    updated, norm, _ = optimizer.step()
+    for model in models if gather else ():
+        if model.ddp_config.overlap_param_gather and model.ddp_config.align_param_gather:
+            for group in reversed(model.bucket_groups):  # the first bucket contains the last layers
+                group.start_param_sync()
+    return updated, None if norm is None else float(norm)  # some Transformer Engine versions return a tensor
 
 
 def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: bool, norm: float | None) -> None:
