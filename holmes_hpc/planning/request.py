@@ -99,16 +99,8 @@ def costs(
     """
     path, train = config.calibration, config.train
     calibration = read_calibration(path, plan or config) if path else None
-    software = make(
-        Software,
-        {
-            "overlap": train.overlap_grad_reduce,
-            "overlap_gather": train.overlap_param_gather,
-            "fp8": train.fp8 is not None,
-            **(software_fields or {}),
-        },
-        "software",
-    )
+    facts = Software.facts_of(train, plan.transport_mode if plan else config.plan.transport)
+    software = make(Software, {**facts, **(software_fields or {})}, "software")
     return Costs(
         calibration=calibration,
         pace_layer_ms=pace(config, plan),

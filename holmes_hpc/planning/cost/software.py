@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
+from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import ATTENTION, FUSED_ATTENTION
 from holmes_hpc.schema import check, key
@@ -31,7 +32,7 @@ class Software:
     fused_elementwise: Annotated[bool, key("bias, activation, dropout, residual and rotary are fused")] = True
     overlap: Annotated[bool, key("gradient reduction overlaps with computing")] = True
     overlap_gather: Annotated[bool, key("parameter gather overlaps with computing")] = True
-    aligned_gather: Annotated[bool, key("all stages gather parameters at once")] = False
+    aligned_gather: Annotated[bool, key("all stages gather parameters at once, as in holmes_hpc")] = False
     overlap_tp: Annotated[bool, key("TP collectives overlap with products")] = False
     fused_wgrad: Annotated[bool, key("products add to the gradient buffer")] = True
     overlap_transfers: Annotated[bool, key("interleaved stages compute during transfers")] = True
@@ -69,6 +70,16 @@ class Software:
                 "set overlap (FSDP prefetches), or sharding=optimizer",
             ),
         )
+
+    @staticmethod
+    def facts_of(train: TrainConfig, transport: str) -> dict[str, Any]:
+        """Return the fields that `train` and the plan's `transport` decide, if holmes_hpc trains."""
+        return {
+            "overlap": train.overlap_grad_reduce,
+            "overlap_gather": train.overlap_param_gather,
+            "aligned_gather": train.overlap_param_gather and transport != "single",
+            "fp8": train.fp8 is not None,
+        }
 
     @property
     def flash(self) -> bool:

@@ -261,8 +261,6 @@ def _replica(
         ready, tail = _exposed_sync(
             layout, layers, forward, backward=backward, gather=gather, reduce=reduce, buckets=buckets
         )
-        if software.aligned_gather:
-            ready = _aligned_gather(gather, buckets, forward)
     gather_after = np.zeros((plans, gather.shape[1]))
     # Without overlap, the gather follows the optimizer, for all chunks.
     if _syncs_after_backward(layout) or not (software.overlap and software.overlap_gather):
@@ -305,20 +303,22 @@ def _exposed_sync(
     A bucket's traffic overlaps with the computing of other buckets, and a gather prefetches one bucket. A paced
     layer computes in no time and then sleeps until its pace is met. Its wait for parameters is part of the pace, and
     its gradients come at its end."""
-    if layout.costs.pace_layer_ms is None:
-        tail = np.maximum(reduce / buckets, reduce - backward * (1 - 1 / buckets))
-        return gather / buckets + (buckets - 1) / buckets * np.maximum(0, gather - forward), tail
-    parts = np.minimum(buckets, np.maximum(1, layers))
-    tail = np.maximum(reduce / parts, reduce - backward * (1 - 1 / parts))
-    gather_part, forward_part, layer = gather / parts, forward / parts, forward / np.maximum(1, layers)
-    return np.maximum(0, gather_part - layer) + (parts - 1) * np.maximum(0, gather_part - forward_part), tail
+    layer = np.zeros_like(forward)
+    if layout.costs.pace_layer_ms is not None:
+        buckets, layer = np.minimum(buckets, np.maximum(1, layers)), forward / np.maximum(1, layers)
+    tail = np.maximum(reduce / buckets, reduce - backward * (1 - 1 / buckets))
+    if layout.costs.software.aligned_gather:
+        return _aligned_gather(gather, buckets, forward, layer), tail
+    late = (buckets - 1) / buckets * np.maximum(0, gather - forward)
+    return np.maximum(0, gather / buckets - layer) + late, tail
 
 
-def _aligned_gather(gather: np.ndarray, buckets: np.ndarray, forward: np.ndarray) -> np.ndarray:
+def _aligned_gather(gather: np.ndarray, buckets: np.ndarray, forward: np.ndarray, layer: np.ndarray) -> np.ndarray:
     """Return the exposed seconds before each chunk's first pass if all stages gather from the start of the step.
     The chunks of a stage gather in turn. First passes follow one another from stage to stage, then to the next chunk,
-    so a delay of one of them gives those after it more time. All arrays are (plans, S, C)."""
-    needed = np.cumsum(gather, axis=2) - np.minimum(gather, forward) * (1 - 1 / buckets)
+    so a delay of one of them gives those after it more time. `layer`: seconds by which a pass can start before its
+    first bucket. All arrays are (plans, S, C)."""
+    needed = np.cumsum(gather, axis=2) - np.minimum(gather, forward) * (1 - 1 / buckets) - layer
     in_turn, shape = (0, 2, 1), gather.transpose(0, 2, 1).shape
     passes, needed = (a.transpose(in_turn).reshape(len(a), -1) for a in (forward, needed))
     late = np.maximum.accumulate(np.maximum(0.0, needed - np.cumsum(passes, axis=1) + passes), axis=1)

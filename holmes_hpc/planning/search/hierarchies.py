@@ -142,7 +142,8 @@ def _estimate(costs: PoolCosts, dp: int, pp: int, used: list[int], instance_dp: 
     sharing = min(pp, max(costs.available[f].gpus_per_node for f in used) // costs.tp)  # stages that share a node's NIC
     backward = per_stage * 2 / 3 * layer_s  # hides gradient traffic
     exposed_reduce = max(0.0, per_stage * sharing * max(float(reduce[f]) for f in used) + across - backward)
-    exposed = exposed_reduce + per_stage * sharing * pp * max(float(gather[f]) for f in used)
+    gathers = 1 if costs.cost_model.software.aligned_gather else pp  # one after the other
+    exposed = exposed_reduce + per_stage * sharing * gathers * max(float(gather[f]) for f in used)
     inside, _ = costs.cached(costs.transfers_s, 1)  # needed by pipelines that are longer than a node
     transfer = max((float(inside[f]) for f in used if pp * costs.tp > costs.available[f].gpus_per_node), default=0.0)
     return _slowest_pipeline(costs, pp, chunks, dp, layer_s=layer_s, transfer=transfer, exposed=exposed)

@@ -148,7 +148,8 @@ def _estimate(costs: PoolCosts, counts: np.ndarray, tau: np.ndarray, dp: int) ->
     software = costs.cost_model.software
     first_forward = tau[:, None] / 3 if software.overlap_gather else 0.0
     exposed_gather = np.maximum(0, gather * layers - first_forward)
-    exposed = np.where(fits, (exposed_gather * counts).sum(axis=1), np.inf)
+    waits = exposed_gather.max(axis=1) if software.aligned_gather else (exposed_gather * counts).sum(axis=1)
+    exposed = np.where(fits, waits, np.inf)
     exposed_reduce = (reduce * layers).max(axis=1) - (tau * 2 / 3 if software.overlap else 0)
     last_stage_s = np.where(stages > 1, costs.head_s + costs.layer_s.min(), 0)  # with one layer and the head
     head = np.maximum(costs.head_s / stages, last_stage_s - tau)

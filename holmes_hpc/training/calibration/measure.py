@@ -23,7 +23,7 @@ import yaml
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import RunFailed
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool
-from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.flops import part_flops
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array, predict
@@ -307,7 +307,8 @@ def _write(
             log_line(f"{name}: the site has GPU {gpu}, but the device is {device}: correct the site")
     write_whole(Path(run.path, FILE), yaml.safe_dump(calibration.to_dict(), sort_keys=False))
     # The prediction of the measured steps shows the accuracy of the planner's model.
-    predicted = predict(plan, Costs(calibration, train.pace_layer_ms)).step_time_s
+    software = Software(**Software.facts_of(train, plan.transport_mode))
+    predicted = predict(plan, Costs(calibration, train.pace_layer_ms, software=software)).step_time_s
     measured = statistics.median(line["step_time_s"] for line in steps)
     run.update_run(calibration={"step_time_s": measured, "predicted_step_time_s": predicted, "made": time.time()})
     log_line(f"step time: measured {measured:.4f} s, predicted from the measured parts {predicted:.4f} s")

@@ -97,7 +97,7 @@ def test_a_plan_notes_its_corrections_and_their_error() -> None:
 
 def recorded(root: Path, plan: Plan, corrections: Corrections, steps: int = 8) -> RunDirectory:
     """Return the run directory of a simulated run with slow first steps."""
-    run = simulated(plan, corrections)
+    run = simulated(plan, corrections, request.costs(load([])))
     record = RunDirectory.create(root, plan_text=plan.to_yaml(), plan_id=plan.id, config=load([]).to_dict())
     record.update_run(attempts=[{"attempt": 1, "plan_id": plan.id}])
     for step in range(steps):

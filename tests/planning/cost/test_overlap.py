@@ -6,10 +6,13 @@ import random
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from holmes_hpc.config.composition import load
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.site import NicType, Pool, Site
+from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
 from holmes_hpc.planning.cost.timing import step_s
@@ -58,20 +61,31 @@ def draw_layout(rng: random.Random) -> tuple[Layout, np.ndarray]:
 
 
 def test_overlap_is_never_slower_than_none() -> None:
-    """Each kind of overlap alone, and all; a gather that is not aligned, only if no stage waits for another's."""
+    """Each kind of overlap alone, and all."""
     for seed in range(300):
         layout, layers = draw_layout(random.Random(seed))
+        pace_layer_ms = 5.0 if seed % 3 == 0 else None
 
         def seconds(software: Software) -> float:
-            return float(step_s(replace(layout, costs=Costs(software=software)), layers)[0])  # noqa: B023
+            costs = Costs(pace_layer_ms=pace_layer_ms, software=software)  # noqa: B023
+            return float(step_s(replace(layout, costs=costs), layers)[0])  # noqa: B023
 
         none_s = seconds(NONE)
         reduction = replace(NONE, overlap=True)
-        gather = replace(reduction, overlap_gather=True, aligned_gather=layout.parallel.pp > 1)
+        gather = replace(reduction, overlap_gather=True, aligned_gather=True)
         reduction_s, gather_s = seconds(reduction), seconds(gather)
         others_s = seconds(replace(NONE, overlap_tp=True)), seconds(replace(NONE, **FACTS))
         assert max(reduction_s, *others_s) <= none_s * (1 + 1e-9), (seed, layout.parallel)
         assert gather_s <= reduction_s * (1 + 1e-9), (seed, layout.parallel)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_aligned"),
+    [((), True), (("plan.transport=single",), False), (("train.overlap_param_gather=false",), False)],
+)
+def test_all_stages_gather_at_once_except_in_plain_megatron(overrides: tuple[str, ...], is_aligned: bool) -> None:
+    costs = request.costs(load(overrides))
+    assert costs.software.aligned_gather is is_aligned
 
 
 def test_better_hardware_is_never_slower() -> None:
