@@ -29,12 +29,11 @@ ALONE = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
 
 
 @pytest.fixture
-def megatron(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-Core's scratch memory and masks on the CPU."""
     scratch = SimpleNamespace(get_tensor=lambda shape, dtype, name: torch.empty(shape, dtype=dtype))
     monkeypatch.setattr(parallel_state, "get_global_memory_buffer", lambda: scratch)
-    with cpu._CudaMeansCpu():
-        yield
+    cpu.redirect_tensors(monkeypatch.setattr)
 
 
 def build(kind: type[Any], heads: int, groups: int, **options: Any) -> Any:
