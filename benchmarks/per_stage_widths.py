@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
-from holmes_hpc.fabric.site_slurm import read_site
-
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.fabric.listing import read_site
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.parallel import Parallel, StageParallel

@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from holmes_hpc.fabric.site_slurm import read_site
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.console import note, table
+from holmes_hpc.fabric.listing import read_site
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.costs import Costs
