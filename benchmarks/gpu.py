@@ -286,7 +286,8 @@ def main() -> int:
         tuple(map(statistics.median, zip(*runs, strict=True))) for runs in runs_by_system.values()
     )
     predicted = tensor_bytes(plan)
-    predicted_s = plan.predicted.step_time_s if plan.predicted else math.nan
+    assert plan.predicted is not None
+    predicted_s = plan.predicted.step_time_s
     print(
         f"log(vocabulary) is {math.log(plan.model.vocab):.3f}; the planner predicts {predicted / 2**30:.2f} GiB "
         "of tensors"

@@ -92,7 +92,7 @@ def run_part(name: str, device: str, out: Path, remaining_s: float = math.inf) -
 
 def run_parts(names: Sequence[str], device: str, out: Path, deadline: float) -> Iterator[dict[str, Any]]:
     """Run the parts that measure no times at once, then the others one by one; yield their rows as they end."""
-    with ThreadPoolExecutor(len(names)) as pool:
+    with ThreadPoolExecutor(len(PARTS)) as pool:
         at_once = [
             pool.submit(run_part, name, device, out, deadline - time.monotonic())
             for name in names

@@ -7,7 +7,7 @@ export PYTHONPATH="$PWD:$PWD/tests/support:$PWD/benchmarks"
 if [ ! -x "$python" ]; then
   python=${PYTHON:-python3}
   "$python" -c 'import torch' || { echo "gpu-proof: neither .venv nor torch found; run make install" >&2; exit 2; }
-  [ -d build/gpu-packages ] || "$python" -m pip install -q --no-index --no-deps --target build/gpu-packages build/wheels/*.whl
+  "$python" -m pip install -q --no-index --no-deps --upgrade --target build/gpu-packages build/wheels/*.whl
   PYTHONPATH="$PYTHONPATH:$PWD/build/gpu-packages"
   "$python" -c 'import megatron.core' || { echo "gpu-proof: build/wheels lacks packages; run make gpu-wheels" >&2; exit 2; }
 fi

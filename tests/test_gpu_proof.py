@@ -149,3 +149,11 @@ def test_unknown_parts_and_a_missing_gpu_give_a_one_line_error(
         monkeypatch.setattr(sys, "argv", ["gpu_proof.py", *arguments])
         monkeypatch.setattr(gpu_proof, "describe_machine", lambda: {})
         assert gpu_proof.main() == 2 and message in capsys.readouterr().err
+
+
+def test_no_part_that_runs_without_a_gpu_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["gpu_proof.py", "--device", "cpu", "--parts", "tests,network", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert gpu_proof.main() == 0 and capsys.readouterr().out.count("needs a GPU") == 2
