@@ -144,13 +144,13 @@ def _parse(source: str) -> dict[str, str]:
 def _words(text: str) -> list[str]:
     """Split a command or a script into words, without the brackets of arrays and the options of torchrun."""
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        words = list(_without_arrays(shlex.split(text.replace("\\\n", " "), comments=True)))
     except ValueError as e:
         raise _error(f"cannot be split into words: {e}", "close its quotes") from e
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), -1)
     if any(word.startswith("--") for word in words[script + 1 :]):
         words = words[script + 1 :]
-    return list(_without_arrays(words))
+    return words
 
 
 def _without_arrays(words: Iterable[str]) -> Iterator[str]:
@@ -159,8 +159,10 @@ def _without_arrays(words: Iterable[str]) -> Iterator[str]:
     for word in words:
         if opening := re.match(r"\w+\+?=\(", word):
             word, is_open = word[opening.end() :], True
-        ends = is_open and word.endswith(")")
-        yield from filter(None, [word[:-1] if ends else word])
+        ends = word == ")" or (is_open and word.endswith(")"))
+        word = word.removesuffix(")") if ends else word
+        if word:
+            yield word
         if ends:
             is_open = False
             yield ""

@@ -126,3 +126,14 @@ def test_a_script_of_arrays(tmp_path: Path) -> None:
     a = read_arguments(str(script))
     assert a.keys["model.max_positions"] == 1024 and a.keys["model.hidden"] == 1024 and a.keys["train.dtype"] == "bf16"
     assert a.ignored == ("--nproc-per-node", "--nnodes", "--hiden-size (did you mean --hidden-size?)")
+
+
+def test_brackets_that_open_before_the_program_close_nothing_else() -> None:
+    """A subshell's bracket, and that of an array that contains the program's name."""
+    for command in (
+        "(cd /data && torchrun --nnodes 1 pretrain_gpt.py {} )",
+        "ARGS=( pretrain_gpt.py {} )\nexport A=1",
+        "ARGS=(pretrain_gpt.py {})",
+    ):
+        a = read_arguments(command.format(SMALL + "--num-query-groups 4 --group-query-attention --seed 3"))
+        assert a.keys["model.kv_heads"] == 4 and a.ignored == ("--vocab-file", "--seed")
