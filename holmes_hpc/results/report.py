@@ -17,7 +17,7 @@ from holmes_hpc.results import answers, compare, headline, tables
 from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family_values, has_value, stage_breakdown
 from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
-from holmes_hpc.results.plans import read_plan
+from holmes_hpc.results.plans import mapping, read_plan
 from holmes_hpc.results.tables import Table
 from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
 
@@ -169,7 +169,7 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
             f"({abs(error):.1f}% {'less' if error < 0 else 'more'} than measured)."
         )
     parts = {part: float(run[part]) for part in PARTS if has_value(run[part])}
-    planned_s = ((plan.get("predicted") or {}).get("breakdown") or {}).get("compute_s")
+    planned_s = mapping(mapping(plan.get("predicted")).get("breakdown")).get("compute_s")
     if planned_s and has_value(run.get("pace_layer_ms")) and parts.get("compute_s", 0.0) > SLOW * planned_s:
         sentences.append(
             f"Emulated computing took {parts['compute_s'] / planned_s:.2f} times its time: this machine is busy, or"

@@ -12,7 +12,7 @@ import hashlib
 
 import torch
 
-# Elements at a time: intermediate values stay in a CPU's cache; on a GPU few launches take most of the time.
+# Elements at a time: so many that they stay in a CPU's cache, and that a GPU's launches take little of the time.
 _BLOCK, _BLOCK_CUDA = 1 << 16, 1 << 22
 
 
