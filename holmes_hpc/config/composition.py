@@ -4,8 +4,6 @@ Overrides with only declared options are composed without Hydra, whose file sear
 composes the others, with the files in a user's own search path.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

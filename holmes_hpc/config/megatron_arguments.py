@@ -4,8 +4,6 @@ Arguments are read, never executed: from a command, a shell script without varia
 file like those of Megatron-LM's functional tests.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -1,7 +1,5 @@
 """The named models and batches, for ``model=NAME`` and ``batch=NAME``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec, RopeScaling

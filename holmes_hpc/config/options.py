@@ -1,7 +1,5 @@
 """The named options of the configuration's groups (``data=indexed``), and suggestions for mistyped keys."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Discovery of a site for `holmes site`: facts that Slurm's features lack, from its topology and one job per kind."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

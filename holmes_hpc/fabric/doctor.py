@@ -1,7 +1,5 @@
 """Checks for faults of a site that make a run fail or slow, each with a hint. Only `examine` runs commands."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile
@@ -182,10 +180,8 @@ _SRUN = re.compile(r"^[ \t]*(?:exec\s+)?srun\b(?:[^\n]*\\\n)*[^\n]*", re.MULTILI
 
 def read_script(path: Path) -> list[Finding]:
     """Check a batch script file with :func:`check_script`. SiteError if it cannot be read."""
-    try:
+    with SiteError.instead_of(OSError, where=path, hint="give the path of a batch script"):
         return check_script(read_file(path).decode("utf-8", errors="replace"), str(path))
-    except OSError as e:
-        raise SiteError(e.strerror or str(e), where=str(path), hint="give the path of a batch script") from e
 
 
 def check_script(text: str, name: str = "script") -> list[Finding]:

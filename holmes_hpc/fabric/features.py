@@ -1,7 +1,5 @@
 """The meaning of a node's Slurm features, by a vocabulary of regular expressions: facts about its NICs and GPUs."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -276,12 +274,9 @@ def _load_vocabulary(path: str | None) -> Vocabulary:
 def _load_file(path: Path) -> tuple[str, dict[str, Any]]:
     """Return (the file's name, for errors; its content). SiteError if it cannot be read or has unknown keys."""
     hint = "see holmes_hpc/fabric/features.yaml for the allowed content"
-    try:
+    not_yaml = SiteError.instead_of(yaml.YAMLError, UnicodeDecodeError, where=path, hint=hint, what="not YAML:")
+    with SiteError.instead_of(OSError, where=path, hint="correct HOLMES_FEATURES"), not_yaml:
         data = from_yaml(read_file(path).decode("utf-8"))
-    except OSError as e:
-        raise SiteError(e.strerror or str(e), where=str(path), hint="correct HOLMES_FEATURES") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise SiteError(f"not YAML: {e}", where=str(path), hint=hint) from e
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise SiteError("not a mapping of features, rates, ignored, gpus or networks", where=str(path), hint=hint)
@@ -323,11 +318,9 @@ def _parse_networks(value: Any, where: str) -> dict[str, str]:
 
 
 def _compile(text: Any, where: str) -> re.Pattern[str]:
-    try:
+    what, hint = f"{text!r} is not a regular expression:", "write a Python regular expression; quote it in YAML"
+    with SiteError.instead_of(re.error, TypeError, where=where, hint=hint, what=what):
         return re.compile(text, re.IGNORECASE)
-    except (re.error, TypeError) as e:
-        hint = "write a Python regular expression; quote it in YAML"
-        raise SiteError(f"{text!r} is not a regular expression: {e}", where=where, hint=hint) from e
 
 
 def _parse_rules(entries: Any, where: str) -> list[Rule]:
@@ -340,10 +333,8 @@ def _parse_rules(entries: Any, where: str) -> list[Rule]:
         pattern = _compile(entry["match"], section)
         _refuse_unknown("group {!r}", pattern.groupindex, _GROUPS, f"{section}: {entry['match']}")
         _refuse_unknown("NIC type {!r}", [entry["nic"]] if "nic" in entry else [], [n.value for n in NicType], section)
-        try:
+        with SiteError.instead_of(SiteError, where=f"{section}: {entry['match']}"):
             _names_in(entry)
-        except SiteError as e:
-            raise SiteError(e.what, where=f"{section}: {entry['match']}", hint=e.hint) from None
         fixed = {k: entry[k] for k in _GROUPS if k in entry}
         rules.append(Rule(pattern, fixed, bool(entry.get("own", False)), entry.get("unsupported")))
     return rules

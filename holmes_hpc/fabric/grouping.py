@@ -1,7 +1,5 @@
 """Grouping of Slurm's nodes and partitions into pools. Every assumption is recorded as a line for the user."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence

@@ -1,7 +1,5 @@
 """The features that Slurm should have for a node, by its NICs; how Slurm's differ; and the commands that set them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

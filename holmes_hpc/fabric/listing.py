@@ -1,7 +1,5 @@
 """The output of `holmes nodes` and `holmes probe`, as tables and as one JSON document."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

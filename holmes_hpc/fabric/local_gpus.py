@@ -1,7 +1,5 @@
 """The GPUs of this machine, named by their driver, for planning on the machine itself."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """NCCL's and gloo's environment variables on a node: those to set, and those that must not be set."""
 
-from __future__ import annotations
-
 import ipaddress
 import math
 import os

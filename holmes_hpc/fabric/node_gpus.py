@@ -1,7 +1,5 @@
 """The GPUs of a node: their kind, memory and GRES type, from GRES and features together."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Probe of this node's NICs, read from the kernel's sysfs without root."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

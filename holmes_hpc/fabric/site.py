@@ -77,14 +77,12 @@ class NicNames:
     def __post_init__(self) -> None:
         check(self, "NICs", SiteError)
         for entry in self.storage:
-            try:
+            what, hint = (
+                f"storage: {entry!r} is not a network:",
+                "write 10.9.0.0/16, 'fec0:0:0:1::/64', or a device's name",
+            )
+            with SiteError.instead_of(ValueError, where="NICs", hint=hint, what=what):
                 ipaddress.ip_network(entry if "/" in entry else "::/0", strict=False)
-            except ValueError as e:
-                raise SiteError(
-                    f"storage: {entry!r} is not a network: {e}",
-                    where="NICs",
-                    hint="write 10.9.0.0/16, 'fec0:0:0:1::/64', or a device's name",
-                ) from None
 
     def over(self, fallback: NicNames) -> NicNames:
         """Return these names, completed by those of `fallback`."""

@@ -1,7 +1,5 @@
 """Site files: planning without a Slurm, or for hardware not bought yet (docs/howto.md)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

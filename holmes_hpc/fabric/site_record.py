@@ -1,7 +1,5 @@
 """The site file that `holmes site` writes: sources as comments, and a record of what was found, so that edits stay."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

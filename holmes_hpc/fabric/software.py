@@ -1,7 +1,5 @@
 """The versions of the software that training needs, read from a node's Python without importing it."""
 
-from __future__ import annotations
-
 import importlib.util
 import platform
 import re

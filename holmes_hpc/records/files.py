@@ -1,7 +1,5 @@
 """Atomic file writes: whole-file replacement, whole-line appends, and a lock for one writer at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -83,11 +81,9 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
                 if not isinstance(e, BlockingIOError):
                     raise file_error(path, e) from e
                 if time.monotonic() > deadline:
-                    raise RecordError(
-                        f"another writer has held the lock for {wait_s:.0f} s",
-                        where=str(path),
-                        hint="try again; if this repeats, find the process that hangs and end it",
-                    ) from e
+                    hint = "try again; if this repeats, find the process that hangs and end it"
+                    problem = f"another writer has held the lock for {wait_s:.0f} s"
+                    raise RecordError(problem, where=str(path), hint=hint) from e
                 time.sleep(0.01)
         yield
     finally:
@@ -114,10 +110,8 @@ def _read_mapping(
     path: str | os.PathLike[str], parse: Callable[[str], Any], language: str, error: type[HolmesError], hint: str
 ) -> dict[str, Any]:
     """Return the mapping in a file whose text `parse` converts to plain data. `language`: its name, for errors."""
-    try:
+    with error.instead_of(ValueError, yaml.YAMLError, where=path, hint=hint, what=f"not {language}:"):
         data = parse(read_text(path, error))
-    except (ValueError, yaml.YAMLError) as e:
-        raise error(f"not {language}: {' '.join(str(e).split())}", where=str(path), hint=hint) from e
     if not isinstance(data, dict):
         raise error("not a mapping of keys to values", where=str(path), hint=hint)
     return data
@@ -125,12 +119,9 @@ def _read_mapping(
 
 def read_text(path: str | os.PathLike[str], error: type[HolmesError] = ConfigError) -> str:
     """Return the content of a UTF-8 file. Raise `error` with the file's name if it cannot be read or is not text."""
-    try:
+    not_text = error.instead_of(UnicodeDecodeError, where=path, hint="give a text file", what="not UTF-8 text")
+    with error.instead_of(OSError, where=path, hint="give a file that exists and that you can read"), not_text:
         return read_file(path).decode("utf-8")
-    except OSError as e:
-        raise error(e.strerror or str(e), where=str(path), hint="give a file that exists and that you can read") from e
-    except UnicodeDecodeError as e:
-        raise error("not UTF-8 text", where=str(path), hint="give a text file") from e
 
 
 def to_json(value: Any) -> str:

@@ -1,7 +1,5 @@
 """Sentences about a comparison of runs: which setting is best, by how much, and why."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -2,8 +2,6 @@
 
 answers.py describes the result in sentences, comparison_tables.py in tables."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

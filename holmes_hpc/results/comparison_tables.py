@@ -1,7 +1,5 @@
 """Tables that compare several runs, as of a sweep: one row per setting, the fastest first."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

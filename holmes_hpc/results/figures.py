@@ -3,8 +3,6 @@
 Each function takes tables of the loader or of `compare` and returns a matplotlib Figure, which :func:`svg` turns into
 text. Every axis has its unit."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """The report as one self-contained HTML file, without scripts, readable on a phone."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,8 @@ from holmes_hpc.results.report import Report
 def write_html(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the HTML report to `path`: the answer first, then figures and tables.
     Raise RecordError if the file cannot be written."""
-    try:
+    with RecordError.instead_of(OSError, where=path, hint="choose a writable path"):
         Path(path).write_text(render_html(report), encoding="utf-8")
-    except OSError as e:
-        raise RecordError(e.strerror or str(e), where=str(path), hint="choose a writable path") from e
 
 
 def render_html(report: Report) -> str:

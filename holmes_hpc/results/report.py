@@ -1,7 +1,5 @@
 """The report of `holmes report`: throughput, step breakdown and bytes of one run, or a comparison of several."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

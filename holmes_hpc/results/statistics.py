@@ -3,8 +3,6 @@
 Step times have medians with intervals, rates harmonic means. Speed-ups are computed from pairs of runs in one session
 of the machine. NaN is a missing value."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ in its command line, is below the state directory. Process ids are not recorded,
 would be those of other processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -94,11 +92,8 @@ def _kill_until_none(find_processes: Callable[[], list[TestbedProcess]], where: 
     while survivors := find_processes():
         if time.monotonic() > deadline:
             names = ", ".join(f"{p.program} ({p.pid})" for p in survivors[:5])
-            raise TestbedError(
-                f"processes are alive after SIGKILL: {names}",
-                where=where,
-                hint="look for the cause in dmesg, then run `holmes testbed down` again",
-            )
+            hint = "look for the cause in dmesg, then run `holmes testbed down` again"
+            raise TestbedError(f"processes are alive after SIGKILL: {names}", where=where, hint=hint)
         for process in survivors:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)

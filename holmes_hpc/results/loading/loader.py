@@ -7,8 +7,6 @@
 all have a row. holmes_hpc/results/columns.py describes the columns. If there are more than a few runs, they are cached
 in `.holmes-cache/` under `path`, if that is writable. A run is read again when its files have changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

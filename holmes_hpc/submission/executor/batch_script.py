@@ -1,7 +1,5 @@
 """The batch script of a job, for the executor, for ``holmes submit --dry-run`` and for the templates."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """A submitted job: submitit's Job class with the right states for heterogeneous jobs."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

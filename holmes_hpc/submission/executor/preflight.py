@@ -3,8 +3,6 @@
 An infeasible component is never submitted in a heterogeneous job: before Slurm 24.11 it can crash the controller.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -9,8 +9,6 @@ A script for submitit's SlurmExecutor runs here if it names the components:
     job = executor.submit(train)
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Submission of a batch script exactly once: if sbatch's answer is lost, the job is searched for before a retry."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

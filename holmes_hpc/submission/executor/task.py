@@ -3,8 +3,6 @@
 `python … -m holmes_hpc.submission.executor.task FOLDER [IMPORT_PATH [WORKING_DIRECTORY]]`
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -3,8 +3,6 @@
 Progress is a live table on a terminal, else a log line whenever a state changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import pickle

@@ -5,8 +5,6 @@ They extend hydra-submitit-launcher. The task function of the training applicati
 the task function itself, with the launcher's `components`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

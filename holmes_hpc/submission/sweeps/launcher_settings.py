@@ -1,7 +1,5 @@
 """The settings of the Hydra launchers holmes_slurm and holmes_local, and their use for jobs with a plan."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

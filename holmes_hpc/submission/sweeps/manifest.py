@@ -5,8 +5,6 @@ tasks, name, submitted, digest, components, copy, host, program}], programs{dige
 `directory` and `folder` are relative to the sweep directory if they are inside it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

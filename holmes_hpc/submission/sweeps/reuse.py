@@ -3,8 +3,6 @@
 A job is reused only if configuration and program are the same. Within a launch, repeated jobs are all run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

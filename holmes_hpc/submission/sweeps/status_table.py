@@ -1,7 +1,5 @@
 """The table of a sweep's jobs, also live on a terminal, and the collection of their results."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -5,8 +5,6 @@ written and synced. Its ``holmes.json`` describes it and lists its files with si
 ``.saving-…`` are unfinished and never loaded. This module does not import torch, since `holmes resume` uses it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 config/hugging_face.py maps each model to an existing class of `transformers`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

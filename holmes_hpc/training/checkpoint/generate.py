@@ -1,7 +1,5 @@
 """Text generation for `holmes generate`: a checkpoint's model continues a prompt, computed by `transformers`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ beside the weights as the caller specifies. Transformer Engine's fp8 state is by
 :func:`enforce` restricts the first two in this process, :func:`check_extra_states` checks the third.
 """
 
-from __future__ import annotations
-
 import enum
 import io
 import math

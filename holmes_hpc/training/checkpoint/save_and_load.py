@@ -4,8 +4,6 @@ The optimizer's state is saved per parameter (``fully_reshardable``), so a check
 checkpoint_directory.py defines which directories are checkpoints.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

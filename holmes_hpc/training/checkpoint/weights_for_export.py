@@ -4,8 +4,6 @@ Megatron-Core's dist_checkpointing stacks the layers along the first axis, and s
 ranks held. :class:`SavedWeights` returns the same for a checkpoint of any layout.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

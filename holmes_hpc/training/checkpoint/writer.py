@@ -1,7 +1,5 @@
 """The process that writes a rank's part of a checkpoint: a fork of the rank, which forks again for each file."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

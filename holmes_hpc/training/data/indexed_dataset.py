@@ -5,8 +5,6 @@ appears complete or not at all. Megatron's BlendedMegatronDatasetBuilder is not 
 ranks, and its order depends on the number of steps. Its blending rule (`build_blending_indices`) is used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -5,8 +5,6 @@ interrupted preparation continues where it stopped. Then the parts are joined in
 appear complete or not at all. PREFIX.json describes the data and their sources.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Readers of documents: text, JSON lines, both plain or compressed, and Parquet; full files or byte ranges."""
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import gzip

@@ -1,7 +1,5 @@
 """Tokenizers: bytes of UTF-8, or a Hugging Face `tokenizers` file."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import queue

@@ -3,8 +3,6 @@
 The rules are pure functions of :class:`CudaFacts`, which :func:`collect_facts` reads from this process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import os

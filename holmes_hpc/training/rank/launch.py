@@ -5,8 +5,6 @@ or as a single process. In a step that spans several components, SLURM_JOB_PARTI
 last component's values. A task therefore finds its component by its node's name.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping
