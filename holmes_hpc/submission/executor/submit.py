@@ -45,10 +45,8 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
         if answer.ok:
             match = re.search(r"^(\d+)(;.*)?$", answer.out.strip(), re.MULTILINE)  # ID or ID;CLUSTER
             if match is None:
-                output = answer.out.strip()[:60]
-                raise SubmissionUnknown(
-                    f"sbatch printed {output!r} instead of a job id", where="sbatch", hint="look for it: `squeue --me`"
-                )
+                problem = f"sbatch printed {answer.out.strip()[:60]!r} instead of a job id"
+                raise SubmissionUnknown(problem, where="sbatch", hint="look for it: `squeue --me`")
             return match[1]
         if answer.away and "Connection refused" not in answer.err:  # it may have accepted the job
             if job_id := find_job(token, deadline):
@@ -56,11 +54,8 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
         elif not answer.away and not any(message in answer.err for message in _BUSY):
             raise Refused(answer.reason, where="sbatch", hint="change the job's options")
         if time.monotonic() + pause > deadline:
-            raise Refused(
-                f"{answer.reason} (retried for {patience_s:.0f} s)",
-                where="sbatch",
-                hint="wait until the controller answers (`scontrol ping`), then submit again",
-            )
+            hint = "wait until the controller answers (`scontrol ping`), then submit again"
+            raise Refused(f"{answer.reason} (retried for {patience_s:.0f} s)", where="sbatch", hint=hint)
         interrupt_here()
         time.sleep(pause)
         pause = min(2 * pause, 15)
@@ -76,11 +71,8 @@ def find_job(token: str, deadline: float) -> str | None:
             lines = [line for line in answer.out.splitlines() if token in line]
             return lines[0].split(SEPARATOR)[0].partition("+")[0].strip() if lines else None
         if time.monotonic() + pause > deadline:
-            raise SubmissionUnknown(
-                "the controller stopped answering during the submission, so the job may exist",
-                where="sbatch",
-                hint=f"look for it: squeue --me -o '%i %k' | grep {token}",
-            )
+            problem = "the controller stopped answering during the submission, so the job may exist"
+            raise SubmissionUnknown(problem, where="sbatch", hint=f"look for it: squeue --me -o '%i %k' | grep {token}")
         time.sleep(pause)
         pause = min(2 * pause, 15)
 

@@ -26,27 +26,8 @@ from holmes_hpc.schema import keys, refuse
 DESCRIPTION = "holmes.json"
 METADATA_FILE = ".metadata"  # PyTorch's index of the saved tensors
 IMPORTED = "hugging_face"  # key of a description: `holmes import` made this directory, whatever its name
-# The model keys that determine the shapes and the use of the weights.
-_IDENTITY = (
-    "layers",
-    "hidden",
-    "heads",
-    "vocab",
-    "ffn",
-    "kv_heads",
-    "swiglu",
-    "rmsnorm",
-    "rope",
-    "tied",
-    "bias",
-    "vocab_multiple",
-    "rope_base",
-    "head_dim",
-    "qk_norm",
-    "qkv_bias",
-    "gelu_tanh",
-    "rope_scaling",
-)
+# The model keys that do not change the shapes and the use of the weights.
+_NOT_IDENTITY = ("name", "max_positions", "dropout", "norm_eps")
 _NAME = re.compile(r"step-(\d{8,})\Z")
 
 
@@ -66,11 +47,9 @@ def create_folder(folder: Path, checkpoint_dir: str | None) -> None:
     """
     if folder.is_symlink():
         if not folder.is_dir():
-            raise RunFailed(
-                f"this link points to {os.readlink(folder)}, which does not exist",
-                where=str(folder),
-                hint="mount that file system on this node, or remove the link",
-            )
+            problem = f"this link points to {os.readlink(folder)}, which does not exist"
+            hint = "mount that file system on this node, or remove the link"
+            raise RunFailed(problem, where=str(folder), hint=hint)
         return
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -79,11 +58,8 @@ def create_folder(folder: Path, checkpoint_dir: str | None) -> None:
         target = Path(checkpoint_dir).absolute() / folder.resolve().parent.name
         target.mkdir(mode=0o755, parents=True, exist_ok=True)
         if any(target.iterdir()):
-            raise RunFailed(
-                "the directory is not empty",
-                where=str(target),
-                hint="set train.checkpoint_dir to another folder, or rename the run",
-            )
+            hint = "set train.checkpoint_dir to another folder, or rename the run"
+            raise RunFailed("the directory is not empty", where=str(target), hint=hint)
         folder.rmdir()
         folder.symlink_to(target)
     except OSError as e:
@@ -108,7 +84,8 @@ def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> No
         where,
         *(
             (saved[key] != expected[key], f"checkpoint has {key}={saved[key]}, plan has {key}={expected[key]}", hint)
-            for key in _IDENTITY
+            for key in defaults
+            if key not in _NOT_IDENTITY
         ),
         error=DataError,
     )
@@ -127,9 +104,8 @@ def newest(folder: Path) -> Checkpoint:
     """Return the latest complete checkpoint in `folder`. Raise DataError if there is none."""
     checkpoints = complete_checkpoints(folder)
     if not checkpoints:
-        raise DataError(
-            "no complete checkpoint", where=str(folder), hint="set train.checkpoint_interval=N to save checkpoints"
-        )
+        hint = "set train.checkpoint_interval=N to save checkpoints"
+        raise DataError("no complete checkpoint", where=str(folder), hint=hint)
     return checkpoints[0]
 
 
@@ -154,11 +130,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     match, description = _NAME.match(path.resolve().name), _read_description(path)
     if isinstance(description, str) or (match is None and not description.get(IMPORTED)):
         problem = f" ({description})" if isinstance(description, str) else ""
-        raise DataError(
-            f"not a complete checkpoint{problem}",
-            where=str(path),
-            hint=f"give a run's directory checkpoints/step-…, or one of `holmes import`, with its {DESCRIPTION}",
-        )
+        hint = f"give a run's directory checkpoints/step-…, or one of `holmes import`, with its {DESCRIPTION}"
+        raise DataError(f"not a complete checkpoint{problem}", where=str(path), hint=hint)
     return Checkpoint(int(match[1]) if match else 0, path, description)
 
 
@@ -181,9 +154,7 @@ def _read_description(path: Path) -> dict[str, Any] | str:
         return f"{DESCRIPTION}: {e.strerror}"
     except ValueError:
         return f"{DESCRIPTION} is damaged"
-    if not isinstance(content, dict) or not all(
-        isinstance(content.get(key, {}), dict) for key in ("model", "parallel")
-    ):
+    if not isinstance(content, dict) or not all(isinstance(content.get(k, {}), dict) for k in ("model", "parallel")):
         return f"{DESCRIPTION} is damaged"
     files = content.get("files")
     if not isinstance(files, dict) or not all(map(_is_file_entry, files, files.values())):
