@@ -197,13 +197,11 @@ def _read_features(features: tuple[str, ...], vocabulary: Vocabulary) -> Reading
 def _merge_names(meanings: list[Meaning], problems: list[str]) -> NicNames:
     """Return the NICs that features name: one interface for sockets, all HCAs and storage devices.
     The project's own labels decide. A conflict adds a line to `problems`."""
-    interfaces = list(
-        dict.fromkeys(m.names.ethernet for m in sorted(meanings, key=lambda m: not m.is_label) if m.names.ethernet)
-    )
+    labels_first = sorted(meanings, key=lambda m: not m.is_label)
+    interfaces = list(dict.fromkeys(m.names.ethernet for m in labels_first if m.names.ethernet))
     if len(interfaces) > 1:
-        problems.append(
-            f"features name {len(interfaces)} interfaces for sockets: {', '.join(interfaces)}; the first is used"
-        )
+        names = ", ".join(interfaces)
+        problems.append(f"features name {len(interfaces)} interfaces for sockets: {names}; the first is used")
     return NicNames(
         interfaces[0] if interfaces else None,
         tuple(dict.fromkeys(h for m in meanings for h in m.names.hca)),
@@ -258,14 +256,10 @@ def read_vocabulary(path: str | os.PathLike[str] | None = None) -> Vocabulary:
 def _load_vocabulary(path: str | None) -> Vocabulary:
     documents = ([_load_file(Path(path))] if path else []) + [_load_file(default) for default in DEFAULT]
     rules = [rule for where, d in documents for rule in _parse_rules(d.get("features"), where)]
-    rates = {
-        str(k).lower(): v
-        for where, d in reversed(documents)
-        for k, v in _check_rates(d.get("rates"), f"{where}: rates").items()
-    }
-    ignored = [
-        _compile(text, f"{where}: ignored") for where, d in documents for text in _as_list(d.get("ignored"), where)
-    ]
+    all_rates = [_check_rates(d.get("rates"), f"{where}: rates") for where, d in reversed(documents)]
+    rates = {str(name).lower(): rate for rates in all_rates for name, rate in rates.items()}
+    texts = [(text, where) for where, d in documents for text in _as_list(d.get("ignored"), where)]
+    ignored = [_compile(text, f"{where}: ignored") for text, where in texts]
     gpus = [_parse_gpu(entry, where) for where, d in documents for entry in _as_list(d.get("gpus"), where)]
     networks = {k: v for where, d in documents for k, v in _parse_networks(d.get("networks"), where).items()}
     return Vocabulary(tuple(rules), rates, tuple(ignored), tuple(gpus), networks)
@@ -309,11 +303,9 @@ def _parse_networks(value: Any, where: str) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(k in types and isinstance(v, str) and v for k, v in value.items()):
-        raise SiteError(
-            f"{value!r} is not a map of NIC types to network names",
-            where=f"{where}: networks",
-            hint=f"write {{ib: IBext_v11}}; NIC types are {', '.join(types)}",
-        )
+        hint = f"write {{ib: IBext_v11}}; NIC types are {', '.join(types)}"
+        problem = f"{value!r} is not a map of NIC types to network names"
+        raise SiteError(problem, where=f"{where}: networks", hint=hint)
     return value
 
 

@@ -91,18 +91,8 @@ class NicNames:
 
 # Keys of a pool that older files lack: they are written only if they are set.
 _NEWER_KEYS = (
-    "ethernet",
-    "hca",
-    "storage",
-    "node_nics",
-    "nccl_net",
-    "node_cpus",
-    "node_memory_gib",
-    "node_gpus",
-    "fabric",
-    "exclude",
-    "gres_type",
-    "rdma_efficiency",
+    *("ethernet", "hca", "storage", "node_nics", "nccl_net", "node_cpus", "node_memory_gib", "node_gpus"),
+    *("fabric", "exclude", "gres_type", "rdma_efficiency"),
 )
 
 
@@ -315,9 +305,8 @@ class Site:
         for pool in self.pools:
             if pool.name == name:
                 return pool
-        raise SiteError(
-            f"no pool {name!r}", where=f"site {self.name}", hint=f"it has {', '.join(p.name for p in self.pools)}"
-        )
+        hint = f"it has {', '.join(p.name for p in self.pools)}"
+        raise SiteError(f"no pool {name!r}", where=f"site {self.name}", hint=hint)
 
     def link(self, sender: str, receiver: str) -> FabricLink | None:
         """Return the link that the site declares between two fabrics, named in any order; None if it has none."""
