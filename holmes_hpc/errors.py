@@ -1,7 +1,5 @@
 """The errors of all packages: one line with what is wrong, where, and what to do; and the exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 from collections.abc import Iterable, Iterator

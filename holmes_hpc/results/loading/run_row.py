@@ -1,6 +1,6 @@
 """Reader of one run directory: its row in the table of runs, and its steps.
 
-A new column is declared in `results/columns.py`, and its value is set here."""
+A new column is declared in `results/columns.yaml`, and its value is set here."""
 
 import math
 import os
