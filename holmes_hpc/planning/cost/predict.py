@@ -143,15 +143,14 @@ def _add_sync_bytes(
     p, gpu = layout.parallel, layout.pool(component).gpu
     factors, n = layout.costs.collectives(gpu), layout.intra_dp_size
     gradients, weights = count * layout.costs.wire_size, count * layout.costs.weight_bytes(gpu)
-    reduce_factor = factors.all_reduce if layout.costs.software.all_reduced else factors.reduce_scatter
+    nodes, k = layout.intra_dp_nodes(replica, stage), p.optimizer_instances
+    reduce_factor = factors.all_reduce if layout.costs.software.all_reduced else factors.reduce_scatter(n, nodes, k)
     amount = (
         reduce_factor * gradients + factors.all_gather * weights
         if p.distributed_optimizer
         else factors.all_reduce * gradients
     )
-    nodes = layout.intra_dp_nodes(replica, stage)
     add(layout.intra_dp_transport(replica, stage), groups * p.tp * nodes * amount * (n - 1) / n)
-    k = p.optimizer_instances
     if k > 1:  # every rank is a member of one ring across instances
         add(layout.inter_dp_transport(), groups * n * p.tp * factors.all_reduce * (k - 1) / k * gradients / n)
 
