@@ -205,6 +205,7 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
     parts = sorted(((s, n) for n, s in predicted.breakdown.items() if n in PREDICTED), reverse=True)
     traffic = ", ".join(f"{size / 1e9:.3g} GB over {nic}" for nic, size in predicted.nic_bytes_per_step.items())
     memory = abbreviated(f"{size / 2**30:.3g}" for size in predicted.memory_bytes_per_gpu)
+    limit = f" It reaches {predicted.share_of_limit or 0:.0%} of the limit, a step in which no GPU ever waits."
     return [
         f"Parts of the step of {total:.4g} s and {plan.batch.tokens:,} tokens:",
         *(
@@ -213,7 +214,7 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
             for s, name in parts
             if s > ROUNDING_ERROR * total
         ),
-        f"{_longest_part(predicted)} {_tflops(plan, predicted)}",
+        f"{_longest_part(predicted)} {_tflops(plan, predicted)}{limit if predicted.share_of_limit else ''}",
         f"GiB per GPU of each stage: {memory}." + (f" Bytes per step: {traffic}." if traffic else ""),
     ]
 

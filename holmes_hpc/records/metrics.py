@@ -14,7 +14,8 @@ DIGITS = 7  # of times and rates: finer than any clock involved
 # The parts of a step's time in seconds; they add up to it. Key: field of `breakdown`.
 BREAKDOWN = {
     "compute_s": "forward and backward passes",
-    "pipeline_wait_s": "waiting for other stages, and sending to them",
+    "pipeline_wait_s": "waiting for other stages between passes, and sending to them",
+    "fill_drain_s": "waiting before the first pass and after the last one, while the pipeline fills and drains",
     "grad_sync_s": "reducing gradients",
     "param_sync_s": "gathering parameters",
     "optimizer_s": "the optimizer's own work",
@@ -24,6 +25,7 @@ PARTS = tuple(BREAKDOWN)
 PART_NAMES = {
     "compute_s": "compute",
     "pipeline_wait_s": "pipeline wait",
+    "fill_drain_s": "fill and drain",
     "grad_sync_s": "gradient sync",
     "param_sync_s": "parameter sync",
     "optimizer_s": "optimizer",
@@ -56,6 +58,9 @@ FIELDS: dict[str, Field] = {
     "hardware_tflops_per_gpu": Field("TFLOP/s", "with recomputation"),
     "breakdown": Field(
         "s", f"a list with one entry per pipeline stage: {{{', '.join(PARTS)}}}, means over the stage's ranks"
+    ),
+    "share_of_limit": Field(
+        "", "throughput over that of a step in which no rank ever waits: mean `compute_s` by speed over `step_time_s`"
     ),
     "nic_bytes": Field("bytes", "{fabric or ethernet: {tx, rx}}: traffic of all nodes' NICs during the step"),
     "peak_memory_bytes": Field("bytes", "a list with the peak so far of each rank"),

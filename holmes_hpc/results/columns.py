@@ -86,6 +86,7 @@ RUN_COLUMNS: dict[str, tuple[str, str]] = {
     "tokens_per_s": ("float64", "harmonic mean"),
     "model_tflops_per_gpu": ("float64", "harmonic mean, model FLOPs only"),
     "hardware_tflops_per_gpu": ("float64", "harmonic mean, with recomputation"),
+    "share_of_limit": ("float64", "harmonic mean"),
     "first_loss": ("float64", "of the first step"),
     "loss": ("float64", "of the last step"),
     "validation_loss": ("float64", "the last validation loss"),
@@ -147,6 +148,7 @@ STEP_COLUMNS: dict[str, tuple[str, str]] = {
             "samples_per_s",
             "model_tflops_per_gpu",
             "hardware_tflops_per_gpu",
+            "share_of_limit",
         )
     },
     **{part: ("float64", f"s: {meaning}, mean over stages") for part, meaning in BREAKDOWN.items()},

@@ -119,6 +119,7 @@ class Trainer:
         watchdog.start_set_up("comparing weights between replicas")
         replica_check.check(chunks, plan.model.tied, session.groups.embedding_group)
         self.control_flags = ControlAllReduce(self.control)
+        self._speeds = metrics_line.speeds_of(plan, train)
         self.loggers = metrics_line.Loggers(train, session.run) if session.launch.rank == 0 else None
         self.nic_log = nic_bytes.NicLog(session.run.nics, session.launch.node, session.attempt)
         self.last_metrics: dict[str, Any] = {}  # the latest metrics line, on rank 0
@@ -373,7 +374,7 @@ class Trainer:
         if gathering is None or rows is None:
             return
         step, interval, last_step = gathering.step, self.settings.log_interval, self.settings.steps
-        entry = metrics_line.metrics_line(self.plan, rows, step, gathering.unix_time_s, gathering.fields)
+        entry = metrics_line.metrics_line(self.plan, rows, step, gathering.unix_time_s, gathering.fields, self._speeds)
         self.last_metrics = entry = {**entry, "attempt": self.session.attempt}
         self.session.run.append_metrics(entry)
         if self.loggers is not None:

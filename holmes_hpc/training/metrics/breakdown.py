@@ -64,8 +64,8 @@ class Breakdown:
     def __init__(self, cuda: bool = False) -> None:
         self._cuda = cuda
         self._stack = ["other_s"]
-        self._totals = dict.fromkeys(PARTS, 0.0)
         self._last = time.perf_counter()
+        self._spans: list[tuple[str, float]] = []  # (part, seconds) since the last step
         self._events: list[tuple[Any, str]] = []
         self._timers: dict[str, Timer] = {}  # Megatron-Core's, by name
 
@@ -76,14 +76,14 @@ class Breakdown:
         return self._timers.setdefault(name, Timer(self, part))
 
     def _switch(self, part: str) -> None:
-        """Add the time since the last switch to `part`."""
+        """Count the time since the last switch as `part`."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._events.append((event, part))
             return
         now = time.perf_counter()
-        self._totals[part] += now - self._last
+        self._spans.append((part, now - self._last))
         self._last = now
 
     def enter(self, part: str) -> None:
@@ -109,7 +109,7 @@ class Breakdown:
         """Start measuring; drop the time so far."""
         self._events.clear()
         self._switch(self._stack[-1])
-        self._totals = dict.fromkeys(PARTS, 0.0)
+        self._spans.clear()
 
     def take(self) -> dict[str, float]:
         """Return part -> seconds since the last call or :meth:`begin`. They add up to the time in between."""
@@ -117,9 +117,14 @@ class Breakdown:
         if self._cuda:
             self._events[-1][0].synchronize()
             for (start, _), (end, part) in zip(self._events, self._events[1:]):  # noqa: B905 (pairs of neighbours)
-                self._totals[part] += start.elapsed_time(end) / 1000
+                self._spans.append((part, start.elapsed_time(end) / 1000))
             del self._events[:-1]
-        totals, self._totals = self._totals, dict.fromkeys(PARTS, 0.0)
+        spans, self._spans = self._spans, []
+        passes = [i for i, (part, _) in enumerate(spans) if part == "compute_s"] or [0]
+        totals = dict.fromkeys(PARTS, 0.0)
+        for i, (part, seconds) in enumerate(spans):
+            is_outside = part == "pipeline_wait_s" and not passes[0] < i < passes[-1]
+            totals["fill_drain_s" if is_outside else part] += seconds
         return totals
 
 

@@ -18,7 +18,10 @@ import torch.distributed as dist
 
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, model_flops_per_step
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.limit import limit_s, stage_speeds
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.records.run import RunDirectory
@@ -51,17 +54,27 @@ def rank_row(
 
 
 def metrics_line(
-    plan: Plan, tensors: Sequence[torch.Tensor], step: int, unix_time_s: float, fields: Mapping[str, Any]
+    plan: Plan,
+    tensors: Sequence[torch.Tensor],
+    step: int,
+    unix_time_s: float,
+    fields: Mapping[str, Any],
+    speeds: Sequence[float],
 ) -> dict[str, Any]:
     """Return a line of metrics.jsonl, unrounded. holmes_hpc/records/metrics.py has its schema.
 
-    `tensors`: every rank's row; `fields`: further fields of the line.
+    `tensors`: every rank's row; `fields`: further fields of the line; `speeds`: see
+    :func:`speeds_of`.
     """
     rows = [tensor.tolist() for tensor in tensors]
     losses, count = sum(r[_LOSS] for r in rows), sum(r[_COUNT] for r in rows)
     step_time_s = rows[0][_STEP]
     samples_per_s = plan.batch.global_size / step_time_s
     per_gpu = 1e12 * plan.world_size * step_time_s
+    stages = [  # for each stage the mean over its ranks, in seconds; the parts add up to the step's time
+        {part: sum(rows[r][_PARTS + i] for r in ranks) / len(ranks) for i, part in enumerate(PARTS)}
+        for ranks in plan.parallel.stage_ranks
+    ]
     return {
         "step": step,
         "time": unix_time_s,
@@ -75,13 +88,16 @@ def metrics_line(
             plan.model, plan.batch, plan.parallel.vocabulary_parts, plan.recompute
         )
         / per_gpu,
-        "breakdown": [  # for each stage the mean over its ranks, in seconds; the parts add up to the step's time
-            {part: sum(rows[r][_PARTS + i] for r in ranks) / len(ranks) for i, part in enumerate(PARTS)}
-            for ranks in plan.parallel.stage_ranks
-        ],
+        "breakdown": stages,
+        "share_of_limit": limit_s([stage["compute_s"] for stage in stages], speeds) / step_time_s,
         "nic_bytes": sum_by_kind(plan, nic_rows(tensors)),
         "peak_memory_bytes": [int(r[_MEMORY]) for r in rows],
     }
+
+
+def speeds_of(plan: Plan, train: TrainConfig) -> list[float]:
+    """Return the speeds of the plan's stages, relative to each other."""
+    return stage_speeds(Layout.of(plan, Costs(pace_layer_ms=train.pace_layer_ms, pace_factors=train.pace_factors)))
 
 
 def nic_rows(rows: Sequence[torch.Tensor]) -> list[list[float]]:
