@@ -132,6 +132,7 @@ def predict(
         console.as_json(
             {
                 **asdict(predicted),
+                "stage_breakdown": simulation.stage_breakdown_of(plan, costs),
                 "throughput": throughput(plan, steps),
                 "strategy": plan.strategy,
                 "components": plan.layout,
