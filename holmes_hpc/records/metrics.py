@@ -63,6 +63,9 @@ FIELDS: dict[str, Field] = {
         "", "throughput over that of a step in which no rank ever waits: mean `compute_s` by speed over `step_time_s`"
     ),
     "nic_bytes": Field("bytes", "{fabric or ethernet: {tx, rx}}: traffic of all nodes' NICs during the step"),
+    "fabric_bytes": Field(
+        "bytes", "{sending fabric: {receiving fabric: sent}}: payload of TCP between fabrics, if several", always=False
+    ),
     "peak_memory_bytes": Field("bytes", "a list with the peak so far of each rank"),
     "skipped": Field("", "true: the optimizer skipped the step, because its gradients overflowed", always=False),
     "pause_before_s": Field("s", "pause since the previous step, for saving or validation", always=False),

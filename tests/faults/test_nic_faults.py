@@ -262,6 +262,26 @@ def test_slow_rdma_nic(testbed, runs, percent, stops) -> None:
     note(f"RDMA NIC at {percent}% of its rate", "stops" if stops else "continues, with a warning", line)
 
 
+def test_ethernet_that_becomes_slow_under_a_pipeline_edge(testbed, runs) -> None:
+    node = draw("Ethernet at 5%", NODES)
+    trial = Trial(runs, "slow-edge", *HYBRID, "train.steps=2000")
+    trial.stepped(6)
+    with broken(testbed, node, [f"tc {tbf_line('eth0', 2.5)}"], [f"tc {tbf_line('eth0', 50)}"]):
+        slowed = len(trial.run.metrics())
+        trial.wait_for(lambda: bool(trial.texts()), IN_TIME_S)
+        must(subprocess.run([HOLMES, "cancel", str(trial.run.path)], capture_output=True, text=True, check=False))
+        trial.end()
+    line = trial.one_line()
+    match = re.match(
+        rf"warning: nodes {node} and (\w+): Ethernet NICs eth0 [\d.]+ of {node} to eth0 [\d.]+ of \1 ", line
+    )
+    assert match and match[1].rstrip("12") != node.rstrip("12") and "of 50 Mb/s" in line, line
+    assert 3 < int(re.search(r"\((\d+)%", line)[1]) < 7, line
+    before = trial.run.log_path(0).read_text(encoding="utf-8").partition("warning: ")[0]
+    assert int(re.findall(r"step (\d+)/", before)[-1]) <= slowed + 10
+    note("Ethernet NIC under a pipeline edge at 5% of its rate, in mid-run", "continues, with a warning", line)
+
+
 def test_roce_node_labelled_ib(testbed, runs) -> None:
     node = draw("a RoCE node labelled IB", ["roce1", "roce2", "roce3"])
     with lying(testbed, ["ib1", "ib2", node], ["ib3", "ib4"]):
@@ -416,7 +436,7 @@ def test_two_ib_fabrics_with_one_label(testbed, runs, monkeypatch) -> None:
     note("Two InfiniBand fabrics with one label", "stops", line)
 
 
-FAULTS = 16
+FAULTS = 17
 
 
 def page() -> str:

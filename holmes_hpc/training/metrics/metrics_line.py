@@ -28,9 +28,11 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.nic_bytes import sum_by_kind
 
 Write = Callable[[int, Mapping[str, float]], None]
-# The columns of a rank's row: loss sum, loss count, peak memory, step time, seven byte counts, the parts of the step.
+# The columns of a rank's row: loss sum, loss count, peak memory, step time, seven byte counts, the parts of the step,
+# and what the rank has sent to each of its destinations.
 _LOSS, _COUNT, _MEMORY, _STEP, _NIC = 0, 1, 2, 3, 4
 _PARTS = _NIC + 7
+_SENT = _PARTS + len(PARTS)
 
 
 def peak_memory_bytes(cuda: bool) -> int:
@@ -45,11 +47,13 @@ def rank_row(
     parts: Mapping[str, float],
     nic: tuple[float, ...],
     memory: int,
+    sent: Sequence[float] = (),
 ) -> torch.Tensor:
     """Return one rank's row for one step, a vector in fp64. `loss_sum`, `loss_count`: of its micro-batches on the first
-    TP rank of the last stage, else 0; `nic`: see :meth:`Traffic.take`; `memory`: bytes."""
+    TP rank of the last stage, else 0; `nic`: see :meth:`Traffic.take`; `memory`: bytes; `sent`: see
+    :meth:`Destinations.row`."""
     return torch.tensor(
-        [loss_sum, loss_count, memory, step_time_s, *nic, *(parts[p] for p in PARTS)], dtype=torch.float64
+        [loss_sum, loss_count, memory, step_time_s, *nic, *(parts[p] for p in PARTS), *sent], dtype=torch.float64
     )
 
 
@@ -103,6 +107,11 @@ def speeds_of(plan: Plan, train: TrainConfig) -> list[float]:
 def nic_rows(rows: Sequence[torch.Tensor]) -> list[list[float]]:
     """Return every rank's byte counts, as :meth:`Traffic.take` returned them."""
     return [r[_NIC:_PARTS].tolist() for r in rows]
+
+
+def sent_rows(rows: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Return what every rank has sent to its destinations, as :meth:`Destinations.row` returned it."""
+    return [r[_SENT:].tolist() for r in rows]
 
 
 def part_by_rank(rows: list[torch.Tensor], part: str) -> list[float]:
