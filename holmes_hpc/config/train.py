@@ -89,6 +89,10 @@ class TrainConfig:
     tensorboard: Annotated[bool, key("also write metrics for TensorBoard")] = False
     wandb: Annotated[str | None, key("also send metrics to this Weights & Biases project")] = None
     mlflow: Annotated[str | None, key("also send metrics to this MLflow tracking address")] = None
+    openmetrics: Annotated[
+        int | str | None,
+        key("also write live metrics to this file, or serve them on this port of rank 0's node", ge=1, lt=1 << 16),
+    ] = None
     # ends and restarts
     max_restarts: Annotated[
         int,

@@ -83,6 +83,7 @@ REDUNDANT = (
     "train.tensorboard",
     "train.wandb",
     "train.mlflow",
+    "train.openmetrics",
     "train.max_restarts",
     "train.watchdog_s",
     "train.net_timeout_s",

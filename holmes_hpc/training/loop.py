@@ -28,6 +28,7 @@ from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers
 from holmes_hpc.training.metrics.monitors import Monitors
+from holmes_hpc.training.metrics.openmetrics import GpuFigures
 from holmes_hpc.training.model import attention, emulated_layers, gpt, optimizer, replica_check
 from holmes_hpc.training.network import nic_bytes
 from holmes_hpc.training.network.destinations import Destinations
@@ -118,6 +119,7 @@ class Trainer:
         self._speeds = metrics_line.speeds_of(plan, train)
         self.loggers = metrics_line.Loggers(train, session.run) if session.launch.rank == 0 else None
         self.destinations = Destinations(session.plan, session.node_of_rank)
+        self.gpu_figures = GpuFigures(session.device if session.cuda and train.openmetrics is not None else None)
         self.nic_log = nic_bytes.NicLog(session.run.nics, session.launch.node, session.attempt)
         self.last_metrics: dict[str, Any] = {}  # the latest metrics line, on rank 0
         self._gathering: metrics_line.Gathering | None = None
@@ -315,7 +317,7 @@ class Trainer:
                 "header_factors": {k: round(v, 4) for k, v in factors.items()},
             },
         )
-        self.monitors = Monitors(session, self.settings, factors, self.destinations)
+        self.monitors = Monitors(session, self.settings, factors, self.destinations, self.step)
         for kind, factor in factors.items():
             log_line(
                 f"{kind}: {factor:.3f} bytes on the wire per byte of payload"
@@ -345,7 +347,7 @@ class Trainer:
             parts,
             traffic.take(),
             metrics_line.peak_memory_bytes(session.cuda),
-            self.destinations.row(session.launch.rank, traffic),
+            [*self.destinations.row(session.launch.rank, traffic), *self.gpu_figures.read()],
         )
         self.nic_log.add(self.step, traffic.by_nic)
         self._gathering = metrics_line.Gathering(
@@ -376,17 +378,13 @@ class Trainer:
         self.session.run.append_metrics(entry)
         if self.loggers is not None:
             self.loggers.write(entry)
-        for warning in self.monitors.add(rows, self._is_step_only) if self.monitors is not None else ():
-            log_line(str(warning))
+        if self.monitors is not None:
+            for warning in self.monitors.add(rows, entry, self._is_step_only, self.checkpoints.saved_step):
+                log_line(str(warning))
         if step % interval == 0 or step in (1, last_step) or time.monotonic() - self._logged_at > 60:
             self._logged_at = time.monotonic()
             self.watchdog.note_step_logged()
-            norm = entry["grad_norm"]
-            log_line(
-                f"step {step}/{last_step}: loss {entry['loss']:.4f}, grad norm "
-                f"{norm if norm is None else format(norm, '.3f')}, {entry['step_time_s']:.3f} s, "
-                f"{entry['samples_per_s']:.2f} samples/s, {entry['model_tflops_per_gpu']:.3g} model TFLOP/s per GPU"
-            )
+            log_line(metrics_line.log_text(entry, last_step))
 
     def close(self) -> None:
         """Write the rest of the NIC log, wait for stage transfers in progress, and close the loggers."""
@@ -395,3 +393,5 @@ class Trainer:
             self.edges.close()
         if self.loggers is not None:
             self.loggers.close()
+        if self.monitors is not None:
+            self.monitors.close()

@@ -104,6 +104,16 @@ def speeds_of(plan: Plan, train: TrainConfig) -> list[float]:
     return stage_speeds(Layout.of(plan, Costs(pace_layer_ms=train.pace_layer_ms, pace_factors=train.pace_factors)))
 
 
+def log_text(line: Mapping[str, Any], last_step: int) -> str:
+    """Return a metrics line as text for the log."""
+    norm = line["grad_norm"]
+    return (
+        f"step {line['step']}/{last_step}: loss {line['loss']:.4f}, grad norm "
+        f"{norm if norm is None else format(norm, '.3f')}, {line['step_time_s']:.3f} s, "
+        f"{line['samples_per_s']:.2f} samples/s, {line['model_tflops_per_gpu']:.3g} model TFLOP/s per GPU"
+    )
+
+
 def nic_rows(rows: Sequence[torch.Tensor]) -> list[list[float]]:
     """Return every rank's byte counts, as :meth:`Traffic.take` returned them."""
     return [r[_NIC:_PARTS].tolist() for r in rows]

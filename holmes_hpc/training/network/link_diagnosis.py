@@ -370,7 +370,7 @@ def slow_link(link: NodeLink, gbps: float, declared: float, level: str, nics: Se
     a, b = nics
     return Finding(
         level,
-        f"nodes {link.sender} and {link.receiver}",
+        f"nodes {' and '.join(sorted((link.sender, link.receiver)))}",
         f"{_NAMES[link.kind]} NICs {a.text} of {link.sender} to {b.text} of {link.receiver} carry {_rate(gbps)} of "
         f"{_rate(declared)} ({gbps / declared:.0%}; group {link.label})",
         _SLOW_HINT,

@@ -27,7 +27,8 @@ class SlowLinkDetector:
 
     `columns`: for each link, the columns of a step's values that `reduce` makes its seconds; `describe`: returns the
     finding for (link, its median seconds, its earlier seconds). A slow link is reported once, and again after it has
-    recovered. `slow`: the links that are slow now, and their median seconds.
+    recovered. Only the slower direction is: acknowledgements of the other one share it. `slow`: the links that are slow
+    now, by name, and their slowdown.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class SlowLinkDetector:
         self._columns, self.expected_s, self.describe, self._reduce = columns, expected_s, describe, reduce
         self._window: list[Sequence[float]] = []
         self._baseline_s: list[float] = []
-        self.slow: dict[int, float] = {}
+        self.slow: dict[str, float] = {}
 
     def add(self, seconds: Sequence[float]) -> list[Finding]:
         """Add the values of a step. Return findings about slow links at the end of a window, else []."""
@@ -53,16 +54,21 @@ class SlowLinkDetector:
         ]
         self._window.clear()
         self._baseline_s = self._baseline_s or medians_s
-        findings = []
+        slowdowns: list[tuple[float, int, float]] = []
         for link, (median_s, baseline_s, planned_s) in enumerate(
             zip(medians_s, self._baseline_s, self.expected_s, strict=True)
         ):
-            if median_s > max(SLOWDOWN * baseline_s, SLOWDOWN * planned_s, MIN_S):
-                findings += [] if link in self.slow else [self.describe(link, median_s, baseline_s)]
-                self.slow[link] = median_s
+            slowdown = median_s / max(baseline_s, planned_s, MIN_S / SLOWDOWN)
+            if slowdown > SLOWDOWN:
+                slowdowns.append((slowdown, link, median_s))
             else:
-                self.slow.pop(link, None)
                 self._baseline_s[link] = min(baseline_s, median_s)
+        findings, previous, self.slow = [], self.slow, {}
+        for slowdown, link, median_s in sorted(slowdowns, reverse=True):
+            finding = self.describe(link, median_s, self._baseline_s[link])
+            if finding.where not in {**previous, **self.slow}:
+                findings.append(finding)
+            self.slow.setdefault(finding.where, slowdown)
         return findings
 
 
@@ -124,16 +130,14 @@ def slow_edge_detector(plan: Plan, nodes: Sequence[NodeTransports], dtype: str |
         kind, receiver = group.transport.kind, sum(group.ranks) - sender
         if group.kind == "edge" and kind in nodes[receiver].interfaces:
             sent[nodes[sender].interfaces[kind][1], nodes[receiver].interfaces[kind][1]] += amount
-    pools = [(plan.site.pool(plan.places[s].pool), plan.site.pool(plan.places[r].pool)) for s, r, _ in edges.values()]
+    ends = list(edges.values())
+    pools = [(plan.site.pool(plan.places[s].pool), plan.site.pool(plan.places[r].pool)) for s, r, _ in ends]
     senders = Counter(pools)
-    gbps = [
-        plan.site.rate_gbps(kind, *ends, senders[ends])
-        for ends, (_, _, kind) in zip(pools, edges.values(), strict=True)
-    ]
+    gbps = [plan.site.rate_gbps(kind, *pair, senders[pair]) for pair, (_, _, kind) in zip(pools, ends, strict=True)]
     expected_s = [8e-9 * sent[link] / rate for link, rate in zip(edges, gbps, strict=True)]
 
     def describe(number: int, median_s: float, baseline_s: float) -> Finding:
-        sender, receiver, kind = list(edges.values())[number]
+        sender, receiver, kind = ends[number]
         stages = [plan.parallel.coordinates(rank)[0] for rank in (sender, receiver)]
         link = NodeLink(kind, nodes[sender].node, nodes[receiver].node, f"edge of stages {min(stages)},{max(stages)}")
         nics = [Endpoint(*nodes[rank].interfaces[kind][:2]) for rank in (sender, receiver)]

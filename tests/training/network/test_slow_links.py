@@ -91,7 +91,15 @@ def test_a_pipeline_edge_at_a_twentieth_of_its_rate_is_named_within_ten_steps() 
         "warning: nodes ib2 and roce2: Ethernet NICs eth0 10.0.0.1 of ib2 to eth0 10.0.0.3 of roce2 carry "
         f"{gbps * 1000:.3g} Mb/s of 20 Mb/s ({gbps / 0.02:.0%}; group edge of stages 0,1); check its link speed"
     )
-    assert list(edges.slow) == [1] and not findings_of(edges, WINDOW, busy_s) and not edges.slow
+    assert edges.slow == {"nodes ib2 and roce2": pytest.approx(20)}
+    assert not findings_of(edges, WINDOW, busy_s) and not edges.slow
+
+
+def test_only_the_slower_direction_of_a_link_is_named() -> None:
+    edges = slow_edge_detector(plans.plan("ib-a", "roce-a"), NODES, "fp32")
+    findings_of(edges, WINDOW, [0.1] * 4)
+    ((_, finding),) = findings_of(edges, WINDOW, [0.1, 0.5, 0.1, 2.0])
+    assert finding.node == "roce2" and " of roce2 to eth0 10.0.0.1 of ib2 carry" in str(finding)
 
 
 def test_rings_over_two_fabrics_share_the_total_of_their_link() -> None:
