@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from holmes_hpc.schema import check, key, refuse
+from holmes_hpc.schema import Checked, check, key, refuse
+
+
+@dataclass(frozen=True)
+class Profile(Checked, where="train.profile"):
+    """The steps and ranks of which torch's profiler writes a trace."""
+
+    start: Annotated[int, key("first step", ge=1)]
+    stop: Annotated[int, key("last step", ge=1)]
+    ranks: Annotated[tuple[int, ...], key("global ranks", ge=0)] = (0,)
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,10 @@ class TrainConfig:
     ] = None
     checkpoint_async: Annotated[bool, key("write checkpoints during the next steps")] = True
     trace: Annotated[bool, key("write trace/rank-*.jsonl: compute and send times of each micro-batch")] = False
+    profile: Annotated[
+        Profile | None,
+        key("write trace/profile-rank-*.json.gz by torch's profiler: {start: 10, stop: 12, ranks: [0, 4]}; null: none"),
+    ] = None
     tensorboard: Annotated[bool, key("also write metrics for TensorBoard")] = False
     wandb: Annotated[str | None, key("also send metrics to this Weights & Biases project")] = None
     mlflow: Annotated[str | None, key("also send metrics to this MLflow tracking address")] = None
@@ -140,6 +153,11 @@ class TrainConfig:
                 self.min_lr > self.lr,
                 f"train.min_lr is {self.min_lr}",
                 f"use a number from 0 up to lr, which is {self.lr}",
+            ),
+            (
+                self.profile is not None and not self.profile.start <= self.profile.stop <= self.steps,
+                f"train.profile.stop is {self.profile and self.profile.stop}",
+                f"use a step from start up to steps, which is {self.steps}",
             ),
             (
                 self.warmup_steps > end_step,

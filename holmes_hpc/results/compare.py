@@ -84,6 +84,7 @@ REDUNDANT = (
     "train.wandb",
     "train.mlflow",
     "train.openmetrics",
+    "train.profile",
     "train.max_restarts",
     "train.watchdog_s",
     "train.net_timeout_s",

@@ -29,6 +29,7 @@ from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers
 from holmes_hpc.training.metrics.monitors import Monitors
 from holmes_hpc.training.metrics.openmetrics import GpuFigures
+from holmes_hpc.training.metrics.profiler import Profiler
 from holmes_hpc.training.model import attention, emulated_layers, gpt, optimizer, replica_check
 from holmes_hpc.training.network import nic_bytes
 from holmes_hpc.training.network.destinations import Destinations
@@ -90,6 +91,7 @@ class Trainer:
             trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
         world = torch.distributed.group.WORLD
         self.control = session.groups.new(range(plan.world_size), "control", gloo=True) if session.cuda else world
+        self.profiler = Profiler(train.profile, session.run.trace, session.launch.rank, plan.world_size, self.control)
         self.checkpoints = Checkpoints(
             session.run.checkpoints,
             plan,
@@ -160,6 +162,7 @@ class Trainer:
     def run(self, signals: Signals) -> dict[str, Any]:
         """Run the steps up to ``train.steps``, or save and stop early after a signal. Return the last metrics."""
         batches = self.batches(self.training, self.step)
+        self.profiler.start_step(self.step + 1)
         self.session.traffic.take()
         self.breakdown.begin()
         start = time.perf_counter()
@@ -197,6 +200,7 @@ class Trainer:
                 self._finish_checkpoint()
         if interval and (self.step % interval == 0 or self.step == self.settings.steps):
             self._save()
+        self.profiler.start_step(self.step + 1)
         self._pause_s = time.perf_counter() - start
         if self._pause_s < 1e-3:
             self._pause_s = 0.0
@@ -340,15 +344,9 @@ class Trainer:
         """Start the gather of this step's metrics to rank 0, after writing those of the previous step."""
         self._finish_record()
         session, traffic = self.session, self.session.traffic
-        row = metrics_line.rank_row(
-            sum(losses),
-            len(losses),
-            step_time_s,
-            parts,
-            traffic.take(),
-            metrics_line.peak_memory_bytes(session.cuda),
-            [*self.destinations.row(session.launch.rank, traffic), *self.gpu_figures.read()],
-        )
+        nic, memory = traffic.take(), metrics_line.peak_memory_bytes(session.cuda)
+        sent = [*self.destinations.row(session.launch.rank, traffic), *self.gpu_figures.read()]
+        row = metrics_line.rank_row(sum(losses), len(losses), step_time_s, parts, nic, memory, sent)
         self.nic_log.add(self.step, traffic.by_nic)
         self._gathering = metrics_line.Gathering(
             row, session.launch.rank, self.plan.world_size, self.control, self.step, fields
@@ -389,6 +387,7 @@ class Trainer:
     def close(self) -> None:
         """Write the rest of the NIC log, wait for stage transfers in progress, and close the loggers."""
         self.nic_log.write()
+        self.profiler.close()
         if isinstance(self.edges, Edges):
             self.edges.close()
         if self.loggers is not None:

@@ -10,8 +10,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,12 +182,20 @@ class Exporter:
 def to_text(run: str, samples: Iterable[Sample]) -> str:
     """Return samples of a run in OpenMetrics' text format, which node_exporter reads too."""
     families = defaultdict[str, list[str]](list)
-    for name, values, value in samples:
-        kind, labels, text = FAMILIES[name]
-        lines = families[name] = families[name] or [f"# TYPE holmes_{name} {kind}", f"# HELP holmes_{name} {text}"]
-        pairs = ",".join(f"{k}={to_json(str(v))}" for k, v in zip(("run", *labels), (run, *values), strict=True))
-        lines.append(f"holmes_{name}{'_total' if kind == 'counter' else ''}{{{pairs}}} {value}")
-    return "\n".join([*chain.from_iterable(families.values()), "# EOF\n"])
+    for name, labels, value in samples:
+        families[name].append(f"{_sample_name(name, run, *labels)} {value}")
+    heads = {
+        name: f"# TYPE holmes_{name} {FAMILIES[name][0]}\n# HELP holmes_{name} {FAMILIES[name][2]}" for name in families
+    }
+    return "\n".join([*(line for name, lines in families.items() for line in (heads[name], *lines)), "# EOF\n"])
+
+
+@cache
+def _sample_name(name: str, *labels: Any) -> str:
+    """Return the name of a sample with its labels, of which the run is the first. Cached, because it takes longest."""
+    kind, label_names, _ = FAMILIES[name]
+    pairs = ",".join(f"{k}={to_json(str(v))}" for k, v in zip(("run", *label_names), labels, strict=True))
+    return f"holmes_{name}{'_total' if kind == 'counter' else ''}{{{pairs}}}"
 
 
 def serve(port: int, text: Callable[[], str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import time
@@ -147,3 +148,15 @@ def test_figures_that_nvml_lacks_are_left_out(monkeypatch) -> None:
     monkeypatch.setattr(openmetrics.torch.cuda, "utilization", absent)
     assert figures.read()[0] == 0.5  # five seconds are not over
     assert GpuFigures(None).read() == []
+
+
+def test_the_grafana_board_shows_every_family_and_no_other() -> None:
+    board = json.loads((Path(openmetrics.__file__).parent / "grafana.json").read_text(encoding="utf-8"))
+    shown = {
+        (match[1], tuple(re.findall(r"{{(\w+)}}", target["legendFormat"])))
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for match in re.finditer(r"holmes_(\w+?)(?:_total)?{run=~", target["expr"])
+    }
+    assert {name for name, _ in shown} == set(openmetrics.FAMILIES)
+    assert all(set(labels) <= {"run", *openmetrics.FAMILIES[name][1]} for name, labels in shown)
