@@ -89,29 +89,28 @@ class TrainConfig:
     checkpoint_dir: Annotated[
         str | None,
         key(
-            "folder in which each run has a subfolder of its name for checkpoints, e.g. on "
-            "another file system that all nodes share; null: the run directory"
+            "folder on a file system that all nodes share, with a subfolder of checkpoints for each run; null: the run "
+            "directory"
         ),
     ] = None
     checkpoint_async: Annotated[bool, key("write checkpoints during the next steps")] = True
     trace: Annotated[bool, key("write trace/rank-*.jsonl: compute and send times of each micro-batch")] = False
     profile: Annotated[
         Profile | None,
-        key("write trace/profile-rank-*.json.gz by torch's profiler: {start: 10, stop: 12, ranks: [0, 4]}; null: none"),
+        key("torch's profiler writes trace/profile-rank-*.json.gz: {start: 10, stop: 12, ranks: [0, 4]}"),
     ] = None
     tensorboard: Annotated[bool, key("also write metrics for TensorBoard")] = False
     wandb: Annotated[str | None, key("also send metrics to this Weights & Biases project")] = None
     mlflow: Annotated[str | None, key("also send metrics to this MLflow tracking address")] = None
     openmetrics: Annotated[
-        int | str | None,
-        key("also write live metrics to this file, or serve them on this port of rank 0's node", ge=1, lt=1 << 16),
+        int | str | None, key("file of live metrics, or port of rank 0's node that serves them", ge=1, lt=1 << 16)
     ] = None
     # ends and restarts
     max_restarts: Annotated[
         int,
         key(
-            "restarts after a failed rank or node, as long as the run makes new steps; "
-            "restarts after preemption or the time limit do not count",
+            "restarts after a failed rank or node while the run makes new steps; those after preemption or the time "
+            "limit do not count",
             ge=0,
         ),
     ] = 0
@@ -126,8 +125,8 @@ class TrainConfig:
     pace_layer_ms: Annotated[
         float | None,
         key(
-            "emulated compute: each transformer layer's forward pass takes this long by waiting, its "
-            "backward pass twice as long; noted in every record; null: off",
+            "emulated compute: each layer's forward pass takes this long by waiting, its "
+            "backward pass twice as long; null: off",
             unit="ms",
             gt=0,
         ),

@@ -64,7 +64,7 @@ FIELDS: dict[str, Field] = {
     ),
     "nic_bytes": Field("bytes", "{fabric or ethernet: {tx, rx}}: traffic of all nodes' NICs during the step"),
     "fabric_bytes": Field(
-        "bytes", "{sending fabric: {receiving fabric: sent}}: payload of TCP between fabrics, if several", always=False
+        "bytes", "{sending fabric: {receiving fabric: sent}}: payload of TCP between fabrics", always=False
     ),
     "peak_memory_bytes": Field("bytes", "a list with the peak so far of each rank"),
     "skipped": Field("", "true: the optimizer skipped the step, because its gradients overflowed", always=False),

@@ -277,7 +277,7 @@ def test_ethernet_that_becomes_slow_under_a_pipeline_edge(testbed, runs) -> None
     assert 3 < int(re.search(r"\((\d+)%", line)[1]) < 7, line
     before = trial.run.log_path(0).read_text(encoding="utf-8").partition("warning: ")[0]
     assert int(re.findall(r"step (\d+)/", before)[-1]) <= slowed + 10
-    note("Ethernet NIC under a pipeline edge at 5% of its rate, in mid-run", "continues, with a warning", line)
+    note("Ethernet NIC under a pipeline edge at 5%, in mid-run", "continues, with a warning", line)
 
 
 def test_roce_node_labelled_ib(testbed, runs) -> None:
