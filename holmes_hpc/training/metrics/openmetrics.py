@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 EVERY_S = 5.0  # between two writes
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 GPU_FIGURES = ("gpu_utilization_ratio", "gpu_power_watts", "gpu_temperature_celsius", "gpu_memory_bytes")
-LINE_FIELDS = {"step": "step", "step_seconds": "step_time_s", "loss": "loss", "tokens_per_second": "tokens_per_s"}
+LINE_FIELDS = {
+    "step": "step",
+    "step_seconds": "step_time_s",
+    "loss": "loss",
+    "tokens_per_second": "tokens_per_s",
+    "share_of_limit_ratio": "share_of_limit",
+}
 FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {  # kind, labels, help
     "step": ("gauge", (), "last step"),
     "steps": ("gauge", (), "train.steps"),
@@ -38,6 +44,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {  # kind, labels, help
     "loss": ("gauge", (), "mean over the batch"),
     "tokens_per_second": ("gauge", (), "over all ranks"),
     "mfu_ratio": ("gauge", (), "model FLOP/s by the peak of the GPUs"),
+    "share_of_limit_ratio": ("gauge", (), "throughput by that of a step in which no rank waits"),
     "goodput_ratio": ("gauge", (), "seconds of steps that counted by seconds since the run was created"),
     "restarts": ("gauge", (), "attempts before this one"),
     "checkpoint_step": ("gauge", (), "step of the last checkpoint"),

@@ -33,6 +33,7 @@ def line(step: int, time_s: float = 0.0) -> dict:
         "loss": 3.5,
         "tokens_per_s": 64.0,
         "model_tflops_per_gpu": 0.01,
+        "share_of_limit": 0.75,
         "breakdown": [dict.fromkeys(PARTS, 0.25), dict.fromkeys(PARTS, 0.5)],
         "nic_bytes": {"ethernet": {"tx": 7, "rx": 5}},
         "fabric_bytes": {"ib-0": {"roce-1": 30}, "roce-1": {"ib-0": 40}},
@@ -73,6 +74,7 @@ def test_the_file_has_the_last_steps_figures_and_the_attempts_sums(run: RunDirec
     metrics.write()
     values = samples(path.read_text())
     assert values["step{}"] == 3 and values["steps{}"] == 9 and values["loss{}"] == 3.5
+    assert values["share_of_limit_ratio{}"] == 0.75
     assert values["mfu_ratio{}"] == pytest.approx(0.01 / PLAN.site.pools[0].gpu.peak_tflops)
     assert values['part_seconds{stage="1",part="compute"}'] == 0.5
     assert values['nic_bytes_total{network="ethernet",direction="tx"}'] == 21
