@@ -321,7 +321,7 @@ class Trainer:
                 "header_factors": {k: round(v, 4) for k, v in factors.items()},
             },
         )
-        self.monitors = Monitors(session, self.settings, factors, self.destinations, self.step)
+        self.monitors = Monitors(session, self.settings, factors, self.destinations, self.checkpoints)
         for kind, factor in factors.items():
             log_line(
                 f"{kind}: {factor:.3f} bytes on the wire per byte of payload"
@@ -377,7 +377,7 @@ class Trainer:
         if self.loggers is not None:
             self.loggers.write(entry)
         if self.monitors is not None:
-            for warning in self.monitors.add(rows, entry, self._is_step_only, self.checkpoints.saved_step):
+            for warning in self.monitors.add(rows, entry, self._is_step_only):
                 log_line(str(warning))
         if step % interval == 0 or step in (1, last_step) or time.monotonic() - self._logged_at > 60:
             self._logged_at = time.monotonic()

@@ -193,7 +193,7 @@ def note(fault: str, happens: str, line: str) -> None:
 
 
 def test_a_healthy_run_says_nothing_and_its_counters_match_the_plan(testbed, runs) -> None:
-    trial = Trial(runs, "healthy", *HYBRID, "train.steps=13")
+    trial = Trial(runs, "healthy", *HYBRID, "train.steps=13", "train.openmetrics=live.prom")
     trial.started()
     assert trial.end() == 0, trial.out
     assert trial.texts() == set()
@@ -203,6 +203,13 @@ def test_a_healthy_run_says_nothing_and_its_counters_match_the_plan(testbed, run
     for kind, planned in plan.predicted.nic_bytes_per_step.items():
         counted = sum(m["nic_bytes"][kind]["tx"] for m in steps) / len(steps) / factors[kind]
         assert counted == pytest.approx(planned, rel=0.05), kind
+    live = (trial.run.path / "live.prom").read_text()
+    for a, b in (("ib-a", "roce-a"), ("roce-a", "ib-a")):
+        counted, planned = (
+            float(re.search(rf'holmes_fabric_{name}_total{{run="healthy",sender="{a}",receiver="{b}"}} (.*)', live)[1])
+            for name in ("bytes", "planned_bytes")
+        )
+        assert counted == sum(m["fabric_bytes"][a][b] for m in trial.run.metrics()) == pytest.approx(planned, rel=0.05)
     logs = [
         [json.loads(line) for line in (trial.run.nics / f"{node}.jsonl").read_text().splitlines()] for node in NODES
     ]

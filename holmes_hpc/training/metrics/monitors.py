@@ -16,16 +16,22 @@ from holmes_hpc.training.network.slow_links import slow_edge_detector, slow_link
 from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
 
 if TYPE_CHECKING:
+    from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
     from holmes_hpc.training.session import Session
 
 
 class Monitors:
     """The monitors of a session, which export ``train.openmetrics`` too.
 
-    `factors`: see :class:`holmes_hpc.training.network.audit.Audit`; `step`: after which the attempt starts."""
+    `factors`: see :class:`holmes_hpc.training.network.audit.Audit`; `checkpoints`: see :class:`Exporter`."""
 
     def __init__(
-        self, session: Session, train: TrainConfig, factors: Mapping[str, float], destinations: Destinations, step: int
+        self,
+        session: Session,
+        train: TrainConfig,
+        factors: Mapping[str, float],
+        destinations: Destinations,
+        checkpoints: Checkpoints,
     ) -> None:
         plan, nodes = session.plan, session.node_of_rank
         self.one_host, self._destinations = nodes[0].one_host, destinations
@@ -38,13 +44,11 @@ class Monitors:
             self._audit = Audit(plan, nodes, factors, train.dtype)
             self._links = slow_link_detector(plan, nodes, factors, train.dtype)
             self._edges = slow_edge_detector(plan, nodes, train.dtype)
-        self._exporter = None if train.openmetrics is None else Exporter(session, train, factors, step)
+        self._exporter = None if train.openmetrics is None else Exporter(session, train, factors, checkpoints)
 
-    def add(
-        self, rows: list[torch.Tensor], line: Mapping[str, Any], is_step_only: bool, saved_step: int
-    ) -> Iterator[object]:
+    def add(self, rows: list[torch.Tensor], line: Mapping[str, Any], is_step_only: bool) -> Iterator[object]:
         """Add a step; yield warnings. `line`: its line of metrics.jsonl; `is_step_only`: no checkpoint or validation
-        has added traffic or time; `saved_step`: of the last checkpoint."""
+        has added traffic or time."""
         sent = sent_rows(rows)
         if not self.one_host:
             yield from self._audit.add(nic_rows(rows), is_step_only)
@@ -54,7 +58,7 @@ class Monitors:
         yield from self._stragglers.add(part_by_rank(rows, "compute_s"))
         if self._exporter is not None:
             slow = {} if self.one_host else {**self._links.slow, **self._edges.slow}
-            self._exporter.add(line, slow, [row[self._destinations.width :] for row in sent], saved_step)
+            self._exporter.add(line, slow, [row[self._destinations.width :] for row in sent])
 
     def close(self) -> None:
         """Write the metrics of the last step."""

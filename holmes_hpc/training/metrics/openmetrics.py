@@ -25,6 +25,7 @@ from holmes_hpc.training.network.destinations import planned_fabric_bytes
 from holmes_hpc.training.rank.log import log_line
 
 if TYPE_CHECKING:
+    from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
     from holmes_hpc.training.session import Session
 
 EVERY_S = 5.0  # between two writes
@@ -100,17 +101,19 @@ def useful_seconds(run: RunDirectory, step: int) -> float:
 class Exporter:
     """The exporter of ``train.openmetrics``. If it cannot write or listen, training goes on with one warning.
 
-    `factors`: bytes on the wire per byte of payload, by network; `step`: after which the attempt starts."""
+    `factors`: bytes on the wire per byte of payload, by network; `checkpoints`: of the run."""
 
-    def __init__(self, session: Session, train: TrainConfig, factors: Mapping[str, float], step: int) -> None:
-        plan, run = session.plan, session.run
+    def __init__(
+        self, session: Session, train: TrainConfig, factors: Mapping[str, float], checkpoints: Checkpoints
+    ) -> None:
+        plan, run, self._checkpoints = session.plan, session.run, checkpoints
         self._constants = {"steps": train.steps, "restarts": session.attempt - 1}
         predicted = plan.predicted.nic_bytes_per_step if plan.predicted is not None else {}
         self._planned = {network: amount * factors.get(network, 1.0) for network, amount in predicted.items()}
         self._planned_between = planned_fabric_bytes(plan, train.dtype)
         self._peak_tflops = statistics.fmean(plan.site.pool(place.pool).gpu.peak_tflops for place in plan.places)
         self._submitted = datetime.fromisoformat(run.read_run()["created"]).timestamp()
-        self._run_name, self._useful_s = run.name, useful_seconds(run, step)
+        self._run_name, self._useful_s = run.name, useful_seconds(run, checkpoints.saved_step)
         self._totals = defaultdict[tuple[str, ...], float](float)  # of this attempt's steps, by family and labels
         self._latest: tuple[Any, ...] | None = None  # arguments of :meth:`add`
         self._text, self._written_at, self._has_failed = "", -math.inf, False
@@ -122,13 +125,10 @@ class Exporter:
                 hint = "training goes on without these metrics; resume with another train.openmetrics"
                 log_line(f"warning: port {train.openmetrics}: {e.strerror or e}; {hint}")
 
-    def add(
-        self, line: Mapping[str, Any], slow: Mapping[str, float], gpus: Sequence[Sequence[float]], saved_step: int
-    ) -> None:
+    def add(self, line: Mapping[str, Any], slow: Mapping[str, float], gpus: Sequence[Sequence[float]]) -> None:
         """Add a step, and write its metrics if the last write is five seconds old.
 
-        `line`: the step's of metrics.jsonl; `slow`: slow link -> its slowdown; `gpus`: every rank's GPU figures;
-        `saved_step`: of the last checkpoint.
+        `line`: the step's of metrics.jsonl; `slow`: slow link -> its slowdown; `gpus`: every rank's GPU figures.
         """
         self._useful_s += line["step_time_s"]
         for network, amount in self._planned.items():
@@ -141,7 +141,7 @@ class Exporter:
             for key, amounts in sums.items():
                 for other, amount in amounts.items():
                     self._totals[name, key, other] += amount
-        self._latest = line, slow, gpus, saved_step
+        self._latest = line, slow, gpus
         if time.monotonic() - self._written_at >= EVERY_S:
             self.write()
 
@@ -160,14 +160,14 @@ class Exporter:
                 self._has_failed = True
 
     def _samples(
-        self, line: Mapping[str, Any], slow: Mapping[str, float], gpus: Sequence[Sequence[float]], saved_step: int
+        self, line: Mapping[str, Any], slow: Mapping[str, float], gpus: Sequence[Sequence[float]]
     ) -> list[Sample]:
         return [
             *((name, (), value) for name, value in self._constants.items()),
             *((name, (), line[key]) for name, key in LINE_FIELDS.items()),
             ("mfu_ratio", (), line["model_tflops_per_gpu"] / self._peak_tflops),
             ("goodput_ratio", (), self._useful_s / max(line["time"] - self._submitted, self._useful_s)),
-            ("checkpoint_step", (), saved_step),
+            ("checkpoint_step", (), self._checkpoints.saved_step),
             ("slow_links", (), len(slow)),
             *(("slow_link_ratio", (link,), ratio) for link, ratio in slow.items()),
             *(

@@ -46,9 +46,9 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "one")
 
 
-def exporter(run: RunDirectory, target: int | str, attempt: int = 1, step: int = 0) -> Exporter:
-    session = SimpleNamespace(plan=PLAN, run=run, attempt=attempt)
-    return Exporter(session, TrainConfig(steps=9, openmetrics=target, dtype="fp32"), {"ethernet": 1.5}, step)  # type: ignore[arg-type]
+def exporter(run: RunDirectory, target: int | str, attempt: int = 1, saved_step: int = 0) -> Exporter:
+    session, checkpoints = SimpleNamespace(plan=PLAN, run=run, attempt=attempt), SimpleNamespace(saved_step=saved_step)
+    return Exporter(session, TrainConfig(steps=9, openmetrics=target, dtype="fp32"), {"ethernet": 1.5}, checkpoints)  # type: ignore[arg-type]
 
 
 def samples(text: str) -> dict[str, float]:
@@ -66,10 +66,10 @@ def samples(text: str) -> dict[str, float]:
 
 def test_the_file_has_the_last_steps_figures_and_the_attempts_sums(run: RunDirectory, monkeypatch) -> None:
     monkeypatch.setattr(openmetrics, "EVERY_S", 60.0)
-    metrics, path = exporter(run, "holmes.prom"), run.path / "holmes.prom"
+    metrics, path = exporter(run, "holmes.prom", saved_step=2), run.path / "holmes.prom"
     gpus = [[0.5, 300.0, 60.0, 1e9], [float("nan")] * 4, [0.25, 200.0, float("nan"), 2e9], [0.0] * 4]
     for step in (1, 2, 3):
-        metrics.add(line(step), {"nodes ib1 and roce1": 20.0}, gpus, saved_step=2)
+        metrics.add(line(step), {"nodes ib1 and roce1": 20.0}, gpus)
         assert samples(path.read_text())["step{}"] == 1  # the next write is due after a minute
     metrics.write()
     values = samples(path.read_text())
@@ -97,8 +97,8 @@ def test_goodput_counts_each_step_once_from_the_submission_on(run: RunDirectory)
     for step in (1, 2, 3, 4):
         run.append_metrics({"step": step, "attempt": 1, "step_time_s": 10.0})
     submitted = time.time()
-    metrics = exporter(run, "m.prom", attempt=2, step=3)  # step 4 is lost
-    metrics.add(line(4, submitted + 64.0), {}, [[]] * 4, 3)
+    metrics = exporter(run, "m.prom", attempt=2, saved_step=3)  # step 4 is lost
+    metrics.add(line(4, submitted + 64.0), {}, [[]] * 4)
     values = samples((run.path / "m.prom").read_text())
     assert values["goodput_ratio{}"] == pytest.approx((3 * 10 + 2) / 64, rel=0.03) and values["restarts{}"] == 1
 
@@ -111,7 +111,7 @@ def test_a_port_serves_the_metrics_and_a_busy_one_is_one_warning(run: RunDirecto
             f".*warning: port {port}: Address already in use; training goes on without .*\n", capsys.readouterr().out
         )
     metrics = exporter(run, port)
-    metrics.add(line(5), {}, [[]] * 4, 0)
+    metrics.add(line(5), {}, [[]] * 4)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
         assert response.headers["Content-Type"] == CONTENT_TYPE
         assert samples(response.read().decode())["step{}"] == 5
@@ -121,12 +121,12 @@ def test_a_port_serves_the_metrics_and_a_busy_one_is_one_warning(run: RunDirecto
 def test_a_file_that_cannot_be_written_is_one_warning(run: RunDirectory, capsys, monkeypatch) -> None:
     monkeypatch.setattr(openmetrics, "EVERY_S", 0.0)
     metrics = exporter(run, "missing/m.prom")
-    metrics.add(line(1), {}, [[]] * 4, 0)
-    metrics.add(line(2), {}, [[]] * 4, 0)
+    metrics.add(line(1), {}, [[]] * 4)
+    metrics.add(line(2), {}, [[]] * 4)
     out = capsys.readouterr().out
     assert out.count("warning: ") == 1 and "missing/m.prom: No such file or directory; training goes on" in out
     (run.path / "missing").mkdir()
-    metrics.add(line(3), {}, [[]] * 4, 0)
+    metrics.add(line(3), {}, [[]] * 4)
     assert samples((run.path / "missing" / "m.prom").read_text())["step{}"] == 3
 
 
