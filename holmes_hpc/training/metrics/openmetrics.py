@@ -19,7 +19,7 @@ import torch
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import to_json, write_whole
-from holmes_hpc.records.rates import number
+from holmes_hpc.records.rates import finite, number
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.destinations import planned_fabric_bytes
 from holmes_hpc.training.rank.log import log_line
@@ -94,8 +94,7 @@ class GpuFigures:
 
 def useful_seconds(run: RunDirectory, step: int) -> float:
     """Return the seconds of the recorded steps up to `step`, which later attempts do not repeat."""
-    times = (number(line.get("step_time_s")) for line in run.metrics() if line["step"] <= step)
-    return sum(seconds for seconds in times if math.isfinite(seconds))
+    return float(finite([number(line.get("step_time_s")) for line in run.metrics() if line["step"] <= step]).sum())
 
 
 class Exporter:

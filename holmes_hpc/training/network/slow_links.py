@@ -113,28 +113,26 @@ def slow_link_detector(
 def slow_edge_detector(plan: Plan, nodes: Sequence[NodeTransports], dtype: str | None) -> SlowLinkDetector:
     """Return the detector of pipeline edges over slow TCP connections, for a plan whose ranks run on `nodes`.
 
-    It takes :meth:`Destinations.edge_seconds`. A link is the pair of NICs of two nodes; its
-    busiest connection counts. Edges over RDMA without TCP are not seen.
+    It takes :meth:`Destinations.edge_seconds`. A link is the pair of NICs of two nodes; its busiest connection counts.
+    Edges over RDMA without TCP are not seen.
     """
-    receivers, columns = edge_receivers(plan, nodes), defaultdict[tuple[str, str], list[int]](list)
-    edges: dict[tuple[str, str], tuple[int, int, str]] = {}  # two addresses -> sender, receiver, transport kind
-    column = 0
-    for sender, peers in enumerate(receivers):
-        for address, (receiver, kind) in peers.items():
-            link = nodes[sender].interfaces[kind][1], address
-            columns[link].append(column)
-            edges.setdefault(link, (sender, receiver, kind))
-            column += 1
-    sent = defaultdict[tuple[str, str], float](float)
+
+    def addresses(sender: int, receiver: int, kind: str) -> tuple[str, str]:
+        return nodes[sender].interfaces[kind][1], nodes[receiver].interfaces[kind][1]
+
+    edges = [(s, r, kind) for s, peers in enumerate(edge_receivers(plan, nodes)) for r, kind in peers.values()]
+    columns, sent = defaultdict[tuple[str, str], list[int]](list), defaultdict[tuple[str, str], float](float)
+    for column, edge in enumerate(edges):
+        columns[addresses(*edge)].append(column)
     for group, sender, amount in planned_bytes(plan, dtype):
         kind, receiver = group.transport.kind, sum(group.ranks) - sender
         if group.kind == "edge" and kind in nodes[receiver].interfaces:
-            sent[nodes[sender].interfaces[kind][1], nodes[receiver].interfaces[kind][1]] += amount
-    ends = list(edges.values())
+            sent[addresses(sender, receiver, kind)] += amount
+    ends = [edges[first] for first, *_ in columns.values()]
     pools = [(plan.site.pool(plan.places[s].pool), plan.site.pool(plan.places[r].pool)) for s, r, _ in ends]
     senders = Counter(pools)
     gbps = [plan.site.rate_gbps(kind, *pair, senders[pair]) for pair, (_, _, kind) in zip(pools, ends, strict=True)]
-    expected_s = [8e-9 * sent[link] / rate for link, rate in zip(edges, gbps, strict=True)]
+    expected_s = [8e-9 * sent[link] / rate for link, rate in zip(columns, gbps, strict=True)]
 
     def describe(number: int, median_s: float, baseline_s: float) -> Finding:
         sender, receiver, kind = ends[number]
