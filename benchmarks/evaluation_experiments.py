@@ -3,7 +3,8 @@
 Three regimes have targets, fixed beforehand: paper-like, light, heavy. They differ by transfer ratio: the one-way
 transfer time of one micro-batch's activations over Ethernet, divided by a stage's compute time for it (forward and
 backward). Within a regime all systems have the same TP 1, PP 2 (3 on three fabrics), DP, batch, emulated layer time and
-nodes, and 32 micro-batches per pipeline. Three regimes have no target: 12 micro-batches (also the demo's), 6, and no
+nodes, and 32 micro-batches per pipeline. The planner chooses virtual stages, and whether the optimizer is sharded, for
+all of them. Three regimes have no target: 12 micro-batches (also the demo's), 6, and no
 emulated compute.
 """
 
@@ -18,7 +19,7 @@ from holmes_hpc.testbed.topology import read
 
 MICRO_BATCHES, STEPS, REPEATS, PAIRS, PACE_MS = 32, 3, 3, 10, 9.0
 LAYERS, SEQUENCE, ETHERNET_MBIT = 18, 16, read("evaluation").ethernet_mbit
-LAYOUT = ("plan.tp=1", "plan.virtual_stages=1", "plan.recompute=none")
+LAYOUT = ("plan.tp=1", "plan.recompute=none")
 COMMON = (
     f"batch.sequence_length={SEQUENCE}",
     f"model.max_positions={SEQUENCE}",
@@ -34,7 +35,7 @@ COMMON = (
 EMULATED = f"emulated compute (except unpaced): {PACE_MS:g} ms per layer forward, twice that backward"
 
 # Regime -> the least throughput of hybrid, as a share of the mean of InfiniBand and RoCE and as a multiple of
-# Megatron-LM with overlap. In heavy, Ethernet reaches at most half of InfiniBand's throughput.
+# Megatron-LM with its best options. In heavy, Ethernet reaches at most half of InfiniBand's throughput.
 TARGETS = {"paper-like": (0.98, 1.4), "light": (0.99, None), "heavy": (None, 1.7)}
 PAIRED = ("paper-like", 4)  # (regime, nodes) with ten pairs
 DEMO = "paper-like-12"  # the regime of `make demo`
@@ -75,16 +76,21 @@ REGIMES = {
         Regime("unpaced", 48, 11, pace_ms=None),
     )
 }
+# Overlap, and what the planner predicts to be faster: 1F1B or interleaved, the optimizer sharded or not.
+BASELINE = "Megatron-LM, best options"
+# Reductions inside each fabric over RDMA, then across: Megatron-Core's num_distributed_optimizer_instances.
+HIERARCHICAL = "hierarchical data parallel"
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "holmes": (),
-    "Megatron-LM": (
+    "Megatron-LM without overlap": (
         "plan.transport=single",
         "plan.partition=uniform",
         "plan.schedule=1f1b",
         "train.overlap_grad_reduce=false",
         "train.overlap_param_gather=false",
     ),
-    "Megatron-LM, overlap": ("plan.transport=single", "plan.partition=uniform", "plan.schedule=1f1b"),
+    BASELINE: ("plan.transport=single", "plan.partition=uniform"),
+    HIERARCHICAL: ("plan.strategy=hierarchical-dp", "plan.partition=uniform", "plan.pp=null"),
     "proportional layers": ("plan.partition=proportional", "plan.schedule=1f1b"),
     "without running ahead": ("plan.schedule=1f1b",),
     "without uneven layers": ("plan.partition=uniform",),
@@ -139,6 +145,7 @@ class Experiment:
             f"plan.nodes={nodes_override(self.environment, self.nodes)}",
             *(layout if self.system != FREE else ()),
             *SYSTEMS.get(self.system, ()),
+            *((f"plan.schedule={MEGATRON_SCHEDULES[self.regime]}",) if self.system == HIERARCHICAL else ()),
         ]
 
     @property
@@ -153,10 +160,13 @@ class Experiment:
         return "-".join(fields).lower().replace("'", "").replace(",", "").replace(" ", "-")
 
 
+MEGATRON_SCHEDULES = {"heavy": "1f1b"} | dict.fromkeys(  # the faster one for HIERARCHICAL, by prediction
+    ("paper-like", "light", "paper-like-12", "paper-like-6", "unpaced"), "interleaved"
+)
 FREE = "the planner's free choice"  # only nodes, batch and layer time are fixed
 ENVIRONMENTS = ("hybrid", "IB", "RoCE", "Ethernet")
-COMPARED = ("holmes", "Megatron-LM, overlap")  # on one fabric they differ only by schedule: the faster is the reference
-MIXED = ("holmes", "proportional layers", "Megatron-LM, overlap")  # in environments whose stages can differ
+COMPARED = ("holmes", BASELINE)  # on one fabric they differ only by schedule: the faster is the reference
+MIXED = ("holmes", "proportional layers", BASELINE, HIERARCHICAL)  # in environments whose stages can differ
 
 
 def environments_at(regime: str, nodes: int) -> Iterator[Experiment]:
@@ -187,7 +197,7 @@ def parts() -> dict[str, list[tuple[int, Experiment]]]:
     for nodes in (4, 8):
         secondary += [
             Experiment("paper-like", "hybrid", nodes, system)
-            for system in ("Megatron-LM", *(s for s in SYSTEMS if s.startswith("without")))
+            for system in ("Megatron-LM without overlap", *(s for s in SYSTEMS if s.startswith("without")))
         ]
     without_target = [c for regime in ("paper-like-6", "unpaced") for c in environments_at(regime, 4)]
     demo = [Experiment(DEMO, where, 4, "holmes") for where in ENVIRONMENTS[:3]] + [

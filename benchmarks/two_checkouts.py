@@ -1,11 +1,15 @@
-"""Compare the speed of two checkouts: the demo's main job, or an experiment of each regime of the evaluation.
+"""Compare the speed of two checkouts: the demo's main job, or experiments of the evaluation.
 
     holmes testbed up evaluation; eval "$(holmes testbed env)"
-    python benchmarks/two_checkouts.py OLD/.venv/bin/holmes NEW/.venv/bin/holmes [--pairs 5] [--steps 8] [--jobs light]
+    python benchmarks/two_checkouts.py OLD/.venv/bin/holmes NEW/.venv/bin/holmes [--pairs 5] [--steps 8] \\
+        [--jobs light,paper-like:RoCE] [--add KEY=VALUE] [--out FILE]
 
-Runs alternate: old, new, new, old, … A run's figure is the median of its step times without the first. Prints each
-pair, and the median ratio old/new with its 95% interval (results.statistics.repeats_interval); above 1 the new checkout
-is faster. The job `demo` needs the testbed's default topology, the regimes need `evaluation`.
+A job is a regime of the evaluation, with its environment (hybrid without one). Runs alternate: old, new, new, old, … A
+run's figure is the median of its step times without the first. Prints each pair, the median ratio old/new with its 95%
+interval (results.statistics.repeats_interval; above 1 the new checkout is faster), and of emulated compute the share of
+the limit: the step time if every layer took its pace and no rank waited, over the step time. `--add`: overrides for the
+new checkout. `--out`: appends a line of JSON for each run. The job `demo` needs the testbed's default topology, the
+regimes need `evaluation`.
 """
 
 from __future__ import annotations
@@ -17,26 +21,39 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from evaluation_experiments import REGIMES, Experiment
+import yaml
+from evaluation_experiments import LAYERS, REGIMES, Experiment
 
+from holmes_hpc.planning.plan.plan_file import flatten
 from holmes_hpc.results.statistics import repeats_interval
 
 DEMO = ("plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "plan.schedule=1f1b", "train.pace_layer_ms=10")
 
 
-def overrides(job: str) -> list[str]:
-    """Return the overrides of the demo's first job, or of a regime's hybrid environment on four nodes."""
-    return [*DEMO] if job == "demo" else Experiment(job, "hybrid", 4, "holmes").overrides
+def experiment(job: str) -> Experiment:
+    regime, _, environment = job.partition(":")
+    return Experiment(regime, environment or "hybrid", 4, "holmes")
 
 
-def step_s(holmes: str, job: str, steps: int, run_dir: Path) -> float:
-    """Run a job; return the median of its step times without the first, in seconds."""
+def limit_s(job: str) -> float | None:
+    """Return the seconds of a step of paced layers in which no rank waits; None without emulated compute."""
+    regime = REGIMES.get(experiment(job).regime)
+    if regime is None or regime.pace_ms is None:
+        return None
+    return regime.micro_batches * LAYERS * 3 * regime.pace_ms / 1000 / experiment(job).stages
+
+
+def run(holmes: str, job: str, added: Sequence[str], run_dir: Path) -> dict[str, Any]:
+    """Run a job; return its figures: the median step time without the first step, losses, layers, and predictions."""
     path = f"{Path(holmes).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "HOLMES_RUNS": str(run_dir.parent), "PATH": path}
+    overrides = DEMO if job == "demo" else experiment(job).overrides
     process = subprocess.run(
-        [holmes, "run", f"run_dir={run_dir}", *overrides(job), f"train.steps={steps}"],
+        [holmes, "run", f"run_dir={run_dir}", *overrides, *added],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -45,8 +62,22 @@ def step_s(holmes: str, job: str, steps: int, run_dir: Path) -> float:
     )
     if process.returncode:
         raise SystemExit(f"{holmes}: {job} failed:\n{process.stdout[-2000:]}")
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return statistics.median(json.loads(line)["step_time_s"] for line in lines[1:])
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    plan = flatten(yaml.safe_load((run_dir / "plan.yaml").read_text()))
+    step_s = statistics.median(line["step_time_s"] for line in lines[1:])
+    return {
+        "job": job,
+        "holmes": holmes,
+        "added": list(added),
+        "step_s": step_s,
+        "of_limit": limit / step_s if (limit := limit_s(job)) else None,
+        "predicted_s": plan["predicted"]["step_time_s"],
+        "layers": [stage["layers"] for stage in plan["stages"]],
+        "sharded": plan["parallel"].get("distributed_optimizer", True),
+        "losses": [line["loss"] for line in lines],
+        "compute_s": [stage["compute_s"] for stage in lines[-1]["breakdown"]],
+        "peak_memory_bytes": lines[-1]["peak_memory_bytes"],
+    }
 
 
 def main() -> None:
@@ -56,28 +87,36 @@ def main() -> None:
     options.add_argument("--pairs", type=int, default=5)
     options.add_argument("--jobs", default=",".join(REGIMES))
     options.add_argument("--steps", type=int, default=8)
+    options.add_argument("--add", action="append", default=[])
+    options.add_argument("--out", type=Path)
     arguments = options.parse_args()
     print(
-        f"inputs: old {arguments.old}, new {arguments.new}, {arguments.pairs} pairs, {arguments.steps} steps; "
-        "hybrid, 4 nodes; shaped NICs, emulated compute except in unpaced",
+        f"inputs: old {arguments.old}, new {arguments.new} {' '.join(arguments.add)}, {arguments.pairs} pairs, "
+        f"{arguments.steps} steps; 4 nodes; shaped NICs, emulated compute except in unpaced",
         flush=True,
     )
+    checkouts = {"old": arguments.old, "new": arguments.new}
     for job in arguments.jobs.split(","):
-        ratios = []
+        pairs = []
         for pair in range(arguments.pairs):
-            step_times: dict[str, float] = {}
-            for holmes in (arguments.old, arguments.new) if pair % 2 == 0 else (arguments.new, arguments.old):
+            figures = {}
+            for name in ("old", "new") if pair % 2 == 0 else ("new", "old"):
+                added = [f"train.steps={arguments.steps}", *(arguments.add if name == "new" else ())]
                 with tempfile.TemporaryDirectory(prefix="holmes-pair-") as folder:
-                    step_times[holmes] = step_s(
-                        str(Path(holmes).absolute()), job, arguments.steps, Path(folder) / "run"
-                    )
-            ratios.append(step_times[arguments.old] / step_times[arguments.new])
-            print(
-                f"{job} pair {pair + 1}: old {step_times[arguments.old]:.4f} s, new {step_times[arguments.new]:.4f} s",
-                flush=True,
-            )
-        ratio = repeats_interval(ratios)
+                    figures[name] = run(str(Path(checkouts[name]).absolute()), job, added, Path(folder) / "run")
+                if arguments.out:
+                    with arguments.out.open("a") as file:
+                        file.write(json.dumps({"checkout": name, **figures[name]}) + "\n")
+            pairs.append(figures)
+            print(f"{job} pair {pair + 1}: {', '.join(map(_text, figures.items()))}", flush=True)
+        ratio = repeats_interval([pair["old"]["step_s"] / pair["new"]["step_s"] for pair in pairs])
         print(f"{job}: old/new {ratio.median:.3f}, 95% interval {ratio.low:.3f} to {ratio.high:.3f}", flush=True)
+
+
+def _text(item: tuple[str, dict[str, Any]]) -> str:
+    name, figures = item
+    share = f" ({figures['of_limit']:.1%} of the limit)" if figures["of_limit"] else ""
+    return f"{name} {figures['step_s']:.4f} s{share}"
 
 
 if __name__ == "__main__":

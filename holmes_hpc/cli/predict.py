@@ -120,7 +120,7 @@ def predict(
         costs = software.costs(config, plan.parallel.sequence_parallel, plan.recompute, plan)
         request.check_fp8(plan.site, {c.pool for c in plan.components}, costs)
     else:
-        plan, costs = _plan_layout(config, software, overrides)
+        plan, costs = _plan_layout(config, software)
     predicted = simulation.predict(plan, costs)
     steps = requested_steps(config, overrides, flags, tokens, plan.batch)
     plan = replace(plan, predicted=predicted)
@@ -132,6 +132,7 @@ def predict(
         console.as_json(
             {
                 **asdict(predicted),
+                "stage_breakdown": simulation.stage_breakdown_of(plan, costs),
                 "throughput": throughput(plan, steps),
                 "strategy": plan.strategy,
                 "components": plan.layout,
@@ -298,7 +299,7 @@ def _refuse_layout(names: Sequence[str], overrides: Sequence[str]) -> None:
         )
 
 
-def _plan_layout(config: Configuration, software: _Software, overrides: Sequence[str]) -> tuple[Plan, Costs]:
+def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Costs]:
     """Return a plan with the layout of the configuration, in which missing sizes are 1, and its costs."""
     plan, cp, site = config.plan, software.cp or 1, software.applied_to(request.site(config), config.plan.nodes or ())
     batch = config.batch.split(cp)
@@ -319,7 +320,7 @@ def _plan_layout(config: Configuration, software: _Software, overrides: Sequence
             virtual_stages=plan.virtual_stages or 1,
             bucket_bytes=bucket_bytes,
             sequence_parallel=tp > 1 and length % tp == 0 if plan.sequence_parallel is None else plan.sequence_parallel,
-            distributed_optimizer=_is_sharded(plan.distributed_optimizer, software.facts.get("sharding"), overrides),
+            distributed_optimizer=_is_sharded(plan.distributed_optimizer, software.facts.get("sharding")),
         ),
     )
     costs = software.costs(config, bool(config.plan.sequence_parallel), plan.recompute)
@@ -337,12 +338,12 @@ def _replicas(plan: PlanOptions, cp: int, site: Site) -> int:
     return plan.dp or gpus // size
 
 
-def _is_sharded(distributed: bool, sharding: str | None, overrides: Sequence[str]) -> bool:
+def _is_sharded(distributed: bool | None, sharding: str | None) -> bool:
     """Return whether the optimizer is sharded. `distributed`: the value of plan.distributed_optimizer.
-    Raise ConfigError if the user set it to a value that contradicts --sharding."""
+    Raise ConfigError if it contradicts --sharding."""
     if sharding is None:
-        return distributed
-    if any(o.startswith("plan.distributed_optimizer=") for o in overrides) and distributed == (sharding == "none"):
+        return distributed is not False
+    if distributed == (sharding == "none"):
         raise ConfigError(
             f"--sharding {sharding} contradicts plan.distributed_optimizer={str(distributed).lower()}",
             where="predict",

@@ -62,6 +62,8 @@ class Configuration:
     def __post_init__(self) -> None:
         check(self, "configuration")
         is_muon = self.train.optimizer == "muon"
+        if is_muon and self.plan.distributed_optimizer is None:
+            object.__setattr__(self, "plan", replace(self.plan, distributed_optimizer=False))
         refuse(
             "train.optimizer",
             (

@@ -78,7 +78,9 @@ class PlanOptions:
         ),
     ] = "holmes"
     sequence_parallel: Annotated[bool | None, key("split activations outside TP regions over the TP ranks")] = None
-    distributed_optimizer: Annotated[bool, key("shard optimizer states over the data-parallel ranks")] = True
+    distributed_optimizer: Annotated[
+        bool | None, key("shard optimizer states over the data-parallel ranks; null or auto: the faster that fits")
+    ] = None
     bucket_bytes: Annotated[int | None, key("size of a gradient bucket", unit="bytes", ge=1)] = None
     edge_dtype: Annotated[
         str, key("type of activations on TCP edges between stages; same: as computed", one_of=EDGE_DTYPES)
@@ -106,6 +108,8 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if isinstance(self.unequal, bool):  # YAML reads these words as booleans
             object.__setattr__(self, "unequal", str(self.unequal).lower())
+        if self.distributed_optimizer == "auto":
+            object.__setattr__(self, "distributed_optimizer", None)
         for kind, option in OPTION_NAMES.items():
             if self.schedule == option:
                 object.__setattr__(self, "schedule", kind)

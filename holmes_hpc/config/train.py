@@ -5,7 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from holmes_hpc.schema import check, key, refuse
+from holmes_hpc.schema import Checked, check, key, refuse
+
+
+@dataclass(frozen=True)
+class Profile(Checked, where="train.profile"):
+    """The steps and ranks of which torch's profiler writes a trace."""
+
+    start: Annotated[int, key("first step", ge=1)]
+    stop: Annotated[int, key("last step", ge=1)]
+    ranks: Annotated[tuple[int, ...], key("global ranks", ge=0)] = (0,)
 
 
 @dataclass(frozen=True)
@@ -78,21 +87,28 @@ class TrainConfig:
     checkpoint_dir: Annotated[
         str | None,
         key(
-            "folder in which each run has a subfolder of its name for checkpoints, e.g. on "
-            "another file system that all nodes share; null: the run directory"
+            "folder on a file system that all nodes share, with a subfolder of checkpoints for each run; null: the run "
+            "directory"
         ),
     ] = None
     checkpoint_async: Annotated[bool, key("write checkpoints during the next steps")] = True
     trace: Annotated[bool, key("write trace/rank-*.jsonl: compute and send times of each micro-batch")] = False
+    profile: Annotated[
+        Profile | None,
+        key("torch's profiler writes trace/profile-rank-*.json.gz: {start: 10, stop: 12, ranks: [0, 4]}"),
+    ] = None
     tensorboard: Annotated[bool, key("also write metrics for TensorBoard")] = False
     wandb: Annotated[str | None, key("also send metrics to this Weights & Biases project")] = None
     mlflow: Annotated[str | None, key("also send metrics to this MLflow tracking address")] = None
+    openmetrics: Annotated[
+        int | str | None, key("file of live metrics, or port of rank 0's node that serves them", ge=1, lt=1 << 16)
+    ] = None
     # ends and restarts
     max_restarts: Annotated[
         int,
         key(
-            "restarts after a failed rank or node, as long as the run makes new steps; "
-            "restarts after preemption or the time limit do not count",
+            "restarts after a failed rank or node while the run makes new steps; those after preemption or the time "
+            "limit do not count",
             ge=0,
         ),
     ] = 0
@@ -107,8 +123,8 @@ class TrainConfig:
     pace_layer_ms: Annotated[
         float | None,
         key(
-            "emulated compute: each transformer layer's forward pass takes this long by waiting, its "
-            "backward pass twice as long; noted in every record; null: off",
+            "emulated compute: each layer's forward pass takes this long by waiting, its "
+            "backward pass twice as long; null: off",
             unit="ms",
             gt=0,
         ),
@@ -134,6 +150,11 @@ class TrainConfig:
                 self.min_lr > self.lr,
                 f"train.min_lr is {self.min_lr}",
                 f"use a number from 0 up to lr, which is {self.lr}",
+            ),
+            (
+                self.profile is not None and not self.profile.start <= self.profile.stop <= self.steps,
+                f"train.profile.stop is {self.profile and self.profile.stop}",
+                f"use a step from start up to steps, which is {self.steps}",
             ),
             (
                 self.warmup_steps > end_step,

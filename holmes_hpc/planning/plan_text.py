@@ -12,7 +12,7 @@ from typing import Any
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError, counted
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.predict import kind_tflops, predict
+from holmes_hpc.planning.cost.predict import kind_tflops, predict, stage_breakdown_of
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.plan.parallel import Parallel, abbreviated
 from holmes_hpc.planning.plan.plan import Plan, Predicted
@@ -26,12 +26,14 @@ ROUNDING_ERROR = 1e-6  # of a step: a shorter part is not listed
 _REMEDIES = {  # by part of the step
     "compute_s": "more or faster GPUs help",
     "pipeline_wait_s": "more micro-batches or a faster transfer help",
+    "fill_drain_s": "more micro-batches help",
     "grad_sync_s": "a faster data-parallel network helps",
     "param_sync_s": "a faster data-parallel network helps",
 }
 LONG_WAIT = 0.25  # of a step: a longer pipeline wait is reported beside the longest part
 MORE_NODES = "twice the nodes of every pool in use"
 _NO_HELP = "Faster networks, more nodes or a larger batch would not help this plan."
+MAX_STAGES_LISTED = 8  # stages whose parts are listed
 MAX_PLACEMENTS = 3  # the most lines on pools in a summary
 # Assumptions that a summary shows.
 _NOTED = re.compile(r"the 90% interval|the search was stopped|\S+ has no (bf16|FlashAttention)|a global batch of")
@@ -53,7 +55,7 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
     assumptions = [f"- {a}" for a in plan.assumptions]
     lines = [*_summary(plan, costs, steps)[:-1], "", *_drawing(plan)]
     if predicted is not None:
-        lines += ["", *_step(plan, predicted), *_per_stage_gain(plan, predicted), *_stage_transfers(plan, costs)]
+        lines += ["", *_step(plan, predicted, costs), *_per_stage_gain(plan, predicted), *_stage_transfers(plan, costs)]
         lines += ["", *_improvement_lines(_improvements(plan, predicted, costs))]
     lines += ["", "Runners-up:", *map(_runner_up, plan.alternatives), *_too_close(plan)] if plan.alternatives else []
     lines += [f"Unused: {unused}"] if unused else []
@@ -200,11 +202,12 @@ def _stage(plan: Plan, stage: int, per_node: int) -> str:
     return f"{sizes}{counted(layers, 'layer')}, {counted(in_flight, 'micro-batch')} in flight"
 
 
-def _step(plan: Plan, predicted: Predicted) -> list[str]:
+def _step(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     total = predicted.step_time_s
     parts = sorted(((s, n) for n, s in predicted.breakdown.items() if n in PREDICTED), reverse=True)
     traffic = ", ".join(f"{size / 1e9:.3g} GB over {nic}" for nic, size in predicted.nic_bytes_per_step.items())
     memory = abbreviated(f"{size / 2**30:.3g}" for size in predicted.memory_bytes_per_gpu)
+    limit = f" It reaches {predicted.share_of_limit or 0:.0%} of the limit, a step in which no GPU ever waits."
     return [
         f"Parts of the step of {total:.4g} s and {plan.batch.tokens:,} tokens:",
         *(
@@ -213,9 +216,23 @@ def _step(plan: Plan, predicted: Predicted) -> list[str]:
             for s, name in parts
             if s > ROUNDING_ERROR * total
         ),
-        f"{_longest_part(predicted)} {_tflops(plan, predicted)}",
+        *_stage_parts(plan, predicted, costs),
+        f"{_longest_part(predicted)} {_tflops(plan, predicted)}{limit if predicted.share_of_limit else ''}",
         f"GiB per GPU of each stage: {memory}." + (f" Bytes per step: {traffic}." if traffic else ""),
     ]
+
+
+def _stage_parts(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
+    """Return a line for each stage with the parts of its step, if there are two to MAX_STAGES_LISTED stages."""
+    if not 1 < plan.parallel.pp <= MAX_STAGES_LISTED:
+        return []
+    total = predicted.step_time_s
+    stages = stage_breakdown_of(plan, costs)
+    shares = [
+        ", ".join(f"{PART_NAMES[n]} {s / total:.1%}" for n, s in stage.items() if s > ROUNDING_ERROR * total)
+        for stage in stages
+    ]
+    return [f"  stage {number}: {text}" for number, text in enumerate(shares)]
 
 
 def _per_stage_gain(plan: Plan, predicted: Predicted) -> list[str]:
@@ -260,10 +277,11 @@ def _longest_part(predicted: Predicted) -> str:
     """Return the sentences on the longest part of the step, on a long pipeline wait, and on what helps."""
     seconds = {n: s for n, s in predicted.breakdown.items() if n in PREDICTED}
     longest = max(seconds, key=lambda n: seconds[n])
-    wait_share = seconds.get("pipeline_wait_s", 0.0) / predicted.step_time_s
+    wait = max(("pipeline_wait_s", "fill_drain_s"), key=lambda n: seconds.get(n, 0.0))
+    wait_share = seconds.get(wait, 0.0) / predicted.step_time_s
     text = f"Longest part of the step: {_with_remedy(longest)}."
-    is_short = longest == "pipeline_wait_s" or wait_share < LONG_WAIT
-    return text if is_short else f"{text} Another {wait_share:.0%} is {_with_remedy('pipeline_wait_s')}."
+    is_short = longest == wait or wait_share < LONG_WAIT
+    return text if is_short else f"{text} Another {wait_share:.0%} is {_with_remedy(wait)}."
 
 
 def _with_remedy(part: str) -> str:

@@ -21,10 +21,10 @@ LOCK_WAIT_S = 30.0
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
+def write_whole(path: Path, text: str, mode: int = 0o644, sync: bool = True) -> None:
     """Replace the content of `path` by `text` atomically: a reader sees the old text or the new one.
-    `mode`: permissions of the new file, less the umask. Raise RunFailed if it cannot be written, as on a full disk; the
-    old file then stays, and the temporary one is removed."""
+    `mode`: permissions of the new file, less the umask; `sync`: wait for the disk. Raise RunFailed if it cannot be
+    written, as on a full disk; the old file then stays, and the temporary one is removed."""
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}")
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -33,7 +33,8 @@ def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as e:
         with contextlib.suppress(OSError):

@@ -12,14 +12,15 @@ DIGITS = 7  # of times and rates: finer than any clock involved
 # The parts of a step's time in seconds; they add up to it. Key: field of `breakdown`.
 BREAKDOWN = {
     "compute_s": "forward and backward passes",
-    "pipeline_wait_s": "waiting for other stages, and sending to them",
+    "pipeline_wait_s": "waiting for other stages between passes, and sending to them",
+    "fill_drain_s": "waiting before the first pass and after the last one, while the pipeline fills and drains",
     "grad_sync_s": "reducing gradients",
     "param_sync_s": "gathering parameters",
     "optimizer_s": "the optimizer's own work",
     "other_s": "everything else",
 }
 PARTS = tuple(BREAKDOWN)
-_LONG = {"grad": "gradient", "param": "parameter"}  # in display names
+_LONG = {"grad": "gradient", "param": "parameter", "fill": "fill and"}  # in display names
 PART_NAMES = {part: " ".join(_LONG.get(word, word) for word in part[: -len("_s")].split("_")) for part in PARTS}
 DIRECTIONS = ("tx", "rx")  # of traffic: sent, received
 
@@ -49,7 +50,13 @@ FIELDS: dict[str, Field] = {
     "breakdown": Field(
         "s", f"a list with one entry per pipeline stage: {{{', '.join(PARTS)}}}, means over the stage's ranks"
     ),
+    "share_of_limit": Field(
+        "", "throughput over that of a step in which no rank ever waits: mean `compute_s` by speed over `step_time_s`"
+    ),
     "nic_bytes": Field("bytes", "{fabric or ethernet: {tx, rx}}: traffic of all nodes' NICs during the step"),
+    "fabric_bytes": Field(
+        "bytes", "{sending fabric: {receiving fabric: sent}}: payload of TCP between fabrics", always=False
+    ),
     "peak_memory_bytes": Field("bytes", "a list with the peak so far of each rank"),
     "skipped": Field("", "true: the optimizer skipped the step, because its gradients overflowed", always=False),
     "pause_before_s": Field("s", "pause since the previous step, for saving or validation", always=False),

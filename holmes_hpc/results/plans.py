@@ -36,6 +36,7 @@ SHAPE: dict[str, Any] = {  # an example of a plan, with the values that this pac
         "samples_per_s": 0.0,
         "model_tflops_per_gpu": 0.0,
         "hardware_tflops_per_gpu": 0.0,
+        "share_of_limit": 0.0,
         "memory_bytes_per_gpu": [0],
         "nic_bytes_per_step": {},
     },

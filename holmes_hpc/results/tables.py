@@ -110,6 +110,12 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
             for text, name in rates.items()
         ),
         _figure(
+            "share of the limit (no rank waits)",
+            run["share_of_limit"],
+            predicted=predicted.get("share_of_limit"),
+            hide_error=True,
+        ),
+        _figure(
             "peak memory, GiB (maximum over ranks)",
             _gib(run["peak_memory_bytes"]),
             predicted=_gib(max(memory or [math.nan])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,14 +27,17 @@ from holmes_hpc.training.data.prefix import document_end
 from holmes_hpc.training.data.samples import batches
 from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers
+from holmes_hpc.training.metrics.monitors import Monitors
+from holmes_hpc.training.metrics.openmetrics import GpuFigures
+from holmes_hpc.training.metrics.profiler import Profiler
 from holmes_hpc.training.model import attention, emulated_layers, gpt, optimizer, replica_check
-from holmes_hpc.training.network import audit, nic_bytes, slow_links
+from holmes_hpc.training.network import nic_bytes
+from holmes_hpc.training.network.destinations import Destinations
 from holmes_hpc.training.pipeline import eager_1f1b
 from holmes_hpc.training.pipeline.point_to_point import Edges
 from holmes_hpc.training.rank.failure import LONG_PHASE, Watchdog
 from holmes_hpc.training.rank.log import log_line
 from holmes_hpc.training.rank.signals import AnyRank, ControlAllReduce, Signals
-from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
 from holmes_hpc.training.session import Session, describe, publish_groups, run_in_session
 
 GATHER_WAIT_S, GATHER_WAIT_SHARE = 0.02, 0.002  # wait for the metrics gather at most 20 ms and 0.2% of the step
@@ -64,11 +67,6 @@ class Trainer:
         self.watchdog, self.session, self.plan = watchdog, session, session.plan
         pace_layer_ms = config.train.pace_layer_ms or session.plan.pace_layer_ms
         factors = config.train.pace_factors or session.plan.pace_factors
-        self.stragglers = Stragglers(
-            session.plan.parallel.stage_ranks,
-            [n.node for n in session.node_of_rank],
-            *work_of_stages(session.plan, (factors or {}) if pace_layer_ms else None),
-        )
         dtype = gpt.dtype_name(config.train.dtype, session.cuda, session.plan)
         self.settings = replace(config.train, pace_layer_ms=pace_layer_ms, pace_factors=factors, dtype=dtype)
         train, plan, self.data = self.settings, session.plan, config.data
@@ -93,6 +91,7 @@ class Trainer:
             trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
         world = torch.distributed.group.WORLD
         self.control = session.groups.new(range(plan.world_size), "control", gloo=True) if session.cuda else world
+        self.profiler = Profiler(train.profile, session.run.trace, session.launch.rank, plan.world_size, self.control)
         self.checkpoints = Checkpoints(
             session.run.checkpoints,
             plan,
@@ -119,12 +118,14 @@ class Trainer:
         watchdog.start_set_up("comparing weights between replicas")
         replica_check.check(chunks, plan.model.tied, session.groups.embedding_group)
         self.control_flags = ControlAllReduce(self.control)
+        self._speeds = metrics_line.speeds_of(plan, train)
         self.loggers = metrics_line.Loggers(train, session.run) if session.launch.rank == 0 else None
+        self.destinations = Destinations(session.plan, session.node_of_rank)
+        self.gpu_figures = GpuFigures(session.device if session.cuda and train.openmetrics is not None else None)
         self.nic_log = nic_bytes.NicLog(session.run.nics, session.launch.node, session.attempt)
         self.last_metrics: dict[str, Any] = {}  # the latest metrics line, on rank 0
         self._gathering: metrics_line.Gathering | None = None
-        # Given every rank's row of a step, each monitor returns warnings about slow NICs, links or nodes.
-        self._monitors: list[Callable[[list[torch.Tensor]], Iterable[object]]] = []
+        self.monitors: Monitors | None = None  # rank 0's, after :meth:`record_start`
         self._is_step_only = False  # no connection set-up, validation or checkpoint since the previous step
         self._logged_at = 0.0
         self._saved_step = 0
@@ -161,6 +162,7 @@ class Trainer:
     def run(self, signals: Signals) -> dict[str, Any]:
         """Run the steps up to ``train.steps``, or save and stop early after a signal. Return the last metrics."""
         batches = self.batches(self.training, self.step)
+        self.profiler.start_step(self.step + 1)
         self.session.traffic.take()
         self.breakdown.begin()
         start = time.perf_counter()
@@ -198,6 +200,7 @@ class Trainer:
                 self._finish_checkpoint()
         if interval and (self.step % interval == 0 or self.step == self.settings.steps):
             self._save()
+        self.profiler.start_step(self.step + 1)
         self._pause_s = time.perf_counter() - start
         if self._pause_s < 1e-3:
             self._pause_s = 0.0
@@ -318,14 +321,7 @@ class Trainer:
                 "header_factors": {k: round(v, 4) for k, v in factors.items()},
             },
         )
-        if not session.node_of_rank[0].one_host:
-            nics = audit.Audit(plan, session.node_of_rank, factors, self.settings.dtype)
-            links = slow_links.slow_link_detector(plan, session.node_of_rank, factors, self.settings.dtype)
-            self._monitors += [
-                lambda rows: nics.add(metrics_line.nic_rows(rows), self._is_step_only),
-                lambda rows: links.add(metrics_line.part_by_rank(rows, "grad_sync_s")) if self._is_step_only else (),
-            ]
-        self._monitors.append(lambda rows: self.stragglers.add(metrics_line.part_by_rank(rows, "compute_s")))
+        self.monitors = Monitors(session, self.settings, factors, self.destinations, self.checkpoints)
         for kind, factor in factors.items():
             log_line(
                 f"{kind}: {factor:.3f} bytes on the wire per byte of payload"
@@ -348,9 +344,9 @@ class Trainer:
         """Start the gather of this step's metrics to rank 0, after writing those of the previous step."""
         self._finish_record()
         session, traffic = self.session, self.session.traffic
-        row = metrics_line.rank_row(
-            sum(losses), len(losses), step_time_s, parts, traffic.take(), metrics_line.peak_memory_bytes(session.cuda)
-        )
+        nic, memory = traffic.take(), metrics_line.peak_memory_bytes(session.cuda)
+        sent = [*self.destinations.row(session.launch.rank, traffic), *self.gpu_figures.read()]
+        row = metrics_line.rank_row(sum(losses), len(losses), step_time_s, parts, nic, memory, sent)
         self.nic_log.add(self.step, traffic.by_nic)
         self._gathering = metrics_line.Gathering(
             row, session.launch.rank, self.plan.world_size, self.control, self.step, fields
@@ -373,27 +369,28 @@ class Trainer:
         if gathering is None or rows is None:
             return
         step, interval, last_step = gathering.step, self.settings.log_interval, self.settings.steps
-        entry = metrics_line.metrics_line(self.plan, rows, step, gathering.unix_time_s, gathering.fields)
+        if between := self.destinations.fabric_bytes(metrics_line.sent_rows(rows)):
+            gathering.fields["fabric_bytes"] = between
+        entry = metrics_line.metrics_line(self.plan, rows, step, gathering.unix_time_s, gathering.fields, self._speeds)
         self.last_metrics = entry = {**entry, "attempt": self.session.attempt}
         self.session.run.append_metrics(entry)
         if self.loggers is not None:
             self.loggers.write(entry)
-        for warning in (warning for monitor in self._monitors for warning in monitor(rows)):
-            log_line(str(warning))
+        if self.monitors is not None:
+            for warning in self.monitors.add(rows, entry, self._is_step_only):
+                log_line(str(warning))
         if step % interval == 0 or step in (1, last_step) or time.monotonic() - self._logged_at > 60:
             self._logged_at = time.monotonic()
             self.watchdog.note_step_logged()
-            norm = entry["grad_norm"]
-            log_line(
-                f"step {step}/{last_step}: loss {entry['loss']:.4f}, grad norm "
-                f"{norm if norm is None else format(norm, '.3f')}, {entry['step_time_s']:.3f} s, "
-                f"{entry['samples_per_s']:.2f} samples/s, {entry['model_tflops_per_gpu']:.3g} model TFLOP/s per GPU"
-            )
+            log_line(metrics_line.log_text(entry, last_step))
 
     def close(self) -> None:
         """Write the rest of the NIC log, wait for stage transfers in progress, and close the loggers."""
         self.nic_log.write()
+        self.profiler.close()
         if isinstance(self.edges, Edges):
             self.edges.close()
         if self.loggers is not None:
             self.loggers.close()
+        if self.monitors is not None:
+            self.monitors.close()

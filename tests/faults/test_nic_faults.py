@@ -193,7 +193,7 @@ def note(fault: str, happens: str, line: str) -> None:
 
 
 def test_a_healthy_run_says_nothing_and_its_counters_match_the_plan(testbed, runs) -> None:
-    trial = Trial(runs, "healthy", *HYBRID, "train.steps=13")
+    trial = Trial(runs, "healthy", *HYBRID, "train.steps=13", "train.openmetrics=live.prom")
     trial.started()
     assert trial.end() == 0, trial.out
     assert trial.texts() == set()
@@ -203,6 +203,13 @@ def test_a_healthy_run_says_nothing_and_its_counters_match_the_plan(testbed, run
     for kind, planned in plan.predicted.nic_bytes_per_step.items():
         counted = sum(m["nic_bytes"][kind]["tx"] for m in steps) / len(steps) / factors[kind]
         assert counted == pytest.approx(planned, rel=0.05), kind
+    live = (trial.run.path / "live.prom").read_text()
+    for a, b in (("ib-a", "roce-a"), ("roce-a", "ib-a")):
+        counted, planned = (
+            float(re.search(rf'holmes_fabric_{name}_total{{run="healthy",sender="{a}",receiver="{b}"}} (.*)', live)[1])
+            for name in ("bytes", "planned_bytes")
+        )
+        assert counted == sum(m["fabric_bytes"][a][b] for m in trial.run.metrics()) == pytest.approx(planned, rel=0.05)
     logs = [
         [json.loads(line) for line in (trial.run.nics / f"{node}.jsonl").read_text().splitlines()] for node in NODES
     ]
@@ -260,6 +267,24 @@ def test_slow_rdma_nic(testbed, runs, percent, stops) -> None:
     measured = int(re.search(r"\((\d+)%", line)[1])
     assert percent * 0.6 < measured < percent * 1.4
     note(f"RDMA NIC at {percent}% of its rate", "stops" if stops else "continues, with a warning", line)
+
+
+def test_ethernet_that_becomes_slow_under_a_pipeline_edge(testbed, runs) -> None:
+    node = draw("Ethernet at 5%", NODES)
+    trial = Trial(runs, "slow-edge", *HYBRID, "train.steps=2000")
+    trial.stepped(6)
+    with broken(testbed, node, [f"tc {tbf_line('eth0', 2.5)}"], [f"tc {tbf_line('eth0', 50)}"]):
+        slowed = len(trial.run.metrics())
+        trial.wait_for(lambda: bool(trial.texts()), IN_TIME_S)
+        must(subprocess.run([HOLMES, "cancel", str(trial.run.path)], capture_output=True, text=True, check=False))
+        trial.end()
+    line = trial.one_line()
+    match = re.match(rf"warning: nodes \w+ and \w+: Ethernet NICs eth0 [\d.]+ of {node} to eth0 [\d.]+ of (\w+) ", line)
+    assert match and match[1].rstrip("12") != node.rstrip("12") and "of 50 Mb/s" in line, line
+    assert 3 < int(re.search(r"\((\d+)%", line)[1]) < 7, line
+    before = trial.run.log_path(0).read_text(encoding="utf-8").partition("warning: ")[0]
+    assert int(re.findall(r"step (\d+)/", before)[-1]) <= slowed + 10
+    note("Ethernet NIC under a pipeline edge at 5%, in mid-run", "continues, with a warning", line)
 
 
 def test_roce_node_labelled_ib(testbed, runs) -> None:
@@ -416,7 +441,7 @@ def test_two_ib_fabrics_with_one_label(testbed, runs, monkeypatch) -> None:
     note("Two InfiniBand fabrics with one label", "stops", line)
 
 
-FAULTS = 16
+FAULTS = 17
 
 
 def page() -> str:

@@ -22,7 +22,8 @@ NICS = {"ib-a": NicType.IB, "ib-b": NicType.IB, "roce-a": NicType.ROCE, "eth-a":
 MODEL = ModelSpec(name="gpt_tiny", layers=12, hidden=64, heads=4, vocab=257, ffn=256, kv_heads=4)
 SHARES = {
     "compute_s": 0.7,
-    "pipeline_wait_s": 0.15,
+    "pipeline_wait_s": 0.1,
+    "fill_drain_s": 0.05,
     "grad_sync_s": 0.08,
     "param_sync_s": 0.05,
     "optimizer_s": 0.02,
@@ -104,6 +105,7 @@ def make_line(plan: Plan, step: int, step_time_s: float, rng: random.Random, att
         "tokens_per_s": samples * plan.batch.sequence_length,
         "samples_per_s": samples,
         "model_tflops_per_gpu": 0.02 / step_time_s,
+        "share_of_limit": SHARES["compute_s"],
         "hardware_tflops_per_gpu": 0.02 / step_time_s,
         "breakdown": [{part: round(share * step_time_s, 6) for part, share in SHARES.items()} for _ in plan.stages],
         "nic_bytes": {

@@ -13,6 +13,7 @@ from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Predicted, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.training.network.interfaces import NodeTransports
 
 MODEL = ModelSpec("m", layers=6, hidden=32, heads=4, vocab=256, ffn=64, kv_heads=4)
 
@@ -47,6 +48,15 @@ def plan(*fabrics: str, nodes: int = 2, step_time_s: float = 1.0, **changes: Any
         predicted=Predicted(step_time_s, 1, 1, 1, (1,) * len(fabrics), {}, {}),
         **changes,
     )
+
+
+def node_transports() -> list[NodeTransports]:
+    """Return what ranks 0 to 3 of ``plan("ib-a", "roce-a")`` tell each other about their nodes."""
+    names = (("ib1", "ib-a", "ib0"), ("ib2", "ib-a", "ib0"), ("roce1", "roce-a", "roce0"), ("roce2", "roce-a", "roce0"))
+    return [
+        NodeTransports(name, fabric, {"tcp": ("eth0", f"10.0.0.{i}", 24), "rdma": (nic, f"10.1.0.{i}", 24)}, {}, False)
+        for i, (name, fabric, nic) in enumerate(names)
+    ]
 
 
 def local_plan() -> Plan:

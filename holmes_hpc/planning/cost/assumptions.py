@@ -49,6 +49,9 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
             notes.append(f"no figures for {pool.nic} ({pool.name}): RoCE's efficiency assumed")
         if calibration is None or not any(f.links for f in calibration.fabrics):
             notes.append("link latencies and efficiencies from published figures, not measured")
+    software, p = layout.costs.software, layout.parallel
+    if software.overlap_gather and not software.overlap and p.distributed_optimizer and layout.intra_dp_size > 1:
+        notes.append("train.overlap_grad_reduce=false: parameters are gathered after the step, not beside computing")
     if calibration is None:  # measured rates contain the limit of windows
         notes += _narrow_windows(layout)
     return tuple(dict.fromkeys([*notes, *interval_notes(layout), *layout.costs.corrections.notes]))

@@ -45,7 +45,8 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
             amount = factors.all_reduce * embedding_bytes(layout) / tp * (n - 1) / n
         elif group.kind == ("intra_dp" if p.optimizer_instances > 1 else "dp"):
             senders = first_rank_per_node(group.ranks, place_of)
-            per_parameter = factors.reduce_scatter * costs.gradient_size + factors.all_gather * costs.weight_bytes(gpu)
+            reduce_factor = factors.reduce_scatter(n, len(senders), p.optimizer_instances)
+            per_parameter = reduce_factor * costs.gradient_size + factors.all_gather * costs.weight_bytes(gpu)
             if not p.distributed_optimizer:
                 per_parameter = factors.all_reduce * costs.gradient_size
             amount = per_parameter * float(count[stage]) * (n - 1) / n

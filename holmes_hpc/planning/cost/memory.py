@@ -157,6 +157,7 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
             costs.gradient_size,
             moment_bytes(costs, gpu),
             0 if gpu.is_cpu else CUDA_BYTES,
+            costs.gradient_size * _is_received(layout, replica, component),
             *_activation_bytes(
                 m,
                 layout.batch,
@@ -171,7 +172,7 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
             )[0],
         )
 
-    element, gradient, moments, cuda_bytes, held_bytes, backward_bytes, full_bytes = layout.memo.of(
+    element, gradient, moments, cuda_bytes, received, held_bytes, backward_bytes, full_bytes = layout.memo.of(
         *("memory", replica, layout.recompute),
         compute=lambda: by_stage(layout, replica, ("memory", layout.recompute), component_bytes).T,
     )
@@ -205,8 +206,17 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
     # The softmax turns into its gradient in place.
     transient[:, -1] = np.maximum(transient[:, -1], logits * (4 + copy_bytes + loss_bytes) + matrix)
     buffers = gathered + transient + np.array(_transfer_buffers(layout.order)) * transfer
-    buffers += cuda_bytes
+    # Received gradients are held until all are there, when the passes have ended.
+    buffers += cuda_bytes + np.maximum(0.0, count * received - activations)
     return StageMemory(weights, gradients, optimizer, activations, buffers)
+
+
+def _is_received(layout: Layout, replica: int, component: Component) -> bool:
+    """Return whether a stage of `component` receives the gradients of its other replicas before it sums them."""
+    p, ranks = layout.parallel, layout.intra_dp_size
+    nodes = layout.intra_dp_nodes(replica, component.stages[0])
+    library = layout.costs.collectives(layout.pool(component).gpu)
+    return p.distributed_optimizer and library.is_all_to_all(ranks, nodes, p.optimizer_instances)
 
 
 def moment_bytes(costs: Costs, gpu: Gpu) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, head_flops, layer_flops, model_flops_per_step
 from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.limit import limit_s, stage_speeds
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, row_durations, step_s, timing
 from holmes_hpc.planning.cost.traffic import activation_bytes, embedding_bytes
@@ -20,7 +22,8 @@ from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER
 from holmes_hpc.planning.plan.plan import Component, Plan, Predicted
 from holmes_hpc.planning.plan.transport import Transport
 from holmes_hpc.planning.schedule.graph import NodeNumbers, graph
-from holmes_hpc.planning.schedule.simulation import TimedPass, row_end_times, step_seconds
+from holmes_hpc.planning.schedule.order import Order
+from holmes_hpc.planning.schedule.simulation import ACCURATE, TimedPass, rounds, row_end_times, step_seconds
 
 
 def layer_array(plan: Plan) -> np.ndarray:
@@ -36,6 +39,8 @@ def predict(plan: Plan, costs: Costs) -> Predicted:
 def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
     """Predict one layer split, (1, S, C), of a layout."""
     seconds = float(step_s(layout, layers)[0])
+    stages = stage_breakdown(layout, layers, seconds)
+    least_s = limit_s([stage["compute_s"] for stage in stages], stage_speeds(layout))
     model, batch, p = layout.model, layout.batch, layout.parallel
     per_gpu = seconds * p.world_size * 1e12
     return Predicted(
@@ -53,8 +58,9 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
         / per_gpu,
         memory_bytes_per_gpu=tuple(int(x) for x in memory(layout, layers).total()[0]),
         nic_bytes_per_step=nic_bytes(layout, layers),
-        breakdown=breakdown(layout, layers, seconds),
+        breakdown=max(stages, key=lambda stage: stage["compute_s"]),
         interval_s=interval_s(layout, seconds),
+        share_of_limit=least_s / seconds,
     )
 
 
@@ -78,30 +84,70 @@ def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
     return {gpu: flops / ranks_of[gpu] / seconds / 1e12 for gpu, flops in flops_of.items()}
 
 
-def breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> dict[str, float]:
-    """Return the seconds of a step by part, for the stage that computes longest of the slowest pipeline.
-    The parts are computing, waiting for other stages and transfers, exposed gradient and parameter traffic, and the
-    optimizer with the remaining work. They sum to the step. The slowest pipeline is that of the longest step without
-    the traffic: the traffic then makes the step longer by what it is exposed."""
+def stage_breakdown_of(plan: Plan, costs: Costs) -> list[dict[str, float]]:
+    """Return :func:`stage_breakdown` of a plan with a prediction."""
+    assert plan.predicted is not None
+    return stage_breakdown(Layout.of(plan, costs), layer_array(plan), plan.predicted.step_time_s)
+
+
+def stage_breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> list[dict[str, float]]:
+    """Return the seconds of a step of `seconds` by part (records.metrics.PARTS), for each stage of the slowest
+    pipeline. The parts of each stage add up to the step.
+
+    A long step is simulated up to its periodic part. Stages wait between passes for the rest of the step.
+    """
+    times, orders = timing(layout, layers), layout.orders
+    end_s = seconds - float(times.after_reduction_s()[0])
     if layout.is_per_stage:
-        return _breakdown_per_stage(layout, layers)
-    times = timing(layout, layers)
-    after_s = float(times.after_reduction_s()[0])
-    parts = []
-    for order, d, one_nic in zip(layout.orders, times.replicas, times.one_nic, strict=True):
-        compute = (d.forward + d.backward)[0].sum(axis=1) * order.micro_batches
-        stage, end_s = int(np.argmax(compute)), float(step_seconds(order, d, one_nic)[0])
-        compute_s, gather_s, tail_s = float(compute[stage]), float(d.ready[0, stage, 0]), float(d.tail[0, stage].max())
-        parts.append((compute_s, max(0.0, end_s - compute_s - gather_s - tail_s), gather_s))
-    compute_s, wait_s, gather_s = max(parts, key=lambda part: part[0] + part[1])
-    sync_s = seconds - after_s - compute_s - wait_s - gather_s
-    return {
-        "compute_s": compute_s,
-        "pipeline_wait_s": wait_s,
-        "grad_sync_s": sync_s + times.tied + times.norm,
-        "param_sync_s": gather_s + float(times.gather[0].max()),
+        simulated, scale, first = events(layout, layers), 1.0, 0
+    else:
+        ends = [step_seconds(*replica)[0] for replica in zip(orders, times.replicas, times.one_nic, strict=True)]
+        replica, p = int(np.argmax(ends)), layout.parallel
+        order = orders[replica]
+        short = min(order.micro_batches, sum(rounds(order, ACCURATE)))
+        simulated = _replica_events(layout, times, replica, replace(order, micro_batches=short))
+        scale, first = order.micro_batches / short, p.pp * replica
+    after = {
+        "grad_sync_s": times.tied + times.norm,
+        "param_sync_s": float(times.gather[0].max()),
         "optimizer_s": float(times.optimizer[0]) + times.overhead,
     }
+    rows = [[e for e in simulated if e["stage"] == row] for row in _longest_rows(layout, simulated, first)]
+    simulated_end_s = max(e["end_s"] for e in simulated if e["kind"] != "send")
+    parts = [_row_parts(row, simulated_end_s, end_s, scale=scale) for row in rows]
+    return [{part: s + after.get(part, 0.0) for part, s in stage.items()} for stage in parts]
+
+
+def _longest_rows(layout: Layout, simulated: list[dict[str, Any]], first: int) -> list[int]:
+    """Return for each stage the number in events of its replica that computes longest; `first`: of the first stage."""
+    if not layout.is_per_stage:
+        return [first + stage for stage in range(layout.parallel.pp)]
+    compute_s: defaultdict[int, float] = defaultdict(float)
+    for e in simulated:
+        compute_s[e["stage"]] += e["end_s"] - e["start_s"] if e["kind"] in ("forward", "backward") else 0.0
+    rows = [[row for row in compute_s if layout.order.stage_of(row) == s] for s in range(layout.parallel.pp)]
+    return [max(stage, key=lambda row: compute_s[row]) for stage in rows]
+
+
+def _row_parts(row: list[dict[str, Any]], simulated_end_s: float, end_s: float, scale: float) -> dict[str, float]:
+    """Return the parts, up to the reduced gradients, of one stage's events in a simulation up to `simulated_end_s`.
+    `scale`: passes of a step over simulated ones; `end_s`: the end of the complete step."""
+
+    def total(*kinds: str) -> float:
+        return float(sum(e["end_s"] - e["start_s"] for e in row if e["kind"] in kinds))
+
+    passes = [e for e in row if e["kind"] in ("forward", "backward")]
+    first, last = min(e["start_s"] for e in passes), max(e["end_s"] for e in passes)
+    gather_s = sum(e["end_s"] - e["start_s"] for e in row if e["kind"] == "param_sync" and e["end_s"] <= first)
+    sync_s = max([e["end_s"] - last for e in row if e["kind"] == "grad_sync"], default=0.0)
+    parts = {
+        "compute_s": scale * total("forward", "backward"),
+        "fill_drain_s": first - gather_s + simulated_end_s - last - sync_s,
+        "grad_sync_s": sync_s,
+        "param_sync_s": total("param_sync"),
+        "optimizer_s": 0.0,
+    }
+    return {**parts, "pipeline_wait_s": max(0.0, end_s - sum(parts.values()))}
 
 
 def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
@@ -143,15 +189,14 @@ def _add_sync_bytes(
     p, gpu = layout.parallel, layout.pool(component).gpu
     factors, n = layout.costs.collectives(gpu), layout.intra_dp_size
     gradients, weights = count * layout.costs.wire_size, count * layout.costs.weight_bytes(gpu)
-    reduce_factor = factors.all_reduce if layout.costs.software.all_reduced else factors.reduce_scatter
+    nodes, k = layout.intra_dp_nodes(replica, stage), p.optimizer_instances
+    reduce_factor = factors.all_reduce if layout.costs.software.all_reduced else factors.reduce_scatter(n, nodes, k)
     amount = (
         reduce_factor * gradients + factors.all_gather * weights
         if p.distributed_optimizer
         else factors.all_reduce * gradients
     )
-    nodes = layout.intra_dp_nodes(replica, stage)
     add(layout.intra_dp_transport(replica, stage), groups * p.tp * nodes * amount * (n - 1) / n)
-    k = p.optimizer_instances
     if k > 1:  # every rank is a member of one ring across instances
         add(layout.inter_dp_transport(), groups * n * p.tp * factors.all_reduce * (k - 1) / k * gradients / n)
 
@@ -167,11 +212,10 @@ def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
     if layout.is_per_stage:
         return sorted((e for e in events(layout, layers) if e["end_s"] > e["start_s"]), key=_event_order)
     times = timing(layout, layers)
-    return [event for replica in range(len(times.replicas)) for event in _replica_events(layout, times, replica)]
+    return [e for replica, order in enumerate(layout.orders) for e in _replica_events(layout, times, replica, order)]
 
 
-def _replica_events(layout: Layout, times: Timing, replica: int) -> list[dict[str, Any]]:
-    order = layout.orders[replica]
+def _replica_events(layout: Layout, times: Timing, replica: int, order: Order) -> list[dict[str, Any]]:
     step_graph, numbers = graph(order, times.one_nic[replica]), NodeNumbers(order)
     table = times.replicas[replica].table()
     ends, durations = step_graph.end_times(table)[0], table[0, step_graph.column]
@@ -206,25 +250,6 @@ def events(layout: Layout, layers: np.ndarray) -> list[dict[str, Any]]:
     for row, end in enumerate(last_ends):
         add(row, "grad_sync", end, end + tails[order.stage_of(row)])
     return simulated
-
-
-def _breakdown_per_stage(layout: Layout, layers: np.ndarray) -> dict[str, float]:
-    """Return :func:`breakdown` with per-stage TP/DP, for the replica that computes longest."""
-    times, simulated = timing(layout, layers), events(layout, layers)
-    compute_s: defaultdict[int, float] = defaultdict(float)
-    for e in simulated:
-        compute_s[e["stage"]] += e["end_s"] - e["start_s"] if e["kind"] in ("forward", "backward") else 0.0
-    row = max(compute_s, key=lambda r: compute_s[r])
-    gather_s = next(e["end_s"] - e["start_s"] for e in simulated if e["stage"] == row and e["kind"] == "param_sync")
-    end = max(e["end_s"] for e in simulated)
-    sync_s = max(0.0, end - max(e["end_s"] for e in simulated if e["kind"] != "grad_sync"))
-    return {
-        "compute_s": compute_s[row],
-        "pipeline_wait_s": end - compute_s[row] - gather_s - sync_s,
-        "grad_sync_s": sync_s + times.tied + times.norm,
-        "param_sync_s": gather_s + float(times.gather[0].max()),
-        "optimizer_s": float(times.optimizer[0]) + times.overhead,
-    }
 
 
 def _event_order(event: dict[str, Any]) -> tuple[Any, ...]:

@@ -223,7 +223,11 @@ def _sync_times(
 
     if not p.distributed_optimizer:
         return ring("reduce_scatter", collectives.all_reduce, costs.wire_size), np.zeros(2)
-    factor = collectives.all_reduce if costs.software.all_reduced else collectives.reduce_scatter
+    factor = (
+        collectives.all_reduce
+        if costs.software.all_reduced
+        else collectives.reduce_scatter(layout.intra_dp_size, nodes, p.optimizer_instances)
+    )
     reduce = ring("reduce_scatter", factor, costs.wire_size)
     if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers in other instances
         reduce = reduce + np.array([costs.wire_size / layout.intra_dp_size, 1.0]) * collective_times(

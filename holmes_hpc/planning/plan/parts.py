@@ -80,7 +80,8 @@ class Predicted(Checked, where="predicted", error=PlanError):
     """The predicted performance of a plan. Times in seconds.
 
     `nic_bytes_per_step`: fabric name or ``ethernet`` -> payload bytes that all nodes together send over such NICs.
-    `breakdown`: seconds of the step by part. `interval_s`: the 90% interval (low, high) of the step time, if known.
+    `breakdown`: seconds of the step by part, for the stage that computes longest. `interval_s`: the 90% interval (low,
+    high) of the step time, if known. `share_of_limit`: throughput over that of a step in which no rank waits.
     """
 
     step_time_s: float
@@ -91,3 +92,4 @@ class Predicted(Checked, where="predicted", error=PlanError):
     nic_bytes_per_step: dict[str, float]
     breakdown: dict[str, float]
     interval_s: tuple[float, float] | None = None
+    share_of_limit: float | None = None

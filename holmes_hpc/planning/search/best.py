@@ -39,6 +39,8 @@ MAX_NODE_CHOICES = 50  # the most placements tried for one user-fixed layout
 MAX_RUNNERS_UP = 5
 MIN_PER_STAGE_GAIN = 0.01  # per-stage TP/DP is less simple and must gain at least this share of the step
 PREDICTED = tuple(part for part in PARTS if part != "other_s")  # parts of a step's time
+MIN_REPLICATED_GAIN = 0.01  # an optimizer that is not sharded needs more memory and must gain at least this share
+MAX_REPLICATED = 4  # candidates for which it is tried
 MIN_NOTED_GAP = 0.005  # smaller gaps to the lower bound are not noted
 
 
@@ -205,7 +207,29 @@ def search(
     exploration = explore(evaluator, space, placements, clock)
     if not exploration.candidates:
         raise_out_of_memory(evaluator, placements)
-    return _refine(evaluator, exploration, clock)
+    candidates = _refine(evaluator, exploration, clock)
+    is_set = options.distributed_optimizer is not None or costs.software.sharding in ("gradients", "full")
+    return candidates if is_set else [*_replicated(evaluator, candidates, clock), *candidates]
+
+
+def _replicated(evaluator: Evaluator, sharded: list[Candidate], clock: Clock) -> list[Candidate]:
+    """Return the candidates whose replicas have the complete optimizer, if their steps are shorter than those of
+    `sharded`, the best first. No rank then gathers parameters. The placements are those of the best `sharded` ones."""
+    e, max_s, faster = evaluator, sharded[0].seconds * (1 - MIN_REPLICATED_GAIN), list[Candidate]()
+    replicated = Evaluator(e.model, e.batch, e.site, replace(e.options, distributed_optimizer=False), e.costs)
+    for placement in dict.fromkeys(c.placement for c in sharded[:MAX_REPLICATED]):
+        if placement.dp == 1 or placement.instances > 1 or clock.is_over():
+            continue
+        candidates = sorted(replicated.candidates(placement), key=lambda c: c.bound)
+        simulated = [replicated.simulate(c) for c in candidates[:MAX_REPLICATED] if c.bound < max_s]
+        near = [c for c in simulated if c.seconds < NEAR * max_s]
+        faster += [c for c in map(replicated.refine, near) if c.seconds < max_s]
+    faster.sort(key=Candidate.sort_key)
+    for best in faster[:1]:
+        gain = 1 - best.seconds / sharded[0].seconds
+        note = f"the optimizer is not sharded, so no parameters are gathered: a step is {gain:.1%} shorter"
+        faster[0] = replicated.note_missing_depth(replace(best, notes=(*best.notes, note)))
+    return faster
 
 
 def _refine(evaluator: Evaluator, exploration: Exploration, clock: Clock) -> list[Candidate]:

@@ -120,7 +120,7 @@ class Evaluator:
         batch = self._batch(placement.micro_size)
         kind = schedule_kind(candidate_schedules(self.options.schedule, chunks, background=False)[-1])
         depth = np.array(kind.in_flight(placement.pp, batch.micro_batches(placement.dp), chunks)) / chunks
-        shards = placement.dp // placement.instances if self.options.distributed_optimizer else 1
+        shards = placement.dp // placement.instances if self.options.distributed_optimizer is not False else 1
         sequence_parallel = placement.tp > 1 and self.options.sequence_parallel is not False
         layer_limits = [
             max_layers(
@@ -173,7 +173,7 @@ class Evaluator:
             placement.dp,
             order=HIERARCHICAL_ORDER if is_hierarchical else PIPELINE_ORDER,
             optimizer_instances=placement.instances,
-            distributed_optimizer=o.distributed_optimizer,
+            distributed_optimizer=o.distributed_optimizer is not False,
             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False,
         )
         sizes = placement.micro_size, placement.tp, placement.dp, placement.instances

@@ -136,6 +136,7 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
 
 # Keys of `plan` that can keep a model from fitting, with the value that leaves the choice to the planner.
 DEFAULTS: dict[str, Any] = {
+    "distributed_optimizer": None,
     "max_memory_gib": None,
     "recompute": "auto",
     "layers_per_stage": None,

@@ -47,7 +47,7 @@ _FREE_VALUES: dict[str, tuple[Any, ...]] = {
     "virtual_stages": (None, 1),
     "strategy": ("auto", "pipeline"),
     "transport": ("holmes",),
-    "distributed_optimizer": (True,),
+    "distributed_optimizer": (None, True),
     "sequence_parallel": (None, True),
 }
 

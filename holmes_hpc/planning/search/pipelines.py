@@ -141,7 +141,7 @@ def _estimate(costs: PoolCosts, counts: np.ndarray, tau: np.ndarray, dp: int) ->
     fills_node = costs.tp * dp >= costs.gpus_per_node  # no two stages share a node
     directions = np.where((counts > 2) & fills_node, 2, counts > 1)  # a middle stage's NIC carries both
     transfer = np.maximum((inside * directions).max(axis=1), slowest_edge)
-    optimizer_shards = dp if costs.options.distributed_optimizer else 1
+    optimizer_shards = 1 if costs.options.distributed_optimizer is False else dp
     layer_bytes = costs.layer_bytes + layer_parameters(costs.model, costs.tp) * 8 / optimizer_shards
     max_layers = np.where(used, np.floor(costs.capacity_bytes / layer_bytes), 0)  # capacity may be infinite
     fits = (counts * max_layers).sum(axis=1) >= costs.layers

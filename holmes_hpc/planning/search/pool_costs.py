@@ -193,15 +193,12 @@ class PoolCosts:
         for f, available in enumerate(self.available):
             gpu = available.pool.gpu
             collectives, parameters = costs.collectives(gpu), layer_parameters(self.model, self.tp)
-            sizes = (
-                parameters
-                * (dp - 1)
-                / dp
-                * np.array(
-                    [collectives.reduce_scatter * costs.gradient_size, collectives.all_gather * costs.weight_bytes(gpu)]
-                )
-            )
-            if self.tp * dp * stride <= available.gpus_per_node:
+            is_inside = self.tp * dp * stride <= available.gpus_per_node
+            per_node = max(1, available.gpus_per_node // (self.tp * stride))
+            reduce_factor = collectives.reduce_scatter(dp, 1 if is_inside else max(2, dp // per_node))
+            bytes_per_parameter = reduce_factor * costs.gradient_size, collectives.all_gather * costs.weight_bytes(gpu)
+            sizes = parameters * (dp - 1) / dp * np.array(bytes_per_parameter)
+            if is_inside:
                 rates = np.full(2, gpu.intra_node_gbps * costs.link(LOCAL, available.pool).efficiency)
             else:
                 rates = np.array([self.inside_gbps[name][f] for name in ("reduce_scatter", "all_gather")]) / self.tp

@@ -85,7 +85,7 @@ def _is_excluded(options: PlanOptions) -> bool:
         or options.layers_per_stage is not None
         or options.virtual_stages not in (None, 1)
         or options.schedule not in ("auto", PER_STAGE.name)
-        or not options.distributed_optimizer
+        or options.distributed_optimizer is False
         or options.sequence_parallel is False
     )
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed.reduce_scatter_with_fp32_accumulation import reduce_scatter_with_fp32_accumulation
 
 from holmes_hpc.fabric.site import FabricLink, Site
 from holmes_hpc.planning.cost.calibration import Calibration
@@ -194,6 +195,8 @@ def _measure_collectives(session: Session) -> list[Sample]:
     algorithms, speed, link = collectives(gpu), nominal_rate(plan, transport, ranks), link_name(transport)
     senders = 1 if nodes == 1 else p.tp  # the TP ranks of a node send at the same time
     n, samples = len(ranks), []
+    all_to_all = algorithms.is_all_to_all(n, nodes)
+    reduce_scatter = reduce_scatter_with_fp32_accumulation if all_to_all else dist.reduce_scatter_tensor
     pools = tuple(dict.fromkeys(plan.places[r].pool for r in ranks))
     max_bytes = min(MAX_BYTES, plan.bucket_bytes, int(MAX_SEND_S * speed))  # all groups wait for the slowest network
     for size in (SMALL_BYTES, max_bytes // 2, max_bytes):
@@ -202,9 +205,9 @@ def _measure_collectives(session: Session) -> list[Sample]:
         for collective, factor, fill, task in (
             (
                 "reduce_scatter",
-                algorithms.reduce_scatter,
+                algorithms.reduce_scatter(n, nodes),
                 0.0,
-                lambda f=full, s=shard: dist.reduce_scatter_tensor(s, f, group=group),
+                lambda f=full, s=shard: reduce_scatter(s, f, dist.ReduceOp.SUM, group, False),
             ),
             (
                 "all_gather",

@@ -73,6 +73,7 @@ class Checkpoints:
             checkpoint_directory.create_folder(folder, checkpoint_dir)
         self._calls = AsyncCallsQueue()
         self._save_start, self._unfinished = 0.0, folder
+        self.saved_step = 0  # of the last checkpoint that this attempt loaded or, on rank 0, completed
         filesystem_async._results_queue = writer.Results()
 
     # -- saving -----------------------------------------------------------------------------------------------------
@@ -170,6 +171,7 @@ class Checkpoints:
                 files.setdefault(file.name, checkpoint_directory.checksum(file))
             checkpoint_directory.finish(path, step, description, files)
             checkpoint_directory.prune(self.folder, self.keep)
+            self.saved_step = step
             size_mb, duration_s = sum(size for size, _ in files.values()) / 1e6, time.perf_counter() - self._save_start
             log_line(f"step {step}: checkpoint of {size_mb:.1f} MB saved in {duration_s:.2f} s")
 
@@ -195,6 +197,7 @@ class Checkpoints:
                     saved_model = checkpoint.description.get("model", {})
                     checkpoint_directory.check_identity(saved_model, self.plan.model, str(checkpoint.path))
                     self._load(checkpoint)
+                self.saved_step = checkpoint.step
                 return checkpoint.step
             first_problem = first_problem or f"{path.name}: {damage}"
             if self._rank == 0:

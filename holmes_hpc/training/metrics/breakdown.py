@@ -27,6 +27,7 @@ import torch
 from holmes_hpc.planning.schedule.kinds import Pass
 from holmes_hpc.records.files import append_line
 from holmes_hpc.records.metrics import PARTS
+from holmes_hpc.training.metrics.profiler import Ranges
 from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent
 
 # Megatron-Core's timers by the start of their names. The loop itself measures forward-backward.
@@ -42,13 +43,13 @@ _GRADIENTS = ("all-grads-sync", "all-reduce")
 class Timer:
     """A timer with Megatron-Core's interface. If `on_stop` is set, it is called with the start time of each span."""
 
-    def __init__(self, breakdown: Breakdown, part: str | None) -> None:
-        self._breakdown, self._part, self._start = breakdown, part, 0.0
+    def __init__(self, breakdown: Breakdown, part: str | None, name: str) -> None:
+        self._breakdown, self._part, self._name, self._start = breakdown, part, name, 0.0
         self.on_stop: Callable[[float], None] | None = None
 
     def start(self, barrier: bool = False) -> None:
         if self._part is not None:
-            self._breakdown.enter(self._part)
+            self._breakdown.enter(self._part, self._name)
         self._start = time.time()
 
     def stop(self, barrier: bool = False) -> None:
@@ -62,10 +63,10 @@ class Breakdown:
     """The time breakdown of one rank's steps. Time outside all parts counts as ``other_s``."""
 
     def __init__(self, cuda: bool = False) -> None:
-        self._cuda = cuda
+        self._cuda, self._ranges = cuda, Ranges(cuda)
         self._stack = ["other_s"]
-        self._totals = dict.fromkeys(PARTS, 0.0)
         self._last = time.perf_counter()
+        self._spans: list[tuple[str, float]] = []  # (part, seconds) since the last step
         self._events: list[tuple[Any, str]] = []
         self._timers: dict[str, Timer] = {}  # Megatron-Core's, by name
 
@@ -73,24 +74,27 @@ class Breakdown:
         """Return the timer called `name`, as Megatron-Core's interface requires."""
         default = "grad_sync_s" if any(pattern in name for pattern in _GRADIENTS) else None
         part = next((p for start, p in _TIMERS if name.startswith(start)), default)
-        return self._timers.setdefault(name, Timer(self, part))
+        return self._timers.setdefault(name, Timer(self, part, name))
 
     def _switch(self, part: str) -> None:
-        """Add the time since the last switch to `part`."""
+        """Count the time since the last switch as `part`."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._events.append((event, part))
             return
         now = time.perf_counter()
-        self._totals[part] += now - self._last
+        self._spans.append((part, now - self._last))
         self._last = now
 
-    def enter(self, part: str) -> None:
+    def enter(self, part: str, name: str = "") -> None:
+        """Start a part. `name`: in profiles, by default the part's."""
         self._switch(self._stack[-1])
         self._stack.append(part)
+        self._ranges.push(name or part)
 
     def leave(self) -> None:
+        self._ranges.pop()
         self._switch(self._stack.pop())
 
     @contextmanager
@@ -109,7 +113,7 @@ class Breakdown:
         """Start measuring; drop the time so far."""
         self._events.clear()
         self._switch(self._stack[-1])
-        self._totals = dict.fromkeys(PARTS, 0.0)
+        self._spans.clear()
 
     def take(self) -> dict[str, float]:
         """Return part -> seconds since the last call or :meth:`begin`. They add up to the time in between."""
@@ -117,9 +121,14 @@ class Breakdown:
         if self._cuda:
             self._events[-1][0].synchronize()
             for (start, _), (end, part) in zip(self._events, self._events[1:]):  # noqa: B905 (pairs of neighbours)
-                self._totals[part] += start.elapsed_time(end) / 1000
+                self._spans.append((part, start.elapsed_time(end) / 1000))
             del self._events[:-1]
-        totals, self._totals = self._totals, dict.fromkeys(PARTS, 0.0)
+        spans, self._spans = self._spans, []
+        passes = [i for i, (part, _) in enumerate(spans) if part == "compute_s"] or [0]
+        totals = dict.fromkeys(PARTS, 0.0)
+        for i, (part, seconds) in enumerate(spans):
+            is_outside = part == "pipeline_wait_s" and not passes[0] < i < passes[-1]
+            totals["fill_drain_s" if is_outside else part] += seconds
         return totals
 
 

@@ -18,16 +18,21 @@ import torch.distributed as dist
 
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, model_flops_per_step
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.limit import limit_s, stage_speeds
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.nic_bytes import sum_by_kind
 
 Write = Callable[[int, Mapping[str, float]], None]
-# The columns of a rank's row: loss sum, loss count, peak memory, step time, seven byte counts, the parts of the step.
+# The columns of a rank's row: loss sum, loss count, peak memory, step time, seven byte counts, the parts of the step,
+# and what the rank has sent to each of its destinations.
 _LOSS, _COUNT, _MEMORY, _STEP, _NIC = 0, 1, 2, 3, 4
 _PARTS = _NIC + 7
+_SENT = _PARTS + len(PARTS)
 
 
 def peak_memory_bytes(cuda: bool) -> int:
@@ -42,26 +47,38 @@ def rank_row(
     parts: Mapping[str, float],
     nic: tuple[float, ...],
     memory: int,
+    sent: Sequence[float] = (),
 ) -> torch.Tensor:
     """Return one rank's row for one step, a vector in fp64. `loss_sum`, `loss_count`: of its micro-batches on the first
-    TP rank of the last stage, else 0; `nic`: see :meth:`Traffic.take`; `memory`: bytes."""
+    TP rank of the last stage, else 0; `nic`: see :meth:`Traffic.take`; `memory`: bytes; `sent`: see
+    :meth:`Destinations.row`."""
     return torch.tensor(
-        [loss_sum, loss_count, memory, step_time_s, *nic, *(parts[p] for p in PARTS)], dtype=torch.float64
+        [loss_sum, loss_count, memory, step_time_s, *nic, *(parts[p] for p in PARTS), *sent], dtype=torch.float64
     )
 
 
 def metrics_line(
-    plan: Plan, tensors: Sequence[torch.Tensor], step: int, unix_time_s: float, fields: Mapping[str, Any]
+    plan: Plan,
+    tensors: Sequence[torch.Tensor],
+    step: int,
+    unix_time_s: float,
+    fields: Mapping[str, Any],
+    speeds: Sequence[float],
 ) -> dict[str, Any]:
     """Return a line of metrics.jsonl, unrounded. holmes_hpc/records/metrics.py has its schema.
 
-    `tensors`: every rank's row; `fields`: further fields of the line.
+    `tensors`: every rank's row; `fields`: further fields of the line; `speeds`: see
+    :func:`speeds_of`.
     """
     rows = [tensor.tolist() for tensor in tensors]
     losses, count = sum(r[_LOSS] for r in rows), sum(r[_COUNT] for r in rows)
     step_time_s = rows[0][_STEP]
     samples_per_s = plan.batch.global_size / step_time_s
     per_gpu = 1e12 * plan.world_size * step_time_s
+    stages = [  # for each stage the mean over its ranks, in seconds; the parts add up to the step's time
+        {part: sum(rows[r][_PARTS + i] for r in ranks) / len(ranks) for i, part in enumerate(PARTS)}
+        for ranks in plan.parallel.stage_ranks
+    ]
     return {
         "step": step,
         "time": unix_time_s,
@@ -75,18 +92,36 @@ def metrics_line(
             plan.model, plan.batch, plan.parallel.vocabulary_parts, plan.recompute
         )
         / per_gpu,
-        "breakdown": [  # for each stage the mean over its ranks, in seconds; the parts add up to the step's time
-            {part: sum(rows[r][_PARTS + i] for r in ranks) / len(ranks) for i, part in enumerate(PARTS)}
-            for ranks in plan.parallel.stage_ranks
-        ],
+        "breakdown": stages,
+        "share_of_limit": limit_s([stage["compute_s"] for stage in stages], speeds) / step_time_s,
         "nic_bytes": sum_by_kind(plan, nic_rows(tensors)),
         "peak_memory_bytes": [int(r[_MEMORY]) for r in rows],
     }
 
 
+def speeds_of(plan: Plan, train: TrainConfig) -> list[float]:
+    """Return the speeds of the plan's stages, relative to each other."""
+    return stage_speeds(Layout.of(plan, Costs(pace_layer_ms=train.pace_layer_ms, pace_factors=train.pace_factors)))
+
+
+def log_text(line: Mapping[str, Any], last_step: int) -> str:
+    """Return a metrics line as text for the log."""
+    norm = line["grad_norm"]
+    return (
+        f"step {line['step']}/{last_step}: loss {line['loss']:.4f}, grad norm "
+        f"{norm if norm is None else format(norm, '.3f')}, {line['step_time_s']:.3f} s, "
+        f"{line['samples_per_s']:.2f} samples/s, {line['model_tflops_per_gpu']:.3g} model TFLOP/s per GPU"
+    )
+
+
 def nic_rows(rows: Sequence[torch.Tensor]) -> list[list[float]]:
     """Return every rank's byte counts, as :meth:`Traffic.take` returned them."""
     return [r[_NIC:_PARTS].tolist() for r in rows]
+
+
+def sent_rows(rows: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Return what every rank has sent to its destinations, as :meth:`Destinations.row` returned it."""
+    return [r[_SENT:].tolist() for r in rows]
 
 
 def part_by_rank(rows: list[torch.Tensor], part: str) -> list[float]:

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import Float16Module
 
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, RunFailed
+from holmes_hpc.planning.cost.hardware import collectives
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.schema import refuse
 from holmes_hpc.training.metrics.breakdown import Breakdown
@@ -53,6 +54,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
         align_param_gather=plan.transport_mode != "single",  # else as in plain Megatron-LM: see step()
         use_distributed_optimizer=p.distributed_optimizer,
         num_distributed_optimizer_instances=p.optimizer_instances,
+        reduce_scatter_with_fp32_accumulation=reduces_by_all_to_all(plan),
         bucket_size=max(1, plan.bucket_bytes // GRADIENT_BYTES),
         check_for_nan_in_grad=False,
     )
@@ -68,8 +70,18 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
             pg_collection=groups_for_ddp(),
         )
         wrapper.config = config
+        for group in wrapper.bucket_groups:  # in later versions, each would first wait for the one before
+            group.previous_grad_reduce_bucket_group = None
         wrapped.append(wrapper)
     return wrapped
+
+
+def reduces_by_all_to_all(plan: Plan) -> bool:
+    """Return whether this rank's gradients are reduced by an all-to-all, whose receivers sum in the order of ranks."""
+    ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    places, p = [plan.places[rank] for rank in ranks], plan.parallel
+    library = collectives(plan.site.pool(places[0].pool).gpu)
+    return p.distributed_optimizer and library.is_all_to_all(len(ranks), len({*places}), p.optimizer_instances)
 
 
 def _sum_gradients(config: Any) -> Any:

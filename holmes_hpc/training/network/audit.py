@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array
-from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan.plan import GroupTransport, Plan
 from holmes_hpc.training.network.interfaces import NodeTransports, short_ranks
 
 EVERY_STEPS = 10  # per comparison; wrong traffic that starts during one is reported by the next, within 20 steps
@@ -157,16 +157,21 @@ def nic_faults(interfaces: Iterable[str], node: str, sysfs: Path = Path("/sys"))
     return faults
 
 
+def planned_bytes(plan: Plan, dtype: str | None = None) -> Iterator[tuple[GroupTransport, int, float]]:
+    """Yield what :func:`sent_bytes` does for a plan. `dtype`: of weights and activations, None: the device's usual
+    one."""
+    return sent_bytes(Layout.of(plan, Costs(dtype=dtype)), layer_array(plan))
+
+
 def planned_loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Load]:
     """Return the payload bytes that each group makes each rank's node send per step, over the group's planned NIC.
 
-    `nodes`: every rank's node; `dtype`: of weights and activations, None: the device's usual one. The sums over nodes
-    are the plan's predicted bytes (planning/cost/predict.py).
+    `nodes`: every rank's node; `dtype`: see :func:`planned_bytes`. The sums over nodes are the plan's predicted bytes
+    (planning/cost/predict.py).
     """
-    layout = Layout.of(plan, Costs(dtype=dtype))
     return [
         Load(nodes[rank], str(nic), f"{group.kind} of ranks {short_ranks(group.ranks)}", amount)
-        for group, rank, amount in sent_bytes(layout, layer_array(plan))
+        for group, rank, amount in planned_bytes(plan, dtype)
         if (nic := group.transport.nic) is not None and (nic.verbs or not nic.rdma)  # other NICs have no counters
     ]
 

@@ -328,7 +328,9 @@ def find_slow_links(infos: Sequence[NodeInformation], reports: Iterable[LinkRepo
             findings.append(_slow_nic(worst[1], explained[0], best[explained[0]], level, by_node))
         else:
             explained = [link for link in explained if equal in _ends(link)]
-            findings.append(_slow_link(explained[0], best[explained[0]], grades[explained[0]], by_node))
+            link = explained[0]
+            nics = [by_node[node].nics[link.kind] for node in (link.sender, link.receiver)]
+            findings.append(slow_link(link, best[link], declared_gbps(by_node, link), grades[link], nics))
         slow -= set(explained)
     return findings
 
@@ -363,12 +365,12 @@ def _slow_nic(node: str, worst: NodeLink, gbps: float, level: str, infos: Mappin
     )
 
 
-def _slow_link(link: NodeLink, gbps: float, level: str, infos: Mapping[str, NodeInformation]) -> Finding:
-    a, b = infos[link.sender].nics[link.kind], infos[link.receiver].nics[link.kind]
-    declared = declared_gbps(infos, link)
+def slow_link(link: NodeLink, gbps: float, declared: float, level: str, nics: Sequence[Endpoint]) -> Finding:
+    """Return the finding for a link that carries `gbps` of the `declared` rate. `nics`: of its sender and receiver."""
+    a, b = nics
     return Finding(
         level,
-        f"nodes {link.sender} and {link.receiver}",
+        f"nodes {' and '.join(sorted((link.sender, link.receiver)))}",
         f"{_NAMES[link.kind]} NICs {a.text} of {link.sender} to {b.text} of {link.receiver} carry {_rate(gbps)} of "
         f"{_rate(declared)} ({gbps / declared:.0%}; group {link.label})",
         _SLOW_HINT,

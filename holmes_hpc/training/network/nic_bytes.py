@@ -9,9 +9,9 @@ import stat
 import struct
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,18 @@ SAMPLE_BYTES = 1 << 20
 Counters = dict[str, tuple[int, int]]  # NIC -> bytes (sent, received)
 # port_xmit_data and port_rcv_data count 4-byte words (kernel: Documentation/ABI/stable/sysfs-class-infiniband)
 WORD_BYTES = 4
-_TCP_INFO_BYTES = 128
-_BYTES_ACKED = 120  # its offset in struct tcp_info of linux/tcp.h, from Linux 4.1 on
+_TCP_INFO_BYTES = 192
+_BYTES_ACKED, _BUSY_US = 120, 168  # offsets in struct tcp_info of linux/tcp.h, from Linux 4.1 and 4.10 on
+
+
+class Connection(NamedTuple):
+    """What a TCP connection has sent: the `bytes` that its peer has acknowledged, and for how many seconds data was
+    underway. The time while the receiver took no data does not count."""
+
+    local: str
+    remote: str
+    bytes: int
+    busy_s: float
 
 
 def read_counters(sysfs: Path = Path("/sys")) -> Counters:
@@ -91,36 +101,44 @@ def _number(path: Path) -> int:
 
 
 class TcpCounters:
-    """The bytes that this process's TCP connections have sent."""
+    """The counters of this process's TCP connections."""
 
     def __init__(self) -> None:
-        self._last = _acknowledged_bytes()
+        self._last = _connections()
 
-    def take(self) -> dict[str, int]:
-        """Return local address -> bytes sent from it since the last call, as far as acknowledged."""
-        previous, self._last = self._last, _acknowledged_bytes()
-        sent_from: dict[str, int] = {}
-        for inode, (address, sent) in self._last.items():
-            sent_from[address] = sent_from.get(address, 0) + sent - previous.get(inode, ("", 0))[1]
-        return sent_from
+    def take(self) -> list[Connection]:
+        """Return what each connection has sent since the last call, as far as acknowledged."""
+        previous, self._last = self._last, _connections()
+        return [
+            c._replace(bytes=c.bytes - old.bytes, busy_s=c.busy_s - old.busy_s)
+            for inode, c in self._last.items()
+            for old in (previous.get(inode, Connection("", "", 0, 0.0)),)
+        ]
 
 
-def _acknowledged_bytes() -> dict[int, tuple[str, int]]:
-    """Return inode of each TCP connection of this process -> (local address, bytes that its peer has acknowledged)."""
-    connections: dict[int, tuple[str, int]] = {}
+def _connections() -> dict[int, Connection]:
+    """Return the TCP connections of this process by their inodes, with their counters since they were opened."""
+    connections: dict[int, Connection] = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # just closed, not connected, or not TCP
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                    address = str(connection.getsockname()[0]).removeprefix("::ffff:")
-                    connections[status.st_ino] = address, struct.unpack_from("=Q", tcp_info, _BYTES_ACKED)[0]
+                    tcp_info = tcp_info.ljust(_TCP_INFO_BYTES, b"\0")  # older kernels know less
+                    busy_us, unread_us = struct.unpack_from("=2Q", tcp_info, _BUSY_US)
+                    connections[status.st_ino] = Connection(
+                        str(connection.getsockname()[0]).removeprefix("::ffff:"),
+                        str(connection.getpeername()[0]).removeprefix("::ffff:"),
+                        struct.unpack_from("=Q", tcp_info, _BYTES_ACKED)[0],
+                        (busy_us - unread_us) / 1e6,
+                    )
     return connections
 
 
 class Traffic:
-    """The traffic counters of a rank's node. `by_nic`: the bytes of each NIC that the last :meth:`take` counted.
+    """The traffic counters of a rank's node. `by_nic`, `connections`: what the last :meth:`take` counted on each NIC of
+    the node, and on each TCP connection of this rank.
 
     Only the first rank of a node counts NICs, so that sums over ranks are sums over nodes. The other ranks count zero
     bytes, and so do all ranks if they share one host.
@@ -132,16 +150,26 @@ class Traffic:
         self._last = read_counters() if self.counts_nics else {}
         self._tcp = None if launch.one_host else TcpCounters()
         self.by_nic: Counters = {}
+        self.connections: list[Connection] = []
 
     def take(self) -> tuple[float, ...]:
         """Return seven byte counts since the last call: Ethernet sent and received; RDMA sent and received; sent over
         NICs outside the plan; sent by this rank's own TCP connections over Ethernet NICs, and over RDMA NICs."""
-        sent = {} if self._tcp is None else self._tcp.take()
+        self.connections = [] if self._tcp is None else self._tcp.take()
+        sent: defaultdict[str | None, int] = defaultdict(int)
+        for connection in self.connections:
+            sent[connection.local] += connection.bytes
         tcp = self._sums({nic.name: (sent[nic.address], 0) for nic in self._nics.interfaces if nic.address in sent})
         if self.counts_nics:
             counters = read_counters()
             self.by_nic, self._last = counter_difference(self._last, counters), counters
         return (*self._sums(self.by_nic), tcp[0], tcp[2])
+
+    def sent_to(self, addresses: Collection[str]) -> tuple[float, float]:
+        """Return the bytes that this rank's TCP connections to `addresses` sent in the last :meth:`take`, and for how
+        many seconds the busiest of them sent."""
+        connections = [c for c in self.connections if c.remote in addresses]
+        return float(sum(c.bytes for c in connections)), max((c.busy_s for c in connections), default=0.0)
 
     def _sums(self, counters: Counters) -> tuple[float, float, float, float, float]:
         """Return five byte counts: Ethernet sent and received, RDMA sent and received, sent over other NICs."""

@@ -1,74 +1,84 @@
-"""Detection of links that become slow during a run, from the time of each stage's gradient synchronization."""
+"""Detection of links that become slow during a run: from the time of each stage's gradient synchronization, and from
+the time for which TCP connections of pipeline edges send."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.slurm.hostlist import compress
-from holmes_hpc.training.network.audit import planned_loads
+from holmes_hpc.training.network.audit import planned_bytes, planned_loads
+from holmes_hpc.training.network.destinations import edge_receivers
 from holmes_hpc.training.network.interfaces import NodeTransports, short_ranks
+from holmes_hpc.training.network.link_diagnosis import Endpoint, NodeLink, slow_link
 
 SLOWDOWN = 3.0  # ratio to the planned and to the earlier duration above which a link is slow
-MIN_SYNC_S = 0.02  # per step; a shorter synchronization is never slow
+MIN_S = 0.02  # per step; a shorter duration is never slow
 WINDOW = 5  # steps whose median is compared
 _DP = ("dp", "intra_dp", "inter_dp")
 
 
 class SlowLinkDetector:
-    """A comparison of every stage's gradient synchronization, over windows of steps, with its fastest window so far and
-    with `expected_s`, the planned seconds of each stage.
+    """A comparison of the seconds that each link is busy per step, over windows of steps, with its fastest window so
+    far and with `expected_s`, the planned seconds.
 
-    The fastest rank of a stage counts: the others may wait for a slow computation. `stages`: each stage's ranks;
-    `names`: each stage's nodes and NICs, for messages. A slow stage is reported once, and again after it has recovered.
+    `columns`: for each link, the columns of a step's values that `reduce` makes its seconds; `describe`: returns the
+    finding for (link, its median seconds, its earlier seconds). A slow link is reported once, and again after it has
+    recovered. Only the slower direction is: acknowledgements of the other one share it. `slow`: the links that are slow
+    now, by name, and their slowdown.
     """
 
-    def __init__(self, stages: Sequence[Sequence[int]], names: Sequence[str], expected_s: Sequence[float]) -> None:
-        self._stages, self._names, self._expected_s = stages, names, expected_s
+    def __init__(
+        self,
+        columns: Sequence[Sequence[int]],
+        expected_s: Sequence[float],
+        describe: Callable[[int, float, float], Finding],
+        reduce: Callable[[Iterable[float]], float],
+    ) -> None:
+        self._columns, self.expected_s, self.describe, self._reduce = columns, expected_s, describe, reduce
         self._window: list[Sequence[float]] = []
         self._baseline_s: list[float] = []
-        self._reported: set[int] = set()
+        self.slow: dict[str, float] = {}
 
-    def add(self, sync_s: Sequence[float]) -> list[Finding]:
-        """Add one step's synchronization seconds of every rank. Return slow stages at the end of a window, else []."""
-        self._window.append(sync_s)
+    def add(self, seconds: Sequence[float]) -> list[Finding]:
+        """Add the values of a step. Return findings about slow links at the end of a window, else []."""
+        self._window.append(seconds)
         if len(self._window) < WINDOW:
             return []
         medians_s = [
-            statistics.median(min(step[rank] for rank in ranks) for step in self._window) for ranks in self._stages
+            statistics.median(self._reduce(step[column] for column in columns) for step in self._window)
+            for columns in self._columns
         ]
         self._window.clear()
         self._baseline_s = self._baseline_s or medians_s
-        findings = []
-        for stage, (median_s, baseline_s, planned_s) in enumerate(
-            zip(medians_s, self._baseline_s, self._expected_s, strict=True)
+        slowdowns: list[tuple[float, int, float]] = []
+        for link, (median_s, baseline_s, planned_s) in enumerate(
+            zip(medians_s, self._baseline_s, self.expected_s, strict=True)
         ):
-            is_slow = median_s > max(SLOWDOWN * baseline_s, SLOWDOWN * planned_s, MIN_SYNC_S)
-            if is_slow and stage not in self._reported:
-                self._reported.add(stage)
-                findings.append(
-                    Finding(
-                        "warning",
-                        self._names[stage],
-                        f"gradient synchronization of stage {stage} takes {median_s:.3g} s a step, {baseline_s:.3g} s "
-                        f"before, {planned_s:.3g} s as planned",
-                        "a link there has become slow: check its speed, errors and cable "
-                        "(ethtool, ibstat), and its other users; `holmes resume` measures every link again",
-                    )
-                )
-            elif not is_slow:
-                self._reported.discard(stage)
-                self._baseline_s[stage] = min(baseline_s, median_s)
+            slowdown = median_s / max(baseline_s, planned_s, MIN_S / SLOWDOWN)
+            if slowdown > SLOWDOWN:
+                slowdowns.append((slowdown, link, median_s))
+            else:
+                self._baseline_s[link] = min(baseline_s, median_s)
+        findings, previous, self.slow = [], self.slow, {}
+        for slowdown, link, median_s in sorted(slowdowns, reverse=True):
+            finding = self.describe(link, median_s, self._baseline_s[link])
+            if finding.where not in {**previous, **self.slow}:
+                findings.append(finding)
+            self.slow.setdefault(finding.where, slowdown)
         return findings
 
 
 def slow_link_detector(
     plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float], dtype: str | None
 ) -> SlowLinkDetector:
-    """Return the detector of a plan whose ranks run on `nodes`. `factors`, `dtype`: see
-    :class:`holmes_hpc.training.network.audit.Audit`."""
+    """Return the detector of stages whose gradient synchronization is slow, for a plan whose ranks run on `nodes`.
+
+    It takes every rank's seconds. The fastest rank of a stage counts: the others may wait for a slow computation.
+    `factors`, `dtype`: see :class:`holmes_hpc.training.network.audit.Audit`."""
     stages = plan.parallel.stage_ranks
     groups = {f"{g.kind} of ranks {short_ranks(g.ranks)}": g for g in plan.transports() if g.kind in _DP}
     expected_s, names = [0.0] * len(stages), []
@@ -86,4 +96,49 @@ def slow_link_detector(
         hosts = list(dict.fromkeys(nodes[r].node for r in ranks))
         nics = f" (NIC {', '.join(dict.fromkeys(interfaces))})" if interfaces else ""
         names.append(f"{'node' if len(hosts) == 1 else 'nodes'} {compress(hosts)}{nics}")
-    return SlowLinkDetector(stages, names, expected_s)
+
+    def describe(stage: int, median_s: float, baseline_s: float) -> Finding:
+        return Finding(
+            "warning",
+            names[stage],
+            f"gradient synchronization of stage {stage} takes {median_s:.3g} s a step, {baseline_s:.3g} s "
+            f"before, {expected_s[stage]:.3g} s as planned",
+            "a link there has become slow: check its speed, errors and cable "
+            "(ethtool, ibstat), and its other users; `holmes resume` measures every link again",
+        )
+
+    return SlowLinkDetector(stages, expected_s, describe, min)
+
+
+def slow_edge_detector(plan: Plan, nodes: Sequence[NodeTransports], dtype: str | None) -> SlowLinkDetector:
+    """Return the detector of pipeline edges over slow TCP connections, for a plan whose ranks run on `nodes`.
+
+    It takes :meth:`Destinations.edge_seconds`. A link is the pair of NICs of two nodes; its busiest connection counts.
+    Edges over RDMA without TCP are not seen.
+    """
+
+    def addresses(sender: int, receiver: int, kind: str) -> tuple[str, str]:
+        return nodes[sender].interfaces[kind][1], nodes[receiver].interfaces[kind][1]
+
+    edges = [(s, r, kind) for s, peers in enumerate(edge_receivers(plan, nodes)) for r, kind in peers.values()]
+    columns, sent = defaultdict[tuple[str, str], list[int]](list), defaultdict[tuple[str, str], float](float)
+    for column, edge in enumerate(edges):
+        columns[addresses(*edge)].append(column)
+    for group, sender, amount in planned_bytes(plan, dtype):
+        kind, receiver = group.transport.kind, sum(group.ranks) - sender
+        if group.kind == "edge" and kind in nodes[receiver].interfaces:
+            sent[addresses(sender, receiver, kind)] += amount
+    ends = [edges[first] for first, *_ in columns.values()]
+    pools = [(plan.site.pool(plan.places[s].pool), plan.site.pool(plan.places[r].pool)) for s, r, _ in ends]
+    senders = Counter(pools)
+    gbps = [plan.site.rate_gbps(kind, *pair, senders[pair]) for pair, (_, _, kind) in zip(pools, ends, strict=True)]
+    expected_s = [8e-9 * sent[link] / rate for link, rate in zip(columns, gbps, strict=True)]
+
+    def describe(number: int, median_s: float, baseline_s: float) -> Finding:
+        sender, receiver, kind = ends[number]
+        stages = [plan.parallel.coordinates(rank)[0] for rank in (sender, receiver)]
+        link = NodeLink(kind, nodes[sender].node, nodes[receiver].node, f"edge of stages {min(stages)},{max(stages)}")
+        nics = [Endpoint(*nodes[rank].interfaces[kind][:2]) for rank in (sender, receiver)]
+        return slow_link(link, gbps[number] * expected_s[number] / median_s, gbps[number], "warning", nics)
+
+    return SlowLinkDetector(list(columns.values()), expected_s, describe, max)

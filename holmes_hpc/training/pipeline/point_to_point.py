@@ -33,6 +33,7 @@ from holmes_hpc.errors import ConfigError, NetworkError
 from holmes_hpc.planning.plan.plan import GroupTransport, Plan
 from holmes_hpc.planning.schedule.launches import exchange_order
 from holmes_hpc.schema import refuse
+from holmes_hpc.training.metrics.profiler import Ranges
 from holmes_hpc.training.pipeline.codec import IDENTITY, Codec, codec
 
 NewGroup = Callable[[GroupTransport], "dist.ProcessGroup | None"]
@@ -68,6 +69,7 @@ class Channel:
         self.name, self.connections, self.peer, self.codec = name, tuple(connections), peer, codec
         self.on_transfer: OnTransfer | None = None
         self._nccl = is_nccl(self.connections[0])
+        self._ranges = Ranges(self._nccl)
         self._count = 0
         self._leaving: deque[Transfer] = deque()
         self._thread: ThreadPoolExecutor | None = None
@@ -170,7 +172,8 @@ class Channel:
 
     def _post(self, operation: Callable[..., Any], wire: torch.Tensor, tag: int) -> list[Any]:
         stripes = wire.view(-1).tensor_split(len(self.connections))
-        with _network_errors(self.name):
+        range_name = f"{'send' if operation is dist.isend else 'receive'} {self.name}"
+        with _network_errors(self.name), self._ranges.range(range_name):
             return [
                 operation(stripe, self.peer, group=connection, tag=tag)
                 for stripe, connection in zip(stripes, self.connections, strict=True)

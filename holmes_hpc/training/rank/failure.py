@@ -109,7 +109,7 @@ class RankExit:
         if self._stop.is_set() or not self._ending.acquire(blocking=False):
             return
         if hung:
-            dump_stacks()
+            self.dump_stacks()
         self._report(line, cause)
         end_process(code)
 
@@ -198,7 +198,7 @@ class RankExit:
         torch_error = next((e for e in (error, error.__cause__) if isinstance(e, RuntimeError)), None)
         other_failure = None
         if torch_error is not None and _TIMED_OUT.search(one_line(torch_error)):
-            dump_stacks(torch_error)
+            self.dump_stacks(torch_error)
             hung = True
             error = RunFailed(
                 f"another rank did not answer within train.net_timeout_s ({one_line(torch_error)[:200]})",
@@ -220,26 +220,30 @@ class RankExit:
         self._stop.set()
         if other_failure is not None:  # the connection broke because the rank at its other end failed
             if other_failure.get("hung"):
-                dump_stacks(torch_error)
+                self.dump_stacks(torch_error)
             self._report(_failure_line(other_failure), None)
             return int(other_failure["code"])
         self._report(one_line(error), error, hung)
         return error.exit_code if isinstance(error, HolmesError) else 1
 
+    def dump_stacks(self, error: BaseException | None = None) -> None:
+        """Write `error`, the stacks of all threads, and NCCL's pending collectives to the log. Write what NCCL's flight
+        recorder holds to trace/, for ``torchfrtrace``."""
+        if error is not None:
+            traceback.print_exception(error)
+        print("stacks of all threads:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        if collectives := _pending_collectives():
+            print(f"pending collectives: {collectives}", file=sys.stderr, flush=True)
+        with contextlib.suppress(ImportError, OSError, RuntimeError):
+            from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined, unused-ignore]
+
+            (self._run.trace / f"nccl_trace_rank_{self.rank}").write_bytes(_dump_nccl_trace())
+
     def _write_exit(self, state: str, error: str | None, **fields: Any) -> None:
         attempt = {"attempt": self.attempt} if self.attempt else {}
         with contextlib.suppress(HolmesError, OSError):
             self._run.write_exit(self.rank, state, error, self.node, **fields, **attempt)
-
-
-def dump_stacks(error: BaseException | None = None) -> None:
-    """Write `error`, the stacks of all threads, and NCCL's pending collectives to the log."""
-    if error is not None:
-        traceback.print_exception(error)
-    print("stacks of all threads:", file=sys.stderr, flush=True)
-    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-    if collectives := _pending_collectives():
-        print(f"pending collectives: {collectives}", file=sys.stderr, flush=True)
 
 
 def _pending_collectives() -> str:
@@ -306,7 +310,7 @@ class Watchdog:
             self.log_if_silent()
             message = self.overdue()
             if message is not None:
-                dump_stacks()
+                self._exit.dump_stacks()
                 where = f"rank {self._exit.rank} on {self._exit.node}"
                 error = RunFailed(message, where=where, hint=self._exit.hang_hint())
                 end_process(self._exit.record_failure(error, hung=True))

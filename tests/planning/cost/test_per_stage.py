@@ -82,6 +82,7 @@ def test_every_stage_pads_the_vocabulary_for_the_largest_tp() -> None:
         sum(amount for group, _, amount in sent(plan) if group.stages == (1,))
         for plan in (spawn.unequal(first, (1, 3), model=model, batch=BATCH) for first in ((2, 1), (1, 1)))
     )
-    factors = Costs().collectives(CPU)
-    padding_bytes = 4 * (factors.reduce_scatter + factors.all_gather) * (512 - 384) * MODEL.hidden
+    plan = spawn.unequal((1, 1), (1, 3), model=model, batch=BATCH)
+    factors, nodes = Costs().collectives(CPU), len({plan.places[r] for r in plan.parallel.stage_ranks[1]})
+    padding_bytes = 4 * (factors.reduce_scatter(3, nodes) + factors.all_gather) * (512 - 384) * MODEL.hidden
     assert wide - narrow == pytest.approx(3 * padding_bytes * 2 / 3)  # each of three replicas sends two thirds

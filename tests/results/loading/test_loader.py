@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from made_runs import make_line, make_plan, make_run
 
 from holmes_hpc.errors import ConfigError, RecordError
+from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS, load_runs, load_stages, load_steps
 from holmes_hpc.results.columns import FAMILIES, family_values, stage_breakdown
@@ -244,7 +245,7 @@ def test_lines_as_training_writes_them_are_not_read_twice(tmp_path: Path, monkey
     lines = run.metrics()
     monkeypatch.setattr(RunDirectory, "metrics", lambda self: pytest.fail("read line by line"))
     found = read_steps(run)
-    assert len(found) == 300 and found.breakdown.shape == (6, 2, 300) and "roce-a" in found.tx
+    assert len(found) == 300 and found.breakdown.shape == (len(PARTS), 2, 300) and "roce-a" in found.tx
     assert list(found.scalars["loss"]) == [line["loss"] for line in lines]
 
 
@@ -457,8 +458,8 @@ def test_the_arrays_are_what_the_records_own_reader_reads(
     assert found.breakdown.shape[1] == max((len(line.get("breakdown", ())) for line in wanted), default=0)
     for stage in range(found.breakdown.shape[1]):
         stages = [dict(enumerate(line.get("breakdown", ()))).get(stage, {}) for line in wanted]
-        same(found.breakdown[0, stage], [parts.get("compute_s") for parts in stages])
-        same(found.breakdown[4, stage], [parts.get("optimizer_s") for parts in stages])
+        same(found.breakdown[PARTS.index("compute_s"), stage], [parts.get("compute_s") for parts in stages])
+        same(found.breakdown[PARTS.index("optimizer_s"), stage], [parts.get("optimizer_s") for parts in stages])
 
 
 def test_loading_leaves_single_runs_as_they_are(tmp_path: Path) -> None:

@@ -57,8 +57,8 @@ def test_invalid_schedules_and_optimizers_are_refused(values: dict) -> None:
 
 def test_muon_cannot_be_sharded() -> None:
     with pytest.raises(ConfigError, match=r"cannot be sharded.*plan\.distributed_optimizer=false"):
-        load(["train.optimizer=muon", "model=gpt_tiny", "batch=tiny"])
-    assert load(["train.optimizer=muon", "plan.distributed_optimizer=false", "batch=tiny"]).train.optimizer == "muon"
+        load(["train.optimizer=muon", "plan.distributed_optimizer=true", "model=gpt_tiny", "batch=tiny"])
+    assert load(["train.optimizer=muon", "batch=tiny"]).plan.distributed_optimizer is False
 
 
 @given(

@@ -16,13 +16,24 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import fixed_plan
 from holmes_hpc.training.network.interfaces import NodeTransports, endpoints
 from holmes_hpc.training.network.link_diagnosis import LinkReport, NodeInformation, NodeLink, find_slow_links
-from holmes_hpc.training.network.slow_links import MIN_SYNC_S, WINDOW, SlowLinkDetector, slow_link_detector
+from holmes_hpc.training.network.slow_links import (
+    MIN_S,
+    WINDOW,
+    SlowLinkDetector,
+    slow_edge_detector,
+    slow_link_detector,
+)
 
 FAST, SLOW = [0.1, 0.4, 0.05, 0.05], [2.0, 2.3, 0.05, 0.05]  # of ranks 0,1 (stage 0) and 2,3 (stage 1)
 
 
+NODES = plans.node_transports()
+
+
 def detector(expected_s: tuple[float, float] = (0.1, 0.05)) -> SlowLinkDetector:
-    return SlowLinkDetector([[0, 1], [2, 3]], ["nodes ib[1-2] (NIC ib0)", "nodes roce[1-2] (NIC roce0)"], expected_s)
+    stages = slow_link_detector(plans.plan("ib-a", "roce-a"), NODES, {}, "fp32")
+    stages.expected_s[:] = expected_s
+    return stages
 
 
 def findings_of(links: SlowLinkDetector, steps: int, sync_s: list[float]) -> list[tuple[int, Finding]]:
@@ -53,22 +64,42 @@ def test_planned_and_short_synchronizations_are_not_reported() -> None:
     findings_of(links, 1 + 2 * WINDOW, FAST)
     assert not findings_of(links, 30, SLOW)
     links = detector((0.0, 0.0))
-    findings_of(links, 1 + 2 * WINDOW, [MIN_SYNC_S / 100] * 4)
-    assert not findings_of(links, 30, [MIN_SYNC_S / 2] * 4)
+    findings_of(links, 1 + 2 * WINDOW, [MIN_S / 100] * 4)
+    assert not findings_of(links, 30, [MIN_S / 2] * 4)
 
 
 def test_the_detector_of_a_plan_knows_stages_nics_and_planned_times() -> None:
-    plan = plans.plan("ib-a", "roce-a")
-    nodes = [
-        NodeTransports(name, fabric, {"tcp": ("eth0", f"10.0.0.{i}", 24), "rdma": (nic, f"10.1.0.{i}", 24)}, {}, False)
-        for i, (name, fabric, nic) in enumerate(
-            (("ib1", "ib-a", "ib0"), ("ib2", "ib-a", "ib0"), ("roce1", "roce-a", "roce0"), ("roce2", "roce-a", "roce0"))
-        )
-    ]
-    links = slow_link_detector(plan, nodes, {}, "fp32")
-    assert links._names == ["nodes ib[1-2] (NIC ib0)", "nodes roce[1-2] (NIC roce0)"]
-    ib, roce = links._expected_s
+    links = slow_link_detector(plans.plan("ib-a", "roce-a"), NODES, {}, "fp32")
+    names = [links.describe(stage, 1, 1).where for stage in (0, 1)]
+    assert names == ["nodes ib[1-2] (NIC ib0)", "nodes roce[1-2] (NIC roce0)"]
+    ib, roce = links.expected_s
     assert roce > ib > 0 and roce / ib == pytest.approx(0.4 / 0.25, rel=0.5)
+
+
+def test_a_pipeline_edge_at_a_twentieth_of_its_rate_is_named_within_ten_steps() -> None:
+    site = replace(plans.site(), links=(FabricLink(("ib-a", "roce-a"), gbps=0.02),))
+    edges = slow_edge_detector(plans.plan("ib-a", "roce-a", site=site), NODES, "fp32")
+    planned = edges.expected_s  # of ib1 to roce1, ib2 to roce2, and back
+    assert planned == pytest.approx([8 * 4 * 32 * 32 * 4 / 0.02e9] * 4)  # 4 micro-batches, 4 bytes an activation
+    busy_s = [MIN_S] * 4
+    assert not findings_of(edges, 1 + 2 * WINDOW, busy_s)
+    assert not findings_of(edges, WINDOW, [2 * MIN_S, 2.9 * MIN_S, MIN_S, 0])
+    ((step, finding),) = findings_of(edges, 30, [MIN_S, 20 * MIN_S, MIN_S, MIN_S])
+    assert step <= 10 and (finding.level, finding.node, finding.nic) == ("warning", "ib2", "eth0")
+    gbps = 8e-9 * 4 * 32 * 32 * 4 / (20 * MIN_S)
+    assert str(finding).startswith(
+        "warning: nodes ib2 and roce2: Ethernet NICs eth0 10.0.0.1 of ib2 to eth0 10.0.0.3 of roce2 carry "
+        f"{gbps * 1000:.3g} Mb/s of 20 Mb/s ({gbps / 0.02:.0%}; group edge of stages 0,1); check its link speed"
+    )
+    assert edges.slow == {"nodes ib2 and roce2": pytest.approx(20)}
+    assert not findings_of(edges, WINDOW, busy_s) and not edges.slow
+
+
+def test_only_the_slower_direction_of_a_link_is_named() -> None:
+    edges = slow_edge_detector(plans.plan("ib-a", "roce-a"), NODES, "fp32")
+    findings_of(edges, WINDOW, [0.1] * 4)
+    ((_, finding),) = findings_of(edges, WINDOW, [0.1, 0.5, 0.1, 2.0])
+    assert finding.node == "roce2" and " of roce2 to eth0 10.0.0.1 of ib2 carry" in str(finding)
 
 
 def test_rings_over_two_fabrics_share_the_total_of_their_link() -> None:
@@ -80,7 +111,7 @@ def test_rings_over_two_fabrics_share_the_total_of_their_link() -> None:
             NodeTransports(f"n{i}", p.pool, {"tcp": ("eth0", "10.0.0.1", 24)}, {}, False)
             for i, p in enumerate(plan.places)
         ]
-        return max(slow_link_detector(plan, nodes, {}, "fp32")._expected_s)
+        return max(slow_link_detector(plan, nodes, {}, "fp32").expected_s)
 
     assert expected_s(total_gbps=0.002) == expected_s(gbps=0.001)  # two nodes of a fabric send to the other
 

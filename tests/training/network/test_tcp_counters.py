@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 
@@ -19,10 +20,27 @@ def test_bytes_count_for_the_local_address_of_their_connection() -> None:
         unread = 100_000
         while unread:
             unread -= len(receiver.recv(unread))
-        sent = 0
+        sent, busy_s, start = 0, 0.0, time.perf_counter()
         while sent < 100_000:  # until all bytes are acknowledged
-            sent_from = counters.take()
-            assert not sent_from.get("127.0.0.3")  # it only received
-            sent += sent_from["127.0.0.2"]
+            counted = {c.local: c for c in counters.take()}
+            assert not counted["127.0.0.3"].bytes and counted["127.0.0.2"].remote == "127.0.0.3"
+            sent, busy_s = sent + counted["127.0.0.2"].bytes, busy_s + counted["127.0.0.2"].busy_s
             time.sleep(0.001)
-        assert sent == 100_000 and not any(counters.take().values())
+        assert sent == 100_000 and 0 <= busy_s < 1 + time.perf_counter() - start
+        assert not any(c.bytes for c in counters.take())
+
+
+def test_time_while_the_receiver_takes_no_data_is_not_busy() -> None:
+    with (
+        socket.create_server(("127.0.0.3", 0)) as server,
+        socket.create_connection(server.getsockname(), source_address=("127.0.0.2", 0)) as sender,
+        server.accept()[0],
+    ):
+        counters = TcpCounters()
+        sender.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sender.send(bytes(1 << 20))  # until all buffers are full
+        time.sleep(0.5)
+        (counted,) = (c for c in counters.take() if c.local == "127.0.0.2")
+        assert counted.bytes > 0 and counted.busy_s < 0.25

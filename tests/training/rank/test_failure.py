@@ -12,6 +12,7 @@ import subprocess
 import time
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -300,3 +301,14 @@ def test_tensorboard_gets_the_losses_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_a_logger_that_is_not_installed_is_refused(tmp_path: Path) -> None:
     assert_exit_2(spawn.train(tmp_path / "run", spawn.plan(dp=2), {"train": {"wandb": "p"}}), "wandb is not installed")
+
+
+def test_the_watchdogs_dump_has_nccls_flight_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = import_module("torch._C._distributed_c10d")
+    monkeypatch.setattr(library, "_dump_nccl_trace", lambda: b"recorded", raising=False)
+    run = RunDirectory.create(tmp_path / "run")
+    RankExit(run, Launch(3, 4, 0, "srun", "roce2", "slurm-1-0-0", False)).dump_stacks()
+    assert (run.trace / "nccl_trace_rank_3").read_bytes() == b"recorded"
+    monkeypatch.delattr(library, "_dump_nccl_trace")  # on a CPU, torch has none
+    RankExit(run, Launch(1, 4, 0, "srun", "ib2", "slurm-1-0-0", False)).dump_stacks()
+    assert len(list(run.trace.iterdir())) == 1

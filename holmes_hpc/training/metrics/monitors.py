@@ -1,0 +1,66 @@
+"""The monitors of a run on rank 0: they warn about slow NICs, links and nodes from every rank's row of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.training.metrics.metrics_line import nic_rows, part_by_rank, sent_rows
+from holmes_hpc.training.metrics.openmetrics import Exporter
+from holmes_hpc.training.network.audit import Audit
+from holmes_hpc.training.network.destinations import Destinations
+from holmes_hpc.training.network.slow_links import slow_edge_detector, slow_link_detector
+from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
+
+if TYPE_CHECKING:
+    from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
+    from holmes_hpc.training.session import Session
+
+
+class Monitors:
+    """The monitors of a session, which export ``train.openmetrics`` too.
+
+    `factors`: see :class:`holmes_hpc.training.network.audit.Audit`; `checkpoints`: see :class:`Exporter`."""
+
+    def __init__(
+        self,
+        session: Session,
+        train: TrainConfig,
+        factors: Mapping[str, float],
+        destinations: Destinations,
+        checkpoints: Checkpoints,
+    ) -> None:
+        plan, nodes = session.plan, session.node_of_rank
+        self.one_host, self._destinations = nodes[0].one_host, destinations
+        self._stragglers = Stragglers(
+            plan.parallel.stage_ranks,
+            [n.node for n in nodes],
+            *work_of_stages(plan, (train.pace_factors or {}) if train.pace_layer_ms else None),
+        )
+        if not self.one_host:
+            self._audit = Audit(plan, nodes, factors, train.dtype)
+            self._links = slow_link_detector(plan, nodes, factors, train.dtype)
+            self._edges = slow_edge_detector(plan, nodes, train.dtype)
+        self._exporter = None if train.openmetrics is None else Exporter(session, train, factors, checkpoints)
+
+    def add(self, rows: list[torch.Tensor], line: Mapping[str, Any], is_step_only: bool) -> Iterator[object]:
+        """Add a step; yield warnings. `line`: its line of metrics.jsonl; `is_step_only`: no checkpoint or validation
+        has added traffic or time."""
+        sent = sent_rows(rows)
+        if not self.one_host:
+            yield from self._audit.add(nic_rows(rows), is_step_only)
+            if is_step_only:
+                yield from self._links.add(part_by_rank(rows, "grad_sync_s"))
+                yield from self._edges.add(self._destinations.edge_seconds(sent))
+        yield from self._stragglers.add(part_by_rank(rows, "compute_s"))
+        if self._exporter is not None:
+            slow = {} if self.one_host else {**self._links.slow, **self._edges.slow}
+            self._exporter.add(line, slow, [row[self._destinations.width :] for row in sent])
+
+    def close(self) -> None:
+        """Write the metrics of the last step."""
+        if self._exporter is not None:
+            self._exporter.write()

@@ -1,0 +1,226 @@
+"""Live metrics of a run in OpenMetrics' text format: in a file for node_exporter's textfile collector, or on a port of
+rank 0. grafana.json beside this file is a board of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.errors import HolmesError
+from holmes_hpc.records.files import to_json, write_whole
+from holmes_hpc.records.rates import finite, number
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.training.network.destinations import planned_fabric_bytes
+from holmes_hpc.training.rank.log import log_line
+
+if TYPE_CHECKING:
+    from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
+    from holmes_hpc.training.session import Session
+
+EVERY_S = 5.0  # between two writes
+CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+GPU_FIGURES = ("gpu_utilization_ratio", "gpu_power_watts", "gpu_temperature_celsius", "gpu_memory_bytes")
+LINE_FIELDS = {
+    "step": "step",
+    "step_seconds": "step_time_s",
+    "loss": "loss",
+    "tokens_per_second": "tokens_per_s",
+    "share_of_limit_ratio": "share_of_limit",
+}
+FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {  # kind, labels, help
+    "step": ("gauge", (), "last step"),
+    "steps": ("gauge", (), "train.steps"),
+    "step_seconds": ("gauge", (), "time of the last step"),
+    "loss": ("gauge", (), "mean over the batch"),
+    "tokens_per_second": ("gauge", (), "over all ranks"),
+    "mfu_ratio": ("gauge", (), "model FLOP/s by the peak of the GPUs"),
+    "share_of_limit_ratio": ("gauge", (), "throughput by that of a step in which no rank waits"),
+    "goodput_ratio": ("gauge", (), "seconds of steps that counted by seconds since the run was created"),
+    "restarts": ("gauge", (), "attempts before this one"),
+    "checkpoint_step": ("gauge", (), "step of the last checkpoint"),
+    "slow_links": ("gauge", (), "number of links that are slow"),
+    "slow_link_ratio": ("gauge", ("link",), "time that a slow link takes by its planned or earlier time"),
+    "part_seconds": ("gauge", ("stage", "part"), "parts of the last step, means over the ranks of the stage"),
+    "peak_memory_bytes": ("gauge", ("rank",), "peak so far"),
+    "nic_bytes": ("counter", ("network", "direction"), "counted on the NICs of all nodes"),
+    "nic_planned_bytes": ("counter", ("network",), "planned to be sent in the same steps, with headers"),
+    "fabric_bytes": ("counter", ("sender", "receiver"), "payload of TCP between two fabrics"),
+    "fabric_planned_bytes": ("counter", ("sender", "receiver"), "planned payload in the same steps"),
+    "gpu_utilization_ratio": ("gauge", ("rank",), "share of time in which kernels ran"),
+    "gpu_power_watts": ("gauge", ("rank",), "draw"),
+    "gpu_temperature_celsius": ("gauge", ("rank",), "temperature"),
+    "gpu_memory_bytes": ("gauge", ("rank",), "memory in use, also by other processes"),
+}
+Sample = tuple[str, Sequence[Any], float]  # family, values of its labels, value
+
+
+class GpuFigures:
+    """The GPU_FIGURES of a rank's GPU, read by NVML every five seconds. NaN without the package nvidia-ml-py, and for
+    figures that the GPU lacks. `device`: None for no figures at all."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device, self._read_at = device, -math.inf
+        self._figures = [] if device is None else [math.nan] * len(GPU_FIGURES)
+
+    def read(self) -> list[float]:
+        if self._device is not None and time.monotonic() - self._read_at >= EVERY_S:
+            self._read_at = time.monotonic()
+            readers = (
+                (torch.cuda.utilization, 100),
+                (torch.cuda.power_draw, 1000),
+                (torch.cuda.temperature, 1),
+                (torch.cuda.device_memory_used, 1),
+            )
+            self._figures = [self._figure(reader) / unit for reader, unit in readers]
+        return self._figures
+
+    def _figure(self, reader: Callable[..., float]) -> float:
+        try:
+            return float(reader(self._device))
+        except Exception:  # NVML's errors have no other class
+            return math.nan
+
+
+def useful_seconds(run: RunDirectory, step: int) -> float:
+    """Return the seconds of the recorded steps up to `step`, which later attempts do not repeat."""
+    return float(finite([number(line.get("step_time_s")) for line in run.metrics() if line["step"] <= step]).sum())
+
+
+class Exporter:
+    """The exporter of ``train.openmetrics``. If it cannot write or listen, training goes on with one warning.
+
+    `factors`: bytes on the wire per byte of payload, by network; `checkpoints`: of the run."""
+
+    def __init__(
+        self, session: Session, train: TrainConfig, factors: Mapping[str, float], checkpoints: Checkpoints
+    ) -> None:
+        plan, run, self._checkpoints = session.plan, session.run, checkpoints
+        self._constants = {"steps": train.steps, "restarts": session.attempt - 1}
+        predicted = plan.predicted.nic_bytes_per_step if plan.predicted is not None else {}
+        self._planned = {network: amount * factors.get(network, 1.0) for network, amount in predicted.items()}
+        self._planned_between = planned_fabric_bytes(plan, train.dtype)
+        self._peak_tflops = statistics.fmean(plan.site.pool(place.pool).gpu.peak_tflops for place in plan.places)
+        self._submitted = datetime.fromisoformat(run.read_run()["created"]).timestamp()
+        self._run_name, self._useful_s = run.name, useful_seconds(run, checkpoints.saved_step)
+        self._totals = defaultdict[tuple[str, ...], float](float)  # of this attempt's steps, by family and labels
+        self._latest: tuple[Any, ...] | None = None  # arguments of :meth:`add`
+        self._text, self._written_at, self._has_failed = "", -math.inf, False
+        self._path = None if isinstance(train.openmetrics, int) else run.path / str(train.openmetrics)
+        if isinstance(train.openmetrics, int):
+            try:
+                serve(train.openmetrics, lambda: self._text)
+            except OSError as e:
+                hint = "training goes on without these metrics; resume with another train.openmetrics"
+                log_line(f"warning: port {train.openmetrics}: {e.strerror or e}; {hint}")
+
+    def add(self, line: Mapping[str, Any], slow: Mapping[str, float], gpus: Sequence[Sequence[float]]) -> None:
+        """Add a step, and write its metrics if the last write is five seconds old.
+
+        `line`: the step's of metrics.jsonl; `slow`: slow link -> its slowdown; `gpus`: every rank's GPU figures.
+        """
+        self._useful_s += line["step_time_s"]
+        for network, amount in self._planned.items():
+            self._totals["nic_planned_bytes", network] += amount
+        for name, sums in (
+            ("nic_bytes", line["nic_bytes"]),
+            ("fabric_bytes", line.get("fabric_bytes", {})),
+            ("fabric_planned_bytes", self._planned_between),
+        ):
+            for key, amounts in sums.items():
+                for other, amount in amounts.items():
+                    self._totals[name, key, other] += amount
+        self._latest = line, slow, gpus
+        if time.monotonic() - self._written_at >= EVERY_S:
+            self.write()
+
+    def write(self) -> None:
+        """Write the metrics of the latest step, if there is one."""
+        if self._latest is None:
+            return
+        self._written_at, self._text = time.monotonic(), to_text(self._run_name, self._samples(*self._latest))
+        if self._path is not None:
+            try:
+                write_whole(self._path, self._text, sync=False)
+            except HolmesError as e:
+                if not self._has_failed:
+                    hint = "training goes on without these metrics; make train.openmetrics writable"
+                    log_line(f"warning: {self._path}: {e.what}; {hint}")
+                self._has_failed = True
+
+    def _samples(
+        self, line: Mapping[str, Any], slow: Mapping[str, float], gpus: Sequence[Sequence[float]]
+    ) -> list[Sample]:
+        return [
+            *((name, (), value) for name, value in self._constants.items()),
+            *((name, (), line[key]) for name, key in LINE_FIELDS.items()),
+            ("mfu_ratio", (), line["model_tflops_per_gpu"] / self._peak_tflops),
+            ("goodput_ratio", (), self._useful_s / max(line["time"] - self._submitted, self._useful_s)),
+            ("checkpoint_step", (), self._checkpoints.saved_step),
+            ("slow_links", (), len(slow)),
+            *(("slow_link_ratio", (link,), ratio) for link, ratio in slow.items()),
+            *(
+                ("part_seconds", (stage, part.removesuffix("_s")), seconds)
+                for stage, parts in enumerate(line["breakdown"])
+                for part, seconds in parts.items()
+            ),
+            *(("peak_memory_bytes", (rank,), amount) for rank, amount in enumerate(line["peak_memory_bytes"])),
+            *(
+                (name, (rank,), figure)
+                for rank, figures in enumerate(gpus)
+                for name, figure in zip(GPU_FIGURES, figures, strict=False)  # none on CPUs
+                if not math.isnan(figure)
+            ),
+            *((name, labels, total) for (name, *labels), total in self._totals.items()),
+        ]
+
+
+def to_text(run: str, samples: Iterable[Sample]) -> str:
+    """Return samples of a run in OpenMetrics' text format, which node_exporter reads too."""
+    families = defaultdict[str, list[str]](list)
+    for name, labels, value in samples:
+        families[name].append(f"{_sample_name(name, run, *labels)} {value}")
+    heads = {
+        name: f"# TYPE holmes_{name} {FAMILIES[name][0]}\n# HELP holmes_{name} {FAMILIES[name][2]}" for name in families
+    }
+    return "\n".join([*(line for name, lines in families.items() for line in (heads[name], *lines)), "# EOF\n"])
+
+
+@cache
+def _sample_name(name: str, *labels: Any) -> str:
+    """Return the name of a sample with its labels, of which the run is the first. Cached, because it takes longest."""
+    kind, label_names, _ = FAMILIES[name]
+    pairs = ",".join(f"{k}={to_json(str(v))}" for k, v in zip(("run", *label_names), labels, strict=True))
+    return f"holmes_{name}{'_total' if kind == 'counter' else ''}{{{pairs}}}"
+
+
+def serve(port: int, text: Callable[[], str]) -> None:
+    """Serve the metrics on all addresses of this node, on threads that end with the process. OSError for a port in
+    use."""
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10  # seconds for a whole request
+
+        def do_GET(self) -> None:
+            body = text().encode()
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("", port), Handler)
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

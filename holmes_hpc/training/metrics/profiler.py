@@ -1,0 +1,86 @@
+"""Traces of torch's profiler for some steps, and the named ranges in them, which NVIDIA's tools show too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from holmes_hpc.config.train import Profile
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.training.rank.log import log_line
+
+
+class Ranges:
+    """Nested ranges of time while this rank is profiled: in traces of torch's profiler, and with `cuda` in NVTX."""
+
+    active = False  # they cost 14 us each
+
+    def __init__(self, cuda: bool) -> None:
+        self._cuda, self._open = cuda, list[Any]()
+
+    def push(self, name: str) -> None:
+        if Ranges.active:
+            self._open.append(self.range(name))
+            self._open[-1].__enter__()
+
+    def pop(self) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        if not Ranges.active:
+            yield
+            return
+        with record_function(name), torch.cuda.nvtx.range(name) if self._cuda else nullcontext():
+            yield
+
+
+class Profiler:
+    """The profiler of a rank, which writes a trace into `folder`.
+
+    `window`: None for no profile; `group`: of all ranks. Raise ConfigError for a rank that the run lacks.
+    """
+
+    def __init__(self, window: Profile | None, folder: Path, rank: int, world_size: int, group: Any = None) -> None:
+        if window is not None and max(window.ranks, default=0) >= world_size:
+            raise ConfigError(
+                f"train.profile.ranks has {max(window.ranks)}, the last rank is {world_size - 1}",
+                hint="use ranks of the plan",
+            )
+        self._window, self._group, self._is_profiled = window, group, window is not None and rank in window.ranks
+        self._path = folder / f"profile-rank-{rank}.json.gz"
+        self._profile: profile | None = None
+
+    def start_step(self, step: int) -> None:
+        """Start the profile if `step` is in its window, end it if it is over. All ranks call it between steps, and wait
+        for those that start or write a profile."""
+        if self._window is None:
+            return
+        if not self._window.start <= step <= self._window.stop:
+            self.close()
+        elif self._is_profiled and self._profile is None:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            self._profile = profile(activities=activities)
+            self._profile.start()
+            Ranges.active = True
+        elif self._profile is not None:
+            self._profile.step()
+        if self._group is not None and step in (self._window.start, self._window.stop + 1):
+            dist.barrier(group=self._group)
+
+    def close(self) -> None:
+        """End the profile, if there is one, and write its trace."""
+        if self._profile is not None:
+            start, Ranges.active = time.perf_counter(), False
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self._path))
+            self._profile = None
+            log_line(f"profile written to {self._path} in {time.perf_counter() - start:.1f} s")

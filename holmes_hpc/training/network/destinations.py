@@ -1,0 +1,71 @@
+"""The nodes to which ranks send by TCP, and what each rank has sent to them in a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.training.network.audit import planned_bytes
+from holmes_hpc.training.network.interfaces import NodeTransports
+from holmes_hpc.training.network.nic_bytes import Traffic
+
+
+def edge_receivers(plan: Plan, nodes: Sequence[NodeTransports]) -> list[dict[str, tuple[int, str]]]:
+    """Return for each rank the nodes to which it sends over pipeline edges: address -> (a rank there, transport kind).
+    `nodes`: every rank's."""
+    receivers: list[dict[str, tuple[int, str]]] = [{} for _ in nodes]
+    for group in plan.transports():
+        kind = group.transport.kind
+        for sender, receiver in (group.ranks, group.ranks[::-1]) if group.kind == "edge" and kind != "local" else ():
+            if kind in nodes[receiver].interfaces:
+                receivers[sender].setdefault(nodes[receiver].interfaces[kind][1], (receiver, kind))
+    return receivers
+
+
+def planned_fabric_bytes(plan: Plan, dtype: str | None) -> dict[str, dict[str, float]]:
+    """Return the payload bytes per step between fabrics: sending fabric -> receiving fabric -> bytes. `dtype`: see
+    :func:`planned_bytes`."""
+    rings = defaultdict[tuple[str, tuple[int, ...]], list[tuple[int, float]]](list)
+    for group, rank, amount in planned_bytes(plan, dtype):
+        rings[group.kind, group.ranks].append((rank, amount))
+    sums: dict[str, dict[str, float]] = {}
+    for ring in rings.values():
+        for (rank, amount), (receiver, _) in zip(ring, [*ring[1:], ring[0]], strict=True):
+            a, b = (plan.site.pool(plan.places[r].pool).fabric_name for r in (rank, receiver))
+            if a != b:
+                sums.setdefault(a, {})[b] = sums.get(a, {}).get(b, 0.0) + amount
+    return sums
+
+
+class Destinations:
+    """The nodes to which the ranks of a plan send: those of each fabric, and those at the other ends of pipeline edges.
+    `nodes`: every rank's."""
+
+    def __init__(self, plan: Plan, nodes: Sequence[NodeTransports]) -> None:
+        self._edges = [list(receivers) for receivers in edge_receivers(plan, nodes)]
+        self._fabric_of_rank, self._fabrics = [n.fabric for n in nodes], defaultdict[str, set[str]](set)
+        for node in nodes:
+            self._fabrics[node.fabric].update(address for _, address, _ in node.interfaces.values())
+        self.width = len(self._fabrics) + max(map(len, self._edges))  # of a row
+
+    def row(self, rank: int, traffic: Traffic) -> list[float]:
+        """Return what a rank has sent since :meth:`Traffic.take` was last called: bytes to each fabric, and the seconds
+        to the other end of each of its edges. All ranks' rows have the same length."""
+        seconds = [traffic.sent_to({address})[1] for address in self._edges[rank]]
+        sent = [*(traffic.sent_to(addresses)[0] for addresses in self._fabrics.values()), *seconds]
+        return sent + [0.0] * (self.width - len(sent))
+
+    def edge_seconds(self, rows: Sequence[Sequence[float]]) -> list[float]:
+        """Return the seconds of every rank's edges, from all rows."""
+        first = len(self._fabrics)
+        return [s for row, edges in zip(rows, self._edges, strict=True) for s in row[first : first + len(edges)]]
+
+    def fabric_bytes(self, rows: Sequence[Sequence[float]]) -> dict[str, dict[str, int]]:
+        """Return the bytes between fabrics, from all rows: sending fabric -> receiving fabric -> bytes."""
+        sums = {a: {b: 0 for b in self._fabrics if b != a} for a in self._fabrics if len(self._fabrics) > 1}
+        for sender, row in zip(self._fabric_of_rank, rows, strict=True):
+            for receiver, sent in zip(self._fabrics, row, strict=False):
+                if receiver != sender:
+                    sums[sender][receiver] += int(sent)
+        return sums
