@@ -7,7 +7,6 @@ import json
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import yaml
 
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError, RunFailed
 from holmes_hpc.records.untrusted import from_json, from_yaml, read_file
+from holmes_hpc.waiting import attempts
 
 LOCK_WAIT_S = 30.0
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -73,19 +73,17 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
     except OSError as e:
         raise file_error(path, e) from e
     try:
-        deadline = time.monotonic() + wait_s
-        while True:
+        for _ in attempts(wait_s, 0.01):
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
+            except BlockingIOError:
+                continue
             except OSError as e:
-                if not isinstance(e, BlockingIOError):
-                    raise file_error(path, e) from e
-                if time.monotonic() > deadline:
-                    hint = "try again; if this repeats, find the process that hangs and end it"
-                    problem = f"another writer has held the lock for {wait_s:.0f} s"
-                    raise RecordError(problem, where=str(path), hint=hint) from e
-                time.sleep(0.01)
+                raise file_error(path, e) from e
+        else:
+            hint = "try again; if this repeats, find the process that hangs and end it"
+            raise RecordError(f"another writer has held the lock for {wait_s:.0f} s", where=str(path), hint=hint)
         yield
     finally:
         os.close(handle)  # also releases the lock

@@ -24,6 +24,7 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import file_error, locked
 from holmes_hpc.records.ownership import user_name
 from holmes_hpc.records.untrusted import from_json, read_file
+from holmes_hpc.waiting import attempts
 
 TRAINING_LOCK = ".training"  # in a run directory, held by the attempt that trains there
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of a file system without locks
@@ -170,10 +171,7 @@ def _lock_open_file(handle: int) -> bool:
 
 def _read_owner(path: Path) -> LockOwner | None:
     """Return the owner that the lock file names; None if it names none within _NAMING_S."""
-    deadline = time.monotonic() + _NAMING_S
-    while True:
+    for _ in attempts(_NAMING_S, 0.02):
         with contextlib.suppress(OSError, ValueError, msgspec.ValidationError):
             return msgspec.convert(from_json(read_file(path)), LockOwner)
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.02)
+    return None

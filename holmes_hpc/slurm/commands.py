@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from holmes_hpc.errors import SiteError, SubmissionError
 from holmes_hpc.tables import read_table
+from holmes_hpc.waiting import attempts
 
 _TABLE: dict[str, list[str]] = read_table(__file__)
 OUTPUT_WAIT_S = 30
@@ -148,14 +149,12 @@ def slurm(*command: str, timeout_s: float = 60, seconds_as_epoch: bool = False) 
 def slurm_with_retries(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: float = 60) -> Answer:
     """Run a command of Slurm. While a daemon does not answer, retry with growing pauses for up to `patience_s`.
     Use it only for commands that may run twice."""
-    deadline, pause = time.monotonic() + patience_s, 0.5
-    while True:
+    for _ in attempts(patience_s, 0.5, longest_pause_s=10):
         answer = slurm(*arguments, timeout_s=timeout_s)
-        if not answer.away or time.monotonic() + pause > deadline:
-            return answer
+        if not answer.away:
+            break
         interrupt_here()
-        time.sleep(pause)
-        pause = min(2 * pause, 10)
+    return answer
 
 
 def output(*command: str) -> str:

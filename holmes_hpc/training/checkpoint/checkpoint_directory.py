@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.records.files import DISK_FULL, write_whole
 from holmes_hpc.records.untrusted import from_json, open_file, read_file
 from holmes_hpc.schema import keys, refuse
+from holmes_hpc.waiting import attempts
 
 DESCRIPTION = "holmes.json"
 METADATA_FILE = ".metadata"  # PyTorch's index of the saved tensors
@@ -137,13 +137,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def wait_for_checkpoint(path: Path, timeout_s: float = 30) -> Checkpoint | None:
     """Wait until this node sees the checkpoint in `path`, as another does. Return it, or None after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+    for _ in attempts(timeout_s, 0.2):
         with contextlib.suppress(DataError):
             return open_checkpoint(path)
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.2)
+    return None
 
 
 def _read_description(path: Path) -> dict[str, Any] | str:

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -38,6 +37,7 @@ from holmes_hpc.training.data.prefix import (
     sequence_bounds,
 )
 from holmes_hpc.training.data.samples import Samples, permute
+from holmes_hpc.waiting import wait_until
 
 _BLEND_PERIOD = 1 << 20  # samples after which the pattern of a blend repeats
 _INDEX_TIMEOUT = timedelta(minutes=30)  # rank 0 may index a very large data set
@@ -165,9 +165,7 @@ def build(
 
 def _wait_for_directory(directory: Path, timeout_s: float = 30) -> Path:
     """Wait until `directory` is visible, since network file systems show a new one late; return it."""
-    deadline = time.monotonic() + timeout_s
-    while not directory.is_dir() and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(directory.is_dir, timeout_s, 0.2)
     return directory
 
 
