@@ -255,7 +255,9 @@ def software(run: Run) -> Software:
 
 def costs(run: Run, stack: Stack = STACK) -> Costs:
     """Return the costs with the run's precision and software."""
-    return Costs(dtype=run.dtype, gradient_bytes=run.gradient_bytes, software=software(run), stack=stack)
+    return Costs(
+        dtype=run.dtype, grad_dtype={2: "bf16", 4: "fp32"}[run.gradient_bytes], software=software(run), stack=stack
+    )
 
 
 def predicted_s(run: Run, stack: Stack = STACK, profile: bool = False) -> float:

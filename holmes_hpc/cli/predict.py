@@ -89,7 +89,6 @@ def predict(
         typer.Option(metavar="FILE|ARGS", help="Predict for these arguments of Megatron-LM (docs/from-megatron.md)."),
     ] = None,
     cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel size. [1]")] = None,
-    grad_dtype: Annotated[str | None, typer.Option(help="Type of gradient sums and traffic. [fp32]")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU kind of every pool. [the site's]")] = None,
     tokens: Tokens = None,
     trace: Annotated[
@@ -109,7 +108,7 @@ def predict(
     facts = {flag.key: flags[name] for name, flag in SOFTWARE_FLAGS.items() if name in flags}
     flags = {name: value for name, value in flags.items() if name in FLAGS}
     overrides = with_flags(flags, [*_model_of_file(model_file), *(overrides or [])])
-    software = _Software(facts, grad_dtype, gpu, cp)
+    software = _Software(facts, gpu, cp)
     if megatron_args is not None:
         software, overrides = _with_megatron(megatron_args, software, overrides)
     config = _configuration(overrides, plan_path)
@@ -149,14 +148,9 @@ class _Software:
     `is_megatron`: the data-parallel size and the buckets are those of Megatron-LM, unless they are set."""
 
     facts: Mapping[str, Any]
-    grad_dtype: str | None
     gpu: str | None
     cp: int | None
     is_megatron: bool = False
-
-    def __post_init__(self) -> None:
-        if self.grad_dtype not in (None, "fp32", "bf16", "fp16"):
-            raise ConfigError(f"unknown dtype {self.grad_dtype!r}", where="--grad-dtype", hint="use fp32, bf16, fp16")
 
     @property
     def layout_options(self) -> list[str]:
@@ -218,7 +212,7 @@ class _Software:
         )
         if fields.get("sharding") in ("none", "optimizer"):  # of the layout
             del fields["sharding"]
-        return request.costs(config, plan, fields, BYTES[self.grad_dtype] if self.grad_dtype else None)
+        return request.costs(config, plan, fields)
 
 
 def _model_of_file(file: str | None) -> list[str]:
@@ -237,11 +231,7 @@ def _with_megatron(source: str, options: _Software, overrides: Sequence[str]) ->
         console.note(line)
     keys = [f"{k}={to_override_text(v)}" for k, v in arguments.keys.items() if k not in user_keys]
     return replace(
-        options,
-        facts={**arguments.facts, **options.facts},
-        grad_dtype=options.grad_dtype or arguments.grad_dtype,
-        cp=options.cp or arguments.cp,
-        is_megatron=True,
+        options, facts={**arguments.facts, **options.facts}, cp=options.cp or arguments.cp, is_megatron=True
     ), [*keys, *overrides]
 
 
@@ -307,7 +297,8 @@ def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Cost
     replicas, bucket_bytes = plan.dp or 1, plan.bucket_bytes
     if software.is_megatron:
         replicas = _replicas(plan, cp, site)
-        bucket_bytes = bucket_bytes or max(40_000_000, 1_000_000 * replicas * cp) * BYTES[software.grad_dtype or "fp32"]
+        element = BYTES[config.train.grad_dtype or "fp32"]
+        bucket_bytes = bucket_bytes or max(40_000_000, 1_000_000 * replicas * cp) * element
     config = replace(
         config,
         model=replace(config.model, max_positions=max(batch.context, config.model.max_positions)),

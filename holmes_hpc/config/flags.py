@@ -104,7 +104,10 @@ _KEYS = (
     *(f"plan.{k}" for k in ("strategy", "nodes", "gpus_per_node", "tp", "pp", "dp", "virtual_stages")),
     *(f"plan.{k}" for k in ("layers_per_stage", "recompute", "schedule", "transport")),
     *(f"plan.{k}" for k in ("sequence_parallel", "distributed_optimizer")),
-    *(f"train.{k}" for k in ("steps", "dtype", "overlap_grad_reduce", "overlap_param_gather", "pace_layer_ms")),
+    *(
+        f"train.{k}"
+        for k in ("steps", "dtype", "grad_dtype", "overlap_grad_reduce", "overlap_param_gather", "pace_layer_ms")
+    ),
     "calibration",
 )
 FLAGS: dict[str, Flag] = {

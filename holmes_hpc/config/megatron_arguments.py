@@ -29,7 +29,6 @@ class MegatronArguments:
 
     keys: dict[str, Any]
     facts: dict[str, Any]
-    grad_dtype: str
     cp: int
     approximated: tuple[str, ...]
     ignored: tuple[str, ...]
@@ -40,8 +39,7 @@ class MegatronArguments:
             values = {k.partition(".")[2]: v for k, v in self.keys.items() if k.startswith(f"{group}.")}
             values |= {"cp": self.cp} if group == "plan" else {}
             yield f"{group}: " + ", ".join(f"{k}={_text(v)}" for k, v in values.items())
-        facts = {**self.facts, "grad_dtype": self.grad_dtype}
-        yield "software: " + ", ".join(f"{name}={_text(value)}" for name, value in facts.items())
+        yield "software: " + ", ".join(f"{name}={_text(value)}" for name, value in self.facts.items())
         for title, names in (("approximated", self.approximated), ("ignored", self.ignored)):
             if names:
                 yield f"{title}: {', '.join(names)}"
@@ -61,7 +59,6 @@ def read_arguments(source: str, user_keys: Collection[str] = ()) -> MegatronArgu
     return MegatronArguments(
         keys,
         dict(_facts(values, keys["plan.recompute"])),
-        _grad_dtype(values),
         values.number("context-parallel-size", 1),
         tuple(f"--{name} ({text})" for name, text in _TABLE["approximated"].items() if values.has(name)),
         tuple(_ignored(name, values.used) for name in values.texts if name not in values.used),
@@ -213,6 +210,7 @@ def _layout(a: _Values, virtual_stages: int) -> dict[str, Any]:
         **({"plan.bucket_bytes": a.number("ddp-bucket-size") * element} if a.has("ddp-bucket-size") else {}),
         **({"plan.strategy": "hierarchical-dp"} if a.has("use-tp-pp-dp-mapping") else {}),
         "train.dtype": _dtype(a),
+        "train.grad_dtype": _grad_dtype(a),
         "train.overlap_grad_reduce": a.has("overlap-grad-reduce", *_FSDP),
         "train.overlap_param_gather": a.has("overlap-param-gather", *_FSDP),
     }

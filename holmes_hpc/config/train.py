@@ -7,6 +7,8 @@ from typing import Annotated
 
 from holmes_hpc.schema import Checked, check, key, refuse
 
+GRAD_DTYPES = ("fp32", "bf16", "fp16")
+
 
 @dataclass(frozen=True)
 class Profile(Checked, where="train.profile"):
@@ -35,6 +37,10 @@ class TrainConfig:
             one_of=("auto", "fp32", "bf16", "fp16"),
         ),
     ] = "auto"
+    grad_dtype: Annotated[
+        str | None,
+        key("type of gradient sums and their traffic: fp32, or that of the weights; null: fp32", one_of=GRAD_DTYPES),
+    ] = None
     fp8: Annotated[
         str | None,
         key(
@@ -146,6 +152,11 @@ class TrainConfig:
         end_step, is_wsd = self.lr_decay_steps or self.steps, self.lr_schedule == "wsd"
         refuse(
             "",
+            (
+                self.grad_dtype not in (None, "fp32", self.dtype) and self.dtype != "auto",
+                f"train.grad_dtype is {self.grad_dtype}, but train.dtype is {self.dtype}",
+                "use fp32, or the type of the weights",
+            ),
             (
                 self.min_lr > self.lr,
                 f"train.min_lr is {self.min_lr}",

@@ -85,12 +85,7 @@ def node_settings(config: Configuration) -> NodeSettings:
     )
 
 
-def costs(
-    config: Configuration,
-    plan: Plan | None = None,
-    software_fields: Mapping[str, Any] | None = None,
-    gradient_bytes: int | None = None,
-) -> Costs:
+def costs(config: Configuration, plan: Plan | None = None, software_fields: Mapping[str, Any] | None = None) -> Costs:
     """Return the cost model of a configuration.
 
     Compute costs come from a calibration file, else from emulated compute (of the configuration or of `plan`), else
@@ -106,7 +101,7 @@ def costs(
         pace_layer_ms=pace(config, plan),
         software=software,
         pace_factors=train.pace_factors or (plan.pace_factors if plan else None),
-        gradient_bytes=gradient_bytes,
+        grad_dtype=train.grad_dtype,
         dtype=None if train.dtype == "auto" else train.dtype,
     )
 

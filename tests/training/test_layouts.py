@@ -26,7 +26,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun:
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dp2": ({"dp": 2}, {}),
+    "dp4": ({"dp": 4}, {}),
     "dp2 without distributed optimizer": ({"dp": 2, "distributed_optimizer": False}, {}),
     "dp2 without overlap": ({"dp": 2}, {"overlap_grad_reduce": False, "overlap_param_gather": False}),
     "dp4 hierarchical": ({"dp": 4, "optimizer_instances": 2}, {}),
@@ -54,6 +54,19 @@ def test_a_layout_has_the_losses_and_norms_of_one_process(
     assert ended.column("grad_norm") == pytest.approx(one_process.column("grad_norm"), rel=1e-4)
     if layout.get("optimizer_instances"):  # the reduction follows the backward pass and does not interrupt it
         assert all(stage["grad_sync_s"] > 2e-4 for line in ended.run.metrics() for stage in line["breakdown"])
+
+
+@pytest.mark.integration
+def test_gradients_are_summed_in_bf16_if_the_plan_says_so(tmp_path: Path) -> None:
+    losses = {}
+    for dtype in ("fp32", "bf16"):
+        train = {**STEPS, "dtype": "bf16", "grad_dtype": dtype}
+        ended = spawn.train(tmp_path / dtype, spawn.plan(dp=2, grad_dtype=dtype), {"train": train})
+        assert set(ended.codes) == {0}, ended.output
+        losses[dtype] = ended.column("loss")
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2) and losses["bf16"][1:] != losses["fp32"][1:]
+    other = spawn.train(tmp_path / "other", spawn.plan(dp=2), {"train": train})
+    assert "the plan sums gradients in fp32" in other.log(0)
 
 
 GATHERS = {

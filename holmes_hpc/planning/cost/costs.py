@@ -45,8 +45,8 @@ class Costs:
     """The sources of all times, best first: `calibration`, `pace_layer_ms` (emulated compute), published figures.
     A calibration must have the same pace and, if `dtype` is set and it has one, the same type.
 
-    `dtype`: of weights and activations; None: that of :func:`auto_dtype`. `gradient_bytes`: of a gradient element in
-    the buffers and on the wire; None: 4 (grad_reduce_in_fp32). `software`: the training program's behaviour; a GPU kind
+    `dtype`: of weights and activations; None: that of :func:`auto_dtype`. `grad_dtype`: of gradients in the buffers
+    and on the wire; None: fp32. `software`: the training program's behaviour; a GPU kind
     may override it. `stack`: the efficiencies of kernels and links on unmeasured GPUs. `corrections`: factors for all
     of these, fitted to a site's own runs.
     """
@@ -55,7 +55,7 @@ class Costs:
     pace_layer_ms: float | None = None
     pace_factors: Mapping[str, float] | None = field(default=None, hash=False, kw_only=True)  # by pool, of its layers
     dtype: str | None = None
-    gradient_bytes: int | None = None
+    grad_dtype: str | None = None
     software: Software = CURRENT
     stack: Stack = STACK
     corrections: Corrections = NO_CORRECTIONS
@@ -107,7 +107,7 @@ class Costs:
     @property
     def gradient_size(self) -> int:
         """Return the bytes of one gradient element in its buffer."""
-        return self.gradient_bytes or 4
+        return BYTES[self.grad_dtype or "fp32"]
 
     @property
     def wire_size(self) -> int:

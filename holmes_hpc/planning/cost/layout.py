@@ -112,6 +112,7 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Layout:
+        costs = replace(costs, grad_dtype=costs.grad_dtype or plan.grad_dtype)
         return cls(
             site=costs.with_measured_links(plan.site),
             costs=costs,

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import EDGE_DTYPES, RECOMPUTE, STRATEGIES, TRANSPORT_MODES, edges_ignored
+from holmes_hpc.config.train import GRAD_DTYPES
 from holmes_hpc.errors import PlanError, RunFailed
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.plan import plan_file
@@ -55,6 +56,7 @@ class Plan:
     transport_mode: Annotated[str, key("rule for the network of each group", one_of=TRANSPORT_MODES)] = "holmes"
     # Emulated compute holds for the prediction and for the run.
     pace_layer_ms: Annotated[float | None, key("emulated forward time of a layer", unit="ms", gt=0)] = None
+    grad_dtype: Annotated[str | None, key("type of gradient sums; null: fp32", one_of=GRAD_DTYPES)] = None
     predicted: Predicted | None = None
     assumptions: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()

@@ -29,11 +29,11 @@ _SIZES = ("tp", "dp")  # keys of a stage
 
 
 def to_dict(plan: Any) -> dict[str, Any]:
-    """Return a plan as plain data, with the derived keys. Only an emulated plan has keys of the pace."""
+    """Return a plan as plain data, with the derived keys, without null keys of the pace and of gradients."""
     data: dict[str, Any] = {"version": VERSION}
     for f in fields(plan):
         value = getattr(plan, f.name)
-        if f.name != "site" and (not f.name.startswith("pace_") or value is not None):
+        if f.name != "site" and (not f.name.startswith(("pace_", "grad_")) or value is not None):
             data[f.name] = asdict(value) if hasattr(value, "__dataclass_fields__") else value
     data["model"] = plan.model.to_dict()
     data["components"] = [_named(c, plan) for c in plan.components]

@@ -286,6 +286,7 @@ def to_plan(candidate: Candidate | Variant | SharedSteps, site: Site, slower: Se
         edge_connections=layout.edge_connections,
         transport_mode=layout.transport_mode,
         pace_layer_ms=layout.costs.pace_layer_ms,
+        grad_dtype=layout.costs.grad_dtype,
         predicted=predict_layout(layout, candidate.layers),
         assumptions=(*site.assumptions, *assumptions(layout), *candidate.notes),
         pace_factors=layout.costs.pace_factors,

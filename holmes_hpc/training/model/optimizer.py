@@ -19,13 +19,12 @@ from megatron.core.transformer.module import Float16Module
 
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, RunFailed
+from holmes_hpc.planning.cost.costs import BYTES
 from holmes_hpc.planning.cost.hardware import collectives
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.schema import refuse
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model import gpt, megatron_versions
-
-GRADIENT_BYTES = 4  # gradients are summed in fp32
 
 
 def groups_for_ddp() -> ProcessGroupCollection:
@@ -41,21 +40,36 @@ def groups_for_ddp() -> ProcessGroupCollection:
 
 def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> list[DistributedDataParallel]:
     """Wrap the model chunks in Megatron-Core's DDP with buckets of `plan.bucket_bytes`."""
-    p = plan.parallel
+    p, grad_dtype = plan.parallel, plan.grad_dtype or "fp32"
+    hint = "plan again with this train.grad_dtype, or remove it"
+    ConfigError.refuse(
+        (
+            (train.grad_dtype or grad_dtype) != grad_dtype,
+            f"it is {train.grad_dtype}, but the plan sums gradients in {grad_dtype}",
+            "train.grad_dtype",
+            hint,
+        ),
+        (
+            grad_dtype not in ("fp32", train.dtype),
+            f"gradients in {grad_dtype} need weights in it, which are in {train.dtype}",
+            "train.grad_dtype",
+            hint,
+        ),
+    )
     # With several optimizer instances, Megatron-Core overlaps reductions only on CUDA streams: on CPUs each bucket
     # would block the backward pass.
     can_overlap = p.can_overlap and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
     # One replica has nothing to reduce, and the hooks on every parameter would delay its kernels.
     overlap = train.overlap_grad_reduce and can_overlap and parallel_state.get_data_parallel_world_size() > 1
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=grad_dtype == "fp32",
         overlap_grad_reduce=overlap,
         overlap_param_gather=train.overlap_param_gather and p.distributed_optimizer and overlap,
         align_param_gather=plan.transport_mode != "single",  # else as in plain Megatron-LM: see step()
         use_distributed_optimizer=p.distributed_optimizer,
         num_distributed_optimizer_instances=p.optimizer_instances,
         reduce_scatter_with_fp32_accumulation=reduces_by_all_to_all(plan),
-        bucket_size=max(1, plan.bucket_bytes // GRADIENT_BYTES),
+        bucket_size=max(1, plan.bucket_bytes // BYTES[grad_dtype]),
         check_for_nan_in_grad=False,
     )
     wrapped = []
