@@ -1,7 +1,5 @@
 """The git commit of this package: of its checkout, or of the source of its wheel."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 from pathlib import Path

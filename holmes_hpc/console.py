@@ -3,8 +3,6 @@
 Tables are as wide as the terminal, $COLUMNS or 100 columns. Logs, records and names are untrusted: their control
 characters are printed escaped."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import io

@@ -1,9 +1,8 @@
 """The errors of all packages: one line with what is wrong, where, and what to do; and the exit code."""
 
-from __future__ import annotations
-
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -25,6 +24,20 @@ class HolmesError(Exception):
         for is_wrong, what, where, hint in cases:
             if is_wrong:
                 raise cls(what, where=where, hint=hint)
+
+    @classmethod
+    @contextlib.contextmanager
+    def instead_of(
+        cls, *errors: type[BaseException], where: object, hint: str | None = None, what: str = ":"
+    ) -> Iterator[None]:
+        """Raise this error in place of one of `errors` in the block. `what`: its text; if that ends in a colon, the
+        text of the cause follows. `hint`: None means that of the cause, which is a HolmesError."""
+        try:
+            yield
+        except errors as e:
+            cause = getattr(e, "what", None) or getattr(e, "strerror", None) or str(e)
+            text = f"{what} {cause}".removeprefix(": ") if what.endswith(":") else what
+            raise cls(text, where=str(where), hint=getattr(e, "hint", "") if hint is None else hint) from e
 
 
 class SiteError(HolmesError):

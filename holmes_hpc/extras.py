@@ -1,7 +1,5 @@
 """The extra of the distribution that installs a missing package (`pip install 'holmes-hpc[train]'`)."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 

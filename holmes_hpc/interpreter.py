@@ -3,8 +3,6 @@
 `python -m MODULE` searches the working directory first. In another user's folder, that user's `submitit.py` would run.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

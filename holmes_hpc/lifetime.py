@@ -1,7 +1,5 @@
 """The lifetime of a child process: it ends with its parent, however the parent ends."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Free TCP ports."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The entry point of every task of a job: one rank in its own process, without Hydra and planning."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -8,8 +8,6 @@ The declaration yields the check of a value (:func:`check`, :func:`make`), the t
 (:func:`allowed`), the files under conf/, ``--help`` and docs/configuration.md (config/document.py). A range applies
 to every number in a value: to each element of ``tuple[int, ...] | None``. msgspec checks types."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math

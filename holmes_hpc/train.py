@@ -6,8 +6,6 @@ python -m holmes_hpc.train model=gpt_tiny train.steps=20
 python -m holmes_hpc.train -m --config-dir sweeps +sweep=nic_environments hydra/launcher=holmes_slurm
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

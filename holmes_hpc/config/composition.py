@@ -4,8 +4,6 @@ Overrides with only declared options are composed without Hydra, whose file sear
 composes the others, with the files in a user's own search path.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -112,9 +110,8 @@ def with_flags(flags: Mapping[str, Any], overrides: Sequence[str] | None) -> lis
             with _as_config_error():
                 (first,), (second,) = _parse([flag_overrides[name]]), _parse([override])
             if first.key_or_group != second.key_or_group or first.value() != second.value():
-                raise ConfigError(
-                    f"{name} {flags[name]} and {override} differ", where="overrides", hint="give one of them"
-                )
+                problem = f"{name} {flags[name]} and {override} differ"
+                raise ConfigError(problem, where="overrides", hint="give one of them")
             del flag_overrides[name]
     return [*flag_overrides.values(), *(overrides or ())]
 
@@ -127,11 +124,8 @@ def is_fixed_by_plan(override: str) -> bool:
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raise ConfigError for an override of a key that the plan fixes."""
     for override in filter(is_fixed_by_plan, overrides):
-        raise ConfigError(
-            f"{override!r} is fixed by the plan",
-            where="overrides",
-            hint="make a plan with it: `holmes plan … -o plan.yaml`",
-        )
+        hint = "make a plan with it: `holmes plan … -o plan.yaml`"
+        raise ConfigError(f"{override!r} is fixed by the plan", where="overrides", hint=hint)
 
 
 def explained(error: Exception) -> ConfigError:

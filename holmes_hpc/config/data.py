@@ -1,7 +1,5 @@
 """The configuration group `data`: the tokens that a run trains on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

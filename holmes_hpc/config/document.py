@@ -3,8 +3,6 @@
 ``python -m holmes_hpc.config.document`` writes the files. A test checks that the repository has the current ones.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Collection, Mapping

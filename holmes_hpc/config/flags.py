@@ -3,8 +3,6 @@
 An option has the help, type and range of its key.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

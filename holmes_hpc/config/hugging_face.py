@@ -1,7 +1,7 @@
 """Conversion between the config.json of a Hugging Face folder and a ModelSpec.
 
 Only JSON is read: nothing is downloaded, and no code from a folder is run. FAMILIES lists the families that can be
-read, NOT_COVERED the reasons why others cannot. The weights are converted in training/checkpoint/weight_names.py.
+read, hugging_face.yaml their keys, and why others cannot. training/checkpoint/weight_names.py converts the weights.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from holmes_hpc.config.model import ModelSpec, RopeScaling
 from holmes_hpc.errors import ConfigError, DataError, HolmesError, nearest
 from holmes_hpc.records.files import read_json
+from holmes_hpc.tables import read_table
 
 PREFIX = "hf:"
 CONFIG = "config.json"
@@ -31,20 +32,7 @@ class Family:
     type_keys: Mapping[str, Any]
 
 
-# Other model types, and why they cannot be trained here.
-_ONE_NORM = "Megatron-Core's layers have no norm behind attention and behind the feed-forward part"
-NOT_COVERED = {
-    "gemma": "Megatron-Core does not scale embeddings, and supports norms that multiply by 1 + weight only with "
-    "Transformer Engine",
-    "gemma2": f"{_ONE_NORM}, and no caps on scores or logits",
-    "gemma3": f"{_ONE_NORM}, and one rotary base for all layers",
-    "gemma3_text": f"{_ONE_NORM}, and one rotary base for all layers",
-    "gpt_neox": "its layers run attention and feed-forward part in parallel, Megatron-Core's run them in sequence",
-    "mixtral": "mixtures of experts are not covered yet",
-    "qwen2_moe": "mixtures of experts are not covered yet",
-    "qwen3_moe": "mixtures of experts are not covered yet",
-    "deepseek_v3": "mixtures of experts and latent attention are not covered yet",
-}
+_TABLE: dict[str, dict[str, Any]] = read_table(__file__)
 
 
 def folder_of(text: str | None) -> Path | None:
@@ -69,21 +57,16 @@ def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
     """Return the model of a config.json's content, with dropout 0. `where`: its path, for errors."""
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
-        reason = NOT_COVERED.get(model_type)
-        raise DataError(
-            f"model_type is {model_type!r}" + (f": {reason}" if reason else ""),
-            where=where,
-            hint=nearest(model_type, FAMILIES) if reason is None else _HINT,
-        )
+        reason = _TABLE["not_covered"].get(model_type)
+        problem = f"model_type is {model_type!r}" + (f": {reason}" if reason else "")
+        raise DataError(problem, where=where, hint=nearest(model_type, FAMILIES) if reason is None else _HINT)
     family, read = FAMILIES[model_type], _Config(config, where)
     if config.get("quantization_config"):
         read.refuse("its weights are quantized", "give the folder of the weights before quantization")
-    try:
+    hint, what = "fetch the folder again", "a value is of a wrong type:"
+    wrong_type = DataError.instead_of(TypeError, AttributeError, where=where, hint=hint, what=what)
+    with wrong_type, DataError.instead_of(HolmesError, where=where):
         model = replace(family.read(read, family.type_keys), name=name)
-    except HolmesError as e:
-        raise DataError(e.what, where=where, hint=e.hint) from e
-    except (TypeError, AttributeError) as e:
-        raise DataError(f"a value is of a wrong type: {e}", where=where, hint="fetch the folder again") from e
     return replace(model, head_dim=None) if model.query_width == model.hidden else model
 
 
@@ -91,40 +74,21 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
     """Return the content of config.json for a model. `dtype`: torch's name of its weights' type; `eod`: the id of the
     end-of-document token."""
     model_type = family_of(spec)
+    names = _TABLE["keys"]["llama" if spec.rope else "gpt2"]
     shared_keys = {
         "architectures": [FAMILIES[model_type].architecture],
         "model_type": model_type,
-        "vocab_size": spec.vocab,
-        "tie_word_embeddings": spec.tied,
         "torch_dtype": dtype,
-        "bos_token_id": eod,
-        "eos_token_id": eod,
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), eod),
+        **{key: getattr(spec, field) for field, key in names.items()},
     }
     if not spec.rope:
-        return {
-            **shared_keys,
-            "n_embd": spec.hidden,
-            "n_inner": spec.ffn,
-            "n_layer": spec.layers,
-            "n_head": spec.heads,
-            "n_positions": spec.max_positions,
-            "layer_norm_epsilon": spec.norm_eps,
-            "activation_function": "gelu_new" if spec.gelu_tanh else "gelu",
-            "attn_pdrop": spec.dropout,
-            "resid_pdrop": spec.dropout,
-            "embd_pdrop": spec.dropout,
-        }
+        dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), spec.dropout)
+        return {**shared_keys, "activation_function": "gelu_new" if spec.gelu_tanh else "gelu", **dropouts}
     return {
         **shared_keys,
-        "hidden_size": spec.hidden,
-        "intermediate_size": spec.ffn,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_width,
         "hidden_act": "silu",
-        "max_position_embeddings": spec.max_positions,
-        "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope_base,
         "rope_scaling": _write_scaling(spec.rope_scaling),
         "attention_dropout": spec.dropout,
@@ -157,26 +121,19 @@ def family_of(spec: ModelSpec) -> str:
         f"heads {spec.head_width} wide",
         f"and {spec.kv_heads} of {spec.heads} heads for keys",
     ]
-    raise ConfigError(
-        f"no supported Hugging Face family has {' '.join(filter(None, parts))}",
-        where=f"model {spec.name}",
-        hint="export models like Llama or Qwen (rope, swiglu, rmsnorm) or like GPT-2 (none of them)",
-    )
+    problem = f"no supported Hugging Face family has {' '.join(filter(None, parts))}"
+    hint = "export models like Llama or Qwen (rope, swiglu, rmsnorm) or like GPT-2 (none of them)"
+    raise ConfigError(problem, where=f"model {spec.name}", hint=hint)
 
 
 def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    llama3_keys = (
-        {}
-        if scaling.kind == "linear"
-        else {
-            "low_freq_factor": scaling.low_frequency_turns,
-            "high_freq_factor": scaling.high_frequency_turns,
-            "original_max_position_embeddings": scaling.original_positions,
-        }
-    )
-    return {"rope_type": scaling.kind, "factor": scaling.factor, **llama3_keys}
+    keys = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "linear":
+        return keys
+    turns = {"low_freq_factor": scaling.low_frequency_turns, "high_freq_factor": scaling.high_frequency_turns}
+    return {**keys, **turns, "original_max_position_embeddings": scaling.original_positions}
 
 
 class _Config:
@@ -201,6 +158,11 @@ class _Config:
             self.refuse(f"{name} is {value!r}, only {' or '.join(map(repr, supported))} is covered", _HINT)
         return value
 
+    def fields(self, family: str, **defaults: Any) -> dict[str, Any]:
+        """Return the fields of ModelSpec that have a key of their own. `defaults`: of missing keys, by field."""
+        names = _TABLE["keys"][family]
+        return {f: self(key, *([defaults[f]] if f in defaults else [])) for f, key in names.items()}
+
     def refuse(self, message: str, hint: str) -> NoReturn:
         raise DataError(message, where=self.where, hint=hint)
 
@@ -221,18 +183,11 @@ def _read_llama(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
     elif read("attention_bias", False):
         read.refuse("attention_bias is true", _HINT)
     model_keys = {k: v for k, v in type_keys.items() if k in ("qk_norm", "qkv_bias")}
+    heads = read("num_attention_heads")
     return ModelSpec(
         "model",
-        read("num_hidden_layers"),
-        read("hidden_size"),
-        read("num_attention_heads"),
-        read("vocab_size"),
-        ffn=read("intermediate_size"),
-        kv_heads=read("num_key_value_heads", read("num_attention_heads")),
-        tied=read("tie_word_embeddings", False),
+        **read.fields("llama", kv_heads=heads, tied=False, max_positions=2048, norm_eps=1e-6),
         bias=bias,
-        max_positions=read("max_position_embeddings", 2048),
-        norm_eps=read("rms_norm_eps", 1e-6),
         rope_base=rope.get("rope_theta") or read("rope_theta", 10000.0),
         head_dim=read("head_dim", type_keys.get("head_dim")),
         rope_scaling=_read_scaling(read, rope),
@@ -273,21 +228,15 @@ def _read_gpt2(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
     ):
         read.require(name, supported)
     hidden = read("n_embd")
+    default_ffn = 4 * hidden if isinstance(hidden, int) else hidden
     return ModelSpec(
         "model",
-        read("n_layer"),
-        hidden,
-        read("n_head"),
-        read("vocab_size"),
-        ffn=read("n_inner", 4 * hidden if isinstance(hidden, int) else hidden),
+        **read.fields("gpt2", ffn=default_ffn, tied=True, norm_eps=1e-5),
         kv_heads=read("n_head"),
         swiglu=False,
         rmsnorm=False,
         rope=False,
-        tied=read("tie_word_embeddings", True),
         bias=True,
-        max_positions=read("n_positions"),
-        norm_eps=read("layer_norm_epsilon", 1e-5),
         gelu_tanh=activation != "gelu",
     )
 

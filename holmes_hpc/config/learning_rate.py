@@ -1,7 +1,5 @@
 """The learning rate of each step, and how it changes with the number of steps."""
 
-from __future__ import annotations
-
 import math
 
 from holmes_hpc.config.train import TrainConfig

@@ -4,8 +4,6 @@ Arguments are read, never executed: from a command, a shell script without varia
 file like those of Megatron-LM's functional tests.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re
@@ -16,49 +14,12 @@ from typing import Any
 
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.files import read_text, read_yaml
+from holmes_hpc.tables import read_table
 
 WHERE = "--megatron-args"
 TRANSFORMER_ENGINE = "transformer_engine"  # attention by the fastest kernel that it has for the GPU
-_NUMBERS = {
-    "num-layers": "model.layers",
-    "hidden-size": "model.hidden",
-    "num-attention-heads": "model.heads",
-    "ffn-hidden-size": "model.ffn",
-    "kv-channels": "model.head_dim",
-    "vocab-size": "model.vocab",
-    "make-vocab-size-divisible-by": "model.vocab_multiple",
-    "max-position-embeddings": "model.max_positions",
-    "micro-batch-size": "batch.micro_size",
-    "global-batch-size": "batch.global_size",
-    "seq-length": "batch.sequence_length",
-    "tensor-model-parallel-size": "plan.tp",
-    "pipeline-model-parallel-size": "plan.pp",
-    "num-virtual-stages-per-pipeline-rank": "plan.virtual_stages",
-    "train-iters": "train.steps",
-}
-_REFUSED = (  # (a pattern of names, values without an effect, why others are refused)
-    (r"num-experts|expert-.*|moe-.*", ("1",), "mixtures of experts are not modelled"),
-    (r"multi-latent-attention|mtp-num-layers|window-size", (), "this attention or head is not modelled"),
-    (r"(hybrid|mamba|heterogeneous)-.*|is-hybrid-model|spec", ("local",), "layers of several kinds are not modelled"),
-    (r"pipeline-model-parallel-layout|standalone-embedding-stage", (), "give the layers by --layers-per-stage instead"),
-    (r"num-distributed-optimizer-instances", ("1",), "several instances are not modelled"),
-    (r"outer-dp-sharding-strategy", ("no_shard",), "HSDP is not modelled"),
-    (r"cp-comm-type", ("p2p",), "only context parallelism by p2p is modelled"),
-    (r"optimizer", ("adam",), "only Adam is modelled"),
-    (r"(main-(grads|params)|exp-avg(-sq)?)-dtype", ("fp32",), "optimizer states of other types are not modelled"),
-    (r"cuda-graph-impl|(enable|external)-cuda-graph", ("none",), "CUDA graphs are not modelled"),
-    (r"optimizer-cpu-offload|cpu-offloading.*|fp4-.*|(delay|defer-embedding)-wgrad-compute", (), "it is not modelled"),
-)
-_APPROXIMATED = {
-    "squared-relu": "as GELU",
-    "rotary-percent": "as 1",
-    "fp8-param-gather": "gathered as bf16",
-    "rampup-batch-size": "the full batch",
-    "first-last-layers-bf16": "as FP8",
-}
-_FSDP = ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2")
-_SHARDING = {"optim_grads_params": "full", "optim_grads": "gradients", "optim": "optimizer"}
-_MODULES = {"core_attn": "scores", "layernorm": "norms", "mlp": "ffn"}
+_TABLE: dict[str, Any] = read_table(__file__)
+_FSDP, _SHARDING, _MODULES = _TABLE["fsdp"], _TABLE["sharding"], _TABLE["modules"]
 
 
 @dataclass(frozen=True)
@@ -89,17 +50,17 @@ def read_arguments(source: str, user_keys: Collection[str] = ()) -> MegatronArgu
     `user_keys`: keys that the user sets beside them. ConfigError for arguments that cannot be predicted."""
     values = _Values(_parse(source))
     for name, value in values.texts.items():
-        for pattern, harmless, reason in _REFUSED:
+        for pattern, harmless, reason in _TABLE["refused"]:
             if re.fullmatch(pattern, name) and value not in harmless:
                 raise _error(f"--{name} {value}".rstrip(), f"{reason}: leave it out")
-    keys: dict[str, Any] = {key: values.number(name) for name, key in _NUMBERS.items() if values.has(name)}
+    keys: dict[str, Any] = {key: values.number(name) for name, key in _TABLE["numbers"].items() if values.has(name)}
     keys |= {**_model(values, user_keys), **_layers(values, keys)}
     keys |= _layout(values, keys.get("plan.virtual_stages", 1))
     return MegatronArguments(
         keys,
         dict(_facts(values, keys["plan.recompute"])),
         values.number("context-parallel-size", 1),
-        tuple(f"--{name} ({text})" for name, text in _APPROXIMATED.items() if values.has(name)),
+        tuple(f"--{name} ({text})" for name, text in _TABLE["approximated"].items() if values.has(name)),
         tuple(_ignored(name, values.used) for name in values.texts if name not in values.used),
     )
 
@@ -140,10 +101,8 @@ def _parse(source: str) -> dict[str, str]:
 
 def _words(text: str) -> list[str]:
     """Split a command or a script into words, without the brackets of arrays and the options of torchrun."""
-    try:
+    with ConfigError.instead_of(ValueError, where=WHERE, hint="close its quotes", what="cannot be split into words:"):
         words = list(_without_arrays(shlex.split(text.replace("\\\n", " "), comments=True)))
-    except ValueError as e:
-        raise _error(f"cannot be split into words: {e}", "close its quotes") from e
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), -1)
     if any(word.startswith("--") for word in words[script + 1 :]):
         words = words[script + 1 :]
@@ -197,10 +156,8 @@ class _Values:
 
     def fraction(self, name: str, default: float) -> float:
         value = self.words(name, str(default))[0]
-        try:
+        with ConfigError.instead_of(ValueError, where=WHERE, hint="write a number", what=f"--{name} is {value!r}"):
             return float(value)
-        except ValueError as e:
-            raise _error(f"--{name} is {value!r}", "write a number") from e
 
 
 def _model(a: _Values, user_keys: Collection[str]) -> dict[str, Any]:
@@ -243,10 +200,7 @@ def _layers(a: _Values, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _layout(a: _Values, virtual_stages: int) -> dict[str, Any]:
     """Return the keys of schedule, sharding, overlap, precision and recomputation."""
-    granularity, element = (
-        "selective" if a.has("recompute-activations") else "none",
-        4 if _grad_dtype(a) == "fp32" else 2,
-    )
+    granularity, element = "selective" * a.has("recompute-activations") or "none", 4 if _grad_dtype(a) == "fp32" else 2
     return {
         "plan.sequence_parallel": a.has("sequence-parallel") and a.number("tensor-model-parallel-size", 1) > 1,
         "plan.distributed_optimizer": a.has("use-distributed-optimizer", *_FSDP),

@@ -1,7 +1,5 @@
 """The named options of the configuration's groups (``data=indexed``), and suggestions for mistyped keys."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +7,7 @@ from holmes_hpc.config.configuration import GROUPS, Configuration
 from holmes_hpc.config.models import BATCHES, MODELS
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.schema import REQUIRED, keys
+from holmes_hpc.tables import read_table
 
 # The default option of each group. That of `batch` is the batch with the model's name, if there is one.
 DEFAULTS = {
@@ -32,24 +31,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "launcher": {"slurm": {}, "local": {"kind": "local"}},
 }
-# Names in Megatron-LM, DeepSpeed and transformers -> keys of this project.
-_OTHER_NAMES = {
-    "learning_rate": "train.lr",
-    "batch_size": "batch.global_size",
-    "global_batch_size": "batch.global_size",
-    "train_batch_size": "batch.global_size",
-    "micro_batch_size": "batch.micro_size",
-    "per_device_train_batch_size": "batch.micro_size",
-    "seq_length": "batch.sequence_length",
-    "seq_len": "batch.sequence_length",
-    "max_steps": "train.steps",
-    "train_iters": "train.steps",
-    "data_path": "data.prefix",
-    "path": "data.prefix",
-    "tensor_model_parallel_size": "plan.tp",
-    "pipeline_model_parallel_size": "plan.pp",
-    "save_interval": "train.checkpoint_interval",
-}
+_OTHER_NAMES: dict[str, str] = read_table(__file__)["other_names"]
 
 
 def option(group: str, name: str) -> dict[str, Any] | None:

@@ -1,7 +1,5 @@
 """The configuration group `plan`: the user's fixed choices, and the limits of the planner's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Renamed configuration keys: the former name still works, and a note names the new one."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The configuration group `slurm`: a site's own settings for jobs, for all components or for those of one pool."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """The configuration group `train`: steps, optimizer, overlap, outputs, ends and restarts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Discovery of a site for `holmes site`: facts that Slurm's features lack, from its topology and one job per kind."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +23,7 @@ _BY_KEY = re.compile(r"Gb/s assumed|no feature names a NIC|no fabric label|^left
 _NIC_GUESS = re.compile(r"through its Ethernet address only")
 _GPU_GUESS = re.compile(r"GPU .*(assumed|vocabulary|CPU rank)")
 # srun's messages when a job with --immediate has not started in time.
-_WAITED = re.compile(
-    r"are busy|immediate execution|revoked|temporarily unavailable|timed out|no answer in", re.IGNORECASE
-)
+_WAITED = re.compile("(?i)are busy|immediate execution|revoked|temporarily unavailable|timed out|no answer in")
 SAME_MEMORY = 0.1  # the driver reports somewhat less than the data sheet
 
 
@@ -116,10 +112,9 @@ def discover(
         pools.append(pool)
         origins[pool.name] = Origin(sources, (*assumptions, *_divisions(members, topology)), gpu_is_known)
         if not gpu_is_known:
-            problems.append(
-                f"pool {pool.name}: GPU kind {pool.gpu.name} is not known; write peak_tflops (dense bf16), memory_gib "
-                "and intra_node_gbps of its data sheet under gpu in the site file"
-            )
+            figures = "peak_tflops (dense bf16), memory_gib and intra_node_gbps of its data sheet"
+            unknown_kind = f"pool {pool.name}: GPU kind {pool.gpu.name} is not known"
+            problems.append(f"{unknown_kind}; write {figures} under gpu in the site file")
     left_out = tuple(line for line in grouping.assumptions if ": left out: " in line)
     return Discovery(Site(listing.cluster, tuple(pools)), origins, tuple(probes.values()), tuple(problems), left_out)
 

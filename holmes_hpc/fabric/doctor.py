@@ -1,7 +1,5 @@
 """Checks for faults of a site that make a run fail or slow, each with a hint. Only `examine` runs commands."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile
@@ -77,22 +75,12 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
         if "down, drained" not in reason
     ]
     down_nodes = grouped((n.reason.partition(" [")[0] or "no reason given", n.name) for n in nodes if not n.usable)
+    for reason, members in down_nodes:
+        hint = f"scontrol update NodeName={compress(members)} State=RESUME when repaired"
+        findings.append(Finding("warning", f"nodes {compress(members)}", f"down or drained: {reason}", hint))
+    hint = "add a rule for it to the site's own file (HOLMES_FEATURES), or list it there under ignored"
     findings += [
-        Finding(
-            "warning",
-            f"nodes {compress(members)}",
-            f"down or drained: {reason}",
-            f"scontrol update NodeName={compress(members)} State=RESUME when repaired",
-        )
-        for reason, members in down_nodes
-    ]
-    findings += [
-        Finding(
-            "info",
-            f"nodes {compress(members)}",
-            f"unknown feature {feature}",
-            "add a rule for it to the site's own file (HOLMES_FEATURES), or list it there under ignored",
-        )
+        Finding("info", f"nodes {compress(members)}", f"unknown feature {feature}", hint)
         for feature, members in grouped((feature, n.name) for n in nodes for feature in n.reading.unknown)
     ]
     findings += [
@@ -127,13 +115,10 @@ def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> lis
         if outside and len(pools) == 1:
             problem = f"a component without a partition runs here, not on {outside}"
             findings.append(Finding("info", where, problem, hint))
-    return findings + [
-        Finding(
-            "info", f"partition {p.name}", "closed, so not used", f"scontrol update PartitionName={p.name} State=UP"
-        )
-        for p in partitions
-        if not p.up
-    ]
+    for name in (p.name for p in partitions if not p.up):
+        hint = f"scontrol update PartitionName={name} State=UP"
+        findings.append(Finding("info", f"partition {name}", "closed, so not used", hint))
+    return findings
 
 
 def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]:
@@ -146,13 +131,11 @@ def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]
         findings += f.findings
         if f.trouble:
             problem, _, hint = f.trouble.partition("; ")
-            findings.append(
-                Finding("error", where, f"no Ethernet address that others can reach: {problem}", hint, f.node)
-            )
+            problem = f"no Ethernet address that others can reach: {problem}"
+            findings.append(Finding("error", where, problem, hint, f.node))
         elif f.network != common_network:
-            problem = (
-                f"its Ethernet address {f.address} ({f.ethernet}) is not in the network {common_network} of others"
-            )
+            address = f"its Ethernet address {f.address} ({f.ethernet})"
+            problem = f"{address} is not in the network {common_network} of others"
             hint = "check that a route leads there, and that it is the right interface"
             findings.append(Finding("warning", where, problem, hint, f.node, f.ethernet))
         if abs(f.skew_s) > MAX_SKEW_S:
@@ -182,10 +165,8 @@ _SRUN = re.compile(r"^[ \t]*(?:exec\s+)?srun\b(?:[^\n]*\\\n)*[^\n]*", re.MULTILI
 
 def read_script(path: Path) -> list[Finding]:
     """Check a batch script file with :func:`check_script`. SiteError if it cannot be read."""
-    try:
+    with SiteError.instead_of(OSError, where=path, hint="give the path of a batch script"):
         return check_script(read_file(path).decode("utf-8", errors="replace"), str(path))
-    except OSError as e:
-        raise SiteError(e.strerror or str(e), where=str(path), hint="give the path of a batch script") from e
 
 
 def check_script(text: str, name: str = "script") -> list[Finding]:
@@ -247,9 +228,8 @@ def diagnose(
     findings = check_config(config) + check_features(nodes, grouping) + check_partitions(partitions, grouping)
     if not grouping.pools:
         findings.append(Finding("error", f"cluster {config.cluster}", "no node can be used", "see the other findings"))
-    findings += check_software(
-        {f.node: f.software for f in facts if f.software}, software(), [n.name for n in nodes if n.gpus]
-    )
+    versions = {f.node: f.software for f in facts if f.software}
+    findings += check_software(versions, software(), [n.name for n in nodes if n.gpus])
     return ordered(findings + check_facts(facts, env) + refusals(env, {}, "", files=[]))
 
 

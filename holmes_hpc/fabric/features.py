@@ -1,7 +1,5 @@
 """The meaning of a node's Slurm features, by a vocabulary of regular expressions: facts about its NICs and GPUs."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -199,13 +197,11 @@ def _read_features(features: tuple[str, ...], vocabulary: Vocabulary) -> Reading
 def _merge_names(meanings: list[Meaning], problems: list[str]) -> NicNames:
     """Return the NICs that features name: one interface for sockets, all HCAs and storage devices.
     The project's own labels decide. A conflict adds a line to `problems`."""
-    interfaces = list(
-        dict.fromkeys(m.names.ethernet for m in sorted(meanings, key=lambda m: not m.is_label) if m.names.ethernet)
-    )
+    labels_first = sorted(meanings, key=lambda m: not m.is_label)
+    interfaces = list(dict.fromkeys(m.names.ethernet for m in labels_first if m.names.ethernet))
     if len(interfaces) > 1:
-        problems.append(
-            f"features name {len(interfaces)} interfaces for sockets: {', '.join(interfaces)}; the first is used"
-        )
+        names = ", ".join(interfaces)
+        problems.append(f"features name {len(interfaces)} interfaces for sockets: {names}; the first is used")
     return NicNames(
         interfaces[0] if interfaces else None,
         tuple(dict.fromkeys(h for m in meanings for h in m.names.hca)),
@@ -260,14 +256,10 @@ def read_vocabulary(path: str | os.PathLike[str] | None = None) -> Vocabulary:
 def _load_vocabulary(path: str | None) -> Vocabulary:
     documents = ([_load_file(Path(path))] if path else []) + [_load_file(default) for default in DEFAULT]
     rules = [rule for where, d in documents for rule in _parse_rules(d.get("features"), where)]
-    rates = {
-        str(k).lower(): v
-        for where, d in reversed(documents)
-        for k, v in _check_rates(d.get("rates"), f"{where}: rates").items()
-    }
-    ignored = [
-        _compile(text, f"{where}: ignored") for where, d in documents for text in _as_list(d.get("ignored"), where)
-    ]
+    all_rates = [_check_rates(d.get("rates"), f"{where}: rates") for where, d in reversed(documents)]
+    rates = {str(name).lower(): rate for rates in all_rates for name, rate in rates.items()}
+    texts = [(text, where) for where, d in documents for text in _as_list(d.get("ignored"), where)]
+    ignored = [_compile(text, f"{where}: ignored") for text, where in texts]
     gpus = [_parse_gpu(entry, where) for where, d in documents for entry in _as_list(d.get("gpus"), where)]
     networks = {k: v for where, d in documents for k, v in _parse_networks(d.get("networks"), where).items()}
     return Vocabulary(tuple(rules), rates, tuple(ignored), tuple(gpus), networks)
@@ -276,12 +268,9 @@ def _load_vocabulary(path: str | None) -> Vocabulary:
 def _load_file(path: Path) -> tuple[str, dict[str, Any]]:
     """Return (the file's name, for errors; its content). SiteError if it cannot be read or has unknown keys."""
     hint = "see holmes_hpc/fabric/features.yaml for the allowed content"
-    try:
+    not_yaml = SiteError.instead_of(yaml.YAMLError, UnicodeDecodeError, where=path, hint=hint, what="not YAML:")
+    with SiteError.instead_of(OSError, where=path, hint="correct HOLMES_FEATURES"), not_yaml:
         data = from_yaml(read_file(path).decode("utf-8"))
-    except OSError as e:
-        raise SiteError(e.strerror or str(e), where=str(path), hint="correct HOLMES_FEATURES") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise SiteError(f"not YAML: {e}", where=str(path), hint=hint) from e
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise SiteError("not a mapping of features, rates, ignored, gpus or networks", where=str(path), hint=hint)
@@ -314,20 +303,16 @@ def _parse_networks(value: Any, where: str) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(k in types and isinstance(v, str) and v for k, v in value.items()):
-        raise SiteError(
-            f"{value!r} is not a map of NIC types to network names",
-            where=f"{where}: networks",
-            hint=f"write {{ib: IBext_v11}}; NIC types are {', '.join(types)}",
-        )
+        hint = f"write {{ib: IBext_v11}}; NIC types are {', '.join(types)}"
+        problem = f"{value!r} is not a map of NIC types to network names"
+        raise SiteError(problem, where=f"{where}: networks", hint=hint)
     return value
 
 
 def _compile(text: Any, where: str) -> re.Pattern[str]:
-    try:
+    what, hint = f"{text!r} is not a regular expression:", "write a Python regular expression; quote it in YAML"
+    with SiteError.instead_of(re.error, TypeError, where=where, hint=hint, what=what):
         return re.compile(text, re.IGNORECASE)
-    except (re.error, TypeError) as e:
-        hint = "write a Python regular expression; quote it in YAML"
-        raise SiteError(f"{text!r} is not a regular expression: {e}", where=where, hint=hint) from e
 
 
 def _parse_rules(entries: Any, where: str) -> list[Rule]:
@@ -340,10 +325,8 @@ def _parse_rules(entries: Any, where: str) -> list[Rule]:
         pattern = _compile(entry["match"], section)
         _refuse_unknown("group {!r}", pattern.groupindex, _GROUPS, f"{section}: {entry['match']}")
         _refuse_unknown("NIC type {!r}", [entry["nic"]] if "nic" in entry else [], [n.value for n in NicType], section)
-        try:
+        with SiteError.instead_of(SiteError, where=f"{section}: {entry['match']}"):
             _names_in(entry)
-        except SiteError as e:
-            raise SiteError(e.what, where=f"{section}: {entry['match']}", hint=e.hint) from None
         fixed = {k: entry[k] for k in _GROUPS if k in entry}
         rules.append(Rule(pattern, fixed, bool(entry.get("own", False)), entry.get("unsupported")))
     return rules

@@ -1,7 +1,5 @@
 """A fault or fact found by a check: the common result of all checks in this package, for the entry points to print."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any

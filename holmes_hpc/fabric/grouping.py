@@ -1,7 +1,5 @@
 """Grouping of Slurm's nodes and partitions into pools. Every assumption is recorded as a line for the user."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -168,9 +166,8 @@ def _partitions(nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> list[
 def _unused_name(name: str, used_names: set[str | None]) -> str:
     """Return a valid name of a pool like `name` that is not used, and add it to `used_names`."""
     base = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
-    unused = next(
-        c for i in range(1, len(used_names) + 2) if (c := base if i == 1 else f"{base}-{i}") not in used_names
-    )
+    names = (base, *(f"{base}-{i}" for i in range(2, len(used_names) + 2)))
+    unused = next(name for name in names if name not in used_names)
     used_names.add(unused)
     return unused
 
@@ -211,11 +208,9 @@ def _pool(
     if expression is None:
         expression, exclude = "", _names(rivals)
         if len(exclude) > MAX_EXCLUDE:
-            notes.leave_out(
-                usable,
-                f"no constraint selects only these nodes of fabric {g.fabric}, it would also select {len(rivals)} "
-                "others; label the nodes with `holmes label`",
-            )
+            reason = f"no constraint selects only these nodes of fabric {g.fabric}"
+            rest = f"it would also select {len(rivals)} others; label the nodes with `holmes label`"
+            notes.leave_out(usable, f"{reason}, {rest}")
             return None
         notes.assume(usable, f"no feature tells them from {exclude}: jobs exclude these by name")
     for line, members in grouped((line, n) for n in usable for line in (*n.reading.assumptions, *n.reading.problems)):
@@ -291,9 +286,8 @@ def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str |
     """
     common = [f for f in dict.fromkeys(members[0].features) if all(f in m.features for m in members)]
     meanings = {m.feature: m for node in members for m in node.reading.meanings}
-    own_labels = [
-        f for f in common if f in meanings and meanings[f].is_label and (meanings[f].nic or meanings[f].fabric)
-    ]
+    labels = [f for f in common if f in meanings and meanings[f].is_label]
+    own_labels = [f for f in labels if meanings[f].nic or meanings[f].fabric]
 
     def selects_alone(features: Sequence[str]) -> bool:
         return not any(all(f in r.features for f in features) for r in rivals)

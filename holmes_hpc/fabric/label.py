@@ -1,10 +1,9 @@
 """The features that Slurm should have for a node, by its NICs; how Slurm's differ; and the commands that set them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from holmes_hpc.errors import SiteError
@@ -71,40 +70,29 @@ def differences(
     if reading.nic is not nic:
         nic_names = [f"{p.name} {p.kind} {p.state}" for p in nics.ports] or [n.name for n in nics.interfaces]
         nic_list = ", ".join(nic_names) or "no NIC"
-        findings.append(
-            Finding(
-                "error",
-                where,
-                f"Slurm's features name {reading.nic}, the kernel reports {nic} ({nic_list})",
-                f"{hint}, or bring the NIC back",
-                node,
-            )
-        )
-        return findings
+        problem = f"Slurm's features name {reading.nic}, the kernel reports {nic} ({nic_list})"
+        return [*findings, Finding("error", where, problem, f"{hint}, or bring the NIC back", node)]
     if not any(m.nic for m in reading.meanings) and nic.rdma:
         findings.append(Finding("error", where, f"no feature names its {nic} NIC", hint, node))
     if nic.rdma:
-        findings += _compare_rates(nic, reading.rdma_gbps, nics.rdma_gbps(nic), where=where, hint=hint, node=node)
+        findings += _compare_rates(nic, reading.rdma_gbps, nics.rdma_gbps(nic), node)
         port = next((m.port for m in reading.meanings if m.port), None)
         if port is not None and any(p.gbps == port for p in nics.usable_ports(nic)):
             findings = [replace(f, level="warning") if "rate" in f.what else f for f in findings]
-    return findings + _compare_rates(
-        NicType.ETHERNET, reading.ethernet_gbps, ethernet_gbps(nics), where=where, hint=hint, node=node
-    )
+    return findings + _compare_rates(NicType.ETHERNET, reading.ethernet_gbps, ethernet_gbps(nics), node)
 
 
-def _compare_rates(
-    nic: NicType, labelled: float | None, actual: float | None, where: str, hint: str, node: str
-) -> list[Finding]:
+def _compare_rates(nic: NicType, labelled: float | None, actual: float | None, node: str) -> list[Finding]:
     """Return a finding if the rate in a node's features differs from the kernel's, both in Gb/s; else none."""
     if actual is None:
-        return [Finding("info", where, f"the kernel does not know the {nic} rate: not compared", "none needed", node)]
+        problem = f"the kernel does not know the {nic} rate: not compared"
+        return [Finding("info", f"node {node}", problem, "none needed", node)]
     problem = f"Slurm's features give {labelled or 0:g} Gb/s as the {nic} rate, the kernel {actual:g} Gb/s"
     if labelled is None:
         problem = f"no feature gives the {nic} rate, the kernel reports {actual:g} Gb/s"
     elif abs(labelled - actual) <= _SAME_RATE * max(labelled, actual):
         return []
-    return [Finding("error", where, problem, hint, node)]
+    return [Finding("error", f"node {node}", problem, f"holmes label {node}", node)]
 
 
 @dataclass(frozen=True)
@@ -176,16 +164,11 @@ def slurm_conf_lines(node_changes: Iterable[Change]) -> list[str]:
 def update_commands(node_changes: Iterable[Change]) -> list[list[str]]:
     """Return the `scontrol update` commands for changed nodes. Each lists all features, because it replaces them."""
     pairs = ((c.node, (c.target, c.active_target)) for c in node_changes if c.needed)
-    return [
-        [
-            "scontrol",
-            "update",
-            f"NodeName={nodes}",
-            f"AvailableFeatures={','.join(available)}",
-            f"ActiveFeatures={','.join(active)}",
-        ]
-        for nodes, (available, active) in _by_value(pairs)
-    ]
+    commands = []
+    for nodes, (available, active) in _by_value(pairs):
+        features = [f"AvailableFeatures={','.join(available)}", f"ActiveFeatures={','.join(active)}"]
+        commands.append(["scontrol", "update", f"NodeName={nodes}", *features])
+    return commands
 
 
 def difference_lines(node_changes: Iterable[Change]) -> list[str]:
@@ -205,77 +188,4 @@ def apply(node_changes: Iterable[Change]) -> list[list[str]]:
 def helper_script() -> str:
     """Return a node_features/helpers script. Without an argument it prints this node's expected features, a line each.
     It needs only a POSIX shell and sysfs. The node's fabric is the content of /etc/holmes/fabric, if that exists."""
-    return _HELPER
-
-
-_HELPER = r"""#!/bin/sh
-# node_features/helpers: prints the NIC features of this node, one per line. It cannot change them.
-# slurm.conf needs NodeFeaturesPlugins=node_features/helpers, and helpers.conf a line with all features that any node
-# prints: Feature=nic_ib,nic_200g,eth_25g Helper=/etc/slurm/this-script. Constraints then take no counts and brackets.
-[ $# -gt 0 ] && exit 0
-SYS=${HOLMES_SYSFS:-/sys}
-read_() { cat "$1" 2>/dev/null; }
-ib_ports=0 roce_ports=0
-# the rails are the ports of the highest rate: "best count" and a port's rate make the new "best count"
-add() { echo "$1 $2" | awk '{ if ($3 > $1) print $3, 1; else if ($3 == $1) print $1, $2 + 1; else print $1, $2 }'; }
-product() { echo "$1" | awk '{print $1 * $2}'; }
-ib="0 0" roce="0 0"
-for port in "$SYS"/class/infiniband/*/ports/[0-9]*; do
-    [ -d "$port" ] || continue
-    device=${port%/ports/*}
-    [ -d "$device/device/physfn/infiniband" ] && continue                # a virtual function of a physical one here
-    case "$(read_ "$port/state")" in *ACTIVE*) ;; *) continue ;; esac
-    case "$(read_ "$device/node_type")" in 1:*) ;; *) continue ;; esac   # iWARP and others are not used
-    case "${device##*/}" in hfi1*|opa*) continue ;; esac                 # Omni-Path
-    rate=$(read_ "$port/rate" | awk '{print $1 + 0}')
-    case "$(read_ "$port/link_layer")" in
-    InfiniBand) ib=$(add "$ib" "$rate"); ib_ports=$((ib_ports + 1)) ;;
-    Ethernet)
-        owner=
-        for type in "$port"/gid_attrs/types/*; do
-            [ "$(read_ "$type")" = "RoCE v2" ] || continue
-            case "$(read_ "$port/gids/${type##*/}")" in 0000:0000:0000:0000:0000:ffff:*) ;; *) continue ;; esac
-            owner=$(read_ "$port/gid_attrs/ndevs/${type##*/}")
-            [ -n "$owner" ] && break
-        done
-        if [ -z "$owner" ]; then
-            for net in "$device"/device/net/*; do [ -d "$net" ] && owner=${net##*/} && break; done
-        fi
-        [ -n "$owner" ] || continue
-        master=$(readlink "$SYS/class/net/$owner/master")
-        [ -n "$master" ] && owner=${master##*/}
-        if [ -d "$SYS/class/net/$owner/bonding" ]; then
-            rate=$(echo "$rate $(read_ "$SYS/class/net/$owner/speed")" | awk '{b = $2 / 1000; print (b > $1) ? b : $1}')
-        fi
-        roce=$(add "$roce" "$rate"); roce_ports=$((roce_ports + 1)) ;;
-    esac
-done
-ib=$(product "$ib") roce=$(product "$roce")
-if [ $((ib_ports + roce_ports)) -gt 0 ]; then
-    if [ "$(echo "$ib $roce" | awk '{print ($1 >= $2)}')" = 1 ]; then nic=ib rate=$ib; else nic=roce rate=$roce; fi
-else
-    nic=ethernet rate=0
-fi
-# the fastest interface that is up, plain Ethernet or RoCE; a VLAN or a bridge has the speed of its lower interfaces
-speed=0
-for net in "$SYS"/class/net/*; do
-    name=${net##*/}
-    case "$name" in lo|docker*|br-*|virbr*|veth*|ifb*|tun*|tap*|mgmt*|bmc*|ipmi*|idrac*|usb*) continue ;; esac
-    [ "$(read_ "$net/type")" = 32 ] && continue
-    [ -L "$net/master" ] && continue
-    [ "$(read_ "$net/operstate")" = up ] || continue
-    case "$(readlink -f "$net")" in
-    */virtual/*) [ -d "$net/bonding" ] || for below in "$net"/lower_*; do net=$below; done ;;
-    esac
-    case "$(readlink -f "$net")" in */virtual/*) [ -d "$net/bonding" ] || continue ;; esac
-    now=$(read_ "$net/speed"); now=${now:-0}
-    [ "$now" -gt "$speed" ] && speed=$now
-done
-ethernet=$(echo "$speed" | awk '{print $1 / 1000}')
-[ "$nic" = ethernet ] && rate=$ethernet
-echo "nic_$nic"
-[ "$rate" != 0 ] && echo "nic_${rate}g"
-[ "$ethernet" != 0 ] && echo "eth_${ethernet}g"
-[ -r /etc/holmes/fabric ] && echo "fabric_$(cat /etc/holmes/fabric)"
-exit 0
-"""
+    return Path(__file__).with_name("nic_features.sh").read_text(encoding="utf-8")

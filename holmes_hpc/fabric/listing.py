@@ -1,7 +1,5 @@
 """The output of `holmes nodes` and `holmes probe`, as tables and as one JSON document."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +17,8 @@ from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Partition, read_config, read_partitions
 
+# Properties of a node that `holmes nodes --json` shows as they are.
+_NODE_KEYS = ("name", "partitions", "states", "usable", "gpus", "gpu_types", "cpus", "memory_mib", "features")
 Table = tuple[str, list[str], list[list[Any]], str]  # title, columns, rows, caption
 
 
@@ -64,25 +64,15 @@ class Listing:
         ]
         caption = "\n".join(f"assumed: {a}" for a in self.grouping.assumptions)
         partitions = [
-            [
-                p.name + ("*" if p.default else ""),
-                "up" if p.up else "closed",
-                p.max_time,
-                len(p.nodes),
-                compress(p.nodes),
-            ]
+            [p.name + "*" * p.default, "up" if p.up else "closed", p.max_time, len(p.nodes), compress(p.nodes)]
             for p in self.partitions
         ]
         columns = ["pool", "fabric", "NIC", "partition", "nodes", "GPUs per node", "RDMA Gb/s", "Ethernet Gb/s"]
+        node_columns = ["nodes", "state", "NIC", "GPUs", "CPUs", "GiB", "pool", "features", "remarks"]
         return [
             (f"Pools of {self.cluster}", [*columns, "constraint"], pools, caption),
             ("Partitions", ["partition", "state", "time limit", "nodes", "names"], partitions, "*: the default"),
-            (
-                "Nodes",
-                ["nodes", "state", "NIC", "GPUs", "CPUs", "GiB", "pool", "features", "remarks"],
-                self._node_rows(),
-                "",
-            ),
+            ("Nodes", node_columns, self._node_rows(), ""),
         ]
 
     def _node_rows(self) -> list[list[Any]]:
@@ -109,20 +99,12 @@ class Listing:
         pools = [{**asdict(p), "nic": str(p.nic), "fabric": p.fabric_name} for p in self.grouping.pools]
         nodes = [
             {
-                "name": n.name,
-                "partitions": n.partitions,
-                "states": n.states,
-                "usable": n.usable,
+                **{key: getattr(n, key) for key in _NODE_KEYS},
                 "nic": str(n.reading.nic) if n.reading.nic else None,
                 "rdma_gbps": n.reading.rdma_gbps,
                 "ethernet_gbps": n.reading.ethernet_gbps,
                 "pool": pool.name if pool else None,
                 "fabric": pool.fabric_name if pool else None,
-                "gpus": n.gpus,
-                "gpu_types": n.gpu_types,
-                "cpus": n.cpus,
-                "memory_mib": n.memory_mib,
-                "features": n.features,
                 "understood": {m.feature: m.text for m in n.reading.meanings},
                 "unknown": n.reading.unknown,
                 "remarks": self.remarks(n),
@@ -159,11 +141,9 @@ def listing_of(
 ) -> Listing:
     """Return the listing of these nodes and partitions, with the pools of `site` if it is given. Runs no command."""
     settings = settings or NodeSettings()
-    grouping = (
-        Grouping(site.pools, site.assumptions, {})
-        if site
-        else group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
-    )
+    if site:
+        return Listing(cluster, tuple(nodes), tuple(partitions), Grouping(site.pools, site.assumptions, {}))
+    grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
     return Listing(cluster, tuple(nodes), tuple(partitions), grouping)
 
 
@@ -196,11 +176,8 @@ def probe_tables(nics: NodeNics) -> list[Table]:
         ]
         for n in nics.interfaces
     ]
-    speeds = (
-        "Gb/s unknown: a virtual NIC, or one that is down"
-        if any(n.gbps is None for n in nics.interfaces if n.role == "data")
-        else ""
-    )
+    has_unknown_speed = any(n.gbps is None for n in nics.interfaces if n.role == "data")
+    speeds = ["Gb/s unknown: a virtual NIC, or one that is down"] * has_unknown_speed
     ports = [
         [
             p.name,
@@ -214,22 +191,17 @@ def probe_tables(nics: NodeNics) -> list[Table]:
         ]
         for p in nics.ports
     ]
-    caption = "\n".join([*([speeds] if speeds else []), *(f"note: {note}" for note in nics.notes)])
+    caption = "\n".join([*speeds, *(f"note: {note}" for note in nics.notes)])
     vocabulary = read_vocabulary()
     meanings = {f: meaning.text for f in features_of(nics) if (meaning := vocabulary.meaning(f)) is not None}
-    feature_rows = [
-        *meanings.items(),
-        ("fabric_<name>", "the same on all nodes that reach each other by RDMA; the site chooses it"),
-    ]
+    meanings["fabric_<name>"] = "the same on all nodes that reach each other by RDMA; the site chooses it"
     columns = ["interface", "type", "state", "Gb/s", "address", "RDMA ports", "member of", "role"]
     tables: list[Table] = [("Network interfaces", columns, interfaces, "" if ports else caption)]
     if ports:
         columns = ["port", "kind", "state", "Gb/s", "interface", "RoCE v2 GID", "nearest GPUs", "PCI"]
         tables.append(("RDMA ports", columns, ports, caption))
-    return [
-        *tables,
-        ("Expected features of this node", ["feature", "meaning"], [list(row) for row in feature_rows], ""),
-    ]
+    feature_rows = [list(row) for row in meanings.items()]
+    return [*tables, ("Expected features of this node", ["feature", "meaning"], feature_rows, "")]
 
 
 def probe_dict(nics: NodeNics) -> dict[str, Any]:
@@ -240,12 +212,8 @@ def probe_dict(nics: NodeNics) -> dict[str, Any]:
 
 def findings_table(title: str, findings: Sequence[Finding]) -> Table:
     """Return a table of findings, one per row."""
-    return (
-        title,
-        ["level", "where", "what", "hint"],
-        [[f.level, f.where, f.what, f.hint] for f in findings],
-        "" if findings else "nothing found",
-    )
+    rows = [[f.level, f.where, f.what, f.hint] for f in findings]
+    return title, ["level", "where", "what", "hint"], rows, "" if findings else "nothing found"
 
 
 def _format_gbps(rate: float | None) -> str:

@@ -1,7 +1,5 @@
 """The GPUs of this machine, named by their driver, for planning on the machine itself."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
@@ -23,11 +21,9 @@ def local_gpus(folder: Path = NVIDIA) -> list[Gpu]:
     for name in [model[1] for model in models if model] or [name for name, _ in nvidia_smi()]:
         gpu = read_vocabulary().gpu(name.lower().replace(" ", "_"))
         if gpu is None:
-            raise ConfigError(
-                f"the GPU {name!r} is not a known kind, so its speed and memory are unknown",
-                where="this machine",
-                hint="describe it in a site file (`gpu:`), or use train.device=cpu",
-            )
+            problem = f"the GPU {name!r} is not a known kind, so its speed and memory are unknown"
+            hint = "describe it in a site file (`gpu:`), or use train.device=cpu"
+            raise ConfigError(problem, where="this machine", hint=hint)
         gpus.append(gpu)
     return gpus
 

@@ -1,7 +1,5 @@
 """NCCL's and gloo's environment variables on a node: those to set, and those that must not be set."""
 
-from __future__ import annotations
-
 import ipaddress
 import math
 import os
@@ -61,21 +59,14 @@ def restrict_nics(nics: NodeNics, names: NicNames, env: Mapping[str, str], node:
     sockets: tuple[str, ...] | None = None
     if names.ethernet is not None:
         if nics.interface(names.ethernet) is None:
-            raise SiteError(
-                f"no interface {names.ethernet}, which the site names for its sockets",
-                where=where,
-                hint=f"it has {', '.join(n.name for n in nics.interfaces) or 'none'}",
-            )
+            hint = f"it has {', '.join(n.name for n in nics.interfaces) or 'none'}"
+            problem = f"no interface {names.ethernet}, which the site names for its sockets"
+            raise SiteError(problem, where=where, hint=hint)
         sockets = (names.ethernet,)
     elif any(env.get(variable) for variable in _INTERFACES):
-        sockets = (
-            tuple(
-                n.name
-                for n in candidates(nics, NicType.ETHERNET)
-                if n.role == "data" and n.up and all(_is_allowed(env, variable, n.name) for variable in _INTERFACES)
-            )
-            or None
-        )
+        up = [n.name for n in candidates(nics, NicType.ETHERNET) if n.role == "data" and n.up]
+        allowed = (name for name in up if all(_is_allowed(env, variable, name) for variable in _INTERFACES))
+        sockets = tuple(allowed) or None
     return replace(nics, sockets=sockets, hcas=_rdma_ports(nics, names, env, where))
 
 
@@ -100,11 +91,8 @@ def _rdma_ports(nics: NodeNics, names: NicNames, env: Mapping[str, str], where: 
     if names.hca:
         for hca in names.hca:
             if not any(hca in (p.device, p.name) for p in nics.ports):
-                raise SiteError(
-                    f"no HCA {hca}, which the site names",
-                    where=where,
-                    hint=f"it has {', '.join(p.name for p in nics.ports)}",
-                )
+                hint = f"it has {', '.join(p.name for p in nics.ports)}"
+                raise SiteError(f"no HCA {hca}, which the site names", where=where, hint=hint)
         return tuple(p.name for p in nics.ports if p.device in names.hca or p.name in names.hca)
     if not names.storage and not env.get("NCCL_IB_HCA"):
         return None
@@ -146,11 +134,9 @@ def environment(nics: NodeNics, nic: NicType, node: str = "") -> dict[str, str]:
         if not ports:
             allowed_ports = [p for p in nics.ports if nics.hcas is None or p.name in nics.hcas] or nics.ports
             port_list = ", ".join(f"{p.name} {p.kind} {p.state}" for p in allowed_ports)
-            raise SiteError(
-                f"no active {nic} port among {port_list}",
-                where=f"node {node}" if node else "this node",
-                hint="bring the port up, or correct the node's features (holmes label)",
-            )
+            hint = "bring the port up, or correct the node's features (holmes label)"
+            where = f"node {node}" if node else "this node"
+            raise SiteError(f"no active {nic} port among {port_list}", where=where, hint=hint)
         values["NCCL_IB_HCA"] = "=" + ",".join(p.name for p in ports)
     return values
 

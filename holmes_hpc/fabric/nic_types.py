@@ -1,7 +1,5 @@
 """The NIC types, and NCCL's names of their networks."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 

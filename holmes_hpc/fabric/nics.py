@@ -1,7 +1,5 @@
 """A node's NICs as data, and the choice of NICs for each kind of traffic."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from dataclasses import dataclass, field

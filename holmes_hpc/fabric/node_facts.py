@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_features, read_vocabulary
 from holmes_hpc.fabric.finding import Finding
@@ -77,10 +79,7 @@ class Facts:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Facts:
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        values["nic"] = NicType(data["nic"])
-        values["findings"] = tuple(Finding(**f) for f in data.get("findings", ()))
-        return cls(**values)
+        return msgspec.convert(data, cls)
 
 
 def facts_of(
@@ -141,16 +140,12 @@ def ask_nodes(
     jobs: list[Job] = []
     unanswered: list[Finding] = []
     usable = [n for n in nodes if n.usable and n.partitions]
-    for (partition, reservation), members in grouped(
-        (
-            (
-                next((p for p in n.partitions if p in partitions), None),
-                settings.reservation if n.reservation == settings.reservation else None,
-            ),
-            n,
-        )
-        for n in usable
-    ):
+
+    def access(n: Node) -> tuple[str | None, str | None]:
+        reservation = settings.reservation if n.reservation == settings.reservation else None
+        return next((p for p in n.partitions if p in partitions), None), reservation
+
+    for (partition, reservation), members in grouped((access(n), n) for n in usable):
         if partition is None:
             unanswered.append(_unanswered("info", members, "in no partition that a job may use, so not asked"))
             continue
@@ -234,11 +229,8 @@ def ask(jobs: Sequence[Job], settings: NodeSettings, shared: Path | None = None)
     limit_s = answer_limit_s(sum(len(job.node_names) for job in jobs))
     options = [o for o in settings.job_options if not o.startswith("--reservation=")]
     for name in ("account", "qos"):
-        value = (
-            getattr(settings, name)
-            or os.environ.get(f"SBATCH_{name.upper()}")
-            or os.environ.get(f"SLURM_{name.upper()}")
-        )
+        variables = (os.environ.get(f"{prefix}_{name.upper()}") for prefix in ("SBATCH", "SLURM"))
+        value = next(filter(None, (getattr(settings, name), *variables)), None)
         if value and not any(option.startswith(f"--{name}=") for option in options):
             options.append(f"--{name}={value}")
     reserved = [f"--reservation={settings.reservation}"] if settings.reservation else []
@@ -286,7 +278,7 @@ def _parse_answer(line: str) -> Facts | None:
         data = json.loads(line[len(MARK) :])
         skew = float(data.pop("clock")) - time.time()
         return Facts.from_dict({**data, "skew_s": skew})
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, msgspec.ValidationError):
         return None
 
 
@@ -300,11 +292,8 @@ def check_here(nics: NodeNics, vocabulary: str | None = None, name: str | None =
     name = name or node_name()
     node = read_node(name)
     if node is None:
-        raise SiteError(
-            f"Slurm knows no node {name!r}",
-            where="probe --check",
-            hint="run it on a node of the cluster, or give the node's name with --node",
-        )
+        hint = "run it on a node of the cluster, or give the node's name with --node"
+        raise SiteError(f"Slurm knows no node {name!r}", where="probe --check", hint=hint)
     nics = as_labelled(nics, node.features, {}, vocabulary, name)
     return differences(nics, node.features, read_vocabulary(vocabulary), name)
 

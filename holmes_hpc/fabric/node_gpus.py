@@ -1,7 +1,5 @@
 """The GPUs of a node: their kind, memory and GRES type, from GRES and features together."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -40,10 +38,8 @@ def node_gpus(node: SiteNode, vocabulary: Vocabulary) -> NodeGpus:
         gpu, assumption = _gpu_with_memory(name, node, vocabulary)
         if gpu is None:
             gpu = replace(UNKNOWN_GPU, name=name or "gpu")
-            assumption = (
-                f"GPU type {name or '(none given)'} is not in the vocabulary: {gpu.peak_tflops:g} "
-                f"TFLOP/s, {gpu.memory_gib:g} GiB assumed; add it under gpus"
-            )
+            figures = f"{gpu.peak_tflops:g} TFLOP/s, {gpu.memory_gib:g} GiB assumed; add it under gpus"
+            assumption = f"GPU type {name or '(none given)'} is not in the vocabulary: {figures}"
         gpus.append(gpu)
         assumptions += [assumption] if assumption else []
     slowest = min(gpus, key=lambda gpu: gpu.peak_tflops)

@@ -1,7 +1,5 @@
 """Slurm's nodes, each with the meaning of its features."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """The partitions that a user's jobs may use, and the best one for a group of nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import grp
 import os

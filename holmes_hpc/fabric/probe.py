@@ -1,7 +1,5 @@
 """Probe of this node's NICs, read from the kernel's sysfs without root."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re
@@ -133,9 +131,6 @@ class _Tree:
             return ()
         return tuple(p for p in parts if _PCI.match(p) or p.startswith("pci"))
 
-    def is_virtual(self, path: str) -> bool:
-        return "virtual" in (self.root / path).resolve().parts
-
     def gpus(self) -> list[tuple[str, ...]]:
         """Return the PCI paths of the GPUs, in PCI order (CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
         paths = []
@@ -169,9 +164,8 @@ def _read_ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: li
         if kind == "roce" and active and gid is None:
             notes.append(f"{device}:{port} has no readable RoCE v2 GID with an IPv4 address")
         if kind not in ("ib", "roce"):
-            notes.append(
-                f"{device}:{port} is {kind}: not used for RDMA, because NCCL's IB transport does not support it"
-            )
+            reason = "not used for RDMA, because NCCL's IB transport does not support it"
+            notes.append(f"{device}:{port} is {kind}: {reason}")
         if not active:
             notes.append(f"{device}:{port} is {state}")
         if owner is None:
@@ -184,7 +178,7 @@ def _read_ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: li
                 active=active,
                 state=state,
                 gbps=float(rate[1]) if rate else None,
-                interface=_find_bond(tree, owner),
+                interface=(tree.target(f"class/net/{owner}/master") if owner else None) or owner,  # or its bond
                 gid_index=index,
                 gid=gid,
                 gpus=nearest,
@@ -241,12 +235,6 @@ def _find_owner(tree: _Tree, device: str, pci: tuple[str, ...]) -> str | None:
     return names[0] if names else None
 
 
-def _find_bond(tree: _Tree, name: str | None) -> str | None:
-    """Return the bond that owns an interface, or the interface itself."""
-    master = tree.target(f"class/net/{name}/master") if name else None
-    return master or name
-
-
 def _nearest_gpus(pci: tuple[str, ...], gpus: list[tuple[str, ...]]) -> tuple[int, ...]:
     """Return the indices of the GPUs that share the longest PCI path with a NIC; none if no path is shared."""
     depths = [sum(takewhile(bool, map(eq, pci, gpu))) for gpu in gpus]  # equal elements from the root on
@@ -296,13 +284,10 @@ def _read_speed(tree: _Tree, base: str, is_bond: bool, ports: list[RdmaPort]) ->
     """Return the rate of an interface in Gb/s: of its RDMA `ports` if known, else the kernel's; None if unknown."""
     if ports and ports[0].gbps and not is_bond:
         return sum(p.gbps or 0 for p in ports)
-    if not is_bond and tree.is_virtual(base):
+    if not is_bond and "virtual" in (tree.root / base).resolve().parts:
         # veth and tun always report 10 Gb/s; a VLAN or a bridge has the speed of its lower interfaces
-        lower_interfaces = [name[len("lower_") :] for name in tree.names(base) if name.startswith("lower_")]
-        rates = [
-            _read_speed(tree, f"class/net/{name}", tree.is_dir(f"class/net/{name}/bonding"), [])
-            for name in lower_interfaces
-        ]
+        lower = [f"class/net/{n.removeprefix('lower_')}" for n in tree.names(base) if n.startswith("lower_")]
+        rates = [_read_speed(tree, path, tree.is_dir(f"{path}/bonding"), []) for path in lower]
         return max((rate for rate in rates if rate is not None), default=None)
     try:
         megabits = int(tree.text(f"{base}/speed") or "-1")

@@ -77,14 +77,12 @@ class NicNames:
     def __post_init__(self) -> None:
         check(self, "NICs", SiteError)
         for entry in self.storage:
-            try:
+            what, hint = (
+                f"storage: {entry!r} is not a network:",
+                "write 10.9.0.0/16, 'fec0:0:0:1::/64', or a device's name",
+            )
+            with SiteError.instead_of(ValueError, where="NICs", hint=hint, what=what):
                 ipaddress.ip_network(entry if "/" in entry else "::/0", strict=False)
-            except ValueError as e:
-                raise SiteError(
-                    f"storage: {entry!r} is not a network: {e}",
-                    where="NICs",
-                    hint="write 10.9.0.0/16, 'fec0:0:0:1::/64', or a device's name",
-                ) from None
 
     def over(self, fallback: NicNames) -> NicNames:
         """Return these names, completed by those of `fallback`."""
@@ -93,18 +91,8 @@ class NicNames:
 
 # Keys of a pool that older files lack: they are written only if they are set.
 _NEWER_KEYS = (
-    "ethernet",
-    "hca",
-    "storage",
-    "node_nics",
-    "nccl_net",
-    "node_cpus",
-    "node_memory_gib",
-    "node_gpus",
-    "fabric",
-    "exclude",
-    "gres_type",
-    "rdma_efficiency",
+    *("ethernet", "hca", "storage", "node_nics", "nccl_net", "node_cpus", "node_memory_gib", "node_gpus"),
+    *("fabric", "exclude", "gres_type", "rdma_efficiency"),
 )
 
 
@@ -317,9 +305,8 @@ class Site:
         for pool in self.pools:
             if pool.name == name:
                 return pool
-        raise SiteError(
-            f"no pool {name!r}", where=f"site {self.name}", hint=f"it has {', '.join(p.name for p in self.pools)}"
-        )
+        hint = f"it has {', '.join(p.name for p in self.pools)}"
+        raise SiteError(f"no pool {name!r}", where=f"site {self.name}", hint=hint)
 
     def link(self, sender: str, receiver: str) -> FabricLink | None:
         """Return the link that the site declares between two fabrics, named in any order; None if it has none."""

@@ -1,7 +1,5 @@
 """Site files: planning without a Slurm, or for hardware not bought yet (docs/howto.md)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,9 +57,8 @@ def read_site_file(path: str | os.PathLike[str]) -> Site:
     """Return the Site that a YAML file describes. SiteError names the file and the place in it."""
     data = read_yaml(path, SiteError, _HINT)
     if "stages" in data and "fabrics" not in data:
-        raise SiteError(
-            "a plan, not a site file", where=str(path), hint=f"a plan contains its site: give plan_file={path}"
-        )
+        hint = f"a plan contains its site: give plan_file={path}"
+        raise SiteError("a plan, not a site file", where=str(path), hint=hint)
     try:
         return parse_site(data)
     except SiteError as e:
@@ -89,11 +86,8 @@ def parse_site(data: Mapping[str, Any]) -> Site:
     for gpu in dict.fromkeys(p.gpu for p in pools):
         known_kind = read_vocabulary().gpu(gpu.name)
         if gpu.attention == "flash" and known_kind is not None and not known_kind.has_bf16:
-            raise SiteError(
-                f"attention is flash, which {known_kind.name} does not support",
-                where=f"gpu {gpu.name}",
-                hint="use attention: sdpa, or unfused",
-            )
+            problem = f"attention is flash, which {known_kind.name} does not support"
+            raise SiteError(problem, where=f"gpu {gpu.name}", hint="use attention: sdpa, or unfused")
     return Site(site_file.name, tuple(pools), tuple(_warnings(pools)), site_file.links)
 
 
@@ -119,12 +113,9 @@ def _fabrics_with_pools(pools: Sequence[Any], fabrics: Sequence[tuple[str, Any]]
             places.append(f"fabric {entry.get('fabric')}")
             if places[-1] not in listed:
                 names = [where.removeprefix("fabric ") for where in listed]
-                value = entry.get("fabric")
-                raise SiteError(
-                    "fabric is missing" if value is None else f"fabric is {value!r}, which is not under fabrics",
-                    where=f"pool {entry.get('name', position)}",
-                    hint=f"give one of {', '.join(names)}, or list it under fabrics",
-                )
+                value, hint = entry.get("fabric"), f"give one of {', '.join(names)}, or list it under fabrics"
+                problem = "fabric is missing" if value is None else f"fabric is {value!r}, which is not under fabrics"
+                raise SiteError(problem, where=f"pool {entry.get('name', position)}", hint=hint)
     return {where: listed[where] for where in places if isinstance(listed[where], Mapping)}
 
 
@@ -137,11 +128,8 @@ def _with_figures(entry: Mapping[str, Any], where: str = "gpu") -> dict[str, Any
     known_kind = read_vocabulary().gpu(gpu["name"])
     if known_kind is None and (missing := [name for name in FIGURES if name not in gpu]):
         kinds = ", ".join(kind.name for _, kind in read_vocabulary().gpus)
-        raise SiteError(
-            f"gpu {gpu['name']!r} is not a known kind and has no {', '.join(missing)}",
-            where=where,
-            hint=f"give all figures, or one of {kinds}",
-        )
+        problem = f"gpu {gpu['name']!r} is not a known kind and has no {', '.join(missing)}"
+        raise SiteError(problem, where=where, hint=f"give all figures, or one of {kinds}")
     figures = {name: getattr(known_kind, name) for name in FIGURES} if known_kind is not None else {}
     return {**entry, "gpu": {**figures, **gpu}}
 
@@ -160,11 +148,8 @@ def _refuse_implausible(part: Pool | Gpu | FabricLink, where: str) -> None:
         value = getattr(part, name)
         if name in MAX_VALUES and value is not None and value > MAX_VALUES[name]:
             unit = declared.spec.unit
-            raise SiteError(
-                f"{name} is {value:g} {unit}, more than any machine has",
-                where=where,
-                hint=f"give it in {unit}, at most {MAX_VALUES[name]:g}",
-            )
+            hint = f"give it in {unit}, at most {MAX_VALUES[name]:g}"
+            raise SiteError(f"{name} is {value:g} {unit}, more than any machine has", where=where, hint=hint)
 
 
 def _warnings(pools: Sequence[Pool]) -> Iterator[str]:

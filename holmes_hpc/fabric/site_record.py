@@ -1,7 +1,5 @@
 """The site file that `holmes site` writes: sources as comments, and a record of what was found, so that edits stay."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,10 +138,8 @@ def _merged(found: Entries, old: Entries, before: Entries) -> list[_Part]:
         name = entry["name"]
         mine = next((o for o in rest if o.get("name") == name), None)
         if mine is None and name in {b["name"] for b in lost}:  # renamed by hand, or removed
-            names = written[name].get("node_names")
-            mine = next(
-                (o for o in rest if o.get("name") not in written and names and o.get("node_names") == names), None
-            )
+            names, renamed = written[name].get("node_names"), [o for o in rest if o.get("name") not in written]
+            mine = next((o for o in renamed if names and o.get("node_names") == names), None)
             if mine is None:
                 continue
         edited = {k for k in {*mine, *written[name]} if mine.get(k) != written[name].get(k)} if mine else set()

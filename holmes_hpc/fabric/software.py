@@ -1,7 +1,5 @@
 """The versions of the software that training needs, read from a node's Python without importing it."""
 
-from __future__ import annotations
-
 import importlib.util
 import platform
 import re
@@ -46,36 +44,23 @@ def check_software(
     findings: list[Finding] = []
     for package in NEEDED:
         if nodes_without := [n for n, versions in nodes.items() if package not in versions]:
-            findings.append(
-                Finding(
-                    "error",
-                    f"nodes {compress(nodes_without)}",
-                    f"their Python has no {package}",
-                    "pip install 'holmes-hpc[train]' into the environment that they share with this "
-                    "machine, or let slurm.setup load the site's own (docs/install.md)",
-                )
+            hint = (
+                "pip install 'holmes-hpc[train]' into the environment that they share with this machine, or let "
+                "slurm.setup load the site's own (docs/install.md)"
             )
+            problem = f"their Python has no {package}"
+            findings.append(Finding("error", f"nodes {compress(nodes_without)}", problem, hint))
     if without_cuda := [n for n in gpu_nodes if "torch" in nodes.get(n, {}) and CUDA not in nodes[n]]:
-        findings.append(
-            Finding(
-                "error",
-                f"nodes {compress(without_cuda)}",
-                "have GPUs, but a torch built without CUDA",
-                "install a CUDA build of torch (docs/install.md)",
-            )
-        )
+        problem, hint = "have GPUs, but a torch built without CUDA", "install a CUDA build of torch (docs/install.md)"
+        findings.append(Finding("error", f"nodes {compress(without_cuda)}", problem, hint))
     for name in dict.fromkeys(name for versions in nodes.values() for name in versions):
         expected = local.get(name) or Counter(v[name] for v in nodes.values() if name in v).most_common(1)[0][0]
         where = "this machine has" if name in local else "others have"
         default = expected if name in NEEDED else "none"
         deviating = grouped((v.get(name, "none"), n) for n, v in nodes.items() if v.get(name, default) != expected)
+        hint = "use one environment, on a file system that all nodes share (docs/install.md)"
         findings += [
-            Finding(
-                "warning",
-                f"nodes {compress(members)}",
-                f"{name} {value}, where {where} {expected}",
-                "use one environment, on a file system that all nodes share (docs/install.md)",
-            )
+            Finding("warning", f"nodes {compress(members)}", f"{name} {value}, where {where} {expected}", hint)
             for value, members in deviating
         ]
     return findings

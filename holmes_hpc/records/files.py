@@ -1,7 +1,5 @@
 """Atomic file writes: whole-file replacement, whole-line appends, and a lock for one writer at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -9,7 +7,6 @@ import json
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import yaml
 
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError, RunFailed
 from holmes_hpc.records.untrusted import from_json, from_yaml, read_file
+from holmes_hpc.waiting import attempts
 
 LOCK_WAIT_S = 30.0
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -75,21 +73,17 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
     except OSError as e:
         raise file_error(path, e) from e
     try:
-        deadline = time.monotonic() + wait_s
-        while True:
+        for _ in attempts(wait_s, 0.01):
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
+            except BlockingIOError:
+                continue
             except OSError as e:
-                if not isinstance(e, BlockingIOError):
-                    raise file_error(path, e) from e
-                if time.monotonic() > deadline:
-                    raise RecordError(
-                        f"another writer has held the lock for {wait_s:.0f} s",
-                        where=str(path),
-                        hint="try again; if this repeats, find the process that hangs and end it",
-                    ) from e
-                time.sleep(0.01)
+                raise file_error(path, e) from e
+        else:
+            hint = "try again; if this repeats, find the process that hangs and end it"
+            raise RecordError(f"another writer has held the lock for {wait_s:.0f} s", where=str(path), hint=hint)
         yield
     finally:
         os.close(handle)  # also releases the lock
@@ -115,10 +109,8 @@ def _read_mapping(
     path: str | os.PathLike[str], parse: Callable[[str], Any], language: str, error: type[HolmesError], hint: str
 ) -> dict[str, Any]:
     """Return the mapping in a file whose text `parse` converts to plain data. `language`: its name, for errors."""
-    try:
+    with error.instead_of(ValueError, yaml.YAMLError, where=path, hint=hint, what=f"not {language}:"):
         data = parse(read_text(path, error))
-    except (ValueError, yaml.YAMLError) as e:
-        raise error(f"not {language}: {' '.join(str(e).split())}", where=str(path), hint=hint) from e
     if not isinstance(data, dict):
         raise error("not a mapping of keys to values", where=str(path), hint=hint)
     return data
@@ -126,12 +118,9 @@ def _read_mapping(
 
 def read_text(path: str | os.PathLike[str], error: type[HolmesError] = ConfigError) -> str:
     """Return the content of a UTF-8 file. Raise `error` with the file's name if it cannot be read or is not text."""
-    try:
+    not_text = error.instead_of(UnicodeDecodeError, where=path, hint="give a text file", what="not UTF-8 text")
+    with error.instead_of(OSError, where=path, hint="give a file that exists and that you can read"), not_text:
         return read_file(path).decode("utf-8")
-    except OSError as e:
-        raise error(e.strerror or str(e), where=str(path), hint="give a file that exists and that you can read") from e
-    except UnicodeDecodeError as e:
-        raise error("not UTF-8 text", where=str(path), hint="give a text file") from e
 
 
 def to_json(value: Any) -> str:

@@ -1,7 +1,5 @@
 """Lookup of runs: by directory, name or Slurm job id, and all runs below a directory."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterator
@@ -57,11 +55,8 @@ def _find_by_name(name: str | os.PathLike[str], root: str | os.PathLike[str] | N
         return max(creation_times, key=creation_times.__getitem__)
     same_name = [run for run in runs if run.name == reference]
     if len(same_name) > 1:
-        raise RecordError(
-            f"{len(same_name)} runs have that name: {', '.join(str(r.path) for r in same_name[:4])}",
-            where=reference,
-            hint="give the directory",
-        )
+        paths = ", ".join(str(r.path) for r in same_name[:4])
+        raise RecordError(f"{len(same_name)} runs have that name: {paths}", where=reference, hint="give the directory")
     if same_name:
         return same_name[0]
     similar = difflib.get_close_matches(reference, [run.name for run in runs], n=1)

@@ -1,7 +1,5 @@
 """Logs of a run: the last lines of one, new lines as the ranks write them, and lines of the batch script."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

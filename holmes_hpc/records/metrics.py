@@ -3,8 +3,6 @@
 training/metrics/metrics_line.py writes them, results/columns.py makes columns of them, docs/records.md lists them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +20,8 @@ BREAKDOWN = {
     "other_s": "everything else",
 }
 PARTS = tuple(BREAKDOWN)
-PART_NAMES = {
-    "compute_s": "compute",
-    "pipeline_wait_s": "pipeline wait",
-    "fill_drain_s": "fill and drain",
-    "grad_sync_s": "gradient sync",
-    "param_sync_s": "parameter sync",
-    "optimizer_s": "optimizer",
-    "other_s": "other",
-}  # display names
+_LONG = {"grad": "gradient", "param": "parameter", "fill": "fill and"}  # in display names
+PART_NAMES = {part: " ".join(_LONG.get(word, word) for word in part[: -len("_s")].split("_")) for part in PARTS}
 DIRECTIONS = ("tx", "rx")  # of traffic: sent, received
 
 

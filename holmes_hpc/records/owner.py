@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import file_error, locked
 from holmes_hpc.records.ownership import user_name
 from holmes_hpc.records.untrusted import from_json, read_file
+from holmes_hpc.waiting import attempts
 
 TRAINING_LOCK = ".training"  # in a run directory, held by the attempt that trains there
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of a file system without locks
@@ -115,11 +118,9 @@ def take_lock(
             continue
         other_owner = _read_owner(path)
         if other_owner is None or not has_ended(other_owner):
-            raise RecordError(
-                f"the run directory is in use by {other_owner or 'another process'}",
-                where=str(path.parent),
-                hint="wait until that process ends, `holmes cancel` the run, or end the process",
-            )
+            problem = f"the run directory is in use by {other_owner or 'another process'}"
+            hint = "wait until that process ends, `holmes cancel` the run, or end the process"
+            raise RecordError(problem, where=str(path.parent), hint=hint)
         _remove_lock(path, other_owner)
 
 
@@ -170,18 +171,7 @@ def _lock_open_file(handle: int) -> bool:
 
 def _read_owner(path: Path) -> LockOwner | None:
     """Return the owner that the lock file names; None if it names none within _NAMING_S."""
-    deadline = time.monotonic() + _NAMING_S
-    while True:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            fields = from_json(read_file(path))
-            return LockOwner(
-                str(fields["what"]),
-                str(fields["user"]),
-                str(fields["host"]),
-                int(fields["pid"]),
-                str(fields["job"]),
-                float(fields["since"]),
-            )
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.02)
+    for _ in attempts(_NAMING_S, 0.02):
+        with contextlib.suppress(OSError, ValueError, msgspec.ValidationError):
+            return msgspec.convert(from_json(read_file(path)), LockOwner)
+    return None

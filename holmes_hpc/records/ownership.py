@@ -4,8 +4,6 @@ Submitit's pickles are such code. The checks read owners, modes and sticky bits 
 as sshd does for a home directory. They do not read access control lists or a file server's own rules.
 """
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd

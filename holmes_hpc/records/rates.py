@@ -1,7 +1,5 @@
 """Mean rates of a run: warm-up steps are left out, and rates are averaged harmonically."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -21,6 +21,7 @@ from holmes_hpc.records.files import append_line, locked, to_json, write_whole
 from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
 from holmes_hpc.records.untrusted import from_json, read_file, read_object
+from holmes_hpc.schema import refuse
 
 WRITERS = ("follower", "batch")  # of result.json, least authority first: the batch script sees the exit codes
 
@@ -86,56 +87,27 @@ class RunDirectory:
         """
         run = cls(path)
         if run.exists():
-            raise RecordError(
-                "it already holds a run",
-                where=str(run.path),
-                hint="continue it with `holmes resume`, or give another directory",
-            )
-        try:
+            hint = "continue it with `holmes resume`, or give another directory"
+            raise RecordError("it already holds a run", where=str(run.path), hint=hint)
+        hint = "give a directory that you can create, on a file system all nodes share"
+        with RecordError.instead_of(OSError, where=run.path, hint=hint):
             for directory in (run.path, run.logs, run.trace, run.checkpoints, run.exits):
                 if directory.is_symlink() and not directory.exists():
-                    raise RecordError(
-                        f"it is a link to {os.readlink(directory)}, which does not exist",
-                        where=str(directory),
-                        hint="remove it, or mount that file system",
-                    )
+                    problem = f"it is a link to {os.readlink(directory)}, which does not exist"
+                    raise RecordError(problem, where=str(directory), hint="remove it, or mount that file system")
                 directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        except OSError as e:
-            raise RecordError(
-                e.strerror or str(e),
-                where=str(run.path),
-                hint="give a directory that you can create, on a file system all nodes share",
-            ) from e
         if plan_text is not None:
             write_whole(run.plan_path, plan_text)
-        run._write_run(
-            {
-                "version": VERSION,
-                "name": run.name,
-                "created": now(),
-                **ids,
-                "config": dict(config or {}),
-                "overrides": list(overrides),
-                "attempts": [],
-            }
-        )
+        settings = {"config": dict(config or {}), "overrides": list(overrides), "attempts": []}
+        run._write_run({"version": VERSION, "name": run.name, "created": now(), **ids, **settings})
         return run
 
     def read_run(self) -> dict[str, Any]:
         """Return run.yaml as data, with at least `version, name, created, config, overrides, slurm, attempts`."""
-        try:
-            text = read_file(self.run_path).decode("utf-8")
-        except FileNotFoundError as e:
-            raise RecordError(
-                "not a run directory (no run.yaml)",
-                where=str(self.path),
-                hint="give a directory under runs/ (or HOLMES_RUNS)",
-            ) from e
-        except (OSError, UnicodeDecodeError) as e:
-            raise RecordError(
-                getattr(e, "strerror", None) or str(e), where=str(self.run_path), hint="restore the file"
-            ) from e
-        return parse_run(text, str(self.run_path))
+        what, hint = "not a run directory (no run.yaml)", "give a directory under runs/ (or HOLMES_RUNS)"
+        unreadable = RecordError.instead_of(OSError, UnicodeDecodeError, where=self.run_path, hint="restore the file")
+        with unreadable, RecordError.instead_of(FileNotFoundError, where=self.path, hint=hint, what=what):
+            return parse_run(read_file(self.run_path).decode("utf-8"), str(self.run_path))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -168,14 +140,10 @@ class RunDirectory:
         return len(self.read_run()["attempts"])
 
     def _write_run(self, data: dict[str, Any]) -> None:
-        try:
-            text = yaml.dump(
-                _plain(data), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
-            )
-        except yaml.YAMLError as e:
-            raise RecordError(
-                f"not plain data: {e}", where=str(self.run_path), hint="record strings, numbers, lists"
-            ) from e
+        style: Any = {"sort_keys": False, "default_flow_style": None, "width": 110, "allow_unicode": True}
+        hint = "record strings, numbers, lists"
+        with RecordError.instead_of(yaml.YAMLError, where=self.run_path, hint=hint, what="not plain data:"):
+            text = yaml.dump(_plain(data), Dumper=_Dumper, **style)
         write_whole(self.run_path, text)
 
     # -- metrics.jsonl ----------------------------------------------------------------------------------------------
@@ -184,9 +152,8 @@ class RunDirectory:
         """Append the metrics of one step, rounded as :func:`rounded` does.
         Raise RunFailed if they cannot be written, as on a full disk; the file then keeps its former length."""
         if not isinstance(line.get("step"), int):
-            raise RecordError(
-                f"the step's number is {line.get('step')!r}", where=str(self.metrics_path), hint="use a whole number"
-            )
+            problem = f"the step's number is {line.get('step')!r}"
+            raise RecordError(problem, where=str(self.metrics_path), hint="use a whole number")
         append_line(self.metrics_path, to_json(rounded(line)))
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -218,12 +185,12 @@ class RunDirectory:
 
     def metrics_bytes(self) -> bytes:
         """Return the bytes of metrics.jsonl; empty if there is none."""
-        try:
+        with (
+            RecordError.instead_of(OSError, where=self.metrics_path, hint="restore the file"),
+            contextlib.suppress(FileNotFoundError),
+        ):
             return read_file(self.metrics_path, max_bytes=None)
-        except FileNotFoundError:
-            return b""
-        except OSError as e:
-            raise RecordError(e.strerror or str(e), where=str(self.metrics_path), hint="restore the file") from e
+        return b""
 
     # -- exits and results ------------------------------------------------------------------------------------------
 
@@ -236,15 +203,8 @@ class RunDirectory:
         this one; `extra`: more keys.
         """
         self.exits.mkdir(mode=0o755, parents=True, exist_ok=True)
-        data = {
-            "rank": rank,
-            "state": state,
-            "error": error,
-            "host": host or os.uname().nodename,
-            "attempt": self.attempt,
-            "time": time.time(),
-            **extra,
-        }
+        data = {"rank": rank, "state": state, "error": error, "host": host or os.uname().nodename}
+        data |= {"attempt": self.attempt, "time": time.time(), **extra}
         write_whole(self.exits / f"rank-{rank}.json", to_json(data) + "\n")
 
     def read_exits(self) -> list[dict[str, Any]]:
@@ -264,26 +224,17 @@ class RunDirectory:
         Of two results of the same writer, the one with more steps stays; if equal, the first. `result`: the keys of
         result.json, at least `state` (one of STATES); `writer`: one of WRITERS.
         """
-        if writer not in WRITERS:
-            raise RecordError(
-                f"unknown writer {writer!r}",
-                where=str(self.result_path),
-                hint=f"use one of {', '.join(WRITERS)}; ranks write into exits/",
-            )
-        if result.get("state") not in STATES:
-            raise RecordError(
-                f"state is {result.get('state')!r}", where=str(self.result_path), hint=f"use one of {', '.join(STATES)}"
-            )
+        writers, states = ", ".join(WRITERS), ", ".join(STATES)
+        refuse(
+            str(self.result_path),
+            (writer not in WRITERS, f"unknown writer {writer!r}", f"use one of {writers}; ranks write into exits/"),
+            (result.get("state") not in STATES, f"state is {result.get('state')!r}", f"use one of {states}"),
+            error=RecordError,
+        )
         with locked(self.path / ".lock"):
-            data = {
-                "version": VERSION,
-                "exit_code": 0 if result["state"] == "completed" else 1,
-                **BLANK_RESULT,
-                "attempt": self.attempt,
-                "time": time.time(),
-                **result,
-                "writer": writer,
-            }
+            defaults = {**BLANK_RESULT, "exit_code": 0 if result["state"] == "completed" else 1}
+            defaults |= {"attempt": self.attempt, "time": time.time()}
+            data = {"version": VERSION, **defaults, **result, "writer": writer}
             previous = read_object(self.result_path)
             if previous is not None and _authority(previous) >= _authority(data):
                 return False
@@ -297,13 +248,10 @@ class RunDirectory:
         """Prepare an ended run for another attempt. Return {path: new path} of the files that were renamed.
         The result, and the plan if `plan_text` replaces it, get names with the attempt's number (result-1.json)."""
         with locked(self.path / ".lock"):
+            files = ((self.plan_path, plan_text is not None), (self.result_path, self.result_path.exists()))
+            number = self.attempt
             renamed = {
-                path: self.path / f"{path.stem}-{self.attempt}{path.suffix}"
-                for path, is_replaced in (
-                    (self.plan_path, plan_text is not None),
-                    (self.result_path, self.result_path.exists()),
-                )
-                if is_replaced
+                path: self.path / f"{path.stem}-{number}{path.suffix}" for path, is_replaced in files if is_replaced
             }
             for path, new_path in renamed.items():
                 os.replace(path, new_path)
@@ -336,11 +284,8 @@ def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
     A broken result has the lowest."""
     writer, final = result.get("writer"), result.get("final") or {}
     try:
-        return (
-            int(result.get("attempt") or 0),
-            WRITERS.index(writer) if writer in WRITERS else -1,
-            int(final.get("step") or 0),
-        )
+        rank = WRITERS.index(writer) if writer in WRITERS else -1
+        return int(result.get("attempt") or 0), rank, int(final.get("step") or 0)
     except (AttributeError, TypeError, ValueError, OverflowError):
         return (-1, -1, -1)
 

@@ -14,8 +14,6 @@ writer, attempt, time`. It is written last, by the batch script, or by a command
 Readers accept this version and older ones, missing keys, and runs that were killed. They refuse newer versions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,21 +25,9 @@ from holmes_hpc.records.untrusted import from_yaml
 
 VERSION = 1
 SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # contain no runs, and possibly many files
-OWN_FILES = {
-    "run.yaml",
-    "plan.yaml",
-    "metrics.jsonl",
-    "result.json",
-    ".lock",
-    ".training",
-    "checkpoints",
-    "logs",
-    "trace",
-    "exits",
-    "nics",
-    "submission",
-    "data",
-}  # a run directory may have them before the run's first step
+_FOLDERS = ("checkpoints", "logs", "trace", "exits", "nics", "submission", "data")
+# A run directory may have these before the run's first step.
+OWN_FILES = {"run.yaml", "plan.yaml", "metrics.jsonl", "result.json", ".lock", ".training", *_FOLDERS}
 RunState = Literal["completed", "failed", "cancelled", "timeout", "preempted"]  # of result.json
 STATES: tuple[RunState, ...] = get_args(RunState)
 BLANK_RESULT: dict[str, Any] = {"error": None, "failed_rank": None, "failed_node": None, "log_tail": [], "final": {}}
@@ -72,22 +58,13 @@ RUN_FIELDS = {
 def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
     """Parse the text of run.yaml into plain data; missing keys get empty values. `where`: the file's path, for errors.
     Raise RecordError if the text is no run record, or of a newer version."""
-    try:
+    with RecordError.instead_of(yaml.YAMLError, where=where, hint="restore the file", what="not YAML:"):
         data = from_yaml(text)
-    except yaml.YAMLError as e:
-        raise RecordError(f"not YAML: {e}", where=where, hint="restore the file") from e
     if not isinstance(data, dict):
         raise RecordError("not a run record: no keys with values", where=where, hint="restore the file")
     check_version(data, where)
-    empty: dict[str, Any] = {
-        "version": VERSION,
-        "name": Path(where).resolve().parent.name,
-        "created": None,
-        "config": {},
-        "overrides": [],
-        "slurm": {},
-        "attempts": [],
-    }
+    empty: dict[str, Any] = {"version": VERSION, "name": Path(where).resolve().parent.name, "created": None}
+    empty |= {"config": {}, "overrides": [], "slurm": {}, "attempts": []}
     for key in ("attempts", "overrides"):
         if not isinstance(data.get(key), (list, type(None))):
             raise RecordError(f"{key} is {data[key]!r}, not a list", where=where, hint="restore the file")
@@ -109,8 +86,5 @@ def check_version(data: Mapping[str, Any], where: str) -> None:
     """Raise RecordError if the version of a record is newer than this release reads. `where`: its path, for errors."""
     version = data.get("version", VERSION)
     if not isinstance(version, int) or version > VERSION:
-        raise RecordError(
-            f"the record has version {version!r}, and this release reads versions up to {VERSION}",
-            where=where,
-            hint="use the holmes_hpc release that wrote it, or a newer one",
-        )
+        problem = f"the record has version {version!r}, and this release reads versions up to {VERSION}"
+        raise RecordError(problem, where=where, hint="use the holmes_hpc release that wrote it, or a newer one")

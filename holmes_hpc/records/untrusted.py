@@ -5,8 +5,6 @@ device or an oversized file is refused at once. libyaml and pyarrow's JSON reade
 of nesting, and crash when the stack overflows.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,11 +1,10 @@
 """Sentences about a comparison of runs: which setting is best, by how much, and why."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from holmes_hpc.errors import counted
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.columns import has_value
 from holmes_hpc.results.compare import SAME_WORK, Comparison, completed, entries, label, labels, loss_of, work_text
@@ -48,12 +47,8 @@ def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | Non
     has_baseline = has_value(best["baseline"]) and best["baseline"] in slower
     base = dict(entries(cells))[int(best["baseline"]) if has_baseline else slower[-1]]
     if not has_baseline:  # its recorded pairs are with another cell
-        best |= {
-            "speedup": best["samples_per_s"] / base["samples_per_s"],
-            "pairs": 0,
-            "speedup_low": math.nan,
-            "speedup_high": math.nan,
-        }
+        speedup = best["samples_per_s"] / base["samples_per_s"]
+        best |= {"speedup": speedup, "pairs": 0, "speedup_low": math.nan, "speedup_high": math.nan}
     return {**best, "ratio": float(best["speedup"])}, base
 
 
@@ -66,26 +61,19 @@ def answer(comparison: Comparison) -> list[str]:
     name = f" (run {best['names']})" if best["repeats"] == 1 and len(comparison.cells) > 1 else ""
     faster = comparison.cells[comparison.cells["samples_per_s"] > best["samples_per_s"]]
     title = "Fastest" if faster.empty else "Fastest for the same work"
-    sentences = [
-        f"{title}: {label(best)}{name} with {format_number(best['samples_per_s'])} samples/s ({work_text(best)})."
-    ]
+    first = f"{title}: {label(best)}{name} with {format_number(best['samples_per_s'])} samples/s ({work_text(best)})."
     if len(faster):
         other_work = "other work (model, sequence length, emulated layer time or number of nodes)"
-        sentences[0] += (
-            f" {len(faster)} setting{'s' * (len(faster) > 1)} with more samples/s did {other_work} or did not complete."
-        )
+        first += f" {counted(len(faster), 'setting')} with more samples/s did {other_work} or did not complete."
     if base is None:
-        return sentences
-    bounds = (
-        f" (95% interval {format_interval(best['speedup_low'], best['speedup_high'])}, {best['pairs']} pairs)"
-        if has_value(best["speedup_low"])
-        else ""
-    )
+        return [first]
+    interval = format_interval(best["speedup_low"], best["speedup_high"])
+    bounds = f" (95% interval {interval}, {best['pairs']} pairs)" if has_value(best["speedup_low"]) else ""
     plain_note = " (as plain Megatron-LM)" if base["system"] == "one transport" else ""
     speedup = f"That is {format_number(best['ratio'])} times {label(base)}{plain_note}{bounds}"
     if not is_faster(best, base):
-        return [*sentences, f"{speedup}: no significant difference."]
-    return [*sentences, f"{speedup}.", explain(best, base)]
+        return [first, f"{speedup}: no significant difference."]
+    return [first, f"{speedup}.", explain(best, base)]
 
 
 def is_faster(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
@@ -95,9 +83,8 @@ def is_faster(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
     sample must not overlap. Without intervals, the speed-up must be above 1.05."""
     if has_value(best["speedup_low"]):
         return bool(best["speedup_low"] > 1)
-    if not all(
-        map(has_value, (best["global_batch"], base["global_batch"], best["step_time_high_s"], base["step_time_low_s"]))
-    ):
+    needed = (best["global_batch"], base["global_batch"], best["step_time_high_s"], base["step_time_low_s"])
+    if not all(map(has_value, needed)):
         return bool(best["ratio"] > 1.05)
     return bool(best["step_time_high_s"] / best["global_batch"] < base["step_time_low_s"] / base["global_batch"])
 

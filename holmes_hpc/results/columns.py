@@ -1,4 +1,4 @@
-"""The columns of the tables of runs, steps and stages: name -> (type, meaning). Types are pandas' names.
+"""The columns of the tables of runs, steps and stages: name -> (type, meaning), from columns.yaml.
 
 Their values come from results/loading: of a run from run_row.py, of its steps from steps.py, of stages from loader.py.
 
@@ -18,87 +18,23 @@ from pandas.api.types import infer_dtype
 
 from holmes_hpc.config.plan_options import SCHEDULES
 from holmes_hpc.records.metrics import BREAKDOWN, FIELDS, PARTS
+from holmes_hpc.tables import read_table
 
-RUN_COLUMNS: dict[str, tuple[str, str]] = {
-    "run": ("string", "path relative to the loaded directory; the run's name if that directory is the run"),
-    "path": ("string", "run directory"),
-    "name": ("string", "run name"),
-    "state": (
-        "string",
-        "completed, failed, cancelled, timeout, preempted; unfinished: started, no recorded end; "
-        "not-started; unreadable: see `error`",
-    ),
-    "error": ("string", "one line; completed runs with damaged files have one too"),
-    "exit_code": ("Int64", "exit code of the job"),
-    "failed_rank": ("Int64", "the rank that failed first"),
-    "failed_node": ("string", "the node of that rank"),
-    "version": ("Int64", "version of the record's schema"),
-    "created": ("datetime64[ns, UTC]", "when the run directory was created"),
-    "submitted": ("datetime64[ns, UTC]", "when Slurm accepted the job"),
-    "started": ("datetime64[ns, UTC]", "start of the first attempt"),
-    "ended": ("datetime64[ns, UTC]", "when the end was recorded"),
-    "queue_s": ("float64", "seconds between the latest submission and the start after it"),
-    "wall_s": ("float64", "seconds from the first start to the end, including waits between attempts"),
-    "attempts": ("Int64", "number of starts"),
-    "job_id": ("Int64", "Slurm job id of the leader"),
-    "session": ("string", "`labels.session`; runs of one session are compared in pairs"),
-    "git_commit": ("string", "git commit of the code"),
-    "device": ("string", "cpu, or the GPU's name"),
-    "pace_layer_ms": ("float64", "emulated compute: forward time of a layer; NaN: real compute"),
-    "overrides": ("object", "list of Hydra overrides"),
-    "plan_id": ("string", "hash of the plan's content, 12 hex digits"),
-    "strategy": ("string", "one-fabric, pipeline or hierarchical-dp"),
-    "transport": (
-        "string",
-        "holmes: the best transport of each group; single: one for all groups, as plain Megatron-LM",
-    ),
-    "schedule": ("string", ", ".join(SCHEDULES)),
-    "recompute": ("string", "none, selective or full"),
-    "edge_dtype": ("string", "data type of activations on TCP edges"),
-    "overlap": ("boolean", "whether gradient reduction and parameter gather overlap with compute"),
-    "partition": ("string", "how layers are divided: exact, proportional (the paper's rule), uniform"),
-    "site": ("string", "name of the site"),
-    "environment": ("string", "IB, RoCE, Ethernet, hybrid (IB and RoCE), a list with counts, or one node"),
-    "placement": ("string", "nodes of each pool, `ib-a:2 roce-a:2`"),
-    "layers_per_stage": ("string", "`13,11`"),
-    "nodes": ("Int64", "number of nodes"),
-    "ranks": ("Int64", "number of ranks, one per GPU"),
-    "model": ("string", "name of the model"),
-    "global_batch": ("Int64", "samples per step"),
-    "micro_batch": ("Int64", "samples per micro-batch"),
-    "sequence_length": ("Int64", "tokens per sample"),
-    "tp": ("Int64", "tensor-parallel size"),
-    "pp": ("Int64", "number of pipeline stages"),
-    "dp": ("Int64", "data-parallel size"),
-    "virtual_stages": ("Int64", "model chunks per pipeline rank"),
-    "predicted_step_time_s": ("float64", "by the plan"),
-    "predicted_samples_per_s": ("float64", "by the plan"),
-    "steps": ("Int64", "number of distinct steps recorded"),
-    "earlier_steps": ("Int64", "steps run under an earlier plan (`holmes resume --plan`)"),
-    "warmup_steps": (
-        "Int64",
-        "warm-up steps under this plan; figures below exclude them and earlier steps, except losses and peak memory",
-    ),
-    "step_time_s": ("float64", "median"),
-    "step_time_low_s": ("float64", "lower end of the median's 95% interval; NaN for fewer than 6 steps"),
-    "step_time_high_s": ("float64", "upper end of this interval"),
-    "samples_per_s": ("float64", "harmonic mean"),
-    "tokens_per_s": ("float64", "harmonic mean"),
-    "model_tflops_per_gpu": ("float64", "harmonic mean, model FLOPs only"),
-    "hardware_tflops_per_gpu": ("float64", "harmonic mean, with recomputation"),
-    "share_of_limit": ("float64", "harmonic mean"),
-    "first_loss": ("float64", "of the first step"),
-    "loss": ("float64", "of the last step"),
-    "validation_loss": ("float64", "the last validation loss"),
-    "grad_norm": ("float64", "of the last step"),
-    **{part: ("float64", "median over steps, mean over stages") for part in PARTS},
-    "header_factor": (
-        "float64",
-        "bytes counted on NICs per byte of payload, measured in the run, mean over fabrics and ethernet",
-    ),
-    "peak_memory_bytes": ("float64", "maximum over ranks"),
-    "missing": ("string", "fields that the run's files lack because an older release wrote them"),
-}
+_TABLES = read_table(__file__)
+
+
+def _columns(table: str) -> dict[str, tuple[str, str]]:
+    """Return {name: (type, meaning)} of the columns of a table in columns.yaml, in their order."""
+    names = {"PART": PARTS, "FIELD": _TABLES["step_fields"]}
+    texts = {"schedules": ", ".join(SCHEDULES), "fields": FIELDS}
+    return {
+        name: (kind, text.format(field=FIELDS.get(name), part=BREAKDOWN.get(name), **texts).removeprefix(": "))
+        for key, (kind, text) in _TABLES[table].items()
+        for name in names.get(key, [key])
+    }
+
+
+RUN_COLUMNS, STEP_COLUMNS, STAGE_COLUMNS = map(_columns, ("runs", "steps", "stages"))
 
 
 class Family(NamedTuple):
@@ -128,37 +64,6 @@ _TYPES = {
     "mixed-integer-float": "float64",
     "boolean": "boolean",
     "string": "string",
-}
-
-STEP_COLUMNS: dict[str, tuple[str, str]] = {
-    "run": ("category", "as in the table of runs"),
-    "step": ("int32", FIELDS["step"].meaning),
-    "attempt": ("int16", "the latest attempt that ran this step"),
-    "warmup": ("bool", "whether the step is excluded from the run's figures"),
-    **{
-        name: ("float64", f"{FIELDS[name].unit}: {FIELDS[name].meaning}".removeprefix(": "))
-        for name in (
-            "time",
-            "step_time_s",
-            "loss",
-            "validation_loss",
-            "grad_norm",
-            "learning_rate",
-            "tokens_per_s",
-            "samples_per_s",
-            "model_tflops_per_gpu",
-            "hardware_tflops_per_gpu",
-            "share_of_limit",
-        )
-    },
-    **{part: ("float64", f"s: {meaning}, mean over stages") for part, meaning in BREAKDOWN.items()},
-    # and for every fabric (or ethernet) NAME: tx_bytes_NAME, rx_bytes_NAME, float64, summed over all nodes
-}
-
-STAGE_COLUMNS: dict[str, tuple[str, str]] = {
-    "run": ("category", "as in the table of runs"),
-    "stage": ("int64", "from 0"),
-    **{part: ("float64", "median over steps") for part in PARTS},
 }
 
 _ARROW = {

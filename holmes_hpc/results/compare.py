@@ -2,8 +2,6 @@
 
 answers.py describes the result in sentences, comparison_tables.py in tables."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,83 +23,14 @@ from holmes_hpc.results.statistics import (
 )
 from holmes_hpc.results.tables import as_text, pace_note
 from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.tables import read_table
 
-# Runs with equal values in these columns are repeats of one setting. with_systems adds `system`, `varied`, `sizes`.
-CELL = [
-    "system",
-    "varied",
-    "environment",
-    "placement",
-    "strategy",
-    "layers_per_stage",
-    "schedule",
-    "transport",
-    "overlap",
-    "partition",
-    "model",
-    "sizes",
-    "sequence_length",
-    "global_batch",
-    "micro_batch",
-    "nodes",
-    "tp",
-    "pp",
-    "dp",
-    "virtual_stages",
-    "edge_dtype",
-    "recompute",
-    "pace_layer_ms",
-    "device",
-]
+_TABLE: dict[str, list[str]] = read_table(__file__)
+CELL, SAME_WORK = _TABLE["cell"], _TABLE["same_work"]
 # Column families whose values a cell takes from its median run.
 MEDIAN_RUN_FAMILIES = ("stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step")
-RUN_MEDIANS = ["loss", "validation_loss", "tokens_per_s"]  # medians over a cell's runs
-# Runs with equal values in these columns did the same work, so that their speed can be compared.
-SAME_WORK = ["model", "sizes", "sequence_length", "pace_layer_ms", "device", "nodes"]
-# Overrides that other columns contain, or that do not change the setting.
-REDUNDANT = (
-    "name",
-    "run_dir",
-    "plan_file",
-    "labels",
-    "hydra",
-    "model.name",
-    "batch",
-    "slurm.account",
-    "slurm.qos",
-    "slurm.reservation",
-    "slurm.timeout_min",
-    "slurm.nodelist",
-    "slurm.exclude",
-    "train.seed",
-    "data.seed",
-    "data.prefix",
-    "data.split",
-    "train.steps",
-    "train.trace",
-    "train.log_interval",
-    "train.tensorboard",
-    "train.wandb",
-    "train.mlflow",
-    "train.openmetrics",
-    "train.profile",
-    "train.max_restarts",
-    "train.watchdog_s",
-    "train.net_timeout_s",
-    "train.pace_layer_ms",
-    "plan.nodes",
-    "plan.strategy",
-    "plan.transport",
-    "plan.partition",
-    "plan.schedule",
-    "plan.layers_per_stage",
-    "plan.tp",
-    "plan.pp",
-    "plan.dp",
-    "plan.virtual_stages",
-    "plan.edge_dtype",
-    "plan.recompute",
-)
+RUN_MEDIANS = ["loss", "validation_loss", "tokens_per_s", "predicted_samples_per_s", "predicted_step_time_s", *PARTS]
+NAMING = ("environment", "placement", "system", "varied", "apart")  # columns that name a cell in texts
 # Columns that tables lack. Where cells differ only in them, the column `apart` shows how.
 NOT_IN_ROWS = [name for name in CELL if name not in ("system", "varied", "environment", "placement", "nodes")]
 
@@ -138,7 +67,10 @@ def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
     """Return {key: value} of those overrides of a run that belong in the column `varied`."""
     values = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in run["overrides"])}
     overlaps = {values.get(f"train.overlap_{kind}", "true").lower() for kind in ("grad_reduce", "param_gather")}
-    ignored = (*REDUNDANT, *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(overlaps) == 1 else ()))
+    ignored = (
+        *_TABLE["redundant"],
+        *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(overlaps) == 1 else ()),
+    )
     return {
         key: value
         for key, value in values.items()
@@ -178,28 +110,8 @@ def compare(runs: pd.DataFrame, by: str = "throughput") -> Comparison:
         group = complete if len(complete) else repeats
         runs.loc[group.index, "cell"] = index
         rows.append({**entries(group)[0][1], "cell": index, **_figures(group)})
-    cells = pd.DataFrame(
-        rows,
-        columns=[
-            *CELL,
-            "cell",
-            "repeats",
-            "completed",
-            "step_time_s",
-            "step_time_low_s",
-            "step_time_high_s",
-            "samples_per_s",
-            "samples_low",
-            "samples_high",
-            "predicted_samples_per_s",
-            "predicted_step_time_s",
-            "mape",
-            *PARTS,
-            *_columns(runs, "model_spec", *MEDIAN_RUN_FAMILIES),
-            "names",
-            *RUN_MEDIANS,
-        ],
-    )
+    families = _columns(runs, "model_spec", *MEDIAN_RUN_FAMILIES)
+    cells = pd.DataFrame(rows, columns=[*CELL, "cell", *_TABLE["figures"], *PARTS, *families])
     key = "samples_per_s" if by == "throughput" else loss_of(cells)
     cells = cells.sort_values(key, ascending=by != "throughput", kind="stable").set_index("cell")
     return Comparison(_with_distinctions(with_shares(_with_speedups(cells, runs))), runs)
@@ -231,12 +143,9 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
         "samples_per_s": rate.median,
         "samples_low": rate.low,
         "samples_high": rate.high,
-        "predicted_samples_per_s": float(group["predicted_samples_per_s"].median()),
-        "predicted_step_time_s": float(group["predicted_step_time_s"].median()),
         "names": names_text([str(name) for name in group["run"]]),
         **{name: float(group[name].median()) for name in RUN_MEDIANS},
         "mape": mape(group["predicted_step_time_s"], group["step_time_s"]),
-        **{part: float(group[part].median()) for part in PARTS},
         **{name: median_run[name] for name in _columns(group, *MEDIAN_RUN_FAMILIES)},
     }
 
@@ -318,17 +227,11 @@ def with_shares(cells: pd.DataFrame) -> pd.DataFrame:
     for _, group in scaled(complete):
         linear[group.index] = scaling_efficiency(group["samples_per_s"], group["nodes"])
     for index, cell in entries(complete):
-        if not has_value(cell["environment"]) or cell["environment"] != "hybrid":
-            continue
-        rates = [
-            float(
-                complete["samples_per_s"][
-                    _matches(complete, {**cell, "environment": kind}, ["environment", *SAME_WORK])
-                ].max()
-            )
-            for kind in ("IB", "RoCE")
+        alike = [
+            _matches(complete, {**cell, "environment": kind}, ["environment", *SAME_WORK]) for kind in ("IB", "RoCE")
         ]
-        if all(map(has_value, rates)):
+        rates = [float(complete["samples_per_s"][rows].max()) for rows in alike]
+        if str(cell["environment"]) == "hybrid" and all(map(has_value, rates)):
             mean[index] = fraction_of_homogeneous(float(cell["samples_per_s"]), rates)
     return cells.assign(of_linear=linear, of_mean=mean)
 
@@ -360,33 +263,21 @@ def work_text(cell: Mapping[str, Any]) -> str:
 
 def label(cell: Mapping[str, Any]) -> str:
     """Return a text that names a cell: `hybrid, ib-a:2 roce-a:2, holmes`."""
-    if not has_value(cell["placement"]):
-        return "a run without a plan"
-    return ", ".join(
-        str(cell[name])
-        for name in ("environment", "placement", "system", "varied", "apart")
-        if has_value(cell.get(name)) and cell[name]
-    )
+    return _text_of(cell, NAMING) if has_value(cell["placement"]) else "a run without a plan"
+
+
+def _text_of(cell: Mapping[str, Any], names: Iterable[str]) -> str:
+    return ", ".join(str(cell[name]) for name in names if has_value(cell.get(name)) and cell[name])
 
 
 def labels(cells: pd.DataFrame) -> list[str]:
     """Return a distinct text for each of `cells`: its run, if it has a single one, and how it differs from others."""
-    parts = [
-        name
-        for name in ("environment", "placement", "system", "varied", "apart")
-        if cells[name].nunique(dropna=False) > 1
-    ]
-    names = [
-        ", ".join(
-            [
-                *([str(c["names"])] if c["repeats"] == 1 else []),
-                *(str(c[name]) for name in parts if has_value(c[name]) and c[name]),
-            ]
-        )
-        or str(c["names"])
+    differing = [name for name in NAMING if cells[name].nunique(dropna=False) > 1]
+    texts = [
+        (", ".join(filter(None, [str(c["names"]) * (c["repeats"] == 1), _text_of(c, differing)])), str(c["names"]))
         for _, c in entries(cells)
     ]
+    names = [text or runs for text, runs in texts]
     return [
-        text if names.count(text) == 1 else f"{text} ({c['names']})"
-        for text, (_, c) in zip(names, entries(cells), strict=True)
+        text if names.count(text) == 1 else f"{text} ({runs})" for text, (_, runs) in zip(names, texts, strict=True)
     ]

@@ -1,7 +1,5 @@
 """Tables that compare several runs, as of a sweep: one row per setting, the fastest first."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,111 +9,79 @@ from holmes_hpc.console import NONE, data_size
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.columns import family_values, has_value
 from holmes_hpc.results.compare import Comparison, entries
-from holmes_hpc.results.tables import Table, as_text, format_interval, format_number, format_percent, pace_note
+from holmes_hpc.results.tables import Table, as_text, format_number, format_percent, interval_note, pace_note
 
 MAX_ROWS = 40  # rows of a table in a terminal
+SHARES = {  # name in tables: (column, meaning)
+    "of linear": ("of_linear", "of linear: throughput per node over that on the fewest nodes"),
+    "of mean(IB, RoCE)": (
+        "of_mean",
+        "of mean: throughput over the mean of the fastest IB and RoCE settings on as many nodes",
+    ),
+}
 
 
 def comparison_tables(comparison: Comparison, by: str = "throughput") -> list[Table]:
     """Return all tables of a comparison, the most important first. `by`: throughput or loss."""
-    tables = (
-        [cell_table(comparison, by), breakdown_table(comparison), bytes_table(comparison)]
-        if len(comparison.cells)
-        else []
-    )
-    return [table for table in (*tables, incomplete_table(comparison)) if table]
+    tables: list[Table | None] = [incomplete_table(comparison)]
+    if len(comparison.cells):
+        tables = [cell_table(comparison, by), breakdown_table(comparison), bytes_table(comparison), *tables]
+    return [table for table in tables if table]
 
 
 def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
     """Return the table of cells: throughput, speed-up, predicted step time, loss and, where known, `of_linear` and
     `of_mean`. Columns with the same text in all rows are in the caption instead."""
     cells = comparison.cells
-    shares = {
-        name: column
-        for column, name in (("of_linear", "of linear"), ("of_mean", "of mean(IB, RoCE)"))
-        if cells.head(MAX_ROWS)[column].notna().any()
-    }
-    numbers = {index: str(i + 1) for i, index in enumerate(cells.index)}
-    rows = []
-    for index, c in entries(cells.head(MAX_ROWS)):
-        base = numbers.get(int(c["baseline"]), NONE) if has_value(c["baseline"]) and c["baseline"] != index else NONE
-        error = 100 * (c["predicted_step_time_s"] / c["step_time_s"] - 1)
-        bounds = (
-            f" ({format_interval(c['step_time_low_s'], c['step_time_high_s'])})"
-            if has_value(c["step_time_low_s"])
-            else ""
-        )
-        system = ", ".join(
-            filter(None, [str(c["system"]), c["varied"], c["apart"], "" if c["completed"] else "not completed"])
-        )
-        placed = f"{c['environment']}: {c['placement']}" if has_value(c["placement"]) else NONE
-        rows.append(
-            [
-                numbers[index],
-                str(c["names"]),
-                system,
-                placed,
-                as_text(c["layers_per_stage"]),
-                str(c["repeats"]),
-                format_number(c["samples_per_s"]),
-                format_number(c["tokens_per_s"]),
-                format_number(c["step_time_s"]) + bounds,
-                _speedup_text(c),
-                base,
-                format_percent(error),
-                format_number(c["loss"], 4),
-                format_number(c["validation_loss"], 4),
-                *(f"{c[column]:.1%}" if has_value(c[column]) else NONE for column in shares.values()),
-            ]
-        )
-    columns = [
-        "#",
-        "run",
-        "system",
-        "environment: nodes",
-        "layers",
-        "runs",
-        "samples/s",
-        "tokens/s",
-        "step, s (95%)",
-        "speed-up",
-        "over",
-        "predicted",
-        "loss",
-        "validation",
-        *shares,
-    ]
-    columns, rows, constants = _without_constants(columns, rows)
-    share_notes = {
-        "of_linear": "; of linear: throughput per node over that on the fewest nodes",
-        "of_mean": "; of mean: throughput over the mean of the fastest IB and RoCE settings on as many nodes",
-    }
-    return Table(
-        f"Settings by {by}",
-        columns,
-        rows,
-        f"{constants}after warm-up; samples/s: harmonic means (repeats: median); steps: medians; "
+    shown = cells.head(MAX_ROWS)
+    numbers = {index: str(i) for i, index in enumerate(cells.index, 1)}
+    rows = [cell for _, cell in entries(shown)]
+    shares = {name: column for name, (column, _) in SHARES.items() if shown[column].notna().any()}
+    table = pd.DataFrame(
+        {
+            "#": list(numbers.values())[:MAX_ROWS],
+            "run": [str(c["names"]) for c in rows],
+            "system": [_system_text(c) for c in rows],
+            "environment: nodes": [
+                f"{c['environment']}: {c['placement']}" if has_value(c["placement"]) else NONE for c in rows
+            ],
+            "layers": [as_text(c["layers_per_stage"]) for c in rows],
+            "runs": [str(c["repeats"]) for c in rows],
+            "samples/s": [format_number(c["samples_per_s"]) for c in rows],
+            "tokens/s": [format_number(c["tokens_per_s"]) for c in rows],
+            "step, s (95%)": [
+                format_number(c["step_time_s"]) + interval_note(c["step_time_low_s"], c["step_time_high_s"])
+                for c in rows
+            ],
+            "speed-up": [_speedup_text(c) for c in rows],
+            "over": [
+                numbers.get(c["baseline"], NONE) if has_value(c["baseline"]) and c["baseline"] != index else NONE
+                for index, c in entries(shown)
+            ],
+            "predicted": [format_percent(100 * (c["predicted_step_time_s"] / c["step_time_s"] - 1)) for c in rows],
+            "loss": [format_number(c["loss"], 4) for c in rows],
+            "validation": [format_number(c["validation_loss"], 4) for c in rows],
+            **{
+                name: [f"{share:.1%}" if has_value(share) else NONE for share in shown[c]] for name, c in shares.items()
+            },
+        }
+    )
+    is_empty = (table == NONE).all() & table.columns.isin(["speed-up", "over", "predicted", "loss", "validation"])
+    names = ("system", "environment: nodes", "layers", "runs")
+    constants = [name for name in names if len(table) > 1 and table[name].nunique() == 1]
+    caption = (
+        f"all: {', '.join(f'{name} {table[name].iloc[0]}' for name in constants)}; "
+        * bool(constants)
+        + "after warm-up; samples/s: harmonic means (repeats: median); steps: medians; "
         f"{_pace_notes(cells)}; predicted: error of the predicted step time"
-        f"{''.join(share_notes[column] for column in shares.values())}{_not_shown(cells)}",
+        f"{''.join(f'; {SHARES[name][1]}' for name in shares)}{_not_shown(cells)}"
     )
+    return Table.of(f"Settings by {by}", table.loc[:, ~is_empty].drop(columns=constants, errors="ignore"), caption)
 
 
-def _without_constants(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
-    """Return (columns, rows, start of a caption) without empty columns and without constant ones, which the caption
-    names."""
-    drop, constants = set(), []
-    for index, name in enumerate(columns):
-        values = {row[index] for row in rows}
-        if values == {NONE} and name in ("speed-up", "over", "predicted", "loss", "validation"):
-            drop.add(index)
-        elif len(rows) > 1 and len(values) == 1 and name in ("system", "environment: nodes", "layers", "runs"):
-            drop.add(index)
-            constants.append(f"{name} {values.pop()}")
-    return (
-        [name for index, name in enumerate(columns) if index not in drop],
-        [[cell for index, cell in enumerate(row) if index not in drop] for row in rows],
-        f"all: {', '.join(constants)}; " if constants else "",
-    )
+def _system_text(cell: Mapping[str, Any]) -> str:
+    parts = [str(cell["system"]), cell["varied"], cell["apart"], "" if cell["completed"] else "not completed"]
+    return ", ".join(filter(None, parts))
 
 
 def _not_shown(rows: pd.DataFrame) -> str:
@@ -125,10 +91,7 @@ def _not_shown(rows: pd.DataFrame) -> str:
 def _speedup_text(cell: Mapping[str, Any]) -> str:
     if not has_value(cell["speedup"]):
         return NONE
-    bounds = (
-        f" ({format_interval(cell['speedup_low'], cell['speedup_high'])})" if has_value(cell["speedup_low"]) else ""
-    )
-    return f"{format_number(cell['speedup'])}x{bounds}"
+    return f"{format_number(cell['speedup'])}x{interval_note(cell['speedup_low'], cell['speedup_high'])}"
 
 
 def _pace_notes(cells: pd.DataFrame) -> str:
@@ -138,49 +101,28 @@ def _pace_notes(cells: pd.DataFrame) -> str:
 
 def breakdown_table(comparison: Comparison) -> Table:
     """Return the table of the seconds that each part of a step takes, mean over stages."""
-    cells = comparison.cells.head(MAX_ROWS)
-    rows = [
-        [
-            str(i),
-            str(c["names"]),
-            str(c["system"]),
-            as_text(c["placement"]),
-            format_number(c["step_time_s"]),
-            *(format_number(c[p]) for p in PARTS),
-        ]
-        for i, (_, c) in enumerate(entries(cells), 1)
-    ]
-    return Table(
-        "Time per part of a step: seconds, mean over stages",
-        ["#", "run", "system", "nodes", "step", *(PART_NAMES[p] for p in PARTS)],
-        rows,
-        f"medians; {_pace_notes(cells)}{_not_shown(comparison.cells)}",
-    )
+    parts = comparison.cells[["step_time_s", *PARTS]].rename(columns={"step_time_s": "step", **PART_NAMES})
+    title = "Time per part of a step: seconds, mean over stages"
+    return _with_names(title, comparison.cells, parts.map(format_number), "medians")
 
 
 def bytes_table(comparison: Comparison) -> Table | None:
     """Return the table of the bytes that the NICs of all nodes sent per step; None if none were counted."""
-    cells = comparison.cells.head(MAX_ROWS)
-    sent = [family_values(c, "tx_bytes_per_step") for _, c in entries(cells)]
-    kinds = sorted({kind for entry in sent for kind in entry}, key=lambda k: (k == "ethernet", k))
-    if not kinds:
+    sent = pd.DataFrame([family_values(c, "tx_bytes_per_step") for _, c in entries(comparison.cells.head(MAX_ROWS))])
+    if sent.columns.empty:
         return None
-    rows = [
-        [
-            str(i),
-            str(c["names"]),
-            str(c["system"]),
-            as_text(c["placement"]),
-            *(data_size(entry.get(kind)) for kind in kinds),
-        ]
-        for i, ((_, c), entry) in enumerate(zip(entries(cells), sent, strict=True), 1)
-    ]
-    return Table(
-        "Bytes sent per step, all nodes together, as counted",
-        ["#", "run", "system", "nodes", *kinds],
-        rows,
-        f"medians, headers included; {_pace_notes(cells)}{_not_shown(comparison.cells)}",
-    )
+    sent = sent[sorted(sent, key=lambda kind: (kind == "ethernet", kind))]
+    title = "Bytes sent per step, all nodes together, as counted"
+    return _with_names(title, comparison.cells, sent.map(data_size), "medians, headers included")
+
+
+def _with_names(title: str, cells: pd.DataFrame, texts: pd.DataFrame, note: str) -> Table:
+    """Return the table of `texts` for the first `cells`, after their number, run, system and nodes."""
+    shown = cells.head(MAX_ROWS)
+    names = {"#": range(1, len(shown) + 1), "run": shown["names"], "system": shown["system"]}
+    names_table = pd.DataFrame({**names, "nodes": shown["placement"].map(as_text)}).reset_index(drop=True)
+    table = names_table.join(texts.head(MAX_ROWS).reset_index(drop=True))
+    return Table.of(title, table, f"{note}; {_pace_notes(shown)}{_not_shown(cells)}")
 
 
 def incomplete_table(comparison: Comparison) -> Table | None:

@@ -3,8 +3,6 @@
 Each function takes tables of the loader or of `compare` and returns a matplotlib Figure, which :func:`svg` turns into
 text. Every axis has its unit."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -19,7 +17,7 @@ from matplotlib.patches import Patch
 
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.columns import has_value
-from holmes_hpc.results.compare import SAME_WORK, entries, labels, scaled
+from holmes_hpc.results.compare import SAME_WORK, labels, scaled
 from holmes_hpc.results.tables import as_text
 
 # Okabe and Ito's colours are safe for colour-blind readers; their order also varies lightness, for black and white.
@@ -60,39 +58,40 @@ def svg(figure: Figure) -> str:
 
 
 def _bar_style(index: int) -> dict[str, Any]:
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "hatch": HATCHES[index % len(HATCHES)],
-        "edgecolor": "black",
-        "linewidth": 0.6,
-    }
+    colour, hatch = COLOURS[index % len(COLOURS)], HATCHES[index % len(HATCHES)]
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.6}
 
 
-def _legend(axes: Axes, handles: Any = None, columns: int = 1) -> None:
-    """Draw the legend below the axes, where it hides nothing."""
-    figure = axes.get_figure()
-    assert isinstance(figure, Figure)
-    figure.legend(
-        handles=handles or axes.get_legend_handles_labels()[0], loc="outside lower center", ncols=columns, frameon=False
-    )
+def _point_style(index: int) -> dict[str, Any]:
+    return {"marker": MARKERS[index % len(MARKERS)], "color": COLOURS[index % len(COLOURS)]}
+
+
+def _legend(figure: Figure, handles: Any = None, columns: int = 1) -> None:
+    """Draw the legend below the first axes, where it hides nothing."""
+    handles = handles or figure.axes[0].get_legend_handles_labels()[0]
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def _bars(
-    axes: Axes,
     labels: Sequence[str],
     rows: Sequence[Sequence[float]],
     names: Sequence[str],
     ends: Sequence[str],
     bounds: Sequence[tuple[float, float]] = (),
-) -> None:
+    *,
+    xlabel: str,
+    title: str,
+) -> Figure:
     """Draw horizontal bars from top to bottom, each below its label, so that long labels need no margin.
 
     `labels`, `rows` and `ends` have an element for each bar: its label, the lengths of its stacked parts, and the text
-    after it. `names`: of the parts, for the legend; `bounds`: (low, high) of each bar's interval."""
-    labels = distinct(labels)
+    after it. `names`: of the parts, for the legend; `bounds`: (low, high) of each bar's interval; `xlabel`, `title`: of
+    the axes."""
+    has_legend = len(names) > 1
+    figure, axes = _axes((1.9 if has_legend else 0.9) + 0.62 * max(1, len(rows)))
     extents = [float(np.nansum(parts)) for parts in rows] + [high for _, high in bounds if has_value(high)]
     longest = max(extents, default=1.0) or 1.0
-    for position, (text, parts, end) in enumerate(zip(labels, rows, ends, strict=True)):
+    for position, (text, parts, end) in enumerate(zip(distinct(labels), rows, ends, strict=True)):
         offset = 0.0
         for part_index, value in enumerate(parts):
             if has_value(float(value)):
@@ -101,20 +100,16 @@ def _bars(
         extent = offset
         if bounds and all(map(has_value, bounds[position])):
             low, high = bounds[position]
-            axes.errorbar(
-                offset, position, xerr=[[max(0, offset - low)], [max(0, high - offset)]], color="black", capsize=3
-            )
+            errors = [[max(0, offset - low)], [max(0, high - offset)]]
+            axes.errorbar(offset, position, xerr=errors, color="black", capsize=3)
             extent = max(offset, high)
         axes.text(0, position - 0.32, _plain(text), va="bottom", ha="left", fontsize=10, in_layout=False)
         axes.text(extent + 0.02 * longest, position, end, va="center", in_layout=False)
-    axes.set(xlim=(0, 1.25 * longest), ylim=(len(rows) - 0.5, -0.8), yticks=[])
+    axes.set(xlim=(0, 1.25 * longest), ylim=(len(rows) - 0.5, -0.8), yticks=[], xlabel=xlabel, title=title)
     axes.spines["left"].set_visible(False)
-    if len(names) > 1:
-        patches = [
-            Patch(facecolor=style["color"], hatch=style["hatch"], edgecolor="black", label=name)
-            for style, name in ((_bar_style(i), name) for i, name in enumerate(names))
-        ]
-        _legend(axes, patches, 2)
+    if has_legend:
+        _legend(figure, [Patch(**_bar_style(i), label=name) for i, name in enumerate(names)], 2)
+    return figure
 
 
 def distinct(labels: Sequence[str], width: int = MAX_LABEL) -> list[str]:
@@ -155,32 +150,26 @@ def throughput(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> Figure:
     """Draw the samples/s of `cells` (of `compare`), with their intervals.
 
     Only the first `max_bars` cells are drawn; the title notes it if there are more."""
-    rows = [c for _, c in entries(cells.head(max_bars))]
-    figure, axes = _axes(0.9 + 0.62 * max(1, len(rows)))
-    _bars(
-        axes,
-        labels(cells.head(max_bars)),
-        [[c["samples_per_s"]] for c in rows],
+    head, omitted = cells.head(max_bars), omission_note(cells, max_bars)
+    rates = head["samples_per_s"].tolist()
+    return _bars(
+        labels(head),
+        [[rate] for rate in rates],
         ["samples/s"],
-        [f"{c['samples_per_s']:.3g}" for c in rows],
-        [(c["samples_low"], c["samples_high"]) for c in rows],
+        [f"{rate:.3g}" for rate in rates],
+        list(zip(head["samples_low"], head["samples_high"], strict=True)),
+        xlabel="throughput, samples/s",
+        title="Throughput by NIC environment" + (f"\n{omitted}" if omitted else ""),
     )
-    omitted = omission_note(cells, max_bars)
-    axes.set(
-        xlabel="throughput, samples/s", title="Throughput by NIC environment" + (f"\n{omitted}" if omitted else "")
-    )
-    return figure
 
 
 def ablation(cells: pd.DataFrame, reference: Any) -> Figure:
     """Draw the throughput of every cell in percent of that of the cell with the index `reference`."""
-    base = float(cells.loc[reference, "samples_per_s"])
-    rows = [c for _, c in entries(cells)]
-    figure, axes = _axes(0.9 + 0.62 * max(1, len(rows)))
-    shares = [100 * c["samples_per_s"] / base for c in rows]
-    _bars(axes, [str(c["system"]) for c in rows], [[s] for s in shares], ["%"], [f"{s:.0f}%" for s in shares])
-    axes.axvline(100, color="black", linestyle=":", linewidth=1)
-    axes.set(xlabel="throughput, % of the complete system", title="Contribution of each part")
+    shares = (100 * cells["samples_per_s"] / float(cells.loc[reference, "samples_per_s"])).tolist()
+    names, ends = list(map(str, cells["system"])), [f"{share:.0f}%" for share in shares]
+    xlabel, title = "throughput, % of the complete system", "Contribution of each part"
+    figure = _bars(names, [[share] for share in shares], ["%"], ends, xlabel=xlabel, title=title)
+    figure.axes[0].axvline(100, color="black", linestyle=":", linewidth=1)
     return figure
 
 
@@ -199,31 +188,21 @@ def scaling(cells: pd.DataFrame) -> Figure:
         name = [first[key] for key in ("environment", "system", "varied") if has_value(first[key]) and first[key]]
         name += [f"{key}={as_text(first[key])}" for key in distinctions]
         line = group.groupby("nodes")["samples_per_s"].max()
-        nodes = line.index.to_numpy(dtype=float)
-        axes.plot(
-            nodes,
-            line.to_numpy(),
-            marker=MARKERS[index % len(MARKERS)],
-            color=COLOURS[index % len(COLOURS)],
-            label=_plain(", ".join(map(str, name))),
-        )
-        axes.plot(
-            nodes, line.iloc[0] * nodes / nodes[0], color=COLOURS[index % len(COLOURS)], linestyle=":", linewidth=1
-        )
+        nodes, style = line.index.to_numpy(dtype=float), _point_style(index)
+        axes.plot(nodes, line.to_numpy(), label=_plain(", ".join(map(str, name))), **style)
+        axes.plot(nodes, line.iloc[0] * nodes / nodes[0], color=style["color"], linestyle=":", linewidth=1)
     axes.set(xlabel="nodes", ylabel="throughput, samples/s", title="Scaling (dotted: linear)", ylim=(0, None))
     if groups:
         axes.set_xticks(sorted({int(n) for _, group in groups for n in group["nodes"].dropna()}))
-        _legend(axes)
+        _legend(figure)
     return figure
 
 
-def breakdown(labels: Sequence[str], rows: Sequence[Mapping[str, float]]) -> Figure:
+def breakdown(labels: Sequence[str], rows: Sequence[Mapping[Any, float]]) -> Figure:
     """Draw the parts of a step as one stacked bar for each of `rows` ({part: seconds}), a stage or a setting."""
-    figure, axes = _axes(1.9 + 0.62 * max(1, len(rows)))
     values = [[float(row[part]) if has_value(row.get(part)) else np.nan for part in PARTS] for row in rows]
-    _bars(axes, labels, values, [PART_NAMES[p] for p in PARTS], [f"{np.nansum(v):.3g} s" for v in values])
-    axes.set(xlabel="time in a step, s", title="Time per part of a step")
-    return figure
+    names, ends = [PART_NAMES[p] for p in PARTS], [f"{np.nansum(v):.3g} s" for v in values]
+    return _bars(labels, values, names, ends, xlabel="time in a step, s", title="Time per part of a step")
 
 
 def nic_bytes(traffic: Sequence[Mapping[str, Any]]) -> Figure:
@@ -236,11 +215,14 @@ def nic_bytes(traffic: Sequence[Mapping[str, Any]]) -> Figure:
         for source, key in (("planned", "planned_bytes"), ("counted, with headers", "counted_bytes"))
         if key == "planned_bytes" or has_value(row[key])
     }
-    figure, axes = _axes(0.9 + 0.62 * max(1, len(megabytes)))
-    values = megabytes.values()
-    _bars(axes, list(megabytes), [[value] for value in values], ["MB"], [f"{value:.3g}" for value in values])
-    axes.set(xlabel="sent in a step by all nodes, MB (1e6 bytes)", title="Bytes by network")
-    return figure
+    return _bars(
+        list(megabytes),
+        [[value] for value in megabytes.values()],
+        ["MB"],
+        [f"{value:.3g}" for value in megabytes.values()],
+        xlabel="sent in a step by all nodes, MB (1e6 bytes)",
+        title="Bytes by network",
+    )
 
 
 def predicted_measured(runs: pd.DataFrame) -> Figure:
@@ -248,22 +230,14 @@ def predicted_measured(runs: pd.DataFrame) -> Figure:
     figure, axes = _axes(4.2)
     usable = runs[runs["predicted_step_time_s"].notna() & runs["step_time_s"].notna()]
     for index, (name, group) in enumerate(usable.groupby("environment", sort=False)):
-        axes.scatter(
-            group["step_time_s"],
-            group["predicted_step_time_s"],
-            marker=MARKERS[index % len(MARKERS)],
-            color=COLOURS[index % len(COLOURS)],
-            edgecolor="black",
-            linewidth=0.5,
-            zorder=3,
-            label=_plain(name),
-        )
+        style = {**_point_style(index), "edgecolor": "black", "linewidth": 0.5, "zorder": 3}
+        axes.scatter(group["step_time_s"], group["predicted_step_time_s"], label=_plain(name), **style)
     if len(usable):
         ends = np.array([0.0, 1.15 * max(usable["step_time_s"].max(), usable["predicted_step_time_s"].max())])
         axes.plot(ends, ends, color="black", linewidth=1)
         axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="#dddddd", zorder=0)
         axes.set(xlim=ends, ylim=ends)
-        _legend(axes, columns=2)
+        _legend(figure, columns=2)
     axes.set(
         xlabel="measured step time, s", ylabel="predicted step time, s", title="Predicted against measured (band: 10%)"
     )
@@ -277,20 +251,13 @@ def loss(steps: pd.DataFrame, by: str = "step", tokens: Mapping[str, float] | No
     waits between attempts)."""
     figure, axes = _axes(3.2 + (0.25 * steps["run"].nunique() if steps["run"].nunique() <= 8 else 0))
     for index, (name, run) in enumerate(steps.groupby("run", observed=True, sort=False)):
-        progress, colour = _progress(run, by, (tokens or {}).get(str(name), 1.0)), COLOURS[index % len(COLOURS)]
+        progress, style = _progress(run, by, (tokens or {}).get(str(name), 1.0)), _point_style(index)
+        colour = style["color"]
         axes.plot(progress, run["loss"], label=_plain(name), linewidth=1.4, color=colour, linestyle=LINES[index % 4])
         validated = run["validation_loss"].notna() if "validation_loss" in run else np.zeros(len(run), dtype=bool)
         if validated.any():
-            axes.plot(
-                progress[validated],
-                run["validation_loss"][validated],
-                color=colour,
-                linestyle="none",
-                markersize=5,
-                marker=MARKERS[index % len(MARKERS)],
-                markerfacecolor="none",
-                label="_validation",
-            )
+            hollow = {**style, "linestyle": "none", "markersize": 5, "markerfacecolor": "none", "label": "_validation"}
+            axes.plot(progress[validated], run["validation_loss"][validated], **hollow)
         for restart in progress[run["attempt"].diff() > 0]:
             axes.axvline(restart, color=colour, linestyle=":", linewidth=1)
     axes.set(
@@ -299,7 +266,7 @@ def loss(steps: pd.DataFrame, by: str = "step", tokens: Mapping[str, float] | No
         title="Loss (markers: validation; dotted: restarts)",
     )
     if 1 < steps["run"].nunique() <= 8:
-        _legend(axes)
+        _legend(figure)
     return figure
 
 
@@ -315,23 +282,12 @@ def _progress(run: pd.DataFrame, by: str, tokens: float) -> pd.Series:
 def step_times(steps: pd.DataFrame) -> Figure:
     """Draw the step times of one run, with hollow markers for warm-up steps."""
     figure, axes = _axes(2.8)
-    for is_warmup, face in ((True, "none"), (False, COLOURS[0])):
+    for is_warmup, face, label in ((True, "none", "warm-up"), (False, COLOURS[0], "counted")):
         part = steps[steps["warmup"] == is_warmup]
-        axes.scatter(
-            part["step"],
-            part["step_time_s"],
-            s=14,
-            facecolor=face,
-            edgecolor=COLOURS[0],
-            label="warm-up" if is_warmup else "counted",
-        )
+        axes.scatter(part["step"], part["step_time_s"], s=14, facecolor=face, edgecolor=COLOURS[0], label=label)
     longest = steps["step_time_s"].max() if len(steps) else 1.0
-    axes.set(
-        xlabel="step",
-        ylabel="step time, s",
-        title="Step times",
-        ylim=(0, 1.05 * longest if has_value(longest) else 1.0),
-    )
+    ylim = (0, 1.05 * longest if has_value(longest) else 1.0)
+    axes.set(xlabel="step", ylabel="step time, s", title="Step times", ylim=ylim)
     axes.legend(frameon=False)
     return figure
 
@@ -350,17 +306,10 @@ def timeline(measured: pd.DataFrame, simulated: pd.DataFrame | None = None) -> F
     for axes, (name, frame) in zip(all_axes, panels, strict=True):
         for kind, style in styles.items():
             part = frame[frame["kind"] == kind]
-            axes.barh(
-                part["stage"],
-                part["end_s"] - part["start_s"],
-                0.7,
-                left=part["start_s"],
-                edgecolor="black",
-                linewidth=0.4,
-                label=kind,
-                **style,
-            )
+            spans, start = part["end_s"] - part["start_s"], part["start_s"]
+            edge = {"edgecolor": "black", "linewidth": 0.4}
+            axes.barh(part["stage"], spans, 0.7, left=start, label=kind, **edge, **style)
         axes.set(ylim=(stages - 0.5, -0.5), yticks=range(stages), ylabel="stage", title=f"Pipeline, {name}")
     all_axes[-1].set_xlabel("time in the step, s")
-    _legend(all_axes[0], columns=2)
+    _legend(figure, columns=2)
     return figure

@@ -1,7 +1,5 @@
 """The headline of a comparison: a sentence on hybrid against homogeneous clusters, and the values of a bar chart."""
 
-from __future__ import annotations
-
 from holmes_hpc.results.columns import has_value
 from holmes_hpc.results.compare import Comparison, entries, labels
 from holmes_hpc.results.tables import format_number

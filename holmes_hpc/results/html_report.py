@@ -1,7 +1,5 @@
 """The report as one self-contained HTML file, without scripts, readable on a phone."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,8 @@ from holmes_hpc.results.report import Report
 def write_html(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the HTML report to `path`: the answer first, then figures and tables.
     Raise RecordError if the file cannot be written."""
-    try:
+    with RecordError.instead_of(OSError, where=path, hint="choose a writable path"):
         Path(path).write_text(render_html(report), encoding="utf-8")
-    except OSError as e:
-        raise RecordError(e.strerror or str(e), where=str(path), hint="choose a writable path") from e
 
 
 def render_html(report: Report) -> str:
@@ -60,12 +56,8 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     if base is not None:
         facts.append((f"{tables.format_number(best['ratio'])}x", f"as fast as {compare.label(base)}"))
     if tables.has_value(best["mape"]):
-        facts.append(
-            (
-                tables.format_percent(100 * (best["predicted_step_time_s"] / best["step_time_s"] - 1)),
-                "predicted over measured step time",
-            )
-        )
+        error = 100 * (best["predicted_step_time_s"] / best["step_time_s"] - 1)
+        facts.append((tables.format_percent(error), "predicted over measured step time"))
     return facts
 
 
@@ -99,26 +91,15 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
         if traffic:
             captioned.append((tables.basis_note(report.run), figures.nic_bytes(traffic)))
         if len(report.trace):
-            captioned.append(
-                (
-                    "one step of median length, first rank of each stage",
-                    figures.timeline(report.trace, report.simulated),
-                )
-            )
+            caption = "one step of median length, first rank of each stage"
+            captioned.append((caption, figures.timeline(report.trace, report.simulated)))
         captioned.append((tables.pace_note(report.run), figures.step_times(report.steps)))
     else:
         pace_notes = " / ".join(dict.fromkeys(tables.pace_note(c) for _, c in compare.entries(cells)))
         note = "; ".join(filter(None, [figures.omission_note(cells), pace_notes]))
         captioned.append((f"medians over runs, whiskers: 95% intervals; {note}", figures.throughput(cells)))
         head = cells.head(figures.MAX_BARS)
-        captioned.append(
-            (
-                note,
-                figures.breakdown(
-                    compare.labels(head), [{part: c[part] for part in PARTS} for _, c in compare.entries(head)]
-                ),
-            )
-        )
+        captioned.append((note, figures.breakdown(compare.labels(head), head[list(PARTS)].to_dict("records"))))
         if compare.scaled(cells):
             captioned.append((pace_notes, figures.scaling(cells)))
         if runs["predicted_step_time_s"].notna().any():

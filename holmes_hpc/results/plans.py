@@ -1,7 +1,5 @@
 """The plan of a run as plain data, and the columns of the table of runs that come from it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The report of `holmes report`: throughput, step breakdown and bytes of one run, or a comparison of several."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from holmes_hpc.errors import RecordError
+from holmes_hpc.errors import RecordError, counted
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import answers, compare, headline, tables
@@ -85,18 +83,15 @@ class Report:
     def missing(self) -> str | None:
         """Return a line with the fields that files of older releases lack; None if no file lacks any."""
         counts = self.runs["missing"].dropna().value_counts(sort=False)
-        missing_fields = "; ".join(
-            f"{fields} ({count} run{'s' if count > 1 else ''})" for fields, count in counts.items()
-        )
+        missing_fields = "; ".join(f"{fields} ({counted(count, 'run')})" for fields, count in counts.items())
         return f"fields not recorded by an older release: {missing_fields}" if missing_fields else None
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the measured timeline of the only run for Perfetto.
         Raise RecordError if there are several runs, or if no trace was recorded."""
         if not self.single:
-            raise RecordError(
-                f"a timeline shows one run, but {len(self.runs)} runs are given", where=str(path), hint="name one run"
-            )
+            problem = f"a timeline shows one run, but {len(self.runs)} runs are given"
+            raise RecordError(problem, where=str(path), hint="name one run")
         write_perfetto(RunDirectory(self.run["path"]), path)
 
 
@@ -122,11 +117,8 @@ def load_report(
         frames.append(runs.assign(run=runs["run"].map(names).astype("string")))
         selections.append((path, set(runs["run"]), names))
     if not frames or not sum(map(len, frames)):
-        raise RecordError(
-            "no runs found",
-            where=", ".join(map(str, paths)) or "load_report",
-            hint="give run directories, their names, or directories that hold runs",
-        )
+        hint = "give run directories, their names, or directories that hold runs"
+        raise RecordError("no runs found", where=", ".join(map(str, paths)) or "load_report", hint=hint)
     runs = pd.concat(frames, ignore_index=True)
     steps = _concat_steps([_steps(*selection) for selection in selections] if len(runs) <= MAX_RUNS_WITH_STEPS else [])
     comparison = compare.compare(runs, by)
@@ -177,9 +169,8 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
         )
     if parts and run["step_time_s"]:
         largest = sorted(parts, key=lambda part: -parts[part])[:2]
-        sentences.append(
-            "A step is " + " and ".join(f"{parts[p] / run['step_time_s']:.0%} {PART_NAMES[p]}" for p in largest) + "."
-        )
+        shares = " and ".join(f"{parts[p] / run['step_time_s']:.0%} {PART_NAMES[p]}" for p in largest)
+        sentences.append(f"A step is {shares}.")
     sent_bytes = [(r["kind"], r["counted_bytes"] or 0) for r in tables.traffic(run, plan)]
     total = sum(count for _, count in sent_bytes)
     if total:
@@ -191,9 +182,8 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
 def _run_summary(run: dict[str, Any]) -> str:
     """Return a sentence with the state, steps, loss, nodes, batch and hyperparameters of a run."""
     steps = f" of {run['config.train.steps']}" if has_value(run.get("config.train.steps")) else ""
-    parts = [
-        f"{run['state']}, {tables.as_text(run['steps'])}{steps} steps, loss {tables.format_number(run['loss'], 4)}"
-    ]
+    loss = tables.format_number(run["loss"], 4)
+    parts = [f"{run['state']}, {tables.as_text(run['steps'])}{steps} steps, loss {loss}"]
     if has_value(run["validation_loss"]):
         parts.append(f"validation loss {tables.format_number(run['validation_loss'], 4)}")
     if has_value(run["nodes"]):

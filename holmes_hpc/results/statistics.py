@@ -3,12 +3,11 @@
 Step times have medians with intervals, rates harmonic means. Speed-ups are computed from pairs of runs in one session
 of the machine. NaN is a missing value."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 import pandas as pd
@@ -42,7 +41,7 @@ def interval_ranks(count: int, confidence: float = CONFIDENCE) -> tuple[int, int
     binomial."""
     tail = (1 - confidence) / 2
     if count > 1000:
-        k = math.floor(count / 2 - _normal_quantile(1 - tail) * math.sqrt(count) / 2) - 1
+        k = math.floor(count / 2 - NormalDist().inv_cdf(1 - tail) * math.sqrt(count) / 2) - 1
         return k, count - 1 - k
     k, below, term = -1, 0.0, 0.5**count
     for i in range(count):
@@ -52,15 +51,6 @@ def interval_ranks(count: int, confidence: float = CONFIDENCE) -> tuple[int, int
         k = i
         term *= (count - i) / (i + 1)
     return (k, count - 1 - k) if k >= 0 else None
-
-
-def _normal_quantile(p: float) -> float:
-    """Return the quantile z of the standard normal distribution: Phi(z) = p. By bisection."""
-    low, high = -10.0, 10.0
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        low, high = (middle, high) if 0.5 * (1 + math.erf(middle / math.sqrt(2))) < p else (low, middle)
-    return (low + high) / 2
 
 
 def median_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Estimate:

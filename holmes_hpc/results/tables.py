@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import pandas as pd
+
 from holmes_hpc.console import NONE, data_size
 from holmes_hpc.errors import counted
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
@@ -36,6 +38,11 @@ class Table(NamedTuple):
     rows: list[list[str]]
     caption: str
 
+    @classmethod
+    def of(cls, title: str, frame: pd.DataFrame, caption: str) -> Table:
+        """Return the table of a DataFrame of texts."""
+        return cls(title, list(map(str, frame)), frame.astype(str).to_numpy().tolist(), caption)
+
 
 def format_number(value: Any, digits: int = 3) -> str:
     """Return a number as text with `digits` significant digits and no exponent; a dash if it is missing."""
@@ -59,32 +66,28 @@ def format_percent(value: Any) -> str:
     return f"{float(value):+.1f}%" if has_value(value) else NONE
 
 
-def format_interval(low: Any, high: Any, digits: int = 3) -> str:
-    return (
-        f"{format_number(low, digits)} to {format_number(high, digits)}" if has_value(low) and has_value(high) else NONE
-    )
+def format_interval(low: Any, high: Any) -> str:
+    return f"{format_number(low)} to {format_number(high)}" if has_value(low) and has_value(high) else NONE
+
+
+def interval_note(low: Any, high: Any) -> str:
+    """Return an interval in brackets, with a space before it; empty without one."""
+    return f" ({format_interval(low, high)})" if has_value(low) else ""
 
 
 def pace_note(run: Mapping[str, Any]) -> str:
     """Return a text on whether compute was real or emulated, for the caption of every table of measurements."""
-    value: Any = run.get("pace_layer_ms")
-    return (
-        f"emulated compute: {float(value):g} ms per layer forward, twice that backward"
-        if has_value(value)
-        else "real compute"
-    )
+    if has_value(pace_ms := run.get("pace_layer_ms")):
+        return f"emulated compute: {float(pace_ms or 0):g} ms per layer forward, twice that backward"
+    return "real compute"
 
 
 def basis_note(run: Mapping[str, Any]) -> str:
     """Return a text on which steps the figures are from, and whether compute was real."""
-    count, earlier, warmup = (
-        int(run[name]) if has_value(run[name]) else 0 for name in ("steps", "earlier_steps", "warmup_steps")
-    )
-    earlier_note = f" and {earlier} under an earlier plan" if earlier else ""
-    return (
-        f"{counted(count - earlier - warmup, 'step')} after {counted(warmup, 'warm-up step')}{earlier_note}; "
-        f"{pace_note(run)}"
-    )
+    names = ("steps", "earlier_steps", "warmup_steps")
+    count, earlier, warmup = (int(run[name]) if has_value(run[name]) else 0 for name in names)
+    steps = f"{counted(count - earlier - warmup, 'step')} after {counted(warmup, 'warm-up step')}"
+    return f"{steps}{f' and {earlier} under an earlier plan' if earlier else ''}; {pace_note(run)}"
 
 
 def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
@@ -92,28 +95,19 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     predicted = plan.get("predicted") or {}
     # A plan predicts GPU memory, not the memory of a process.
     memory = predicted.get("memory_bytes_per_gpu") if run["device"] != "cpu" else None
+    rates = {
+        "samples/s (harmonic mean)": "samples_per_s",
+        "tokens/s": "tokens_per_s",
+        "model TFLOP/s per GPU": "model_tflops_per_gpu",
+        "hardware TFLOP/s per GPU": "hardware_tflops_per_gpu",
+    }
+    bounds = run["step_time_low_s"], run["step_time_high_s"]
+    losses = f"{format_number(run['first_loss'], 4)} to {format_number(run['loss'], 4)}"
     rows = [
-        _figure(
-            "step time, s (median)",
-            run["step_time_s"],
-            (run["step_time_low_s"], run["step_time_high_s"]),
-            predicted.get("step_time_s"),
-        ),
-        _figure(
-            "samples/s (harmonic mean)", run["samples_per_s"], predicted=predicted.get("samples_per_s"), hide_error=True
-        ),
-        _figure("tokens/s", run["tokens_per_s"]),
-        _figure(
-            "model TFLOP/s per GPU",
-            run["model_tflops_per_gpu"],
-            predicted=predicted.get("model_tflops_per_gpu"),
-            hide_error=True,
-        ),
-        _figure(
-            "hardware TFLOP/s per GPU",
-            run["hardware_tflops_per_gpu"],
-            predicted=predicted.get("hardware_tflops_per_gpu"),
-            hide_error=True,
+        _figure("step time, s (median)", run["step_time_s"], bounds, predicted.get("step_time_s")),
+        *(
+            _figure(text, run[name], predicted=predicted.get(name), hide_error=name != "tokens_per_s")
+            for text, name in rates.items()
         ),
         _figure(
             "share of the limit (no rank waits)",
@@ -126,19 +120,10 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
             _gib(run["peak_memory_bytes"]),
             predicted=_gib(max(memory or [math.nan])),
         ),
-        [
-            "loss, first to last step",
-            f"{format_number(run['first_loss'], 4)} to {format_number(run['loss'], 4)}",
-            "",
-            "",
-            "",
-        ],
-        *(
-            [["validation loss, last", format_number(run["validation_loss"], 4), "", "", ""]]
-            if has_value(run["validation_loss"])
-            else []
-        ),
+        ["loss, first to last step", losses, "", "", ""],
     ]
+    if has_value(run["validation_loss"]):
+        rows.append(["validation loss, last", format_number(run["validation_loss"], 4), "", "", ""])
     return Table(
         f"Throughput of {run['name']}",
         ["figure", "measured", "95% interval", "predicted", "error of prediction"],
@@ -157,13 +142,8 @@ def _figure(
     """Return a row of :func:`throughput`. `bounds`: of the interval. `hide_error`: for rates, whose error would have
     the opposite sign of that of the step time."""
     error = float(percentage_errors([predicted], [value])[0]) if has_value(predicted) and has_value(value) else math.nan
-    return [
-        name,
-        format_number(value),
-        format_interval(*bounds),
-        format_number(predicted),
-        "" if hide_error else format_percent(error),
-    ]
+    error_text = "" if hide_error else format_percent(error)
+    return [name, format_number(value), format_interval(*bounds), format_number(predicted), error_text]
 
 
 def _gib(value: Any) -> float:
@@ -172,32 +152,18 @@ def _gib(value: Any) -> float:
 
 def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     """Return the table of each pipeline stage's step time: the seconds of each part, and its share of the step."""
-    plan_stages = plan.get("stages") or []
-    types = nic_types(plan)
+    plan_stages, types = plan.get("stages") or [], nic_types(plan)
     rows = []
     for index, parts in enumerate(stage_breakdown(run)):
         plan_stage = plan_stages[index] if index < len(plan_stages) else {}
-        total = sum(v for v in parts.values() if has_value(v))
-        fabric = str(plan_stage.get("fabric", NONE))
-        rows.append(
-            [
-                str(index),
-                f"{fabric} ({NIC_WORDS.get(types.get(fabric, ''), '?')})",
-                str(plan_stage.get("layers", NONE)),
-                *(
-                    f"{format_number(parts.get(p))} {parts[p] / total:.0%}"
-                    if has_value(parts.get(p)) and total
-                    else NONE
-                    for p in PARTS
-                ),
-            ]
-        )
-    return Table(
-        "Step time by stage: seconds, share",
-        ["stage", "fabric", "layers", *(PART_NAMES[p] for p in PARTS)],
-        rows,
-        f"medians over {basis_note(run)}; mean over a stage's ranks",
-    )
+        total, fabric = sum(filter(has_value, parts.values())), str(plan_stage.get("fabric", NONE))
+        known = {p: parts[p] for p in PARTS if total and has_value(parts.get(p))}
+        shares = [f"{format_number(known[p])} {known[p] / total:.0%}" if p in known else NONE for p in PARTS]
+        place = f"{fabric} ({NIC_WORDS.get(types.get(fabric, ''), '?')})"
+        rows.append([str(index), place, str(plan_stage.get("layers", NONE)), *shares])
+    columns = ["stage", "fabric", "layers", *(PART_NAMES[p] for p in PARTS)]
+    caption = f"medians over {basis_note(run)}; mean over a stage's ranks"
+    return Table("Step time by stage: seconds, share", columns, rows, caption)
 
 
 def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -230,7 +196,9 @@ def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, A
 
 def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     """Return :func:`traffic` as a table, with a row for the bytes sent before the first step."""
+    title, note = "Bytes sent per step, all nodes together", basis_note(run)
     no_plan_bytes = "none" if plan.get("predicted") else NONE
+    setup = {k: v for k, v in family_values(run, "setup_tx_bytes").items() if v}
     rows = [
         [
             _nic_name(r),
@@ -242,24 +210,19 @@ def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
         ]
         for r in traffic(run, plan)
     ]
-    setup = {k: v for k, v in family_values(run, "setup_tx_bytes").items() if v}
     if not rows and not setup:
-        reason = "none: all ranks were on one node" if _count_nodes(plan) < 2 else "no counters"
-        return Table(
-            "Bytes sent per step, all nodes together", ["network", *[""] * 5], [[reason, *[""] * 5]], basis_note(run)
-        )
-    rows.append(
-        ["rendezvous and control, once", NONE, data_size(sum(setup.values())) if setup else NONE, NONE, NONE, NONE]
-    )
+        node_count = sum(int(component.get("nodes") or 0) for component in plan.get("components") or [])
+        reason = "none: all ranks were on one node" if node_count < 2 else "no counters"
+        return Table(title, ["network", *[""] * 5], [[reason, *[""] * 5]], note)
+    setup_bytes = data_size(sum(setup.values()) if setup else None)
+    rows.append(["rendezvous and control, once", NONE, setup_bytes, NONE, NONE, NONE])
     parts = ", ".join(f"{kind} {data_size(count)}" for kind, count in sorted(setup.items()))
-    setup_note = f"; rendezvous and control, before the first step: {parts}" if parts else ""
-    return Table(
-        "Bytes sent per step, all nodes together",
-        ["network", "planned", "counted", "header factor", "counted / factor", "difference"],
-        rows,
-        f"medians over {basis_note(run)}; header factor: bytes on the wire per byte of payload, measured in this run"
-        + setup_note,
+    caption = (
+        f"medians over {note}; header factor: bytes on the wire per byte of payload, measured in this run"
+        + f"; rendezvous and control, before the first step: {parts}" * bool(parts)
     )
+    columns = ["network", "planned", "counted", "header factor", "counted / factor", "difference"]
+    return Table(title, columns, rows, caption)
 
 
 def _nic_name(entry: Mapping[str, Any]) -> str:
@@ -267,10 +230,6 @@ def _nic_name(entry: Mapping[str, Any]) -> str:
     if nic is None:
         return str(kind)
     return "Ethernet, all nodes" if kind == "ethernet" else f"{kind} ({NIC_WORDS.get(nic, nic)})"
-
-
-def _count_nodes(plan: Mapping[str, Any]) -> int:
-    return sum(int(component.get("nodes") or 0) for component in plan.get("components") or [])
 
 
 def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -282,36 +241,21 @@ def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
             kind, transport = (str(group.get(name) or NONE) for name in ("kind", "transport"))
             key = (kind, transport, str(group.get("nic") or ""), str(group.get("fabric") or ""))
             ranks_by_kind.setdefault(key, []).append(list(group.get("ranks") or []))
+    names = ("kind", "transport", "nic", "fabric")
     return [
-        {
-            "kind": kind,
-            "transport": transport,
-            "nic": nic or None,
-            "fabric": fabric or None,
-            "groups": len(group_ranks),
-            "ranks": group_ranks[0],
-        }
-        for (kind, transport, nic, fabric), group_ranks in ranks_by_kind.items()
+        {**dict(zip(names, (value or None for value in key), strict=True)), "groups": len(ranks), "ranks": ranks[0]}
+        for key, ranks in ranks_by_kind.items()
     ]
 
 
 def transports_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
-    rows = [
-        [
-            GROUP_NAMES.get(t["kind"], t["kind"]),
-            str(t["groups"]),
-            _carrier(t, run["device"]),
-            t["fabric"] or NONE,
-            _ranks(t["ranks"]),
-        ]
-        for t in transports(plan)
-    ]
-    return Table(
-        "Transport of each process group",
-        ["groups", "number", "transport", "fabric", "ranks of the first"],
-        rows,
-        f"{MODES.get(str(run['transport']))}; {pace_note(run)}",
-    )
+    columns = ["groups", "number", "transport", "fabric", "ranks of the first"]
+    rows = []
+    for t in transports(plan):
+        group = GROUP_NAMES.get(t["kind"], t["kind"])
+        rows.append([group, str(t["groups"]), _carrier(t, run["device"]), t["fabric"] or NONE, _ranks(t["ranks"])])
+    caption = f"{MODES.get(str(run['transport']))}; {pace_note(run)}"
+    return Table("Transport of each process group", columns, rows, caption)
 
 
 def _carrier(entry: Mapping[str, Any], device: Any) -> str:

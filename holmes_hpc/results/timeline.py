@@ -2,8 +2,6 @@
 
 It can be written in the Chrome trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing read."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -45,10 +43,8 @@ def read_trace(run: RunDirectory) -> pd.DataFrame:
         rank = integer(path.stem.removeprefix("rank-"))
         if rank is None:
             continue
-        try:
+        with RecordError.instead_of(OSError, where=path, hint="restore the file, or remove it"):
             lines = read_file(path, max_bytes=None).split(b"\n")
-        except OSError as e:
-            raise RecordError(e.strerror or str(e), where=str(path), hint="restore the file, or remove it") from e
         rank_events: list[dict[str, Any]] = []
         seen_passes: set[tuple[Any, ...]] = set()
         for line in lines:

@@ -1,7 +1,5 @@
 """The limits and the associations that the site's accounting (sacctmgr) has for a user."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 from collections.abc import Sequence

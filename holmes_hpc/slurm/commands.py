@@ -1,7 +1,5 @@
 """Execution of Slurm's client commands, as lists of arguments without a shell."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -14,74 +12,14 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from holmes_hpc.errors import SiteError, SubmissionError
+from holmes_hpc.tables import read_table
+from holmes_hpc.waiting import attempts
 
-# Parts of the messages of commands that could not reach a daemon of Slurm.
-AWAY = (
-    "Socket timed out",
-    "Unable to contact slurm controller",
-    "Connection refused",
-    "Connection timed out",
-    "Communication connection failure",
-    "Zero Bytes were transmitted",
-    "backup controller",
-    "slurm_persist_conn",
-    "Problem talking to the database",
-    "Connection reset",
-    "Transport endpoint",
-    "Slurm temporarily unable",
-    "Unable to connect",
-    "Message receive failure",
-)
+_TABLE: dict[str, list[str]] = read_table(__file__)
 OUTPUT_WAIT_S = 30
 CANCEL_WAIT_S = 5  # from SIGTERM to SIGKILL
 TIMED_OUT = 124  # exit code of a command that timed out, as in timeout(1)
 NO_SLURM_HINT = "without Slurm: `plan`, `run` and `submit` take --site FILE or launcher=local"
-# sbatch reads each of these as an option, from the variable SBATCH_NAME.
-_COMPONENT_OPTIONS = (
-    "PARTITION",
-    "CONSTRAINT",
-    "CLUSTER_CONSTRAINT",
-    "GPUS",
-    "GPUS_PER_NODE",
-    "GPUS_PER_TASK",
-    "GRES",
-    "EXCLUSIVE",
-    "MEM_PER_CPU",
-    "MEM_PER_GPU",
-    "MEM_PER_NODE",
-    "ARRAY_INX",
-    "CPUS_PER_GPU",
-    "DISTRIBUTION",
-    "NO_REQUEUE",
-    "REQUEUE",
-    "TIMELIMIT",
-    "JOB_NAME",
-    "OPEN_MODE",
-    "SIGNAL",
-    "WAIT",
-    "OVERCOMMIT",
-    "HINT",
-    "CORE_SPEC",
-    "THREAD_SPEC",
-    "USE_MIN_NODES",
-    "TEST_ONLY",
-    "IGNORE_PBS",
-    "OUTPUT",
-    "ERROR",
-    "INPUT",
-)
-_KEPT_VARIABLES = (
-    "SLURM_CONF",
-    "SLURM_CLUSTERS",
-    "SLURM_JWT",
-    "SLURM_TIME_FORMAT",
-    "SLURM_WORKING_CLUSTER",
-    "SLURM_CONF_SERVER",
-    "SLURM_SACK_SOCKET",
-    "SLURM_ACCOUNT",
-    "SLURM_QOS",
-    "SLURM_RESERVATION",
-)  # SLURM_SACK_SOCKET: credentials of auth/slurm; the last three: options of srun, not variables of a job
 
 
 @dataclass(frozen=True)
@@ -99,24 +37,14 @@ class Answer:
 
     @property
     def away(self) -> bool:
-        return self.code != 0 and any(message in self.err for message in AWAY)
+        return self.code != 0 and any(message in self.err for message in _TABLE["away"])
 
     @property
     def reason(self) -> str:
         """Slurm's last two messages in one line, without its prefixes (``sbatch: error: ``)."""
         messages = list[str]()
         for line in map(str.strip, (self.err or self.out).splitlines()):
-            for prefix in (
-                "sbatch: ",
-                "scontrol: ",
-                "squeue: ",
-                "sacct: ",
-                "srun: ",
-                "scancel: ",
-                "error: ",
-                "allocation failure: ",
-                "Batch job submission failed: ",
-            ):
+            for prefix in _TABLE["prefixes"]:
                 line = line.removeprefix(prefix)
             if line and line not in messages:
                 messages.append(line)
@@ -126,14 +54,12 @@ class Answer:
 def clean_environment() -> dict[str, str]:
     """Return the environment without variables that would change a submitted job: sbatch's options, and the variables
     of the job in which this process runs."""
+    job_variables = ("SLURM_", "SRUN_", "SLURMD_", "HOLMES_LEADER", "HOLMES_MAX_", "HOLMES_TASKS_PER")
+    options = [f"SBATCH_{name}" for name in _TABLE["component_options"]]
     return {
         k: v
         for k, v in os.environ.items()
-        if not (k.startswith("SBATCH_") and k[7:] in _COMPONENT_OPTIONS)
-        and not (
-            k.startswith(("SLURM_", "SRUN_", "SLURMD_", "HOLMES_LEADER", "HOLMES_MAX_", "HOLMES_TASKS_PER"))
-            and k not in _KEPT_VARIABLES
-        )
+        if k in _TABLE["kept_variables"] or not (k in options or k.startswith(job_variables))
     }
 
 
@@ -183,15 +109,8 @@ def _run(command: Sequence[str], timeout_s: float, **variables: str) -> Answer:
 
     After `timeout_s` the answer has the code TIMED_OUT and the output so far. Raise OSError if it cannot start."""
     try:
-        result = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-            **_apart(variables),
-        )
+        options = {"capture_output": True, "text": True, "errors": "replace", "check": False, **_apart(variables)}
+        result = subprocess.run(command, timeout=timeout_s, **options)
     except subprocess.TimeoutExpired as e:
         stdout = e.stdout or b""
         text = stdout if isinstance(stdout, str) else stdout.decode(errors="replace")
@@ -223,24 +142,19 @@ def slurm(*command: str, timeout_s: float = 60, seconds_as_epoch: bool = False) 
     try:
         return _run(command, timeout_s, **variables)
     except FileNotFoundError as e:
-        raise SubmissionError(
-            f"no {command[0]} on this machine",
-            where="Slurm",
-            hint="load Slurm's client commands, or bring the testbed up; " + NO_SLURM_HINT,
-        ) from e
+        hint = "load Slurm's client commands, or bring the testbed up; " + NO_SLURM_HINT
+        raise SubmissionError(f"no {command[0]} on this machine", where="Slurm", hint=hint) from e
 
 
 def slurm_with_retries(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: float = 60) -> Answer:
     """Run a command of Slurm. While a daemon does not answer, retry with growing pauses for up to `patience_s`.
     Use it only for commands that may run twice."""
-    deadline, pause = time.monotonic() + patience_s, 0.5
-    while True:
+    for _ in attempts(patience_s, 0.5, longest_pause_s=10):
         answer = slurm(*arguments, timeout_s=timeout_s)
-        if not answer.away or time.monotonic() + pause > deadline:
-            return answer
+        if not answer.away:
+            break
         interrupt_here()
-        time.sleep(pause)
-        pause = min(2 * pause, 10)
+    return answer
 
 
 def output(*command: str) -> str:
@@ -250,21 +164,15 @@ def output(*command: str) -> str:
     try:
         answer = _run(command, OUTPUT_WAIT_S)
     except FileNotFoundError as e:
-        raise SiteError(
-            f"no {command[0]} on this machine", where="Slurm", hint="load Slurm's client commands; " + NO_SLURM_HINT
-        ) from e
-    if answer.code == TIMED_OUT:
-        raise SiteError(
-            f"no answer to {' '.join(command)} in {OUTPUT_WAIT_S} s",
-            where="Slurm",
-            hint="check that slurmctld runs (scontrol ping); " + NO_SLURM_HINT,
-        )
-    if not answer.ok:
-        raise SiteError(
-            (answer.err.strip() or answer.out.strip() or f"exit code {answer.code}").splitlines()[-1],
-            where=" ".join(command),
-            hint="check that slurmctld runs (scontrol ping) and that SLURM_CONF is right; " + NO_SLURM_HINT,
-        )
+        hint = "load Slurm's client commands; " + NO_SLURM_HINT
+        raise SiteError(f"no {command[0]} on this machine", where="Slurm", hint=hint) from e
+    name, check = " ".join(command), "check that slurmctld runs (scontrol ping)"
+    error = (answer.err.strip() or answer.out.strip() or f"exit code {answer.code}").splitlines()[-1]
+    late = f"no answer to {name} in {OUTPUT_WAIT_S} s"
+    SiteError.refuse(
+        (answer.code == TIMED_OUT, late, "Slurm", f"{check}; {NO_SLURM_HINT}"),
+        (not answer.ok, error, name, f"{check} and that SLURM_CONF is right; {NO_SLURM_HINT}"),
+    )
     return answer.out
 
 

@@ -1,7 +1,5 @@
 """A constraint on node features (``--constraint="nic_ib&(a|b)"``) as a function of one node's features."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Slurm's host lists: :func:`expand` turns ``n[1-3,5],m7`` into host names, :func:`compress` does the reverse."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Queries of jobs with sacct, squeue and scontrol, parsed into one row per component."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterable, Iterator

@@ -3,70 +3,36 @@
 A heterogeneous job is several rows (``12+0``, ``12+1``), which are joined: the job runs while one component runs,
 and fails if one fails."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
-# A newer Slurm may report a state that is not listed here; it counts as final.
-SlurmState = Literal[
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "COMPLETING",
-    "CONFIGURING",
-    "DEADLINE",
-    "EXPEDITING",
-    "FAILED",
-    "NODE_FAIL",
-    "NOT_SUBMITTED",
-    "OUT_OF_MEMORY",
-    "PENDING",
-    "PREEMPTED",
-    "READY",
-    "REQUEUED",
-    "REQUEUE_FED",
-    "REQUEUE_HOLD",
-    "RESIZING",
-    "RESV_DEL_HOLD",
-    "REVOKED",
+# A job has the first state of ACTIVE that one of its components has, else the first one of ENDED. A newer Slurm may
+# report a state that is not listed here; it counts as final.
+ActiveState = Literal[
     "RUNNING",
-    "SIGNALING",
-    "SPECIAL_EXIT",
-    "STAGE_OUT",
-    "STOPPED",
+    "COMPLETING",
     "SUSPENDED",
-    "TIMEOUT",
+    "STOPPED",
+    "STAGE_OUT",
+    "SIGNALING",
+    "RESIZING",
+    "CONFIGURING",
+    "REQUEUED",
+    "EXPEDITING",
+    "REQUEUE_HOLD",
+    "REQUEUE_FED",
+    "SPECIAL_EXIT",
+    "RESV_DEL_HOLD",
+    "PENDING",
+    "READY",
+    "NOT_SUBMITTED",
     "UNKNOWN",
 ]
-UNKNOWN: Final = "UNKNOWN"  # not Slurm's: no command answered, or the controller does not know the job
-NOT_SUBMITTED: Final = "NOT_SUBMITTED"  # not Slurm's either
-# A job has the first state of ACTIVE that one of its components has, else the first one of ENDED.
-ACTIVE: tuple[SlurmState, ...] = (
-    "RUNNING",
-    "COMPLETING",
-    "SUSPENDED",
-    "STOPPED",
-    "STAGE_OUT",
-    "SIGNALING",
-    "RESIZING",
-    "CONFIGURING",
-    "REQUEUED",
-    "EXPEDITING",
-    "REQUEUE_HOLD",
-    "REQUEUE_FED",
-    "SPECIAL_EXIT",
-    "RESV_DEL_HOLD",
-    "PENDING",
-    "READY",
-    NOT_SUBMITTED,
-    UNKNOWN,
-)
-ENDED: tuple[SlurmState, ...] = (
+EndedState = Literal[
     "NODE_FAIL",
     "BOOT_FAIL",
     "OUT_OF_MEMORY",
@@ -77,7 +43,12 @@ ENDED: tuple[SlurmState, ...] = (
     "CANCELLED",
     "REVOKED",
     "COMPLETED",
-)
+]
+SlurmState = Literal[ActiveState, EndedState]
+ACTIVE: tuple[ActiveState, ...] = get_args(ActiveState)
+ENDED: tuple[EndedState, ...] = get_args(EndedState)
+UNKNOWN: Final = "UNKNOWN"  # not Slurm's: no command answered, or the controller does not know the job
+NOT_SUBMITTED: Final = "NOT_SUBMITTED"  # not Slurm's either
 REQUEUED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # sacct's states of a job that Slurm requeues by itself
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "EXPEDITING", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 CONTROLLER = ("squeue", "scontrol")  # commands that ask slurmctld

@@ -1,7 +1,5 @@
 """Nodes, partitions, topology and configuration from `scontrol show`, in the format of Slurm 22.05 to 24.11."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,29 +10,9 @@ from holmes_hpc.slurm.hostlist import expand
 
 _KEY = re.compile(r"(?:^|(?<=\s))([A-Z][A-Za-z0-9_/:()]*)=")
 # A node in one of these states accepts no new job; neither does one with the mark * (not responding).
-UNUSABLE = frozenset(
-    (
-        "DOWN",
-        "DRAIN",
-        "DRAINED",
-        "DRAINING",
-        "FAIL",
-        "FAILING",
-        "NOT_RESPONDING",
-        "NO_RESPOND",
-        "UNKNOWN",
-        "ERROR",
-        "FUTURE",
-        "DYNAMIC_FUTURE",
-        "MAINT",
-        "POWERING_DOWN",
-        "MAINTENANCE",
-        "BLOCKED",
-        "INVALID_REG",
-        "INVAL",
-        "REBOOT_ISSUED",
-        "REBOOT_REQUESTED",
-    )
+UNUSABLE = re.compile(
+    "DOWN|DRAIN(ED|ING)?|FAIL(ING)?|NOT_RESPONDING|NO_RESPOND|UNKNOWN|ERROR|(DYNAMIC_)?FUTURE|MAINT(ENANCE)?|POWERING_DOWN"
+    "|BLOCKED|INVAL(ID_REG)?|REBOOT_(ISSUED|REQUESTED)"
 )
 
 
@@ -67,7 +45,7 @@ class Node:
     @property
     def usable(self) -> bool:
         """True if the node can take a job, now, when its present one ends, or when power saving starts it again."""
-        return not any(s in UNUSABLE for s in self.states)
+        return not any(map(UNUSABLE.fullmatch, self.states))
 
     @property
     def reserved(self) -> bool:
@@ -152,19 +130,14 @@ class Config:
     def hetjob_obstacles(self) -> list[tuple[str, str]]:
         """Return (problem, fix) for each setting of the scheduler that prevents heterogeneous jobs."""
         scheduler = self.get("SchedulerType")
-        checks = (
-            (
-                scheduler != "sched/backfill",
-                f"SchedulerType is {scheduler or 'unknown'}: only sched/backfill starts heterogeneous jobs",
-                "set SchedulerType=sched/backfill",
-            ),
-            (
-                "disable_hetjob_steps" in self.options("SchedulerParameters"),
-                "SchedulerParameters has disable_hetjob_steps: no step can span the components of a job",
-                "remove disable_hetjob_steps",
-            ),
-        )
-        return [(problem, fix) for is_present, problem, fix in checks if is_present]
+        obstacles = []
+        if scheduler != "sched/backfill":
+            problem = f"SchedulerType is {scheduler or 'unknown'}: only sched/backfill starts heterogeneous jobs"
+            obstacles.append((problem, "set SchedulerType=sched/backfill"))
+        if "disable_hetjob_steps" in self.options("SchedulerParameters"):
+            problem = "SchedulerParameters has disable_hetjob_steps: no step can span the components of a job"
+            obstacles.append((problem, "remove disable_hetjob_steps"))
+        return obstacles
 
 
 @dataclass(frozen=True)
@@ -190,11 +163,8 @@ def _require_record(line: str, key: str, entity: str) -> dict[str, str]:
     """Parse a line of `scontrol -o show`. `entity`: node or partition. Raise SiteError if it lacks `key`."""
     record = parse_record(line)
     if key not in record:
-        raise SiteError(
-            f"{line[:60]!r} is not a {entity}",
-            where=f"scontrol show {entity}",
-            hint="report this line with the output of `scontrol --version`",
-        )
+        hint = "report this line with the output of `scontrol --version`"
+        raise SiteError(f"{line[:60]!r} is not a {entity}", where=f"scontrol show {entity}", hint=hint)
     return record
 
 

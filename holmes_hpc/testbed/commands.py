@@ -1,12 +1,11 @@
 """Execution of system commands without a shell. An error is one line that names the command."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.schema import refuse
@@ -30,17 +29,8 @@ def run(
     """Run a command and return its stdout. `stdin`: its input; `env`: more variables; `hint`: of the error.
     Raise TestbedError, with the command's last line of output, if it is missing, fails or exceeds `timeout_s`."""
     try:
-        done = subprocess.run(
-            list(argv),
-            input=stdin,
-            env=system_env(env),
-            timeout=timeout_s,
-            check=False,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        options: Any = {"capture_output": True, "text": True, "errors": "replace", "start_new_session": True}
+        done = subprocess.run(list(argv), input=stdin, env=system_env(env), timeout=timeout_s, check=False, **options)
     except FileNotFoundError:
         raise TestbedError("not installed", where=argv[0], hint=hint or "install it") from None
     except subprocess.TimeoutExpired:
@@ -55,20 +45,10 @@ def run(
 def succeeds(argv: Sequence[str], timeout_s: float = 30) -> bool:
     """Run a command and return whether it exits with 0. Discard its output."""
     try:
-        return (
-            subprocess.run(
-                list(argv),
-                env=system_env(),
-                timeout=timeout_s,
-                check=False,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            ).returncode
-            == 0
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        run(argv, timeout_s=timeout_s)
+    except (OSError, TestbedError):
         return False
+    return True
 
 
 def run_showing(
@@ -79,15 +59,8 @@ def run_showing(
     `kill`: whether to kill the command if this process is interrupted. A killed command must be repeatable.
     """
     error = ""
-    with subprocess.Popen(
-        list(argv),
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(list(argv), env=env, text=True, errors="replace", **streams) as process:
         assert process.stdout is not None
         try:
             for line in map(str.strip, process.stdout):

@@ -1,7 +1,5 @@
 """The daemons of a testbed: their files and commands, their start, and checks that they answer."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import socket
@@ -13,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
+from holmes_hpc.tables import read_table
 from holmes_hpc.testbed import slurm_prefix, slurmconf, userland
 from holmes_hpc.testbed.commands import SYSTEM_PATH, run, system_env
 from holmes_hpc.testbed.network import Wiring
@@ -27,6 +26,7 @@ ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 # and their jobs, to stay separate from another Slurm.
 BIND_SOCKETS = 'mkdir -p "$0" "$1" && mount --bind "$1" "$0" && shift && exec "$@"'
 PROGRESS_S = 5.0  # between two progress lines
+COMMANDS: dict[str, list[str]] = read_table(__file__)
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,8 @@ class Testbed:
 def node_command(testbed: Testbed, node: str, argv: Sequence[str]) -> list[str]:
     """Return the command that runs `argv` on a node: in its network namespace, with its hostname and /etc/hosts."""
     command = ["sh", "-c", ENTER, node, str(testbed.paths.hosts), *_with_socket_folder(testbed, "slurm", node, argv)]
-    return [
-        "ip",
-        "netns",
-        "exec",
-        testbed.wiring.namespace(node),
-        "unshare",
-        "--uts",
-        *userland.enter_command(testbed.userland, command),
-    ]
+    in_namespace = ["ip", "netns", "exec", testbed.wiring.namespace(node), "unshare", "--uts"]
+    return [*in_namespace, *userland.enter_command(testbed.userland, command)]
 
 
 def _with_socket_folder(testbed: Testbed, name: str, daemon: str, argv: Sequence[str]) -> list[str]:
@@ -104,9 +97,8 @@ def write_files(testbed: Testbed) -> None:
         folder.mkdir(mode=0o755, exist_ok=True)
     for node in testbed.wiring.topology.nodes:
         (paths.spool / node.name).mkdir(mode=0o755, exist_ok=True)
-    paths.slurm_conf.write_text(
-        slurmconf.slurm_conf(paths, testbed.wiring, testbed.ports, testbed.auth), encoding="utf-8"
-    )
+    conf = slurmconf.slurm_conf(paths, testbed.wiring, testbed.ports, testbed.auth)
+    paths.slurm_conf.write_text(conf, encoding="utf-8")
     (paths.etc / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n", encoding="utf-8")
     paths.hosts.write_text(testbed.wiring.hosts(), encoding="utf-8")
     accounting = slurmconf.slurmdbd_conf(paths, testbed.wiring, testbed.ports, testbed.password, testbed.auth)
@@ -117,24 +109,13 @@ def write_files(testbed: Testbed) -> None:
         write_private(key, secrets.token_bytes(128), mode)
 
 
+def _command(testbed: Testbed, name: str) -> list[str]:
+    return [word.format(paths=testbed.paths, ports=testbed.ports) for word in COMMANDS[name]]
+
+
 def create_database(testbed: Testbed) -> None:
     """Create the folder of the database with MariaDB's own tables. This takes about a second."""
-    paths = testbed.paths
-    run(
-        userland.private_command(
-            testbed.userland,
-            [
-                "mariadb-install-db",
-                "--no-defaults",
-                f"--datadir={paths.database}",
-                "--user=root",
-                "--skip-test-db",
-                "--auth-root-authentication-method=socket",
-                f"--tmpdir={paths.run}",
-            ],
-        ),
-        env=testbed.mark,
-    )
+    run(userland.private_command(testbed.userland, _command(testbed, "install_database")), env=testbed.mark)
 
 
 @dataclass(frozen=True)
@@ -161,50 +142,16 @@ def _listens(address: str | tuple[str, int]) -> bool:
 def server_daemon(testbed: Testbed, name: str) -> Daemon:
     """Return the daemon `name` of :attr:`Testbed.servers`.
     slurmdbd and slurmctld listen at the machine's address on the management network."""
-    paths, ports, gateway = testbed.paths, testbed.ports, testbed.wiring.gateway
-    rows: dict[str, tuple[Sequence[str], str | tuple[str, int]]] = {
-        "munged": (
-            (
-                "munged",
-                "--foreground",
-                "--force",  # the directory may be below one that only root can enter, such as a test's temporary one
-                f"--key-file={paths.munge_key}",
-                f"--socket={paths.munge_socket}",
-                f"--pid-file={paths.run}/munged.pid",
-                f"--log-file={paths.log}/munged.log",
-                f"--seed-file={paths.run}/munged.seed",
-                "--num-threads=4",
-            ),
-            str(paths.munge_socket),
-        ),
-        "mariadbd": (
-            (
-                "mariadbd",
-                "--no-defaults",
-                "--user=root",
-                f"--datadir={paths.database}",
-                f"--socket={paths.database_socket}",
-                f"--port={ports['database']}",
-                "--bind-address=127.0.0.1",
-                f"--pid-file={paths.run}/mariadbd.pid",
-                f"--tmpdir={paths.run}",
-                "--skip-name-resolve",
-                f"--init-file={paths.etc}/database.sql",
-                "--innodb-buffer-pool-size=64M",
-                "--innodb-log-file-size=16M",
-                "--innodb-flush-log-at-trx-commit=0",
-                "--innodb-lock-wait-timeout=900",
-                "--performance-schema=off",
-            ),
-            ("127.0.0.1", ports["database"]),
-        ),
-        "slurmdbd": (("slurmdbd", "-D"), (gateway, ports["slurmdbd"])),
-        "slurmctld": (("slurmctld", "-D", "-f", str(paths.slurm_conf)), (gateway, ports["slurmctld"])),
+    addresses: dict[str, str | tuple[str, int]] = {
+        "munged": str(testbed.paths.munge_socket),
+        "mariadbd": ("127.0.0.1", testbed.ports["database"]),
+        "slurmdbd": (testbed.wiring.gateway, testbed.ports["slurmdbd"]),
+        "slurmctld": (testbed.wiring.gateway, testbed.ports["slurmctld"]),
     }
-    argv, address = rows[name]
+    argv = _command(testbed, name)
     if name.startswith("slurm") and testbed.auth == slurmconf.SLURM:
         argv = ["unshare", "--mount", *_with_socket_folder(testbed, name, name, argv)]
-    return Daemon(name, tuple(argv), partial(_listens, address))
+    return Daemon(name, tuple(argv), partial(_listens, addresses[name]))
 
 
 def slurmd_daemon(testbed: Testbed, node: str) -> Daemon:
@@ -277,8 +224,5 @@ def _daemon_error(daemon: Daemon, paths: Paths, problem: str) -> TestbedError:
         with contextlib.suppress(OSError):
             lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             message = next((x for x in reversed(lines) if "error" in x.lower()), lines[-1] if lines else message)
-    return TestbedError(
-        f"{problem}: {message}" if message else problem,
-        where=daemon.name,
-        hint="correct the cause, then run `holmes testbed up` again",
-    )
+    hint = "correct the cause, then run `holmes testbed up` again"
+    return TestbedError(f"{problem}: {message}" if message else problem, where=daemon.name, hint=hint)

@@ -8,8 +8,6 @@ one new interface, to the management bridge. Every NIC is a veth pair from a nod
                  ib0   --- ib1-ib0   (br-fabric0)  shaped at both ends
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os
@@ -100,15 +98,11 @@ class Wiring:
             return NicSpec(name, f"{node.name}-{name}", bridge, f"{address}/24", mbit)
 
         fabric, address = node.fabric, self._address(2 + node.fabric_index, FIRST_HOST + node.index)
-        return (
-            nic("mgmt0", "br-mgmt", self.management(node), None),
-            nic("eth0", "br-eth", self.ethernet(node), self.topology.ethernet_mbit),
-            *(
-                [nic(fabric.interface, f"br-fabric{node.fabric_index}", address, fabric.rdma_mbit)]
-                if fabric.interface
-                else []
-            ),
-        )
+        management = nic("mgmt0", "br-mgmt", self.management(node), None)
+        ethernet = nic("eth0", "br-eth", self.ethernet(node), self.topology.ethernet_mbit)
+        if not fabric.interface:
+            return management, ethernet
+        return management, ethernet, nic(fabric.interface, f"br-fabric{node.fabric_index}", address, fabric.rdma_mbit)
 
     def hosts(self) -> str:
         """Return the text of the nodes' /etc/hosts. A node's name resolves to its Ethernet address, as at most sites.
@@ -150,9 +144,8 @@ def free_ports(subnet: str) -> Iterator[int]:
     ports = iter([*range(20001 + start, 32001), *range(20000, 20001 + start)])
     while (port := free_port(ports, "0.0.0.0")) is not None:
         yield port
-    raise TestbedError(
-        "no TCP port between 20000 and 32000 is free", where="testbed", hint="end the processes that use them"
-    )
+    problem = "no TCP port between 20000 and 32000 is free"
+    raise TestbedError(problem, where="testbed", hint="end the processes that use them")
 
 
 def _networks_in_use() -> Iterator[ipaddress.IPv4Network]:
@@ -209,30 +202,16 @@ def create(wiring: Wiring) -> None:
     Raise TestbedError if the kernel or the container does not allow it."""
     _batch("ip", None, (f"netns add {name}" for name in wiring.namespaces))
     _set_sysctls(wiring.switch, {"net/ipv6/conf/default/disable_ipv6": "1"})
-    _batch(
-        "ip",
-        wiring.switch,
-        (f"link add {bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0" for bridge in wiring.bridges),
-        _NO_BRIDGE,
-    )
-    _batch(
-        "ip",
-        None,
-        [
-            f"link add {wiring.uplink} type veth peer name uplink netns {wiring.switch}",
-            f"addr add {wiring.gateway}/24 dev {wiring.uplink}",
-            f"link set {wiring.uplink} up",
-        ],
-    )
-    _batch(
-        "ip",
-        wiring.switch,
-        [
-            "link set lo up",
-            "link set uplink master br-mgmt up",
-            *(f"link set {bridge} up" for bridge in wiring.bridges),
-        ],
-    )
+    settings = "type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
+    _batch("ip", wiring.switch, (f"link add {bridge} {settings}" for bridge in wiring.bridges), _NO_BRIDGE)
+    uplink = [
+        f"link add {wiring.uplink} type veth peer name uplink netns {wiring.switch}",
+        f"addr add {wiring.gateway}/24 dev {wiring.uplink}",
+        f"link set {wiring.uplink} up",
+    ]
+    _batch("ip", None, uplink)
+    bridges_up = [f"link set {bridge} up" for bridge in wiring.bridges]
+    _batch("ip", wiring.switch, ["link set lo up", "link set uplink master br-mgmt up", *bridges_up])
     for node in wiring.topology.nodes:
         _create_node(wiring, node)
     ports = [nic for node in wiring.topology.nodes for nic in wiring.nics(node) if nic.mbit is not None]
@@ -251,11 +230,8 @@ def _create_node(wiring: Wiring, node: NodeSpec) -> None:
             f"link set {nic.name} gso_max_size {gso_bytes(nic.mbit)} up",
         ]
     _batch("ip", namespace, lines)
-    _batch(
-        "ip",
-        wiring.switch,
-        (f"link set {nic.port} gso_max_size {gso_bytes(nic.mbit)} master {nic.bridge} up" for nic in nics),
-    )
+    ports = (f"link set {nic.port} gso_max_size {gso_bytes(nic.mbit)} master {nic.bridge} up" for nic in nics)
+    _batch("ip", wiring.switch, ports)
     _batch("tc", namespace, (tbf_line(nic.name, nic.mbit) for nic in nics if nic.mbit is not None), _NO_TBF)
 
 

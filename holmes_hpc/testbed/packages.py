@@ -1,54 +1,22 @@
 """The Debian packages of a testbed, and their installation without starting services."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from holmes_hpc.errors import TestbedError
+from holmes_hpc.tables import read_table
 from holmes_hpc.testbed.commands import is_installed, run_showing, succeeds, system_env
 
-# program (or path of a file) -> packages that contain it; the first one that apt knows is installed
-NODES = {
-    "ip": ("iproute2",),
-    "tc": ("iproute2",),
-    "unshare": ("util-linux",),
-    "mount": ("mount",),
-    "hostname": ("hostname",),
-}
-DATABASE = {
-    "mariadbd": ("mariadb-server-core", "mariadb-server"),
-    "mariadb-install-db": ("mariadb-server-core", "mariadb-server"),
-    "my_print_defaults": ("mariadb-client-core", "mariadb-client"),  # mariadb-install-db calls it
-}
-MUNGE = {"munged": ("munge",)}
-SLURM = {
-    **MUNGE,
-    **DATABASE,
-    "slurmdbd": ("slurmdbd",),
-    "slurmctld": ("slurmctld",),
-    "slurmd": ("slurmd",),
-    "srun": ("slurm-client",),
-    "sbatch": ("slurm-client",),
-    "sinfo": ("slurm-client",),
-    "sacct": ("slurm-client",),
-}
+TABLE: dict[str, Any] = read_table(__file__)
+_NAMES = ("nodes", "database", "munge", "debootstrap", "build")
+NODES, DATABASE, MUNGE, DEBOOTSTRAP, BUILD = (TABLE[name] for name in _NAMES)
+SLURM = {**MUNGE, **DATABASE, **TABLE["slurm"]}
 POLICY = Path("/usr/sbin/policy-rc.d")
 _BACKUP_SUFFIX = ".holmes-testbed"
 _DENY = "#!/bin/sh\n# holmes testbed: no service starts while packages are installed\nexit 101\n"
-DEBOOTSTRAP = {"debootstrap": ("debootstrap",)}
-BUILD = {
-    "gcc": ("gcc",),
-    "make": ("make",),
-    "pkg-config": ("pkgconf", "pkg-config"),
-    "mariadb_config": ("libmariadb-dev",),
-    "/usr/include/json-c/json.h": ("libjson-c-dev",),
-    "/usr/include/jwt.h": ("libjwt-dev",),
-    "/usr/include/munge.h": ("libmunge-dev",),
-    "/usr/include/http_parser.h": ("libhttp-parser-dev",),
-}
 
 
 def _exists(name: str) -> bool:
@@ -68,45 +36,28 @@ def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], Non
     if not missing:
         return
     if not is_installed("apt-get"):
-        raise TestbedError(
-            f"missing programs: {', '.join(missing)}",
-            where="testbed",
-            hint="install them yourself, because this machine has no apt-get",
-        )
-    with _no_services():
+        hint = "install them yourself, because this machine has no apt-get"
+        raise TestbedError(f"missing programs: {', '.join(missing)}", where="testbed", hint=hint)
+
+    def install_missing() -> tuple[str, str | None]:
         names = sorted({_choose_package(programs[program]) for program in missing})
         progress(f"installing {', '.join(names)}")
-        error = _apt(["install", "--no-install-recommends", *names], progress)
+        return ", ".join(names), _apt(["install", "--no-install-recommends", *names], progress)
+
+    with _no_services():
+        names, error = install_missing()
         if error is not None:
             progress("fetching apt's package lists")
             _apt(["update"], progress)
-            names = sorted({_choose_package(programs[program]) for program in missing})
-            error = _apt(["install", "--no-install-recommends", *names], progress)
+            names, error = install_missing()
     missing = [program for program in programs if not _exists(program)]
     if error is not None or missing:
-        raise TestbedError(
-            f"apt-get could not install {', '.join(names)}: {error or f'it has no {missing[0]}'}",
-            where="testbed",
-            hint=f"install {', '.join(names)} yourself",
-        )
+        problem = f"apt-get could not install {names}: {error or f'it has no {missing[0]}'}"
+        raise TestbedError(problem, where="testbed", hint=f"install {names} yourself")
 
 
 def _apt(arguments: list[str], progress: Callable[[str], None]) -> str | None:
     """Run apt-get with `arguments`. Return None if it succeeds, else its last error."""
-    argv = [
-        "apt-get",
-        "-q",
-        "-y",
-        "-o",
-        "Dpkg::Use-Pty=0",
-        "-o",
-        "DPkg::Lock::Timeout=300",
-        "-o",
-        "Dpkg::Options::=--force-confdef",
-        "-o",
-        "Dpkg::Options::=--force-confold",
-        *arguments,
-    ]
     env = system_env({"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1"})
     env.update({key: value for key, value in os.environ.items() if key.lower().endswith("_proxy")})
 
@@ -114,7 +65,7 @@ def _apt(arguments: list[str], progress: Callable[[str], None]) -> str | None:
         if line.startswith(("Setting up ", "Need to get ")):
             progress(line)
 
-    return run_showing(argv, env, show)
+    return run_showing([*TABLE["apt"], *arguments], env, show)
 
 
 @contextlib.contextmanager

@@ -6,14 +6,11 @@ in its command line, is below the state directory. Process ids are not recorded,
 would be those of other processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from holmes_hpc.errors import TestbedError
+from holmes_hpc.waiting import attempts
 
 SERVERS = ("munged", "mariadbd", "slurmdbd", "slurmctld")
 DAEMONS = (*SERVERS, "slurmd")
@@ -90,19 +88,15 @@ def kill_namespace(namespace: int, timeout_s: float = 15) -> None:
 
 
 def _kill_until_none(find_processes: Callable[[], list[TestbedProcess]], where: str, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while survivors := find_processes():
-        if time.monotonic() > deadline:
-            names = ", ".join(f"{p.program} ({p.pid})" for p in survivors[:5])
-            raise TestbedError(
-                f"processes are alive after SIGKILL: {names}",
-                where=where,
-                hint="look for the cause in dmesg, then run `holmes testbed down` again",
-            )
+    for _ in attempts(timeout_s, 0.05):
+        if not (survivors := find_processes()):
+            return
         for process in survivors:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        time.sleep(0.05)
+    names = ", ".join(f"{p.program} ({p.pid})" for p in survivors[:5])
+    hint = "look for the cause in dmesg, then run `holmes testbed down` again"
+    raise TestbedError(f"processes are alive after SIGKILL: {names}", where=where, hint=hint)
 
 
 @contextlib.contextmanager

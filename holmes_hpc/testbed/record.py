@@ -69,22 +69,16 @@ class Record:
         try:
             data: Any = json.loads((directory / FILE).read_text(encoding="utf-8"))
             if not isinstance(data, dict) or data.get("version") != VERSION:
-                raise TestbedError(
-                    "created by another version of holmes",
-                    where=where,
-                    hint="run `holmes testbed down` of that version",
-                )
+                hint = "run `holmes testbed down` of that version"
+                raise TestbedError("created by another version of holmes", where=where, hint=hint)
             return cls(**{**data, "namespaces": tuple(data["namespaces"])})
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError:
             raise TestbedError("cannot be read", where=where, hint="run as root") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TestbedError(
-                f"cannot be read: {error}",
-                where=where,
-                hint="restore it, or remove the testbed's namespaces and files yourself",
-            ) from None
+            hint = "restore it, or remove the testbed's namespaces and files yourself"
+            raise TestbedError(f"cannot be read: {error}", where=where, hint=hint) from None
 
     def write(self, directory: Path) -> None:
         """Replace the record. Only root can read it, because it contains the database password."""
@@ -117,15 +111,11 @@ def locked(directory: Path, create: bool) -> Iterator[bool]:
                 has_created = True
             except FileExistsError:
                 if not directory.is_dir():
-                    raise TestbedError(
-                        "it is not a directory", where=str(directory), hint="set HOLMES_TESTBED to another path"
-                    ) from None
+                    hint = "set HOLMES_TESTBED to another path"
+                    raise TestbedError("it is not a directory", where=str(directory), hint=hint) from None
             except OSError as error:
-                raise TestbedError(
-                    f"cannot be created: {error.strerror}",
-                    where=str(directory),
-                    hint="run as root, or set HOLMES_TESTBED",
-                ) from None
+                problem, hint = f"cannot be created: {error.strerror}", "run as root, or set HOLMES_TESTBED"
+                raise TestbedError(problem, where=str(directory), hint=hint) from None
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)

@@ -3,8 +3,6 @@
 It can be built here from Slurm's source, a folder or a tarball. Later testbeds reuse the build.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -24,19 +22,8 @@ from holmes_hpc.testbed.slurmconf import MUNGE, SLURM
 
 OLDEST, NEWEST = (22, 5), (26, 5)  # the range of tested releases
 RANGE = "22.05 to 26.05"
-PROGRAMS = (
-    "sbin/slurmctld",
-    "sbin/slurmd",
-    "sbin/slurmdbd",
-    "bin/srun",
-    "bin/sbatch",
-    "bin/sinfo",
-    "bin/sacct",
-    "bin/sacctmgr",
-    "bin/scontrol",
-    "bin/squeue",
-    "bin/scancel",
-)
+_CLIENTS = ("srun", "sbatch", "sinfo", "sacct", "sacctmgr", "scontrol", "squeue", "scancel")
+PROGRAMS = ("sbin/slurmctld", "sbin/slurmd", "sbin/slurmdbd", *(f"bin/{name}" for name in _CLIENTS))
 # The first release that needs auth/slurm here. With one munged for all nodes, it rejects a launch's credential on the
 # second node as a replay, except with --enable-multiple-slurmd (as Debian's). It is also the first in which commands
 # accept another path for auth/slurm's socket.
@@ -59,11 +46,8 @@ def check_prefix(prefix: Path) -> str:
     Raise TestbedError if there is none, or if its release is not tested."""
     missing = [name for name in PROGRAMS if not (prefix / name).is_file()]
     if missing:
-        raise TestbedError(
-            f"contains no {missing[0]}",
-            where=f"--slurm {prefix}",
-            hint="give the --prefix of Slurm's configure, after its `make install`",
-        )
+        hint = "give the --prefix of Slurm's configure, after its `make install`"
+        raise TestbedError(f"contains no {missing[0]}", where=f"--slurm {prefix}", hint=hint)
     version = run([str(prefix / "sbin/slurmd"), "-V"]).strip()
     if not OLDEST <= parse_release(version) <= NEWEST:
         raise TestbedError(f"this is {version}", where=f"--slurm {prefix}", hint=f"give a Slurm of {RANGE}")
@@ -77,11 +61,9 @@ def auth_plugin(prefix: Path, version: str) -> str:
         return SLURM
     if "auth_munge" in plugins:
         return MUNGE
-    raise TestbedError(
-        f"{version} was built without auth/slurm and without auth/munge",
-        where=f"--slurm {prefix}",
-        hint="install libjwt-dev (or libmunge-dev), configure it again and build it",
-    )
+    problem = f"{version} was built without auth/slurm and without auth/munge"
+    hint = "install libjwt-dev (or libmunge-dev), configure it again and build it"
+    raise TestbedError(problem, where=f"--slurm {prefix}", hint=hint)
 
 
 # --- build from source -----------------------------------------------------------------------------------------------
@@ -150,20 +132,14 @@ def _unpack(source: Path, target: Path) -> Path:
     where = f"--slurm-source {source}"
     tree = source
     if source.is_file():
-        try:
-            with tarfile.open(source) as archive:
-                archive.extractall(target, filter="data")
-        except (tarfile.TarError, OSError) as e:
-            raise TestbedError(
-                f"not a tarball: {e}", where=where, hint="give slurm-VERSION.tar.bz2 or .tar.gz"
-            ) from None
+        hint = "give slurm-VERSION.tar.bz2 or .tar.gz"
+        refused = TestbedError.instead_of(tarfile.TarError, OSError, where=where, hint=hint, what="not a tarball:")
+        with refused, tarfile.open(source) as archive:
+            archive.extractall(target, filter="data")
         tree = next((path.parent for path in sorted(target.glob("*/configure"))), target)
     if not (tree / "configure").is_file() or not (tree / "META").is_file():
-        raise TestbedError(
-            "contains no Slurm (configure, META)",
-            where=where,
-            hint="give the folder, or the tarball, of a release of Slurm's source",
-        )
+        hint = "give the folder, or the tarball, of a release of Slurm's source"
+        raise TestbedError("contains no Slurm (configure, META)", where=where, hint=hint)
     return tree
 
 

@@ -1,13 +1,11 @@
 """The texts of Slurm's configuration files for one testbed."""
 
-from __future__ import annotations
-
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from holmes_hpc.testbed.network import Wiring
-from holmes_hpc.testbed.topology import PRIORITY, Topology
+from holmes_hpc.testbed.topology import PRIORITY, SLURM_CONF, Topology
 
 CLUSTER = "holmes"
 MUNGE, SLURM = "munge", "slurm"  # auth plugins, values of a testbed's `auth`
@@ -39,62 +37,19 @@ def host_name() -> str:
     return socket.gethostname().split(".")[0]
 
 
-def _auth_settings(paths: Paths, auth: str) -> dict[str, str]:
-    # A requeued job restarts only after cred_expire. The default of 120 s would slow down recovery tests.
-    if auth == SLURM:
-        return {"AuthType": "auth/slurm", "CredType": "cred/slurm", "AuthInfo": "cred_expire=5"}
-    return {
-        "AuthType": "auth/munge",
-        "AuthInfo": f"cred_expire=5,socket={paths.munge_socket}",
-        # Connections to slurmdbd ignore AuthInfo and read munge's socket from this setting.
-        "AccountingStoragePass": str(paths.munge_socket),
-    }
+def _lines(settings: Mapping[str, object], **values: object) -> list[str]:
+    """Return the lines of a configuration file, with `values` in place of the names in braces."""
+    return [f"{key}={str(value).format(**values)}" for key, value in settings.items()]
 
 
 def slurm_conf(paths: Paths, wiring: Wiring, ports: dict[str, int], auth: str = MUNGE) -> str:
-    """Return the text of slurm.conf for all daemons and clients. The topology's settings replace those of the testbed.
-    The nodes may have more CPUs than the machine."""
+    """Return the text of slurm.conf for all daemons and clients. The topology's settings replace the defaults."""
     topology = wiring.topology
-    settings = {
-        "ClusterName": CLUSTER,
-        "SlurmctldHost": f"{host_name()}({wiring.gateway})",
-        "SlurmctldPort": str(ports["slurmctld"]),
-        "SlurmdPort": str(ports["slurmd"]),
-        "SlurmUser": "root",
-        "SlurmdUser": "root",
-        **_auth_settings(paths, auth),
-        "StateSaveLocation": str(paths.save),
-        "SlurmdSpoolDir": f"{paths.spool}/%n",
-        "SlurmctldPidFile": f"{paths.run}/slurmctld.pid",
-        "SlurmdPidFile": f"{paths.run}/slurmd.%n.pid",
-        "SlurmctldLogFile": f"{paths.log}/slurmctld.log",
-        "SlurmdLogFile": f"{paths.log}/slurmd.%n.log",
-        "SlurmctldParameters": "enable_expedited_requeue",  # for sbatch --requeue=expedite, since 25.11
-        "SlurmctldTimeout": "30",
-        "SlurmdTimeout": "10",
-        "SlurmdParameters": "config_overrides",
-        "KillWait": "5",
-        "ReturnToService": "2",
-        "MpiDefault": "none",
-        "ProctrackType": "proctrack/linuxproc",
-        "TaskPlugin": "task/none",
-        "SelectType": "select/cons_tres",
-        "SelectTypeParameters": "CR_CPU",
-        "SchedulerType": "sched/backfill",
-        "SchedulerParameters": "bf_interval=1,sched_interval=1,bf_hetjob_immediate",
-        # Tests can add partitions that preempt each other: scontrol create PartitionName=… PriorityTier=…
-        "PreemptType": "preempt/partition_prio",
-        "PreemptMode": "REQUEUE",
-        "MailProg": "/bin/true",
-        "AccountingStorageType": "accounting_storage/slurmdbd",
-        "AccountingStorageHost": wiring.gateway,
-        "AccountingStoragePort": str(ports["slurmdbd"]),
-        "JobAcctGatherType": "jobacct_gather/none",
-        "JobCompType": "jobcomp/none",
-    }
     overridden = {key.lower() for key in topology.slurm}
+    settings = {**SLURM_CONF["own"], **SLURM_CONF["auth"][auth], **SLURM_CONF["defaults"]}
+    settings = {key: value for key, value in settings.items() if key.lower() not in overridden}
     lines = [
-        *(f"{key}={value}" for key, value in settings.items() if key.lower() not in overridden),
+        *_lines(settings, paths=paths, ports=ports, host=host_name(), gateway=wiring.gateway, cluster=CLUSTER),
         *(f"{key}={value}" for key, value in topology.slurm.items()),
         *(
             f"NodeName={node.name} NodeHostname={node.name} NodeAddr={wiring.management(node)} "
@@ -128,28 +83,9 @@ def _partitions(topology: Topology) -> Iterator[str]:
 
 def slurmdbd_conf(paths: Paths, wiring: Wiring, ports: dict[str, int], password: str, auth: str = MUNGE) -> str:
     """Return the text of slurmdbd.conf. The file must be beside slurm.conf and readable only by root."""
-    return (
-        "\n".join(
-            [
-                f"AuthType=auth/{auth}",
-                *([f"AuthInfo=socket={paths.munge_socket}"] if auth == MUNGE else []),
-                f"DbdHost={host_name()}",
-                f"DbdAddr={wiring.gateway}",
-                f"DbdPort={ports['slurmdbd']}",
-                "SlurmUser=root",
-                "DebugLevel=info",
-                f"LogFile={paths.log}/slurmdbd.log",
-                f"PidFile={paths.run}/slurmdbd.pid",
-                "StorageType=accounting_storage/mysql",
-                "StorageHost=127.0.0.1",
-                f"StoragePort={ports['database']}",
-                "StorageLoc=slurm_acct_db",
-                "StorageUser=slurm",
-                f"StoragePass={password}",
-            ]
-        )
-        + "\n"
-    )
+    settings = SLURM_CONF["slurmdbd"] | ({"AuthInfo": "socket={paths.munge_socket}"} if auth == MUNGE else {})
+    values = {"ports": ports, "host": host_name(), "gateway": wiring.gateway, "password": password, "auth": auth}
+    return "\n".join(_lines(settings, paths=paths, **values)) + "\n"
 
 
 def database_sql(password: str) -> str:

@@ -4,8 +4,6 @@ All files are in one state directory (`record.state_dir`). The record there name
 interface and processes. So testbeds in different directories, and the machine's own Slurm, do not affect each other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -95,11 +93,8 @@ def up(
         if record is not None and record.ready:
             testbed = _load(directory, record)
             if programs not in (None, (record.release, record.slurm)) or text not in (None, record.topology):
-                raise TestbedError(
-                    f"another one is up ({testbed.wiring.topology.name}, {record.slurm or record.release})",
-                    where=f"testbed in {directory}",
-                    hint="run `holmes testbed down` first",
-                )
+                problem = f"another one is up ({testbed.wiring.topology.name}, {record.slurm or record.release})"
+                raise TestbedError(problem, where=f"testbed in {directory}", hint="run `holmes testbed down` first")
             if _repair(testbed, progress):
                 return
             progress("the testbed is broken: recreating it")
@@ -209,11 +204,8 @@ def _wait_for_nodes(testbed: Testbed, progress: Callable[[str], None], check_ali
             return
         if time.monotonic() > start + READY_S:
             node_states = ", ".join(f"{node} is {states[node]}" for node in unregistered[:5])
-            raise TestbedError(
-                f"{node_states} after {READY_S} s",
-                where="testbed",
-                hint=f"check that no firewall drops traffic of {testbed.wiring.uplink}",
-            )
+            hint = f"check that no firewall drops traffic of {testbed.wiring.uplink}"
+            raise TestbedError(f"{node_states} after {READY_S} s", where="testbed", hint=hint)
         if (now := time.monotonic()) - last_progress > daemons.PROGRESS_S:
             last_progress = now
             progress(f"waiting for {', '.join(unregistered)} to register, {now - start:.0f} s of at most {READY_S}")
@@ -234,13 +226,9 @@ def _daemons_alive(testbed: Testbed) -> dict[str, bool]:
     alive = processes.find(testbed.paths.root, inodes)
     servers = {process.program for process in alive}
     nodes = {inodes.get(process.namespace) for process in alive if process.program == "slurmd"}
-    return {
-        **{program: program in servers for program in testbed.servers},
-        **{
-            f"slurmd.{node.name}": testbed.wiring.namespace(node.name) in nodes
-            for node in testbed.wiring.topology.nodes
-        },
-    }
+    names = [node.name for node in testbed.wiring.topology.nodes]
+    of_nodes = {f"slurmd.{name}": testbed.wiring.namespace(name) in nodes for name in names}
+    return {program: program in servers for program in testbed.servers} | of_nodes
 
 
 def _repair(testbed: Testbed, progress: Callable[[str], None]) -> bool:
@@ -252,17 +240,9 @@ def _repair(testbed: Testbed, progress: Callable[[str], None]) -> bool:
         if dead:
             progress(f"restarting: {', '.join(dead)}")
             _start_servers(testbed, dead, progress)
-        check_alive = daemons.start(
-            [
-                daemons.slurmd_daemon(testbed, node.name)
-                for node in testbed.wiring.topology.nodes
-                if f"slurmd.{node.name}" in dead
-            ],
-            testbed,
-            READY_S,
-            progress,
-        )
-        _wait_for_nodes(testbed, progress, check_alive)
+        nodes = [node.name for node in testbed.wiring.topology.nodes if f"slurmd.{node.name}" in dead]
+        slurmds = [daemons.slurmd_daemon(testbed, name) for name in nodes]
+        _wait_for_nodes(testbed, progress, daemons.start(slurmds, testbed, READY_S, progress))
     except TestbedError as error:
         progress(str(error))
         return False
@@ -321,14 +301,8 @@ def exec_in(
     refuse("testbed exec", (not argv, "no command", "write it after --"), error=TestbedError)
     require_machine()
     try:
-        return subprocess.run(
-            daemons.node_command(testbed, node, argv),
-            env={**system_env(), **os.environ, **_env(testbed)},
-            check=False,
-            text=True,
-            capture_output=capture,
-            timeout=timeout_s,
-        )
+        command, env = daemons.node_command(testbed, node, argv), {**system_env(), **os.environ, **_env(testbed)}
+        return subprocess.run(command, env=env, check=False, text=True, capture_output=capture, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise TestbedError(f"not done in {timeout_s} s", where=f"{node}: {argv[0]}", hint="allow more time") from None
 

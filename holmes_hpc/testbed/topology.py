@@ -1,7 +1,5 @@
 """The topology of a testbed: fabrics, nodes, rates and partitions, read from YAML and checked."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +10,7 @@ import yaml
 
 from holmes_hpc.errors import TestbedError, nearest
 from holmes_hpc.schema import check, key, make, refuse
+from holmes_hpc.tables import read_table
 
 FOLDER = Path(__file__).parent / "topologies"  # in the repository slurm/testbed
 NICS = ("ib", "roce", "ethernet")
@@ -23,35 +22,8 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 _PREFIX = re.compile(r"[a-z][a-z0-9-]{0,5}")  # prefix, number and "-mgmt0" are an interface name: 15 characters
 _SETTING = re.compile(r"[A-Za-z]+")
 _VALUE = re.compile(r"[^\s#\"'\\]{1,400}")
-# Settings that the testbed sets itself, to avoid conflicts with other testbeds and the machine's own Slurm.
-RESERVED = frozenset(
-    key.lower()
-    for key in (
-        "ClusterName",
-        "SlurmctldHost",
-        "SlurmctldPort",
-        "SlurmdPort",
-        "SlurmUser",
-        "SlurmdUser",
-        "AuthType",
-        "AuthInfo",
-        "StateSaveLocation",
-        "SlurmdSpoolDir",
-        "SlurmctldPidFile",
-        "SlurmdPidFile",
-        "SlurmctldLogFile",
-        "SlurmdLogFile",
-        "AccountingStorageHost",
-        "AccountingStoragePass",
-        "AccountingStoragePort",
-        "AccountingStorageType",
-        "NodeName",
-        "PartitionName",
-        "Include",
-        "PluginDir",
-        "SlurmdParameters",
-    )
-)
+SLURM_CONF: dict[str, Any] = read_table(str(Path(__file__).with_name("slurmconf.py")))
+RESERVED = frozenset(key.lower() for key in (*SLURM_CONF["own"], *SLURM_CONF["also_reserved"]))
 
 
 def format_rate(mbit: float) -> str:
@@ -212,9 +184,8 @@ def parse(text: str, where: str) -> Topology:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         position = f" in line {line + 1}" if line is not None else ""
-        raise TestbedError(
-            f"not YAML{position}", where=where, hint="correct it; slurm/testbed/default.yaml is an example"
-        ) from None
+        hint = "correct it; slurm/testbed/default.yaml is an example"
+        raise TestbedError(f"not YAML{position}", where=where, hint=hint) from None
     if not isinstance(data, dict):
         raise TestbedError("it has no keys with values", where=where, hint="slurm/testbed/default.yaml is an example")
     try:
@@ -231,19 +202,17 @@ def find_file(path: str | Path | None) -> Path:
         if candidate.is_file():
             return candidate
     names = [p.stem for p in FOLDER.glob("*.yaml")] if FOLDER.is_dir() else []
-    raise TestbedError(
-        "no such topology file", where=str(path), hint=nearest(path.stem, names) if names else "give a YAML file"
-    )
+    hint = nearest(path.stem, names) if names else "give a YAML file"
+    raise TestbedError("no such topology file", where=str(path), hint=hint)
 
 
 def read_text(path: str | Path | None) -> str:
     """Return the text of the topology file for `path` (see :func:`find_file`).
     Raise TestbedError if the file is missing, unreadable or no topology."""
     file = find_file(path)
-    try:
+    unreadable = (OSError, UnicodeDecodeError)
+    with TestbedError.instead_of(*unreadable, where=file, hint="give a readable YAML file", what="cannot be read:"):
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TestbedError(f"cannot be read: {error}", where=str(file), hint="give a readable YAML file") from None
     parse(text, str(file))
     return text
 

@@ -5,8 +5,6 @@ Everything else (the checkout, home directories, /tmp, the state directory, /pro
 The mounts end with the process, so the machine's mount table stays unchanged.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,30 +12,19 @@ from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.schema import refuse
+from holmes_hpc.testbed import packages
 from holmes_hpc.testbed.commands import is_installed, run_showing, system_env
 
 NATIVE = "bookworm"  # stands for the machine's own Slurm, whatever its release is
 RELEASES = (NATIVE, "trixie")
-PACKAGES = (
-    "slurmctld",
-    "slurmd",
-    "slurm-client",
-    "slurmdbd",
-    "munge",
-    "mariadb-server-core",
-    "mariadb-client-core",
-    "iproute2",
-    "procps",
-    "python3",
-    "python3-venv",
-    "ca-certificates",
-    "g++",
-    "make",
-    "git",
-)
 # Files copied from the machine's /etc into the release's: users, name resolution, certificates, Python's package index.
 SHARED_FILES = ("passwd", "group", "hosts", "resolv.conf", "localtime", "ssl/certs/ca-certificates.crt", "pip.conf")
 PARTS = ("lib", "lib64", "libexec", "share", "include", "sbin", "bin")  # libraries first, which `mount` then uses
+
+SLURM_CLIENTS = (
+    *("sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "sdiag", "sinfo", "sprio"),
+    *("squeue", "sreport", "srun", "sstat"),
+)
 
 # $0 is the release's root. /usr/local stays the machine's.
 _ENTER = (
@@ -79,15 +66,8 @@ def create(root: Path, release: str, mark: Mapping[str, str], progress: Callable
         (not is_installed("debootstrap"), "debootstrap is not installed", "install it"),
         error=TestbedError,
     )
-    argv = [
-        "unshare",
-        "--mount",
-        "debootstrap",
-        "--variant=minbase",
-        f"--include={','.join(PACKAGES)}",
-        release,
-        str(root),
-    ]
+    include = f"--include={','.join(packages.TABLE['release'])}"
+    argv = ["unshare", "--mount", "debootstrap", "--variant=minbase", include, release, str(root)]
     progress(f"fetching Debian {release} (half a gigabyte, a minute or two)")
     last_shown = time.monotonic()
 
@@ -99,11 +79,8 @@ def create(root: Path, release: str, mark: Mapping[str, str], progress: Callable
 
     error = run_showing(argv, system_env(mark), show, kill=True)
     if error is not None:
-        raise TestbedError(
-            f"debootstrap failed: {error}",
-            where=f"testbed --release {release}",
-            hint="check that the Debian mirror can be reached",
-        )
+        hint = "check that the Debian mirror can be reached"
+        raise TestbedError(f"debootstrap failed: {error}", where=f"testbed --release {release}", hint=hint)
     for name in SHARED_FILES:
         source, target = Path("/etc") / name, root / "etc" / name
         if source.exists():
@@ -115,30 +92,9 @@ def write_wrappers(root: Path, folder: Path) -> None:
     """Write scripts into `folder` that run programs of the release in `root`: one for each of Slurm's client commands,
     and `in-release COMMAND` for any program."""
     folder.mkdir(mode=0o755, exist_ok=True)
-    clients = [path.name for path in (root / "usr" / "bin").iterdir() if path.name in CLIENTS]
+    clients = [path.name for path in (root / "usr" / "bin").iterdir() if path.name in SLURM_CLIENTS]
     for name in (*clients, "in-release"):
         script = folder / name
         call = "" if name == "in-release" else f"/usr/bin/{name} "
         script.write_text(f"#!/bin/sh\nexec unshare --mount sh -c '{_ENTER}' '{root}' {call}\"$@\"\n", encoding="utf-8")
         script.chmod(0o755)
-
-
-CLIENTS = frozenset(
-    (
-        "sacct",
-        "sacctmgr",
-        "salloc",
-        "sattach",
-        "sbatch",
-        "sbcast",
-        "scancel",
-        "scontrol",
-        "sdiag",
-        "sinfo",
-        "sprio",
-        "squeue",
-        "sreport",
-        "srun",
-        "sstat",
-    )
-)

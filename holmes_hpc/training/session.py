@@ -40,6 +40,7 @@ from holmes_hpc.training.rank.failure import RankExit, Watchdog
 from holmes_hpc.training.rank.launch import Launch, check_launch, job_nodes, read_launch
 from holmes_hpc.training.rank.log import RankLog, log_line
 from holmes_hpc.training.rank.signals import Signals
+from holmes_hpc.waiting import wait_until
 
 LOCK_WAIT_S = 15.0  # for the ranks of an attempt that has just ended
 NO_ATTEMPT = -1  # number of an attempt that the run does not record
@@ -88,13 +89,8 @@ def run_directory(path: str | None) -> RunDirectory:
     if not path:
         raise RunFailed("no run_dir", where="train", hint="give run_dir=DIR")
     run = RunDirectory(path)
-    deadline = time.monotonic() + 20  # rank 0 may still be creating it on a slow file system
-    while not run.exists():
-        if time.monotonic() > deadline:
-            raise RunFailed(
-                "no run.yaml", where=str(run.path), hint="put run_dir on a file system that all nodes share"
-            )
-        time.sleep(0.1)
+    if not wait_until(run.exists, 20, 0.1):  # rank 0 may still be creating it on a slow file system
+        raise RunFailed("no run.yaml", where=str(run.path), hint="put run_dir on a file system that all nodes share")
     return run
 
 

@@ -3,8 +3,6 @@
 The files come in pairs for some hundred runs each: `runs-ID.arrow` has a row per run, `steps-ID.arrow` the steps of
 these runs, in the same order. They are memory-mapped."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Sequence

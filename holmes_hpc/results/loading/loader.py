@@ -4,10 +4,8 @@
     runs[runs.state == "completed"].groupby("environment").samples_per_s.median()
 
 `path` is a run, a directory of runs, a Hydra multirun tree or a sweep. Completed, failed, active and unreadable runs
-all have a row. holmes_hpc/results/columns.py describes the columns. If there are more than a few runs, they are cached
-in `.holmes-cache/` under `path`, if that is writable. A run is read again when its files have changed."""
-
-from __future__ import annotations
+all have a row. holmes_hpc/results/columns.yaml describes the columns. More than a few runs are cached in
+`.holmes-cache/` under `path`, if that is writable. A run is read again when its files have changed."""
 
 import json
 import os

@@ -1,8 +1,6 @@
 """Reader of one run directory: its row in the table of runs, and its steps.
 
-A new column is declared in `results/columns.py`, and its value is set here."""
-
-from __future__ import annotations
+A new column is declared in `results/columns.yaml`, and its value is set here."""
 
 import math
 import os
@@ -19,7 +17,7 @@ from holmes_hpc.records.files import to_json
 from holmes_hpc.records.rates import RATES, first_attempt_of_plan, harmonic_mean
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import missing_fields
-from holmes_hpc.records.untrusted import from_json, from_yaml, read_file
+from holmes_hpc.records.untrusted import from_yaml, read_file, read_object
 from holmes_hpc.results.columns import FAMILIES, PARTS, RUN_COLUMNS
 from holmes_hpc.results.loading.steps import NO_STEPS, Floats, Steps, read_steps
 from holmes_hpc.results.plans import integer, mapping, number, plan_columns, read_plan, text
@@ -44,7 +42,8 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
                 error="no run.yaml: the job ended before it recorded the run", overrides=_read_hydra_overrides(run.path)
             )
         return row, NO_STEPS
-    plan, result = read_plan(run), _read_result(run)
+    plan = read_plan(run)
+    result = (read_object(run.result_path) or {}) if run.result_path.exists() else None  # empty: unreadable
     try:
         steps = read_steps(run, first_attempt_of_plan(record))
         row.update(_identity(record, steps, result or {}), **_configuration(record), **plan_columns(plan))
@@ -203,16 +202,6 @@ def _medians(values: Floats) -> Floats:
     ordered, count = np.sort(values, axis=1), (~np.isnan(values)).sum(axis=1, keepdims=True)  # NaN comes last
     middle_pairs = np.take_along_axis(ordered, np.concatenate([(count - 1) // 2, count // 2], axis=1), axis=1)
     return np.asarray(middle_pairs.mean(axis=1))
-
-
-def _read_result(run: RunDirectory) -> dict[str, Any] | None:
-    """Return the content of result.json; empty if it is unreadable, None if it is missing."""
-    try:
-        return mapping(from_json(read_file(run.result_path)))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        return {}
 
 
 def _read_hydra_overrides(directory: Path) -> list[str]:

@@ -2,8 +2,6 @@
 
 pyarrow reads metrics.jsonl, or the slower reader of `records` if a line is broken or unusual."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The batch script of a job, for the executor, for ``holmes submit --dry-run`` and for the templates."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
@@ -14,6 +12,7 @@ from holmes_hpc.errors import SubmissionError
 from holmes_hpc.interpreter import module_arguments
 from holmes_hpc.schema import refuse
 from holmes_hpc.submission.executor.component import (
+    TABLE,
     ComponentRequest,
     Value,
     as_list,
@@ -24,27 +23,6 @@ from holmes_hpc.submission.executor.component import (
 
 USER_SIGNAL = "USR2"  # submitit's; NCCL may catch USR1
 SIGNAL_DELAY_S = 90  # submitit's
-# In a hetjob's batch script these describe component 0 only, but srun applies them to all components.
-FIRST_COMPONENT_VARIABLES = (
-    "SLURM_CPUS_PER_TASK",
-    "SRUN_CPUS_PER_TASK",
-    "SLURM_CPUS_PER_GPU",
-    "SLURM_GPUS",
-    "SLURM_GPUS_PER_NODE",
-    "SLURM_GPUS_PER_TASK",
-    "SLURM_GPUS_PER_SOCKET",
-    "SLURM_MEM_PER_CPU",
-    "SLURM_MEM_PER_GPU",
-    "SLURM_MEM_PER_NODE",
-    "SLURM_NTASKS",
-    "SLURM_NPROCS",
-    "SLURM_NTASKS_PER_NODE",
-    "SLURM_TASKS_PER_NODE",
-    "SLURM_NTASKS_PER_GPU",
-    "SLURM_TRES_PER_TASK",
-    "SLURM_NNODES",
-    "SLURM_JOB_NUM_NODES",
-)
 _DEPENDENCY = re.compile(r"[\w:,?+]+", re.ASCII)
 
 
@@ -297,7 +275,7 @@ def script_text(
     step = _step(job, commands) if job.use_srun else " ".join(_program(job, job.components[0], commands[0]))
     record = None if job.exit_record is None else job.quote(job.exit_record)
     errors = job.quote(job.step_errors) if job.step_errors else ""
-    unset_names = " \\\n  ".join(textwrap.wrap(" ".join(FIRST_COMPONENT_VARIABLES), 100))
+    unset_names = " \\\n  ".join(textwrap.wrap(" ".join(TABLE["first_component_variables"]), 100))
     release = shlex.join([sys.executable, *module_arguments("holmes_hpc.submission.executor.throttle")])
     lines = [
         "#!/bin/bash",

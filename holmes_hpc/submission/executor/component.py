@@ -9,56 +9,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from holmes_hpc.errors import SubmissionError, nearest
+from holmes_hpc.schema import refuse
+from holmes_hpc.tables import read_table
 
 Value = str | int | bool
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]{}()&|*!^~?<>$;-]+", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
-# The sbatch options of a whole job, written with its first component. All others belong to one component.
-JOB_OPTIONS = frozenset(
-    (
-        "array",
-        "bb",
-        "bbf",
-        "begin",
-        "chdir",
-        "clusters",
-        "comment",
-        "deadline",
-        "delay-boot",
-        "dependency",
-        "error",
-        "export",
-        "export-file",
-        "get-user-env",
-        "gid",
-        "hold",
-        "input",
-        "job-name",
-        "kill-on-invalid-dep",
-        "licenses",
-        "mail-type",
-        "mail-user",
-        "nice",
-        "no-requeue",
-        "open-mode",
-        "output",
-        "parsable",
-        "priority",
-        "profile",
-        "propagate",
-        "quiet",
-        "requeue",
-        "signal",
-        "spread-job",
-        "time",
-        "time-min",
-        "uid",
-        "verbose",
-        "wait",
-        "wait-all-nodes",
-        "wckey",
-    )
-)
+TABLE: dict[str, Any] = read_table(__file__)
+JOB_OPTIONS, ALIASES = frozenset[str](TABLE["job_options"]), TABLE["aliases"]
 TASK_SETTINGS = ("container", "mounts", "environment", "setup", "python", "srun_args")  # not sbatch options
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 MAX_VALUE_BYTES = 4000  # sbatch reads a directive into a buffer of 8 KiB
@@ -78,19 +36,15 @@ def sbatch_word(value: object, name: str = "value") -> str:
 def check_value(text: str, name: str) -> None:
     """Raise SubmissionError if no ``#SBATCH`` line can contain `text`, because it has control characters (newlines),
     is not Unicode or is very long. `name`: of the option, for errors."""
-    control_character = next((c for c in text if ord(c) < 32 or ord(c) == 127), None)
-    if control_character is not None:
-        raise SubmissionError(
-            f"{name} {text[:40]!r} contains the control character {control_character!r}",
-            where="sbatch",
-            hint="remove it",
-        )
-    if any(0xD800 <= ord(c) <= 0xDFFF for c in text):
-        raise SubmissionError(f"{name} {text[:40]!r} is not Unicode text", where="sbatch", hint="use UTF-8")
-    if len(text.encode()) > MAX_VALUE_BYTES:
-        raise SubmissionError(
-            f"{name} is {len(text.encode())} bytes long, more than sbatch reads", where="sbatch", hint="shorten it"
-        )
+    control, size = next((c for c in text if ord(c) < 32 or ord(c) == 127), ""), len(text.encode(errors="replace"))
+    excerpt = f"{name} {text[:40]!r}"
+    refuse(
+        "sbatch",
+        (control, f"{excerpt} contains the control character {control!r}", "remove it"),
+        (any(0xD800 <= ord(c) <= 0xDFFF for c in text), f"{excerpt} is not Unicode text", "use UTF-8"),
+        (size > MAX_VALUE_BYTES, f"{name} is {size} bytes long, more than sbatch reads", "shorten it"),
+        error=SubmissionError,
+    )
 
 
 def shell_word(text: str, job_id: str = '"$SLURM_JOB_ID"') -> str:
@@ -171,11 +125,8 @@ class ComponentRequest:
             object.__setattr__(self, key, value)
         for name, _ in self.environment:
             if not _VARIABLE.fullmatch(name):
-                raise SubmissionError(
-                    f"environment: {name!r} is not the name of a variable",
-                    where="component",
-                    hint="write {NAME: value}",
-                )
+                problem = f"environment: {name!r} is not the name of a variable"
+                raise SubmissionError(problem, where="component", hint="write {NAME: value}")
         for key, value in self.options():
             check_value(str(value), key)
 
@@ -215,12 +166,6 @@ class ComponentRequest:
         return [f"--{k}" if v is True else f"--{k}={v}" for k, v in self.options()]
 
 
-ALIASES = {
-    "ntasks_per_node": "tasks_per_node",
-    "additional_parameters": "additional",
-    "num_gpus": "gpus_per_node",
-    "gpus": "gpus_per_node",
-}
 COMPONENT_KEYS = frozenset(f.name for f in fields(ComponentRequest))
 
 
@@ -238,21 +183,16 @@ def parse_component(
         return values
     where = f"component {index}"
     if not isinstance(values, Mapping):
-        raise SubmissionError(
-            f"{values!r} is not a mapping of options",
-            where=where,
-            hint="write {partition: …, nodes: …, tasks_per_node: …}",
-        )
+        hint = "write {partition: …, nodes: …, tasks_per_node: …}"
+        raise SubmissionError(f"{values!r} is not a mapping of options", where=where, hint=hint)
     for key in values:
         if ALIASES.get(key, key) not in (*COMPONENT_KEYS, "mem_gb"):
             raise SubmissionError(f"unknown key {key!r}", where=where, hint=nearest(str(key), COMPONENT_KEYS))
     settings = {**(defaults or {}), **{ALIASES.get(k, k): v for k, v in values.items() if v is not None}}
     if "mem_gb" in settings:
         settings["mem"] = format_memory(settings.pop("mem_gb"))
-    try:
+    with SubmissionError.instead_of(SubmissionError, where=where):
         return ComponentRequest(**settings)
-    except SubmissionError as e:
-        raise SubmissionError(e.what, where=where, hint=e.hint) from e
 
 
 def node_share(

@@ -6,8 +6,6 @@ SLURM_NNODES (of the whole job), SLURMD_NODENAME, and each component's node list
 node name.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

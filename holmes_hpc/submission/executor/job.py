@@ -1,7 +1,5 @@
 """A submitted job: submitit's Job class with the right states for heterogeneous jobs."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence
@@ -20,14 +18,8 @@ from holmes_hpc.slurm.job_states import JobState, out_of_memory
 from holmes_hpc.submission.executor.environment import preempt_signal
 from holmes_hpc.submission.executor.watcher import WATCHER, JobIdentity
 
-_TICKET_TYPES: dict[str, Any] = {
-    "name": str,
-    "submitted": (int, float),
-    "components": int,
-    "tasks": int,
-    "token": str,
-    "batch_logs": list,
-}
+_TICKET_TYPES: dict[str, Any] = {"name": str, "submitted": (int, float), "components": int, "tasks": int}
+_TICKET_TYPES |= {"token": str, "batch_logs": list}
 
 
 def ticket_path(folder: Path, job_id: str) -> Path:
@@ -69,16 +61,9 @@ class SlurmHetJob(core.Job[Any]):
         """Tell the watcher which job has this id. Return True if it knew another job with this id, which it forgets."""
         folder = self.paths.folder
         ticket = read_ticket(folder, self.job_id)  # without a ticket, only the id identifies the job
-        return self.watcher.set_identity(
-            self.job_id,
-            JobIdentity(
-                ticket.get("name"),
-                ticket.get("submitted"),
-                folder / f"{self.job_id}_exit",
-                int(ticket.get("components") or 1),
-                ticket.get("token"),
-            ),
-        )
+        record, components = folder / f"{self.job_id}_exit", int(ticket.get("components") or 1)
+        identity = JobIdentity(ticket.get("name"), ticket.get("submitted"), record, components, ticket.get("token"))
+        return self.watcher.set_identity(self.job_id, identity)
 
     def write_ticket(self, name: str, submitted: float, **fields: Any) -> None:
         """Write the job's ticket, for this process and for later readers of the folder. `submitted`: Unix seconds;
@@ -101,11 +86,8 @@ class SlurmHetJob(core.Job[Any]):
         """Cancel all components by the leader's id. With `check`, raise SubmissionError if Slurm refuses."""
         answer = slurm_with_retries([self._cancel_command, self.job_id], patience_s=60 if check else 0)
         if check and not answer.ok and "Invalid job id" not in answer.err:
-            raise SubmissionError(
-                answer.reason,
-                where=f"scancel {self.job_id}",
-                hint="check that slurmctld runs (`scontrol ping`), then cancel again",
-            )
+            hint = "check that slurmctld runs (`scontrol ping`), then cancel again"
+            raise SubmissionError(answer.reason, where=f"scancel {self.job_id}", hint=hint)
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
         """Return (outcome, result) of this task, as submitit does, with some differences.
@@ -163,6 +145,5 @@ class SlurmHetJob(core.Job[Any]):
         for name in ([] if timeout else ["TERM"]) + [preempt_signal()]:
             answer = slurm_with_retries([self._cancel_command, self.job_id, "--signal", name], patience_s=0)
             if not answer.ok:
-                raise SubmissionError(
-                    answer.reason, where=f"scancel {self.job_id} --signal {name}", hint="check that the job runs"
-                )
+                where = f"scancel {self.job_id} --signal {name}"
+                raise SubmissionError(answer.reason, where=where, hint="check that the job runs")

@@ -3,8 +3,6 @@
 An infeasible component is never submitted in a heterogeneous job: before Slurm 24.11 it can crash the controller.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -18,6 +16,7 @@ from itertools import combinations
 from typing import Any, cast
 
 from holmes_hpc.errors import SiteError, SubmissionError, nearest
+from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.accounting import Qos, read_job_limits, read_qos
 from holmes_hpc.slurm.commands import Answer, slurm_with_retries
 from holmes_hpc.slurm.constraint import matcher
@@ -30,6 +29,11 @@ TIME_LIMIT_HINT = "request less time, or name a QOS that allows more"
 MAX_SUBSETS = 4096  # of components, above which check_fit checks nothing
 _cache: dict[object, tuple[float, Any]] = {}
 log = logging.getLogger(__name__)
+# Conditions of a component without which it may be feasible, in the order in which they are left out.
+_CONDITIONS = (
+    *("constraint", "nodelist", "gres", "gpus_per_node", "mem", "mem_per_cpu", "cpus_per_task", "exclusive"),
+    *("reservation", "qos", "account"),
+)
 _STARTS = re.compile(r"[Jj]ob \d+ to start at (\S+)(?: a)? using ")
 
 
@@ -49,11 +53,8 @@ def try_component(request: ComponentRequest, *, timeout_min: object = None) -> A
 def _test_job(arguments: Sequence[str]) -> Answer:
     answer = slurm_with_retries(["sbatch", "--test-only", *arguments, "--wrap=:"])
     if answer.away:  # the component itself may be feasible
-        raise SubmissionError(
-            answer.reason,
-            where="sbatch --test-only",
-            hint="wait until the controller answers (`scontrol ping`), then submit again",
-        )
+        hint = "wait until the controller answers (`scontrol ping`), then submit again"
+        raise SubmissionError(answer.reason, where="sbatch --test-only", hint=hint)
     return answer
 
 
@@ -79,9 +80,8 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
         if config is not None and config.limits_enforced:
             qos = _site_fact("qos", read_qos) or Qos({})
             if error := qos_error(requests, _partitions(), qos):
-                raise SubmissionError(
-                    error, where="job", hint="it would never start: use another QOS, or fewer components"
-                )
+                hint = "it would never start: use another QOS, or fewer components"
+                raise SubmissionError(error, where="job", hint=hint)
 
 
 def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
@@ -159,19 +159,7 @@ def feasible_change(request: ComponentRequest, *, timeout_min: object = None) ->
     partitions = [p.name for p in _partitions()]
     if request.partition and partitions and not set(request.partition.split(",")) <= set(partitions):
         return f"no such partition: {nearest(request.partition, partitions)}"
-    for key in (
-        "constraint",
-        "nodelist",
-        "gres",
-        "gpus_per_node",
-        "mem",
-        "mem_per_cpu",
-        "cpus_per_task",
-        "exclusive",
-        "reservation",
-        "qos",
-        "account",
-    ):
+    for key in _CONDITIONS:
         if getattr(request, key) is not None and is_feasible(replace(one_node, **{key: cast(Any, None)})):
             note = " (slurm.share=false leaves it to Slurm)" if key in ("mem", "cpus_per_task") else ""
             return f"it would be possible without {key}={getattr(request, key)}{note}"
@@ -238,13 +226,10 @@ def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> No
         for subset in combinations(range(len(requests)), size):
             union = frozenset[str]().union(*(eligible[i] for i in subset))
             num_nodes = sum(requests[i].nodes for i in subset)
-            if num_nodes > len(union):
-                indices = " and ".join(str(i) for i in subset)
-                raise SubmissionError(
-                    f"they need {num_nodes} nodes together, but only {len(union)} satisfy their conditions",
-                    where=f"components {indices}",
-                    hint=f"use at most {len(union)} nodes, or other constraints",
-                )
+            problem = f"they need {num_nodes} nodes together, but only {len(union)} satisfy their conditions"
+            hint = f"use at most {len(union)} nodes, or other constraints"
+            where = f"components {' and '.join(map(str, subset))}"
+            refuse(where, (num_nodes > len(union), problem, hint), error=SubmissionError)
 
 
 def find_warnings(

@@ -9,8 +9,6 @@ A script for submitit's SlurmExecutor runs here if it names the components:
     job = executor.submit(train)
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys
@@ -47,24 +45,12 @@ from holmes_hpc.submission.executor.task import task_arguments
 from holmes_hpc.submission.executor.throttle import Throttle
 
 # parameter of the executor -> field of JobRequest
-_JOB_KEYS = {
-    "job_name": "name",
-    "time": "timeout_min",
-    "setup": "setup",
-    "teardown": "teardown",
-    "comment": "comment",
-    "signal_delay_s": "signal_delay_s",
-    "dependency": "dependency",
-    "mail_type": "mail_type",
-    "mail_user": "mail_user",
-    "wckey": "wckey",
-    "srun_args": "srun_args",
-    "use_srun": "use_srun",
-    "distribution": "distribution",
-    "container": "container",
-    "requeue": "requeue",
-    "additional_parameters": "additional",
-}
+_SAME_NAMES = (
+    *("setup", "teardown", "comment", "signal_delay_s", "dependency", "mail_type", "mail_user", "wckey", "srun_args"),
+    *("use_srun", "distribution", "container", "requeue"),
+)
+_JOB_KEYS = {"job_name": "name", "time": "timeout_min", "additional_parameters": "additional"}
+_JOB_KEYS |= {name: name for name in _SAME_NAMES}
 _EXECUTOR_KEYS = ("components", "array_parallelism", "stderr_to_stdout", "preflight", "max_requeues")
 _OLD_NAMES = {"num_gpus": "gpus_per_node"}  # as in submitit, a value under the old name wins
 _CANONICAL = {"ntasks_per_node": "tasks_per_node"}  # other name -> name of a parameter; the value set last wins
@@ -113,9 +99,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
         max_pickle_size_gb = parameters.pop("max_pickle_size_gb", max_pickle_size_gb)
         python = parameters.pop("python", python)
         if parameters:
-            raise SubmissionError(
-                f"slurm_{next(iter(parameters))} has no effect", where="executor slurmhet", hint="use slurmhet_…"
-            )
+            problem = f"slurm_{next(iter(parameters))} has no effect"
+            raise SubmissionError(problem, where="executor slurmhet", hint="use slurmhet_…")
         super().__init__(folder, max_num_timeout=max_num_timeout, max_pickle_size_gb=max_pickle_size_gb)
         self.python = shlex.quote(sys.executable) if python is None else python
         self._throttling = 0.0  # submitit's pause between submissions; dependencies throttle the jobs
@@ -134,15 +119,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     @classmethod
     def _equivalence_dict(cls) -> core.EquivalenceDict:
-        return {
-            "name": "job_name",
-            "timeout_min": "time",
-            "mem_gb": "mem",
-            "nodes": "nodes",
-            "cpus_per_task": "cpus_per_task",
-            "gpus_per_node": "gpus_per_node",
-            "tasks_per_node": "tasks_per_node",
-        }
+        same_names = ("nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node")
+        return {"name": "job_name", "timeout_min": "time", "mem_gb": "mem", **{name: name for name in same_names}}
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
@@ -285,9 +263,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
             jobs[0].paths.move_temporary_file(path, "submission_file")
             for job in jobs:
                 logs = [t.replace("%j", job.job_id) for t in (request.output, request.error, request.step_errors) if t]
-                job.write_ticket(
-                    request.name, submitted, components=len(request.components), token=uid, batch_logs=logs
-                )
+                count = len(request.components)
+                job.write_ticket(request.name, submitted, components=count, token=uid, batch_logs=logs)
         return list(jobs)
 
     def _static_folder(self) -> Path:

@@ -1,10 +1,7 @@
 """Submission of a batch script exactly once: if sbatch's answer is lost, the job is searched for before a retry."""
 
-from __future__ import annotations
-
 import contextlib
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +10,7 @@ from submitit.core.utils import FailedSubmissionError
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.slurm.commands import interrupt_here, slurm
 from holmes_hpc.slurm.job_queries import SEPARATOR
+from holmes_hpc.waiting import attempts
 
 _BUSY = ("Slurm temporarily unable to accept job", "Resource temporarily unavailable")
 
@@ -41,50 +39,34 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
 
     While the controller does not answer, retry for up to `patience_s`. If it may have accepted the job, search for the
     token before each retry. Raise Refused with Slurm's reason, or SubmissionUnknown if the job may exist."""
-    deadline, pause = time.monotonic() + patience_s, 1.0
-    while True:
+    for left_s in attempts(patience_s, 1, longest_pause_s=15):
         answer = slurm("sbatch", "--parsable", str(path), timeout_s=120)
         if answer.ok:
             match = re.search(r"^(\d+)(;.*)?$", answer.out.strip(), re.MULTILINE)  # ID or ID;CLUSTER
             if match is None:
-                output = answer.out.strip()[:60]
-                raise SubmissionUnknown(
-                    f"sbatch printed {output!r} instead of a job id", where="sbatch", hint="look for it: `squeue --me`"
-                )
+                problem = f"sbatch printed {answer.out.strip()[:60]!r} instead of a job id"
+                raise SubmissionUnknown(problem, where="sbatch", hint="look for it: `squeue --me`")
             return match[1]
         if answer.away and "Connection refused" not in answer.err:  # it may have accepted the job
-            if job_id := find_job(token, deadline):
+            if job_id := find_job(token, left_s):
                 return job_id
         elif not answer.away and not any(message in answer.err for message in _BUSY):
             raise Refused(answer.reason, where="sbatch", hint="change the job's options")
-        if time.monotonic() + pause > deadline:
-            raise Refused(
-                f"{answer.reason} (retried for {patience_s:.0f} s)",
-                where="sbatch",
-                hint="wait until the controller answers (`scontrol ping`), then submit again",
-            )
         interrupt_here()
-        time.sleep(pause)
-        pause = min(2 * pause, 15)
+    hint = "wait until the controller answers (`scontrol ping`), then submit again"
+    raise Refused(f"{answer.reason} (retried for {patience_s:.0f} s)", where="sbatch", hint=hint)
 
 
-def find_job(token: str, deadline: float) -> str | None:
+def find_job(token: str, timeout_s: float) -> str | None:
     """Return the id of the job whose comment contains `token`; None if there is none.
-    Raise SubmissionUnknown if the controller does not answer before `deadline`, a value of time.monotonic()."""
-    pause = 1.0
-    while True:
+    Raise SubmissionUnknown if the controller does not answer for `timeout_s`."""
+    for _ in attempts(timeout_s, 1, longest_pause_s=15):
         answer = slurm("squeue", "--me", "--noheader", "--states=all", f"--format=%i{SEPARATOR}%k")
         if answer.ok:
             lines = [line for line in answer.out.splitlines() if token in line]
             return lines[0].split(SEPARATOR)[0].partition("+")[0].strip() if lines else None
-        if time.monotonic() + pause > deadline:
-            raise SubmissionUnknown(
-                "the controller stopped answering during the submission, so the job may exist",
-                where="sbatch",
-                hint=f"look for it: squeue --me -o '%i %k' | grep {token}",
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, 15)
+    problem = "the controller stopped answering during the submission, so the job may exist"
+    raise SubmissionUnknown(problem, where="sbatch", hint=f"look for it: squeue --me -o '%i %k' | grep {token}")
 
 
 @contextlib.contextmanager

@@ -3,12 +3,9 @@
 `python … -m holmes_hpc.submission.executor.task FOLDER [IMPORT_PATH [WORKING_DIRECTORY]]`
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from holmes_hpc import console
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.interpreter import module_arguments
 from holmes_hpc.records.ownership import open_own_file, other_writers
+from holmes_hpc.waiting import wait_until
 
 _PICKLE_WAIT_S = 60  # as submitit: the pickle's name has the job id, which is known only after submission
 
@@ -62,9 +60,7 @@ def prepare(folder: Path, import_path: str = "", working_directory: str = "") ->
         os.chdir(working_directory)
     os.environ["SUBMITIT_FOLDER"] = str(folder)
     pickle_path = JobEnvironment().paths.submitted_pickle
-    deadline = time.monotonic() + _PICKLE_WAIT_S
-    while not pickle_path.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(pickle_path.exists, _PICKLE_WAIT_S, 0.05)
     try:
         open_own_file(pickle_path).close()  # nobody else can replace it now: the folders above it are checked too
     except (HolmesError, OSError) as e:

@@ -184,13 +184,8 @@ class StateWatcher(core.InfoWatcher):
         if not self._is_final(job_id, state) and state.ended:
             state = replace(state, unsettled=True)
         self._states[job_id] = state
-        self._info_dict[job_id] = {
-            "State": state.state,
-            "Reason": state.reason,
-            "NodeList": state.nodes,
-            "JobID": job_id,
-            "Source": state.source,
-        }
+        info = {"State": state.state, "Reason": state.reason, "NodeList": state.nodes, "Source": state.source}
+        self._info_dict[job_id] = {**info, "JobID": job_id}
         if self._is_final(job_id, state):
             self._finished.add(job_id)
             self._ended_at.setdefault(job_id, time.monotonic())
@@ -247,11 +242,8 @@ class StateWatcher(core.InfoWatcher):
                 else:
                     states[job_id] = state
         self._controller = next((name for name in answered if name in CONTROLLER), None)
-        states |= {
-            job_id: replace(state, unsettled=state.ended and self._controller is None)
-            for job_id, state in doubtful.items()
-            if job_id not in states
-        }
+        for job_id, state in doubtful.items():
+            states.setdefault(job_id, replace(state, unsettled=state.ended and self._controller is None))
         self._failures = 0 if answered else self._failures + 1
         return states
 

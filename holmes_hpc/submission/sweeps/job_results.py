@@ -3,8 +3,6 @@
 Progress is a live table on a terminal, else a log line whenever a state changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import pickle
@@ -95,13 +93,10 @@ def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], N
         time.sleep(1)
     result = run.read_result() or record_end(run, state)
     has_completed = result["state"] == "completed"
-    value: Any = (
-        (result.get("final") or {}).get("loss")
-        if has_completed
-        else RunFailed(
-            f"{result['state']}: {result['error']}", where=str(run.path), hint=f"see `holmes logs {run.path}`"
-        )
-    )
+    value: Any = (result.get("final") or {}).get("loss")
+    if not has_completed:
+        problem = f"{result['state']}: {result['error']}"
+        value = RunFailed(problem, where=str(run.path), hint=f"see `holmes logs {run.path}`")
     with read_write(job.config.hydra.runtime), open_dict(job.config.hydra.runtime):
         job.config.hydra.runtime.output_dir = str(run.path)
     return JobReturn(
@@ -144,9 +139,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             if self._live is None:
                 self._live = live_display()
                 self._live.start()
-            self._live.update(
-                live_table(str(self._manifest.path.parent), rows, self._live.console.height), refresh=True
-            )
+            table = live_table(str(self._manifest.path.parent), rows, self._live.console.height)
+            self._live.update(table, refresh=True)
         elif (states := [row.state for row in rows]) != self._logged_states or now - self._logged_at >= LOG_INTERVAL_S:
             self._logged_states, self._logged_at = states, now
             log.info(summary_line(rows))

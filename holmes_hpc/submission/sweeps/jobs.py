@@ -1,7 +1,5 @@
 """The jobs of a sweep: their states, recorded outcomes and results, and their cancellation."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ They extend hydra-submitit-launcher. The task function of the training applicati
 the task function itself, with the launcher's `components`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -83,20 +81,16 @@ class HolmesLauncher(BaseSubmititLauncher):
         sweeper = str(self.config.hydra.sweeper.get("_target_", ""))
         reuse = parse_reuse(self.params.get("reuse"), sweeper)
         if detach and sweeper != BASIC_SWEEPER:
-            raise ConfigError(
-                f"the sweeper {sweeper.rsplit('.', 1)[-1]} needs the jobs' results",
-                where="hydra.launcher.detach",
-                hint="remove detach, or use Hydra's basic sweeper",
-            )
+            problem = f"the sweeper {sweeper.rsplit('.', 1)[-1]} needs the jobs' results"
+            hint = "remove detach, or use Hydra's basic sweeper"
+            raise ConfigError(problem, where="hydra.launcher.detach", hint=hint)
         sweep_dir = Path(str(self.config.hydra.sweep.dir)).absolute()
         self._create_directory(sweep_dir)
         log.info(f"{counted(len(job_overrides), 'job')} into {sweep_dir}")
         with console.waiting(f"planning {counted(len(job_overrides), 'job')}"):
             candidates = self._plan_all(job_overrides, initial_job_idx)
-        if (
-            self.WHERE == "slurm"
-            and sum(c.planned is not None and c.planned.settings.exclusive is False for c in candidates) > 1
-        ):
+        shared = [c for c in candidates if c.planned is not None and c.planned.settings.exclusive is False]
+        if self.WHERE == "slurm" and len(shared) > 1:
             log.warning(
                 "slurm.exclusive=false: jobs may share nodes; NIC bytes and step times then include those of all jobs "
                 "on a node"
@@ -128,14 +122,11 @@ class HolmesLauncher(BaseSubmititLauncher):
     def _create_directory(self, sweep_dir: Path) -> None:
         """Create the sweep directory. Raise SubmissionError if that fails, RecordError if other users may write into
         it, because code is run from its pickles."""
-        try:
+        hint = "set hydra.sweep.dir to a directory of your own"
+        with SubmissionError.instead_of(OSError, where=sweep_dir, hint=hint):
             sweep_dir.mkdir(parents=True, exist_ok=True)
             if "mode" in self.config.hydra.sweep:
                 os.chmod(sweep_dir, int(str(self.config.hydra.sweep.mode), 8))
-        except OSError as e:
-            raise SubmissionError(
-                e.strerror or str(e), where=str(sweep_dir), hint="set hydra.sweep.dir to a directory of your own"
-            ) from e
         refuse_other_writers(sweep_dir / NAME)
 
     def _launch_all(
@@ -150,38 +141,30 @@ class HolmesLauncher(BaseSubmititLauncher):
         Raise SubmissionError or ConfigError if earlier jobs into this directory do not allow it."""
         for job in manifest.jobs:
             if (reason := untrusted_reason(manifest, job)) is not None:
-                raise SubmissionError(
-                    f"job {job.num}: {reason}",
-                    where=str(manifest.path),
-                    hint="set hydra.sweep.dir to a directory of your own",
-                )
+                hint = "set hydra.sweep.dir to a directory of your own"
+                raise SubmissionError(f"job {job.num}: {reason}", where=str(manifest.path), hint=hint)
         states = job_states(manifest, [job for job in manifest.jobs if job.submitted < PROCESS_START])
         for job, state in states.items():
             if state.state == UNKNOWN and not state.forgotten:  # it may still run
-                error, hint = (
-                    (f"job {job.num} {state.reason}", "launch again there, or use another hydra.sweep.dir")
-                    if job.where == "local"
-                    else (
-                        "Slurm does not answer, and jobs of an earlier launch may still run",
-                        "wait for it (`scontrol ping`), then launch again",
-                    )
+                silent = "Slurm does not answer, and jobs of an earlier launch may still run"
+                hint = "launch again there, or use another hydra.sweep.dir"
+                SubmissionError.refuse(
+                    (job.where == "local", f"job {job.num} {state.reason}", str(manifest.path), hint),
+                    (True, silent, str(manifest.path), "wait for it (`scontrol ping`), then launch again"),
                 )
-                raise SubmissionError(error, where=str(manifest.path), hint=hint)
         programs = {c.program.digest: c.program for c in candidates if c.program is not None}
         if programs and reuse and manifest.jobs:
             log.info(f"comparing jobs of earlier launches by configuration, {next(iter(programs.values()))}")
         earlier = find_earlier_jobs(manifest, {c.key: (c.digest, c.program) for c in candidates}, states)
         reused = select_reused(earlier, reuse)
-        refuse_active_jobs(
-            manifest, states, [c.key for c in candidates], [str(c.directory) for c in candidates], reused
-        )
+        directories = [str(c.directory) for c in candidates]
+        refuse_active_jobs(manifest, states, [c.key for c in candidates], directories, reused)
         self._refuse_other_runs(manifest, earlier, reused, candidates, can_resume=bool(reuse))
         manifest.programs.update({digest: program.to_dict() for digest, program in programs.items()})
         limit = int(self.params.get("array_parallelism") or 256)
         is_throttled = self.WHERE == "slurm" and len(candidates) - len(reused) > limit
-        self._throttle = (
-            Throttle(manifest.path.with_name(f".throttle-{time.time():.6f}.json"), limit) if is_throttled else None
-        )
+        throttle_path = manifest.path.with_name(f".throttle-{time.time():.6f}.json")
+        self._throttle = Throttle(throttle_path, limit) if is_throttled else None
         for candidate in candidates:
             self._launch_one(manifest, reused.get(candidate.key), candidate, launched, progress)
 
@@ -204,17 +187,11 @@ class HolmesLauncher(BaseSubmititLauncher):
             candidates.append(Candidate(num, list(overrides), config, planned, self._copies[key], program))
             self._copies[key] += 1
             if planned is not None and "%" in str(candidates[-1].directory):
-                raise ConfigError(
-                    f"the run directory {str(candidates[-1].directory)!r} contains '%'",
-                    where="hydra.sweep",
-                    hint="remove '%', which Slurm replaces in paths",
-                )
+                problem = f"the run directory {str(candidates[-1].directory)!r} contains '%'"
+                raise ConfigError(problem, where="hydra.sweep", hint="remove '%', which Slurm replaces in paths")
         if errors:
-            raise ConfigError(
-                f"{len(errors)} of {len(job_overrides)} jobs are impossible; {errors[0]}",
-                where="sweep",
-                hint="correct it; nothing was submitted",
-            )
+            problem = f"{len(errors)} of {len(job_overrides)} jobs are impossible; {errors[0]}"
+            raise ConfigError(problem, where="sweep", hint="correct it; nothing was submitted")
         return candidates
 
     def _refuse_other_runs(
@@ -236,11 +213,9 @@ class HolmesLauncher(BaseSubmititLauncher):
                 continue
             record = run.read_run() if job.planned is not None and run.exists() else {}
             if record.get("attempts") or record.get("slurm") or record.get("local"):
-                reason = (
-                    f"({earlier[job.key].program_change})"
-                    if job.key in earlier and earlier[job.key].program_change
-                    else ("of another configuration" if can_resume else "already, and hydra.launcher.reuse is false")
-                )
+                change = earlier[job.key].program_change if job.key in earlier else ""
+                reason = "of another configuration" if can_resume else "already, and hydra.launcher.reuse is false"
+                reason = f"({change})" if change else reason
                 raise ConfigError(f"it holds a run {reason}", where=str(run.path), hint="use another hydra.sweep.dir")
 
     def _launch_one(
@@ -253,11 +228,8 @@ class HolmesLauncher(BaseSubmititLauncher):
     ) -> None:
         """Reuse the earlier job `old`, or submit `job` if it is None. Add the job to `launched`."""
         if old is not None:
-            launched.append(
-                LaunchedJob(old.job, job.config, is_cached=True)
-                if old.is_completed
-                else LaunchedJob(old.job, job.config, *reattach(manifest, old.job))
-            )
+            handles: tuple[Any, Any] = (None, None) if old.is_completed else reattach(manifest, old.job)
+            launched.append(LaunchedJob(old.job, job.config, *handles, is_cached=old.is_completed))
             return
         self._wait_for_slot(launched, progress, planned=job.planned is not None)
         log.info(str(job))
@@ -285,9 +257,8 @@ class HolmesLauncher(BaseSubmititLauncher):
         executor._executor.throttle = self._throttle
         submitted = time.time()
         with self._shield():
-            submitit_job = executor.submit(
-                self, job.overrides, "hydra.sweep.dir", job.num, f"job_id_for_{job.num}", Singleton.get_state()
-            )
+            arguments = (job.overrides, "hydra.sweep.dir", job.num, f"job_id_for_{job.num}", Singleton.get_state())
+            submitit_job = executor.submit(self, *arguments)
         entry = job.entry(
             manifest,
             Path(submitit_job.paths.folder),
@@ -310,14 +281,8 @@ class HolmesLauncher(BaseSubmititLauncher):
             run.reopen(None if run.read_run().get("plan_id") == plan.id else plan.to_yaml())
             run.update_run(config=config, plan_id=plan.id, components=plan.layout)
         else:
-            RunDirectory.create(
-                run.path,
-                plan_text=plan.to_yaml(),
-                config=config,
-                overrides=job.overrides,
-                plan_id=plan.id,
-                **job.planned.record,
-            )
+            ids = {"plan_id": plan.id, **job.planned.record}
+            RunDirectory.create(run.path, plan.to_yaml(), config, job.overrides, **ids)
         write_hydra_files(job.config, run.path)
         submitted = time.time()
         name = f"holmes-{manifest.path.parent.name}-{run.path.name}"  # the job name in squeue
@@ -352,9 +317,8 @@ class SlurmLauncher(HolmesLauncher):
     def _start(
         self, planned: PlannedJob, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
     ) -> Job:
-        job = submit_plan(
-            planned.plan, run.path, planned.function, config, settings, name=name, throttle=self._throttle
-        )
+        plan, throttle = planned.plan, self._throttle
+        job = submit_plan(plan, run.path, planned.function, config, settings, name=name, throttle=throttle)
         return SlurmJob(run.path / "submission", job.job_id)
 
 

@@ -1,7 +1,5 @@
 """The settings of the Hydra launchers holmes_slurm and holmes_local, and their use for jobs with a plan."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,9 +64,9 @@ def create_executor(config: DictConfig, prefix: str) -> Any:
         executor._executor = LocalTaskExecutor(params["submitit_folder"], params.get("max_num_timeout", 3))
     shared = set(OmegaConf.structured(BaseQueueConf).keys())
     executor_params = {k: v for k, v in params.items() if k not in LAUNCHER_KEYS}
-    if executor_params.get("signal_delay_s") == SIGNAL_DELAY_S and 60 * (
-        minutes(executor_params.get("timeout_min")) or 60
-    ) < (SIGNAL_DELAY_S + 90):  # hydra-submitit-launcher's default is too long for so short a job
+    is_short = 60 * (minutes(executor_params.get("timeout_min")) or 60) < SIGNAL_DELAY_S + 90
+    if executor_params.get("signal_delay_s") == SIGNAL_DELAY_S and is_short:
+        # hydra-submitit-launcher's default is too long for so short a job
         del executor_params["signal_delay_s"]
     executor.update_parameters(**{k if k in shared else f"{prefix}_{k}": v for k, v in executor_params.items()})
     return executor
@@ -84,16 +82,12 @@ def plan_job_settings(config: DictConfig, settings: SlurmSettings, where: str) -
         if k in default and k not in (*LAUNCHER_KEYS, "name", "_target_", "components") and v != default[k]
     }
     for key in changed.keys() - set(PLAN_JOB_KEYS):
-        raise ConfigError(
-            f"{key} comes from the plan",
-            where=f"hydra.launcher.{key}",
-            hint="remove this setting; the configuration groups plan and slurm have others",
-        )
+        hint = "remove this setting; the configuration groups plan and slurm have others"
+        raise ConfigError(f"{key} comes from the plan", where=f"hydra.launcher.{key}", hint=hint)
     updates = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in changed.items()}
     if config.hydra.launcher.get("components"):
-        raise ConfigError(
-            "components come from the plan", where="hydra.launcher.components", hint="remove this setting"
-        )
+        where = "hydra.launcher.components"
+        raise ConfigError("components come from the plan", where=where, hint="remove this setting")
     if where == "slurm" and settings.exclusive is None:  # jobs on shared nodes share NICs, which distorts the figures
         updates["exclusive"] = True
     return replace(settings, **updates)

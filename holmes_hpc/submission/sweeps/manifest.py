@@ -5,8 +5,6 @@ tasks, name, submitted, digest, components, copy, host, program}], programs{dige
 `directory` and `folder` are relative to the sweep directory if they are inside it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -73,20 +71,10 @@ class Manifest:
     def put(self, job: SweepJob, launched: float = 0.0) -> None:
         """Add `job` or replace its earlier entry, and write the file. Entries of jobs that were submitted into the same
         directory before the time `launched` are removed."""
-        self.jobs = [
-            *(
-                j
-                for j in self.jobs
-                if j.key != job.key and not (j.submitted < launched and j.directory == job.directory)
-            ),
-            job,
-        ]
-        data = {
-            "version": VERSION,
-            "created": self.created,
-            "jobs": [asdict(j) for j in self.jobs],
-            "programs": {j.program: self.programs[j.program] for j in self.jobs if j.program in self.programs},
-        }
+        earlier = [j for j in self.jobs if not (j.submitted < launched and j.directory == job.directory)]
+        self.jobs = [*(j for j in earlier if j.key != job.key), job]
+        programs = {j.program: self.programs[j.program] for j in self.jobs if j.program in self.programs}
+        data = {"version": VERSION, "created": self.created, "jobs": list(map(asdict, self.jobs)), "programs": programs}
         write_whole(self.path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
     def find(self, key: tuple[str, ...], digest: str) -> SweepJob | None:
@@ -110,11 +98,8 @@ def open_manifest(directory: str | os.PathLike[str], created: float = 0.0) -> Ma
     try:
         data: Any = from_json(read_file(path))
         if not isinstance(data, dict) or not isinstance(data.get("version"), int) or data["version"] > VERSION:
-            raise RecordError(
-                f"not a sweep's manifest of version {VERSION} or older",
-                where=str(path),
-                hint="use the holmes_hpc release that wrote it, or a newer one",
-            )
+            hint = "use the holmes_hpc release that wrote it, or a newer one"
+            raise RecordError(f"not a sweep's manifest of version {VERSION} or older", where=str(path), hint=hint)
         jobs = msgspec.convert(data.get("jobs", []), list[SweepJob])
         if unknown := {key for job in data.get("jobs", []) for key in job} - {f.name for f in fields(SweepJob)}:
             raise ValueError(f"unknown keys {sorted(unknown)}")
@@ -128,9 +113,6 @@ def open_manifest(directory: str | os.PathLike[str], created: float = 0.0) -> Ma
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """Return the manifest of a sweep that was launched. Raise RecordError if there is none, or if it cannot be read."""
     if not (Path(directory) / NAME).is_file():
-        raise RecordError(
-            f"no {NAME}",
-            where=str(directory),
-            hint="give the directory of a sweep launched with hydra/launcher=holmes_slurm or holmes_local",
-        )
+        hint = "give the directory of a sweep launched with hydra/launcher=holmes_slurm or holmes_local"
+        raise RecordError(f"no {NAME}", where=str(directory), hint=hint)
     return open_manifest(directory)

@@ -3,8 +3,6 @@
 A repeated sweep reuses the result of a job only if configuration and program are the same.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

@@ -3,8 +3,6 @@
 A job is reused only if configuration and program are the same. Within a launch, repeated jobs are all run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -108,11 +106,9 @@ def parse_reuse(value: Any, sweeper: str) -> bool | str:
     if value not in (True, False, "ask"):
         raise ConfigError(f"{value!r} is not true, false or ask", where="hydra.launcher.reuse", hint="use one of these")
     if value and not is_basic:
-        raise ConfigError(
-            f"the sweeper {sweeper.rsplit('.', 1)[-1]} needs a new measurement of every point",
-            where="hydra.launcher.reuse",
-            hint="remove reuse, or use Hydra's basic sweeper",
-        )
+        problem = f"the sweeper {sweeper.rsplit('.', 1)[-1]} needs a new measurement of every point"
+        hint = "remove reuse, or use Hydra's basic sweeper"
+        raise ConfigError(problem, where="hydra.launcher.reuse", hint=hint)
     return "ask" if value == "ask" else bool(value)
 
 
@@ -131,12 +127,10 @@ def find_earlier_jobs(
         state, has_completed = states.get(job, JobState()), is_completed(manifest, job)
         if not has_completed and not is_active(state):
             continue
-        if program is None:
-            change = "by a program without a source file"
-        else:
-            change = (
-                "" if job.program == program.digest else describe_changes(manifest.programs.get(job.program), program)
-            )
+        change = "by a program without a source file"
+        if program is not None:
+            old = manifest.programs.get(job.program)
+            change = "" if job.program == program.digest else describe_changes(old, program)
         earlier_jobs[key] = EarlierJob(job, state, has_completed, change)
     return earlier_jobs
 
@@ -170,11 +164,9 @@ def refuse_active_jobs(
         if not is_active(state) or (job.key in reused and reused[job.key].job == job):
             continue
         if job.key in new_keys or str(manifest.resolve(job.directory)) in new_directories:
-            raise SubmissionError(
-                f"job {job.job_id} of an earlier launch is {state.state.lower()} (#{job.num})",
-                where=str(manifest.path),
-                hint=f"`holmes sweep cancel {manifest.path.parent}`, or use another hydra.sweep.dir",
-            )
+            problem = f"job {job.job_id} of an earlier launch is {state.state.lower()} (#{job.num})"
+            hint = f"`holmes sweep cancel {manifest.path.parent}`, or use another hydra.sweep.dir"
+            raise SubmissionError(problem, where=str(manifest.path), hint=hint)
 
 
 def is_active(state: JobState | None) -> bool:

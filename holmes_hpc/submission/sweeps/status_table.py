@@ -1,7 +1,5 @@
 """The table of a sweep's jobs, also live on a terminal, and the collection of their results."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time
@@ -131,12 +129,8 @@ def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     manifest = read_manifest(directory)
     return [
         {
-            "num": row.num,
+            **{name: getattr(row, name) for name in ("num", "job_id", "state", "error", "directory")},
             "overrides": list(row.overrides),
-            "job_id": row.job_id,
-            "state": row.state,
-            "error": row.error,
-            "directory": row.directory,
             "final": _final(manifest, job),
         }
         for job, state in job_states(manifest, manifest.jobs).items()
@@ -190,13 +184,9 @@ def live_table(title: str, rows: Sequence[SweepRow], height: int) -> Table:
     columns, cells = table_cells(selected)
     counts = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in rows).most_common())
     num_hidden = len(rows) - len(selected)
-    table = Table(
-        title=f"{title}: {len(rows)} jobs: {counts}",
-        title_justify="left",
-        caption=f"{num_hidden} more: enlarge the terminal, or use --json" if num_hidden else None,
-        caption_justify="left",
-        box=None,
-    )
+    caption = f"{num_hidden} more: enlarge the terminal, or use --json" if num_hidden else None
+    style: Any = {"title_justify": "left", "caption_justify": "left", "box": None}
+    table = Table(title=f"{title}: {len(rows)} jobs: {counts}", caption=caption, **style)
     for name in columns:
         table.add_column(name, overflow="fold")
     for row in cells:

@@ -5,14 +5,11 @@ written and synced. Its ``holmes.json`` describes it and lists its files with si
 ``.saving-…`` are unfinished and never loaded. This module does not import torch, since `holmes resume` uses it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import re
 import shutil
-import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -24,31 +21,13 @@ from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.records.files import DISK_FULL, write_whole
 from holmes_hpc.records.untrusted import from_json, open_file, read_file
 from holmes_hpc.schema import keys, refuse
+from holmes_hpc.waiting import attempts
 
 DESCRIPTION = "holmes.json"
 METADATA_FILE = ".metadata"  # PyTorch's index of the saved tensors
 IMPORTED = "hugging_face"  # key of a description: `holmes import` made this directory, whatever its name
-# The model keys that determine the shapes and the use of the weights.
-_IDENTITY = (
-    "layers",
-    "hidden",
-    "heads",
-    "vocab",
-    "ffn",
-    "kv_heads",
-    "swiglu",
-    "rmsnorm",
-    "rope",
-    "tied",
-    "bias",
-    "vocab_multiple",
-    "rope_base",
-    "head_dim",
-    "qk_norm",
-    "qkv_bias",
-    "gelu_tanh",
-    "rope_scaling",
-)
+# The model keys that do not change the shapes and the use of the weights.
+_NOT_IDENTITY = ("name", "max_positions", "dropout", "norm_eps")
 _NAME = re.compile(r"step-(\d{8,})\Z")
 
 
@@ -68,11 +47,9 @@ def create_folder(folder: Path, checkpoint_dir: str | None) -> None:
     """
     if folder.is_symlink():
         if not folder.is_dir():
-            raise RunFailed(
-                f"this link points to {os.readlink(folder)}, which does not exist",
-                where=str(folder),
-                hint="mount that file system on this node, or remove the link",
-            )
+            problem = f"this link points to {os.readlink(folder)}, which does not exist"
+            hint = "mount that file system on this node, or remove the link"
+            raise RunFailed(problem, where=str(folder), hint=hint)
         return
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -81,11 +58,8 @@ def create_folder(folder: Path, checkpoint_dir: str | None) -> None:
         target = Path(checkpoint_dir).absolute() / folder.resolve().parent.name
         target.mkdir(mode=0o755, parents=True, exist_ok=True)
         if any(target.iterdir()):
-            raise RunFailed(
-                "the directory is not empty",
-                where=str(target),
-                hint="set train.checkpoint_dir to another folder, or rename the run",
-            )
+            hint = "set train.checkpoint_dir to another folder, or rename the run"
+            raise RunFailed("the directory is not empty", where=str(target), hint=hint)
         folder.rmdir()
         folder.symlink_to(target)
     except OSError as e:
@@ -110,7 +84,8 @@ def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> No
         where,
         *(
             (saved[key] != expected[key], f"checkpoint has {key}={saved[key]}, plan has {key}={expected[key]}", hint)
-            for key in _IDENTITY
+            for key in defaults
+            if key not in _NOT_IDENTITY
         ),
         error=DataError,
     )
@@ -129,9 +104,8 @@ def newest(folder: Path) -> Checkpoint:
     """Return the latest complete checkpoint in `folder`. Raise DataError if there is none."""
     checkpoints = complete_checkpoints(folder)
     if not checkpoints:
-        raise DataError(
-            "no complete checkpoint", where=str(folder), hint="set train.checkpoint_interval=N to save checkpoints"
-        )
+        hint = "set train.checkpoint_interval=N to save checkpoints"
+        raise DataError("no complete checkpoint", where=str(folder), hint=hint)
     return checkpoints[0]
 
 
@@ -156,23 +130,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     match, description = _NAME.match(path.resolve().name), _read_description(path)
     if isinstance(description, str) or (match is None and not description.get(IMPORTED)):
         problem = f" ({description})" if isinstance(description, str) else ""
-        raise DataError(
-            f"not a complete checkpoint{problem}",
-            where=str(path),
-            hint=f"give a run's directory checkpoints/step-…, or one of `holmes import`, with its {DESCRIPTION}",
-        )
+        hint = f"give a run's directory checkpoints/step-…, or one of `holmes import`, with its {DESCRIPTION}"
+        raise DataError(f"not a complete checkpoint{problem}", where=str(path), hint=hint)
     return Checkpoint(int(match[1]) if match else 0, path, description)
 
 
 def wait_for_checkpoint(path: Path, timeout_s: float = 30) -> Checkpoint | None:
     """Wait until this node sees the checkpoint in `path`, as another does. Return it, or None after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+    for _ in attempts(timeout_s, 0.2):
         with contextlib.suppress(DataError):
             return open_checkpoint(path)
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.2)
+    return None
 
 
 def _read_description(path: Path) -> dict[str, Any] | str:
@@ -183,9 +151,7 @@ def _read_description(path: Path) -> dict[str, Any] | str:
         return f"{DESCRIPTION}: {e.strerror}"
     except ValueError:
         return f"{DESCRIPTION} is damaged"
-    if not isinstance(content, dict) or not all(
-        isinstance(content.get(key, {}), dict) for key in ("model", "parallel")
-    ):
+    if not isinstance(content, dict) or not all(isinstance(content.get(k, {}), dict) for k in ("model", "parallel")):
         return f"{DESCRIPTION} is damaged"
     files = content.get("files")
     if not isinstance(files, dict) or not all(map(_is_file_entry, files, files.values())):

@@ -3,8 +3,6 @@
 config/hugging_face.py maps each model to an existing class of `transformers`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -23,6 +21,7 @@ from holmes_hpc.errors import DataError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.schema import refuse
 from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
 from holmes_hpc.training.checkpoint.hugging_face_folder import (
     CONFIG_COPY,
@@ -39,6 +38,7 @@ from holmes_hpc.training.data.tokenizer import ByteTokenizer
 SHARD_BYTES = 5_000_000_000  # at most per .safetensors file, Hugging Face's default
 State = Mapping[str, torch.Tensor]  # the full model by Megatron-Core's names, layers counted from 0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_PLAN_HINT = "export it with the plan it was trained with"
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded in the state
 
 
@@ -131,9 +131,8 @@ def convert(state: State, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]
             offset += rows.count
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
-                raise DataError(
-                    f"{name} holds values that are not finite", where="checkpoint", hint="use an earlier checkpoint"
-                )
+                problem = f"{name} holds values that are not finite"
+                raise DataError(problem, where="checkpoint", hint="use an earlier checkpoint")
             yield name, tensor.t().contiguous() if weight.transposed else tensor
 
 
@@ -143,16 +142,12 @@ def _read_weight(state: State, weight: Weight, spec: ModelSpec) -> torch.Tensor:
         if name in state:
             saved = state[name]
             tensor = saved[: spec.vocab] if weight.name in _VOCABULARY else saved
-            if tuple(tensor.shape) != weight.shape:
-                raise DataError(
-                    f"{name} has shape {tuple(saved.shape)}, the model's is {weight.shape}",
-                    where="checkpoint",
-                    hint="export it with the plan it was trained with",
-                )
+            problem = f"{name} has shape {tuple(saved.shape)}, the model's is {weight.shape}"
+            refuse("checkpoint", (tuple(tensor.shape) != weight.shape, problem, _PLAN_HINT), error=DataError)
             return tensor
     if weight.name.endswith("bias") and "linear" in weight.name and not spec.bias:
         return torch.zeros(weight.shape, dtype=state["decoder.final_layernorm.weight"].dtype)
-    raise DataError(f"no weight {weight.name}", where="checkpoint", hint="export it with the plan it was trained with")
+    raise DataError(f"no weight {weight.name}", where="checkpoint", hint=_PLAN_HINT)
 
 
 def export(source: ExportSource, out_dir: str | os.PathLike[str], shard_bytes: int = SHARD_BYTES) -> ExportSummary:

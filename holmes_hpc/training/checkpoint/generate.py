@@ -1,7 +1,5 @@
 """Text generation for `holmes generate`: a checkpoint's model continues a prompt, computed by `transformers`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -19,10 +17,9 @@ def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: i
     `name`: see export.find_source. `temperature`: 0 picks the most likely token, above 0 tokens are sampled with
     `seed`. Raise ConfigError for a prompt that does not fit, DataError if there is no tokenizer.
     """
-    try:
+    hint = "check the terminal's encoding (`locale`)"
+    with ConfigError.instead_of(UnicodeEncodeError, where="--prompt", hint=hint, what="not UTF-8 text"):
         prompt.encode("utf-8")
-    except UnicodeEncodeError as e:
-        raise ConfigError("not UTF-8 text", where="--prompt", hint="check the terminal's encoding (`locale`)") from e
     source = export.find_source(name)
     tokenizer, vocab, max_positions = _tokenizer(source), source.model.vocab, source.model.max_positions
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eod]
@@ -43,13 +40,9 @@ def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: i
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     with torch.no_grad():
-        output_ids = model.generate(
-            torch.tensor([ids], device=model.device),
-            max_new_tokens=tokens,
-            eos_token_id=tokenizer.eod,
-            pad_token_id=tokenizer.eod,
-            **sampling,
-        )
+        end_ids = {"eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.eod}
+        prompt_ids = torch.tensor([ids], device=model.device)
+        output_ids = model.generate(prompt_ids, max_new_tokens=tokens, **end_ids, **sampling)
     return tokenizer.decode(np.asarray(output_ids[0, len(ids) :].tolist(), dtype=np.int64))
 
 
@@ -60,11 +53,8 @@ def _tokenizer(source: export.ExportSource) -> Tokenizer:
         return FileTokenizer(source.tokenizer or str(file))
     if source.model.vocab == ByteTokenizer.vocab:
         return ByteTokenizer()
-    raise DataError(
-        "no tokenizer",
-        where=f"model {source.model.name}",
-        hint="set data.tokenizer to the tokenizer.json of the data when training",
-    )
+    hint = "set data.tokenizer to the tokenizer.json of the data when training"
+    raise DataError("no tokenizer", where=f"model {source.model.name}", hint=hint)
 
 
 def _model(source: export.ExportSource) -> Any:

@@ -34,17 +34,9 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 CONFIG_COPY = "hugging_face"  # in the run directory: the initial folder's config and tokenizer, for exports
 SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
 )
 _OPTIONAL_PREFIX = "transformer."  # published GPT-2 files omit it
 _TYPES = ("F32", "F16", "BF16")
@@ -65,13 +57,13 @@ class Folder:
         self._open_file: tuple[Path, Any] | None = None  # the last file read
         headers = dict(self._read_headers())
         largest = max((n for _, _, shape, _ in headers.values() for n in shape), default=0)
-        if self.model.layers > len(headers) or self.model.heads > largest:  # a table of all weights could be huge
-            raise DataError(
-                f"has {len(headers)} tensors with dimensions up to {largest}, but config.json has {self.model.layers} "
-                f"layers of {self.model.heads} heads",
-                where=str(path),
-                hint=_FETCH_AGAIN,
-            )
+        is_too_large = self.model.layers > len(headers) or self.model.heads > largest
+        problem = (
+            f"has {len(headers)} tensors with dimensions up to {largest}, but config.json has {self.model.layers} "
+            f"layers of {self.model.heads} heads"
+        )
+        # Before tensor_shapes: a table of all weights could be huge.
+        refuse(str(path), (is_too_large, problem, _FETCH_AGAIN), error=DataError)
         expected_shapes = weight_names.tensor_shapes(self.model)
         family = hugging_face.family_of(self.model)
         for name, (file, name_in_file, shape, dtype) in headers.items():
@@ -88,12 +80,8 @@ class Folder:
             )
             self._locations[tensor] = file, name_in_file
         missing = [name for name in expected_shapes if name not in self._locations]
-        if missing:
-            raise DataError(
-                f"lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1),
-                where=str(path),
-                hint=_FETCH_AGAIN,
-            )
+        problem = f"lacks {''.join(missing[:1])}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
+        refuse(str(path), (missing, problem, _FETCH_AGAIN), error=DataError)
         self.files = sorted({file for file, _ in self._locations.values()})
         self.parameters = sum(math.prod(shape) for shape in expected_shapes.values())
         self._check_tokenizer()
@@ -114,11 +102,10 @@ class Folder:
     def _shards(self) -> list[Path]:
         index, single = self.path / INDEX, self.path / "model.safetensors"
         if index.exists():
-            try:
+            errors, what = (KeyError, TypeError, AttributeError), "not an index of safetensors"
+            with DataError.instead_of(*errors, where=index, hint=_FETCH_AGAIN, what=what):
                 names = sorted(set(read_json(index, DataError, _FETCH_AGAIN)["weight_map"].values()))
                 is_inside = all(isinstance(name, str) and Path(name).name == name for name in names)
-            except (KeyError, TypeError, AttributeError) as e:
-                raise DataError("not an index of safetensors", where=str(index), hint=_FETCH_AGAIN) from e
             missing = [name for name in names if is_inside and not (self.path / name).is_file()]
             refuse(
                 str(index),
@@ -142,30 +129,24 @@ class Folder:
         path = self.path / "tokenizer.json"
         if not path.exists():
             return
-        try:
+        errors = (ValueError, KeyError, TypeError, AttributeError)
+        with DataError.instead_of(*errors, where=path, hint=_FETCH_AGAIN, what="not a tokenizer"):
             content = read_json(path, DataError, _FETCH_AGAIN)
             vocab, added = content["model"]["vocab"], content.get("added_tokens") or []
             ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
             highest_id = max([*ids, *(int(token["id"]) for token in added)], default=-1)
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise DataError("not a tokenizer", where=str(path), hint=_FETCH_AGAIN) from e
-        if highest_id >= self.model.vocab:
-            raise DataError(
-                f"has token id {highest_id}, the model's vocabulary ends at {self.model.vocab - 1}",
-                where=str(path),
-                hint="use the model's own tokenizer",
-            )
+        problem = f"has token id {highest_id}, the model's vocabulary ends at {self.model.vocab - 1}"
+        is_beyond = highest_id >= self.model.vocab
+        refuse(str(path), (is_beyond, problem, "use the model's own tokenizer"), error=DataError)
 
     def check_model(self, model: ModelSpec) -> None:
         """Raise DataError if `model` differs from the folder's."""
         folder_model = replace(self.model, vocab_multiple=model.vocab_multiple)
         checkpoint_directory.check_identity(folder_model.to_dict(), model, str(self.path))
-        if not model.rope and model.max_positions != folder_model.max_positions:
-            raise DataError(
-                f"folder has {folder_model.max_positions} learned positions, model has {model.max_positions}",
-                where=str(self.path),
-                hint=f"use model.max_positions={folder_model.max_positions}",
-            )
+        positions = folder_model.max_positions
+        differs = not model.rope and model.max_positions != positions
+        problem = f"folder has {positions} learned positions, model has {model.max_positions}"
+        refuse(str(self.path), (differs, problem, f"use model.max_positions={positions}"), error=DataError)
 
     def fill(self, target: torch.Tensor, weight: Weight, rank: int = 0) -> None:
         """Read the slice of `weight` that tensor-parallel rank `rank` holds into `target`, of any type.
@@ -182,11 +163,8 @@ class Folder:
         block_rows = max(1, _CHECKED_ELEMENTS // max(1, target[0].numel()))  # small blocks save memory
         if not all(bool(block.isfinite().all()) for block in target.split(block_rows)):
             file, name = self._locations[weight.parts[0][0].tensor]
-            raise DataError(
-                f"{name} has values that are not finite as {str(target.dtype).removeprefix('torch.')}",
-                where=str(file),
-                hint="use undamaged weights",
-            )
+            problem = f"{name} has values that are not finite as {str(target.dtype).removeprefix('torch.')}"
+            raise DataError(problem, where=str(file), hint="use undamaged weights")
 
     def _open_tensor(self, tensor: str) -> Any:
         file, name = self._locations[tensor]
@@ -237,9 +215,8 @@ def new_folder(out: Path) -> Iterator[Path]:
         temporary.rename(out)
     except OSError as e:
         where = out if e.errno in DISK_FULL else e.filename or out  # a full disk's error names the file that is read
-        raise DataError(
-            e.strerror or str(e), where=str(where), hint="choose a writable directory with enough space"
-        ) from e
+        hint = "choose a writable directory with enough space"
+        raise DataError(e.strerror or str(e), where=str(where), hint=hint) from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

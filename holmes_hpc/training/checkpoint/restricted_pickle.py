@@ -6,8 +6,6 @@ beside the weights as the caller specifies. Transformer Engine's fp8 state is by
 :func:`enforce` restricts the first two in this process, :func:`check_extra_states` checks the third.
 """
 
-from __future__ import annotations
-
 import enum
 import io
 import math
@@ -36,18 +34,10 @@ _METADATA_GLOBALS = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
     (f"{_PACKAGE}.filesystem", "_StorageInfo"),
+    *((f"{_PACKAGE}.metadata", f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
     *(
         (f"{_PACKAGE}.metadata", name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
-            "StorageMeta",
-        )
+        for name in ("Metadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")
     ),
     *(
         (f"{_PACKAGE}.planner", name)
@@ -193,11 +183,8 @@ def check_extra_states(states: Mapping[str, Any], where: str) -> None:
             _RestrictedUnpickler(io.BytesIO(data), _EXTRA_STATE_GLOBALS, _RECIPE_MODULE).load()
 
     if pickles and (error := _load_error(load_all, sum(map(len, pickles.values())))):
-        raise DataError(
-            f"the fp8 state of {', '.join(list(pickles)[:3])} cannot be read: {error}",
-            where=where,
-            hint="use a checkpoint that you wrote yourself, or one without fp8",
-        )
+        problem = f"the fp8 state of {', '.join(list(pickles)[:3])} cannot be read: {error}"
+        raise DataError(problem, where=where, hint="use a checkpoint that you wrote yourself, or one without fp8")
 
 
 def error_message(error: BaseException) -> str:

@@ -4,8 +4,6 @@ The optimizer's state is saved per parameter (``fully_reshardable``), so a check
 checkpoint_directory.py defines which directories are checkpoints.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -108,13 +106,11 @@ class Checkpoints:
             **extra,
         }
         try:
-            request = megatron_versions.save(
+            state, strategy = (
                 self._state(is_loading=False),
-                path,
                 TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
-                METADATA,
-                self._has_uniform_tp,
             )
+            request = megatron_versions.save(state, path, strategy, METADATA, self._has_uniform_tp)
             request.add_finalize_fn(lambda: self._finish(path, step, description))
             writer.start(self._calls, request, path, self._rank)
         except (OSError, RuntimeError, *_ERRORS) as e:
@@ -176,10 +172,8 @@ class Checkpoints:
             checkpoint_directory.finish(path, step, description, files)
             checkpoint_directory.prune(self.folder, self.keep)
             self.saved_step = step
-            log_line(
-                f"step {step}: checkpoint of {sum(size for size, _ in files.values()) / 1e6:.1f} MB saved in "
-                f"{time.perf_counter() - self._save_start:.2f} s"
-            )
+            size_mb, duration_s = sum(size for size, _ in files.values()) / 1e6, time.perf_counter() - self._save_start
+            log_line(f"step {step}: checkpoint of {size_mb:.1f} MB saved in {duration_s:.2f} s")
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
@@ -209,11 +203,8 @@ class Checkpoints:
             if self._rank == 0:
                 log_line(f"warning: checkpoint {path} is damaged ({damage}); trying an earlier one")
         if paths:
-            raise DataError(
-                f"all checkpoints are damaged ({first_problem})",
-                where=str(self.folder),
-                hint="restore one from a copy, or remove them and start again",
-            )
+            hint = "restore one from a copy, or remove them and start again"
+            raise DataError(f"all checkpoints are damaged ({first_problem})", where=str(self.folder), hint=hint)
         if folder is not None:
             self._load_hugging_face(folder)
         return 0
@@ -254,12 +245,9 @@ class Checkpoints:
             if checkpoint is None:
                 return f"not visible on rank {self._rank}"
             damage = checkpoint_directory.find_damage(checkpoint, self._rank, dist.get_world_size())
-            has_pickles = not checkpoint.description.get(checkpoint_directory.IMPORTED)
-            return (
-                restricted_pickle.find_problem(checkpoint.path)
-                if has_pickles and damage is None and self._rank == 0
-                else damage
-            )
+            if damage is None and self._rank == 0 and not checkpoint.description.get(checkpoint_directory.IMPORTED):
+                return restricted_pickle.find_problem(checkpoint.path)
+            return damage
 
         return next((damage for damage in self._run_on_all_ranks(check_files) if damage is not None), None)
 
@@ -292,11 +280,9 @@ class Checkpoints:
         try:
             loaded = megatron_versions.load(state, checkpoint.path, self._has_uniform_tp)
         except (Exception, CheckpointException) as e:  # untrusted input can cause any error
-            raise DataError(
-                f"cannot be loaded: {restricted_pickle.error_message(_inner_error(e))}",
-                where=str(checkpoint.path),
-                hint="resume with the optimizer it was saved with, or from an earlier checkpoint",
-            ) from e
+            problem = f"cannot be loaded: {restricted_pickle.error_message(_inner_error(e))}"
+            hint = "resume with the optimizer it was saved with, or from an earlier checkpoint"
+            raise DataError(problem, where=str(checkpoint.path), hint=hint) from e
         for index, model in enumerate(self.models):
             restricted_pickle.check_extra_states(loaded[f"model{index}"], str(checkpoint.path))
             model.module.load_state_dict(loaded[f"model{index}"])
@@ -316,12 +302,11 @@ class Checkpoints:
         with megatron_versions.offsets_without_padding(self.optimizer):
             state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         if generators:
-            state["generators"] = ShardedObject(
-                "generators",
-                gpt.generators(),
-                *self._generator_position(),
-                replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            replica, position = (
+                parallel_state.get_data_parallel_rank(with_context_parallel=True),
+                self._generator_position(),
             )
+            state["generators"] = ShardedObject("generators", gpt.generators(), *position, replica_id=replica)
         return state
 
     def _generator_position(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -347,8 +332,6 @@ def _write_error(path: Path, error: BaseException) -> RunFailed:
         return checkpoint_directory.write_error(path, inner)
     if is_full(path if path.exists() else path.parent):
         return checkpoint_directory.write_error(path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    return RunFailed(
-        f"cannot write the checkpoint: {' '.join(str(inner).split())[:300]}",
-        where=str(path),
-        hint="see this rank's log; `holmes resume` continues from the last good checkpoint",
-    )
+    problem = f"cannot write the checkpoint: {' '.join(str(inner).split())[:300]}"
+    hint = "see this rank's log; `holmes resume` continues from the last good checkpoint"
+    return RunFailed(problem, where=str(path), hint=hint)

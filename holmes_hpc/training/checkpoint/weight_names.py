@@ -4,8 +4,6 @@ Megatron-Core has one matrix of queries, keys and values, by group of heads (the
 It also has one matrix of SwiGLU's gate and up. GPT-2's matrices are transposed. Only names and shapes: no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

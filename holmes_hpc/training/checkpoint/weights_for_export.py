@@ -4,8 +4,6 @@ Megatron-Core's dist_checkpointing stacks the layers along the first axis, and s
 ranks held. :class:`SavedWeights` returns the same for a checkpoint of any layout.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pickle
@@ -24,6 +22,7 @@ from holmes_hpc.training.checkpoint import restricted_pickle
 
 _MARKER = "decoder.final_layernorm.weight"  # every GPTModel has it
 _LAYERS = "decoder.layers."
+_HINT = "export an earlier checkpoint"
 
 
 class _TensorLoader(DefaultLoadPlanner):
@@ -48,17 +47,14 @@ class SavedWeights(Mapping[str, torch.Tensor]):
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.fspath(directory)
-        try:
+        errors, what = (OSError, pickle.UnpicklingError, MemoryError), "not a readable checkpoint:"
+        with DataError.instead_of(*errors, where=self.directory, hint=_HINT, what=what):
             if (problem := restricted_pickle.find_problem(Path(directory))) is not None:
                 raise pickle.UnpicklingError(problem)
             self._reader = FileSystemReader(self.directory)
             metadata = restricted_pickle.read_metadata(self.directory)
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
             entries = metadata.state_dict_metadata.items()
-        except (OSError, pickle.UnpicklingError, MemoryError) as e:
-            raise DataError(
-                f"not a readable checkpoint: {e}", where=self.directory, hint="export an earlier checkpoint"
-            ) from e
         prefix = min((key.removesuffix(_MARKER) for key, _ in entries if key.endswith(_MARKER)), key=len, default=None)
         if prefix is None:
             raise DataError("holds no GPT model", where=self.directory, hint="export a checkpoint of a run")
@@ -89,14 +85,11 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
         pieces = create_read_items_for_chunk_list(key, tensor, [chunk])
         if sum(math.prod(piece.lengths) for piece in pieces) != math.prod(size):
-            raise DataError(f"{name} lacks pieces", where=self.directory, hint="export an earlier checkpoint")
+            raise DataError(f"{name} lacks pieces", where=self.directory, hint=_HINT)
         try:
             target = torch.empty(size, dtype=tensor.properties.dtype, device="cpu")
             self._reader.read_data(LoadPlan(pieces), _TensorLoader(target, chunk.offsets)).wait()
         except Exception as e:  # damaged bytes can cause any error of torch.load
-            raise DataError(
-                f"{name} cannot be read: {restricted_pickle.error_message(e)}",
-                where=self.directory,
-                hint="export an earlier checkpoint",
-            ) from e
+            problem = f"{name} cannot be read: {restricted_pickle.error_message(e)}"
+            raise DataError(problem, where=self.directory, hint=_HINT) from e
         return target[0] if layer is not None else target

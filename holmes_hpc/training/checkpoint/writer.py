@@ -1,7 +1,5 @@
 """The process that writes a rank's part of a checkpoint: a fork of the rank, which forks again for each file."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing
@@ -72,11 +70,9 @@ def start(calls: AsyncCallsQueue, request: AsyncRequest, path: Path, rank: int) 
             if forks < FORKS:
                 log_line(f"warning: the process that writes the checkpoint hung for {START_S:.0f} s; starting it again")
                 call.async_caller.schedule_async_call(call.async_request)
-    raise RunFailed(
-        f"the process that writes the checkpoint hung {FORKS} times at its start",
-        where=f"rank {rank} on {node_name()}",
-        hint="`holmes resume` continues from the last good checkpoint",
-    )
+    problem = f"the process that writes the checkpoint hung {FORKS} times at its start"
+    hint = "`holmes resume` continues from the last good checkpoint"
+    raise RunFailed(problem, where=f"rank {rank} on {node_name()}", hint=hint)
 
 
 def _write(

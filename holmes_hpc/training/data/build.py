@@ -1,7 +1,5 @@
 """The data set of a run: synthetic tokens or an indexed data set, as configured."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,14 +5,11 @@ appears complete or not at all. Megatron's BlendedMegatronDatasetBuilder is not 
 ranks, and its order depends on the number of steps. Its blending rule (`build_blending_indices`) is used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -40,6 +37,7 @@ from holmes_hpc.training.data.prefix import (
     sequence_bounds,
 )
 from holmes_hpc.training.data.samples import Samples, permute
+from holmes_hpc.waiting import wait_until
 
 _BLEND_PERIOD = 1 << 20  # samples after which the pattern of a blend repeats
 _INDEX_TIMEOUT = timedelta(minutes=30)  # rank 0 may index a very large data set
@@ -95,9 +93,8 @@ class Blend:
     @cached_property
     def _pattern(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         sources, samples = np.zeros(_BLEND_PERIOD, np.int16), np.zeros(_BLEND_PERIOD, np.int64)
-        helpers.build_blending_indices(
-            sources, samples, self._weights.tolist(), len(self._sources), _BLEND_PERIOD, False
-        )
+        weights = self._weights.tolist()
+        helpers.build_blending_indices(sources, samples, weights, len(self._sources), _BLEND_PERIOD, False)
         return sources, samples, np.bincount(sources, minlength=len(self._sources))
 
     def tokens(self, index: int) -> np.ndarray:
@@ -123,21 +120,18 @@ def build(
         return prefixes, root / digest([settings, versions])
 
     def build_all(prefixes: Sequence[Prefix], directory: Path) -> list[Samples]:
+        identifiers = {"class": "_Vocabulary", "vocab_size": plan.model.vocab}
+        # The attributes that Megatron reads without masks or tokenization.
+        tokenizer = SimpleNamespace(vocab_size=plan.model.vocab, eod=-2, unique_identifiers=identifiers)
+        off = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
         config = GPTDatasetConfig(
             random_seed=seed,
             sequence_length=length,
             blend=(names, None),
             split="1",
             path_to_cache=str(directory),
-            tokenizer=SimpleNamespace(  # the attributes that Megatron reads without masks or tokenization
-                vocab_size=plan.model.vocab,
-                eod=-2,
-                unique_identifiers={"class": "_Vocabulary", "vocab_size": plan.model.vocab},
-            ),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
+            tokenizer=tokenizer,
+            **dict.fromkeys(off, False),
         )
         datasets: list[Samples] = []
         for fractions, kind in zip(split.values(), (Split.train, Split.valid), strict=False):
@@ -162,42 +156,32 @@ def build(
     logging.getLogger("megatron.core.datasets").setLevel(logging.WARNING)
     _run_on_rank0(f"holmes/data/{digest(settings)}", prepare)
     prefixes, cache = open_all()
-    try:
+    errors, what = (OSError, ValueError, EOFError), "cannot read the index of samples:"
+    hint = "remove it, or set data.cache to a directory that all nodes share and only you can write"
+    with DataError.instead_of(*errors, where=cache, hint=hint, what=what):
         datasets = build_all(prefixes, _wait_for_directory(cache))
-    except (OSError, ValueError, EOFError) as e:
-        raise DataError(
-            f"cannot read the index of samples: {getattr(e, 'strerror', None) or e}",
-            where=str(cache),
-            hint="remove it, or set data.cache to a directory that all nodes share and only you can write",
-        ) from e
     return datasets[0], datasets[1] if evaluates else None
 
 
 def _wait_for_directory(directory: Path, timeout_s: float = 30) -> Path:
     """Wait until `directory` is visible, since network file systems show a new one late; return it."""
-    deadline = time.monotonic() + timeout_s
-    while not directory.is_dir() and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(directory.is_dir, timeout_s, 0.2)
     return directory
 
 
 def _build_cache(cache: Path, build_into: Callable[[Path], object]) -> None:
     """Build the cache in a temporary directory and rename it, so that an interrupted build is never used."""
     temporary = cache.with_name(f".{cache.name}.{os.uname().nodename}.{os.getpid()}")
+    hint = "free some space or set data.cache to a writable directory that all nodes see"
     try:
-        temporary.mkdir(parents=True)
-        build_into(temporary)
-        try:
-            temporary.rename(cache)
-        except OSError:
-            if not cache.is_dir():  # otherwise another process has built the same cache
-                raise
-    except OSError as e:
-        raise DataError(
-            f"cannot write the index of samples: {e.strerror or e}",
-            where=str(cache),
-            hint="free some space or set data.cache to a writable directory that all nodes see",
-        ) from e
+        with DataError.instead_of(OSError, where=cache, hint=hint, what="cannot write the index of samples:"):
+            temporary.mkdir(parents=True)
+            build_into(temporary)
+            try:
+                temporary.rename(cache)
+            except OSError:
+                if not cache.is_dir():  # otherwise another process has built the same cache
+                    raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

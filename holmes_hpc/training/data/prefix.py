@@ -55,11 +55,9 @@ def document_end(data: DataConfig) -> int | None:
     if unknown := [name for name, token in end_tokens.items() if token is None]:
         raise DataError("no end-of-document token in this file", where=f"{unknown[0]}.json", hint=_PREPARE_HINT)
     if len(set(end_tokens.values())) > 1:
-        raise DataError(
-            f"the prefixes have different end-of-document tokens: {end_tokens}",
-            where="data.prefix",
-            hint="prepare all of them with one tokenizer, or use data.documents=joined",
-        )
+        problem = f"the prefixes have different end-of-document tokens: {end_tokens}"
+        hint = "prepare all of them with one tokenizer, or use data.documents=joined"
+        raise DataError(problem, where="data.prefix", hint=hint)
     return next(iter(end_tokens.values()))
 
 
@@ -143,23 +141,17 @@ class Prefix:
                 expected = np.concatenate(([end], ends[:-1]))
                 if (wrong := (starts != expected) | (lengths < 0) | (ends > self.bin_bytes)).any():
                     i = int(wrong.argmax())
-                    raise DataError(
-                        f"damaged: sequence {first + i} is at bytes {starts[i]} to {ends[i]} of {self.bin_bytes}, "
-                        f"and the one before ends at {expected[i]}",
-                        where=path,
-                        hint=_PREPARE_HINT,
-                    )
+                    place = f"at bytes {starts[i]} to {ends[i]} of {self.bin_bytes}"
+                    problem = f"damaged: sequence {first + i} is {place}, and the one before ends at {expected[i]}"
+                    raise DataError(problem, where=path, hint=_PREPARE_HINT)
                 end = ends[-1]
             for first in range(0, int(min(bounds, max_bytes // 8)), _BLOCK):
                 starts = read(np.int64, 12 * self.sequences, first, bounds)
                 wrong = (np.diff(starts, prepend=start) < 0) | (starts < 0) | (starts > self.sequences)
                 if wrong.any():
                     i = int(wrong.argmax())
-                    raise DataError(
-                        f"damaged: document {first + i} starts at sequence {starts[i]} of {self.sequences}",
-                        where=path,
-                        hint=_PREPARE_HINT,
-                    )
+                    problem = f"damaged: document {first + i} starts at sequence {starts[i]} of {self.sequences}"
+                    raise DataError(problem, where=path, hint=_PREPARE_HINT)
                 start = starts[-1]
 
     def check_tokens(self, vocab: int, max_bytes: float = math.inf) -> None:
@@ -168,9 +160,8 @@ class Prefix:
         if self.vocab() <= vocab:
             return
         with open(f"{self.path}.bin", "rb") as f:
-            while f.tell() < max_bytes and len(
-                tokens := np.fromfile(f, self.dtype, _SCAN_BYTES // self.dtype().itemsize)
-            ):
+            count = _SCAN_BYTES // self.dtype().itemsize
+            while f.tell() < max_bytes and len(tokens := np.fromfile(f, self.dtype, count)):
                 check_vocabulary(tokens, vocab, f"{self.path}.bin")
 
     def vocab(self) -> float:
@@ -236,25 +227,15 @@ def check_lengths(
     hint = "use more text, a smaller batch, a shorter sequence or another data.split"
     for name, fractions in split.items():
         counts = {p.path: max(0, sample_count(p, fractions, length)) for p in prefixes}
-        if (total := sum(counts.values())) < size:
-            raise DataError(
-                f"its {name} part has {total} samples of {length} tokens, a step takes {size}",
-                where=", ".join(counts),
-                hint=hint,
-            )
-        if is_weighted and (too_short := [path for path, count in counts.items() if not count]):
-            raise DataError(
-                f"its {name} part is shorter than one sample of {length} tokens", where=too_short[0], hint=hint
-            )
+        total, empty = sum(counts.values()), [path for path, count in counts.items() if is_weighted and not count]
+        too_few = f"its {name} part has {total} samples of {length} tokens, a step takes {size}"
+        too_short = f"its {name} part is shorter than one sample of {length} tokens"
+        DataError.refuse((total < size, too_few, ", ".join(counts), hint), (empty, too_short, "".join(empty[:1]), hint))
 
 
 def check_vocabulary(tokens: np.ndarray, vocab: int, where: str) -> None:
     """Raise DataError if a token id is outside a vocabulary of `vocab` ids."""
     low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, -1)
-    if high >= vocab or low < 0:
-        invalid_id = high if high >= vocab else low
-        raise DataError(
-            f"token id {invalid_id} is not in the model's vocabulary of {vocab}",
-            where=where,
-            hint="prepare the data with the model's tokenizer, or set model.vocab",
-        )
+    problem = f"token id {high if high >= vocab else low} is not in the model's vocabulary of {vocab}"
+    hint = "prepare the data with the model's tokenizer, or set model.vocab"
+    refuse(where, (high >= vocab or low < 0, problem, hint), error=DataError)

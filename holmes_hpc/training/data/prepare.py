@@ -5,8 +5,6 @@ interrupted preparation continues where it stopped. Then the parts are joined in
 appear complete or not at all. PREFIX.json describes the data and their sources.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -100,11 +98,8 @@ def prepare(
     extents = [e for f in files for e in text_files.extents(os.fspath(f), part_bytes)]
     total = sum(e.bytes for e in extents)
     if not total:
-        raise DataError(
-            f"no text in {len(files)} file(s)",
-            where=", ".join(map(str, files)) or "data prepare",
-            hint="give files that contain text",
-        )
+        where = ", ".join(map(str, files)) or "data prepare"
+        raise DataError(f"no text in {len(files)} file(s)", where=where, hint="give files that contain text")
     sources = {
         "tokenizer": loaded_tokenizer.id,
         "json_key": json_key,
@@ -125,11 +120,8 @@ def prepare(
                 file.write(json.dumps({**asdict(summary), "made_from": sources}, indent=1).encode())
     except OSError as e:
         error, hint = (RunFailed, "free some space") if e.errno in DISK_FULL else (DataError, "correct that")
-        raise error(
-            e.strerror or str(e),
-            where=str(e.filename or prefix),
-            hint=f"{hint} and run it again: it continues where it stopped",
-        ) from e
+        hint = f"{hint} and run it again: it continues where it stopped"
+        raise error(e.strerror or str(e), where=str(e.filename or prefix), hint=hint) from e
     shutil.rmtree(f"{prefix}.parts", ignore_errors=True)
     return summary
 
@@ -153,9 +145,8 @@ def demo_corpus(
         paths += [Path(folder, f) for f in files if f.endswith(".py")]
     paths.sort(key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
     sizes = [path.stat().st_size for path in paths]
-    corpus = [
-        path for path, size, end in zip(paths, sizes, accumulate(sizes), strict=True) if size > 0 and end <= limit_bytes
-    ]
+    ends = accumulate(sizes)
+    corpus = [p for p, size, end in zip(paths, sizes, ends, strict=True) if size > 0 and end <= limit_bytes]
     return prepare(corpus, prefix, workers=workers, progress=progress, force=force)
 
 
@@ -179,11 +170,8 @@ def _list_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
         ]
         for file in files_below:
             if leaves_folder(file, path):
-                raise DataError(
-                    f"it is a link to {file.resolve()}",
-                    where=str(file),
-                    hint="name that file itself, or copy it into the folder",
-                )
+                hint = "name that file itself, or copy it into the folder"
+                raise DataError(f"it is a link to {file.resolve()}", where=str(file), hint=hint)
         if not files_below and path.is_dir():
             raise DataError("no file in this folder", where=str(path), hint="give text files, or folders of them")
         files += files_below or [path]
@@ -200,11 +188,8 @@ def _refuse_other_data(prefix: str, sources: dict[str, str]) -> None:
         size = f"{os.path.getsize(existing[0]):,} bytes"
         if {"documents", "tokens"} <= summary.keys():
             size = f"{counted(summary['documents'], 'document')}, {summary['tokens']:,} tokens"
-        raise ConfigError(
-            f"contains another data set ({size})",
-            where=existing[0],
-            hint="replace it with --force, or give another -o PREFIX",
-        )
+        hint = "replace it with --force, or give another -o PREFIX"
+        raise ConfigError(f"contains another data set ({size})", where=existing[0], hint=hint)
 
 
 def _token_type(vocab: int) -> str:
@@ -218,12 +203,9 @@ def _locked_parts(prefix: str) -> Iterator[Path]:
     directory = Path(f"{prefix}.parts")
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "w") as lock:
-        try:
+        what, hint = "another preparation is using this prefix", "wait for it, or choose another prefix"
+        with DataError.instead_of(OSError, where=prefix, hint=hint, what=what):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            raise DataError(
-                "another preparation is using this prefix", where=prefix, hint="wait for it, or choose another prefix"
-            ) from e
         yield directory
 
 
@@ -278,11 +260,8 @@ def _tokenize(parts: Sequence[_Part], tokenizer: str | None, json_key: str, work
                     future.result()
                 report("tokenize", min(read_bytes.value, total), total)
         except BrokenProcessPool as e:
-            raise RunFailed(
-                "a worker process was killed",
-                where="data prepare",
-                hint="use fewer --workers (memory?) and run it again: it continues where it stopped",
-            ) from e
+            hint = "use fewer --workers (memory?) and run it again: it continues where it stopped"
+            raise RunFailed("a worker process was killed", where="data prepare", hint=hint) from e
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -354,9 +333,8 @@ def _join(parts: Sequence[_Part], prefix: str, tokenizer: Tokenizer, report: Pro
     tokens = done // dtype.itemsize
     if tokens == documents:  # only end-of-document tokens
         builder.data_file.close()
-        raise DataError(
-            f"no text in {counts['files']} file(s)", where=parts[0].extents[0].path, hint="give files that contain text"
-        )
+        problem, where = f"no text in {counts['files']} file(s)", parts[0].extents[0].path
+        raise DataError(problem, where=where, hint="give files that contain text")
     builder.finalize(f"{temporary}.idx")
     for path in (f"{prefix}.json", f"{prefix}.idx"):  # so that an old index never exists beside new data
         Path(path).unlink(missing_ok=True)

@@ -4,8 +4,6 @@ Step s trains on samples [s*B, (s+1)*B) of the data set's order, where B is the 
 the same batches, also under another layout or with more steps.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections import deque

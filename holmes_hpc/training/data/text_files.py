@@ -1,7 +1,5 @@
 """Readers of documents: text, JSON lines, both plain or compressed, and Parquet; full files or byte ranges."""
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import gzip
@@ -47,12 +45,8 @@ class Extent:
 def extents(path: str, max_bytes: int) -> list[Extent]:
     """Split a file into extents of at most `max_bytes`; a compressed or Parquet file is one extent.
     Raise DataError if it cannot be read."""
-    try:
-        stat = Path(path).stat()
-        with open_file(path) as f:
-            head = f.read(8)
-    except OSError as e:
-        raise DataError(e.strerror or str(e), where=path, hint="give readable text files") from e
+    with DataError.instead_of(OSError, where=path, hint="give readable text files"), open_file(path) as f:
+        stat, head = Path(path).stat(), f.read(8)
     if head.startswith((*_DECOMPRESSORS, _PARQUET_MAGIC)):
         return [Extent(path, 0, None, stat.st_size, stat.st_mtime_ns)]
     return [
@@ -82,9 +76,8 @@ def documents(extent: Extent, json_key: str, on_read: Callable[[int], None]) -> 
                 yield from (_json_lines if _is_json(extent.path) else _text)(extent, json_key, reader)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
         reason = (e.strerror if isinstance(e, OSError) else None) or str(e) or type(e).__name__
-        raise DataError(
-            f"cannot be read: {reason}", where=extent.path, hint="fetch or compress it again, or omit it"
-        ) from e
+        hint = "fetch or compress it again, or omit it"
+        raise DataError(f"cannot be read: {reason}", where=extent.path, hint=hint) from e
 
 
 def _is_json(path: str) -> bool:
@@ -151,11 +144,8 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, position: int, ext
     try:
         text = decoder.decode(block, final)
     except UnicodeDecodeError as e:
-        raise DataError(
-            f"not UTF-8 text at byte {position + e.start - len(e.object) + len(block)}",
-            where=extent.path,
-            hint="convert it to UTF-8 (iconv), or omit it",
-        ) from e
+        problem = f"not UTF-8 text at byte {position + e.start - len(e.object) + len(block)}"
+        raise DataError(problem, where=extent.path, hint="convert it to UTF-8 (iconv), or omit it") from e
     return text[1:] if position == 0 and text.startswith("\ufeff") else text
 
 
@@ -185,11 +175,8 @@ def _parquet(extent: Extent, column: str, on_read: Callable[[int], None]) -> Ite
             dtype = file.schema_arrow.field(column).type if column in names else None
             if dtype is None or not (pa.types.is_string(dtype) or pa.types.is_large_string(dtype)):
                 columns = ", ".join(names[:8]) if dtype is None else f"{column}, of type {dtype}"
-                raise DataError(
-                    f"no text column {column!r} (found: {columns})",
-                    where=extent.path,
-                    hint="name the column with --json-key",
-                )
+                problem = f"no text column {column!r} (found: {columns})"
+                raise DataError(problem, where=extent.path, hint="name the column with --json-key")
             row_count, rows_read, reported = max(1, file.metadata.num_rows), 0, 0
             for batch in file.iter_batches(_PARQUET_ROWS, columns=[column]):
                 yield from ((text, True) for text in batch.column(0).to_pylist() if text)
@@ -198,9 +185,8 @@ def _parquet(extent: Extent, column: str, on_read: Callable[[int], None]) -> Ite
                 on_read(position - reported)
                 reported = position
     except pa.ArrowException as e:
-        raise DataError(
-            f"damaged Parquet: {' '.join(str(e).split())[:200]}", where=extent.path, hint="fetch it again, or omit it"
-        ) from e
+        problem = f"damaged Parquet: {' '.join(str(e).split())[:200]}"
+        raise DataError(problem, where=extent.path, hint="fetch it again, or omit it") from e
 
 
 def _json_text(line: bytes, json_key: str, where: str) -> str:

@@ -1,7 +1,5 @@
 """Tokenizers: bytes of UTF-8, or a Hugging Face `tokenizers` file."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import queue
@@ -42,23 +40,16 @@ class FileTokenizer:
     """A `tokenizer.json` of Hugging Face's `tokenizers` library."""
 
     def __init__(self, path: str) -> None:
-        try:
+        hint = "pip install 'holmes-hpc[tokenizers]', or omit the tokenizer to use bytes"
+        what = "the tokenizers library is not installed"
+        with DataError.instead_of(ImportError, where=path, hint=hint, what=what):
             from tokenizers import Tokenizer as HuggingFaceTokenizer
-        except ImportError as e:
-            raise DataError(
-                "the tokenizers library is not installed",
-                where=path,
-                hint="pip install 'holmes-hpc[tokenizers]', or omit the tokenizer to use bytes",
-            ) from e
-        try:
+        with DataError.instead_of(OSError, where=path, hint="give a tokenizer.json"):
             raw = read_file(path)
+        # The library raises bare Exception.
+        what = "not a tokenizer.json of Hugging Face:"
+        with DataError.instead_of(Exception, where=path, hint="give a tokenizer.json", what=what):
             self._inner: Any = HuggingFaceTokenizer.from_buffer(raw)
-        except OSError as e:
-            raise DataError(e.strerror or str(e), where=path, hint="give a tokenizer.json") from e
-        except Exception as e:  # the library raises bare Exception
-            raise DataError(
-                f"not a tokenizer.json of Hugging Face: {e}", where=path, hint="give a tokenizer.json"
-            ) from e
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are parallel instead
         self._path, self._text, self._start = path, "", 0.0
         self.id = "tokenizers " + hashlib.sha256(raw).hexdigest()[:16]

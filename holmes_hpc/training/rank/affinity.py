@@ -1,7 +1,5 @@
 """CPU binding: keep a rank on the CPUs in its GPU's NUMA domain, because memory and PCIe are slower from others."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

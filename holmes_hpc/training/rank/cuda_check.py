@@ -3,8 +3,6 @@
 The rules are pure functions of :class:`CudaFacts`, which :func:`collect_facts` reads from this process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.metadata
 import os
@@ -224,11 +222,8 @@ def memory_problem(free: int, total: int, needed: float, where: str) -> PlanErro
         return None
     too_small = "plan again for this kind of GPU (`holmes nodes` shows it)"
     in_use = "another process holds its memory: end it (`nvidia-smi` shows it), or have Slurm drain the node"
-    return PlanError(
-        f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free, the plan needs {needed / GIB:.1f}",
-        where=where,
-        hint=too_small if total < MIN_FREE * needed else in_use,
-    )
+    problem = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free, the plan needs {needed / GIB:.1f}"
+    return PlanError(problem, where=where, hint=too_small if total < MIN_FREE * needed else in_use)
 
 
 def use_cuda(device: str, plan: Plan) -> bool:
@@ -241,9 +236,8 @@ def use_cuda(device: str, plan: Plan) -> bool:
         return False
     is_available = torch.cuda.is_available()
     if device == "cuda" and not is_available:
-        raise problem(collect_facts()) or ConfigError(
-            "no CUDA device", where="train.device", hint="use train.device=cpu or auto"
-        )
+        no_device = ConfigError("no CUDA device", where="train.device", hint="use train.device=cpu or auto")
+        raise problem(collect_facts()) or no_device
     return is_available
 
 

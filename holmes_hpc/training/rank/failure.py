@@ -129,21 +129,13 @@ class RankExit:
     def _publish(self, error: BaseException, hung: bool) -> None:
         """Write this rank's failure to the store unless it holds one. Wait at most `_ANSWER_S` for the store."""
 
+        code = error.exit_code if isinstance(error, HolmesError) else 1
+        failure = {"rank": self.rank, "node": self.node, "error": one_line(error)[:400], "code": code, "hung": hung}
+
         def write() -> None:
             with contextlib.suppress(Exception):
                 if not self._store.check([_FAILED]):
-                    self._store.set(
-                        _FAILED,
-                        json.dumps(
-                            {
-                                "rank": self.rank,
-                                "node": self.node,
-                                "error": one_line(error)[:400],
-                                "code": error.exit_code if isinstance(error, HolmesError) else 1,
-                                "hung": hung,
-                            }
-                        ),
-                    )
+                    self._store.set(_FAILED, json.dumps(failure))
 
         if self._store is not None:
             thread = threading.Thread(target=write, name="report of the failure", daemon=True)
@@ -175,9 +167,8 @@ class RankExit:
         A NIC that goes down breaks connections before the guard's thread polls it."""
         if "Too many open files" in str(error):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            return RunFailed(
-                f"more than {limit} open files", where=f"rank {self.rank} on {self.node}", hint="raise `ulimit -n`"
-            )
+            where = f"rank {self.rank} on {self.node}"
+            return RunFailed(f"more than {limit} open files", where=where, hint="raise `ulimit -n`")
         if self._find_cause is not None and not isinstance(error, HolmesError):
             for pause_s in (0.0, 1.0):
                 time.sleep(pause_s)
@@ -187,12 +178,9 @@ class RankExit:
 
     def hang_hint(self) -> str:
         """Return what to do about a hang. A network may drop packets while its links are up."""
-        links = self.describe_links()
-        return "every rank's log has its stack traces: the rank that is not in a collective is the cause" + (
-            f"; if all are in one, a network drops packets: check {links} (ibstat, perfquery, ethtool -S)"
-            if links
-            else ""
-        )
+        links, tools = self.describe_links(), "(ibstat, perfquery, ethtool -S)"
+        network_note = f"; if all are in one, a network drops packets: check {links} {tools}" if links else ""
+        return f"every rank's log has its stack traces: the rank that is not in a collective is the cause{network_note}"
 
     def record_end(self, state: str, **fields: Any) -> None:
         """Record a regular end: `state` is completed or preempted."""
@@ -323,10 +311,6 @@ class Watchdog:
             message = self.overdue()
             if message is not None:
                 self._exit.dump_stacks()
-                code = self._exit.record_failure(
-                    RunFailed(
-                        message, where=f"rank {self._exit.rank} on {self._exit.node}", hint=self._exit.hang_hint()
-                    ),
-                    hung=True,
-                )
-                end_process(code)
+                where = f"rank {self._exit.rank} on {self._exit.node}"
+                error = RunFailed(message, where=where, hint=self._exit.hang_hint())
+                end_process(self._exit.record_failure(error, hung=True))

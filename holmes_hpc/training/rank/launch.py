@@ -5,8 +5,6 @@ or as a single process. In a step that spans several components, SLURM_JOB_PARTI
 last component's values. A task therefore finds its component by its node's name.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping
@@ -102,21 +100,16 @@ def components_of(environ: Mapping[str, str], node: str) -> tuple[int, ...]:
         return ()
     components = tuple(i for i in range(size) if node in expand(environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", "")))
     if not components:
-        raise PlanError(
-            f"node {node} is in none of the job's {size} components",
-            where=f"task on {node}",
-            hint="start all components as one step: srun --het-group=0,1,… from the batch script",
-        )
+        hint = "start all components as one step: srun --het-group=0,1,… from the batch script"
+        raise PlanError(f"node {node} is in none of the job's {size} components", where=f"task on {node}", hint=hint)
     return components
 
 
 def job_nodes(environ: Mapping[str, str]) -> list[str]:
     """Return the nodes of all components of this Slurm job; empty if the environment does not list them."""
-    names = [
-        "SLURM_JOB_NODELIST",
-        *(f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(_number(environ, "SLURM_HET_SIZE", default=1))),
-    ]
-    return list(dict.fromkeys(node for name in names for node in expand(environ.get(name, ""))))
+    groups = [f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(_number(environ, "SLURM_HET_SIZE", default=1))]
+    lists = [environ.get(name, "") for name in ("SLURM_JOB_NODELIST", *groups)]
+    return list(dict.fromkeys(node for text in lists for node in expand(text)))
 
 
 def check_launch(launch: Launch, plan: Plan) -> int:
@@ -151,18 +144,11 @@ def _number(environ: Mapping[str, str], *names: str, default: int | None = None)
     """Return the first of the variables `names` that is set, as an integer; `default` if none is.
 
     Raise RunFailed if the value is no integer, or if there is neither a value nor a default."""
-    for name in names:
-        if environ.get(name):
-            try:
-                return int(environ[name])
-            except ValueError:
-                raise RunFailed(
-                    f"{name} is {environ[name]!r}, which is no integer",
-                    where="environment",
-                    hint="start the ranks with srun or torchrun, which set it",
-                ) from None
+    hint = "start the ranks with srun or torchrun, which set it"
+    for name in filter(environ.get, names):
+        what = f"{name} is {environ[name]!r}, which is no integer"
+        with RunFailed.instead_of(ValueError, where="environment", hint=hint, what=what):
+            return int(environ[name])
     if default is None:
-        raise RunFailed(
-            f"{names[0]} is not set", where="environment", hint="start the ranks with srun or torchrun, which set it"
-        )
+        raise RunFailed(f"{names[0]} is not set", where="environment", hint=hint)
     return default

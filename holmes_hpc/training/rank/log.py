@@ -1,7 +1,5 @@
 """The log of a rank: a copy of everything that the process prints, and lines with a time stamp."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

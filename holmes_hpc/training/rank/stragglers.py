@@ -1,7 +1,5 @@
 """Detection of slow nodes: compare, every few steps, the compute times of ranks that do the same work."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
