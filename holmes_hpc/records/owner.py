@@ -58,11 +58,11 @@ class _Replaced(Exception):
 
 
 @contextlib.contextmanager
-def hold_lock(path: Path, owner: LockOwner, has_ended: Callable[[LockOwner], bool] = lambda _: False) -> Iterator[int]:
+def hold_lock(path: Path, owner: LockOwner) -> Iterator[int]:
     """Hold the lock file `path` as `owner`, and yield its descriptor. Raise RecordError that names the other owner if
     another process holds it. `has_ended`: returns whether the job of such an owner has ended, so that its lock is
     replaced. On a file system without locks, this does nothing."""
-    handle = take_lock(path, owner, has_ended)
+    handle = take_lock(path, owner)
     try:
         yield handle
     finally:

@@ -112,24 +112,22 @@ def _bars(
     return figure
 
 
-def distinct(labels: Sequence[str], width: int = MAX_LABEL) -> list[str]:
-    """Return the labels shortened to at most `width` characters, but still distinct.
+def distinct(labels: Sequence[str]) -> list[str]:
+    """Return the labels shortened to at most MAX_LABEL characters, but still distinct.
 
     If one is longer, all lose the prefix that they share. Then the middle of labels that are still too long goes."""
-    long = [text for text in labels if len(text) > width]
-    if not long:
+    if all(len(text) <= MAX_LABEL for text in labels):
         return list(labels)
-    common = takewhile(
-        lambda index: len({text[index : index + 1] for text in labels}) == 1, range(min(map(len, labels)))
-    )
-    shared = labels[0][: len(list(common))] if len(labels) > 1 else ""
+    common = takewhile(lambda letters: len(set(letters)) == 1, zip(*labels, strict=False))
+    shared = "".join(letters[0] for letters in common) if len(labels) > 1 else ""
     shared = shared[: max(shared.rfind(" "), shared.rfind(",")) + 1]
     suffixes = [f"…{text[len(shared) :]}" if shared else text for text in labels]
+    half = MAX_LABEL // 2
     shortened = [
-        text if len(text) <= width else f"{text[: width // 2]}…{text[-(width - width // 2 - 1) :]}" for text in suffixes
+        text if len(text) <= MAX_LABEL else f"{text[:half]}…{text[half + 1 - MAX_LABEL :]}" for text in suffixes
     ]
     return [
-        text if shortened.count(text) == 1 else f"{index + 1}: {text[: width - 5]}"
+        text if shortened.count(text) == 1 else f"{index + 1}: {text[: MAX_LABEL - 5]}"
         for index, text in enumerate(shortened)
     ]
 

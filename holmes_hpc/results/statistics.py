@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from statistics import NormalDist
 
 import numpy as np
@@ -32,34 +33,29 @@ class Estimate:
 
 
 @lru_cache(maxsize=4096)
-def interval_ranks(count: int, confidence: float = CONFIDENCE) -> tuple[int, int] | None:
-    """Return the positions (from 0) of the two among `count` sorted values that enclose the median with at least this
-    confidence; None if there are too few values.
+def interval_ranks(count: int) -> tuple[int, int] | None:
+    """Return the positions (from 0) of the two among `count` sorted values that enclose the median with at least
+    CONFIDENCE; None if there are too few values.
 
     The interval makes no assumption on the distribution: P(X(k+1) <= median <= X(n-k)) = 1 - 2 P(Bin(n, 1/2) <= k)
     (order statistics; David and Nagaraja 2003, 7.1). Above 1000 values a normal distribution approximates the
     binomial."""
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     if count > 1000:
         k = math.floor(count / 2 - NormalDist().inv_cdf(1 - tail) * math.sqrt(count) / 2) - 1
         return k, count - 1 - k
-    k, below, term = -1, 0.0, 0.5**count
-    for i in range(count):
-        below += term
-        if below > tail:
-            break
-        k = i
-        term *= (count - i) / (i + 1)
+    ways = accumulate(math.comb(count, i) for i in range(count))  # of 2**count
+    k = sum(below <= tail * 2**count for below in ways) - 1
     return (k, count - 1 - k) if k >= 0 else None
 
 
-def median_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Estimate:
+def median_interval(values: ArrayLike) -> Estimate:
     """Return the median and its interval by order statistics (:func:`interval_ranks`). Fewer than 6 values have no
     interval of 95%."""
     ordered = np.sort(finite(values))
     if not len(ordered):
         return Estimate(math.nan, math.nan, math.nan, 0)
-    ranks = interval_ranks(len(ordered), confidence)
+    ranks = interval_ranks(len(ordered))
     low, high = (ordered[ranks[0]], ordered[ranks[1]]) if ranks else (math.nan, math.nan)
     return Estimate(float(np.median(ordered)), float(low), float(high), len(ordered))
 

@@ -81,27 +81,24 @@ def _event(line: bytes, rank: int) -> dict[str, Any] | None:
     return event if None not in required and math.isfinite(event["start_s"] + event["end_s"]) else None
 
 
-def typical_step(trace: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
-    """Return the events of one step, of the first rank of each stage, with times in seconds from the first event.
-
-    `trace`: of :func:`read_trace`; `step`: by default the step of median length after warm-up."""
+def typical_step(trace: pd.DataFrame) -> pd.DataFrame:
+    """Return the events of the step of median length after warm-up, of the first rank of each stage, with times in
+    seconds from the first event. `trace`: of :func:`read_trace`."""
     if trace.empty:
         return trace
-    if step is None:
-        spans = trace.groupby("step").agg(start=("start_s", "min"), end=("end_s", "max"))
-        lengths_s = (spans["end"] - spans["start"]).iloc[warmup_steps(len(spans)) :].sort_values()
-        step = int(lengths_s.index[(len(lengths_s) - 1) // 2])
-    events = trace[trace["step"] == step]
+    spans = trace.groupby("step").agg(start=("start_s", "min"), end=("end_s", "max"))
+    lengths_s = (spans["end"] - spans["start"]).iloc[warmup_steps(len(spans)) :].sort_values()
+    events = trace[trace["step"] == lengths_s.index[(len(lengths_s) - 1) // 2]]
     events = events[events["rank"] == events.groupby("stage")["rank"].transform("min")]
     start = events["start_s"].min()
     return events.assign(start_s=events["start_s"] - start, end_s=events["end_s"] - start).reset_index(drop=True)
 
 
-def perfetto(events: Iterable[Mapping[str, Any]], name: str = "measured") -> dict[str, Any]:
+def perfetto(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return events (`stage, kind, micro_batch, start_s, end_s`; `rank` if measured) as a Chrome trace.
 
     A process of the trace is a rank, or a stage if simulated; its threads are computing, waiting and each kind of
-    transfer. Times are in microseconds since the first event. `name`: start of the names of processes."""
+    transfer. Times are in microseconds since the first event."""
     rows = sorted((dict(e) for e in events), key=lambda e: (e["stage"], e.get("rank", 0), e["start_s"]))
     first_s = min((e["start_s"] for e in rows), default=0.0)
     trace_events: list[dict[str, Any]] = []
@@ -112,7 +109,7 @@ def perfetto(events: Iterable[Mapping[str, Any]], name: str = "measured") -> dic
         if stage_rank not in pids:
             pids[stage_rank] = len(pids)
             rank_note = f", rank {stage_rank[1]}" if "rank" in event else ""
-            stage_name = f"{name}: stage {stage_rank[0]}{rank_note}"
+            stage_name = f"measured: stage {stage_rank[0]}{rank_note}"
             trace_events.append(_naming_event("process_name", pids[stage_rank], 0, stage_name))
         pid, kind = pids[stage_rank], event["kind"]
         thread = "compute" if kind in COMPUTING else "wait" if kind.startswith("wait") else kind

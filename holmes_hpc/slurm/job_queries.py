@@ -2,16 +2,17 @@
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import cast
 
 from holmes_hpc.slurm.commands import slurm, slurm_with_retries
 from holmes_hpc.slurm.hostlist import numbers
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState, Row, SlurmState, join
+from holmes_hpc.tables import read_table
 
 SEPARATOR = "\x1f"
-SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Reason", "NodeList", "JobName", "SubmitLine")
+_SACCT, _SQUEUE, _SCONTROL = read_table(__file__).values()  # what a row is read from
 _TOKEN = r"submission_file_([0-9a-f]{32})"  # in the path of the executor's batch scripts
 
 
@@ -22,34 +23,39 @@ def sacct_command(ids: Iterable[str]) -> list[str]:
         "--noheader",
         "--parsable2",
         f"--delimiter={SEPARATOR}",
-        "--format=" + ",".join(SACCT_FIELDS),
+        "--format=" + ",".join(_SACCT.values()),
         "--jobs=" + ",".join(sorted({i.partition("_")[0] for i in ids})),
     ]
 
 
 def parse_sacct(text: str) -> list[Row]:
     """Return the rows in the output of :func:`sacct_command`. Incomplete lines are skipped."""
+    return _parse(text, _SACCT)
+
+
+def _parse(text: str, fields: Iterable[str]) -> list[Row]:
+    """Return the rows of lines with cells of these fields, of which those after the job's name may be missing."""
+    lines = (dict(zip(fields, line.split(SEPARATOR), strict=False)) for line in text.splitlines())
+    return [row for cells in lines if "name" in cells for row in _rows(cells)]
+
+
+def _rows(cells: Mapping[str, str]) -> list[Row]:
+    """Return a row for each job that the id in `cells` names."""
     return [
         Row(
             *identity,
-            state=_state_name(cells[1]),
-            name=cells[6],
-            submitted=_number(cells[3]),
-            nodes=_or_empty(cells[5]),
-            reason=_or_empty(cells[4]),
-            exit_code=_exit_status(cells[2]),
-            token=_token("".join(cells[7:])),
+            state=_state_name(cells["state"]),
+            name=cells["name"],
+            submitted=_number(cells["submitted"]),
+            nodes=_or_empty(cells["nodes"]),
+            reason=_or_empty(cells["reason"]),
+            exit_code=_exit_status(cells.get("exit_code", "")),
+            restarts=int(cells.get("restarts") or 0),
+            start=_number(cells.get("start", "")),
+            token=_value(_TOKEN, cells.get("command", "")),
         )
-        for identity, cells in _job_cells(text, 7)
+        for identity in _identities(cells["id"])
     ]
-
-
-def _job_cells(text: str, least: int) -> Iterator[tuple[tuple[str, int], list[str]]]:
-    """Yield (job id and offset, cells) for each job in the lines of `text` with `least` or more cells."""
-    for line in text.splitlines():
-        if len(cells := line.split(SEPARATOR)) >= least:
-            for identity in _identities(cells[0]):
-                yield identity, cells
 
 
 def _exit_status(text: str) -> int | None:
@@ -57,9 +63,6 @@ def _exit_status(text: str) -> int | None:
     match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     code, signal_number = (int(match[1]), int(match[2] or 0)) if match else (0, 0)
     return (code or 128 * bool(signal_number) + signal_number) if match else None
-
-
-SQUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%V", "%r", "%N", "%j", "%S", "%o"))
 
 
 def _job_field(job_id: str, field: str) -> str | None:
@@ -81,24 +84,13 @@ def job_script(job_id: str) -> str | None:
 
 
 def squeue_command(ids: Iterable[str] = ()) -> list[str]:
-    return ["squeue", "--me", "--array", "--noheader", "--states=all", f"--format={SQUEUE_FORMAT}"]
+    fields = SEPARATOR.join(_SQUEUE.values())
+    return ["squeue", "--me", "--array", "--noheader", "--states=all", f"--format={fields}"]
 
 
 def parse_squeue(text: str) -> list[Row]:
     """Return the rows in the output of :func:`squeue_command`. Incomplete lines are skipped."""
-    return [
-        Row(
-            *identity,
-            state=_state_name(cells[1]),
-            name=cells[5],
-            submitted=_number(cells[2]),
-            nodes=_or_empty(cells[4]),
-            reason=_or_empty(cells[3]),
-            start=_number("".join(cells[6:7])),
-            token=_token("".join(cells[7:])),
-        )
-        for identity, cells in _job_cells(text, 6)
-    ]
+    return _parse(text, _SQUEUE)
 
 
 def scontrol_command(ids: Iterable[str] = ()) -> list[str]:
@@ -109,27 +101,10 @@ def parse_scontrol(text: str) -> list[Row]:
     """Return the rows in the output of :func:`scontrol_command`. Lines without a job and a state are skipped."""
     rows = []
     for line in text.splitlines():
-        job, state = _value(r"\bJobId=(\d+)", line), _value(r"\bJobState=(\S+)", line)
-        if not job or not state:
-            continue
-        array = re.search(r"\bArrayJobId=(\d+) ArrayTaskId=(\S+)", line)
-        leader, offset = _value(r"\bHetJobId=(\d+)", line) or job, int(_value(r"\bHetJobOffset=(\d+)", line) or 0)
-        exit_code = re.search(r"\bExitCode=(\d+):(\d+)", line)
-        rows += [
-            Row(
-                *identity,
-                state=_state_name(state),
-                name=_value(r"\bJobName=(.*?)(?:\s+HetJobIdSet=\S*)?\s+UserId=", line),
-                submitted=_number(_value(r"\bSubmitTime=(\S+)", line)),
-                nodes=_or_empty(_value(r"\sNodeList=(\S+)", line)),
-                reason=_or_empty(_value(r"\bReason=(.*?)\s+Dependency=", line)),
-                exit_code=int(exit_code[1]) or int(exit_code[2]) if exit_code else None,
-                restarts=int(_value(r"\bRestarts=(\d+)", line) or 0),
-                start=_number(_value(r"\bStartTime=(\S+)", line)),
-                token=_token(_value(r"\bCommand=(.*?)\s+WorkDir=", line)),
-            )
-            for identity in (_identities(f"{array[1]}_[{array[2]}]") if array else [(leader, offset)])
-        ]
+        cells = {field: _value(pattern, line) for field, pattern in _SCONTROL.items()}
+        if cells["id"] and cells["state"]:
+            leader, array = cells["leader"] or cells["id"], f"{cells['array']}_[{cells['tasks']}]"
+            rows += _rows({**cells, "id": array if cells["array"] else f"{leader}+{cells['offset'] or 0}"})
     return rows
 
 
@@ -137,11 +112,6 @@ def _value(pattern: str, line: str) -> str:
     """Return the group of `pattern` in `line`, empty if there is no match."""
     match = re.search(pattern, line)
     return match[1] if match else ""
-
-
-def _token(command: str) -> str:
-    """Return the unique token in the path of the executor's batch script; empty if `command` has none."""
-    return _value(_TOKEN, command)
 
 
 def _state_name(state: str) -> SlurmState:

@@ -22,6 +22,7 @@ from holmes_hpc.waiting import attempts
 
 SERVERS = ("munged", "mariadbd", "slurmdbd", "slurmctld")
 DAEMONS = (*SERVERS, "slurmd")
+_KILL_S = 15
 MARK = "HOLMES_TESTBED_OF"  # environment variable of the testbed's processes, with the testbed's directory
 
 
@@ -75,20 +76,20 @@ def _live_processes(belongs: Callable[[psutil.Process, int], bool]) -> list[Test
     return matches
 
 
-def kill_all(directory: Path, namespaces: Collection[int], timeout_s: float = 15) -> None:
+def kill_all(directory: Path, namespaces: Collection[int]) -> None:
     """Kill all processes of the testbed by SIGKILL, because its data is deleted anyway.
-    Raise TestbedError if one survives for `timeout_s`."""
-    _kill_until_none(lambda: find(directory, namespaces), str(directory), timeout_s)
+    Raise TestbedError if one survives for _KILL_S."""
+    _kill_until_none(lambda: find(directory, namespaces), str(directory))
 
 
-def kill_namespace(namespace: int, timeout_s: float = 15) -> None:
+def kill_namespace(namespace: int) -> None:
     """Kill all processes in the network namespace with this inode by SIGKILL, also those forked meanwhile.
-    Raise TestbedError if one survives for `timeout_s`."""
-    _kill_until_none(lambda: _live_processes(lambda _, inode: inode == namespace), f"netns {namespace}", timeout_s)
+    Raise TestbedError if one survives for _KILL_S."""
+    _kill_until_none(lambda: _live_processes(lambda _, inode: inode == namespace), f"netns {namespace}")
 
 
-def _kill_until_none(find_processes: Callable[[], list[TestbedProcess]], where: str, timeout_s: float) -> None:
-    for _ in attempts(timeout_s, 0.05):
+def _kill_until_none(find_processes: Callable[[], list[TestbedProcess]], where: str) -> None:
+    for _ in attempts(_KILL_S, 0.05):
         if not (survivors := find_processes()):
             return
         for process in survivors:

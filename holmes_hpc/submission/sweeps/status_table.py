@@ -26,6 +26,7 @@ from holmes_hpc.submission.lifecycle.status import record_end
 from holmes_hpc.submission.sweeps.jobs import job_states, plain_outcome, read_outcome, untrusted_reason
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, SweepJob, read_manifest
 
+POLL_S = 2.0
 MAX_GROWING_BYTES = 8_000_000  # of a larger metrics.jsonl that still grows, only the end is read
 
 
@@ -199,7 +200,7 @@ def live_display() -> Live:
     return Live(console=Console(markup=False, highlight=False), auto_refresh=False)
 
 
-def show_live(directory: str | os.PathLike[str], *, poll_s: float = 2.0) -> list[SweepRow]:
+def show_live(directory: str | os.PathLike[str]) -> list[SweepRow]:
     """Show the table of a sweep on the terminal until all jobs have ended, or until Ctrl-C. Return the last rows."""
     rows = sweep_status(directory)
     with live_display() as display:
@@ -208,7 +209,7 @@ def show_live(directory: str | os.PathLike[str], *, poll_s: float = 2.0) -> list
                 display.update(live_table(str(directory), rows, display.console.height), refresh=True)
                 if all(r.ended for r in rows):
                     break
-                time.sleep(poll_s)
+                time.sleep(POLL_S)
                 rows = sweep_status(directory, mode="standard")
         except KeyboardInterrupt:
             pass

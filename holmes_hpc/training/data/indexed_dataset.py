@@ -158,15 +158,10 @@ def build(
     prefixes, cache = open_all()
     errors, what = (OSError, ValueError, EOFError), "cannot read the index of samples:"
     hint = "remove it, or set data.cache to a directory that all nodes share and only you can write"
+    wait_until(cache.is_dir, 30, 0.2)  # network file systems show a new directory late
     with DataError.instead_of(*errors, where=cache, hint=hint, what=what):
-        datasets = build_all(prefixes, _wait_for_directory(cache))
+        datasets = build_all(prefixes, cache)
     return datasets[0], datasets[1] if evaluates else None
-
-
-def _wait_for_directory(directory: Path, timeout_s: float = 30) -> Path:
-    """Wait until `directory` is visible, since network file systems show a new one late; return it."""
-    wait_until(directory.is_dir, timeout_s, 0.2)
-    return directory
 
 
 def _build_cache(cache: Path, build_into: Callable[[Path], object]) -> None:
