@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -31,27 +31,28 @@ def sacct_command(ids: Iterable[str]) -> list[str]:
 
 def parse_sacct(text: str) -> list[Row]:
     """Return the rows in the output of :func:`sacct_command`. Incomplete lines are skipped."""
-    return [
-        Row(
-            *identity,
-            state=_state_name(cells[1]),
-            name=cells[6],
-            submitted=_number(cells[3]),
-            nodes=_or_empty(cells[5]),
-            reason=_or_empty(cells[4]),
-            exit_code=_exit_status(cells[2]),
-            token=_token("".join(cells[7:])),
-        )
-        for identity, cells in _job_cells(text, 7)
-    ]
+    return list(_rows(text, SACCT_FIELDS, 7))
 
 
-def _job_cells(text: str, least: int) -> Iterator[tuple[tuple[str, int], list[str]]]:
-    """Yield (job id and offset, cells) for each job in the lines of `text` with `least` or more cells."""
+def _rows(text: str, fields: Sequence[str], least: int) -> Iterator[Row]:
+    """Yield the row of each job in the lines of `text` with `least` or more cells. `fields`: the cells' names in
+    sacct."""
     for line in text.splitlines():
-        if len(cells := line.split(SEPARATOR)) >= least:
-            for identity in _identities(cells[0]):
-                yield identity, cells
+        cells = dict(zip(fields, line.split(SEPARATOR, len(fields) - 1), strict=False))
+        if len(cells) < least:
+            continue
+        for identity in _identities(cells["JobID"]):
+            yield Row(
+                *identity,
+                state=_state_name(cells["State"]),
+                name=cells["JobName"],
+                submitted=_number(cells["Submit"]),
+                nodes=_or_empty(cells["NodeList"]),
+                reason=_or_empty(cells["Reason"]),
+                exit_code=_exit_status(cells.get("ExitCode", "")),
+                start=_number(cells.get("Start", "")),
+                token=_token(cells.get("SubmitLine", "")),
+            )
 
 
 def _exit_status(text: str) -> int | None:
@@ -61,7 +62,10 @@ def _exit_status(text: str) -> int | None:
     return (code or 128 * bool(signal_number) + signal_number) if match else None
 
 
-SQUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%V", "%r", "%N", "%j", "%S", "%o"))
+# Name in sacct -> format of squeue. `%o` is the batch script.
+SQUEUE_FIELDS = {"JobID": "%i", "State": "%T", "Submit": "%V", "Reason": "%r", "NodeList": "%N", "JobName": "%j"}
+SQUEUE_FIELDS |= {"Start": "%S", "SubmitLine": "%o"}
+SQUEUE_FORMAT = SEPARATOR.join(SQUEUE_FIELDS.values())
 
 
 def _job_field(job_id: str, field: str) -> str | None:
@@ -88,19 +92,7 @@ def squeue_command(ids: Iterable[str] = ()) -> list[str]:
 
 def parse_squeue(text: str) -> list[Row]:
     """Return the rows in the output of :func:`squeue_command`. Incomplete lines are skipped."""
-    return [
-        Row(
-            *identity,
-            state=_state_name(cells[1]),
-            name=cells[5],
-            submitted=_number(cells[2]),
-            nodes=_or_empty(cells[4]),
-            reason=_or_empty(cells[3]),
-            start=_number("".join(cells[6:7])),
-            token=_token("".join(cells[7:])),
-        )
-        for identity, cells in _job_cells(text, 6)
-    ]
+    return list(_rows(text, tuple(SQUEUE_FIELDS), 6))
 
 
 def scontrol_command(ids: Iterable[str] = ()) -> list[str]:
