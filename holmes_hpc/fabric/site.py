@@ -76,9 +76,9 @@ class NicNames:
 
     def __post_init__(self) -> None:
         check(self, "NICs", SiteError)
-        for entry in self.storage:
+        for entry in (e for e in self.storage if "/" in e):
             try:
-                ipaddress.ip_network(entry if "/" in entry else "::/0", strict=False)
+                ipaddress.ip_network(entry, strict=False)
             except ValueError as e:
                 raise SiteError(
                     f"storage: {entry!r} is not a network: {e}",

@@ -61,9 +61,9 @@ def _tokenizer(source: export.ExportSource) -> Tokenizer:
     if source.model.vocab == ByteTokenizer.vocab:
         return ByteTokenizer()
     raise DataError(
-        "no tokenizer",
+        "the run has no tokenizer for its data",
         where=f"model {source.model.name}",
-        hint="set data.tokenizer to the tokenizer.json of the data when training",
+        hint="train with data.tokenizer=tokenizer.json, the file that the data was prepared with",
     )
 
 
