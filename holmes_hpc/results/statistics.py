@@ -33,7 +33,7 @@ class Estimate:
 
 
 @lru_cache(maxsize=4096)
-def interval_ranks(count: int, confidence: float = CONFIDENCE) -> tuple[int, int] | None:
+def interval_positions(count: int, confidence: float = CONFIDENCE) -> tuple[int, int] | None:
     """Return the positions (from 0) of the two among `count` sorted values that enclose the median with at least this
     confidence; None if there are too few values.
 
@@ -44,13 +44,13 @@ def interval_ranks(count: int, confidence: float = CONFIDENCE) -> tuple[int, int
     if count > 1000:
         k = math.floor(count / 2 - _normal_quantile(1 - tail) * math.sqrt(count) / 2) - 1
         return k, count - 1 - k
-    k, below, term = -1, 0.0, 0.5**count
+    k, at_most_i, exactly_i = -1, 0.0, 0.5**count  # probabilities that i values are below the median
     for i in range(count):
-        below += term
-        if below > tail:
+        at_most_i += exactly_i
+        if at_most_i > tail:
             break
         k = i
-        term *= (count - i) / (i + 1)
+        exactly_i *= (count - i) / (i + 1)
     return (k, count - 1 - k) if k >= 0 else None
 
 
@@ -64,13 +64,13 @@ def _normal_quantile(p: float) -> float:
 
 
 def median_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Estimate:
-    """Return the median and its interval by order statistics (:func:`interval_ranks`). Fewer than 6 values have no
+    """Return the median and its interval by order statistics (:func:`interval_positions`). Fewer than 6 values have no
     interval of 95%."""
     ordered = np.sort(finite(values))
     if not len(ordered):
         return Estimate(math.nan, math.nan, math.nan, 0)
-    ranks = interval_ranks(len(ordered), confidence)
-    low, high = (ordered[ranks[0]], ordered[ranks[1]]) if ranks else (math.nan, math.nan)
+    positions = interval_positions(len(ordered), confidence)
+    low, high = (ordered[positions[0]], ordered[positions[1]]) if positions else (math.nan, math.nan)
     return Estimate(float(np.median(ordered)), float(low), float(high), len(ordered))
 
 
