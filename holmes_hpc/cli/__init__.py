@@ -30,7 +30,7 @@ MODULES = {
     "runs": ("submit", "run", "resume", "rm", "report"),
     "site": ("nodes", "site", "probe", "label", "doctor"),
     "testbed": ("testbed",),
-    "jobs": ("status", "logs", "cancel", "sweep"),
+    "status": ("status", "logs", "cancel", "sweep"),
 }
 
 

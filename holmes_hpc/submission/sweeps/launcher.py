@@ -310,7 +310,7 @@ class HolmesLauncher(BaseSubmititLauncher):
 
 
 class SlurmLauncher(HolmesLauncher):
-    """The launcher that submits a Slurm job for each job of the sweep."""
+    """The launcher that submits each job of a sweep to Slurm."""
 
     _EXECUTOR, WHERE = "slurmhet", "slurm"
 

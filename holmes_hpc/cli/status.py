@@ -1,4 +1,4 @@
-"""Commands for submitted jobs: status, logs, cancel; for sweeps: sweep status, collect, cancel."""
+"""Commands that show and cancel submitted runs (status, logs, cancel) and sweeps (sweep status, collect, cancel)."""
 
 from __future__ import annotations
 
