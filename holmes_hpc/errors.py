@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -70,8 +70,22 @@ class NetworkError(RunFailed):
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return a hint for an unknown name: `did you mean X?` if one of `choices` is similar, else all choices."""
     names = sorted(choices)
-    matches = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {matches[0]!r}?" if matches else f"choose one of: {', '.join(names)}"
+    similar = [choice for choice in names if is_typo(name, choice)] or difflib.get_close_matches(name, names, 1, 0.75)
+    return did_you_mean(similar) if similar else f"choose one of: {', '.join(names)}"
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """Return a hint that offers `names`, such as `did you mean 'a', 'b' or 'c'?`."""
+    *others, last = map(repr, names)
+    return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+
+
+def is_typo(word: str, name: str) -> bool:
+    """Return whether one letter dropped, added, replaced or swapped with the next makes `word` from `name`."""
+    i = next((i for i, (a, b) in enumerate(zip(word, name, strict=False)) if a != b), min(len(word), len(name)))
+    tails = ((1, 1), (0, 1), (1, 0))
+    is_swapped = word[i : i + 2] == name[i : i + 2][::-1] and word[i + 2 :] == name[i + 2 :]
+    return is_swapped or any(word[i + a :] == name[i + b :] for a, b in tails)
 
 
 def counted(number: int, noun: str) -> str:
