@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 
 class HolmesError(Exception):
     """Bad input or a bad site. `what`: what is wrong; `where`: its place; `hint`: what to do. Exit code 2.
 
-    ``str(error)`` is always one line: ``where: what; hint``."""
+    ``str(error)`` is always one line: ``where: what; hint``. `others`: further mistakes in the same input."""
 
     exit_code = 2
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         self.what, self.where, self.hint = what, where, hint
+        self.others: tuple[HolmesError, ...] = ()
         text = f"{where}: {what}" if where else what
         super().__init__(" ".join((f"{text}; {hint}" if hint else text).split()))
 
@@ -25,6 +27,28 @@ class HolmesError(Exception):
         for is_wrong, what, where, hint in cases:
             if is_wrong:
                 raise cls(what, where=where, hint=hint)
+
+    def moved(self, place: Callable[[str], str]) -> HolmesError:
+        """Return this error and its `others` at another place. `place`: returns it for the present `where`."""
+        error = type(self)(self.what, where=place(self.where), hint=self.hint)
+        error.others = tuple(other.moved(place) for other in self.others)
+        return error
+
+
+@contextlib.contextmanager
+def collected(errors: list[HolmesError]) -> Iterator[None]:
+    """Add a HolmesError that the block raises to `errors`, with its `others`."""
+    try:
+        yield
+    except HolmesError as e:
+        errors += [e, *e.others]
+
+
+def raise_all(errors: Sequence[HolmesError]) -> None:
+    """Raise the first of `errors`, with the rest in its `others`. Do nothing without any."""
+    if errors:
+        errors[0].others = tuple(errors[1:])
+        raise errors[0]
 
 
 class SiteError(HolmesError):

@@ -59,7 +59,8 @@ def main() -> None:
             _exit_without_reader()  # click would return an error
         raise
     except HolmesError as e:
-        console.problem(e)
+        for error in (e, *e.others):
+            console.problem(error)
         sys.exit(e.exit_code)
     except ModuleNotFoundError as e:
         error = missing(e)

@@ -55,6 +55,13 @@ WRONG = {
 }
 
 
+def test_all_wrong_values_are_named_at_once() -> None:
+    with pytest.raises(HolmesError) as refused:
+        load(["train.lr=x", "train.steps=0", "plan.tp=two", "slurm.mem=3Q"])
+    lines = {str(error).partition(";")[0] for error in (refused.value, *refused.value.others)}
+    assert lines == {"train.lr is 'x'", "train.steps is 0", "plan.tp is 'two'", "slurm.mem is '3Q'"}
+
+
 @pytest.mark.parametrize("override", WRONG)
 def test_a_wrong_value_is_one_line_that_says_what_is_allowed(override: str) -> None:
     with pytest.raises(HolmesError) as refused:
