@@ -44,9 +44,9 @@ def recent_runs(root: str | os.PathLike[str], ended: int) -> tuple[list[RunDirec
 def _changes(directory: str) -> Iterator[tuple[float, str, bool]]:
     """Yield (time of the last change, path, whether it has a result) of every run at or below `directory`. It opens no
     run's directory, for speed."""
-    times = [_modified(f"{directory}/{name}") for name in ("run.yaml", "metrics.jsonl", "result.json")]
-    if times[0]:
-        yield max(times), directory, times[2] > 0
+    if created := _modified(f"{directory}/run.yaml"):
+        ended = _modified(f"{directory}/result.json")  # written last
+        yield ended or max(created, _modified(f"{directory}/metrics.jsonl")), directory, ended > 0
         return
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
