@@ -59,8 +59,7 @@ def main() -> None:
             _exit_without_reader()  # click would return an error
         raise
     except HolmesError as e:
-        for error in (e, *e.others):
-            console.problem(error)
+        console.problem(e)
         sys.exit(e.exit_code)
     except ModuleNotFoundError as e:
         error = missing(e)
