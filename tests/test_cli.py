@@ -945,3 +945,17 @@ def test_a_plan_for_gpus_without_bf16_says_so(holmes, tmp_path):
 def test_calibrate_warns_only_of_rates_that_the_site_gave(device: str, link: str, warns: bool, capfd) -> None:
     _show_pool(MeasuredPool("ib-a", "", device, links={link: Link(1e-5, 1.49)}), "title")
     assert (f"{link} 1.49 times the site's rate" in capfd.readouterr().err) == warns
+
+
+def test_the_help_of_sweeps_says_how_to_start_one(holmes):
+    assert "python -m holmes_hpc.train -m KEY=VALUE,VALUE" in " ".join(holmes("sweep", "--help")[1].split())
+
+
+def test_an_unknown_option_gets_the_key_or_the_answer_but_no_lookalike(holmes):
+    for option, hint in (
+        ("--precision", "no option --precision: write train.dtype=…;"),
+        ("--context-parallel", "context parallelism is not supported"),
+        ("--modle", "did you mean '--model'?"),
+        ("--zzz", "no option --zzz; see"),
+    ):
+        refused(holmes("plan", option, "1"), hint)
