@@ -7,6 +7,7 @@ writes its figures after each step, so that a time limit does not lose them.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import json
 import os
@@ -254,17 +255,31 @@ print(json.dumps({n: count for n, count in names.items() if "Synchronize" in n o
 
 
 def resume(device: str) -> Figures:
-    """Compare the losses of six steps in one run, and in two runs of three; on a GPU they may differ by NOISE."""
+    """Compare the losses of six steps in one run, and in two runs of three; on a GPU they may differ by NOISE.
+
+    The first run also writes a profile and live metrics. Returns the kernels, passes and GPU figures in them."""
     common = [*TINY, f"train.device={device}", "train.checkpoint_interval=3", "train.lr_decay_steps=6"]
     with tempfile.TemporaryDirectory() as folder:
-        uninterrupted = _train([*common, f"run_dir={folder}/whole", "train.steps=6"])
+        observed = ["train.profile={start: 4, stop: 5}", "train.openmetrics=live.prom"]
+        uninterrupted = _train([*common, f"run_dir={folder}/whole", "train.steps=6", *observed])
+        trace = gzip.decompress(Path(folder, "whole", "trace", "profile-rank-0.json.gz").read_bytes())
+        events = Counter(e.get("cat") for e in json.loads(trace)["traceEvents"])
+        gpu_figures = Path(folder, "whole", "live.prom").read_text().count("\nholmes_gpu_")
         before_resume = _train([*common, f"run_dir={folder}/first", "train.steps=3"])
         checkpoint = sorted(Path(folder, "first", "checkpoints").glob("step-*"))[-1]
         after_resume = _train([*common, f"run_dir={folder}/second", "train.steps=6", f"checkpoint={checkpoint}"])
     losses = [[line["loss"] for line in lines] for lines in (uninterrupted, [*before_resume, *after_resume])]
     largest_error = max(abs(b / a - 1) for a, b in zip(*losses, strict=True))
     is_wrong = largest_error > (NOISE if device == "cuda" else 0)
-    return {"losses": losses[0], "apart": largest_error, "wrong": [f"resumed: {losses[1]}"] if is_wrong else []}
+    counts: Figures = {
+        "profiled_kernels": events["kernel"],
+        "ranges": events["user_annotation"],
+        "gpu_figures": gpu_figures,
+    }
+    failures = [f"resumed: {losses[1]}"] if is_wrong else []
+    if device == "cuda" and not events["kernel"]:
+        failures.append("no kernel in the profile")
+    return {"losses": losses[0], "apart": largest_error, **counts, "wrong": failures}
 
 
 def calibrate(device: str) -> Figures:

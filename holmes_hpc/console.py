@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 100
+MISTAKES = 20  # shown of one input
 MIN_WIDTH = 30
 MIN_PROSE_WIDTH = 16  # narrower columns of prose move to the next block of the table
 NONE = "–"  # a table cell without a value
@@ -181,8 +182,11 @@ def note(message: str) -> None:
 
 
 def problem(message: object) -> None:
-    """Print an error to stderr, one line after the program's name."""
-    sys.stderr.write(f"holmes: {visible(str(message))}\n")
+    """Print an error to stderr, one line after the program's name; of many mistakes at once the first MISTAKES."""
+    errors = (message, *getattr(message, "others", ()))
+    more = [f"{len(errors) - MISTAKES} more mistakes"] if len(errors) > MISTAKES else []
+    for line in (*errors[:MISTAKES], *more):
+        sys.stderr.write(f"holmes: {visible(str(line))}\n")
     sys.stderr.flush()
 
 

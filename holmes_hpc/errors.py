@@ -1,20 +1,23 @@
 """The errors of all packages: one line with what is wrong, where, and what to do; and the exit code."""
 
+from __future__ import annotations
+
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 
 class HolmesError(Exception):
     """Bad input or a bad site. `what`: what is wrong; `where`: its place; `hint`: what to do. Exit code 2.
 
-    ``str(error)`` is always one line: ``where: what; hint``."""
+    ``str(error)`` is always one line: ``where: what; hint``. `others`: further mistakes in the same input."""
 
     exit_code = 2
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         self.what, self.where, self.hint = what, where, hint
+        self.others: tuple[HolmesError, ...] = ()
         text = f"{where}: {what}" if where else what
         super().__init__(" ".join((f"{text}; {hint}" if hint else text).split()))
 
@@ -38,6 +41,28 @@ class HolmesError(Exception):
             cause = getattr(e, "what", None) or getattr(e, "strerror", None) or str(e)
             text = f"{what} {cause}".removeprefix(": ") if what.endswith(":") else what
             raise cls(text, where=str(where), hint=getattr(e, "hint", "") if hint is None else hint) from e
+
+    def moved(self, place: Callable[[str], str]) -> HolmesError:
+        """Return this error and its `others` at another place. `place`: returns it for the present `where`."""
+        error = type(self)(self.what, where=place(self.where), hint=self.hint)
+        error.others = tuple(other.moved(place) for other in self.others)
+        return error
+
+
+@contextlib.contextmanager
+def collected(errors: list[HolmesError]) -> Iterator[None]:
+    """Add a HolmesError that the block raises to `errors`, with its `others`."""
+    try:
+        yield
+    except HolmesError as e:
+        errors += [e, *e.others]
+
+
+def raise_all(errors: Sequence[HolmesError]) -> None:
+    """Raise the first of `errors`, with the rest in its `others`. Do nothing without any."""
+    if errors:
+        errors[0].others = tuple(errors[1:])
+        raise errors[0]
 
 
 class SiteError(HolmesError):
@@ -83,8 +108,22 @@ class NetworkError(RunFailed):
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return a hint for an unknown name: `did you mean X?` if one of `choices` is similar, else all choices."""
     names = sorted(choices)
-    matches = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {matches[0]!r}?" if matches else f"choose one of: {', '.join(names)}"
+    similar = [choice for choice in names if is_typo(name, choice)] or difflib.get_close_matches(name, names, 1, 0.75)
+    return did_you_mean(similar) if similar else f"choose one of: {', '.join(names)}"
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """Return a hint that offers `names`, such as `did you mean 'a', 'b' or 'c'?`."""
+    *others, last = map(repr, names)
+    return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+
+
+def is_typo(word: str, name: str) -> bool:
+    """Return whether one letter dropped, added, replaced or swapped with the next makes `word` from `name`."""
+    i = next((i for i, (a, b) in enumerate(zip(word, name, strict=False)) if a != b), min(len(word), len(name)))
+    tails = ((1, 1), (0, 1), (1, 0))
+    is_swapped = word[i : i + 2] == name[i : i + 2][::-1] and word[i + 2 :] == name[i + 2 :]
+    return is_swapped or any(word[i + a :] == name[i + b :] for a, b in tails)
 
 
 def counted(number: int, noun: str) -> str:

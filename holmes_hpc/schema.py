@@ -12,14 +12,14 @@ import dataclasses
 import difflib
 import math
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from holmes_hpc.errors import ConfigError, HolmesError, nearest
+from holmes_hpc.errors import ConfigError, HolmesError, collected, is_typo, nearest, raise_all
 
 T = TypeVar("T")
 REQUIRED = dataclasses.MISSING
@@ -74,19 +74,27 @@ def _keys(cls: Any) -> dict[str, Key]:
 
 
 def check(instance: Any, where: str, error: type[HolmesError] = ConfigError, dotted: bool = False) -> None:
-    """Raise `error` for the first field of `instance` whose value has another type or range than declared.
+    """Raise `error` if the value of a field of `instance` has another type or range than declared.
 
     Call it in ``__post_init__``. It converts lists to tuples where tuples are declared. `dotted`: `where` is a
     configuration group, and errors name its keys in full (``train.steps``)."""
     for name, declared in keys(type(instance)).items():
         value = getattr(instance, name)
         if isinstance(value, list) and tuple in kinds(declared.type):
-            value = tuple(value)
-            object.__setattr__(instance, name, value)
-        if not _fits(value, type(instance), name):
-            key_name = f"{where}.{name}" if dotted else name
-            message = f"{key_name} is {_short_repr(value)}"
-            raise error(message, where="" if dotted else where, hint=allowed(declared, value))
+            object.__setattr__(instance, name, tuple(value))
+    values = {name: getattr(instance, name) for name in keys(type(instance))}
+    raise_all([*_wrong_values(type(instance), values, where, error, dotted)])
+
+
+def _wrong_values(
+    cls: type[Any], values: Mapping[str, Any], where: str, error: type[HolmesError], dotted: bool = False
+) -> Iterator[HolmesError]:
+    """Yield an error for each of `values` that has another type or range than `cls` declares."""
+    for name, value in values.items():
+        if not _fits(value, cls, name):
+            message = f"{where}.{name}" if dotted else name
+            hint = allowed(keys(cls)[name], value)
+            yield error(f"{message} is {_short_repr(value)}", where="" if dotted else where, hint=hint)
 
 
 class Checked:
@@ -121,28 +129,28 @@ def _unknown(name: str, value: Any, declared: Mapping[str, Key], where: str, err
 def make(cls: type[T], values: Any, where: str, error: type[HolmesError] = ConfigError) -> T:
     """Build the dataclass `cls`, and dataclasses nested in it, from plain data.
 
-    Raise `error` for unknown and missing keys. The dataclass checks its values itself (:func:`check`). `where`: the
-    place of `values`, for errors."""
+    Raise `error` for unknown and missing keys, with all mistakes. The dataclass checks its values itself
+    (:func:`check`). `where`: the place of `values`, for errors."""
     declared = keys(cls)
     if not isinstance(values, Mapping):
         message = f"is {_short_repr(values)}, not keys with values"
         raise error(message, where=where, hint=f"allowed keys: {', '.join(declared)}")
-    for name in values:
-        if name not in declared:
-            raise _unknown(str(name), values[name], declared, where, error)
-    for declared_key in declared.values():
-        if declared_key.default is REQUIRED and declared_key.name not in values:
-            raise error(
-                f"{declared_key.name} is missing",
-                where=where,
-                hint=f"give {declared_key.name}: {declared_key.spec.help or allowed(declared_key)}",
-            )
-    arguments = {name: _nested(value, declared[name], f"{where}.{name}", error) for name, value in values.items()}
+    errors = [_unknown(str(name), values[name], declared, where, error) for name in values if name not in declared]
+    errors += [
+        error(f"{name} is missing", where=where, hint=f"give {name}: {missing.spec.help or allowed(missing)}")
+        for name, missing in declared.items()
+        if missing.default is REQUIRED and name not in values and not any(is_typo(str(v), name) for v in values)
+    ]
+    arguments = {}
+    for name in [name for name in values if name in declared]:
+        with collected(errors):
+            arguments[name] = _nested(values[name], declared[name], f"{where}.{name}", error)
+    if errors:
+        raise_all([*errors, *_wrong_values(cls, arguments, where, error)])
     try:
         return cls(**arguments)
-    except HolmesError as e:
-        is_less_precise = e.where and where.startswith(e.where)  # the dataclass does not know its full path
-        raise type(e)(e.what, where=where if is_less_precise else e.where, hint=e.hint) from None
+    except HolmesError as e:  # the dataclass does not know its full path
+        raise e.moved(lambda place: where if place and where.startswith(place) else place) from None
 
 
 def _nested(value: Any, declared: Key, where: str, error: type[HolmesError]) -> Any:
@@ -154,7 +162,12 @@ def _nested(value: Any, declared: Key, where: str, error: type[HolmesError]) -> 
         if inner is None:
             continue
         if isinstance(value, list):
-            return tuple(make(inner, v, f"{where}[{i}]", error) for i, v in enumerate(value))  # type: ignore[arg-type]
+            made, errors = list[Any](), list[HolmesError]()
+            for i, entry in enumerate(value):
+                with collected(errors):
+                    made.append(make(inner, entry, f"{where}[{i}]", error))  # type: ignore[arg-type]
+            raise_all(errors)
+            return tuple(made)
         if isinstance(value, Mapping):
             return {
                 k: v if v is None or dataclasses.is_dataclass(v) else make(inner, v, f"{where}.{k}", error)  # type: ignore[arg-type]

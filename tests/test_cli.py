@@ -15,10 +15,13 @@ from published_runs import predicted_s, read
 
 from holmes_hpc import console
 from holmes_hpc.cli import man
+from holmes_hpc.cli.planning import _show_pool
 from holmes_hpc.config.composition import load
 from holmes_hpc.config.hugging_face import config_of
 from holmes_hpc.config.models import named
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.planning.cost.calibration import MeasuredPool
+from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.owner import TRAINING_LOCK, LockOwner, hold_lock
 from holmes_hpc.records.run import RunDirectory
@@ -933,3 +936,26 @@ def test_a_plan_for_gpus_without_bf16_says_so(holmes, tmp_path):
     assert code == 0, out
     text = " ".join(json.loads(out)["assumptions"])
     assert "v100-32gb has no bf16" in text and "no FlashAttention" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "link", "warns"),
+    [("cpu", "local", False), ("cpu", "local.all_gather", False), ("cpu", "ethernet", True), ("A100", "local", True)],
+)
+def test_calibrate_warns_only_of_rates_that_the_site_gave(device: str, link: str, warns: bool, capfd) -> None:
+    _show_pool(MeasuredPool("ib-a", "", device, links={link: Link(1e-5, 1.49)}), "title")
+    assert (f"{link} 1.49 times the site's rate" in capfd.readouterr().err) == warns
+
+
+def test_the_help_of_sweeps_says_how_to_start_one(holmes):
+    assert "python -m holmes_hpc.train -m KEY=VALUE,VALUE" in " ".join(holmes("sweep", "--help")[1].split())
+
+
+def test_an_unknown_option_gets_the_key_or_the_answer_but_no_lookalike(holmes):
+    for option, hint in (
+        ("--precision", "no option --precision: write train.dtype=…;"),
+        ("--context-parallel", "context parallelism is not supported"),
+        ("--modle", "did you mean '--model'?"),
+        ("--zzz", "no option --zzz; see"),
+    ):
+        refused(holmes("plan", option, "1"), hint)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from holmes_hpc import cli, console
+from holmes_hpc.errors import ConfigError, raise_all
 from holmes_hpc.records.run import RunDirectory
 
 CLIPBOARD = "\x1b]52;c;cm0gLXJm\x07"  # OSC 52 sets the clipboard of whoever reads it
@@ -105,3 +106,12 @@ def test_no_verb_sends_a_records_words_to_the_terminal(
         cli.main()
     said = "".join(capsys.readouterr())
     assert said and not OBEYED.search(said)
+
+
+def test_all_mistakes_of_an_input_are_printed_up_to_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = [ConfigError(f"mistake {i}") for i in range(console.MISTAKES + 2)]
+    with pytest.raises(ConfigError) as raised:
+        raise_all(list(errors))
+    console.problem(raised.value)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "holmes: mistake 0" and lines[-2:] == ["holmes: mistake 19", "holmes: 2 more mistakes"]

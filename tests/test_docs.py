@@ -111,6 +111,12 @@ def test_make_targets_extras_and_files_on_the_pages_exist():
         assert (ROOT / path).exists(), path
 
 
+def test_the_installation_page_lists_every_extra():
+    extras = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    page = text_of(ROOT / "docs/install.md")
+    assert not [extra for extra in extras if f"`{extra}`" not in page]
+
+
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         prose = FENCE.sub("", text_of(page))

@@ -14,7 +14,7 @@ import typer
 from holmes_hpc import __version__, console
 from holmes_hpc.cli.app import app
 from holmes_hpc.commit import git_commit
-from holmes_hpc.errors import HolmesError
+from holmes_hpc.errors import HolmesError, did_you_mean, is_typo
 from holmes_hpc.extras import missing
 from holmes_hpc.interpreter import check_working_directory
 from holmes_hpc.records.ownership import careful_umask
@@ -30,7 +30,7 @@ MODULES = {
     "runs": ("submit", "run", "resume", "rm", "report"),
     "site": ("nodes", "site", "probe", "label", "doctor"),
     "testbed": ("testbed",),
-    "jobs": ("status", "logs", "cancel", "sweep"),
+    "status": ("status", "logs", "cancel", "sweep"),
 }
 
 
@@ -85,15 +85,19 @@ def main() -> None:
 
 def _usage_message(error: Any) -> str:
     """Return what is wrong with the arguments of a command, and what to do. `error`: click's UsageError.
-    If the user wrote a configuration key as an option, the message shows it as KEY=VALUE."""
+    For an unknown option of a command with keys, the message shows the key as KEY=VALUE, or a similar option."""
     message, context = " ".join(str(error.format_message()).split()).rstrip("."), error.ctx
     command = context.command_path if context else "holmes"
-    option = str(getattr(error, "option_name", "")).lstrip("-")
-    if option and any(p.name == "overrides" for p in context.command.params):
-        from holmes_hpc.config.options import named
+    if type(error).__name__ == "NoSuchOption" and any(p.name == "overrides" for p in context.command.params):
+        from holmes_hpc.config.options import meant_keys
+        from holmes_hpc.config.other_names import advice
 
-        if keys := named(option.partition("=")[0].replace("-", "_")):
-            message = f"no option --{option}: write {' or '.join(f'{key}=…' for key in keys)}"
+        option = error.option_name.partition("=")[0]
+        key = option.lstrip("-").replace("-", "_")
+        mistyped = [name for p in context.command.params for name in p.opts if option[2:] and is_typo(option, name)]
+        written = " or ".join(f"{meant}=…" for meant in meant_keys(key))
+        hint = did_you_mean(mistyped) if mistyped else advice(key) or (written and f"write {written}")
+        message = f"no option {option}" + (f": {hint}" if hint else "")
     return f"{message}; see `{command} --help`"
 
 

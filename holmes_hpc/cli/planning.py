@@ -176,7 +176,8 @@ def calibrate(
 
 
 def _show_pool(pool: MeasuredPool, title: str) -> None:
-    """Print a table of a pool's measurements. Note on stderr links faster than the site's rate."""
+    """Print a table of a pool's measurements. Note on stderr links faster than the site's rate, except inside nodes
+    without GPUs: nobody gave that rate."""
     rows = [
         (
             f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens",
@@ -194,7 +195,11 @@ def _show_pool(pool: MeasuredPool, title: str) -> None:
         [*rows, ("remaining pass time", f"{(pool.pass_s or 0.0) * 1e3:.4g} ms", "")],
         caption="efficiency: payload rate divided by the site's rate",
     )
-    too_fast = [f"{name} {link.efficiency:.3g}" for name, link in pool.links.items() if link.efficiency > 1]
+    too_fast = [
+        f"{name} {link.efficiency:.3g}"
+        for name, link in pool.links.items()
+        if link.efficiency > 1 and not (pool.device == "cpu" and name.startswith("local"))
+    ]
     if too_fast:
         console.note(
             f"{pool.fabric}: {', '.join(too_fast)} times the site's rate: correct that rate if the network is faster,"

@@ -28,12 +28,13 @@ from holmes_hpc.config.hugging_face import folder_of, read_model
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES
 from holmes_hpc.config.options import DEFAULTS, option, suggested_override, unknown_key
+from holmes_hpc.config.other_names import advice
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import keys
 
 QUOTABLE = {"{": "{a: 1, b: 2}", "[": "[1, 2]"}  # a shell splits such values unless they are quoted
-_NUMBER_NAME = re.compile(r"\A(\+*name=)([-+]?[0-9][\w.+-]*)\Z")
+_UNQUOTED_TEXT = re.compile(r"\A(?:(\+*name=)([-+]?[0-9][\w.+-]*)|(\+*data\.split=)([0-9.,]+))\Z")
 _FIXED_BY_PLAN = re.compile(r"[+~]*(model|batch|plan)[.=@]")
 
 
@@ -86,8 +87,8 @@ def for_hydra(overrides: Sequence[str]) -> list[str]:
     """Return `overrides` as Hydra needs them.
 
     Each ``model=hf:DIR`` becomes the name of a model that is registered with Hydra, read from the folder's config.json.
-    Numbers after ``name=`` are quoted, because Hydra converts ``name=1e5`` to 100000.0. DataError if the file is
-    unreadable or its model is not covered."""
+    Numbers after ``name=`` and ``data.split=`` are quoted: Hydra converts ``name=1e5`` to 100000.0. DataError if the
+    file is unreadable or its model is not covered."""
     result = []
     for override in overrides:
         match = re.match(r"(\+*model=)(['\"]?)(hf:.+)\2\Z", override)
@@ -96,7 +97,7 @@ def for_hydra(overrides: Sequence[str]) -> list[str]:
             name = "hf_" + hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
             ConfigStore.instance().store(group="model", name=name, node=asdict(read_model(folder)))
             override = match[1] + name
-        result.append(_NUMBER_NAME.sub(r"\1'\2'", override))
+        result.append(_UNQUOTED_TEXT.sub(r"\1\3'\2\4'", override))
     return result
 
 
@@ -134,14 +135,21 @@ def explained(error: Exception) -> ConfigError:
     first, where = lines[0] if lines else str(error), "overrides"
     if unknown := re.search(r"Could not override '([^']+)'", str(error)):
         return unknown_key(unknown[1])
+    if values := re.search(r"Ambiguous value for argument '([^=]+)=", first):
+        hint = "give one; the value of a list is quoted: 'KEY=[1, 2]'; a sweep needs `python -m holmes_hpc.train -m`"
+        return ConfigError(f"{values[1]} has several values", where=where, hint=f"{hint} (docs/howto.md)")
     if missing := re.search(r"Could not find '(\w+)/([^']+)'", str(error)):
         listing = str(error).partition("Available options")[2].partition("Config search path")[0].splitlines()[1:]
         available = filter(None, map(str.strip, listing))
-        return ConfigError(f"no {missing[1]} {missing[2]!r}", where=where, hint=nearest(missing[2], available))
+        return ConfigError(
+            f"no {missing[1]} {missing[2]!r}", where=where, hint=advice(missing[2]) or nearest(missing[2], available)
+        )
     bare = re.match(r"Error parsing override '([^'=]+)'", first)
     if bare and Path(bare[1]).is_file():
         kind, option = _kind_of_file(bare[1])
         return ConfigError(f"{kind}, not KEY=VALUE", where=bare[1], hint=f"write {option}={bare[1]}")
+    if bare and (text := advice(bare[1])):
+        return ConfigError(f"{bare[1]!r} is not KEY=VALUE", where=where, hint=text)
     if bare and (suggestion := suggested_override(bare[1])):
         return ConfigError(f"{bare[1]!r} is not KEY=VALUE", where=where, hint=f"did you mean {suggestion!r}?")
     hint = "write KEY=VALUE; quote a value with special characters: \"KEY='VALUE'\""

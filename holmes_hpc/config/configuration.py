@@ -12,6 +12,7 @@ from holmes_hpc.config.models import TRIAL_MAX_HIDDEN
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.errors import HolmesError, collected, raise_all
 from holmes_hpc.schema import REQUIRED, check, key, keys, make, refuse
 
 
@@ -116,8 +117,12 @@ GROUPS: dict[str, type[Any]] = {
 
 
 def from_dict(data: Mapping[str, Any]) -> Configuration:
-    """Return the configuration of composed plain data. ConfigError for the first unknown key or wrong value."""
-    values = {name: make(GROUPS[name], value, name) if name in GROUPS else value for name, value in data.items()}
+    """Return the configuration of composed plain data. ConfigError with all unknown keys and wrong values."""
+    values, errors = dict(data), list[HolmesError]()
+    for name in [name for name in data if name in GROUPS]:
+        with collected(errors):
+            values[name] = make(GROUPS[name], data[name], name)
+    raise_all(errors)
     return make(Configuration, values, "configuration")
 
 

@@ -1,13 +1,14 @@
 """The named options of the configuration's groups (``data=indexed``), and suggestions for mistyped keys."""
 
+import difflib
 from dataclasses import asdict
 from typing import Any
 
 from holmes_hpc.config.configuration import GROUPS, Configuration
 from holmes_hpc.config.models import BATCHES, MODELS
-from holmes_hpc.errors import ConfigError, nearest
+from holmes_hpc.config.other_names import advice, key_elsewhere
+from holmes_hpc.errors import ConfigError, did_you_mean, is_typo
 from holmes_hpc.schema import REQUIRED, keys
-from holmes_hpc.tables import read_table
 
 # The default option of each group. That of `batch` is the batch with the model's name, if there is one.
 DEFAULTS = {
@@ -31,7 +32,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "launcher": {"slurm": {}, "local": {"kind": "local"}},
 }
-_OTHER_NAMES: dict[str, str] = read_table(__file__)["other_names"]
 
 
 def option(group: str, name: str) -> dict[str, Any] | None:
@@ -60,14 +60,31 @@ def suggested_override(value: str) -> str | None:
 
 
 def unknown_key(unknown: str) -> ConfigError:
-    """Return the error for an unknown key, with a suggestion.
-    Suggest the key that Megatron-LM, DeepSpeed or transformers calls `unknown`, else the only key of that name in any
-    group, else the most similar key."""
-    last_part = unknown.rpartition(".")[2]
-    same_ending = named(last_part)
-    key = _OTHER_NAMES.get(last_part) or (same_ending[0] if len(same_ending) == 1 else None)
-    all_keys = [*keys(Configuration), *(f"{group}.{key}" for group, cls in GROUPS.items() for key in keys(cls))]
-    hint = f"did you mean {key!r}?" if key else nearest(unknown, all_keys)
+    """Return the error for an unknown key. Its hint: what to do instead, else the keys that it can mean."""
+    hint = advice(unknown)
     if unknown.partition(".")[0] == "labels":
         hint = "write +labels.NAME=VALUE, with a plus sign"
-    return ConfigError(f"unknown key {unknown!r}", where="overrides", hint=hint)
+    elif hint is None and (meant := meant_keys(unknown)):
+        hint = did_you_mean(meant)
+    return ConfigError(
+        f"unknown key {unknown!r}", where="overrides", hint=hint or "docs/configuration.md lists all keys"
+    )
+
+
+def meant_keys(unknown: str) -> list[str]:
+    """Return the keys that an unknown key can mean: the key that other programs call so, else the keys of that name in
+    any group, else those of which it may be a mistyped form, else similar ones."""
+    if (key := key_elsewhere(unknown)) is not None:
+        return [key]
+    group, _, name = unknown.rpartition(".")
+    all_keys = [*keys(Configuration), *(f"{group}.{key}" for group, cls in GROUPS.items() for key in keys(cls))]
+    names = {key: key.rpartition(".")[2] for key in all_keys}
+    mistyped = [key for key in all_keys if is_typo(unknown, key)]
+    same_name = named(name) if not (group and mistyped) else []
+    if matches := same_name or mistyped + [
+        k for k in all_keys if not group and k not in mistyped and is_typo(name, names[k])
+    ]:
+        return matches
+    candidates = [key for key in all_keys if group not in GROUPS or key.startswith(f"{group}.")]
+    similar = difflib.get_close_matches(name, {names[key] for key in candidates}, 3, 0.8)
+    return [key for key in candidates if names[key] in similar]

@@ -1,5 +1,6 @@
 """The configuration group `slurm`: a site's own settings for jobs, for all components or for those of one pool."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
@@ -39,6 +40,11 @@ class ComponentSettings:
 
     def __post_init__(self) -> None:
         check(self, "slurm")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        is_wrong = isinstance(self.mem, str) and not re.fullmatch(r"\d+(\.\d+)?([KMGT]B?)?", self.mem, re.IGNORECASE)
+        refuse("", (is_wrong, f"slurm.mem is {self.mem!r}", "use megabytes, or a number with K, M, G or T: 64G"))
 
     def specified(self) -> dict[str, Any]:
         """Return the settings of a component that have a value, by name, without `share`."""
@@ -93,6 +99,7 @@ class SlurmSettings(ComponentSettings):
 
     def __post_init__(self) -> None:
         check(self, "slurm", dotted=True)
+        self._check_memory()
         move_renamed(self, "slurm", "fabrics", "pools")
         refuse(
             "",

@@ -76,13 +76,13 @@ class NicNames:
 
     def __post_init__(self) -> None:
         check(self, "NICs", SiteError)
-        for entry in self.storage:
+        for entry in (e for e in self.storage if "/" in e):
             what, hint = (
                 f"storage: {entry!r} is not a network:",
                 "write 10.9.0.0/16, 'fec0:0:0:1::/64', or a device's name",
             )
             with SiteError.instead_of(ValueError, where="NICs", hint=hint, what=what):
-                ipaddress.ip_network(entry if "/" in entry else "::/0", strict=False)
+                ipaddress.ip_network(entry, strict=False)
 
     def over(self, fallback: NicNames) -> NicNames:
         """Return these names, completed by those of `fallback`."""

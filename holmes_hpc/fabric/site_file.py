@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from holmes_hpc.errors import SiteError
+from holmes_hpc.errors import HolmesError, SiteError, collected, raise_all
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.nic_types import NicType
-from holmes_hpc.fabric.site import FabricLink, Gpu, Pool, Site
+from holmes_hpc.fabric.site import CPU, FabricLink, Gpu, Pool, Site
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import check, key, keys, make
 from holmes_hpc.slurm.hostlist import expand
@@ -62,22 +62,18 @@ def read_site_file(path: str | os.PathLike[str]) -> Site:
     try:
         return parse_site(data)
     except SiteError as e:
-        where = f"{path}: {e.where}" if e.where else str(path)
-        raise SiteError(e.what, where=where, hint=e.hint) from e
+        raise e.moved(lambda place: f"{path}: {place}" if place else str(path)) from e
 
 
 def parse_site(data: Mapping[str, Any]) -> Site:
-    """Return the Site in the parsed YAML `data`."""
-    site_file = make(SiteFile, _with_figures(data), "site", SiteError)
-    defaults = {k: v for k, v in (("ethernet_gbps", site_file.ethernet_gbps), ("gpu", site_file.gpu)) if v is not None}
-    fabrics = [_with_defaults(entry, "fabric", i, defaults) for i, entry in enumerate(site_file.fabrics, 1)]
-    split_fabrics = _fabrics_with_pools(site_file.pools, fabrics)
-    pools = [make(Pool, entry, where, SiteError) for where, entry in fabrics if where not in split_fabrics]
-    for position, entry in enumerate(site_file.pools, 1):
-        name = f"fabric {entry.get('fabric')}" if isinstance(entry, Mapping) else ""
-        of_fabric = {k: v for k, v in split_fabrics.get(name, defaults).items() if k != "name"}
-        where, values = _with_defaults(entry, "pool", position, of_fabric)
-        pools.append(make(Pool, values, where, SiteError))
+    """Return the Site in the parsed YAML `data`. SiteError with all mistakes of its parts."""
+    errors = list[HolmesError]()
+    # If the keys outside of fabrics and pools are wrong, these stand in for them, so that the rest is checked too.
+    site_file = SiteFile("", _entries(data, "fabrics"), _entries(data, "pools"), 1.0, CPU)
+    with collected(errors):
+        site_file = make(SiteFile, _with_figures(data), "site", SiteError)
+    pools = _pools(site_file, errors)
+    raise_all(errors)
     for pool in pools:
         _refuse_implausible(pool, f"pool {pool.name}")
         _refuse_implausible(pool.gpu, f"gpu {pool.gpu.name}")
@@ -89,6 +85,34 @@ def parse_site(data: Mapping[str, Any]) -> Site:
             problem = f"attention is flash, which {known_kind.name} does not support"
             raise SiteError(problem, where=f"gpu {gpu.name}", hint="use attention: sdpa, or unfused")
     return Site(site_file.name, tuple(pools), tuple(_warnings(pools)), site_file.links)
+
+
+def _entries(data: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+    entries = data.get(name)
+    return tuple(entries) if isinstance(entries, list) else ()
+
+
+def _pools(site_file: SiteFile, errors: list[HolmesError]) -> list[Pool]:
+    """Return the pools of a site file, without those that are wrong, whose mistakes are added to `errors`."""
+    defaults = {k: v for k, v in (("ethernet_gbps", site_file.ethernet_gbps), ("gpu", site_file.gpu)) if v is not None}
+    fabrics, pools = list[tuple[str, Any]](), list[Pool]()
+    split_fabrics: dict[str, Mapping[str, Any]] = {}
+    for position, entry in enumerate(site_file.fabrics, 1):
+        with collected(errors):
+            fabrics.append(_with_defaults(entry, "fabric", position, defaults))
+    if len(fabrics) == len(site_file.fabrics):
+        with collected(errors):
+            split_fabrics = _fabrics_with_pools(site_file.pools, fabrics)
+    for where, values in fabrics:
+        with collected(errors):
+            pools += [make(Pool, values, where, SiteError)] if where not in split_fabrics else []
+    for position, entry in enumerate(site_file.pools, 1):
+        name = f"fabric {entry.get('fabric')}" if isinstance(entry, Mapping) else ""
+        of_fabric = {k: v for k, v in split_fabrics.get(name, defaults).items() if k != "name"}
+        with collected(errors):
+            where, values = _with_defaults(entry, "pool", position, of_fabric)
+            pools.append(make(Pool, values, where, SiteError))
+    return pools
 
 
 def _with_defaults(entry: Any, kind: str, position: int, defaults: Mapping[str, Any]) -> tuple[str, Any]:
@@ -123,6 +147,8 @@ def _with_figures(entry: Mapping[str, Any], where: str = "gpu") -> dict[str, Any
     """Return the keys of a site file, or of a fabric in it, with missing GPU figures from the kind's data sheet.
     `where`: its place, for errors."""
     gpu = entry.get("gpu")
+    if isinstance(gpu, str):  # gpu: A100
+        gpu = {"name": gpu}
     if not isinstance(gpu, Mapping) or not isinstance(gpu.get("name"), str):
         return dict(entry)
     known_kind = read_vocabulary().gpu(gpu["name"])

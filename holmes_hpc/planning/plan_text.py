@@ -120,11 +120,11 @@ def _memory(plan: Plan, predicted: Predicted, notes: Iterable[str]) -> str:
 
 
 def _best_improvement(gains: Sequence[tuple[float, str]]) -> str:
-    """Return the line on what would help most, and on what would help most without more nodes."""
+    """Return the line on what would help most, with more nodes and without."""
     if not gains:
         return _NO_HELP
     texts = [f"{change}, {gain:+.1%} samples/s" for gain, change in gains]
-    other = [f" (else: {texts[1]})"] if gains[0][1] == MORE_NODES and len(gains) > 1 else []
+    other = [f" (without more nodes: {texts[1]})"] if gains[0][1] == MORE_NODES and len(gains) > 1 else []
     return f"What would help most: {texts[0]}{''.join(other)}"
 
 

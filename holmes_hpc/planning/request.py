@@ -119,7 +119,7 @@ def read_calibration(path: str, target: Plan | Configuration) -> Calibration:
         calibration.refuse_other_models(target.model)
         return calibration
     except HolmesError as e:
-        raise e if e.where == path else type(e)(e.what, where=f"{path}: {e.where}", hint=e.hint) from e
+        raise e if e.where == path else e.moved(lambda place: f"{path}: {place}") from e
 
 
 def pace(config: Configuration, plan: Plan | None) -> float | None:

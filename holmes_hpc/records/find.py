@@ -1,5 +1,6 @@
 """Lookup of runs: by directory, name or Slurm job id, and all runs below a directory."""
 
+import contextlib
 import difflib
 import os
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from holmes_hpc.errors import HolmesError, RecordError
 from holmes_hpc.records.ownership import other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import SKIPPED
+from holmes_hpc.records.untrusted import read_file
 
 
 def runs_root(root: str | os.PathLike[str] | None = None) -> Path:
@@ -25,6 +27,44 @@ def run_directories(root: str | os.PathLike[str]) -> Iterator[RunDirectory]:
             subdirectories.clear()  # runs do not nest
             yield RunDirectory(directory)
         subdirectories[:] = sorted(name for name in subdirectories if name not in SKIPPED)
+
+
+def recent_runs(root: str | os.PathLike[str], ended: int) -> tuple[list[RunDirectory], int]:
+    """Return the runs at or below `root`, the last changed first, and the number of runs left out.
+    `ended`: that many runs are returned, and of the earlier ones those that have not ended or may be requeued."""
+    changes = sorted(_changes(os.fspath(root)), reverse=True)
+    paths = [
+        path for i, (_, path, has_result) in enumerate(changes) if i < ended or not has_result or _may_requeue(path)
+    ]
+    return [RunDirectory(path) for path in paths], len(changes) - len(paths)
+
+
+def _changes(directory: str) -> Iterator[tuple[float, str, bool]]:
+    """Yield (time of the last change, path, whether it has a result) of every run at or below `directory`. It opens no
+    run's directory, for speed."""
+    if created := _modified(f"{directory}/run.yaml"):
+        ended = _modified(f"{directory}/result.json")  # written last
+        yield ended or max(created, _modified(f"{directory}/metrics.jsonl")), directory, ended > 0
+        return
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name not in SKIPPED and entry.is_dir(follow_symlinks=False):
+                yield from _changes(entry.path)
+
+
+def _modified(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _may_requeue(directory: str) -> bool:
+    """Return whether the result of a run is of a kind after which Slurm requeues its job."""
+    with contextlib.suppress(OSError):
+        result = read_file(f"{directory}/result.json")
+        return b'"preempted"' in result or b'"timeout"' in result
+    return False
 
 
 def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:

@@ -53,8 +53,8 @@ def other_owners(path: str | os.PathLike[str]) -> set[int]:
 
 
 def _writers(status: os.stat_result, name: str, is_folder: bool = False) -> str | None:
-    """Return a text on who else may write the file `name` with this status, or replace files in it if it is a folder;
-    None if nobody."""
+    """Return which other users may write a file, or replace files in a folder, as text; None if nobody may.
+    `status`: of the file or folder; `name`: its path, for the text."""
     trusts_groups = os.environ.get("HOLMES_TRUST_GROUP") == "1"  # no setting in a file: the group could write it
     if status.st_uid not in (0, os.getuid()):
         return f"{name} belongs to user {user_name(status.st_uid)}"

@@ -266,15 +266,18 @@ class RunDirectory:
                 os.replace(new_path, path)
             self._write_run(dict(record))
 
-    def read_result(self) -> dict[str, Any] | None:
-        """Return the result of the latest attempt, with all keys of result.json; None without a readable one."""
+    def read_result(self, latest_attempt: int | None = None) -> dict[str, Any] | None:
+        """Return the result of the latest attempt, with all keys of result.json; None without a readable one.
+        `latest_attempt`: its number, if run.yaml was just read."""
         data = read_object(self.result_path)
         if data is None:
             return None
         attempt = data.get("attempt")
         if isinstance(data.get("version"), int):
             check_version(data, str(self.result_path))
-        if data.get("state") not in STATES or not isinstance(attempt, int) or attempt < self.attempt:
+        if data.get("state") not in STATES or not isinstance(attempt, int):
+            return None
+        if attempt < (self.attempt if latest_attempt is None else latest_attempt):
             return None
         return {**BLANK_RESULT, "exit_code": 0 if data["state"] == "completed" else 1, "writer": WRITERS[0], **data}
 

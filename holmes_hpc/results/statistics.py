@@ -33,7 +33,7 @@ class Estimate:
 
 
 @lru_cache(maxsize=4096)
-def interval_ranks(count: int) -> tuple[int, int] | None:
+def interval_positions(count: int) -> tuple[int, int] | None:
     """Return the positions (from 0) of the two among `count` sorted values that enclose the median with at least
     CONFIDENCE; None if there are too few values.
 
@@ -50,13 +50,13 @@ def interval_ranks(count: int) -> tuple[int, int] | None:
 
 
 def median_interval(values: ArrayLike) -> Estimate:
-    """Return the median and its interval by order statistics (:func:`interval_ranks`). Fewer than 6 values have no
+    """Return the median and its interval by order statistics (:func:`interval_positions`). Fewer than 6 values have no
     interval of 95%."""
     ordered = np.sort(finite(values))
     if not len(ordered):
         return Estimate(math.nan, math.nan, math.nan, 0)
-    ranks = interval_ranks(len(ordered))
-    low, high = (ordered[ranks[0]], ordered[ranks[1]]) if ranks else (math.nan, math.nan)
+    positions = interval_positions(len(ordered))
+    low, high = (ordered[positions[0]], ordered[positions[1]]) if positions else (math.nan, math.nan)
     return Estimate(float(np.median(ordered)), float(low), float(high), len(ordered))
 
 

@@ -94,7 +94,7 @@ def typical_step(trace: pd.DataFrame) -> pd.DataFrame:
     return events.assign(start_s=events["start_s"] - start, end_s=events["end_s"] - start).reset_index(drop=True)
 
 
-def perfetto(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def chrome_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return events (`stage, kind, micro_batch, start_s, end_s`; `rank` if measured) as a Chrome trace.
 
     A process of the trace is a rank, or a stage if simulated; its threads are computing, waiting and each kind of
@@ -144,5 +144,5 @@ def write_perfetto(run: RunDirectory, path: str | os.PathLike[str]) -> int:
     if trace.empty:
         raise RecordError("no trace was recorded", where=str(run.path), hint="repeat the run with train.trace=true")
     rows: list[dict[Any, Any]] = trace.to_dict("records")
-    write_whole(Path(path), json.dumps(perfetto(rows)))
+    write_whole(Path(path), json.dumps(chrome_trace(rows)))
     return len(rows)

@@ -68,32 +68,36 @@ _interrupts: list[int] = []  # deferred signals
 
 def _defer_interrupt(number: int, _: object) -> None:
     _interrupts.append(number)
-    os.write(2, b"\nholmes: waiting for Slurm's answer\n")
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        os.write(2, b"\nholmes: waiting for Slurm's answer\n")
 
 
 def uninterrupted() -> contextlib.AbstractContextManager[None]:
-    """Defer Ctrl-C to the end of the block, so that a job submitted in it is also recorded."""
+    """Defer Ctrl-C and a closed terminal to the end of the block, so that a job submitted in it is also recorded."""
     return _handle_interrupts(_defer_interrupt)
 
 
 def ignore_interrupts() -> contextlib.AbstractContextManager[None]:
-    """Make processes that are started in the block ignore Ctrl-C, so that they outlive the command that starts them."""
+    """Make processes that are started in the block ignore Ctrl-C and a closed terminal, so that they outlive the
+    command that starts them."""
     return _handle_interrupts(signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def _handle_interrupts(handler: Any) -> Iterator[None]:
-    """Handle SIGINT by `handler` in the block. Change nothing outside the main thread, or if SIGINT is ignored."""
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or previous in (None, signal.SIG_IGN, handler):
-        yield
-        return
-    signal.signal(signal.SIGINT, handler)
+    """Handle SIGINT and SIGHUP by `handler` in the block. Change nothing outside the main thread, nor a signal that is
+    ignored."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP) if is_main}
+    previous = {number: h for number, h in handlers.items() if h not in (None, signal.SIG_IGN, handler)}
+    for number in previous:
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
-        if handler is _defer_interrupt:
+        for number, previous_handler in previous.items():
+            signal.signal(number, previous_handler)
+        if previous and handler is _defer_interrupt:
             interrupt_here()
 
 

@@ -50,14 +50,14 @@ class LocalRankTask(RankTask):
 class _ForkingExecutor(LocalTaskExecutor):
     """An executor with a single task, which forks the ranks (:mod:`holmes_hpc.submission.local_ranks`)."""
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, ranks: int, has_gpus: bool) -> None:
         super().__init__(folder)
-        self.ranks = ranks
+        self.ranks, self.has_gpus = ranks, has_gpus
 
     @property
     def _submitit_command_str(self) -> str:
         arguments = task_arguments(self.folder, local_ranks.__name__)
-        return shlex.join([sys.executable, *arguments, os.getcwd(), str(self.ranks)])
+        return shlex.join([sys.executable, *arguments, os.getcwd(), str(self.ranks), str(self.has_gpus)])
 
 
 def run_plan_locally(
@@ -72,8 +72,8 @@ def run_plan_locally(
     run = RunDirectory(Path(run_dir).absolute())
     ranks = plan.world_size
     gpus = sum(c.gpus_per_node for c in plan.components if plan.site.pool(c.pool).gres)
-    folder, is_forked = run.path / "submission", not gpus and sys.platform == "linux"
-    executor = _ForkingExecutor(folder, ranks) if is_forked else LocalTaskExecutor(folder)
+    folder, is_forked = run.path / "submission", sys.platform == "linux"
+    executor = _ForkingExecutor(folder, ranks, gpus > 0) if is_forked else LocalTaskExecutor(folder)
     executor.update_parameters(
         tasks_per_node=1 if is_forked else ranks,
         gpus_per_node=gpus,

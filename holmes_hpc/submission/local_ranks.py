@@ -1,8 +1,8 @@
-"""The ranks of a local job without GPUs: one process imports the slow modules, then forks every rank.
+"""The ranks of a local job: one process imports the slow modules, forks every rank, and records how each exits.
 
 Submitit's local controller starts this module as the job's only task. Each fork then acts as one of submitit's tasks,
-with the logs and the result of its rank. A fork cannot use GPUs that its parent has opened, so ranks with GPUs are
-started as separate processes instead.
+with the logs and the result of its rank. A fork cannot use GPUs that its parent has opened, so ranks with GPUs import
+the modules themselves.
 """
 
 from __future__ import annotations
@@ -93,8 +93,11 @@ def _become_rank(rank: int, ranks: int, paths: JobPaths, parent: int) -> None:
         os.close(handle)
 
 
-def main(folder: Path, import_path: str, working_directory: str, ranks: int) -> None:
-    _preload(prepare(folder, import_path, working_directory))
+def main(folder: Path, import_path: str, working_directory: str, ranks: int, has_gpus: bool) -> None:
+    end_with(os.getppid())
+    pickle = prepare(folder, import_path, working_directory)
+    if not has_gpus:
+        _preload(pickle)
     sys.stdout.flush()
     sys.stderr.flush()
     exit_code = _fork_ranks(ranks, folder)
@@ -104,4 +107,4 @@ def main(folder: Path, import_path: str, working_directory: str, ranks: int) -> 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "True")

@@ -89,12 +89,12 @@ def create(root: Path, release: str, mark: Mapping[str, str], progress: Callable
 
 
 def write_wrappers(root: Path, folder: Path) -> None:
-    """Write scripts into `folder` that run programs of the release in `root`: one for each of Slurm's client commands,
-    and `in-release COMMAND` for any program."""
+    """Write scripts into `folder` that run programs of the Debian release in `root`.
+    Each of Slurm's client commands gets a script of its name; `in-release COMMAND` runs any program."""
     folder.mkdir(mode=0o755, exist_ok=True)
     clients = [path.name for path in (root / "usr" / "bin").iterdir() if path.name in SLURM_CLIENTS]
     for name in (*clients, "in-release"):
         script = folder / name
-        call = "" if name == "in-release" else f"/usr/bin/{name} "
-        script.write_text(f"#!/bin/sh\nexec unshare --mount sh -c '{_ENTER}' '{root}' {call}\"$@\"\n", encoding="utf-8")
+        command = '"$@"' if name == "in-release" else f'/usr/bin/{name} "$@"'
+        script.write_text(f"#!/bin/sh\nexec unshare --mount sh -c '{_ENTER}' '{root}' {command}\n", encoding="utf-8")
         script.chmod(0o755)

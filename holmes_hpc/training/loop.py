@@ -293,7 +293,8 @@ class Trainer:
             self._gathering.fields["validation_loss"] = loss  # the step's line is not written yet
         self._finish_record()
         if self.session.launch.rank == 0:
-            log_line(f"step {self.step}: validation loss {loss:.4f}")
+            tokens = self.settings.eval_steps * self.plan.batch.tokens
+            log_line(f"step {self.step}: validation loss {loss:.4f} over {tokens:,} tokens")
 
     # -- the record -------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ NO_ATTEMPT = -1  # number of an attempt that the run does not record
 
 @dataclass
 class Session:
-    """A rank that has met the other ranks.
+    """The state of a rank that is connected to all other ranks.
 
     `node_of_rank`: the transports of each rank's node; `cpus`: text about the CPUs it is bound to (affinity.bind);
     `run_lock`: on rank 0, the descriptor of the run directory's lock.
@@ -156,7 +156,7 @@ def open_session(
     try:
         if launch.rank == 0:
             run_lock = _lock_run(launch, run, rank_exit)
-            rank_exit.attempt = run.start_attempt({"host": launch.node, "by": launch.by, "plan_id": plan.id})
+            rank_exit.attempt = run.start_attempt({"host": launch.node, "by": launch.launcher, "plan_id": plan.id})
         check_launch(launch, plan)
         on_gpu = cuda_check.use_cuda(train.device, plan)
         _set_up_device(plan, launch, on_gpu)
@@ -174,12 +174,12 @@ def open_session(
     start_phase("checking the links between nodes")
     if not launch.one_host:
         interfaces.check_placement(plan, node_of_rank)
-        interfaces.check_addresses(node_of_rank, job_nodes(os.environ) if launch.by == "srun" else ())
+        interfaces.check_addresses(node_of_rank, job_nodes(os.environ) if launch.launcher == "srun" else ())
         warnings += interfaces.check_links(plan, launch.rank, launch.local_rank == 0, node_of_rank, store)
     for line in (*warnings, *([*cuda_warnings, *interfaces.log_lines(node)] if launch.local_rank == 0 else ())):
         log_line(str(line))
     if launch.local_rank == 0 and not launch.one_host:
-        rank_exit.guard(audit.nic_check(node))
+        rank_exit.poll_cause(audit.nic_check(node))
     start_phase("creating process groups")
     groups = process_groups.Groups(plan, node, launch.rank, on_gpu, train.net_timeout_s, train.watchdog_s)
     device = process_groups.device(launch.local_rank, on_gpu)
@@ -193,7 +193,7 @@ def open_session(
         where = "one node" if node_of_rank[0].one_host else f"{len({n.node for n in node_of_rank})} nodes"
         log_line(
             f"{counted(launch.world_size, 'rank')} on {where} connected in {time.perf_counter() - start:.1f} s"
-            f" ({launch.by}, {device.type})"
+            f" ({launch.launcher}, {device.type})"
         )
     return Session(
         launch,
@@ -230,7 +230,7 @@ def _lock_run(launch: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
     """
     rank_exit.attempt = NO_ATTEMPT
     refuse_other_writers(run.path)
-    job = launch.key.removeprefix("slurm-").partition("-")[0] if launch.by == "srun" else ""
+    job = launch.key.removeprefix("slurm-").partition("-")[0] if launch.launcher == "srun" else ""
 
     def is_over(owner: LockOwner) -> bool:
         """Return whether the owner's job has ended. If its node died, the file server may hold the lock for a while."""

@@ -90,6 +90,11 @@ def test_what_hydra_refuses_is_refused_alike(monkeypatch: pytest.MonkeyPatch, ov
     assert str(refused.value) == str(by_hydra.value)
 
 
+@pytest.mark.parametrize("word", ["data.split=90,10", "data.split='90,10'", 'data.split="90,10"'])
+def test_a_split_needs_no_quotes(word: str) -> None:
+    assert composed([word])["data"]["split"] == "90,10"
+
+
 @pytest.mark.parametrize("name", ["1e5", "007", "2026-01", "5", "null", "a-1"])
 def test_the_name_of_a_run_is_taken_literally(name: str) -> None:
     assert composed([f"name={name}"])["name"] == (None if name == "null" else name)

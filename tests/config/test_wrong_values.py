@@ -42,6 +42,9 @@ WRONG = {
     "slurm.timeout_min=soon": ("slurm.timeout_min is 'soon'", "use minutes (1 or more)"),
     "slurm.timeout_min='0:00'": ("slurm.timeout_min is '0:00'", "1-12:00:00"),
     "slurm.cpus_per_task=many": ("cpus_per_task is 'many'", "whole number from 1, or null"),
+    "slurm.mem=64GBB": ("slurm.mem is '64GBB'", "K, M, G or T: 64G"),
+    "slurm.pools={ib-a: {mem: 5X}}": ("slurm.mem is '5X'", "64G"),
+    "train.lr=1e-3,2e-3": ("train.lr has several values", "holmes_hpc.train -m"),
     "slurm.setup=source": ("setup is 'source'", "list of texts"),
     "slurm.pools={ib-a: {qos: 3}}": ("slurm.pools.ib-a", "qos is 3", "text, or null"),
     "slurm.pools={ib-a: {qso: x}}": ("slurm.pools.ib-a", "unknown key 'qso'", "did you mean 'qos'?"),
@@ -50,6 +53,13 @@ WRONG = {
     "labels=x": ("labels is 'x'", "keys with values"),
     "labels={x: y}": ("unknown key 'labels'", "write +labels.NAME=VALUE"),
 }
+
+
+def test_all_wrong_values_are_named_at_once() -> None:
+    with pytest.raises(HolmesError) as refused:
+        load(["train.lr=x", "train.steps=0", "plan.tp=two", "slurm.mem=3Q"])
+    lines = {str(error).partition(";")[0] for error in (refused.value, *refused.value.others)}
+    assert lines == {"train.lr is 'x'", "train.steps is 0", "plan.tp is 'two'", "slurm.mem is '3Q'"}
 
 
 @pytest.mark.parametrize("override", WRONG)

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -32,6 +33,43 @@ def test_the_documented_file(tmp_path: Path) -> None:
     assert [f.ethernet_gbps for f in site.pools] == [25, 10, 25]
     assert site.pool("ib-a").gpus == 32 and site.pool("eth-a").rdma_gbps is None
     assert type(site).from_dict(site.to_dict()) == site
+
+
+@pytest.mark.parametrize("gpu", ["A100-80GB", "{name: A100-80GB}"])
+def test_a_gpu_may_be_only_its_kind(tmp_path: Path, gpu: str) -> None:
+    text = re.sub(r"gpu: \{name: a100-80gb.*?\}", f"gpu: {gpu}", GOOD, count=1)
+    assert text != GOOD
+    kind = read(tmp_path, text).pool("ib-a").gpu
+    assert (kind.name, kind.peak_tflops, kind.memory_gib) == ("A100-80GB", 312, 80)
+
+
+def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
+    text = """name: two
+ethernet_gpbs: 25
+gpu: A101
+fabrics:
+  - {name: ib-a, nic: ibb, rdma_gbps: 200, partition: gpu-ib, nodes: 0, gpus_per_node: 1}
+  - {name: roce-a, nic: roce, rdma_gbps: fast, partition: gpu-roce, node: 1, gpus_per_node: 1}
+  - {name: roce-b, nic: roce, rdma_gbps: 100, partition: gpu-roce, nodes: 1, gpus_per_node: 1, gpu: A102}
+links: [{between: [ib-a, roce-a], gbps: -10}]
+"""
+    starts = [
+        "gpu: gpu 'A101' is not a known kind",
+        "fabric roce-b: gpu 'A102' is not a known kind",
+        "pool ib-a: nic is 'ibb'",
+        "pool ib-a: nodes is 0",
+        "fabric roce-a: unknown key 'node'; did you mean 'nodes'?",
+        "fabric roce-a: rdma_gbps is 'fast'",
+    ]
+    assert [line[: len(start)] for line, start in zip(mistakes(tmp_path, text), starts, strict=True)] == starts
+    lines = mistakes(tmp_path, text.replace("A101", "A100"))
+    assert lines[0].startswith("site: unknown key 'ethernet_gpbs'") and "gbps is -10" in lines[1] and len(lines) == 7
+
+
+def mistakes(tmp_path: Path, text: str) -> list[str]:
+    with pytest.raises(SiteError) as refused:
+        read(tmp_path, text)
+    return [str(error).removeprefix(f"{tmp_path / 'site.yaml'}: ") for error in (refused.value, *refused.value.others)]
 
 
 def test_the_page_has_every_key_gpu_kind_and_factor() -> None:

@@ -24,13 +24,13 @@ def test_warmup_never_takes_more_than_half(count: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "ranks"), [(5, None), (6, (0, 5)), (10, (1, 8)), (20, (5, 14)), (100, (39, 60))])
-def test_interval_ranks_are_those_of_the_tables(n: int, ranks: tuple[int, int] | None) -> None:
-    assert s.interval_ranks(n) == ranks
+def test_interval_positions_are_those_of_the_tables(n: int, ranks: tuple[int, int] | None) -> None:
+    assert s.interval_positions(n) == ranks
 
 
-def test_interval_ranks_of_many_values_go_on_smoothly() -> None:
-    low, high = s.interval_ranks(1000) or (0, 0)
-    more, most = s.interval_ranks(1001) or (0, 0)
+def test_interval_positions_of_many_values_go_on_smoothly() -> None:
+    low, high = s.interval_positions(1000) or (0, 0)
+    more, most = s.interval_positions(1001) or (0, 0)
     assert abs(more - low) <= 1 and abs(most - high) <= 2
 
 

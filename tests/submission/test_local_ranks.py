@@ -16,6 +16,8 @@ import pytest
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.commands import uninterrupted
+from holmes_hpc.submission.lifecycle.status import run_status
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.local_ranks import preload_with
 
@@ -36,10 +38,10 @@ def rank_here(config: dict[str, Any]) -> None:
         time.sleep(0.05)
 
 
-def start_job(tmp_path: Path) -> tuple[Any, RunDirectory, dict[int, int]]:
+def start_job(tmp_path: Path, has_gpus: bool = False) -> tuple[Any, RunDirectory, dict[int, int]]:
     """Return the job, its run and the parent of each rank's process, when all ranks run."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    plan = plans.local_plan()
+    plan = plans.local_plan(has_gpus)
     run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
     job = run_plan_locally(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
     while True:
@@ -59,11 +61,44 @@ def test_modules_are_loaded_once_and_each_rank_has_its_log(tmp_path: Path) -> No
     assert [run.log_path(rank).read_text() for rank in range(2)] == ["rank 0 of 2\n", "rank 1 of 2\n"]
 
 
-def test_ranks_end_with_the_process_that_forked_them(tmp_path: Path) -> None:
-    job, _, ranks = start_job(tmp_path)
+@pytest.mark.parametrize("is_controller", [False, True], ids=["their parent", "the controller"])
+def test_ranks_end_with_the_processes_that_started_them(tmp_path: Path, is_controller: bool) -> None:
+    job, run, ranks = start_job(tmp_path)
     processes = [psutil.Process(pid) for pid in ranks]
-    os.kill(next(iter(ranks.values())), signal.SIGKILL)
+    os.kill(int(job.id) if is_controller else next(iter(ranks.values())), signal.SIGKILL)
     assert not psutil.wait_procs(processes, 10)[1]
     while not job.state().ended:
         time.sleep(0.05)
-    assert job.state().state == "FAILED"
+    status = run_status(run)
+    assert status.state == "failed" and "the process that started the ranks ended without a record" in status.error
+
+
+def test_a_closed_terminal_ends_no_process_of_the_job(tmp_path: Path) -> None:
+    job, run, ranks = start_job(tmp_path)
+    for pid in {int(job.id), *ranks, *ranks.values()}:
+        os.kill(pid, signal.SIGHUP)  # as the kernel does when the terminal closes
+    time.sleep(0.5)
+    assert job.state().state == "RUNNING" and all(map(psutil.pid_exists, ranks))
+    (run.path / "go").touch()
+    while not job.state().ended:
+        time.sleep(0.05)
+    assert job.state().state == "COMPLETED"
+
+
+def test_a_terminal_that_closes_during_the_submission_interrupts_only_after_it() -> None:
+    steps = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        os.kill(os.getpid(), signal.SIGHUP)
+        steps.append("recorded")
+    assert steps == ["recorded"] and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("has_gpus", [False, True], ids=["CPU", "GPU"])
+def test_the_status_names_the_signal_that_killed_a_rank(tmp_path: Path, has_gpus: bool) -> None:
+    job, run, ranks = start_job(tmp_path, has_gpus)
+    assert (run.path / "loaded").exists() == (not has_gpus)  # a fork cannot use GPUs that its parent has opened
+    for pid in ranks:
+        os.kill(pid, signal.SIGSEGV)
+    while not job.state().ended:
+        time.sleep(0.05)
+    assert "killed by signal 11 (SIGSEGV)" in str(run_status(run).error)

@@ -59,9 +59,9 @@ def node_transports() -> list[NodeTransports]:
     ]
 
 
-def local_plan() -> Plan:
+def local_plan(has_gpus: bool = False) -> Plan:
     """Return a plan for two ranks of this machine."""
-    local_site = Site("local", (Pool("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=False),))
+    local_site = Site("local", (Pool("local", NicType.ETHERNET, "local", 1, 2, 10, CPU, gres=has_gpus),))
     return plan("local", nodes=1, site=local_site)
 
 

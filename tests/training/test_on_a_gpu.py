@@ -58,7 +58,7 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, train: TrainConfig,
     replace(calls, monkeypatch, session.dist, PrefixStore=None)
     interfaces = MagicMock(refuse_overrides=lambda _: [], check_links=lambda *_: [], log_lines=lambda _: [])
     monkeypatch.setattr(session, "interfaces", interfaces)
-    launch: Any = SimpleNamespace(rank=0, local_rank=0, world_size=1, node="n0", one_host=True, by="test")
+    launch: Any = SimpleNamespace(rank=0, local_rank=0, world_size=1, node="n0", one_host=True, launcher="test")
     session.open_session(train, launch, spawn.plan(), MagicMock(), MagicMock(attempt=1), True, lambda _: None)
 
 

@@ -53,20 +53,20 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
     if software.overlap_gather and not software.overlap and p.distributed_optimizer and layout.intra_dp_size > 1:
         notes.append("train.overlap_grad_reduce=false: parameters are gathered after the step, not beside computing")
     if calibration is None:  # measured rates contain the limit of windows
-        notes += _narrow_windows(layout)
+        notes += _tcp_window_notes(layout)
     return tuple(dict.fromkeys([*notes, *interval_notes(layout), *layout.costs.corrections.notes]))
 
 
-def _narrow_windows(layout: Layout) -> Iterator[str]:
-    """Yield the stage transfers whose TCP windows, at their link's delay, are assumed to limit their rate."""
+def _tcp_window_notes(layout: Layout) -> Iterator[str]:
+    """Yield a note for each edge whose TCP windows are assumed to limit its transfers, because its link has a delay."""
     for transport, (a, b) in zip(layout.edges[0], pairwise(layout.replicas[0]), strict=False):
         delay_s = layout.site.delay_s(transport.kind, layout.pool(a), layout.pool(b))
-        rate = layout.site.rate_gbps(transport.kind, layout.pool(a), layout.pool(b)) * 1e9 / 8
-        needed = math.ceil(rate / window_rate(a, delay_s)) if delay_s else 0
-        if needed > layout.edge_connections:
+        bytes_per_s = layout.site.rate_gbps(transport.kind, layout.pool(a), layout.pool(b)) * 1e9 / 8
+        connections = math.ceil(bytes_per_s / window_rate(a, delay_s)) if delay_s else 0
+        if connections > layout.edge_connections:
             yield (
                 f"{a.pool} to {b.pool}: TCP windows of 3 MiB limit transfers at a delay of {delay_s * 1e3:g} ms;"
-                f" plan.edge_connections={needed} uses the rate of the link"
+                f" plan.edge_connections={connections} uses the link's full rate"
             )
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.network_times import activation_bytes, embedding_bytes
 from holmes_hpc.planning.cost.timing import parameters
-from holmes_hpc.planning.cost.traffic import activation_bytes, embedding_bytes
 from holmes_hpc.planning.plan.parallel import Group, Parallel, groups
 from holmes_hpc.planning.plan.transport import GroupTransport, Place, places
 

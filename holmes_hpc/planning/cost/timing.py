@@ -8,7 +8,7 @@ import numpy as np
 
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from holmes_hpc.planning.cost.layout import Layout, memoised
-from holmes_hpc.planning.cost.traffic import Traffic, by_stage, edge_times, network_times, tied_per_stage_s
+from holmes_hpc.planning.cost.network_times import ReplicaTimes, by_stage, edge_times, network_times, tied_per_stage_s
 from holmes_hpc.planning.schedule.simulation import (
     ACCURATE,
     Durations,
@@ -87,8 +87,8 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
     sizes = np.full(len(layers), layout.bucket_bytes) if bucket_bytes is None else bucket_bytes
     count = parameters(layout, layers)
     replica_times = [
-        _replica(layout, traffic, compute, layers, count, sizes)
-        for traffic, compute in zip(networks.replicas, compute_times(layout), strict=True)
+        _replica(layout, network, compute, layers, count, sizes)
+        for network, compute in zip(networks.replicas, compute_times(layout), strict=True)
     ]
     updated = count.sum(axis=2) / (layout.intra_dp_size if p.distributed_optimizer else 1)
     return Timing(
@@ -236,7 +236,7 @@ def _compute_times(layout: Layout, replica: int) -> ComputeTimes:
 
 def _replica(
     layout: Layout,
-    traffic: Traffic,
+    network: ReplicaTimes,
     compute: ComputeTimes,
     layers: np.ndarray,
     count: np.ndarray,
@@ -245,11 +245,11 @@ def _replica(
     """Return (durations of a replica's passes and transfers, seconds of gathering parameters after the update).
     `count`: parameters, shaped like `layers`."""
     plans, software = len(layers), layout.costs.software
-    forward, backward = _pass_times(layout, traffic, compute, layers, count)
+    forward, backward = _pass_times(layout, network, compute, layers, count)
     buckets = np.ones_like(count)  # later chunks of a stage have one each (training/model/optimizer.py)
     buckets[:, :, 0] = np.maximum(1, np.ceil(count[:, :, 0] * layout.costs.gradient_size / bucket_bytes[:, None]))
     reduce, gather = (
-        costs[0, :, None] * count + costs[1, :, None] * buckets for costs in (traffic.reduce, traffic.gather)
+        costs[0, :, None] * count + costs[1, :, None] * buckets for costs in (network.reduce, network.gather)
     )
     if software.sharding in ("gradients", "full"):  # FSDP: in every pass; the last layer's remains
         gather, reduce = np.zeros_like(gather), reduce / np.maximum(1, layers.sum(axis=2, keepdims=True))
@@ -265,15 +265,15 @@ def _replica(
     # Without overlap, the gather follows the optimizer, for all chunks.
     if _syncs_after_backward(layout) or not (software.overlap and software.overlap_gather):
         ready, gather_after = np.zeros_like(gather), gather.sum(axis=2)
-    down, up = np.tile(traffic.down, (plans, 1)), np.tile(traffic.up, (plans, 1))
-    ready[:, :, 0] += _nic_contention(layout, traffic, ready[:, :, 0], forward[:, :, 0])
+    down, up = np.tile(network.down, (plans, 1)), np.tile(network.up, (plans, 1))
+    ready[:, :, 0] += _nic_contention(layout, network, ready[:, :, 0], forward[:, :, 0])
     shared_up = np.minimum(2 * up, up + reduce[:, :, 0])  # both share one NIC
     return Durations(
         forward,
         backward,
         down,
         up=up,
-        last_up=np.where(traffic.shares_nic, shared_up, up),
+        last_up=np.where(network.shares_nic, shared_up, up),
         ready=ready,
         reduce=reduce,
         tail=tail,
@@ -325,7 +325,7 @@ def _aligned_gather(gather: np.ndarray, buckets: np.ndarray, forward: np.ndarray
     return np.diff(late, axis=1, prepend=0.0).reshape(shape).transpose(in_turn)
 
 
-def _nic_contention(layout: Layout, traffic: Traffic, ready: np.ndarray, forward: np.ndarray) -> np.ndarray:
+def _nic_contention(layout: Layout, network: ReplicaTimes, ready: np.ndarray, forward: np.ndarray) -> np.ndarray:
     """Return the extra seconds of gathering parameters while micro-batches arrive through the same NIC.
     `ready`: seconds of the gather alone. All arrays are (plans, S). A stage gathers after its first micro-batch
     arrived. Meanwhile the stage above continues to send until the window of receives is full. Two flows share a NIC
@@ -333,11 +333,11 @@ def _nic_contention(layout: Layout, traffic: Traffic, ready: np.ndarray, forward
     extra, order = np.zeros_like(ready), layout.order
     if order.stages == 1 or order.schedule.megatron:  # Megatron-Core receives only after its computing
         return extra
-    down = traffic.down[:-1]
+    down = network.down[:-1]
     used_share = down / np.maximum(forward[:, :-1], down)  # share of the NIC that received micro-batches use
     window = np.array([order.window_below(s) for s in range(order.stages - 1)])
     delay = np.minimum(ready[:, 1:] * used_share / np.maximum(used_share, 1 - used_share), window * down)
-    extra[:, 1:] = np.where(traffic.shares_nic[1:], delay, 0)
+    extra[:, 1:] = np.where(network.shares_nic[1:], delay, 0)
     return extra
 
 
@@ -350,7 +350,7 @@ def _shares_nic(layout: Layout, replica: int, stage: int) -> bool:
 
 
 def _pass_times(
-    layout: Layout, traffic: Traffic, compute: ComputeTimes, layers: np.ndarray, count: np.ndarray
+    layout: Layout, network: ReplicaTimes, compute: ComputeTimes, layers: np.ndarray, count: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the seconds of one (forward, backward) pass of each stage and chunk, (plans, S, C)."""
     passes = []
@@ -364,7 +364,7 @@ def _pass_times(
     sharding = layout.costs.software.sharding
     if sharding in ("gradients", "full"):  # FSDP gathers one layer ahead and reduces one behind
         gather, reduce = (
-            seconds[0, :, None] * count + seconds[1, :, None] * (layers + 2.0) for seconds in traffic.fsdp
+            seconds[0, :, None] * count + seconds[1, :, None] * (layers + 2.0) for seconds in network.fsdp
         )
         passes = [np.maximum(passes[0], gather), np.maximum(passes[1], reduce + (gather if sharding == "full" else 0))]
     overhead = compute.overhead[:, None]

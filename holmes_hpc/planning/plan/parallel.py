@@ -38,8 +38,9 @@ class StageParallel:
         check(self, "stages", PlanError)
         if len(set(self.weights)) == 1:
             object.__setattr__(self, "weights", ())
-        message, hint = f"{len(self.weights)} weights for DP {self.dp}", "give one per replica of the stage"
-        PlanError.refuse((self.weights and len(self.weights) != self.dp, message, "routing", hint))
+        if self.weights and len(self.weights) != self.dp:
+            message = f"{len(self.weights)} weights for DP {self.dp}"
+            raise PlanError(message, where="routing", hint="give one weight per replica of the stage")
 
     @property
     def ranks(self) -> int:

@@ -177,8 +177,7 @@ def from_dict(cls: type[P], data: Any, where: str) -> P:
         unchecked = ("transports",) if version == PER_STAGE and not plan.is_per_stage else ()
         _check_derived(plan, {k: v for k, v in flat.items() if k not in unchecked})
     except HolmesError as e:
-        key_path = e.where.removeprefix("plan").removeprefix(".")
-        raise type(e)(e.what, where=f"{where}: {key_path}" if key_path else where, hint=e.hint) from e
+        raise e.moved(lambda at: f"{where}: {at.removeprefix('plan').removeprefix('.')}".removesuffix(": ")) from e
     missing = [k for k in _ALWAYS_WRITTEN if k not in data]
     note = f"the plan is older and lacks {', '.join(missing)}: the defaults are used"
     return replace(plan, assumptions=(*plan.assumptions, note)) if missing else plan

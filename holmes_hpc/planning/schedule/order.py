@@ -85,7 +85,7 @@ class Order:
 
     @property
     def synchronizes_rows(self) -> bool:
-        """True if rows are replicas whose parameter and gradient collectives overlap with compute."""
+        """True if the replicas of a stage wait for each other in their first and last passes, where collectives run."""
         return bool(self.routes) and self.is_round_robin
 
     @cached_property

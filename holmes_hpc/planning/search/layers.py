@@ -13,8 +13,8 @@ import numpy as np
 
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
 from holmes_hpc.planning.cost.memory import memory, stage_capacity
+from holmes_hpc.planning.cost.network_times import transfers_s
 from holmes_hpc.planning.cost.timing import step_s, timing
-from holmes_hpc.planning.cost.traffic import transfers_s
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.schedule.simulation import Durations
 

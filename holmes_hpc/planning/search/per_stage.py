@@ -19,8 +19,8 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout, memoised
 from holmes_hpc.planning.cost.memory import fits
+from holmes_hpc.planning.cost.network_times import edge_times
 from holmes_hpc.planning.cost.timing import step_s, timing
-from holmes_hpc.planning.cost.traffic import edge_times
 from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
 from holmes_hpc.planning.plan.plan import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE

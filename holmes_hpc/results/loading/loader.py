@@ -65,7 +65,7 @@ def load_steps(
     """Return one row per step of every run at or below `path`, in order, with STEP_COLUMNS and bytes per network.
 
     `columns`: only these, besides `run` and `step`; `runs`: only these (values of the column `run`); `path`, `cache`:
-    as of :func:`load_runs`. Raise ConfigError for an unknown run or column.
+    see :func:`load_runs`. Raise ConfigError for an unknown run or column.
     """
     run_dirs = _directories(Path(path))
     loaded = _load(Path(path), run_dirs, cache)
@@ -97,7 +97,7 @@ def _names(steps: pa.Table, requested: Sequence[str] | None) -> list[str]:
 
 def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
     """Return one row per pipeline stage of every run with steps, with STAGE_COLUMNS: medians of the parts of a step.
-    `path`, `cache`: as of :func:`load_runs`."""
+    `path`, `cache`: see :func:`load_runs`."""
     runs = load_runs(path, cache).filter(regex=f"^(run$|{FAMILIES['stage_breakdown'].prefix})")
     records: list[dict[Any, Any]] = runs.to_dict("records")
     rows = [

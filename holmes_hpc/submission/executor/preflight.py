@@ -80,8 +80,7 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
         if config is not None and config.limits_enforced:
             qos = _site_fact("qos", read_qos) or Qos({})
             if error := qos_error(requests, _partitions(), qos):
-                hint = "it would never start: use another QOS, or fewer components"
-                raise SubmissionError(error, where="job", hint=hint)
+                raise SubmissionError(error, where="job", hint="use another QOS, or fewer components")
 
 
 def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
@@ -187,7 +186,8 @@ def qos_error(requests: Sequence[ComponentRequest], partitions: Iterable[Partiti
     for name, components in count.items():
         limit = qos.lowest_limit(name)
         if limit is not None and limit[1] < components:
-            return f"{limit[0]} of QOS {name} is {limit[1]}, and each of {components} components counts as a job"
+            problem = f"{limit[0]} of QOS {name} is {limit[1]}, and each of {components} components counts as a job"
+            return f"the job would never start: {problem}"
     return None
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from holmes_hpc.records.logs import tail
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.records.untrusted import from_json
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import LEADER
 
@@ -68,6 +71,27 @@ def state_detail(run: RunDirectory, state: JobState, step: int | None) -> str:
 def last_step(run: RunDirectory) -> int | None:
     """Return the number of the last recorded step; None before the first one."""
     return int(metrics[-1]["step"]) if (metrics := run.metrics()) else None
+
+
+def last_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the last lines of metrics.jsonl that can be read, the last one first."""
+    for line in reversed(tail(path, 160)):
+        try:
+            data = from_json(line)
+        except ValueError:
+            continue
+        if isinstance(data, dict):
+            yield data
+
+
+def last_metrics(run: RunDirectory) -> dict[str, Any]:
+    """Return the metrics of the last step, from the end of metrics.jsonl; empty before the first one."""
+    last: dict[str, Any] = {}
+    for line in last_lines(run.metrics_path):
+        if last and line.get("step") != last.get("step"):
+            break
+        last = {**line, **last}
+    return last or (run.metrics() or [last])[-1]  # the end of the file may be within one long line
 
 
 def has_recorded_end(run: RunDirectory, attempt: str) -> bool:

@@ -32,7 +32,7 @@ _SRUN_ERROR = re.compile(
 )
 _NODE_FAILED = "node failure"
 _BY_SIGNAL = "killed by signal"  # message for a local rank; the others in _SIGNALS are srun's most frequent ones
-_SIGKILL_CAUSES = "kill -9, or the kernel for lack of memory"
+SIGKILL_CAUSES = "kill -9, or the kernel for lack of memory"
 _SIGNALS = (
     _BY_SIGNAL,
     "Killed",
@@ -52,7 +52,7 @@ _PEER_ERRORS = ("NetworkError", "Connection", "connection", "Broken pipe", "rese
 def signal_message(number: int) -> str:
     """Return the error message for a rank that signal `number` killed."""
     with contextlib.suppress(ValueError):
-        causes = f": {_SIGKILL_CAUSES}" if number == signal.SIGKILL else ""
+        causes = f": {SIGKILL_CAUSES}" if number == signal.SIGKILL else ""
         return f"{_BY_SIGNAL} {number:d} ({signal.Signals(number).name}{causes})"
     return f"{_BY_SIGNAL} {number}"
 
@@ -201,8 +201,7 @@ def record_local_exits(folder: Path, job_id: str, terminated: bool, codes: Seque
 
 
 def read_local_exits(folder: Path, job_id: str) -> LocalExits:
-    """Return how the ranks of a local job exited; an empty LocalExits if no parent process recorded it, as for ranks
-    with GPUs, which have none."""
+    """Return how the ranks of a local job exited; an empty LocalExits if no parent process recorded it."""
     record = read_object(_exits_path(folder, job_id)) or {}
     with contextlib.suppress(msgspec.ValidationError):
         fields = {"is_terminated": record.get("told", False), "codes": record.get("codes", ())}

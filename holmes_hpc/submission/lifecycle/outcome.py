@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import STATES, RunState
 from holmes_hpc.slurm.job_states import JobState, SlurmState
 from holmes_hpc.submission.lifecycle.attempts import latest_attempt_log
-from holmes_hpc.submission.lifecycle.failed_rank import FailedRank, SrunError, find_failed_rank
+from holmes_hpc.submission.lifecycle.failed_rank import SIGKILL_CAUSES, FailedRank, SrunError, find_failed_rank
 
 TAIL_LINES = 20
 FINAL_FIGURES = (
@@ -121,7 +121,7 @@ def build_result(
             state = "preempted"
         else:
             state = "cancelled" if signalled and "failed" not in rank_states else "failed"
-    failure = FailedRank()
+    failure, is_local = FailedRank(), slurm is not None and slurm.source == "process"
     if state == "failed":
         hosts = run.read_run().get("hosts")
         failure = find_failed_rank(
@@ -139,7 +139,7 @@ def build_result(
     return {
         "state": state,
         "exit_code": 0 if state == "completed" else status or 1,
-        "error": failure.error or _error_without_rank(run, state, status),
+        "error": failure.error or _error_without_rank(run, state, status, exits, is_local),
         "failed_rank": failure.rank,
         "failed_node": failure.node,
         "log_tail": _log_tail(run, failure.rank, state),
@@ -155,17 +155,22 @@ def _count_ranks(run: RunDirectory) -> int:
     return logs
 
 
-def _error_without_rank(run: RunDirectory, state: RunState, status: int | None) -> str | None:
+def _error_without_rank(
+    run: RunDirectory, state: RunState, status: int | None, exits: Sequence[Mapping[str, Any]], is_local: bool
+) -> str | None:
     """Return why a run ended in `state` if no rank has an error; None if it completed. Without any log the likely cause
-    is that the nodes do not share the run directory."""
+    is that the nodes do not share the run directory. `exits`: the ranks' exit records, which name a signal."""
     if state == "failed" and not any(run.logs.glob("rank-*.txt")) and not (run.logs / "batch.txt").exists():
         return f"no node wrote anything into {run.path}: is it on a file system that all nodes share?"
     unknown_cause = "the job ended before its batch script recorded the cause"
+    if is_local and not exits:
+        status, unknown_cause = None, f"the process that started the ranks ended without a record ({SIGKILL_CAUSES}?)"
+    signals = [str(e["signal"]) for e in exits if e.get("signal")]
     return {
         "completed": None,
         "failed": unknown_cause if status is None else f"the step ended with exit code {status}",
         "timeout": "time limit reached",
-    }.get(state, state)
+    }.get(state, f"its ranks received {signals[0]}" if signals else state)
 
 
 def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:

@@ -24,7 +24,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import job_script, job_uid
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState
 from holmes_hpc.submission.executor.job import SlurmHetJob
-from holmes_hpc.submission.lifecycle.attempts import latest_attempt_log, state_detail
+from holmes_hpc.submission.lifecycle.attempts import last_metrics, latest_attempt_log, state_detail
 from holmes_hpc.submission.lifecycle.failed_rank import (
     LocalExits,
     SrunError,
@@ -223,8 +223,10 @@ def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Stat
     rows: dict[RunDirectory, Status] = {}
     for run in runs:
         with _bad_records_as_rows(run, rows, len(runs) == 1):
-            record, result = run.read_run(), run.read_result()
-            has_open_job = _job_id(record) is not None and not (result is not None and is_conclusive(result))
+            record = run.read_run()
+            result = run.read_result(len(record["attempts"]))
+            has_ended = result is not None and (is_conclusive(result) or is_local(record))
+            has_open_job = _job_id(record) is not None and not has_ended
             readable.append((run, record, result, job_of(run) if has_open_job else None))
     for run, record, result, job in readable:
         state = JobState(NOT_SUBMITTED)
@@ -267,7 +269,7 @@ def _status(
     run: RunDirectory, record: dict[str, Any], job: Job | None, state: JobState, result: dict[str, Any] | None
 ) -> Status:
     steps = ((record.get("config") or {}).get("train") or {}).get("steps")
-    last = (run.metrics() or [{}])[-1]
+    last = last_metrics(run)
     step = _number(last.get("step"), int)
     if state.ended and job is not None and is_outdated(result, step):
         result = record_end(run, state)

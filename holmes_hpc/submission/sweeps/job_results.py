@@ -149,9 +149,11 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         """End the display and print the final table of the jobs."""
         self.__exit__(None, None, None)
         with contextlib.suppress(OSError):
-            console.table(str(self._manifest.path.parent), *table_cells(self.rows("cache")))
+            rows = self.rows("cache")
+            console.table(str(self._manifest.path.parent), *table_cells(rows))
             if any(job.entry.kind == "plan" for job in self._launched):
-                console.note(f"`holmes report {self._manifest.path.parent} --by loss` compares them")
+                by_loss = " --by loss" if len({row.loss for row in rows} - {None}) > 1 else ""
+                console.note(f"`holmes report {self._manifest.path.parent}{by_loss}` compares them")
 
 
 def summary_line(rows: Sequence[SweepRow]) -> str:

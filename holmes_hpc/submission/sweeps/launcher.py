@@ -8,9 +8,10 @@ the task function itself, with the launcher's `components`.
 import contextlib
 import logging
 import os
+import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ from holmes_hpc.submission.sweeps.reuse import (
 log = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def _removed_if_refused(sweep_dir: Path) -> Iterator[None]:
+    """Remove the sweep's directory if the block raises while it has no job yet, only Hydra's file and the lock."""
+    try:
+        yield
+    except BaseException:
+        if {*os.listdir(sweep_dir)} <= {"multirun.yaml", ".sweep.lock"}:
+            shutil.rmtree(sweep_dir, ignore_errors=True)
+        raise
+
+
 class HolmesLauncher(BaseSubmititLauncher):
     """The common part of both launchers. `WHERE`: slurm or local; `_EXECUTOR`: submitit's name of the executor;
     `_shield`: block in which plain jobs are submitted."""
@@ -87,7 +99,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         sweep_dir = Path(str(self.config.hydra.sweep.dir)).absolute()
         self._create_directory(sweep_dir)
         log.info(f"{counted(len(job_overrides), 'job')} into {sweep_dir}")
-        with console.waiting(f"planning {counted(len(job_overrides), 'job')}"):
+        with console.waiting(f"planning {counted(len(job_overrides), 'job')}"), _removed_if_refused(sweep_dir):
             candidates = self._plan_all(job_overrides, initial_job_idx)
         shared = [c for c in candidates if c.planned is not None and c.planned.settings.exclusive is False]
         if self.WHERE == "slurm" and len(shared) > 1:
@@ -97,7 +109,8 @@ class HolmesLauncher(BaseSubmititLauncher):
             )
         launched: list[LaunchedJob] = []
         try:
-            with locked(sweep_dir / ".sweep.lock", wait_s=5):  # concurrent launches would submit the same jobs
+            # concurrent launches would submit the same jobs
+            with locked(sweep_dir / ".sweep.lock", wait_s=5), _removed_if_refused(sweep_dir):
                 manifest = open_manifest(sweep_dir, time.time())
                 with Progress(manifest, launched) as progress:
                     self._launch_all(manifest, candidates, launched, reuse, progress)
@@ -310,7 +323,7 @@ class HolmesLauncher(BaseSubmititLauncher):
 
 
 class SlurmLauncher(HolmesLauncher):
-    """The launcher that submits a Slurm job for each job of the sweep."""
+    """The launcher that submits each job of a sweep to Slurm."""
 
     _EXECUTOR, WHERE = "slurmhet", "slurm"
 

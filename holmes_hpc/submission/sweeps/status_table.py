@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,10 +15,8 @@ from rich.live import Live
 from rich.table import Table
 
 from holmes_hpc.errors import HolmesError
-from holmes_hpc.records.logs import tail
 from holmes_hpc.records.rates import first_attempt_of_plan, mean_rates
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.untrusted import from_json
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle import attempts
 from holmes_hpc.submission.lifecycle.outcome import StateRow, run_state
@@ -61,7 +59,7 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
     shown_state, why = state.state.lower(), state.why
     if job.kind == "plan":
         run = RunDirectory(manifest.resolve(job.directory))
-        line = next(_last_lines(run.metrics_path), {})
+        line = attempts.last_metrics(run)
         step, loss, rate = line.get("step"), line.get("loss"), run_rates(run).get("tokens_per_s")
         why = attempts.state_detail(run, state, step)
         result = run.read_result()
@@ -107,21 +105,10 @@ def _read_rates(directory: Path, size: int, _: int, has_ended: bool) -> dict[str
     run = RunDirectory(directory)
     try:
         if size > MAX_GROWING_BYTES and not has_ended:
-            return mean_rates([*_last_lines(run.metrics_path)][::-1])
+            return mean_rates([*attempts.last_lines(run.metrics_path)][::-1])
         return mean_rates(run.metrics(), first_attempt_of_plan(run.read_run()))
     except HolmesError:
         return {}
-
-
-def _last_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the last lines of metrics.jsonl that can be read, the last one first."""
-    for line in reversed(tail(path, 160)):
-        try:
-            data = from_json(line)
-        except ValueError:
-            continue
-        if isinstance(data, dict):
-            yield data
 
 
 def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:

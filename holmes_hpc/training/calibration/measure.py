@@ -80,7 +80,7 @@ def _measure(config: Configuration, session: Session, watchdog: Watchdog, signal
     written: dict[str, Any] = {}
     if rank == 0:
         samples = [networks.Sample(tuple(pools), *s) for rows in rank_samples for pools, *s in rows]
-        written = _write(trainer, session.run, ranks, samples, all_reduce_s)
+        written = _write_calibration(trainer, session.run, ranks, samples, all_reduce_s)
     session.close()
     return written
 
@@ -282,34 +282,43 @@ def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float
     return slowest_s
 
 
-def _write(
+def _write_calibration(
     trainer: Trainer,
     run: RunDirectory,
     ranks: Sequence[dict[str, Any]],
     samples: list[networks.Sample],
     all_reduce_s: float,
 ) -> dict[str, Any]:
+    """Write and return the calibration. Log its errors for each link's samples, and for the time of these steps."""
     train, plan = trainer.settings, trainer.plan
     fitted = networks.fit(samples)
     steps = [line for line in run.metrics() if line["step"] > min(WARM_UP, train.steps - 1)]
     calibration = build_calibration(
         plan, ranks, fitted, steps, all_reduce_s=all_reduce_s, dtype=train.dtype, pace_layer_ms=train.pace_layer_ms
     )
-    for sample in samples:
-        fitted_s = networks.fitted_s(sample, fitted)
-        log_line(
-            f"{' - '.join(sample.pools)}, {sample.link}: {sample.description}: {sample.seconds:.6f} s, "
-            f"fit {fitted_s:.6f} s"
-        )
-    for measured_pool in calibration.fabrics:
-        name, gpu, device = measured_pool.fabric, measured_pool.gpu, measured_pool.device
-        if not replace(measured_pool, gpu="", fabric="").has_gpu(plan.site.pool(name).gpu):
-            log_line(f"{name}: the site has GPU {gpu}, but the device is {device}: correct the site")
+    _log_fits(samples, fitted)
+    _warn_of_other_gpus(calibration, plan)
     write_whole(Path(run.path, FILE), yaml.safe_dump(calibration.to_dict(), sort_keys=False))
-    # The prediction of the measured steps shows the accuracy of the planner's model.
     software = Software(**Software.facts_of(train, plan.transport_mode))
     predicted = predict(plan, Costs(calibration, train.pace_layer_ms, software=software)).step_time_s
     measured = statistics.median(line["step_time_s"] for line in steps)
     run.update_run(calibration={"step_time_s": measured, "predicted_step_time_s": predicted, "made": time.time()})
     log_line(f"step time: measured {measured:.4f} s, predicted from the measured parts {predicted:.4f} s")
     return calibration.to_dict()
+
+
+def _log_fits(samples: Sequence[networks.Sample], fitted: networks.FittedLinks) -> None:
+    for sample in samples:
+        log_line(
+            f"{' - '.join(sample.pools)}, {sample.link}: {sample.description}: {sample.seconds:.6f} s, "
+            f"fit {networks.fitted_s(sample, fitted):.6f} s"
+        )
+
+
+def _warn_of_other_gpus(calibration: Calibration, plan: Plan) -> None:
+    """Log the pools whose devices are of another kind than the site's GPUs."""
+    for measured in calibration.fabrics:
+        by_device = replace(measured, gpu="", fabric="")  # then only the device's name counts
+        if not by_device.has_gpu(plan.site.pool(measured.fabric).gpu):
+            gpus = f"the site has GPU {measured.gpu}, but the device is {measured.device}"
+            log_line(f"{measured.fabric}: {gpus}: correct the site")

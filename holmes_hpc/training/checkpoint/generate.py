@@ -53,8 +53,8 @@ def _tokenizer(source: export.ExportSource) -> Tokenizer:
         return FileTokenizer(source.tokenizer or str(file))
     if source.model.vocab == ByteTokenizer.vocab:
         return ByteTokenizer()
-    hint = "set data.tokenizer to the tokenizer.json of the data when training"
-    raise DataError("no tokenizer", where=f"model {source.model.name}", hint=hint)
+    hint = "train with data.tokenizer=tokenizer.json, the file that the data was prepared with"
+    raise DataError("the run has no tokenizer for its data", where=f"model {source.model.name}", hint=hint)
 
 
 def _model(source: export.ExportSource) -> Any:

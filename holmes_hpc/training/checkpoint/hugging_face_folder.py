@@ -115,10 +115,14 @@ class Folder:
             )
             return [self.path / name for name in names]
         pickles = sorted(p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        is_missing, problem = not single.is_file(), "is a pickle, which can execute code"
+        is_missing = not single.is_file()
         refuse(
             str(self.path),
-            (is_missing and pickles, f"{''.join(pickles[:1])} {problem}", "convert it to safetensors, or fetch those"),
+            (
+                is_missing and pickles,
+                f"{', '.join(pickles[:1])} is a pickle, which can execute code",
+                "convert it to safetensors, or fetch the model's safetensors files",
+            ),
             (is_missing, "no model.safetensors and no index of shards", _FETCH_AGAIN),
             error=DataError,
         )

@@ -48,8 +48,9 @@ _ERRORS = (CheckpointingException, CheckpointException)
 class Checkpoints:
     """The checkpoints of one run: save and load its training state.
 
-    `models`: DDP-wrapped model chunks; `group`: of all ranks, for small host tensors; `checkpoint_dir`: see
-    :func:`checkpoint_directory.create_folder`. All ranks call every method at the same step.
+    `models`: DDP-wrapped model chunks; `attempt`: the run's; `keep`: the number of checkpoints that are not deleted;
+    `background`: whether training continues during a save; `group`: of all ranks, for small host tensors;
+    `checkpoint_dir`: see :func:`checkpoint_directory.create_folder`. All ranks call every method at the same step.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Checkpoints:
         self._calls = AsyncCallsQueue()
         self._save_start, self._unfinished = 0.0, folder
         self.saved_step = 0  # of the last checkpoint that this attempt loaded or, on rank 0, completed
-        filesystem_async._results_queue = writer.Results()
+        filesystem_async._results_queue = writer.Results()  # Megatron-Core has no argument for its queue
 
     # -- saving -----------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class Destinations:
         self._fabric_of_rank, self._fabrics = [n.fabric for n in nodes], defaultdict[str, set[str]](set)
         for node in nodes:
             self._fabrics[node.fabric].update(address for _, address, _ in node.interfaces.values())
-        self.width = len(self._fabrics) + max(map(len, self._edges))  # of a row
+        self.width = len(self._fabrics) + max(map(len, self._edges), default=0)  # of a row
 
     def row(self, rank: int, traffic: Traffic) -> list[float]:
         """Return what a rank has sent since :meth:`Traffic.take` was last called: bytes to each fabric, and the seconds

@@ -273,9 +273,9 @@ def check_placement(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
 
 
 def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str]) -> None:
-    """Raise NetworkError for a rank whose node is not in the job, or whose address other nodes cannot connect to.
-    `job_nodes`: from Slurm, empty if unknown. A connection to an address of two nodes could reach the wrong one. RDMA
-    addresses need only differ within a fabric."""
+    """Raise NetworkError for a rank whose node is not in the job, has an address that other nodes cannot reach, or
+    shares an address with another node. RDMA addresses need only differ within a fabric.
+    `job_nodes`: from Slurm, empty if unknown."""
     owners: dict[tuple[str, str], str] = {}
     for rank, node in enumerate(nodes):
         where = f"rank {rank} on {node.node}"
@@ -284,19 +284,23 @@ def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str]) -
         for kind, (interface, address, _) in node.interfaces.items():
             if kind == "local":
                 continue
-            try:
-                parsed = ipaddress.ip_address(address.partition("%")[0])
-                is_invalid = parsed.is_loopback or parsed.is_unspecified or parsed.is_multicast
-            except ValueError:
-                is_invalid = True
             owner = owners.setdefault((address, "" if kind == "tcp" else node.fabric), node.node)
-            if is_invalid or owner != node.node:
+            if owner != node.node or not _is_host_address(address):
                 problem = f"which is also {owner}'s" if owner != node.node else "which other nodes cannot reach"
                 raise NetworkError(
                     f"{interface} has address {address!r}, {problem}",
                     where=where,
                     hint="give each node's NIC an address of its own (ip address)",
                 )
+
+
+def _is_host_address(address: str) -> bool:
+    """Return whether `address` can be that of a NIC which other nodes reach."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    return not (parsed.is_loopback or parsed.is_unspecified or parsed.is_multicast)
 
 
 def short_ranks(ranks: Sequence[int]) -> str:

@@ -48,7 +48,7 @@ class Transfer:
         self.done = False
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor sent or received. NetworkError with the edge's name if the other end is gone."""
+        """Return the tensor sent or received. Raise NetworkError with the edge's name if the other end is gone."""
         if not self.done:
             with _network_errors(self._edge):
                 self._finish()

@@ -76,11 +76,11 @@ class RankExit:
         self._store = store
         threading.Thread(target=self._poll_store, name="failures of other ranks", daemon=True).start()
 
-    def guard(self, find_cause: Callable[[], HolmesError | None]) -> None:
+    def poll_cause(self, find_cause: Callable[[], HolmesError | None]) -> None:
         """Start a thread that polls `find_cause` and ends this rank with the error it returns.
         If torch raises first, :meth:`record_failure` reports that error instead of torch's."""
         self._find_cause = find_cause
-        threading.Thread(target=self._poll_cause, args=(find_cause,), name="guard", daemon=True).start()
+        threading.Thread(target=self._poll_cause, args=(find_cause,), name="cause of failure", daemon=True).start()
 
     def _poll_cause(self, find_cause: Callable[[], HolmesError | None]) -> None:
         while not self._stop.wait(POLL_S):
@@ -163,8 +163,8 @@ class RankExit:
         return next((failure for failure in failures if failure and failure["rank"] != self.rank), None)
 
     def _root_cause(self, error: BaseException) -> BaseException:
-        """Return the guard's error if there is one, else `error`; also `error` if it is a HolmesError.
-        A NIC that goes down breaks connections before the guard's thread polls it."""
+        """Return the error that led to `error`: too many open files, or the one that :meth:`poll_cause` finds.
+        A NIC that goes down breaks connections before the thread polls it. A HolmesError is its own cause."""
         if "Too many open files" in str(error):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             where = f"rank {self.rank} on {self.node}"

@@ -20,15 +20,16 @@ from holmes_hpc.slurm.hostlist import expand
 class Launch:
     """The place of one rank in the job.
 
-    `by`: the launcher ("srun", "torchrun" or "one process"); `key`: identifies this start of the run, equal on all
-    ranks and new after a requeue; `one_host`: all ranks run on this machine; `components`: the job's components that
-    contain this node, empty if the job has only one; `address`, `port`: of torchrun's rendezvous, None without one.
+    `launcher`: the program that started it ("srun", "torchrun" or "one process"); `key`: identifies this start of the
+    run, equal on all ranks and new after a requeue; `one_host`: all ranks run on this machine; `components`: the job's
+    components that contain this node, empty if the job has only one; `address`, `port`: of torchrun's rendezvous, None
+    without one.
     """
 
     rank: int
     world_size: int
     local_rank: int
-    by: str
+    launcher: str
     node: str
     key: str
     one_host: bool
@@ -38,7 +39,7 @@ class Launch:
 
     def __post_init__(self) -> None:
         refuse(
-            f"{self.by} on {self.node}",
+            f"{self.launcher} on {self.node}",
             (
                 not 0 <= self.rank < self.world_size or self.local_rank < 0,
                 f"rank {self.rank} (local rank {self.local_rank}) of {self.world_size} ranks is impossible",
@@ -49,13 +50,14 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str] = os.environ, host: str = "") -> Launch:
-    """Return the launch of this process. `host`: this machine's name, "" to ask the system."""
+    """Return the place of this process in the job, from the variables of torchrun or Slurm.
+    `host`: this machine's name, "" to ask the system."""
     host = host or socket.gethostname()
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return _torchrun(environ, host)
     if environ.get("SLURM_PROCID") and environ.get("SLURM_NTASKS"):
         return _slurm(environ, host)
-    return Launch(0, 1, 0, by="one process", node=host, key=f"local-{os.getpid()}", one_host=True)
+    return Launch(0, 1, 0, launcher="one process", node=host, key=f"local-{os.getpid()}", one_host=True)
 
 
 def _torchrun(environ: Mapping[str, str], host: str) -> Launch:
@@ -64,7 +66,7 @@ def _torchrun(environ: Mapping[str, str], host: str) -> Launch:
         _number(environ, "RANK"),
         size,
         _number(environ, "LOCAL_RANK", "RANK"),
-        by="torchrun",
+        launcher="torchrun",
         node=host,
         key=f"torchrun-{environ.get('TORCHELASTIC_RUN_ID', 'none')}-{environ.get('MASTER_PORT', '0')}"
         f"-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
@@ -82,7 +84,7 @@ def _slurm(environ: Mapping[str, str], host: str) -> Launch:
         _number(environ, "SLURM_PROCID"),
         _number(environ, "SLURM_NTASKS"),
         _number(environ, "SLURM_LOCALID"),
-        by="srun",
+        launcher="srun",
         node=node,
         key=key,
         one_host=_number(environ, "SLURM_NNODES", default=1) == 1,
@@ -117,7 +119,7 @@ def check_launch(launch: Launch, plan: Plan) -> int:
 
     Raise PlanError if the rank runs in another component, or if the number of ranks is not the plan's."""
     refuse(
-        f"{launch.by} on {launch.node}",
+        f"{launch.launcher} on {launch.node}",
         (
             launch.world_size != plan.world_size,
             f"{counted(launch.world_size, 'rank')} started, the plan has {plan.world_size}",

@@ -23,7 +23,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import head_flops, layer_flops
 from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.traffic import transfers_s
+from holmes_hpc.planning.cost.network_times import transfers_s
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, Transport
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
 

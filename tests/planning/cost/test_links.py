@@ -18,7 +18,13 @@ from holmes_hpc.planning.cost.assumptions import assumptions
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.traffic import activation_bytes, edge_times, tied_per_stage_s, transfer_s, transfers_s
+from holmes_hpc.planning.cost.network_times import (
+    activation_bytes,
+    edge_times,
+    tied_per_stage_s,
+    transfer_s,
+    transfers_s,
+)
 from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
 from holmes_hpc.planning.plan.plan import Plan, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
@@ -63,7 +69,7 @@ def test_rate_and_delay_apply_to_one_pair_of_fabrics() -> None:
     assert striped[1] == pytest.approx(down_s(SITE, edge_connections=16)[1] + 7e-3)
 
 
-def test_narrow_windows_are_noted_unless_the_links_are_measured() -> None:
+def test_tcp_windows_are_noted_unless_the_links_are_measured() -> None:
     layout = Layout.of(pipeline(with_links(FabricLink(("b", "c"), delay_ms=7))), Costs())
     assert any("TCP windows of 3 MiB" in note for note in assumptions(layout))
     measured = replace(layout, costs=Costs(Calibration(())))

@@ -138,6 +138,19 @@ def test_a_wrong_value_of_a_plan_is_named(
     assert says in str(refused.value) and str(refused.value).startswith(f"{path}: ") and refused.value.exit_code == 2
 
 
+def test_all_mistakes_of_a_plan_are_named_at_once(plan: dict[str, Any], tmp_path: Path) -> None:
+    bad = changed(changed(plan, ("recompute",), "ful"), ("batch", "global_size"), 0)
+    bad = changed(changed(bad, ("stages", 0, "layrs"), 3), ("name",), "x")
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(bad), encoding="utf-8")
+    with pytest.raises(HolmesError) as refused:
+        Plan.read(path)
+    lines = [str(error) for error in (refused.value, *refused.value.others)]
+    assert len(lines) == 4 and all(line.startswith(f"{path}: ") for line in lines)
+    for words in ("unknown key 'name'", "recompute is 'ful'", "global_size is 0", "stages[0]: unknown key 'layrs'"):
+        assert sum(words in line for line in lines) == 1, lines
+
+
 @pytest.mark.parametrize(
     "missing",
     ["edge_connections", "bucket_bytes", "unused", "alternatives", "transports", "assumptions", "predicted", "version"],

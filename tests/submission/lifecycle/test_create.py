@@ -19,8 +19,8 @@ import plans
 import pytest
 import typer
 
-from holmes_hpc.cli import jobs as job_commands
 from holmes_hpc.cli import runs, submission_steps
+from holmes_hpc.cli import status as status_commands
 from holmes_hpc.config import composition
 from holmes_hpc.config.composition import load
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError
@@ -236,7 +236,7 @@ def test_cancel_reports_the_last_checkpoint(
             checkpoint_directory, "complete_checkpoints", lambda _, checkpoints=checkpoints: checkpoints
         )
         monkeypatch.setattr("holmes_hpc.slurm.scontrol.read_config", lambda: Config({"KillWait": "5 sec"}))
-        job_commands.cancel(str(tmp_path / f"run{len(checkpoints)}"))
+        status_commands.cancel(str(tmp_path / f"run{len(checkpoints)}"))
         expected = f"{message}; its ranks finish a step or two and save, if Slurm's KillWait (5 sec here) is"
         assert expected in " ".join(capfd.readouterr().err.split())
 

@@ -167,6 +167,12 @@ def test_the_state_of_a_run(
         assert "NODE_FAIL" in result["error"] and "ib1" in result["error"]
 
 
+def test_the_error_of_a_cancelled_run_names_the_signal(run: RunDirectory) -> None:
+    run.write_exit(0, "preempted", signal=None)
+    run.write_exit(1, "preempted", signal="SIGTERM")
+    assert build_result(run, 143, signalled=True)["error"] == "its ranks received SIGTERM"
+
+
 def test_the_result_has_the_last_lines_of_the_failed_ranks_log(run: RunDirectory) -> None:
     run.log_path(2).write_bytes(b"x\n" * 3000 + b"\xff last line\n")
     found = build_result(run, 137, srun_errors=parse_srun_errors(KILLED))

@@ -107,6 +107,19 @@ def test_status_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert collect(tmp_path / "sweep")[0]["final"] == {"loss": 2}
 
 
+@pytest.mark.parametrize(("losses", "is_by_loss"), [((2.5, 2.5), False), ((2.5, 2.4), True)])
+def test_a_ranking_by_loss_is_offered_only_if_losses_differ(
+    losses: tuple[float, ...], is_by_loss: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    manifest = open_manifest(tmp_path / "sweep")
+    for num, loss in enumerate(losses):
+        run = make_run(tmp_path / "sweep" / str(num), steps=2)
+        run.append_metrics({**run.metrics()[-1], "step": 3, "loss": loss})
+        manifest.put(SweepJob(num, (f"x={num}",), str(num), "plan", "local", "41", str(num)))
+    Progress(manifest, [SimpleNamespace(entry=job) for job in manifest.jobs]).conclude()  # type: ignore[misc]
+    assert ("--by loss" in capfd.readouterr().err) == is_by_loss
+
+
 @pytest.mark.parametrize("max_bytes", [10**6, 0])
 def test_rate_is_the_one_of_the_report(
     max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -126,7 +139,7 @@ def test_rate_is_the_one_of_the_report(
     assert final["step_time_s"] == pytest.approx(cell["step_time_s"])
     assert final["tokens_per_s"] == row.tokens_per_s
     Progress(manifest, [SimpleNamespace(entry=manifest.jobs[0])]).conclude()  # type: ignore[list-item]
-    assert f"`holmes report {tmp_path / 'sweep'} --by loss`" in capfd.readouterr().err
+    assert f"`holmes report {tmp_path / 'sweep'}` compares" in capfd.readouterr().err
     run.result_path.unlink()  # as if it still ran
     running_row = row_of(manifest, manifest.jobs[0], JobState("41", "RUNNING"))
     assert running_row.tokens_per_s == pytest.approx(cell["tokens_per_s"]) and not running_row.why

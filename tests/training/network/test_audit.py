@@ -219,7 +219,7 @@ exits = RankExit(RunDirectory(sys.argv[1]), Launch(0, 2, 0, "srun", "n1", "key",
 exits._store = UnreachableStore()
 error = NetworkError("NIC ib0 went down", where="node n1", hint="bring it up again")
 checks = itertools.chain([None], itertools.repeat(error))
-exits.guard(lambda: next(checks))
+exits.poll_cause(lambda: next(checks))
 if sys.argv[2] == "waits":
     time.sleep(60)  # a collective that never returns
 else:

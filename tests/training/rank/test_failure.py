@@ -259,6 +259,8 @@ def test_validation_losses_match_one_process_and_share_the_line_of_their_step(tm
     assert values[1::2] == pytest.approx([line["validation_loss"] for line in one.run.metrics()[1::2]], rel=1e-5)
     assert ended.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
     assert len(ended.run.metrics_path.read_text().splitlines()) == 4  # one line a step
+    tokens = ended.run.config["train"]["eval_steps"] * spawn.plan().batch.tokens
+    assert f"step 2: validation loss {values[1]:.4f} over {tokens:,} tokens" in ended.log(0)
 
 
 @pytest.mark.integration

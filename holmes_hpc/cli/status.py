@@ -1,4 +1,4 @@
-"""Commands for submitted jobs: status, logs, cancel; for sweeps: sweep status, collect, cancel."""
+"""Commands that show and cancel submitted runs (status, logs, cancel) and sweeps (sweep status, collect, cancel)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, Run, app
+from holmes_hpc.cli.watch import COLUMNS, cells
+from holmes_hpc.cli.watch import watch as watch_runs
 from holmes_hpc.errors import ConfigError, HolmesError, counted
-from holmes_hpc.records.find import find_run, last_change, run_directories, runs_root
+from holmes_hpc.records.find import find_run, last_change, recent_runs, runs_root
 from holmes_hpc.records.logs import follow_logs, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm import scontrol
@@ -24,27 +26,46 @@ from holmes_hpc.submission.sweeps.jobs import cancel_sweep
 from holmes_hpc.submission.sweeps.manifest import read_manifest
 from holmes_hpc.training.checkpoint import checkpoint_directory
 
+LISTED = 50  # ended runs that `holmes status` lists
 RECENT_S = 86400.0  # `holmes status` reports only failures of this period in full
-group = typer.Typer(no_args_is_help=True, help="Watch and cancel sweeps, also detached ones.")
+group = typer.Typer(
+    no_args_is_help=True,
+    help="Watch and cancel sweeps, also detached ones. To start one: python -m holmes_hpc.train -m KEY=VALUE,VALUE "
+    "(docs/howto.md).",
+)
 app.add_typer(group, name="sweep")
 Directory = Annotated[str, typer.Argument(metavar="DIR", help="The sweep's directory.")]
 
 
 @app.command()
 def status(
-    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", show_default=False)] = None, json: Json = False
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", show_default=False)] = None,
+    all_runs: Annotated[bool, typer.Option("--all", help=f"Show more than the {LISTED} latest runs.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show a live table, until q is pressed.")] = False,
+    json: Json = False,
 ) -> None:
     """Show the state, step and loss of runs, and why they failed. Failed runs are shown with rank, node and log lines.
 
     Example: holmes status 20260101-120000-gpt_tiny
     """
+    if watch and json:
+        raise ConfigError("--watch and --json are mutually exclusive", where="status", hint="leave one of them out")
     sweeps = [name for name in runs or [] if status_table.is_sweep(name)]
     if sweeps:
         if runs != sweeps[:1]:
             raise ConfigError("a sweep beside other names", where=sweeps[0], hint="name one sweep, or only runs")
         sweep_status(sweeps[0], json)
         return
-    chosen = [find_run(name) for name in runs] if runs else sorted(run_directories(runs_root()), key=last_change)[::-1]
+
+    def find_runs() -> tuple[list[RunDirectory], int]:
+        if runs:
+            return [find_run(name) for name in runs], 0
+        return recent_runs(runs_root(), sys.maxsize if all_runs or json else LISTED)
+
+    if watch:
+        watch_runs(find_runs)
+        return
+    chosen, hidden = find_runs()
     if not chosen and not json:
         console.note(f"no runs in {runs_root()}; `holmes run` creates one")
         return
@@ -53,23 +74,9 @@ def status(
     if json:
         console.as_json([s.to_dict() for s in statuses])
         return
-    console.table(
-        "",
-        ("run", "last change", "job", "state", "step", "loss", "step time", "attempt"),
-        [
-            (
-                s.name,
-                time.strftime("%m-%d %H:%M", time.localtime(last_change(RunDirectory(s.path)))),
-                s.job_id,
-                f"{s.state} ({s.why})" if s.why else s.state,
-                f"{s.step}/{s.steps}" if s.step else "",
-                f"{s.loss:.4f}" if s.loss else "",
-                f"{s.step_time_s:.3f} s" if s.step_time_s else "",
-                s.attempt,
-            )
-            for s in statuses
-        ],
-    )
+    console.table("", [*COLUMNS], [cells(s) for s in statuses])
+    if hidden:
+        console.note(f"{counted(hidden, 'earlier run')}: `holmes status --all`")
     if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in statuses):
         console.note("unknown: Slurm does not answer (`scontrol ping`), or does not know the job any more")
     failed = [s for s in statuses if s.error]

@@ -20,7 +20,7 @@ from holmes_hpc.planning.schedule.simulation import RowDurations
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ReplicaTimes:
     """Network times of one pipeline replica.
 
     `down`, `up`: seconds of a stage transfer from each stage, (S,). `reduce`, `gather`: seconds of reducing gradients
@@ -38,10 +38,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class NetworkTimes:
-    """The traffic of all replicas, and the times after all gradients are reduced, as in :class:`Timing`.
+    """The network times of all replicas, and the times after all gradients are reduced, as in :class:`Timing`.
     `optimizer`: seconds per parameter that a rank updates, (S,)."""
 
-    replicas: tuple[Traffic, ...]
+    replicas: tuple[ReplicaTimes, ...]
     tied: float
     norm: float
     overhead: float
@@ -57,7 +57,7 @@ def network_times(layout: Layout) -> NetworkTimes:
         for replica in replicas
     ]
     return NetworkTimes(
-        tuple(_replica_traffic(layout, replica) for replica in replicas),
+        tuple(_replica_times(layout, replica) for replica in replicas),
         tied=_tied_embedding_s(layout),
         norm=_norm_s(layout),
         overhead=max(layout.costs.step_overhead_s(layout.pool(c)) for c in layout.components),
@@ -65,7 +65,7 @@ def network_times(layout: Layout) -> NetworkTimes:
     )
 
 
-def _replica_traffic(layout: Layout, replica: int) -> Traffic:
+def _replica_times(layout: Layout, replica: int) -> ReplicaTimes:
     p, stages, costs = layout.parallel, layout.replicas[replica], layout.costs
     down, up = transfers_s(layout, replica)
     reduce, gather, fsdp = np.zeros((2, p.pp)), np.zeros((2, p.pp)), np.zeros((2, 2, p.pp))
@@ -87,7 +87,7 @@ def _replica_traffic(layout: Layout, replica: int) -> Traffic:
             fsdp[:, :, first:end] = pass_sync[:, :, None]
         if p.pp > 1 and layout.intra_dp_size > 1:
             shares_nic[first:end] = [layout.edges[replica][(s - 1) % p.pp] == reduction for s in range(first, end)]
-    return Traffic(down, up, reduce, gather=gather, fsdp=fsdp, shares_nic=shares_nic)
+    return ReplicaTimes(down, up, reduce, gather=gather, fsdp=fsdp, shares_nic=shares_nic)
 
 
 def activation_bytes(layout: Layout, transport: Transport, component: Component) -> float:

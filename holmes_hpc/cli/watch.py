@@ -1,0 +1,114 @@
+"""The live table of `holmes status --watch`: as wide as the terminal, redrawn until a key ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import termios
+import time
+import tty
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.cells import cell_len
+from rich.live import Live
+from rich.table import Table
+
+from holmes_hpc import console
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.records.find import last_change
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.lifecycle.status import Status, run_statuses
+from holmes_hpc.submission.sweeps.status_table import live_display
+
+POLL_S = 2.0
+SCAN_SHARE = 0.1  # of the time may be spent on looking for new runs
+# column -> the terminal's least width for it
+COLUMNS = {"run": 0, "last change": 100, "job": 80, "state": 0, "step": 0, "loss": 0, "step time": 0, "attempt": 100}
+
+
+_RUN, _STATE = 0, 3  # columns whose texts are cut
+
+
+def cells(status: Status) -> list[str]:
+    """Return the cells of a run's row, one for each of COLUMNS."""
+    return [
+        status.name,
+        time.strftime("%m-%d %H:%M", time.localtime(last_change(RunDirectory(status.path)))),
+        status.job_id or "",
+        f"{status.state} ({status.why})" if status.why else status.state,
+        f"{status.step}/{status.steps}" if status.step else "",
+        f"{status.loss:.4f}" if status.loss else "",
+        f"{status.step_time_s:.3f} s" if status.step_time_s else "",
+        str(status.attempt),
+    ]
+
+
+def live_table(statuses: Sequence[Status], width: int, height: int, hidden: int = 0) -> Table:
+    """Return the table for a terminal of that size: active runs first, then the others in their order.
+    `hidden`: number of runs that `statuses` leaves out."""
+    rows = sorted(statuses, key=lambda status: status.ended)[: max(1, height - 4)]
+    counts = ", ".join(f"{count} {state}" for state, count in Counter(s.state for s in statuses).most_common())
+    hidden += len(statuses) - len(rows)
+    table = Table(
+        title=console.visible(f"{time.strftime('%H:%M:%S')}  {counts or 'no runs'}"),
+        caption=f"{hidden} more; q leaves" if hidden else "q leaves",
+        title_justify="left",
+        caption_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    shown = [index for index, least in enumerate(COLUMNS.values()) if width >= least]
+    texts = [[console.visible(cell) for cell in row] for row in ([*COLUMNS], *map(cells, rows))]
+    widths = {index: max(cell_len(row[index]) for row in texts) for index in shown}
+    widths[_STATE] = min(widths[_STATE], max(9, width // 4))
+    widths[_RUN] = min(widths[_RUN], max(8, width + 2 + widths[_RUN] - sum(w + 2 for w in widths.values())))
+    for index in shown:
+        table.add_column(texts[0][index], no_wrap=True, overflow="ellipsis", width=widths[index])
+    for row in texts[1:]:
+        table.add_row(*(row[index] for index in shown))
+    return table
+
+
+def watch(find_runs: Callable[[], tuple[list[RunDirectory], int]]) -> None:
+    """Show the runs that `find_runs` returns, with the number of those left out, until q or Ctrl-C is pressed.
+    Raise ConfigError without a terminal."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("there is no terminal", where="--watch", hint="leave it out, or use --json")
+    ended: dict[tuple[str, float], Status] = {}
+    scanned_at, scan_s, mode = 0.0, 0.0, "force"
+    with live_display() as display, _pressed_key() as pressed, contextlib.suppress(KeyboardInterrupt):
+        while True:
+            if time.monotonic() - scanned_at >= scan_s / SCAN_SHARE:
+                started = time.monotonic()
+                runs, hidden = find_runs()
+                scanned_at, scan_s = time.monotonic(), time.monotonic() - started
+            keys = {run: (str(run.path), last_change(run)) for run in runs}
+            active = [run for run in runs if keys[run] not in ended]
+            statuses = dict(zip(active, run_statuses(active, mode), strict=True)) if active else {}
+            ended |= {keys[run]: status for run, status in statuses.items() if status.ended}
+            _draw(display, [statuses.get(run) or ended[keys[run]] for run in runs], hidden)
+            mode = "standard"
+            if pressed(POLL_S) == "q":
+                return
+
+
+def _draw(display: Live, statuses: Sequence[Status], hidden: int) -> None:
+    size = display.console.size
+    display.update(live_table(statuses, size.width, size.height, hidden), refresh=True)
+
+
+@contextlib.contextmanager
+def _pressed_key() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits up to some seconds for a key and returns it, "" without one."""
+    settings = termios.tcgetattr(sys.stdin)
+
+    def wait(seconds: float) -> str:
+        return sys.stdin.read(1) if select.select([sys.stdin], [], [], seconds)[0] else ""
+
+    try:
+        tty.setcbreak(sys.stdin)
+        yield wait
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, settings)
