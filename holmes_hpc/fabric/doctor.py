@@ -78,11 +78,10 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
     for reason, members in down_nodes:
         hint = f"scontrol update NodeName={compress(members)} State=RESUME when repaired"
         findings.append(Finding("warning", f"nodes {compress(members)}", f"down or drained: {reason}", hint))
-    hint = "add a rule for it to the site's own file (HOLMES_FEATURES), or list it there under ignored"
-    findings += [
-        Finding("info", f"nodes {compress(members)}", f"unknown feature {feature}", hint)
-        for feature, members in grouped((feature, n.name) for n in nodes for feature in n.reading.unknown)
-    ]
+    if features := list(dict.fromkeys(feature for n in nodes for feature in n.reading.unknown)):
+        names = compress(n.name for n in nodes if n.reading.unknown)
+        hint = "add rules for them to the site's own file (HOLMES_FEATURES), or list them there under ignored"
+        findings.append(Finding("info", f"nodes {names}", f"unknown features: {', '.join(features)}", hint))
     findings += [
         Finding("warning", f"node {n.name}", problem, f"holmes label {n.name}", n.name)
         for n in nodes

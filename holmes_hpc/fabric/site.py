@@ -305,7 +305,8 @@ class Site:
         for pool in self.pools:
             if pool.name == name:
                 return pool
-        hint = f"it has {', '.join(p.name for p in self.pools)}"
+        left_out = [text for text in self.assumptions if ": left out: " in text]
+        hint = "; ".join((f"it has {', '.join(p.name for p in self.pools)}", *left_out))
         raise SiteError(f"no pool {name!r}", where=f"site {self.name}", hint=hint)
 
     def link(self, sender: str, receiver: str) -> FabricLink | None:

@@ -20,7 +20,7 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import append_line, locked, to_json, write_whole
 from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
-from holmes_hpc.records.untrusted import from_json, read_file, read_object
+from holmes_hpc.records.untrusted import MAX_LINES_BYTES, from_json, read_file, read_object
 from holmes_hpc.schema import refuse
 
 WRITERS = ("follower", "batch")  # of result.json, least authority first: the batch script sees the exit codes
@@ -189,7 +189,7 @@ class RunDirectory:
             RecordError.instead_of(OSError, where=self.metrics_path, hint="restore the file"),
             contextlib.suppress(FileNotFoundError),
         ):
-            return read_file(self.metrics_path, max_bytes=None)
+            return read_file(self.metrics_path, MAX_LINES_BYTES)
         return b""
 
     # -- exits and results ------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ MAX_LEVELS = 100  # of nesting; holmes writes about ten
 MAX_VALUES = 500_000  # of a YAML text; more take many seconds to parse
 MAX_ALIAS_VALUES = 100_000  # values that aliases may add when they are expanded
 MAX_DIGITS = 300
+MAX_LINES_BYTES = 1 << 31  # of a file of JSON lines: about two million steps
 MAX_TEXT_BYTES = 1 << 26  # 64 MiB; the largest tokenizer.json published has 33 MB
 _NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]*")  # Python refuses to print numbers over 4300 digits
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -48,12 +49,12 @@ def leaves_folder(path: Path, folder: Path) -> bool:
     return not is_blob and not resolved.is_relative_to(folder)
 
 
-def read_file(path: str | os.PathLike[str], max_bytes: int | None = MAX_TEXT_BYTES) -> bytes:
+def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Return the content of the file at `path`.
     Raise OSError as :func:`open_file` does, and for a file of more than `max_bytes`."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if max_bytes is not None and size > max_bytes:
+        if size > max_bytes:
             raise OSError(errno.EFBIG, f"the file has {size:,} bytes, at most {max_bytes:,} are read")
         return file.read()
 

@@ -15,7 +15,7 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.rates import warmup_steps
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.untrusted import from_json, read_file
+from holmes_hpc.records.untrusted import MAX_LINES_BYTES, from_json, read_file
 from holmes_hpc.results.plans import integer
 
 COMPUTING = ("forward", "backward")
@@ -44,7 +44,7 @@ def read_trace(run: RunDirectory) -> pd.DataFrame:
         if rank is None:
             continue
         with RecordError.instead_of(OSError, where=path, hint="restore the file, or remove it"):
-            lines = read_file(path, max_bytes=None).split(b"\n")
+            lines = read_file(path, MAX_LINES_BYTES).split(b"\n")
         rank_events: list[dict[str, Any]] = []
         seen_passes: set[tuple[Any, ...]] = set()
         for line in lines:

@@ -3,15 +3,16 @@
 import math
 import re
 from collections.abc import Iterable, Iterator
-from itertools import product
+from itertools import islice, product
 from string import digits
 
 from holmes_hpc.errors import SiteError
 
 MAX_HOSTS = 100_000  # a typo such as n[1-99999999] must not fill the memory
 _RANGE = re.compile(r"(\d+)-(\d+)\Z")
-_PLAIN = re.compile(r"[^\[\],\s]+\Z")
+_PLAIN = re.compile(r"[^\[\],\s]{1,255}\Z")
 _TOKEN = re.compile(r"[\[\],]|[^\[\],]+")
+_NUMBERS = re.compile(r"(\d{1,9})(?:-(?:(\d{1,9})|.*))?")
 
 
 def expand(text: str) -> list[str]:
@@ -19,18 +20,17 @@ def expand(text: str) -> list[str]:
 
     Of several brackets in one name, the last one varies fastest. A bracket may hold names or further brackets.
     Numbers have the width of their range's first one (``[08-10]``)."""
-    return _names(iter([*_TOKEN.findall(text), ""]), "", text) if text else []
+    try:
+        return _names(iter([*_TOKEN.findall(text), ""]), "", text) if text else []
+    except (RecursionError, ValueError) as e:  # Python's limits on nesting and on digits
+        raise _host_list_error(text, "its brackets are nested too deeply, or a number is too long") from e
 
 
-def numbers(text: str) -> list[int]:
-    """Return the numbers in a list of tasks or array elements: ``0-2,5`` is [0, 1, 2, 5]. Ignore other text."""
-    ranges = [part.partition("-") for part in text.split(",")]
-    return [
-        n
-        for low, _, high in ranges
-        if low.isdecimal()
-        for n in range(int(low), int(high if high.isdecimal() else low) + 1)
-    ]
+def numbers(text: str, limit: int = MAX_HOSTS) -> list[int]:
+    """Return the numbers in a list of tasks or array elements: ``0-2,5`` is [0, 1, 2, 5]. Ignore other text, and all
+    numbers after the first `limit`."""
+    ranges = [(int(m[1]), int(m[2] or m[1])) for m in map(_NUMBERS.fullmatch, text.split(",")) if m]
+    return list(islice((n for low, high in ranges for n in range(low, high + 1)), limit))
 
 
 def compress(hosts: Iterable[str]) -> str:
@@ -41,7 +41,7 @@ def compress(hosts: Iterable[str]) -> str:
     groups: dict[tuple[str, bool], list[str]] = {}
     for host in hosts:
         if not _PLAIN.match(host):
-            raise _host_list_error(host, "a host name is empty or holds brackets, commas or spaces")
+            raise _host_list_error(host, "a host name is empty, too long, or holds brackets, commas or spaces")
         stem = host.rstrip(digits)
         groups.setdefault((stem, stem == host), []).append(host[len(stem) :])
     ranges = [(stem, ",".join(_ranges(numbers))) for (stem, _), numbers in groups.items()]
@@ -80,6 +80,8 @@ def _names(tokens: Iterator[str], end: str, host_list: str) -> list[str]:
                 )
             names += _expanded(pieces, host_list, is_in_bracket=bool(end))
             pieces = []
+            if len(names) > MAX_HOSTS:
+                raise _host_list_error(host_list, f"more than {MAX_HOSTS} hosts")
             if token == end:
                 break
         elif token in ("]", ""):

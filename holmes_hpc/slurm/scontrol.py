@@ -222,11 +222,11 @@ def parse_partition(line: str) -> Partition:
         max_nodes=record.get("MaxNodes", ""),
         priority=_int(record.get("PriorityTier")),
         qos=record.get("QoS", "").replace("N/A", ""),
-        allow_groups=_split(record.get("AllowGroups", "").replace("ALL", "")),
-        allow_accounts=_split(record.get("AllowAccounts", "").replace("ALL", "")),
-        deny_accounts=_split(record.get("DenyAccounts", "").replace("NONE", "")),
-        allow_qos=_split(record.get("AllowQos", "").replace("ALL", "")),
-        deny_qos=_split(record.get("DenyQos", "").replace("NONE", "")),
+        allow_groups=_split(record.get("AllowGroups", ""), "ALL"),
+        allow_accounts=_split(record.get("AllowAccounts", ""), "ALL"),
+        deny_accounts=_split(record.get("DenyAccounts", ""), "NONE"),
+        allow_qos=_split(record.get("AllowQos", ""), "ALL"),
+        deny_qos=_split(record.get("DenyQos", ""), "NONE"),
         preempt_mode=record.get("PreemptMode", ""),
         root_only=record.get("RootOnly") == "YES",
         hidden=record.get("Hidden") == "YES",
@@ -292,8 +292,9 @@ def _records(text: str, start: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip().startswith(start)]
 
 
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(w for w in text.split(",") if w)
+def _split(text: str, default: str = "") -> tuple[str, ...]:
+    """Return the words of a list; none if it is `default`, Slurm's word for no list (``ALL``)."""
+    return tuple(w for w in text.split(",") if w) if text != default else ()
 
 
 def _int(text: str | None) -> int:

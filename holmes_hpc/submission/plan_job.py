@@ -106,13 +106,18 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
         values |= {
             "partition": part.partition or None,
             "constraint": part.constraint or None,
-            "exclude": ",".join(filter(None, (pool.exclude, values["additional"].pop("exclude", "")))) or None,
+            "exclude": _joined_hosts(pool.exclude, values.get("exclude"), values["additional"].pop("exclude", None)),
             "nodes": part.nodes,
             "tasks_per_node": part.gpus_per_node,
             "gpus_per_node": gpus,
         }
         requests.append(parse_component(values, index))
     return tuple(requests)
+
+
+def _joined_hosts(*host_lists: str | Sequence[str] | None) -> str | None:
+    """Return one host list of all `host_lists`; None if they are empty."""
+    return ",".join(text if isinstance(text, str) else ",".join(text) for text in host_lists if text) or None
 
 
 class PlanExecutor(SlurmHetExecutor):

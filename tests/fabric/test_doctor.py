@@ -79,13 +79,19 @@ def test_each_setting_is_one_line_with_a_cure(config: dict[str, str], says: str)
     ("features", "says"),
     [
         ("ib,roce", "warning: node a2: not used: features name 2 NIC types"),
-        (IB + ",frobnicator", "info: nodes a2: unknown feature frobnicator"),
+        (IB + ",frobnicator", "info: nodes a2: unknown features: frobnicator"),
         (IB + ",nic_100g", "several values of nic_<rate>g"),
     ],
 )
 def test_features(features: str, says: str) -> None:
     found = lines(nodes=[NODES[0], node("a2", features, "ib", gres="gpu:h100:8")])
     assert any(says in f for f in found)
+
+
+def test_unknown_features_are_one_line() -> None:
+    nodes = [node("a1", IB + ",x,y", "ib", gres="gpu:h100:8"), node("a2", IB + ",y,z", "ib", gres="gpu:h100:8")]
+    unknown = [f for f in lines(nodes=nodes) if "unknown" in f]
+    assert [f.partition(";")[0] for f in unknown] == ["info: nodes a[1-2]: unknown features: x, y, z"]
 
 
 def test_no_label_down_and_nothing_usable() -> None:

@@ -136,3 +136,11 @@ def test_a_configuration_file_that_never_ends_is_refused_at_once(name: str, tmp_
             read(path)
         assert "\n" not in str(error.value) and len(str(error.value)) < 300
     assert read_exit_record(path) is None
+
+
+def test_metrics_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run")
+    run.metrics_path.touch()
+    os.truncate(run.metrics_path, 1 << 37)  # without a byte on the disk
+    with pytest.raises(RecordError, match="at most"):
+        run.metrics()

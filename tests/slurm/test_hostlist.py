@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.slurm.hostlist import compress, expand
+from holmes_hpc.slurm.hostlist import compress, expand, numbers
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,21 @@ def test_expand(text: str, hosts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["n[1", "n1]", "n[]", "n[3-1]", "n[1,,2]", "a,,b", "a,", "n[1-999999999]", "n[1-999][1-999]", "]["]
+    "text",
+    [
+        *("n[1", "n1]", "n[]", "n[3-1]", "n[1,,2]", "a,,b", "a,", "]["),
+        *("n[1-999999999]", "n[1-999][1-999]", "n[1-99999],m[1-99999]", f"n[1-{'9' * 5000}]", "[" * 5000),
+    ],
 )
 def test_what_is_not_a_host_list_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(SiteError) as error:
         expand(text)
     assert "host list" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_numbers_of_a_log_never_fill_the_memory() -> None:
+    assert numbers("0-2,5,x,7-") == [0, 1, 2, 5, 7] and not numbers("9" * 5000)
+    assert len(numbers("0-999999999,0-99999999999")) == 100_000  # any rank may print such a line
 
 
 def test_compress_keeps_padding_apart() -> None:

@@ -75,6 +75,13 @@ def test_partition() -> None:
     assert parse_partition(partition_line("gpu", "(null)")).nodes == ()
 
 
+def test_a_name_that_contains_all_or_none_stays_whole() -> None:
+    line = "PartitionName=gpu AllowGroups=ALLSTAFF,PHYSALL AllowAccounts=ALL DenyAccounts=NONEXIST AllowQos=SMALL"
+    p = parse_partition(line)
+    assert p.allow_groups == ("ALLSTAFF", "PHYSALL") and p.allow_accounts == ()
+    assert p.deny_accounts == ("NONEXIST",) and p.allow_qos == ("SMALL",)
+
+
 def test_config() -> None:
     config = parse_config(
         "Configuration data as of 2024-05-01T10:00:00\nClusterName             = holmes\n"

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from holmes_hpc.errors import HolmesError
+from holmes_hpc.errors import HolmesError, SiteError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import to_json, write_whole
 from holmes_hpc.records.untrusted import read_object
@@ -30,6 +30,7 @@ _SRUN_ERROR = re.compile(
     r"|^srun: error: Node failure on (\S+)\s*$",
     re.MULTILINE,
 )
+MAX_TASKS = 10_000  # of a message; a rank can print one about any number of tasks
 _NODE_FAILED = "node failure"
 _BY_SIGNAL = "killed by signal"  # message for a local rank; the others in _SIGNALS are srun's most frequent ones
 SIGKILL_CAUSES = "kill -9, or the kernel for lack of memory"
@@ -96,10 +97,11 @@ def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> l
                 if match[4] in c.nodes
             ][:1]
             continue
-        if tasks := numbers(match[2].strip("[]")):
+        if tasks := numbers(match[2].strip("[]"), MAX_TASKS):
             killed = f"{_BY_SIGNAL} 9 (SIGKILL): out of memory ({memory})" if memory else signal_message(signal.SIGKILL)
-            ranks = _global_ranks(match[1], tasks, components)
-            errors.append(SrunError(match[1], ranks, killed if match[3] == "Killed" else match[3]))
+            with contextlib.suppress(SiteError):  # a rank may print such a line about no host
+                ranks = _global_ranks(match[1], tasks, components)
+                errors.append(SrunError(match[1], ranks, killed if match[3] == "Killed" else match[3]))
     return errors
 
 

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from holmes_hpc.submission.lifecycle.failed_rank import LocalExits, read_local_exits, record_local_exits
+from holmes_hpc.submission.lifecycle.failed_rank import (
+    MAX_TASKS,
+    LocalExits,
+    parse_srun_errors,
+    read_local_exits,
+    record_local_exits,
+)
 
 
 def test_failed_exits_become_srun_errors_in_their_order(tmp_path: Path) -> None:
@@ -23,3 +29,11 @@ def test_failed_exits_become_srun_errors_in_their_order(tmp_path: Path) -> None:
 def test_a_damaged_record_counts_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "7_ends.json").write_text(text)
     assert read_local_exits(tmp_path, "7") == LocalExits() == read_local_exits(tmp_path, "8")
+
+
+def test_a_log_line_about_endless_tasks_is_read_at_once() -> None:
+    (error,) = parse_srun_errors("srun: error: ib1: tasks 3-99999999999: Killed")
+    assert error.tasks == (3,) and not parse_srun_errors(f"srun: error: ib1: task {'9' * 5000}: Killed")
+    (error,) = parse_srun_errors("srun: error: ib1: tasks 3-999999999: Killed")
+    assert len(error.tasks) == MAX_TASKS
+    assert not parse_srun_errors("srun: error: [[]: task 0: Killed")

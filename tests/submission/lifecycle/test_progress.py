@@ -382,6 +382,13 @@ def test_a_job_without_gpus_requests_no_cpus_or_memory() -> None:
     assert part.cpus_per_task is None and part.mem is None
 
 
+def test_a_job_avoids_the_nodes_that_the_pool_and_the_settings_exclude() -> None:
+    assert plan_components(one_node_plan(), SlurmSettings(exclude="n7"))[0].exclude == "n7"
+    settings = SlurmSettings(exclude=("n7", "n8"), additional={"exclude": "n5"})
+    assert plan_components(one_node_plan(exclude="n9"), settings)[0].exclude == "n9,n7,n8,n5"
+    assert plan_components(one_node_plan(), SlurmSettings())[0].exclude is None
+
+
 def test_the_script_sets_the_distribution_of_ranks(tmp_path: Path) -> None:
     text = plan_executor(one_node_plan(), tmp_path / "x", SlurmSettings()).job_script()
     assert "--distribution=block:block --cpus-per-task=16" in text
