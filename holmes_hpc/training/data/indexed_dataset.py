@@ -190,7 +190,7 @@ def _run_on_rank0(key: str, prepare: Callable[[], None]) -> None:
         try:
             prepare()
         except DataError as e:
-            store.set(key, json.dumps(vars(e)))
+            store.set(key, json.dumps({"what": e.what, "where": e.where, "hint": e.hint}))
             raise
         return store.set(key, "null")
     try:
