@@ -130,9 +130,9 @@ def test_bad_input_is_one_line_and_code_2(holmes, site, overrides, words):
 
 def test_bad_site_files(holmes, tmp_path):
     for text, words in (
-        (TWO.replace("rdma_gbps: 200", "rdma_gbps: -1"), ["rdma_gbps", "-1"]),
-        (TWO.replace("nodes: 4", "nodes: 0"), ["nodes"]),
-        (TWO.replace("partition:", "partitoin:"), ["partitoin", "partition"]),
+        (TWO.replace("rdma_gbps: 200", "rdma_gbps: -1", 1), ["rdma_gbps", "-1"]),
+        (TWO.replace("nodes: 4", "nodes: 0", 1), ["nodes"]),
+        (TWO.replace("partition:", "partitoin:", 1), ["partitoin", "partition"]),
         ("{", ["YAML"]),
     ):
         path = tmp_path / "bad.yaml"
