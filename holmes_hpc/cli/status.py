@@ -56,11 +56,10 @@ def status(
             raise ConfigError("a sweep beside other names", where=sweeps[0], hint="name one sweep, or only runs")
         sweep_status(sweeps[0], json)
         return
+    named = [find_run(name) for name in runs or []]
 
     def find_runs() -> tuple[list[RunDirectory], int]:
-        if runs:
-            return [find_run(name) for name in runs], 0
-        return recent_runs(runs_root(), sys.maxsize if all_runs or json else LISTED)
+        return (named, 0) if named else recent_runs(runs_root(), sys.maxsize if all_runs or json else LISTED)
 
     if watch:
         watch_runs(find_runs)

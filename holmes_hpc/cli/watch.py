@@ -84,6 +84,7 @@ def watch(find_runs: Callable[[], tuple[list[RunDirectory], int]]) -> None:
                 started = time.monotonic()
                 runs, hidden = find_runs()
                 scanned_at, scan_s = time.monotonic(), time.monotonic() - started
+            runs = [run for run in runs if run.exists()]  # some may be removed meanwhile
             keys = {run: (str(run.path), last_change(run)) for run in runs}
             active = [run for run in runs if keys[run] not in ended]
             statuses = dict(zip(active, run_statuses(active, mode), strict=True)) if active else {}

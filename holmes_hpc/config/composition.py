@@ -29,7 +29,7 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES
 from holmes_hpc.config.options import DEFAULTS, option, suggested_override, unknown_key
 from holmes_hpc.config.other_names import advice
-from holmes_hpc.errors import ConfigError, nearest
+from holmes_hpc.errors import ConfigError, HolmesError, nearest, raise_all
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import keys
 
@@ -51,7 +51,9 @@ def composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the defaults with `overrides` as plain, unchecked data. Raise ConfigError if Hydra refuses an override."""
     expanded = for_hydra(overrides)
     with _as_config_error():
-        config = _compose_declared(_parse(expanded))
+        parsed = _parse(expanded)
+        raise_all([*_unknown_keys(parsed)])
+        config = _compose_declared(parsed)
         return _to_plain(_compose_by_hydra(expanded) if config is None else config, overrides)
 
 
@@ -186,6 +188,16 @@ def _parse(overrides: Sequence[str]) -> list[Any]:
 def _changes(key: str, changed_key: str) -> bool:
     """Return whether an override of `key` changes the value of `changed_key`, which is not a group."""
     return key == changed_key or (key.startswith(f"{changed_key}.") and changed_key not in GROUPS)
+
+
+def _unknown_keys(overrides: Sequence[Any]) -> Iterator[HolmesError]:
+    """Yield an error for each override of an undeclared key. Additions, deletions and Hydra's keys do not count."""
+    for o in overrides:
+        group, _, name = str(o.key_or_group).partition(".")
+        first = name.partition(".")[0] if group in GROUPS else group
+        is_declared = not first or first in keys(GROUPS.get(group, Configuration))
+        if not (is_declared or group == "hydra" or o.is_add() or o.is_force_add() or o.is_delete()):
+            yield unknown_key(str(o.key_or_group))
 
 
 def _compose_declared(overrides: Sequence[Any]) -> DictConfig | None:

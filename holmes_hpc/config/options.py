@@ -79,11 +79,8 @@ def meant_keys(unknown: str) -> list[str]:
     group, _, name = unknown.rpartition(".")
     all_keys = [*keys(Configuration), *(f"{group}.{key}" for group, cls in GROUPS.items() for key in keys(cls))]
     names = {key: key.rpartition(".")[2] for key in all_keys}
-    mistyped = [key for key in all_keys if is_typo(unknown, key)]
-    same_name = named(name) if not (group and mistyped) else []
-    if matches := same_name or mistyped + [
-        k for k in all_keys if not group and k not in mistyped and is_typo(name, names[k])
-    ]:
+    mistyped = [key for key in all_keys if is_typo(unknown, key) or (not group and is_typo(name, names[key]))]
+    if matches := (group and mistyped) or named(name) or mistyped:
         return matches
     candidates = [key for key in all_keys if group not in GROUPS or key.startswith(f"{group}.")]
     similar = difflib.get_close_matches(name, {names[key] for key in candidates}, 3, 0.8)

@@ -79,9 +79,9 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
         hint = f"scontrol update NodeName={compress(members)} State=RESUME when repaired"
         findings.append(Finding("warning", f"nodes {compress(members)}", f"down or drained: {reason}", hint))
     if features := list(dict.fromkeys(feature for n in nodes for feature in n.reading.unknown)):
-        members = compress(n.name for n in nodes if n.reading.unknown)
+        names = compress(n.name for n in nodes if n.reading.unknown)
         hint = "add rules for them to the site's own file (HOLMES_FEATURES), or list them there under ignored"
-        findings.append(Finding("info", f"nodes {members}", f"unknown features: {', '.join(features)}", hint))
+        findings.append(Finding("info", f"nodes {names}", f"unknown features: {', '.join(features)}", hint))
     findings += [
         Finding("warning", f"node {n.name}", problem, f"holmes label {n.name}", n.name)
         for n in nodes

@@ -62,6 +62,13 @@ def test_all_wrong_values_are_named_at_once() -> None:
     assert lines == {"train.lr is 'x'", "train.steps is 0", "plan.tp is 'two'", "slurm.mem is '3Q'"}
 
 
+def test_all_unknown_keys_are_named_at_once() -> None:
+    with pytest.raises(HolmesError) as refused:
+        load(["train.stps=1", "plan.tp=2", "epochs=3", "+labels.a=b"])
+    lines = [str(error).partition(";")[0] for error in (refused.value, *refused.value.others)]
+    assert lines == ["overrides: unknown key 'train.stps'", "overrides: unknown key 'epochs'"]
+
+
 @pytest.mark.parametrize("override", WRONG)
 def test_a_wrong_value_is_one_line_that_says_what_is_allowed(override: str) -> None:
     with pytest.raises(HolmesError) as refused:

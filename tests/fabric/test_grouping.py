@@ -111,7 +111,7 @@ def test_down_nodes_are_left_out_and_listed() -> None:
     grouping = grouped(nodes, partitions)
     assert grouping.pools[0].node_names == ("ib1", "ib3") and "ib2" in grouping.left_out
     assert any(a.startswith("ib2: ") and "down" in a for a in grouping.assumptions)
-    with pytest.raises(SiteError, match="no pool 'ib-b'; it has ib-a.*; ib2: left out: down, drained"):
+    with pytest.raises(SiteError, match=r"no pool 'ib-b'; it has ib-a.*; ib2: left out: down, drained"):
         grouping.site("here").pool("ib-b")
 
 

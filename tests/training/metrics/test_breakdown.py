@@ -21,6 +21,11 @@ def test_the_parts_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         with parts.part("param_sync_s"):
             clock.pass_(8)
         parts("forward-compute").stop()
+        clock.pass_(64)
+        parts("backward-compute", log_level=2).start()
+        clock.pass_(128)
+        parts("backward-compute").stop()
+        clock.pass_(256)
         parts("forward-backward", log_level=1).start(barrier=False)
         parts("all-grads-sync", log_level=1).start()
         clock.pass_(16)
@@ -31,7 +36,15 @@ def test_the_parts_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.pass_(32)
         parts("optimizer-inner-step").stop()
     assert parts.take() == pytest.approx(
-        {"other_s": 1, "pipeline_wait_s": 2, "compute_s": 4, "param_sync_s": 8, "grad_sync_s": 16, "optimizer_s": 32}
+        {
+            "other_s": 1,
+            "fill_drain_s": 2 + 256,
+            "compute_s": 4 + 128,
+            "param_sync_s": 8,
+            "grad_sync_s": 16,
+            "optimizer_s": 32,
+            "pipeline_wait_s": 64,
+        }
     )
     assert sum(parts.take().values()) == pytest.approx(0)
 

@@ -21,11 +21,12 @@ def test_a_metrics_line_combines_the_rows_of_all_ranks() -> None:
         metrics_line.rank_row(8.0, 4, 0.6, {**parts, "compute_s": 0.3}, (0, 0, 0, 0, 0, 0, 0), 300),
         metrics_line.rank_row(12.0, 4, 0.6, parts, (0, 0, 5, 6, 0, 0, 0), 400),
     ]
-    line = metrics_line.metrics_line(plan, rows, 7, 123.0, {"grad_norm": 1.0})
+    line = metrics_line.metrics_line(plan, rows, 7, 123.0, {"grad_norm": 1.0}, [1.0, 3.0])
     assert (line["step"], line["time"], line["loss"], line["step_time_s"]) == (7, 123.0, 2.5, 0.6)
     assert line["samples_per_s"] == pytest.approx(8 / 0.6, rel=1e-4)
     assert line["tokens_per_s"] == pytest.approx(8 * 16 / 0.6, rel=1e-4)
     assert line["breakdown"][1]["compute_s"] == pytest.approx(0.2) and line["breakdown"][0]["compute_s"] == 0.1
+    assert line["share_of_limit"] == pytest.approx((1 * 0.1 + 3 * 0.2) / 4 / 0.6)  # stage 1 is three times as fast
     assert line["nic_bytes"] == {
         "ethernet": {"tx": 11, "rx": 22},
         "ib-0": {"tx": 33, "rx": 44},
@@ -39,7 +40,7 @@ def test_a_metrics_line_combines_the_rows_of_all_ranks() -> None:
 def test_without_byte_counts_or_losses_the_line_has_none() -> None:
     plan = spawn.plan(dp=2)
     rows = [metrics_line.rank_row(0, 0, 1, dict.fromkeys(PARTS, 0.0), (0, 0, 0, 0, 0, 0, 0), 1)] * 2
-    line = metrics_line.metrics_line(plan, rows, 1, 0.0, {})
+    line = metrics_line.metrics_line(plan, rows, 1, 0.0, {}, [1.0])
     assert line["nic_bytes"] == {} and math.isnan(line["loss"])
     assert sum_by_kind(plan, [[0, 0, 0, 0, 0]] * 2) == {}
 
@@ -47,7 +48,10 @@ def test_without_byte_counts_or_losses_the_line_has_none() -> None:
 def test_a_line_has_every_field_of_the_schema_and_no_other() -> None:
     plan = spawn.plan(dp=2)
     rows = [metrics_line.rank_row(1.0, 1, 0.6, dict.fromkeys(PARTS, 0.1), (1, 2, 3, 4, 0, 0, 0), 100)] * 2
-    line = {**metrics_line.metrics_line(plan, rows, 1, 0.0, {"grad_norm": 1.0, "learning_rate": 0.1}), "attempt": 1}
+    line = {
+        **metrics_line.metrics_line(plan, rows, 1, 0.0, {"grad_norm": 1.0, "learning_rate": 0.1}, [1.0]),
+        "attempt": 1,
+    }
     assert set(line) == {name for name, field in FIELDS.items() if field.always}
     assert all(tuple(stage) == PARTS for stage in line["breakdown"])
 
@@ -55,5 +59,5 @@ def test_a_line_has_every_field_of_the_schema_and_no_other() -> None:
 def test_recorded_numbers_are_not_rounded() -> None:
     seconds = 0.123456789123
     rows = [metrics_line.rank_row(1.0, 1, seconds, dict.fromkeys(PARTS, seconds / 6), (0, 0, 0, 0, 0, 0, 0), 100)] * 2
-    line = metrics_line.metrics_line(spawn.plan(dp=2), rows, 1, 0.0, {})
+    line = metrics_line.metrics_line(spawn.plan(dp=2), rows, 1, 0.0, {}, [1.0])
     assert line["step_time_s"] == seconds and line["breakdown"][0]["compute_s"] == seconds / 6
