@@ -21,6 +21,7 @@ from holmes_hpc.slurm.hostlist import expand
 ATTENTION = ("flash", "flash1", "flash3", "sdpa", "softmax", "unfused")
 FLASH_ATTENTION = ATTENTION[:3]
 FUSED_ATTENTION = ATTENTION[:4]  # scores stay on the chip
+_PARTITION = re.compile(r"(?![-#])[^\s\"'`$;&|<>\\]*")
 _WITHOUT_BF16 = re.compile(r"(?:^|[\W_]|gpu)([vp]100|t4)(?!\d)|rtx.?[68]000(?!.*ada)", re.IGNORECASE)
 
 
@@ -148,6 +149,11 @@ class Pool:
                     "choose another name",
                 )
                 for name in (self.name, self.fabric_name)
+            ),
+            (
+                not _PARTITION.fullmatch(self.partition),
+                f"no partition of Slurm can be named {self.partition!r}",
+                "give one of `sinfo`",
             ),
             (
                 self.nic.rdma and self.rdma_gbps is None,

@@ -121,6 +121,8 @@ def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> Non
         ),
         ("ethernet_gbps: 25", "ethernet_GBps: 3", "site: unknown key 'ethernet_GBps': rates are in Gb/s, 8 for each"),
         ("nic: ib, rdma_gbps: 200,", "nic: ib,", "pool ib-a: rdma_gbps is missing"),
+        ("partition: gpu-ib", "partition: 'x; touch y'", "no partition of Slurm can be named 'x; touch y'"),
+        ("partition: gpu-ib", "partition: --wrap=id", "no partition of Slurm can be named '--wrap=id'"),
         ("nic: ib,", "nic: infiband,", "pool ib-a: nic is 'infiband'"),
         ("nic: roce,", "nic: rose,", "(did you mean 'roce'?)"),
         ("nic: ethernet,", "nic: ethernet, rdma_gbps: 5,", "Ethernet-only pool has rdma_gbps"),
