@@ -646,7 +646,7 @@ def test_predict_has_options_for_the_software(holmes, site, tmp_path):
     for more, message in (
         (("--attention", "fast"), "attention is 'fast'"),
         (("--fused-norm", "maybe"), "neither yes nor"),
-        (("--grad-dtype", "fp8"), "unknown dtype 'fp8'"),
+        (("--grad-dtype", "fp8"), "grad_dtype is 'fp8'"),
         (("--gpu", "abacus"), "unknown GPU 'abacus'"),
         (("--sharding", "hsdp"), "sharding is 'hsdp'"),
         (("--kv-heads", "7"), "7 kv_heads"),

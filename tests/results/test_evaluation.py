@@ -46,7 +46,7 @@ def test_runs_have_unique_names_and_the_same_batch_per_pipeline() -> None:
     assert len({c.run_name(repeat) for repeat, c in parts["full"]}) == len(parts["full"])
     for experiment in samples([c for _, c in parts["full"]]):
         settings = load(experiment.overrides)
-        batch, dp = settings.batch, experiment.nodes // (settings.plan.pp or 2)
+        batch, dp = settings.batch, experiment.nodes // experiment.stages
         micro_batches = evaluation.REGIMES[experiment.regime].micro_batches
         assert batch.global_size / batch.micro_size / dp == micro_batches
         assert (settings.train.pace_layer_ms is None) == (experiment.regime == "unpaced")
