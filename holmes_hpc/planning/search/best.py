@@ -208,8 +208,9 @@ def search(
     if not exploration.candidates:
         raise_out_of_memory(evaluator, placements)
     candidates = _refine(evaluator, exploration, clock)
-    is_set = options.distributed_optimizer is not None or costs.software.sharding in ("gradients", "full")
-    return candidates if is_set else [*_replicated(evaluator, candidates, clock), *candidates]
+    has_choice = options.search_optimizer and options.distributed_optimizer is None
+    is_auto = has_choice and costs.software.sharding not in ("gradients", "full")
+    return [*_replicated(evaluator, candidates, clock), *candidates] if is_auto else candidates
 
 
 def _replicated(evaluator: Evaluator, sharded: list[Candidate], clock: Clock) -> list[Candidate]:
