@@ -136,6 +136,7 @@ class Experiment:
         mixed = self.environment in ("hybrid", "two IB", "three")
         regime = REGIMES[self.regime]
         batch = regime.micro_batches * self.micro_size * self.nodes // self.stages
+        megatron_schedule = "1f1b" if self.regime == "heavy" else "interleaved"  # the faster one, by prediction
         layout = (f"plan.pp={self.stages}", f"plan.strategy={'pipeline' if mixed else 'one-fabric'}", *LAYOUT)
         return [
             *COMMON,
@@ -145,7 +146,7 @@ class Experiment:
             f"plan.nodes={nodes_override(self.environment, self.nodes)}",
             *(layout if self.system != FREE else ()),
             *SYSTEMS.get(self.system, ()),
-            *((f"plan.schedule={MEGATRON_SCHEDULES[self.regime]}",) if self.system == HIERARCHICAL else ()),
+            *((f"plan.schedule={megatron_schedule}",) if self.system == HIERARCHICAL else ()),
         ]
 
     @property
@@ -160,9 +161,6 @@ class Experiment:
         return "-".join(fields).lower().replace("'", "").replace(",", "").replace(" ", "-")
 
 
-MEGATRON_SCHEDULES = {"heavy": "1f1b"} | dict.fromkeys(  # the faster one for HIERARCHICAL, by prediction
-    ("paper-like", "light", "paper-like-12", "paper-like-6", "unpaced"), "interleaved"
-)
 FREE = "the planner's free choice"  # only nodes, batch and layer time are fixed
 ENVIRONMENTS = ("hybrid", "IB", "RoCE", "Ethernet")
 COMPARED = ("holmes", BASELINE)  # on one fabric they differ only by schedule: the faster is the reference

@@ -207,7 +207,8 @@ def _step(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     parts = sorted(((s, n) for n, s in predicted.breakdown.items() if n in PREDICTED), reverse=True)
     traffic = ", ".join(f"{size / 1e9:.3g} GB over {nic}" for nic, size in predicted.nic_bytes_per_step.items())
     memory = abbreviated(f"{size / 2**30:.3g}" for size in predicted.memory_bytes_per_gpu)
-    limit = f" It reaches {predicted.share_of_limit or 0:.0%} of the limit, a step in which no GPU ever waits."
+    share = predicted.share_of_limit  # None in older plans
+    limit = f" It reaches {share:.0%} of the limit, a step in which no GPU ever waits." if share else ""
     return [
         f"Parts of the step of {total:.4g} s and {plan.batch.tokens:,} tokens:",
         *(
@@ -217,7 +218,7 @@ def _step(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
             if s > ROUNDING_ERROR * total
         ),
         *_stage_parts(plan, predicted, costs),
-        f"{_longest_part(predicted)} {_tflops(plan, predicted)}{limit if predicted.share_of_limit else ''}",
+        f"{_longest_part(predicted)} {_tflops(plan, predicted)}{limit}",
         f"GiB per GPU of each stage: {memory}." + (f" Bytes per step: {traffic}." if traffic else ""),
     ]
 

@@ -199,6 +199,14 @@ def _fsdp_times(layout: Layout, component: Component, reduction: Transport, node
     )
 
 
+def reduce_factor(layout: Layout, component: Component, nodes: int) -> float:
+    """Return the traffic, as in :class:`Collectives`, of reducing gradients in an intra-DP group on `nodes` nodes."""
+    p, library = layout.parallel, layout.costs.collectives(layout.pool(component).gpu)
+    if layout.costs.software.all_reduced or not p.distributed_optimizer:
+        return library.all_reduce
+    return library.reduce_scatter(layout.intra_dp_size, nodes, p.optimizer_instances)
+
+
 def _sync_times(
     layout: Layout, component: Component, transport: Transport, nodes: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -221,14 +229,9 @@ def _sync_times(
             pairs=layout.ring if layout.spans_pools else (),
         )
 
+    reduce = ring("reduce_scatter", reduce_factor(layout, component, nodes), costs.wire_size)
     if not p.distributed_optimizer:
-        return ring("reduce_scatter", collectives.all_reduce, costs.wire_size), np.zeros(2)
-    factor = (
-        collectives.all_reduce
-        if costs.software.all_reduced
-        else collectives.reduce_scatter(layout.intra_dp_size, nodes, p.optimizer_instances)
-    )
-    reduce = ring("reduce_scatter", factor, costs.wire_size)
+        return reduce, np.zeros(2)
     if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers in other instances
         reduce = reduce + np.array([costs.wire_size / layout.intra_dp_size, 1.0]) * collective_times(
             layout,

@@ -15,7 +15,7 @@ from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.limit import limit_s, stage_speeds
 from holmes_hpc.planning.cost.memory import memory
-from holmes_hpc.planning.cost.network_times import activation_bytes, embedding_bytes
+from holmes_hpc.planning.cost.network_times import activation_bytes, embedding_bytes, reduce_factor
 from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, row_durations, step_s, timing
 from holmes_hpc.planning.cost.uncertainty import interval_s
 from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER
@@ -112,21 +112,17 @@ def stage_breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> list[
         "param_sync_s": float(times.gather[0].max()),
         "optimizer_s": float(times.optimizer[0]) + times.overhead,
     }
-    rows = [[e for e in simulated if e["stage"] == row] for row in _longest_rows(layout, simulated, first)]
+    rows = defaultdict[int, list[dict[str, Any]]](list)
+    for event in simulated:
+        rows[event["stage"]].append(event)
     simulated_end_s = max(e["end_s"] for e in simulated if e["kind"] != "send")
-    parts = [_row_parts(row, simulated_end_s, end_s, scale=scale) for row in rows]
-    return [{part: s + after.get(part, 0.0) for part, s in stage.items()} for stage in parts]
-
-
-def _longest_rows(layout: Layout, simulated: list[dict[str, Any]], first: int) -> list[int]:
-    """Return for each stage the number in events of its replica that computes longest; `first`: of the first stage."""
-    if not layout.is_per_stage:
-        return [first + stage for stage in range(layout.parallel.pp)]
-    compute_s: defaultdict[int, float] = defaultdict(float)
-    for e in simulated:
-        compute_s[e["stage"]] += e["end_s"] - e["start_s"] if e["kind"] in ("forward", "backward") else 0.0
-    rows = [[row for row in compute_s if layout.order.stage_of(row) == s] for s in range(layout.parallel.pp)]
-    return [max(stage, key=lambda row: compute_s[row]) for stage in rows]
+    all_parts = {row: _row_parts(row_events, simulated_end_s, end_s, scale) for row, row_events in rows.items()}
+    longest: dict[int, dict[str, float]] = {}  # by stage: its replica that computes longest
+    for row, parts in sorted(all_parts.items()):
+        stage = layout.order.stage_of(row) if layout.is_per_stage else row - first
+        if stage not in longest or parts["compute_s"] > longest[stage]["compute_s"]:
+            longest[stage] = parts
+    return [{part: s + after.get(part, 0.0) for part, s in longest[stage].items()} for stage in sorted(longest)]
 
 
 def _row_parts(row: list[dict[str, Any]], simulated_end_s: float, end_s: float, scale: float) -> dict[str, float]:
@@ -190,12 +186,9 @@ def _add_sync_bytes(
     factors, n = layout.costs.collectives(gpu), layout.intra_dp_size
     gradients, weights = count * layout.costs.wire_size, count * layout.costs.weight_bytes(gpu)
     nodes, k = layout.intra_dp_nodes(replica, stage), p.optimizer_instances
-    reduce_factor = factors.all_reduce if layout.costs.software.all_reduced else factors.reduce_scatter(n, nodes, k)
-    amount = (
-        reduce_factor * gradients + factors.all_gather * weights
-        if p.distributed_optimizer
-        else factors.all_reduce * gradients
-    )
+    amount = reduce_factor(layout, component, nodes) * gradients
+    if p.distributed_optimizer:
+        amount += factors.all_gather * weights
     add(layout.intra_dp_transport(replica, stage), groups * p.tp * nodes * amount * (n - 1) / n)
     if k > 1:  # every rank is a member of one ring across instances
         add(layout.inter_dp_transport(), groups * n * p.tp * factors.all_reduce * (k - 1) / k * gradients / n)

@@ -208,9 +208,10 @@ def search(
     if not exploration.candidates:
         raise_out_of_memory(evaluator, placements)
     candidates = _refine(evaluator, exploration, clock)
-    has_choice = options.search_optimizer and options.distributed_optimizer is None
-    is_auto = has_choice and costs.software.sharding not in ("gradients", "full")
-    return [*_replicated(evaluator, candidates, clock), *candidates] if is_auto else candidates
+    is_fsdp = costs.software.sharding in ("gradients", "full")
+    if options.search_optimizer and options.distributed_optimizer is None and not is_fsdp:
+        return [*_replicated(evaluator, candidates, clock), *candidates]
+    return candidates
 
 
 def _replicated(evaluator: Evaluator, sharded: list[Candidate], clock: Clock) -> list[Candidate]:
@@ -226,8 +227,8 @@ def _replicated(evaluator: Evaluator, sharded: list[Candidate], clock: Clock) ->
         near = [c for c in simulated if c.seconds < NEAR * max_s]
         faster += [c for c in map(replicated.refine, near) if c.seconds < max_s]
     faster.sort(key=Candidate.sort_key)
-    for best in faster[:1]:
-        gain = 1 - best.seconds / sharded[0].seconds
+    if faster:
+        best, gain = faster[0], 1 - faster[0].seconds / sharded[0].seconds
         note = f"the optimizer is not sharded, so no parameters are gathered: a step is {gain:.1%} shorter"
         faster[0] = replicated.note_missing_depth(replace(best, notes=(*best.notes, note)))
     return faster
