@@ -115,7 +115,7 @@ def test_two_pools_of_one_fabric_share_a_step_by_rdma(testbed, runs: Path) -> No
     site.write_text(POOLS)
     model = ["model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=4", "batch.micro_size=1"]
     pace = ["train.pace_layer_ms=10", "train.pace_factors={fast: 1, slow: 2}", "plan.pp=1"]
-    words = ["--site", str(site), *model, *pace, "batch.global_size=6", "train.steps=6", "name=pools"]
+    words = ["--site", str(site), *model, *pace, "batch.global_size=6", "train.steps=14", "name=pools"]
     done = holmes("run", *words, HOLMES_RUNS=str(runs))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = RunDirectory(runs / "pools")

@@ -63,15 +63,15 @@ def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, re
             who, restart = ("Slurm ", "") if is_requeued_by_slurm else ("", f" (restart {restarts + 1})")
             log_batch_line(f"{result['state']}: {result['error']}; {who}requeued job {job_id}{restart}")
             return int(result["exit_code"])
-    run.write_result(result, writer="batch")
-    if state is not None and state.state == "NODE_FAIL":  # Slurm has requeued it already
-        slurm("scancel", job_id, timeout_s=30)
-    elif result["exit_code"] and job_id:
-        disable_requeue(job_id)
     if result["state"] not in ("completed", "cancelled"):
         log_batch_line(f"not restarted: {stop_reason}")
     where = f"rank {result['failed_rank']} on {result['failed_node']}: " if result["failed_rank"] is not None else ""
     log_batch_line(f"{result['state']}{': ' + where + str(result['error']) if result['error'] else ''}")
+    run.write_result(result, writer="batch")  # after the log: whoever follows the run stops at the result
+    if state is not None and state.state == "NODE_FAIL":  # Slurm has requeued it already
+        slurm("scancel", job_id, timeout_s=30)
+    elif result["exit_code"] and job_id:
+        disable_requeue(job_id)
     return int(result["exit_code"])
 
 
