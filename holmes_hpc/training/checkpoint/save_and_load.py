@@ -31,7 +31,7 @@ from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import DataError, HolmesError, RunFailed
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import is_full
-from holmes_hpc.training.checkpoint import checkpoint_directory, restricted_pickle, writer
+from holmes_hpc.training.checkpoint import checkpoint_directory, optimizer_kinds, restricted_pickle, writer
 from holmes_hpc.training.model import gpt, megatron_versions
 from holmes_hpc.training.rank.log import log_line
 
@@ -42,6 +42,7 @@ METADATA = {
     "singleton_local_shards": False,
 }
 POLL_S = 0.05
+OPTIMIZER = {"distributed_optimizer": None, "optimizer_instances": None}  # settings without effect on random numbers
 _ERRORS = (CheckpointingException, CheckpointException)
 
 
@@ -273,13 +274,22 @@ class Checkpoints:
     def _load(self, checkpoint: checkpoint_directory.Checkpoint) -> None:
         for inner in megatron_versions.distributed(self.optimizer):
             megatron_versions.prepare_for_loading(inner)
-        is_same_layout = (
-            checkpoint.description.get("parallel") == json.loads(json.dumps(self.plan.parallel.to_dict()))
-            and checkpoint.description.get("device", self._device) == self._device
-        )
+        description, p = checkpoint.description, self.plan.parallel
+        is_same_layout = {**description.get("parallel", {}), **OPTIMIZER} == {
+            **json.loads(json.dumps(p.to_dict())),
+            **OPTIMIZER,
+        } and description.get("device", self._device) == self._device
         state = self._state(is_loading=True, generators=is_same_layout)
+        converted = None
+        if description.get("distributed_optimizer", p.distributed_optimizer) != p.distributed_optimizer:
+            converted = state.pop("optimizer")
+            fp32 = all(w.dtype == torch.float32 for model in self.models for w in model.parameters())
+            state["tensors"] = optimizer_kinds.tensors_to_load(converted, fp32)
         try:
             loaded = megatron_versions.load(state, checkpoint.path, self._has_uniform_tp)
+            if converted is not None:
+                optimizer_kinds.fill(converted, self.optimizer, loaded["tensors"], loaded["optimizer"])
+                loaded["optimizer"] = converted
         except (Exception, CheckpointException) as e:  # untrusted input can cause any error
             problem = f"cannot be loaded: {restricted_pickle.error_message(_inner_error(e))}"
             hint = "resume with the optimizer it was saved with, or from an earlier checkpoint"

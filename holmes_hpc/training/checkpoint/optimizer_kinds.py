@@ -1,0 +1,71 @@
+"""Optimizer state that a sharded optimizer saved, for an optimizer that is not sharded, and the reverse.
+
+Both kinds save Adam's moments of a parameter under the same names. They differ in the names of the fp32 parameters (an
+unsharded optimizer of fp32 weights saves none), and in the place of Adam's step count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_items_iter
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+from holmes_hpc.training.model import megatron_versions
+
+SHARDED, UNSHARDED = "optimizer.state.param.", "optimizer.state.fp32_param."  # before the names of fp32 parameters
+
+
+def tensors_to_load(state: dict[Any, Any], fp32: bool) -> dict[str, Any]:
+    """Return the tensors of an optimizer's sharded state dict, under the keys of a checkpoint of the other kind.
+    `fp32`: the weights are fp32. A sharded optimizer's copies of them are then missing: they are the model's."""
+    tensors = {}
+    for i, (_, _, tensor) in enumerate(_tensors(state)):
+        if tensor.key.startswith(UNSHARDED):
+            tensors[str(i)] = replace(tensor, key=SHARDED + tensor.key.removeprefix(UNSHARDED))
+        elif not tensor.key.startswith(SHARDED):
+            tensors[str(i)] = tensor
+        elif not fp32:
+            tensors[str(i)] = replace(tensor, key=UNSHARDED + tensor.key.removeprefix(SHARDED))
+    return tensors
+
+
+def fill(state: dict[Any, Any], optimizer: Any, tensors: Mapping[str, Any], saved: Mapping[Any, Any]) -> None:
+    """Make the sharded state dict `state` of `optimizer`, whose model is loaded, one that it can load.
+
+    `tensors`: those of :func:`tensors_to_load`, loaded. `saved`: the checkpoint's state of the optimizer without
+    tensors, which contains the step count and, in fp16, the loss scale."""
+    for i, (container, key, _) in enumerate([*_tensors(state)]):
+        container[key] = tensors.get(str(i))
+    for container, key, value in [*nested_items_iter(state)]:
+        if isinstance(value, LocalNonpersistentObject):
+            container[key] = value.unwrap()
+    values = {key: value for _, key, value in nested_items_iter(saved)}
+    step = float(values["common_step"] if "common_step" in values else values["step"])
+    inner_optimizers = megatron_versions.inner_optimizers(optimizer)
+    inner_states = [state] if len(inner_optimizers) == 1 else [state[i] for i in range(len(inner_optimizers))]
+    for inner, inner_state in zip(inner_optimizers, inner_states, strict=True):
+        adam = inner_state.get("optimizer", inner_state)
+        if "param_state" in inner_state or HAVE_APEX_OR_TE:  # their Adam counts the steps of a group
+            for group in adam["param_groups"]:
+                group["step"] = int(step) if HAVE_APEX_OR_TE else step
+        else:
+            adam["state"]["common_step"] = torch.tensor(step)
+        if "param_state" in inner_state:
+            weights = [weight for buffer in inner.buffers for weight in buffer.param_index_map]
+            for i, parameter in inner_state["param_state"].items():
+                parameter["param"] = weights[i].detach() if parameter["param"] is None else parameter["param"]
+        if "grad_scaler" in inner_state:
+            inner_state["grad_scaler"] = {key: values[key] for key in inner_state["grad_scaler"]}
+
+
+def _tensors(state: dict[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    return (
+        (container, key, value)
+        for container, key, value in nested_items_iter(state)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory)
+    )
