@@ -67,7 +67,7 @@ class Rank:
             plan, gpt.dtype_of(train.dtype, rank_session.cuda), cuda=rank_session.cuda, timers=self.breakdown
         )
         chunks = gpt.build(plan, self.config, train.seed, rank_session.device)
-        emulated_layers.emulate((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms)
+        emulated_layers.emulate((chunk.decoder.layers for chunk in chunks), train.pace_layer_ms, self.breakdown)
         self.models = optimizer.wrap(chunks, self.config, plan, train)
         self.optimizer = optimizer.build(self.models, self.config, plan, train, self.breakdown)
         optimizer.time_waits(self.optimizer, self.models, self.breakdown)

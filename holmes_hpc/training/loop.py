@@ -149,7 +149,8 @@ class Trainer:
                 session.launch.rank,
                 [pool.name for pool in plan.site.pools],
             )
-            emulated_layers.emulate((chunk.decoder.layers for chunk in chunks), factor * train.pace_layer_ms)
+            layers = (chunk.decoder.layers for chunk in chunks)
+            emulated_layers.emulate(layers, factor * train.pace_layer_ms, self.breakdown)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
         self.optimizer = optimizer.build(
             self.models, self.model_config, plan, train, self.breakdown, session.groups.embedding_group

@@ -53,6 +53,7 @@ with cpu.without_compiler():  # as ranks do
     from megatron.core.transformer import TransformerConfig
 
     from holmes_hpc.training import warm_up
+    from holmes_hpc.training.metrics.breakdown import Breakdown
     from holmes_hpc.training.model.emulated_layers import emulate
     from holmes_hpc.training.pipeline import point_to_point
     from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent, run_eager_1f1b
@@ -157,7 +158,7 @@ def make_model(case: Case, config: TransformerConfig) -> list[torch.nn.Module]:
             vp_stage=chunk if chunks > 1 else None,
         )
         if case.pace_s:
-            emulate([model.decoder.layers], 1000 * case.pace_s)
+            emulate([model.decoder.layers], 1000 * case.pace_s, config.timers)
         ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
         models.append(DistributedDataParallel(config, ddp, model.to(case.device), disable_bucketing=False))
     config.no_sync_func = [m.no_sync for m in models] if chunks > 1 else models[0].no_sync
@@ -188,6 +189,7 @@ def make_config(case: Case) -> TransformerConfig:
         overlap_p2p_comm_warmup_flush=case.overlap and not case.as_on_gpu,  # off in training
         deallocate_pipeline_outputs=case.deallocate,
         calculate_per_token_loss=case.per_token,
+        timers=Breakdown() if case.pace_s else None,
     )
 
 

@@ -186,10 +186,13 @@ class Costs:
         return self._correct((forward, backward + recomputed_s), gpu)
 
     def part_s(self, part: str, model: ModelSpec, batch: Batch, tp: int, pool: Pool) -> Seconds:
-        """Return the seconds of (forward, backward) of the embedding, or of the head with its norm and loss."""
+        """Return the seconds of (forward, backward) of the embedding, or of the head with its norm and loss.
+        In emulated compute they are part of the layers' time."""
+        if self.pace_layer_ms:
+            return 0.0, 0.0
         gpu, tokens = pool.gpu, batch.micro_size * batch.sequence_length
         seconds = self._measured_s(part, model, batch, tp, pool)
-        if seconds is None and (gpu.is_cpu or self.pace_layer_ms):
+        if seconds is None and gpu.is_cpu:
             cpu = self._cpu(gpu)
             seconds = cpu.embedding_s(model, tokens) if part == "embedding" else cpu.head_s(model, tokens, tp)
         return self._correct(seconds or self._times(model, batch, tp, gpu)[PARTS.index(part)], gpu)
@@ -209,7 +212,7 @@ class Costs:
     def pass_overhead_s(self, pool: Pool, chunks: int = 1) -> float:
         """Return the fixed seconds, outside its parts, of a pass of one of a stage's `chunks`."""
         measured = self._measured_pool(pool)
-        if measured is not None and measured.pass_s is not None:
+        if measured is not None and measured.pass_s is not None and not self.pace_layer_ms:
             return measured.pass_s / chunks
         if not self.is_modelled(pool):
             return 0.0

@@ -107,11 +107,15 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
                 chunk_with_layers = wrapped
                 times["layer", plan_shape] = _layer_s(trainer, model, plan_shape)
             if model.pre_process:
-                times["embedding", plan_shape] = _passes_s(partial(model.embedding, tokens, positions), None)
+                times["embedding", plan_shape] = _passes_s(trainer, partial(model.embedding, tokens, positions), None)
             if model.post_process:
-                times["head", plan_shape] = _passes_s(partial(_head, model, tokens), _hidden(trainer, plan_shape))
+                times["head", plan_shape] = _passes_s(
+                    trainer, partial(_head, model, tokens), _hidden(trainer, plan_shape)
+                )
             chunk_s = _passes_s(
-                partial(_chunk, wrapped, data, model), None if model.pre_process else _hidden(trainer, plan_shape)
+                trainer,
+                partial(_chunk, wrapped, data, model),
+                None if model.pre_process else _hidden(trainer, plan_shape),
             )
             parts_s = [sum(n * times[part, plan_shape][i] for part, n in counts.items() if n) for i in (0, 1)]
             times[PASS, plan_shape] = (chunk_s[0] - parts_s[0], chunk_s[1] - parts_s[1])
@@ -172,7 +176,7 @@ def _layer_s(trainer: Trainer, model: Any, shape: Shape) -> tuple[float, float]:
     def forward(hidden: torch.Tensor | None) -> torch.Tensor:
         return layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)[0]
 
-    return _passes_s(forward, _hidden(trainer, shape))
+    return _passes_s(trainer, forward, _hidden(trainer, shape))
 
 
 def _head(model: Any, labels: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -183,15 +187,19 @@ def _head(model: Any, labels: torch.Tensor, hidden: torch.Tensor | None) -> torc
 
 
 def _passes_s(
-    forward: Callable[[torch.Tensor | None], torch.Tensor], hidden: torch.Tensor | None
+    trainer: Trainer, forward: Callable[[torch.Tensor | None], torch.Tensor], hidden: torch.Tensor | None
 ) -> tuple[float, float]:
     """Return the median seconds of (forward, backward) after the warm-up. `hidden`: the input of `forward`."""
-    times = []
+    times, (forward_timer, backward_timer) = [], map(trainer.breakdown, ("forward-compute", "backward-compute"))
     for _ in range(WARM_UP + REPEATS):
         start = networks.synchronized_time()
+        forward_timer.start()
         output = forward(hidden)
+        forward_timer.stop()
         middle = networks.synchronized_time()
+        backward_timer.start()
         output.backward(torch.ones_like(output))
+        backward_timer.stop()
         times.append((middle - start, networks.synchronized_time() - middle))
     forward_s, backward_s = zip(*times[WARM_UP:], strict=True)
     return statistics.median(forward_s), statistics.median(backward_s)

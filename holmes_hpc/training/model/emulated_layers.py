@@ -2,14 +2,15 @@
 
 Many ranks on few cores then behave like accelerators on a real network. A layer's forward pass takes
 `train.pace_layer_ms` times the `train.pace_factors` of its pool or node; its backward pass takes twice that. A
-recomputed forward pass takes its time again. Losses and gradients do not change. Embedding, head and optimizer take
-their actual time.
+recomputed forward pass takes its time again. A pass takes the time of its layers: embedding, head, and delays by other
+ranks on the same cores are part of it. The optimizer takes its actual time. Losses and gradients do not change.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,38 +40,55 @@ def wait_until(moment: float) -> None:
 
 
 class Clock:
-    """The clock of a rank: its last emulated pass, and when that was due to end (``time.perf_counter`` seconds)."""
+    """The clock of a rank: when the layers of its pass so far are due to end (``time.perf_counter`` seconds)."""
 
     def __init__(self) -> None:
-        self.end = 0.0
-        self.last_pass: tuple[str, int, int] | None = None  # forward or backward, chunk, layer
+        self._end = self._finished = 0.0
+        self._pass: tuple[str, int] | None = None  # its direction and chunk; None before its first layer
+        self._rest_s: dict[
+            tuple[str, int], float
+        ] = {}  # seconds of a pass after its last layer, by direction and chunk
+        self._direction = "forward"
 
-    def begin(self, layer_pass: tuple[str, int, int], previous: tuple[str, int, int], seconds: float) -> float:
-        """Return when `layer_pass`, which takes `seconds`, is due to end (``time.perf_counter`` seconds).
+    def start_pass(self, direction: str) -> None:
+        self._direction, self._pass, self._end = direction, None, time.perf_counter()
 
-        If this rank's last pass was `previous`, `layer_pass` counts from the time at which `previous` was due to end,
-        not from now. This makes up for delays by other ranks on the same cores.
-        """
-        start = self.end if self.last_pass == previous else time.perf_counter()
-        self.end, self.last_pass = start + seconds, layer_pass
-        return self.end
+    def start_layer(self, seconds: float, layer_pass: tuple[str, int], is_last: bool) -> float:
+        """Return when the next layer, which takes `seconds`, is due to end. The last one of a pass ends earlier, which
+        leaves time for what follows it in the pass. `layer_pass`: the layer's direction and chunk."""
+        self._end += seconds
+        is_last_of_pass = is_last and layer_pass[0] == self._direction  # not a recomputed one
+        return self._end - (self._rest_s.get(layer_pass, 0.0) if is_last_of_pass else 0.0)
+
+    def finish_layer(self, end: float, layer_pass: tuple[str, int]) -> None:
+        wait_until(end)
+        self._pass, self._finished = layer_pass, time.perf_counter()
+
+    def finish_pass(self) -> None:
+        if self._pass is not None:
+            rest_s = time.perf_counter() - self._finished
+            self._rest_s[self._pass] = max(rest_s, 0.9 * self._rest_s.get(self._pass, 0.0))
+            wait_until(self._end)
 
 
 class EmulatedLayer:
-    """Layer `number` of a chunk, whose ``forward`` takes `forward_s` and its backward pass twice as long.
+    """A layer of a chunk, whose ``forward`` takes `forward_s` and its backward pass twice as long.
+    `ends`: whether it is (the first, the last) layer of the chunk.
 
     Most of the backward's wait comes before its computation. Its gradients then appear at the end of its time, as on an
     accelerator.
     """
 
-    def __init__(self, layer: torch.nn.Module, chunk: int, number: int, forward_s: float, clock: Clock) -> None:
+    def __init__(
+        self, layer: torch.nn.Module, chunk: int, ends: tuple[bool, bool], forward_s: float, clock: Clock
+    ) -> None:
         self._forward, self.forward_s, self._clock = layer.forward, forward_s, clock
-        self._chunk, self._number = chunk, number
+        self._passes, self._ends = (("forward", chunk), ("backward", chunk)), ends
         self._start = self._end = 0.0
         self._compute_s = 2 * forward_s  # of the last backward pass; the first one waits after its computation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        end = self._end_of("forward", -1, self.forward_s)
+        end = self._clock.start_layer(self.forward_s, self._passes[0], self._ends[1])
         if "hidden_states" in kwargs:
             kwargs["hidden_states"] = _Mark.apply(kwargs["hidden_states"], self._end_backward)
         else:
@@ -80,23 +98,19 @@ class EmulatedLayer:
         if hidden.requires_grad:  # a hook, not a _Mark: Megatron frees a stage's output, which a view would prevent
             hidden.register_hook(self._start_backward)
         _synchronize(hidden)
-        wait_until(end)
+        self._clock.finish_layer(end, self._passes[0])
         return (hidden, *extra_outputs) if isinstance(output, tuple) else hidden
-
-    def _end_of(self, direction: str, offset: int, seconds: float) -> float:
-        layer_pass, previous = ((direction, self._chunk, self._number + shift) for shift in (0, offset))
-        return self._clock.begin(layer_pass, previous, seconds)
 
     def _start_backward(self, gradient: torch.Tensor) -> None:
         _synchronize(gradient)
-        self._end = self._end_of("backward", +1, 2 * self.forward_s)
+        self._end = self._clock.start_layer(2 * self.forward_s, self._passes[1], self._ends[0])
         wait_until(self._end - 1.2 * self._compute_s)
         self._start = time.perf_counter()
 
     def _end_backward(self, gradient: torch.Tensor) -> None:
         _synchronize(gradient)
         self._compute_s = time.perf_counter() - self._start
-        wait_until(self._end)
+        self._clock.finish_layer(self._end, self._passes[1])
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
@@ -125,12 +139,26 @@ def factor(factors: Mapping[str, float], places: Sequence[tuple[str, str]], rank
     return rank_factor
 
 
-def emulate(chunks: Iterable[Iterable[torch.nn.Module]], layer_ms: float) -> None:
+def emulate(chunks: Iterable[Sequence[torch.nn.Module]], layer_ms: float, timers: Callable[[str], Any]) -> None:
     """Make every layer of a rank's model chunks take `layer_ms` forward; `layer_ms` must be above 0.
 
-    Layers are modules that take and return hidden states, alone or first in a tuple.
+    Layers are modules that take and return hidden states, alone or first in a tuple. `timers`: Megatron-Core's, by
+    name, which it starts and stops at each pass.
     """
     clock = Clock()
+    for direction in ("forward", "backward"):
+        timer = timers(f"{direction}-compute")
+        timer.start = _in_turn(timer.start, partial(clock.start_pass, direction))
+        timer.stop = _in_turn(clock.finish_pass, timer.stop)
     for chunk, layers in enumerate(chunks):
         for number, layer in enumerate(layers):
-            layer.forward = EmulatedLayer(layer, chunk, number, layer_ms / 1000, clock)
+            ends = (number == 0, number == len(layers) - 1)
+            layer.forward = EmulatedLayer(layer, chunk, ends, layer_ms / 1000, clock)
+
+
+def _in_turn(*functions: Callable[[], None]) -> Callable[..., None]:
+    def call(*_args: Any, **_options: Any) -> None:
+        for function in functions:
+            function()
+
+    return call
