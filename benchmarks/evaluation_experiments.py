@@ -19,7 +19,7 @@ from holmes_hpc.testbed.topology import read
 
 MICRO_BATCHES, STEPS, REPEATS, PAIRS, PACE_MS = 32, 3, 3, 10, 9.0
 LAYERS, SEQUENCE, ETHERNET_MBIT = 18, 16, read("evaluation").ethernet_mbit
-LAYOUT = ("plan.tp=1", "plan.recompute=none", "plan.distributed_optimizer=auto")
+LAYOUT = ("plan.tp=1", "plan.recompute=none")
 COMMON = (
     f"batch.sequence_length={SEQUENCE}",
     f"model.max_positions={SEQUENCE}",

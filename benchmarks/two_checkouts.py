@@ -33,8 +33,6 @@ from holmes_hpc.results.statistics import repeats_interval
 
 DEMO = ("plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "plan.schedule=1f1b", "train.pace_layer_ms=10")
 
-NEWER = "plan.distributed_optimizer=auto"  # older checkouts do not know it: --add it
-
 
 def experiment(job: str) -> Experiment:
     regime, _, environment = job.partition(":")
@@ -53,7 +51,7 @@ def run(holmes: str, job: str, added: Sequence[str], run_dir: Path) -> dict[str,
     """Run a job; return its figures: the median step time without the first step, losses, layers, and predictions."""
     path = f"{Path(holmes).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "HOLMES_RUNS": str(run_dir.parent), "PATH": path}
-    overrides = DEMO if job == "demo" else [o for o in experiment(job).overrides if o != NEWER]
+    overrides = DEMO if job == "demo" else experiment(job).overrides
     process = subprocess.run(
         [holmes, "run", f"run_dir={run_dir}", *overrides, *added],
         env=environment,

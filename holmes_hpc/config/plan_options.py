@@ -79,11 +79,9 @@ class PlanOptions:
     ] = "holmes"
     sequence_parallel: Annotated[bool | None, key("split activations outside TP regions over the TP ranks")] = None
     distributed_optimizer: Annotated[
-        bool | None, key("shard optimizer states over the data-parallel ranks; null: yes; auto: see search_optimizer")
+        bool | None,
+        key("shard optimizer states over the data-parallel ranks; null or auto: unless a step is 1% shorter without"),
     ] = None
-    search_optimizer: Annotated[
-        bool, key("the planner may leave the optimizer unsharded; such checkpoints load only into unsharded plans")
-    ] = False
     bucket_bytes: Annotated[int | None, key("size of a gradient bucket", unit="bytes", ge=1)] = None
     edge_dtype: Annotated[
         str, key("type of activations on TCP edges between stages; same: as computed", one_of=EDGE_DTYPES)
@@ -113,7 +111,6 @@ class PlanOptions:
             object.__setattr__(self, "unequal", str(self.unequal).lower())
         if self.distributed_optimizer == "auto":
             object.__setattr__(self, "distributed_optimizer", None)
-            object.__setattr__(self, "search_optimizer", True)
         for kind, option in OPTION_NAMES.items():
             if self.schedule == option:
                 object.__setattr__(self, "schedule", kind)

@@ -209,7 +209,7 @@ def search(
         raise_out_of_memory(evaluator, placements)
     candidates = _refine(evaluator, exploration, clock)
     is_fsdp = costs.software.sharding in ("gradients", "full")
-    if options.search_optimizer and options.distributed_optimizer is None and not is_fsdp:
+    if options.distributed_optimizer is None and not is_fsdp:
         return [*_replicated(evaluator, candidates, clock), *candidates]
     return candidates
 
