@@ -36,6 +36,7 @@ from holmes_hpc.planning.request import costs
 from holmes_hpc.records.find import find_run, runs_root
 from holmes_hpc.records.owner import refuse_replaced
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.executor.preflight import shortages
 from holmes_hpc.submission.executor.submit import SubmissionUnknown
 from holmes_hpc.submission.lifecycle import progress, status
 from holmes_hpc.submission.lifecycle.create import (
@@ -46,6 +47,7 @@ from holmes_hpc.submission.lifecycle.create import (
     remove_run,
     run_directory_path,
 )
+from holmes_hpc.submission.plan_job import plan_components
 from holmes_hpc.submission.queue_estimate import iso
 from holmes_hpc.submission.sweeps.status_table import is_sweep
 from holmes_hpc.submission.templates import plan_script
@@ -91,6 +93,8 @@ def submit(
     console.note(f"train.steps is {config.train.steps:,}: {tokens:,} tokens")
     if dry_run or template:
         note_partition_limits(plan, config)
+        for line in shortages(plan_components(plan, config.slurm)):
+            console.note(line)
         check_output(template)
         run_dir = str(run_directory_path(config, plan))
         script = plan_script(plan, Path(plan_path), run_dir, config.slurm, overrides or [], config.train.max_restarts)

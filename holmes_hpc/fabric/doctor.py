@@ -74,8 +74,13 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
         for node, reason in grouping.left_out.items()
         if "down, drained" not in reason
     ]
-    down_nodes = grouped((n.reason.partition(" [")[0] or "no reason given", n.name) for n in nodes if not n.usable)
-    for reason, members in down_nodes:
+    planned_states = {"MAINT", "MAINTENANCE", "POWERING_DOWN"}
+    returning = [n.name for n in nodes if not n.usable and not planned_states.isdisjoint(n.states)]
+    if returning:
+        text, hint = "in maintenance or powering down, so not used", "wait, or see `scontrol show reservations`"
+        findings.append(Finding("info", f"nodes {compress(returning)}", text, hint))
+    down = [n for n in nodes if not n.usable and n.name not in returning]
+    for reason, members in grouped((n.reason.partition(" [")[0] or "no reason given", n.name) for n in down):
         hint = f"scontrol update NodeName={compress(members)} State=RESUME when repaired"
         findings.append(Finding("warning", f"nodes {compress(members)}", f"down or drained: {reason}", hint))
     if features := list(dict.fromkeys(feature for n in nodes for feature in n.reading.unknown)):

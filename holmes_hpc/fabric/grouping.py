@@ -97,6 +97,9 @@ def group(
     ]
     for p, reason in skipped:
         notes.assume([n for n in nodes if p.name in n.partitions], f"partition {p.name} is skipped: {reason}")
+    first, *others = _by(lambda n: n.architecture, [n for n in eligible if n.architecture]) or [("", [])]
+    for architecture, members in others:
+        notes.assume(members, f"{architecture}, not {first[0]}: set slurm.pools.POOL.python to a Python for them")
     for reason, members in _by(lambda n: notes.left_out[n.name], [n for n in nodes if n.name in notes.left_out]):
         notes.assume(members, f"left out: {reason}")
     return Grouping(_named(pools), notes.lines(), notes.left_out)

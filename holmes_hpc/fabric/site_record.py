@@ -182,17 +182,19 @@ def _line(text: str) -> str:
 
 def compare(path: str, site: Site) -> list[str]:
     """Return warnings about a file of `holmes site` whose Slurm has changed since; none for another file or Slurm.
-    SiteError if the file contradicts Slurm."""
-    found = read_yaml(path, SiteError, "").get("found")
+    SiteError if the file contradicts Slurm, also one written by hand that names nodes of this Slurm."""
+    found = read_yaml(path, SiteError, "").get("found") or {}
     try:
-        if not isinstance(found, Mapping) or read_config().cluster != found.get("cluster"):
+        if found and not (isinstance(found, Mapping) and read_config().cluster == found.get("cluster")):
             return []
         nodes = {n.name: n for n in read_nodes()}
     except SiteError:  # a machine without Slurm
         return []
     again = f"run `holmes site -o {path}` again"
     warnings = []
-    known = set(expand(str(found.get("nodes") or "")))
+    known = set(expand(str(found.get("nodes") or ""))) if found else set(nodes)
+    if not found and not {name for pool in site.pools for name in pool.node_names} <= known:
+        return []
     for names, text in ((set(nodes) - known, "are new in Slurm"), (known - set(nodes), "are gone from Slurm")):
         if names:
             warnings.append(f"{path}: nodes {compress(sorted(names))} {text}; {again}")

@@ -28,6 +28,7 @@ from holmes_hpc.records.files import read_text, read_yaml
 from holmes_hpc.records.find import run_directories
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import make
+from holmes_hpc.slurm.hostlist import compress, expand
 
 WARM_UP = 3  # the first steps of a run, which are not measured
 MAX_RUNS = 32  # the most runs to learn from: the last ones in the order of their paths
@@ -289,6 +290,12 @@ def check_site(plan: Plan, target_site: Site) -> None:
             (
                 component.nodes > actual.nodes,
                 f"the plan needs {component.nodes} nodes, {actual.nodes} can be used",
+                where,
+                hint,
+            ),
+            (
+                new_rivals := sorted({*expand(actual.exclude)} - {*expand(planned.exclude)}),
+                f"the plan's jobs do not exclude nodes {compress(new_rivals)}, which this site excludes",
                 where,
                 hint,
             ),

@@ -41,6 +41,7 @@ class Node:
     version: str = ""
     reason: str = ""
     reservation: str = ""
+    architecture: str = ""
 
     @property
     def usable(self) -> bool:
@@ -114,7 +115,8 @@ class Config:
 
     @property
     def cluster(self) -> str:
-        return self.get("ClusterName") or "slurm"
+        """The cluster's name, without control characters."""
+        return "".join(filter(str.isprintable, self.get("ClusterName"))) or "slurm"
 
     @cached_property
     def version(self) -> tuple[int, int] | None:
@@ -207,6 +209,7 @@ def parse_node(line: str) -> Node:
         version=record.get("Version", ""),
         reason=record.get("Reason", ""),
         reservation=record.get("ReservationName", ""),
+        architecture=record.get("Arch", ""),
     )
 
 

@@ -265,6 +265,16 @@ def test_a_file_that_contradicts_slurm_is_refused(slurm, holmes, edit, fragments
     refused(holmes("plan", "--site", "site.yaml"), "site.yaml: pool ib-gpu-h200", "holmes site", *fragments)
 
 
+def test_a_file_written_by_hand_that_names_nodes_of_this_slurm_is_compared(slurm, holmes) -> None:
+    holmes("site", "-o", "site.yaml")
+    text = Path("site.yaml").read_text()
+    values = yaml.safe_load(text)
+    del values["found"]
+    pool = values["pools"][0]
+    Path("hand.yaml").write_text(yaml.safe_dump({**values, "pools": [{**pool, "gpus_per_node": 8}]}))
+    refused(holmes("plan", "--site", "hand.yaml"), f"hand.yaml: pool {pool['name']}", "gpus_per_node is 8", "has 4")
+
+
 def test_fewer_nodes_in_slurm_are_refused(slurm, holmes) -> None:
     holmes("site", "-o", "site.yaml")
     del slurm.nodes["h3"]

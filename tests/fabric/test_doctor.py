@@ -103,6 +103,17 @@ def test_no_label_down_and_nothing_usable() -> None:
     assert any("no node can be used" in f for f in found)
 
 
+@pytest.mark.parametrize("state", ["MAINTENANCE", "IDLE+POWERING_DOWN"])
+def test_a_node_that_comes_back_by_itself_is_not_to_be_resumed(state: str) -> None:
+    found = lines(nodes=[NODES[0], node("a2", IB, "ib", state=state, gres="gpu:h100:8")])
+    assert len(found) == 1 and "a2: in maintenance or powering down" in found[0] and "RESUME" not in found[0]
+
+
+def test_nodes_of_two_architectures() -> None:
+    found = lines(nodes=[NODES[0], replace(NODES[1], architecture="aarch64")])
+    assert [f for f in found if "aarch64" in f and "slurm.pools.POOL.python" in f and "nodes a2" in f]
+
+
 def test_a_default_partition_over_two_fabrics() -> None:
     nodes = [*NODES, node("r1", "nic_roce,nic_100g,eth_25g,fabric_b", "all", gres="gpu:h100:8")]
     found = lines(nodes=nodes, partitions=[partition("all", "a[1-2],r1", default=True), partition("ib", "a[1-2]")])

@@ -180,6 +180,24 @@ def test_submit_prints_the_expected_start_unless_it_is_not_to_test(holmes: Holme
     assert json.loads(holmes(*run, "name=none", "--no-test", "--json")[1])["expected_start"] is None
 
 
+@pytest.mark.parametrize(
+    ("nodes", "text"),
+    [
+        (3, "components 0 and 1: they need 6 nodes together, but only 4 satisfy their conditions"),
+        (8, "component 0 (8 nodes of gpu): 4 nodes of this Slurm satisfy its conditions"),
+    ],
+)
+def test_a_dry_run_notes_that_slurm_has_too_few_nodes(holmes: Holmes, gpu_site: Any, nodes: int, text: str) -> None:
+    pool = f"nic: ib, rdma_gbps: 200, partition: gpu, nodes: {nodes}, gpus_per_node: 4, gpu: {{name: h100}}"
+    Path("site.yaml").write_text(f"name: c\nethernet_gbps: 25\nfabrics: [{{name: a, {pool}}}, {{name: b, {pool}}}]\n")
+    layout = ("model=gpt_tiny", "batch.global_size=256", f"plan.nodes={{a: {nodes}, b: {nodes}}}", "plan.pp=2")
+    assert holmes("plan", "--site", "site.yaml", *layout, "-o", "plan.yaml")[0] == 0
+    preflight.clear_cache()
+    words = ("submit", "plan.yaml", "--site", "site.yaml", "data=synthetic", "train.steps=3", "--dry-run")
+    code, out, err = holmes(*words)
+    assert code == 0 and out.startswith("#!") and text in err
+
+
 def test_earliest_asks_slurm_for_the_nodes_of_a_site_file(holmes: Holmes, gpu_site: Any, monkeypatch: Any) -> None:
     gpu_site.answer("sbatch", TESTED)
     Path("site.yaml").write_text(SITE_FILE)

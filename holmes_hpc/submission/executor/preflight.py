@@ -232,6 +232,22 @@ def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> No
             refuse(where, (num_nodes > len(union), problem, hint), error=SubmissionError)
 
 
+def shortages(requests: Sequence[ComponentRequest]) -> list[str]:
+    """Return a line for each component for which this Slurm has too few nodes, else for all together; none without
+    Slurm."""
+    nodes = _nodes()
+    lines = [
+        f"{describe(index, request)}: {count} nodes of this Slurm satisfy its conditions"
+        for index, request in enumerate(requests)
+        if nodes and (count := len(eligible_nodes(request, nodes))) < request.nodes
+    ]
+    try:
+        check_fit(requests, nodes)
+    except SubmissionError as e:
+        lines.append(str(e))
+    return lines
+
+
 def find_warnings(
     requests: Sequence[ComponentRequest], nodes: Sequence[Node], config: Config | None, limits: Mapping[str, int]
 ) -> list[str]:
