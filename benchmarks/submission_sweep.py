@@ -26,7 +26,7 @@ from holmes_hpc.slurm import commands
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.submission.executor import submit, watcher
 from holmes_hpc.submission.plan_job import submit_plan
-from holmes_hpc.submission.sweeps import status_table as sweep
+from holmes_hpc.submission.sweeps import sweep_table as sweep
 from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
 
 SITE = Site(

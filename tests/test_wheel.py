@@ -45,7 +45,7 @@ PACKAGED = """
 from holmes_hpc.config.composition import load
 from holmes_hpc.submission import plan_job, templates
 from holmes_hpc.submission.lifecycle import batch_end, batch_start, create, progress
-from holmes_hpc.submission.sweeps import launcher, status_table
+from holmes_hpc.submission.sweeps import launcher, sweep_table
 from holmes_hpc.testbed import testbed, topology
 assert len(topology.read("evaluation").nodes) == 28
 assert load(["+sweep=ablation"]).train.steps == 20

@@ -49,7 +49,7 @@ from holmes_hpc.submission.lifecycle.create import (
 )
 from holmes_hpc.submission.plan_job import plan_components
 from holmes_hpc.submission.queue_estimate import iso
-from holmes_hpc.submission.sweeps.status_table import is_sweep
+from holmes_hpc.submission.sweeps.sweep_table import is_sweep
 from holmes_hpc.submission.templates import plan_script
 from holmes_hpc.training.checkpoint import checkpoint_directory
 

@@ -11,8 +11,8 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, Run, app
-from holmes_hpc.cli.watch import COLUMNS, cells
-from holmes_hpc.cli.watch import watch as watch_runs
+from holmes_hpc.cli.run_table import COLUMNS, cells
+from holmes_hpc.cli.run_table import watch as watch_runs
 from holmes_hpc.errors import ConfigError, HolmesError, counted
 from holmes_hpc.records.find import find_run, last_change, recent_runs, runs_root
 from holmes_hpc.records.logs import follow_logs, tail
@@ -21,7 +21,7 @@ from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.job_states import UNKNOWN
 from holmes_hpc.submission.lifecycle.outcome import quote_log
 from holmes_hpc.submission.lifecycle.status import cancel_run, end_detector, is_local, log_paths, run_statuses
-from holmes_hpc.submission.sweeps import status_table
+from holmes_hpc.submission.sweeps import sweep_table
 from holmes_hpc.submission.sweeps.jobs import cancel_sweep
 from holmes_hpc.submission.sweeps.manifest import read_manifest
 from holmes_hpc.training.checkpoint import checkpoint_directory
@@ -50,7 +50,7 @@ def status(
     """
     if watch and json:
         raise ConfigError("--watch and --json are mutually exclusive", where="status", hint="leave one of them out")
-    sweeps = [name for name in runs or [] if status_table.is_sweep(name)]
+    sweeps = [name for name in runs or [] if sweep_table.is_sweep(name)]
     if sweeps:
         if runs != sweeps[:1]:
             raise ConfigError("a sweep beside other names", where=sweeps[0], hint="name one sweep, or only runs")
@@ -172,10 +172,10 @@ def sweep_status(directory: Directory, json: Json = False) -> None:
     Example: holmes sweep status runs/sweep-20260101-120000
     """
     if sys.stdout.isatty() and not json:
-        status_table.show_live(directory)
+        sweep_table.show_live(directory)
     else:
-        rows = status_table.sweep_status(directory)
-        console.output(json, [r.to_dict() for r in rows], (directory, *status_table.table_cells(rows)))
+        rows = sweep_table.sweep_status(directory)
+        console.output(json, [r.to_dict() for r in rows], (directory, *sweep_table.table_cells(rows)))
 
 
 @group.command("collect")
@@ -184,7 +184,7 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
 
     Example: holmes sweep collect runs/sweep-20260101-120000 --json
     """
-    jobs = status_table.collect(directory)
+    jobs = sweep_table.collect(directory)
     if json:
         console.as_json(jobs)
         return
@@ -216,7 +216,7 @@ def sweep_cancel(directory: Directory) -> None:
     Example: holmes sweep cancel runs/sweep-20260101-120000
     """
     manifest = read_manifest(directory)
-    active = {row.num for row in status_table.sweep_status(directory) if not row.ended}
+    active = {row.num for row in sweep_table.sweep_status(directory) if not row.ended}
     jobs = [job for job in manifest.jobs if job.num in active]
     cancel_sweep(manifest, jobs)
     console.note(f"cancelled {len(jobs)} of {counted(len(manifest.jobs), 'job')}" if jobs else "all jobs have ended")

@@ -49,7 +49,7 @@ def plan_run(
     overrides: Sequence[str], *, earliest: bool = False, plan_file: str | None = None
 ) -> tuple[Plan, Configuration]:
     """Return the plan and the configuration of a run, checked against its site and data. `plan_file`: path of PLAN.
-    `earliest`: choose the plan that ends first, with the time limit for which Slurm estimated its start."""
+    `earliest`: choose the plan with the earliest estimated end, and the time limit of that estimate."""
     config = load(overrides)
     if plan_file is None:
         refuse_taken_name(config)

@@ -178,7 +178,8 @@ def difference_lines(node_changes: Iterable[Change]) -> list[str]:
 
 
 def apply(node_changes: Iterable[Change]) -> list[list[str]]:
-    """Run the update commands, which only Slurm operators may do, and return them. See NOT_PERMANENT."""
+    """Run the update commands, which only Slurm operators may do, and return them.
+    The changes last until slurmctld restarts."""
     commands = update_commands(node_changes)
     for command in commands:
         output(*command)

@@ -129,25 +129,27 @@ class _Part:
     edited: frozenset[str] = frozenset()
 
 
-def _merged(found: Entries, old: Entries, before: Entries) -> list[_Part]:
-    """Return what is `found` now, with a person's edits: the differences between an `old` file and `before`, which
-    `holmes site` then wrote."""
-    written = {entry["name"]: entry for entry in (*found, *before)}
-    parts, rest, lost = [], list(old), [b for b in before if b["name"] not in {entry.get("name") for entry in old}]
-    for entry in found:
+def _merged(detected: Entries, edited_file: Entries, last_written: Entries) -> list[_Part]:
+    """Merge three versions: return what is `detected` now, with a person's edits, which are the differences between
+    `edited_file` and what `holmes site` has `last_written` there."""
+    written, names_in_file = {e["name"]: e for e in (*detected, *last_written)}, {e.get("name") for e in edited_file}
+    removed_names = {e["name"] for e in last_written} - names_in_file
+    parts, unmatched = [], list(edited_file)
+    for entry in detected:
         name = entry["name"]
-        mine = next((o for o in rest if o.get("name") == name), None)
-        if mine is None and name in {b["name"] for b in lost}:  # renamed by hand, or removed
-            names, renamed = written[name].get("node_names"), [o for o in rest if o.get("name") not in written]
-            mine = next((o for o in renamed if names and o.get("node_names") == names), None)
-            if mine is None:
+        user_entry = next((u for u in unmatched if u.get("name") == name), None)
+        if user_entry is None and name in removed_names:  # renamed by hand, or removed
+            nodes, renamed = written[name].get("node_names"), [u for u in unmatched if u.get("name") not in written]
+            user_entry = next((u for u in renamed if nodes and u.get("node_names") == nodes), None)
+            if user_entry is None:
                 continue
-        edited = {k for k in {*mine, *written[name]} if mine.get(k) != written[name].get(k)} if mine else set()
-        values = {k: v for k, v in entry.items() if k not in edited}
-        values |= {k: v for k, v in (mine or {}).items() if k in edited}
-        rest = [o for o in rest if o is not mine]
-        parts.append(_Part({k: values[k] for k in (*_ORDER, *values) if k in values}, name, frozenset(edited)))
-    return [*parts, *(_Part(entry) for entry in rest)]
+        user_values = user_entry or written[name]
+        edits = {k for k in {*user_values, *written[name]} if user_values.get(k) != written[name].get(k)}
+        values = {k: v for k, v in entry.items() if k not in edits}
+        values |= {k: v for k, v in user_values.items() if k in edits}
+        unmatched = [u for u in unmatched if u is not user_entry]
+        parts.append(_Part({k: values[k] for k in (*_ORDER, *values) if k in values}, name, frozenset(edits)))
+    return [*parts, *(_Part(entry) for entry in unmatched)]
 
 
 def _pool_lines(part: _Part, origin: Origin | None) -> Iterator[str]:

@@ -23,7 +23,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.lifecycle import progress
-from holmes_hpc.submission.sweeps.status_table import SweepRow, select_rows
+from holmes_hpc.submission.sweeps.sweep_table import SweepRow, select_rows
 
 pytestmark = pytest.mark.integration
 

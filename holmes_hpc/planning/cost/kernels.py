@@ -141,7 +141,7 @@ class Device:
 
     @cached_property
     def peak(self) -> float:
-        """FLOP/s of products of the element's type."""
+        """Peak FLOP/s of matrix products in this data type."""
         return (self.kind.fp32_tflops if self.element == 4 else self.gpu.peak_tflops) * 1e12
 
     @cached_property

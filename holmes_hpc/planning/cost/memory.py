@@ -125,8 +125,8 @@ def _memory_per_stage(layout: Layout, layers: np.ndarray) -> StageMemory:
     for s, component in enumerate(layout.replicas[0]):
         element = layout.costs.weight_bytes(layout.pool(component).gpu)
         tensor = batch.micro_size * batch.sequence_length * layout.model.hidden * element / p.tp_of(s)
-        included = 2 * ((s > 0) + (s < p.pp - 1))  # the view counts windows of one
-        buffers[s] = max(0, layout.order.buffers(s) - included) * tensor
+        in_base = 2 * ((s > 0) + (s < p.pp - 1))  # _base_memory counts one buffer for each direction of each edge
+        buffers[s] = max(0, layout.order.buffers(s) - in_base) * tensor
     return replace(base, buffers=base.buffers + buffers)
 
 
@@ -327,7 +327,7 @@ def stage_capacity(layout: Layout, max_gib: float | None = None) -> np.ndarray:
 
 
 class Shortage(NamedTuple):
-    """The stage with the largest shortage in `bytes`, at most 0 if it fits, and its `need` in bytes."""
+    """The stage that lacks most memory. `bytes`: how much it lacks (0 or less: it fits); `need`: how much it needs."""
 
     bytes: float
     need: float

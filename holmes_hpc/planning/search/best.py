@@ -22,9 +22,9 @@ from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evalua
 from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, Exploration, explore
 from holmes_hpc.planning.search.infeasible import raise_indivisible, raise_out_of_memory
 from holmes_hpc.planning.search.layers import idle_share
+from holmes_hpc.planning.search.micro_batch_shares import SharedSteps, best_shared_steps
 from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, conflicting_option, variants
 from holmes_hpc.planning.search.problem import Problem, available_pools, searched_site
-from holmes_hpc.planning.search.shares import SharedSteps, best_shared_steps
 from holmes_hpc.planning.search.space import MIN_BATCH_GAIN, Space, nearby_batch
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 

@@ -11,9 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
-from holmes_hpc.planning.cost.layout import Layout, schedule_of
+from holmes_hpc.planning.cost.layout import Layout, memoised, schedule_of
 from holmes_hpc.planning.cost.memory import memory, stage_capacity
-from holmes_hpc.planning.cost.network_times import transfers_s
+from holmes_hpc.planning.cost.network_times import edge_times, transfers_s
 from holmes_hpc.planning.cost.timing import step_s, timing
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.schedule.simulation import Durations
@@ -242,3 +242,56 @@ def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
         down, up = transfers_s(layout, replica)
         extra[:-1] = np.maximum(extra[:-1], np.ceil((down[:-1] + up[1:]) / slowest_s - 1e-3))
     return [int(passes) for passes in extra]
+
+
+# -- with per-stage TP/DP ----------------------------------------------------------------------------------------------
+
+
+def round_trips_s(layout: Layout) -> list[float]:
+    """Return the seconds of one stage transfer down and one up over each edge."""
+    times = edge_times(layout)
+    return [sum(down) + sum(up) for down, up in zip(times.down, times.up, strict=True)]
+
+
+@memoised("bucket_bytes")
+def busy_seconds(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Return (seconds that a stage is busy in a step, seconds by which it delays the stage below), (layers, S) each.
+
+    Both are tables by the stage's number of layers, from one to all. A stage is busy with its replicas' largest share
+    of the micro-batches and with exposed gradient and parameter traffic.
+    """
+    order, d = layout.order, timing(layout, layout.all_layers).replicas[0]
+    shares = np.array([len(order.micro_batches_of(order.row(s, 0))) for s in range(order.stages)])
+    forward, backward, ready, tail = (part[:, :, 0] for part in (d.forward, d.backward, d.ready, d.tail))
+    return shares * (forward + backward) + ready + tail, forward + backward + ready
+
+
+def layer_array(counts: list[int]) -> np.ndarray:
+    """Return the layers of each stage in shape (1, S, 1)."""
+    return np.array(counts)[None, :, None]
+
+
+def balanced_layers(layout: Layout) -> np.ndarray:
+    """Return the layers that minimize the time of the busiest stage: each goes to the stage that is then least busy."""
+    busy_s, counts = busy_seconds(layout)[0], [1] * layout.parallel.pp
+    for _ in range(layout.model.layers - len(counts)):
+        least_busy = min(range(len(counts)), key=lambda s: busy_s[counts[s], s])  # with one layer more
+        counts[least_busy] += 1
+    return layer_array(counts)
+
+
+def front_loaded_layers(layout: Layout) -> np.ndarray:
+    """Return layers for stages that run far ahead of those below, as :meth:`LayerSplitter.front_loaded` does."""
+    busy_s, delay_s = busy_seconds(layout)
+    transfers_s = [0.0, *round_trips_s(layout)]
+
+    def assign(limit: float) -> list[int]:
+        counts, elapsed = list[int](), 0.0
+        for s, transfer_s in enumerate(transfers_s):
+            elapsed += transfer_s
+            counts.append(max(1, int(np.searchsorted(busy_s[:, s], limit - elapsed, side="right"))))
+            elapsed += float(delay_s[counts[-1] - 1, s])
+        return counts
+
+    max_s = float(busy_s[-1].sum() + delay_s[-1].sum() + sum(transfers_s))
+    return layer_array(assign_all(assign, layout.model.layers, max_s))

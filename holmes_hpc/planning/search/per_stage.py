@@ -17,9 +17,8 @@ import numpy as np
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Layout, memoised
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits
-from holmes_hpc.planning.cost.network_times import edge_times
 from holmes_hpc.planning.cost.timing import step_s, timing
 from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
 from holmes_hpc.planning.plan.plan import Component, Schedule
@@ -27,7 +26,13 @@ from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS
 from holmes_hpc.planning.search.explore import MAX_OVERESTIMATE, Clock
-from holmes_hpc.planning.search.layers import assign_all
+from holmes_hpc.planning.search.layers import (
+    balanced_layers,
+    busy_seconds,
+    front_loaded_layers,
+    layer_array,
+    round_trips_s,
+)
 from holmes_hpc.planning.search.placement import component
 from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools
 from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
@@ -191,7 +196,7 @@ def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: S
             edge_connections=options.edge_connections,
             bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
         )
-        layers = _balanced_layers(layout)
+        layers = balanced_layers(layout)
     except PlanError:
         return None
     if not fits(layout, layers, options.max_memory_gib)[0]:
@@ -217,68 +222,18 @@ def _hiding_depths(layout: Layout, layers: np.ndarray) -> tuple[int, ...]:
     d, sizes = timing(layout, layers).replicas[0], layout.parallel.stages
     compute_s = (d.forward + d.backward)[0, :, 0].tolist()
     slowest_s = max(seconds / stage.dp for seconds, stage in zip(compute_s, sizes, strict=True))  # per micro-batch
-    transfers_s = _transfers_s(layout)
+    transfers_s = round_trips_s(layout)
     return (*(ceil(s / (slowest_s * stage.dp) - 1e-3) for s, stage in zip(transfers_s, sizes, strict=False)), 0)
-
-
-def _transfers_s(layout: Layout) -> list[float]:
-    """Return the seconds of one stage transfer down and one up over each edge."""
-    times = edge_times(layout)
-    return [sum(down) + sum(up) for down, up in zip(times.down, times.up, strict=True)]
-
-
-@memoised("bucket_bytes")
-def _busy_s(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Return (seconds that a stage is busy in a step, seconds by which it delays the stage below), (layers, S) each.
-
-    Both are tables by the stage's number of layers, from one to all. A stage is busy with its replicas' largest share
-    of the micro-batches and with exposed gradient and parameter traffic.
-    """
-    order, d = layout.order, timing(layout, layout.all_layers).replicas[0]
-    shares = np.array([len(order.micro_batches_of(order.row(s, 0))) for s in range(order.stages)])
-    forward, backward, ready, tail = (part[:, :, 0] for part in (d.forward, d.backward, d.ready, d.tail))
-    return shares * (forward + backward) + ready + tail, forward + backward + ready
-
-
-def _to_array(counts: list[int]) -> np.ndarray:
-    """Return the layers of each stage in shape (1, S, 1)."""
-    return np.array(counts)[None, :, None]
-
-
-def _balanced_layers(layout: Layout) -> np.ndarray:
-    """Return the layers that minimize the time of the busiest stage: each goes to the stage that is then least busy."""
-    busy_s, counts = _busy_s(layout)[0], [1] * layout.parallel.pp
-    for _ in range(layout.model.layers - len(counts)):
-        least_busy = min(range(len(counts)), key=lambda s: busy_s[counts[s], s])  # with one layer more
-        counts[least_busy] += 1
-    return _to_array(counts)
 
 
 def _front_loaded_variant(balanced: Variant, options: PlanOptions) -> Variant | None:
     """Return the variant with front-loaded layers, as deep as memory allows; None if the layers are the same."""
-    layers = _front_loaded_layers(balanced.layout)
+    layers = front_loaded_layers(balanced.layout)
     if np.array_equal(layers, balanced.layers):
         return None
     layouts = (_deepen(balanced.layout, balanced.layers, extra) for extra in (*EXTRA_DEPTHS[::-1], 0))
     layout = next((layout for layout in layouts if fits(layout, layers, options.max_memory_gib)[0]), None)
     return None if layout is None else Variant(balanced.shape, layout, layers)
-
-
-def _front_loaded_layers(layout: Layout) -> np.ndarray:
-    """Return layers for stages that run far ahead of those below, as :meth:`LayerSplitter.front_loaded` does."""
-    busy_s, delay_s = _busy_s(layout)
-    transfers_s = [0.0, *_transfers_s(layout)]
-
-    def assign(limit: float) -> list[int]:
-        counts, elapsed = list[int](), 0.0
-        for s, transfer_s in enumerate(transfers_s):
-            elapsed += transfer_s
-            counts.append(max(1, int(np.searchsorted(busy_s[:, s], limit - elapsed, side="right"))))
-            elapsed += float(delay_s[counts[-1] - 1, s])
-        return counts
-
-    max_s = float(busy_s[-1].sum() + delay_s[-1].sum() + sum(transfers_s))
-    return _to_array(assign_all(assign, layout.model.layers, max_s))
 
 
 def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant, int]:
@@ -333,7 +288,7 @@ def _exposed_s(layout: Layout, layers: np.ndarray) -> float:
 
 def _layer_moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
     """Yield moves of one layer to another stage that fit in memory, ordered by the busiest stage after the move."""
-    busy_s, counts = _busy_s(variant.layout)[0], variant.layers[0, :, 0].tolist()
+    busy_s, counts = busy_seconds(variant.layout)[0], variant.layers[0, :, 0].tolist()
 
     def busiest_first(layers: list[int]) -> list[float]:
         return sorted((float(busy_s[n - 1, s]) for s, n in enumerate(layers)), reverse=True)
@@ -344,5 +299,5 @@ def _layer_moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, A
         if counts[source] > 1
     ]
     for layers in sorted(moves, key=busiest_first):
-        if fits(variant.layout, _to_array(layers), options.max_memory_gib)[0]:
-            yield {"layers": _to_array(layers)}
+        if fits(variant.layout, layer_array(layers), options.max_memory_gib)[0]:
+            yield {"layers": layer_array(layers)}

@@ -107,7 +107,7 @@ class PoolCosts:
         estimate: Estimate,
         instances: int = 1,
     ) -> Placement:
-        """Return the placement on pools with (ranks, stages) each.
+        """Return the placement. `ranks_and_stages`: pool index -> (ranks, stages).
 
         Pools follow ``plan.pool_order``; those that it does not name come last, in the given order.
         """

@@ -28,7 +28,7 @@ def check_megatron_core(optimizer: str = "adam") -> None:
         if requirement.name == "megatron-core" and not requirement.specifier.contains(installed, prereleases=True):
             supported = ",".join(sorted((str(part) for part in requirement.specifier), reverse=True))
             raise ConfigError(
-                f"{installed} is installed, this package supports {supported}",
+                f"{installed} is installed, holmes_hpc supports {supported}",
                 where="megatron-core",
                 hint=f"pip install 'megatron-core{supported}'",
             )

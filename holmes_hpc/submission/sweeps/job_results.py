@@ -27,7 +27,7 @@ from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.status import job_of, record_end
 from holmes_hpc.submission.sweeps.jobs import cancel_sweep, job_handle, job_states, result_pickle
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
-from holmes_hpc.submission.sweeps.status_table import SweepRow, live_display, live_table, row_of, table_cells
+from holmes_hpc.submission.sweeps.sweep_table import SweepRow, live_display, live_table, row_of, table_cells
 
 log = logging.getLogger(__name__)
 POLL_S = 2.0  # pause between queries of the jobs

@@ -82,7 +82,7 @@ def plan_job_settings(config: DictConfig, settings: SlurmSettings, where: str) -
         if k in default and k not in (*LAUNCHER_KEYS, "name", "_target_", "components") and v != default[k]
     }
     for key in changed.keys() - set(PLAN_JOB_KEYS):
-        hint = "remove this setting; the configuration groups plan and slurm have others"
+        hint = "remove this setting; use keys of the groups plan and slurm instead"
         raise ConfigError(f"{key} comes from the plan", where=f"hydra.launcher.{key}", hint=hint)
     updates = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in changed.items()}
     if config.hydra.launcher.get("components"):

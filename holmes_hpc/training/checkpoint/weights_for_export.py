@@ -85,7 +85,7 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
         pieces = create_read_items_for_chunk_list(key, tensor, [chunk])
         if sum(math.prod(piece.lengths) for piece in pieces) != math.prod(size):
-            raise DataError(f"{name} lacks pieces", where=self.directory, hint=_HINT)
+            raise DataError(f"the checkpoint has only a part of {name}", where=self.directory, hint=_HINT)
         try:
             target = torch.empty(size, dtype=tensor.properties.dtype, device="cpu")
             self._reader.read_data(LoadPlan(pieces), _TensorLoader(target, chunk.offsets)).wait()

@@ -295,19 +295,19 @@ def _tokenize_part(part: _Part, tokenizer: Tokenizer, json_key: str, on_read: Ca
     dtype = np.dtype(_token_type(tokenizer.vocab))
     with _atomic_write(f"{part.target}.bin") as file:
         for extent in part.extents:
-            document: list[int] = []  # lengths of its sequences so far
+            sequences: list[int] = []  # lengths of the document's sequences so far
             for text, is_end in text_files.documents(extent, json_key, on_read):
                 ids = tokenizer.encode(text).astype(dtype, copy=False) if text else np.empty(0, dtype)
                 file.write(ids.tobytes())
-                document += [min(_SEQUENCE_TOKENS, len(ids) - i) for i in range(0, len(ids), _SEQUENCE_TOKENS)]
+                sequences += [min(_SEQUENCE_TOKENS, len(ids) - i) for i in range(0, len(ids), _SEQUENCE_TOKENS)]
                 if is_end:
                     file.write(np.array([tokenizer.eod], dtype).tobytes())
-                    *full_sequences, last = document or [0]
-                    lengths += [*full_sequences, last + 1]
+                    *full_sequences, last = sequences or [0]
+                    lengths += [*full_sequences, last + 1]  # with the end-of-document token
                     ends += [False] * len(full_sequences) + [True]
-                    document = []
-            lengths += document
-            ends += [False] * len(document)
+                    sequences = []
+            lengths += sequences
+            ends += [False] * len(sequences)
     with _atomic_write(f"{part.target}.npz") as file:
         np.savez(file, lengths=np.array(lengths, np.int64), ends=np.array(ends, np.bool_))
 

@@ -150,7 +150,7 @@ def _container_notes(nics: NodeNics, nic: NicType, node: str) -> list[str]:
 
 
 def _socket_traffic(plan: Plan, rank: int) -> tuple[float, int]:
-    """Return the highest TCP rate from `rank`'s node to another node in Gb/s, and how many of its ranks use TCP."""
+    """Return (highest TCP rate from `rank`'s node to another node in Gb/s, number of the node's ranks that use TCP)."""
     groups = [g for g in plan.transports() if g.transport.kind == "tcp" and g.kind in MEASURED_GROUPS]
     place = plan.places[rank]
     senders = {r for g in groups for r in g.ranks if plan.places[r] == place}

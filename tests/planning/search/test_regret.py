@@ -16,8 +16,8 @@ from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.search.best import search
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.explore import MAX_OVERESTIMATE, Clock
+from holmes_hpc.planning.search.micro_batch_shares import best_shared_steps
 from holmes_hpc.planning.search.problem import Problem
-from holmes_hpc.planning.search.shares import best_shared_steps
 from holmes_hpc.planning.search.space import Space
 from holmes_hpc.planning.search.stage_shapes import best_shapes
 

@@ -22,7 +22,7 @@ from holmes_hpc.slurm.commands import Answer
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.executor.watcher import WATCHER
 from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
-from holmes_hpc.submission.sweeps.status_table import live_table, sweep_status
+from holmes_hpc.submission.sweeps.sweep_table import live_table, sweep_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("testbed")]
 JOBS = int(os.environ.get("JOBS", 300))

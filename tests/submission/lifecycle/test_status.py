@@ -32,7 +32,7 @@ from holmes_hpc.submission.plan_job import plan_executor
 from holmes_hpc.submission.sweeps import jobs as sweep
 from holmes_hpc.submission.sweeps.launcher import HolmesLauncher
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
-from holmes_hpc.submission.sweeps.status_table import row_of
+from holmes_hpc.submission.sweeps.sweep_table import row_of
 
 PLAN = plans.plan("ib-a", "roce-a")
 

@@ -22,7 +22,7 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.results.loading.run_row import read_one
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import LEADER
-from holmes_hpc.submission.sweeps import job_results, jobs, status_table
+from holmes_hpc.submission.sweeps import job_results, jobs, sweep_table
 from holmes_hpc.submission.sweeps.job_results import Progress, summary_line
 from holmes_hpc.submission.sweeps.launcher_settings import (
     LocalLauncherConf,
@@ -31,7 +31,7 @@ from holmes_hpc.submission.sweeps.launcher_settings import (
     plan_job_settings,
 )
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, open_manifest
-from holmes_hpc.submission.sweeps.status_table import SweepRow, collect, row_of, sweep_status
+from holmes_hpc.submission.sweeps.sweep_table import SweepRow, collect, row_of, sweep_status
 
 
 def make_manifest(folder: Path, *ids: str, where: str = "local") -> Manifest:
@@ -125,7 +125,7 @@ def test_rate_is_the_one_of_the_report(
     max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The rate is the mean over all steps after the warm-up, not that of the last, slow step."""
-    monkeypatch.setattr(status_table, "MAX_GROWING_BYTES", max_bytes)
+    monkeypatch.setattr(sweep_table, "MAX_GROWING_BYTES", max_bytes)
     run = make_run(tmp_path / "sweep" / "0", steps=12)
     last_line = run.metrics()[-1]
     run.append_metrics({**last_line, "step": 12, "step_time_s": 9.0, "tokens_per_s": last_line["tokens_per_s"] / 9})

@@ -20,7 +20,7 @@ from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, Launche
 from holmes_hpc.records.files import locked
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
-from holmes_hpc.submission.sweeps.status_table import collect
+from holmes_hpc.submission.sweeps.sweep_table import collect
 
 
 def test_discovery() -> None:

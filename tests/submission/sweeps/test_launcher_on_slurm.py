@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hydra.test_utils.launcher_common_tests import IntegrationTestSuite, LauncherTestSuite
 
-from holmes_hpc.submission.sweeps.status_table import collect, sweep_status
+from holmes_hpc.submission.sweeps.sweep_table import collect, sweep_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("testbed")]
 COMPONENTS = [

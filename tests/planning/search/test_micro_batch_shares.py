@@ -16,11 +16,11 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import explain
-from holmes_hpc.planning.search import shares
+from holmes_hpc.planning.search import micro_batch_shares
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.explore import Clock
+from holmes_hpc.planning.search.micro_batch_shares import best_shared_steps
 from holmes_hpc.planning.search.problem import Problem, searched_site
-from holmes_hpc.planning.search.shares import best_shared_steps
 
 FAST, SLOW = (
     Pool(gpu.name, NicType.IB, gpu.name, 2, 8, 25, gpu, rdma_gbps=gbps, fabric="ib")
@@ -94,9 +94,9 @@ def test_of_many_pools_the_largest_are_searched() -> None:
 def test_of_ten_alike_pools_few_sets_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set whose layers alone take as long as the step on all pools cannot be better."""
     tried = []
-    candidates = shares._layout
+    candidates = micro_batch_shares._layout
     monkeypatch.setattr(
-        shares, "_layout", lambda _, pools, *a, **k: tried.append(pools) or candidates(_, pools, *a, **k)
+        micro_batch_shares, "_layout", lambda _, pools, *a, **k: tried.append(pools) or candidates(_, pools, *a, **k)
     )
     pools = tuple(replace(FAST, name=f"p{i}", nodes=1) for i in range(10))
     problem = Problem(MODEL, Batch(640, 1, 2048), Site("ten", pools), PlanOptions(pp=1, tp=1), Costs())

@@ -20,7 +20,7 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.find import last_change
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.status import Status, run_statuses
-from holmes_hpc.submission.sweeps.status_table import live_display
+from holmes_hpc.submission.sweeps.sweep_table import live_display
 
 POLL_S = 2.0
 SCAN_SHARE = 0.1  # of the time may be spent on looking for new runs
