@@ -301,6 +301,8 @@ def timeline(measured: pd.DataFrame, simulated: pd.DataFrame | None = None) -> F
         figure = Figure(figsize=(WIDTH, 1.2 + len(panels) * (0.5 + 0.4 * stages)), layout="constrained")
         all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     styles = {"forward": {"facecolor": COLOURS[4], "hatch": ""}, "backward": {"facecolor": COLOURS[0], "hatch": "////"}}
+    if any((frame["kind"] == "weight").any() for _, frame in panels):
+        styles["weight"] = {"facecolor": COLOURS[2], "hatch": ""}
     for axes, (name, frame) in zip(all_axes, panels, strict=True):
         for kind, style in styles.items():
             part = frame[frame["kind"] == kind]
@@ -309,5 +311,5 @@ def timeline(measured: pd.DataFrame, simulated: pd.DataFrame | None = None) -> F
             axes.barh(part["stage"], spans, 0.7, left=start, label=kind, **edge, **style)
         axes.set(ylim=(stages - 0.5, -0.5), yticks=range(stages), ylabel="stage", title=f"Pipeline, {name}")
     all_axes[-1].set_xlabel("time in the step, s")
-    _legend(figure, columns=2)
+    _legend(figure, columns=len(styles))
     return figure

@@ -12,13 +12,13 @@ from typing import Any
 import pandas as pd
 
 from holmes_hpc.errors import RecordError
+from holmes_hpc.planning.schedule.kinds import COMPUTING
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.rates import warmup_steps
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import MAX_LINES_BYTES, from_json, read_file
 from holmes_hpc.results.plans import integer
 
-COMPUTING = ("forward", "backward")
 TYPES = {
     "rank": "int64",
     "step": "int64",

@@ -85,7 +85,7 @@ class Trainer:
             plan, session.groups.edge, session.launch.rank, self.groups, self.model_config, session.device
         )
         self.trace = Trace(session.run.trace_path(session.launch.rank), pipeline_rank) if train.trace else None
-        self.forward_backward = eager_1f1b.forward_backward(plan, self.trace)
+        self.forward_backward = eager_1f1b.forward_backward(plan, self.trace, self.weights)
         if self.trace is not None and not eager_1f1b.runs_in_background(plan):
             order = Order(megatron_kind(len(self.models)).name, plan.parallel.pp, plan.micro_batches, len(self.models))
             trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
@@ -142,6 +142,7 @@ class Trainer:
         attention.refuse_unfused(plan, session.launch.rank, session.device, dtype, self.document_end is not None)
         attention.refuse_separate_documents(self.document_end, session.cuda)
         chunks = gpt.build(plan, self.model_config, seed, session.device)
+        self.weights = eager_1f1b.weight_gradients(plan, chunks, self.breakdown)
         if train.pace_layer_ms:
             factor = emulated_layers.factor(
                 train.pace_factors or {},
@@ -150,7 +151,7 @@ class Trainer:
                 [pool.name for pool in plan.site.pools],
             )
             layers = (chunk.decoder.layers for chunk in chunks)
-            emulated_layers.emulate(layers, factor * train.pace_layer_ms, self.breakdown)
+            emulated_layers.emulate(layers, factor * train.pace_layer_ms, self.breakdown, self.weights)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
         self.optimizer = optimizer.build(
             self.models, self.model_config, plan, train, self.breakdown, session.groups.embedding_group

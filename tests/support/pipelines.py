@@ -55,6 +55,7 @@ with cpu.without_compiler():  # as ranks do
     from holmes_hpc.training import warm_up
     from holmes_hpc.training.metrics.breakdown import Breakdown
     from holmes_hpc.training.model.emulated_layers import emulate
+    from holmes_hpc.training.model.weight_gradients import WeightGradients
     from holmes_hpc.training.pipeline import point_to_point
     from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent, run_eager_1f1b
 
@@ -77,6 +78,7 @@ class Case:
     micro_batches: list[int]
     schedule: str
     in_flight: list[int] | None = None
+    deferred: tuple[int, ...] = ()
     steps: int = 1
     dp: int = 1
     tp: int = 1
@@ -289,8 +291,14 @@ def run(case: Case) -> dict[str, Any]:
             "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
         }
     if case.schedule in SCHEDULES:
+        splits = SCHEDULES[case.schedule].splits
         schedule = functools.partial(
-            run_eager_1f1b, kind=case.schedule, in_flight=case.in_flight, tracer=events.append if case.trace else None
+            run_eager_1f1b,
+            kind=case.schedule,
+            in_flight=case.in_flight,
+            deferred=case.deferred,
+            tracer=events.append if case.trace else None,
+            weights=WeightGradients([model.module for model in models], Breakdown()) if splits else None,
         )
     losses, digests, times, ends = [], [], [], []
     if case.as_on_gpu:

@@ -95,13 +95,14 @@ def plan(
         sites, components = sites[:1], [Component("ib", "", "ib-0", dp * pp, tp, tuple(range(pp)))]
     schedule_kind = schedule or ("interleaved" if chunks > 1 else "1f1b")
     in_flight = tuple(fields.pop("in_flight", [pp - s if chunks == 1 else 2 * pp * chunks for s in range(pp)]))
+    deferred = tuple(fields.pop("deferred", ()))
     return Plan(
         "pipeline" if pp > 1 and fabrics else "one-fabric",
         model,
         batch,
         parallel,
         fields.pop("recompute", "none"),
-        Schedule(schedule_kind, in_flight),
+        Schedule(schedule_kind, in_flight, deferred),
         tuple(components),
         tuple(stages),
         Site("test", tuple(sites)),

@@ -135,5 +135,5 @@ def stage_compute_s(layout: Layout, layers: np.ndarray) -> list[float]:
     """Return the seconds that each stage computes in a step, as in the metrics: the mean over its ranks."""
     replicas = timing(layout, layers).replicas
     weights = [layout.pipelines(stages[0]) for stages in layout.replicas]
-    seconds = np.array([(d.forward + d.backward)[0].sum(axis=1) for d in replicas]) * layout.order.micro_batches
+    seconds = np.array([d.compute()[0].sum(axis=1) for d in replicas]) * layout.order.micro_batches
     return np.average(seconds, axis=0, weights=weights).tolist()

@@ -108,7 +108,8 @@ class Layout:
         """Return the layout under a schedule, with that schedule's fewest passes in flight."""
         p, chunks = self.parallel, chunks or self.parallel.virtual_stages
         depths = kind.in_flight(p.pp, self.batch.micro_batches(p.dp), chunks)
-        return self.with_settings(schedule_of(kind.name, depths), recompute=recompute, virtual_stages=chunks)
+        schedule = schedule_of(kind.name, depths, (0,) * p.pp if kind.splits else ())
+        return self.with_settings(schedule, recompute=recompute, virtual_stages=chunks)
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Layout:
@@ -173,6 +174,7 @@ class Layout:
             micro_batches,
             chunks=p.virtual_stages,
             in_flight=self.schedule.in_flight,
+            deferred=self.schedule.deferred,
             overlap=self.costs.software.overlap_transfers,
             paired=self.costs.software.paired_transfers,
         )

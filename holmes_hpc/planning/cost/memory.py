@@ -31,6 +31,9 @@ from holmes_hpc.planning.schedule.order import Order
 
 # A CUDA process holds more than tensors: context, NCCL's channels, cuBLAS workspaces, and the allocator's slack.
 CUDA_BYTES = 2 * 2**30
+# Share of a micro-batch's activations that a weight pass needs after the backward pass: inputs and output gradients of
+# the matrix products.
+DEFERRED_SHARE = 0.89
 USABLE_SHARE = 0.96  # of a GPU's memory; fragmentation takes the remainder
 
 
@@ -189,7 +192,10 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
     # of one pass of each chunk
     activations = recomputed_layers * held_bytes[:, None] + (layers - recomputed_layers) * full_bytes[:, None]
     if (layers == layers[:, :, :1]).all():  # equal chunks: any chunk's passes may be held
-        activations = activations[:, :, 0] * np.array([layout.order.depths[s] for s in range(p.pp)])
+        held = np.array([layout.order.depths[s] for s in range(p.pp)], dtype=float)
+        if layout.order.schedule.splits:
+            held += DEFERRED_SHARE * np.minimum(layout.order.deferred, layout.order.micro_batches)
+        activations = activations[:, :, 0] * held
     else:
         activations = np.stack(
             [(activations[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)], axis=1

@@ -22,6 +22,7 @@ from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER
 from holmes_hpc.planning.plan.plan import Component, Plan, Predicted
 from holmes_hpc.planning.plan.transport import Transport
 from holmes_hpc.planning.schedule.graph import NodeNumbers, graph
+from holmes_hpc.planning.schedule.kinds import COMPUTING
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.schedule.simulation import ACCURATE, TimedPass, rounds, row_end_times, step_seconds
 
@@ -132,12 +133,12 @@ def _row_parts(row: list[dict[str, Any]], simulated_end_s: float, end_s: float, 
     def total(*kinds: str) -> float:
         return float(sum(e["end_s"] - e["start_s"] for e in row if e["kind"] in kinds))
 
-    passes = [e for e in row if e["kind"] in ("forward", "backward")]
+    passes = [e for e in row if e["kind"] in COMPUTING]
     first, last = min(e["start_s"] for e in passes), max(e["end_s"] for e in passes)
     gather_s = sum(e["end_s"] - e["start_s"] for e in row if e["kind"] == "param_sync" and e["end_s"] <= first)
     sync_s = max([e["end_s"] - last for e in row if e["kind"] == "grad_sync"], default=0.0)
     parts = {
-        "compute_s": scale * total("forward", "backward"),
+        "compute_s": scale * total(*COMPUTING),
         "fill_drain_s": first - gather_s + simulated_end_s - last - sync_s,
         "grad_sync_s": sync_s,
         "param_sync_s": total("param_sync"),
@@ -197,8 +198,8 @@ def _add_sync_bytes(
 def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
     """Return the simulated step as events, sorted by stage and start.
 
-    An event is {stage, name, kind, micro_batch, chunk, start_s, end_s}. `kind`: forward, backward, send (a stage
-    transfer, listed at its sender), grad_sync, param_sync. With per-stage TP/DP, `stage` is the number of a
+    An event is {stage, name, kind, micro_batch, chunk, start_s, end_s}. `kind`: forward, backward, weight, send (a
+    stage transfer, listed at its sender), grad_sync, param_sync. With per-stage TP/DP, `stage` is the number of a
     replica, counted stage by stage.
     """
     layout, layers = Layout.of(plan, costs), layer_array(plan)
@@ -251,7 +252,7 @@ def _event_order(event: dict[str, Any]) -> tuple[Any, ...]:
 
 def chrome_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Return events as a Chrome/Perfetto trace: one process per stage, with computing and traffic as threads."""
-    threads = {"forward": 0, "backward": 0, "send": 1}
+    threads = {**dict.fromkeys(COMPUTING, 0), "send": 1}
     entries: list[dict[str, Any]] = []
     for stage in sorted({e["stage"] for e in events}):
         entries.append({"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}})

@@ -57,7 +57,7 @@ def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
     if round_trips_s[edge] <= 0:
         return None
     chunks = p.virtual_stages
-    compute_s = float((d.forward + d.backward)[0].sum(axis=1).max())
+    compute_s = float(d.compute()[0].sum(axis=1).max())
     one_way_s = float(round_trips_s[edge]) / 2
     return StageTransferCost(
         (edge, edge + 1),

@@ -14,13 +14,25 @@ from holmes_hpc.schema import Checked, check, key
 @dataclass(frozen=True)
 class Schedule:
     """A pipeline schedule. `kind`: one of SCHEDULES.
-    `in_flight`: per stage, the most micro-batches whose activations it holds (chunk passes if interleaved)."""
+    `in_flight`: per stage, the most micro-batches whose activations it holds (chunk passes if interleaved).
+    `deferred`: with zero_bubble, per stage, the backward passes by which its weight gradients lag behind."""
 
     kind: Annotated[str, key("name of the pipeline schedule", one_of=SCHEDULES)]
     in_flight: tuple[int, ...]
+    deferred: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check(self, "schedule", PlanError)
+        deferred = f"deferred is {self.deferred}"
+        PlanError.refuse(
+            (any(n < 0 for n in self.deferred), deferred, "schedule", "give at least 0 for every stage"),
+            (
+                (self.kind == "zero_bubble") != bool(self.deferred),
+                deferred,
+                "schedule",
+                "zero_bubble needs a number for every stage, other schedules none",
+            ),
+        )
         too_few = any(n < 1 for n in self.in_flight)
         PlanError.refuse((too_few, f"in_flight is {self.in_flight}", "schedule", "give at least 1 for every stage"))
 

@@ -3,12 +3,13 @@
 With S stages and C chunks, a stage makes T = micro-batches * C turns per direction (Megatron-LM's virtual
 micro-batches). The pass of stage s in direction d (0 forward, 1 backward) at turn t is node (2s + d)*T + t. The stage
 transfer of its result is node 2*S*T + (2s + d)*T + t. The collectives follow, from node 4*S*T on: ``ready`` of every
-stage and chunk, then ``tail``, then ``reduce`` (see `Durations`). Nodes are numbers, because a search builds hundreds
-of graphs of ten thousand nodes.
+stage and chunk, then ``tail``, then ``reduce`` (see `Durations`). If backward passes are split, the weight pass of
+every stage and turn comes last. Nodes are numbers, because a search builds hundreds of graphs of ten thousand nodes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -20,7 +21,17 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.schedule.kinds import Exchange, Pass, StageTransfer
 from holmes_hpc.planning.schedule.order import Order
 
-PARTS = ("forward", "backward", "down", "up", "last_up", "ready", "reduce", "tail")  # columns of Durations.table
+PARTS = (
+    "forward",
+    "backward",
+    "weight",
+    "down",
+    "up",
+    "last_up",
+    "ready",
+    "reduce",
+    "tail",
+)  # columns of Durations.table
 
 
 @dataclass(frozen=True)
@@ -47,8 +58,8 @@ class Graph:
 class NodeNumbers:
     """The node numbers and columns of an order's graph.
 
-    `transfers`, `collectives`: the number of the first stage transfer and of the first collective. `micro_batch`,
-    `chunk`: of each forward turn, (T,).
+    `transfers`, `collectives`, `weights`: the number of the first stage transfer, collective and weight pass.
+    `micro_batch`, `chunk`: of each forward turn, (T,).
     """
 
     def __init__(self, order: Order) -> None:
@@ -57,7 +68,8 @@ class NodeNumbers:
         self.turns = order.micro_batches * order.chunks
         self.transfers = 2 * self.stages * self.turns
         self.collectives = 2 * self.transfers  # ready, then tail, then reduce
-        self.count = self.collectives + 3 * self.stages * self.chunks
+        self.weights = self.collectives + 3 * self.stages * self.chunks
+        self.count = self.weights + (self.stages * self.turns if order.schedule.splits else 0)
         turns = order.turns()
         self.micro_batch = np.array([m for m, _ in turns])
         self.chunk = np.array([c for _, c in turns])
@@ -93,14 +105,18 @@ class NodeNumbers:
         is_last = self.micro_batch == self.order.micro_batches - 1
         transfers[:, 1] = np.where(is_last, start_of["last_up"], start_of["up"]) + stage
         transfers[~exists.reshape(passes.shape)] = zeros
-        collectives = column[self.collectives :].reshape(3, self.stages, self.chunks)
+        collectives = column[self.collectives : self.weights].reshape(3, self.stages, self.chunks)
         for row, part in zip(collectives, ("ready", "tail", "reduce"), strict=True):
             row[:] = start_of[part] + np.arange(per_chunk).reshape(row.shape)
         collectives[2, :, -1] = zeros  # the last chunk is reduced first: no earlier reduction delays its tail
+        column[self.weights :] = start_of["weight"] + np.arange(self.count - self.weights) // self.turns
         return column
 
     def describe(self, node: int) -> dict[str, Any]:
-        """Return {stage, kind, chunk, micro_batch}; kind: forward, backward, send, param_sync or grad_sync."""
+        """Return {stage, kind, chunk, micro_batch}; kind: forward, backward, weight, send, param_sync or grad_sync."""
+        if node >= self.weights:
+            stage, turn = divmod(node - self.weights, self.turns)
+            return {"stage": stage, "kind": "weight", "chunk": 0, "micro_batch": int(self.micro_batch[turn])}
         if node >= self.collectives:
             part, index = divmod(node - self.collectives, self.stages * self.chunks)
             return {
@@ -137,7 +153,10 @@ def _collective_arcs(numbers: NodeNumbers, before_first: dict[int, list[int]]) -
             ready, tail, reduce = (n.collectives + (part * n.stages + stage) * n.chunks + chunk for part in range(3))
             first_pass = n.node(stage, Pass(True, 0, chunk))
             arcs += [(ready, dependency) for dependency in before_first.get(first_pass, ())]
-            arcs += [(first_pass, ready), (tail, n.node(stage, Pass(False, last_micro_batch, chunk)))]
+            last_pass = n.node(stage, Pass(False, last_micro_batch, chunk))
+            if n.order.schedule.splits:
+                last_pass = n.weights + (stage + 1) * n.turns - 1
+            arcs += [(first_pass, ready), (tail, last_pass)]
             arcs += [(reduce, reduction) for reduction in earlier_reductions]
             earlier_reductions = [tail, reduce] if earlier_reductions else [tail]
     waiting, dependency = np.transpose(arcs)
@@ -185,16 +204,17 @@ def _background_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Ar
     turns, both_turns = np.arange(n.turns), np.arange(2 * n.turns)
     exists = np.zeros((n.stages, 2, n.turns), dtype=bool)
     arcs: Arcs = []
-    # Per stage: its passes in order, the position of each pass there, and the send that must be complete before the
-    # pass at each position (-1: none).
-    sequences, positions_of, required_sends = [], [], []
+    # Per stage: the node before each of its passes in order, the position of each pass there, and the send that must
+    # be complete before the pass at each position (-1: none).
+    previous_nodes, positions_of, required_sends = [], [], []
     windows = [order.window_below(s) if n.stages > 1 else 1 for s in stages]
 
     for stage in stages:
         sequence = order.turn_sequence(stage)
         nodes = 2 * stage * n.turns + sequence
-        sequences.append(nodes)
-        arcs.append((nodes[1:], nodes[:-1]))
+        computed, previous = _with_weight_passes(n, stage, nodes)
+        previous_nodes.append(previous)
+        arcs.append((computed[1:], computed[:-1]))
         required = np.full(2 * n.turns + 1, -1)
         position = np.empty(2 * n.turns, dtype=int)
         position[sequence] = both_turns
@@ -229,7 +249,7 @@ def _background_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Ar
             positions = positions_of[stage][direction * n.turns + consuming_turns[:-window]]
             later_transfers = transfers[window:]
             has_predecessor = positions > 0
-            arcs.append((later_transfers[has_predecessor], sequences[stage][positions[has_predecessor] - 1]))
+            arcs.append((later_transfers[has_predecessor], previous_nodes[stage][positions[has_predecessor]]))
             required = required_sends[stage][positions]
             arcs.append((later_transfers[required >= 0], required[required >= 0]))
     # On the last stage, the backward passes of the last chunk follow the forward passes of their micro-batches.
@@ -238,6 +258,22 @@ def _background_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Ar
     first_node = 2 * (n.stages - 1) * n.turns
     arcs.append((first_node + n.turns + backward_turns, first_node + forward_turns))
     return arcs, exists.ravel()
+
+
+def _with_weight_passes(n: NodeNumbers, stage: int, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (the nodes of passes and weight passes of `stage` in order, the node before each of the passes `nodes`).
+    See :meth:`Order.with_weight_passes`."""
+    if not n.order.schedule.splits:
+        return nodes, np.concatenate([nodes[:1], nodes[:-1]])
+    first_backward, pending = (2 * stage + 1) * n.turns, deque[int]()
+    computed, previous = list[int](), list[int]()
+    for node, count in zip(nodes.tolist(), n.order.weight_passes_before(stage), strict=True):
+        computed += [pending.popleft() for _ in range(count)]
+        previous.append(computed[-1] if computed else node)
+        computed.append(node)
+        if node >= first_backward:
+            pending.append(n.weights + stage * n.turns + node - first_backward)
+    return np.array([*computed, *pending]), np.array(previous)
 
 
 def _is_sent(n: NodeNumbers, stage: int, direction: int) -> np.ndarray:

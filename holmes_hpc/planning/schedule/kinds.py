@@ -16,11 +16,20 @@ import numpy as np
 from holmes_hpc.config.plan_options import OPTION_NAMES
 from holmes_hpc.errors import PlanError, nearest
 
+COMPUTING = ("forward", "backward", "weight")  # kinds of events in which a stage computes
+
 
 class Pass(NamedTuple):
     """One pass of a stage: forward (else backward), of one micro-batch, through one of the stage's model chunks."""
 
     forward: bool
+    micro_batch: int
+    chunk: int
+
+
+class WeightPass(NamedTuple):
+    """The weight gradients of one micro-batch in one chunk, computed after its backward pass."""
+
     micro_batch: int
     chunk: int
 
@@ -92,6 +101,7 @@ class ScheduleKind:
 
     `waits`: in the steady state, a stage has two exchanges per micro-batch, one with each neighbour, and does not
     compute during them; the lower bound of a step relies on this. `per_stage`: the schedule supports per-stage TP/DP.
+    `splits`: backward passes compute only the gradients of their inputs; weight passes follow (:class:`WeightPass`).
     """
 
     name: str
@@ -103,6 +113,7 @@ class ScheduleKind:
     deepens: bool = False
     waits: bool = False
     per_stage: bool = False
+    splits: bool = False
 
     def __post_init__(self) -> None:
         smallest, largest = self.chunks
@@ -211,10 +222,12 @@ SCHEDULES: dict[str, ScheduleKind] = {
         ScheduleKind("1f1b", "1F1B", (1, 1), in_flight, megatron=_one_forward_one_backward, waits=True),
         ScheduleKind("interleaved", "interleaved 1F1B", (2, None), in_flight, megatron=_interleaved),
         ScheduleKind("ahead", "eager 1F1B", (1, None), in_flight, deepens=True, per_stage=True),
+        ScheduleKind("zero_bubble", "zero bubble", (1, 1), in_flight, deepens=True, splits=True),
     )
 }
 
 PER_STAGE = next(kind for kind in SCHEDULES.values() if kind.per_stage)  # with per-stage TP/DP
+SPLIT = next(kind for kind in SCHEDULES.values() if kind.splits)
 
 
 def schedule_kind(name: str) -> ScheduleKind:
@@ -238,5 +251,5 @@ def candidate_schedules(requested: str, chunks: int, background: bool) -> tuple[
     megatron_name = megatron_kind(chunks).name
     if requested != "auto":
         return (requested if chunks >= schedule_kind(requested).chunks[0] else megatron_name,)
-    eager = [kind.name for kind in SCHEDULES.values() if kind.deepens] if background else []
+    eager = [kind.name for kind in SCHEDULES.values() if kind.deepens and not kind.splits] if background else []
     return (*eager, megatron_name)

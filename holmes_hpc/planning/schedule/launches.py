@@ -31,7 +31,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer, alternating
+from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer, WeightPass, alternating
 from holmes_hpc.planning.schedule.order import Order
 
 
@@ -47,7 +47,7 @@ class Post(NamedTuple):
         return self.transfer.target if self.sends else self.transfer.source
 
 
-Launch = Pass | Post
+Launch = Pass | Post  # weight passes need no check: no launch waits for them
 Launches = list[list[Launch]]  # per row of an Order
 
 
@@ -57,9 +57,10 @@ def passes(order: Order, stage: int, forward_only: bool = False) -> list[Pass]:
 
 
 @lru_cache(maxsize=8)
-def launches(order: Order, stage: int, forward_only: bool, on_device: bool) -> tuple[Launch, ...]:
+def launches(order: Order, stage: int, forward_only: bool, on_device: bool) -> tuple[Launch | WeightPass, ...]:
     """Return the launches of `stage` under a schedule that exchanges in the background. `on_device`: with NCCL."""
-    return tuple((nccl_launches if on_device else gloo_launches)(order, forward_only)[stage])
+    row = (nccl_launches if on_device else gloo_launches)(order, forward_only)[stage]
+    return tuple(order.with_weight_passes(stage, row) if order.schedule.splits and not forward_only else row)
 
 
 def nccl_launches(order: Order, forward_only: bool = False) -> Launches:

@@ -8,15 +8,27 @@ rows are numbered stage by stage.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import numpy as np
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.kinds import PER_STAGE, Exchange, Pass, ScheduleKind, StageTransfer, schedule_kind
+from holmes_hpc.planning.schedule.kinds import (
+    PER_STAGE,
+    Exchange,
+    Pass,
+    ScheduleKind,
+    StageTransfer,
+    WeightPass,
+    schedule_kind,
+)
+
+L = TypeVar("L")  # a launch: a pass, or a post of a transfer
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,8 @@ class Order:
     stages compute while they exchange (overlap_p2p_comm; always on in training, off in Megatron-LM of 2021). `paired`:
     under 1F1B a send and the receive of the opposite direction are one exchange (DeepSpeed makes two, the gradient
     first). `routes`: per stage, the replica of each micro-batch; empty if all replicas of a stage do the same.
+    `deferred`: per stage, the backward passes by which weight passes lag behind, if the schedule `splits` them; empty
+    for none.
     """
 
     kind: str
@@ -38,6 +52,7 @@ class Order:
     overlap: bool = True
     paired: bool = True
     routes: tuple[tuple[int, ...], ...] = ()
+    deferred: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         kind = self.schedule
@@ -52,6 +67,12 @@ class Order:
             (
                 kind.deepens and len(self.in_flight) != self.stages,
                 f"in_flight is {self.in_flight} for {self.stages} stages",
+                "schedule",
+                "give one number per stage",
+            ),
+            (
+                len(self.deferred) not in (0, self.stages),
+                f"deferred is {self.deferred} for {self.stages} stages",
                 "schedule",
                 "give one number per stage",
             ),
@@ -163,6 +184,32 @@ class Order:
         turns = self.turns(row)
         by_turn = [Pass(True, m, c) for m, c in turns] + [Pass(False, m, self.chunks - 1 - c) for m, c in turns]
         return [by_turn[turn] for turn in self.turn_sequence(row).tolist()]
+
+    def weight_passes_before(self, row: int) -> list[int]:
+        """Return the number of weight passes just before each pass of `row`; the others follow the last pass.
+
+        Weight passes lag behind by `deferred`. When only backward passes are left, each of them may have to wait for
+        its input, so the weight passes are spread over these waits.
+        """
+        sequence, lag = self.turn_sequence(row), self.deferred[row] if self.deferred else 0
+        is_backward = (sequence >= len(sequence) // 2).tolist()
+        first_wait = is_backward[::-1].index(False)  # backward passes after the last forward pass; the first waits not
+        counts, pending = list[int](), 0
+        for left, backward in zip(range(len(is_backward), 0, -1), is_backward, strict=True):
+            counts.append(-(-pending // left) if left < first_wait else max(0, pending - lag))
+            pending += backward - counts[-1]
+        return counts
+
+    def with_weight_passes(self, row: int, launches: Sequence[L]) -> list[L | WeightPass]:
+        """Return the launches of `row` with its weight passes (:meth:`weight_passes_before`)."""
+        counts, pending, items = iter(self.weight_passes_before(row)), deque[WeightPass](), list[L | WeightPass]()
+        for launch in launches:
+            if isinstance(launch, Pass):
+                items += [pending.popleft() for _ in range(next(counts))]
+                if not launch.forward:
+                    pending.append(WeightPass(launch.micro_batch, launch.chunk))
+            items.append(launch)
+        return [*items, *pending]
 
     def _row_of(self, stage: int, micro_batch: int) -> int:
         return self.row(stage, self.routes[stage][micro_batch]) if self.routes else stage

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -30,11 +30,11 @@ from holmes_hpc.planning.schedule.order import Order
 class Durations:
     """Durations in seconds, one row per candidate plan, for S stages of C chunks.
 
-    `forward`, `backward`: one pass, (plans, S, C). `down`, `up`: one stage transfer from stage s to s+1 and to s-1,
-    with wrap-around, (plans, S). `last_up`: `up` of the last micro-batch, which competes with gradient traffic, so it
-    is never shorter than `up`. `ready`: the part of the parameter gather that delays a chunk's first pass. `reduce`:
-    the reduction of a chunk's gradients. `tail`: the least part of it that follows the chunk's last backward pass. The
-    last three are (plans, S, C).
+    `forward`, `backward`, `weight`: one pass, (plans, S, C); `weight` only if backward passes are split. `down`, `up`:
+    one stage transfer from stage s to s+1 and to s-1, with wrap-around, (plans, S). `last_up`: `up` of the last
+    micro-batch, which competes with gradient traffic, so it is never shorter than `up`. `ready`: the part of the
+    parameter gather that delays a chunk's first pass. `reduce`: the reduction of a chunk's gradients. `tail`: the least
+    part of it that follows the chunk's last backward or weight pass. The last three are (plans, S, C).
     """
 
     forward: np.ndarray
@@ -45,11 +45,17 @@ class Durations:
     ready: np.ndarray
     reduce: np.ndarray
     tail: np.ndarray
+    weight: np.ndarray = field(default_factory=lambda: np.zeros(()))  # no weight passes
+
+    def compute(self) -> np.ndarray:
+        """Return the seconds of all passes of a micro-batch, (plans, S, C)."""
+        return self.forward + self.backward + self.weight
 
     def table(self) -> np.ndarray:
         """Return all durations side by side, in the columns of schedule/graph.py, and a column of zeros."""
         plans = len(self.forward)
-        parts = (getattr(self, name).reshape(plans, -1) for name in PARTS)
+        weight = self.weight + np.zeros_like(self.forward)
+        parts = ((weight if name == "weight" else getattr(self, name)).reshape(plans, -1) for name in PARTS)
         return np.concatenate([*parts, np.zeros((plans, 1))], axis=1)
 
 
@@ -93,14 +99,17 @@ def least_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] =
     `shared`, one NIC carries both directions.
     """
     d, stages, m = durations, order.stages, order.micro_batches
-    work = m * (d.forward + d.backward).sum(axis=2)
+    work = m * d.compute().sum(axis=2)
     if order.schedule.waits and stages > 1:
         exchange = np.maximum(d.down[:, :-1], d.up[:, 1:])
         steady_exchanges = np.maximum(0, m - (stages - 1 - np.arange(stages)) - 1)
         work[:, :-1] += steady_exchanges[:-1] * exchange
         work[:, 1:] += steady_exchanges[1:] * exchange
-    fill = d.forward[:, :, 0] + d.backward[:, :, 0] + d.ready[:, :, 0]
-    fill[:, :-1] += d.down[:, :-1] + d.up[:, 1:]
+    fill = d.forward[:, :, 0] + d.ready[:, :, 0]
+    fill[:, :-1] += d.down[:, :-1]
+    if not order.schedule.splits:  # else the stage may compute weight gradients while its last gradients go up
+        fill += d.backward[:, :, 0]
+        fill[:, :-1] += d.up[:, 1:]
     fill_above = np.cumsum(fill, axis=1) - fill
     one_micro_batch = (d.forward + d.backward + d.ready).sum(axis=(1, 2))  # through all chunks of all stages
     bound = np.maximum((fill_above + work + d.ready[:, :, 0]).max(axis=1), one_micro_batch)

@@ -21,7 +21,7 @@ from holmes_hpc.planning.cost.timing import least_s, step_s
 from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.plan.parts import lacks_layers
 from holmes_hpc.planning.plan.plan import RECOMPUTE, Component
-from holmes_hpc.planning.schedule.kinds import candidate_schedules, megatron_kind, schedule_kind
+from holmes_hpc.planning.schedule.kinds import SPLIT, candidate_schedules, megatron_kind, schedule_kind
 from holmes_hpc.planning.schedule.simulation import ACCURATE
 from holmes_hpc.planning.search.layers import (
     LayerSplitter,
@@ -39,6 +39,7 @@ BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 MIN_GAIN = 0.003  # eager 1F1B, and virtual stages, must each gain at least this
 FEW_FABRICS = 4  # up to this number, all orders are tried
+DEFERRED = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)  # backward passes by which weight passes may lag behind
 EXTRA_DEPTHS = (1, 2, 4, 8)  # passes in flight to try at every transfer beyond those that hide it
 
 
@@ -293,7 +294,8 @@ class Evaluator:
         if not eager:
             return candidate
         extra = extra_depth(layout, candidate.layers)
-        deeper = replace(candidate, layout=layout.with_settings(schedule_of(eager[0], layout.schedule.in_flight)))
+        schedule = schedule_of(eager[0], layout.schedule.in_flight, layout.schedule.deferred)
+        deeper = replace(candidate, layout=layout.with_settings(schedule))
         cap, _ = next(self._depths(deeper, extra))
         note = f"memory allows {cap} more micro-batches in flight over a slow link, {max(extra)} would hide it"
         return (
@@ -324,8 +326,29 @@ class Evaluator:
         for size in () if self.options.bucket_bytes else (BUCKET_BYTES, *BUCKETS):
             changed = self._time(replace(best, layout=best.layout.with_settings(bucket_bytes=size)))
             best = changed if changed.seconds < best.seconds * (1 - 1e-4) else best
+        if best.layout.order.schedule.splits:
+            return self._defer(best)
         simpler = self.simplify(best)
         return simpler if simpler.seconds < best.seconds else best
+
+    def _defer(self, candidate: Candidate) -> Candidate:
+        """Return the candidate with the weight passes deferred, as far as memory allows, as the shortest step needs."""
+        best, stages = candidate, range(candidate.layout.parallel.pp)
+        limit = candidate.layout.order.micro_batches
+        for _ in range(2):
+            lags = [min(n, limit) for n in DEFERRED]
+            changes = [(n,) * len(stages) for n in lags]
+            for stage in (None, *stages):
+                deferred = best.layout.schedule.deferred
+                if stage is not None:
+                    changes = [(*deferred[:stage], n, *deferred[stage + 1 :]) for n in lags]
+                for change in dict.fromkeys(changes):
+                    layout = best.layout.with_settings(schedule_of(SPLIT.name, best.layout.schedule.in_flight, change))
+                    if fits(layout, best.layers, self.options.max_memory_gib)[0]:
+                        changed = self._time(replace(best, layout=layout))
+                        best = changed if changed.seconds < best.seconds * (1 - 1e-4) else best
+            best = self._refine_layers_and_depth(best)
+        return best
 
     def _refine_layers_and_depth(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the best layers, and passes in flight beyond those that hide the transfers.

@@ -50,7 +50,7 @@ def proportional_layers(layout: Layout) -> np.ndarray:
     layers, chunks = layout.model.layers, layout.parallel.virtual_stages
     times = timing(layout, uniform_layers(layout))
     d = times.replicas[0]
-    busy_s = ((d.forward + d.backward).sum(axis=2) * layout.order.micro_batches + d.reduce.sum(axis=2))[0]
+    busy_s = (d.compute().sum(axis=2) * layout.order.micro_batches + d.reduce.sum(axis=2))[0]
     busy_s += d.ready[0].max(axis=1) + times.gather[0]
     speed = 1 / busy_s
     counts = [max(chunks, int(layers * s / speed.sum())) for s in speed[:-1]]
@@ -121,7 +121,7 @@ class LayerSplitter:
         """
         delay, busy, transfer = (np.zeros((2, self.pp)) for _ in range(3))  # with one and with two layers per stage
         for d in self._times:
-            passes = d.forward[:, :, 0] + d.backward[:, :, 0]
+            passes = d.compute()[:, :, 0]
             delay = np.maximum(delay, passes + d.ready[:, :, 0])  # by which a stage delays those below
             busy = np.maximum(busy, self.micro_batches * passes + d.ready[:, :, 0] + d.tail[:, :, 0])
             transfer[0, 1:] = np.maximum(transfer[0, 1:], d.down[0, :-1] + d.up[0, 1:])
@@ -152,14 +152,14 @@ class LayerSplitter:
 def _busy_s(times: tuple[Durations, ...], micro_batches: int) -> np.ndarray:
     """Return the seconds that each stage computes in a step or reduces gradients, (plans, S).
     The reduction overlaps with the last backward pass."""
-    busy_s = [(d.forward * micro_batches + d.backward * (micro_batches - 1) + d.reduce).sum(axis=2) for d in times]
+    busy_s = [(d.compute() * micro_batches - d.backward + d.reduce).sum(axis=2) for d in times]
     return np.asarray(np.max(busy_s, axis=0))
 
 
 def idle_share(layout: Layout, layers: np.ndarray, seconds: float) -> float:
     """Return the share of a step of `seconds` in which the ranks do not compute, on average over all stages."""
     durations = timing(layout, layers).replicas
-    work = np.mean([(d.forward + d.backward).sum(axis=2).mean() for d in durations]) * layout.order.micro_batches
+    work = np.mean([d.compute().sum(axis=2).mean() for d in durations]) * layout.order.micro_batches
     return float(1 - work / seconds)
 
 
@@ -226,7 +226,9 @@ def deepen(layout: Layout, extra: list[int]) -> Layout:
     base = layout.order.schedule.in_flight(p.pp, micro_batches, p.virtual_stages)
     depths = tuple(min(micro_batches * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
     order = replace(layout.order, in_flight=depths)
-    return layout.with_settings(schedule_of(order.kind, tuple(order.depths[s] for s in range(p.pp))))
+    return layout.with_settings(
+        schedule_of(order.kind, tuple(order.depths[s] for s in range(p.pp)), layout.schedule.deferred)
+    )
 
 
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
@@ -238,7 +240,7 @@ def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
     p = layout.parallel
     extra = np.zeros(p.pp, dtype=int)
     for replica, d in enumerate(timing(layout, layers).replicas if p.virtual_stages == 1 else ()):
-        slowest_s = float((d.forward + d.backward)[0].sum(axis=1).max())
+        slowest_s = float(d.compute()[0].sum(axis=1).max())
         down, up = transfers_s(layout, replica)
         extra[:-1] = np.maximum(extra[:-1], np.ceil((down[:-1] + up[1:]) / slowest_s - 1e-3))
     return [int(passes) for passes in extra]

@@ -9,14 +9,17 @@ ranks on the same cores are part of it. The optimizer takes its actual time. Los
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from holmes_hpc.errors import ConfigError, nearest
+from holmes_hpc.planning.cost.timing import WEIGHT_SHARE
 from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.training.model.weight_gradients import WeightGradients
 
 
 class _Mark(torch.autograd.Function):
@@ -64,6 +67,13 @@ class Clock:
         wait_until(end)
         self._pass, self._finished = layer_pass, time.perf_counter()
 
+    @contextmanager
+    def layer(self, seconds: float, layer_pass: tuple[str, int]) -> Iterator[None]:
+        """Make the computing in the ``with`` block take `seconds`."""
+        end = self.start_layer(seconds, layer_pass, is_last=False)
+        yield
+        self.finish_layer(end, layer_pass)
+
     def finish_pass(self) -> None:
         if self._pass is not None:
             rest_s = time.perf_counter() - self._finished
@@ -72,7 +82,7 @@ class Clock:
 
 
 class EmulatedLayer:
-    """A layer of a chunk, whose ``forward`` takes `forward_s` and its backward pass twice as long.
+    """A layer of a chunk, whose ``forward`` takes `forward_s`, and its backward pass `backward_s`.
     `ends`: whether it is (the first, the last) layer of the chunk.
 
     Most of the backward's wait comes before its computation. Its gradients then appear at the end of its time, as on an
@@ -80,12 +90,19 @@ class EmulatedLayer:
     """
 
     def __init__(
-        self, layer: torch.nn.Module, chunk: int, ends: tuple[bool, bool], forward_s: float, clock: Clock
+        self,
+        layer: torch.nn.Module,
+        chunk: int,
+        ends: tuple[bool, bool],
+        forward_s: float,
+        backward_s: float,
+        clock: Clock,
     ) -> None:
         self._forward, self.forward_s, self._clock = layer.forward, forward_s, clock
         self._passes, self._ends = (("forward", chunk), ("backward", chunk)), ends
         self._start = self._end = 0.0
-        self._compute_s = 2 * forward_s  # of the last backward pass; the first one waits after its computation
+        self._backward_s = backward_s
+        self._compute_s = backward_s  # of the last backward pass; the first one waits after its computation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         end = self._clock.start_layer(self.forward_s, self._passes[0], self._ends[1])
@@ -103,7 +120,7 @@ class EmulatedLayer:
 
     def _start_backward(self, gradient: torch.Tensor) -> None:
         _synchronize(gradient)
-        self._end = self._clock.start_layer(2 * self.forward_s, self._passes[1], self._ends[0])
+        self._end = self._clock.start_layer(self._backward_s, self._passes[1], self._ends[0])
         wait_until(self._end - 1.2 * self._compute_s)
         self._start = time.perf_counter()
 
@@ -139,13 +156,21 @@ def factor(factors: Mapping[str, float], places: Sequence[tuple[str, str]], rank
     return rank_factor
 
 
-def emulate(chunks: Iterable[Sequence[torch.nn.Module]], layer_ms: float, timers: Callable[[str], Any]) -> None:
+def emulate(
+    chunks: Iterable[Sequence[torch.nn.Module]],
+    layer_ms: float,
+    timers: Callable[[str], Any],
+    weights: WeightGradients | None = None,
+) -> None:
     """Make every layer of a rank's model chunks take `layer_ms` forward; `layer_ms` must be above 0.
 
     Layers are modules that take and return hidden states, alone or first in a tuple. `timers`: Megatron-Core's, by
-    name, which it starts and stops at each pass.
+    name, which it starts and stops at each pass. `weights`: weight gradients that are computed apart.
     """
-    clock = Clock()
+    clock, weight_s = Clock(), 0.0
+    if weights is not None:
+        weight_s = WEIGHT_SHARE * 2 * layer_ms / 1000
+        weights.emulated = lambda chunk: clock.layer(weight_s, ("weight", chunk))
     for direction in ("forward", "backward"):
         timer = timers(f"{direction}-compute")
         timer.start = _in_turn(timer.start, partial(clock.start_pass, direction))
@@ -153,7 +178,8 @@ def emulate(chunks: Iterable[Sequence[torch.nn.Module]], layer_ms: float, timers
     for chunk, layers in enumerate(chunks):
         for number, layer in enumerate(layers):
             ends = (number == 0, number == len(layers) - 1)
-            layer.forward = EmulatedLayer(layer, chunk, ends, layer_ms / 1000, clock)
+            backward_s = 2 * layer_ms / 1000 - weight_s
+            layer.forward = EmulatedLayer(layer, chunk, ends, layer_ms / 1000, backward_s=backward_s, clock=clock)
 
 
 def _in_turn(*functions: Callable[[], None]) -> Callable[..., None]:

@@ -30,6 +30,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +41,12 @@ from megatron.core.utils import get_model_config, get_model_type
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer
+from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer, WeightPass
 from holmes_hpc.planning.schedule.launches import Post, launches
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.schema import refuse
 from holmes_hpc.training.model.megatron_versions import backward_step
+from holmes_hpc.training.model.weight_gradients import WeightGradients
 from holmes_hpc.training.pipeline import per_stage_transfers, point_to_point
 from holmes_hpc.training.pipeline.point_to_point import Edges, NewGroup, is_nccl
 
@@ -52,7 +54,7 @@ from holmes_hpc.training.pipeline.point_to_point import Edges, NewGroup, is_nccl
 class TraceEvent(NamedTuple):
     """An event for a tracer. `start`, `end`: seconds since the epoch.
 
-    `kind`: forward, backward (computing), wait_forward, wait_backward (blocked by an edge), send_forward,
+    `kind`: forward, backward, weight (computing), wait_forward, wait_backward (blocked by an edge), send_forward,
     receive_forward, send_backward, receive_backward (posted at `start`, left or arrived at `end`). `in_flight`: the
     number of micro-batches (passes of a chunk) whose activations the stage held.
     """
@@ -81,23 +83,28 @@ def run_eager_1f1b(
     pg_collection: Any,
     kind: str,
     in_flight: Sequence[int],
+    deferred: Sequence[int] = (),
     order: Order | None = None,
     tracer: Tracer | None = None,
+    weights: WeightGradients | None = None,
 ) -> list[Any]:
     """Run one step in place of Megatron-Core's ``forward_backward_func``.
 
     Return what the loss function returned for each micro-batch on the last stage, else [].
 
-    Bind `kind` and `in_flight` (the plan's schedule, and one number per stage), `order` (the plan's, with per-stage
-    TP/DP) and `tracer` with ``functools.partial``. With `order`, `num_microbatches` counts the micro-batches of all
-    replicas, by which the loss is divided, and gradients are summed over a stage's replicas.
+    Bind `kind`, `in_flight` and `deferred` (the plan's schedule, and one number per stage), `order` (the plan's, with
+    per-stage TP/DP), `tracer` and `weights` (with zero_bubble) with ``functools.partial``. With `order`,
+    `num_microbatches` counts the micro-batches of all replicas, by which the loss is divided, and gradients are summed
+    over a stage's replicas.
     """
     models = model if isinstance(model, list) else [model]
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config, edges = get_model_config(models[0]), p2p_communicator
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
     _refuse_unsupported(config, edges, in_flight)
-    order = order or Order(kind, stages, num_microbatches, len(models), tuple(in_flight))
+    order = order or Order(
+        kind, stages, num_microbatches, len(models), in_flight=tuple(in_flight), deferred=tuple(deferred)
+    )
     micro_batches, depth = order.micro_batches_of(edges.row), order.depths[edges.row]
     recomputed_from = config.num_microbatches_with_partial_activation_checkpoints
     losses: list[Any] = []
@@ -125,14 +132,26 @@ def run_eager_1f1b(
 
     def backward(step: Pass, *tensors: Any) -> Any:
         is_last = step.micro_batch == micro_batches[-1]
-        with reduction.last_backward(step.chunk) if is_last else contextlib.nullcontext():
+        if weights is not None:
+            weights.start_backward(step.micro_batch, step.chunk)
+            if is_last:  # the last weight passes complete the gradients
+                reduction.allow()
+        with reduction.last_backward(step.chunk) if is_last and weights is None else contextlib.nullcontext():
             return backward_step(*tensors, model_type=get_model_type(models[0]), config=config)
+
+    def compute_weights(passes: Sequence[WeightPass]) -> None:
+        assert weights is not None
+        weights.compute(passes, models, last=passes[-1].micro_batch == micro_batches[-1])
 
     if not forward_only:
         embedding = megatron.clear_embedding_activation_buffer(config, models, stage == stages - 1)
         reduction.suppress()
     new_buffer = _buffer_factory(config, pg_collection, edges.device, seq_length, micro_batch_size)
-    tokens = _run_passes(order, edges, forward, None if forward_only else backward, new_buffer, config, tracer=tracer)
+    tokens = _run_passes(
+        *(order, edges, forward, None if forward_only else backward, new_buffer, config),
+        compute_weights=compute_weights,
+        tracer=tracer,
+    )
     if not forward_only:
         reduction.allow()
         if config.finalize_model_grads_func is not None:
@@ -165,9 +184,11 @@ def _run_passes(
     new_buffer: Callable[[], torch.Tensor],
     config: Any,
     *,
+    compute_weights: Callable[[Sequence[WeightPass]], None],
     tracer: Tracer | None,
 ) -> torch.Tensor:
-    """Run a stage's passes and transfers in order; return the number of tokens. `backward`: None for validation."""
+    """Run a stage's passes and transfers in order; return the number of tokens. `backward`: None for validation.
+    Weight passes after the last backward pass are computed together, layer by layer, so that reductions start early."""
     row = edges.row
     program = launches(order, row, backward is None, edges.on_device)
     consumers = {order.transfer_to(row, p): p for p in program if isinstance(p, Pass)}
@@ -176,7 +197,12 @@ def _run_passes(
     activations: dict[tuple[int, int], tuple[Any, Any]] = {}  # (micro-batch, chunk) -> input and output, for backward
     output: Any = None  # of the last pass
     tokens = torch.zeros([], dtype=torch.int, device=edges.device)
-    for step in program:
+    last_weights: list[Any] = [*takewhile(lambda step: isinstance(step, WeightPass), reversed(program))][::-1]
+    for step in program[: len(program) - len(last_weights)]:
+        if isinstance(step, WeightPass):
+            with report.span("weight", step, activations):
+                compute_weights([step])
+            continue
         if isinstance(step, Post):
             transfer = step.transfer
             if not step.sends:
@@ -201,6 +227,9 @@ def _run_passes(
         elif backward is not None:
             with report.span("backward", step, activations):
                 output = backward(step, *activations.pop(key), received)
+    if last_weights:
+        with report.span("weight", last_weights[-1], activations):
+            compute_weights(last_weights)
     return tokens
 
 
@@ -226,7 +255,7 @@ class TraceReporter:
             channel.on_transfer = None if tracer is None else self._report
 
     @contextlib.contextmanager
-    def span(self, kind: str, step: Pass, activations: Sized) -> Iterator[None]:
+    def span(self, kind: str, step: Pass | WeightPass, activations: Sized) -> Iterator[None]:
         """Report the time of the ``with`` block as one event."""
         start, self._in_flight = time.time(), len(activations)
         yield
@@ -235,7 +264,7 @@ class TraceReporter:
         self._report(kind, step, start, time.time())
 
     def _report(self, kind: str, step: Any, start: float, end: float) -> None:
-        if self._tracer is not None and isinstance(step, Pass):
+        if self._tracer is not None and isinstance(step, Pass | WeightPass):
             self._tracer(TraceEvent(kind, step.micro_batch, step.chunk, start, end, self._in_flight))
 
 
@@ -303,18 +332,25 @@ class GradientReduction:
 # -- the schedule of a plan, and the communicator between its stages ---------------------------------------------------
 
 
-def forward_backward(plan: Plan, tracer: Tracer | None) -> Callable[..., Any]:
+def forward_backward(plan: Plan, tracer: Tracer | None, weights: WeightGradients | None = None) -> Callable[..., Any]:
     """Return the function that runs the plan's schedule: Megatron-Core's, or ``run_eager_1f1b``, which reports its
-    events to `tracer`."""
+    events to `tracer`. `weights`: with zero_bubble."""
     if runs_in_background(plan):
         return partial(
             run_eager_1f1b,
             kind=plan.schedule.kind,
             in_flight=plan.schedule.in_flight,
+            deferred=plan.schedule.deferred,
+            weights=weights,
             order=plan.order if plan.order.routes else None,
             tracer=tracer,
         )
     return megatron.get_forward_backward_func()
+
+
+def weight_gradients(plan: Plan, chunks: Sequence[Any], timers: Callable[[str], Any]) -> WeightGradients | None:
+    """Split the layers of the model chunks if the plan's schedule computes weight gradients apart."""
+    return WeightGradients(chunks, timers) if plan.order.schedule.splits and runs_in_background(plan) else None
 
 
 def runs_in_background(plan: Plan) -> bool:

@@ -115,7 +115,11 @@ def test_any_wrong_value_of_a_plan_gives_one_line(plan: dict[str, Any]) -> None:
         (("batch", "micro_size"), 2.5, "batch.micro_size is 2.5; use a whole number from 1 (sequences)"),
         (("stages", 0, "tp"), True, "stages[0]: tp is True; use a whole number from 1"),
         (("parallel", "ordr"), 1, "parallel: unknown key 'ordr'; did you mean 'order'?"),
-        (("schedule", "kind"), "1fb1", "schedule: kind is '1fb1'; use 1f1b, interleaved, ahead (did you mean '1f1b'?)"),
+        (
+            ("schedule", "kind"),
+            "1fb1",
+            "schedule: kind is '1fb1'; use 1f1b, interleaved, ahead, zero_bubble (did you mean '1f1b'?)",
+        ),
         (("stages", 0, "chunks"), "13", "chunks is '13'; use a list of whole numbers from 0"),
         (("recompute",), "ful", "recompute is 'ful'; use none, selective, full (did you mean 'full'?)"),
         (("bucket_bytes",), 0, "bucket_bytes is 0; use a whole number from 1 (bytes)"),

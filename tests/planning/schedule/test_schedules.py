@@ -97,7 +97,8 @@ def test_a_schedule_with_its_own_turns_is_checked(monkeypatch: pytest.MonkeyPatc
     ("schedule", "chunks", "message"),
     [
         ("1f1b", 2, "1f1b has no virtual stages; use interleaved or eager_1f1b"),
-        ("interleaved", 1, "interleaved has at least 2 virtual stages; use 1f1b or eager_1f1b"),
+        ("zero_bubble", 2, "zero_bubble has no virtual stages; use interleaved or eager_1f1b"),
+        ("interleaved", 1, "interleaved has at least 2 virtual stages; use 1f1b or eager_1f1b or zero_bubble"),
     ],
 )
 def test_unsupported_virtual_stages_are_refused(schedule: str, chunks: int, message: str) -> None:

@@ -12,7 +12,7 @@ from passes import every_pass
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.schedule.graph import NodeNumbers, graph
-from holmes_hpc.planning.schedule.kinds import Exchange, in_flight
+from holmes_hpc.planning.schedule.kinds import SCHEDULES, Exchange, in_flight
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, rounds, step_seconds
 
@@ -107,10 +107,11 @@ def orders(draw: st.DrawFn) -> Order:
     stages = draw(st.integers(1, 5))
     chunks = draw(st.integers(1, 3)) if stages > 1 else 1
     m = stages * draw(st.integers(1, 4)) if chunks > 1 else draw(st.integers(1, 12))
-    kind = draw(st.sampled_from(("1f1b" if chunks == 1 else "interleaved", "ahead")))
+    kind = draw(st.sampled_from(("1f1b", "ahead", "zero_bubble") if chunks == 1 else ("interleaved", "ahead")))
     extra = [draw(st.integers(0, 2)) for _ in range(stages)]
     depths = tuple(min(m * chunks, b + sum(extra[s:])) for s, b in enumerate(in_flight(stages, m, chunks)))
-    return Order(kind, stages, m, chunks, depths if kind == "ahead" else ())
+    deferred = tuple(draw(st.integers(0, 14)) for _ in range(stages)) if kind == "zero_bubble" else ()
+    return Order(kind, stages, m, chunks, () if SCHEDULES[kind].megatron else depths, deferred=deferred)
 
 
 @st.composite
@@ -120,6 +121,8 @@ def cases(draw: st.DrawFn) -> tuple[Order, Durations]:
     s, c = order.stages, order.chunks
     shapes = {"down": (1, s), "up": (1, s), "last_up": (1, s)}
     drawn = {name: random.random(shapes.get(name, (1, s, c))) for name in Durations.__dataclass_fields__}
+    if not order.schedule.splits:
+        del drawn["weight"]
     slow = draw(st.sampled_from((1.0, 30.0)))  # transfers shorter and longer than compute
     drawn |= {name: slow * drawn[name] for name in shapes}
     return order, Durations(**{**drawn, "last_up": drawn["up"] + drawn["last_up"]})
@@ -145,7 +148,7 @@ def test_no_stage_holds_more_than_its_depth(order: Order) -> None:
 
 @given(orders())
 def test_every_sent_transfer_is_received(order: Order) -> None:
-    if order.kind == "ahead":
+    if not order.schedule.megatron:
         return
     sent, received = [], []
     for stage in range(order.stages):
@@ -216,6 +219,15 @@ def test_extrapolation_from_the_period_is_accurate(stages: int, transfer: float,
         assert first + period < m  # otherwise nothing is extrapolated
         simulated = graph(order).end_times(d.table()).max()
         assert step_seconds(order, d, passes=passes)[0] == pytest.approx(simulated, rel=1e-2)
+
+
+def test_deferred_weight_passes_fill_the_bubble() -> None:
+    """Of equal stages, only the forward passes that fill the pipeline remain of the bubble."""
+    d, m = durations(3), 12
+    split = replace(d, backward=d.backward / 2, weight=d.backward / 2)
+    order = Order("zero_bubble", 3, m, in_flight=(6, 4, 1), deferred=(2, 3, 6))
+    assert seconds(eager(3, m, extra=2), d) == pytest.approx(3 * (m + 2))
+    assert seconds(order, split) == pytest.approx(3 * m + 2)
 
 
 def test_one_nic_for_both_directions_is_slower() -> None:
