@@ -79,6 +79,7 @@ class Case:
     schedule: str
     in_flight: list[int] | None = None
     deferred: tuple[int, ...] = ()
+    final: tuple[int, ...] = ()
     steps: int = 1
     dp: int = 1
     tp: int = 1
@@ -297,6 +298,7 @@ def run(case: Case) -> dict[str, Any]:
             kind=case.schedule,
             in_flight=case.in_flight,
             deferred=case.deferred,
+            final=case.final,
             tracer=events.append if case.trace else None,
             weights=WeightGradients([model.module for model in models], Breakdown()) if splits else None,
         )

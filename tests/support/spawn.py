@@ -102,7 +102,7 @@ def plan(
         batch,
         parallel,
         fields.pop("recompute", "none"),
-        Schedule(schedule_kind, in_flight, deferred),
+        Schedule(schedule_kind, in_flight, deferred, tuple(fields.pop("final", (1,) * len(deferred)))),
         tuple(components),
         tuple(stages),
         Site("test", tuple(sites)),

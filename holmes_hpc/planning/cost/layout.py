@@ -108,7 +108,7 @@ class Layout:
         """Return the layout under a schedule, with that schedule's fewest passes in flight."""
         p, chunks = self.parallel, chunks or self.parallel.virtual_stages
         depths = kind.in_flight(p.pp, self.batch.micro_batches(p.dp), chunks)
-        schedule = schedule_of(kind.name, depths, (0,) * p.pp if kind.splits else ())
+        schedule = schedule_of(kind.name, depths, *([(0,) * p.pp, (1,) * p.pp] if kind.splits else []))
         return self.with_settings(schedule, recompute=recompute, virtual_stages=chunks)
 
     @classmethod
@@ -175,6 +175,7 @@ class Layout:
             chunks=p.virtual_stages,
             in_flight=self.schedule.in_flight,
             deferred=self.schedule.deferred,
+            final=self.schedule.final,
             overlap=self.costs.software.overlap_transfers,
             paired=self.costs.software.paired_transfers,
         )

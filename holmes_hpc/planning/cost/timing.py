@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
-from holmes_hpc.planning.cost.layout import Layout, memoised
+from holmes_hpc.planning.cost.layout import Layout, memoised, schedule_of
 from holmes_hpc.planning.cost.network_times import ReplicaTimes, by_stage, edge_times, network_times, tied_per_stage_s
 from holmes_hpc.planning.schedule.simulation import (
     ACCURATE,
@@ -181,6 +181,9 @@ def least_s(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (a lower bound of :func:`step_s`, the bound plus all exposed data-parallel traffic).
     The bound is much quicker to compute."""
+    if layout.order.schedule.splits:  # with as many weight passes as possible beside the last reduction
+        s, most = layout.schedule, (layout.order.micro_batches,) * layout.parallel.pp
+        layout = layout.with_settings(schedule_of(s.kind, s.in_flight, most, most))
     times = timing(layout, layers, bucket_bytes)
     bound = (
         np.max(
@@ -253,8 +256,7 @@ def _replica(
     backward = backward - weight
     beside = backward  # the computing beside which gradients are reduced
     if layout.order.schedule.splits:  # the last weight passes, layer by layer
-        deferred = np.array(layout.order.deferred)[:, None]
-        beside = weight * np.clip(deferred, 1, layout.order.micro_batches)
+        beside = weight * np.array(layout.order.last_weight_passes)[:, None]
     buckets = np.ones_like(count)  # later chunks of a stage have one each (training/model/optimizer.py)
     buckets[:, :, 0] = np.maximum(1, np.ceil(count[:, :, 0] * layout.costs.gradient_size / bucket_bytes[:, None]))
     reduce, gather = (

@@ -15,24 +15,21 @@ from holmes_hpc.schema import Checked, check, key
 class Schedule:
     """A pipeline schedule. `kind`: one of SCHEDULES.
     `in_flight`: per stage, the most micro-batches whose activations it holds (chunk passes if interleaved).
-    `deferred`: with zero_bubble, per stage, the backward passes by which its weight gradients lag behind."""
+    With zero_bubble, per stage, `deferred`: the backward passes by which weight passes lag behind; `final`: the weight
+    passes left for the end of the step."""
 
     kind: Annotated[str, key("name of the pipeline schedule", one_of=SCHEDULES)]
     in_flight: tuple[int, ...]
     deferred: tuple[int, ...] = ()
+    final: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check(self, "schedule", PlanError)
-        deferred = f"deferred is {self.deferred}"
-        PlanError.refuse(
-            (any(n < 0 for n in self.deferred), deferred, "schedule", "give at least 0 for every stage"),
-            (
-                (self.kind == "zero_bubble") != bool(self.deferred),
-                deferred,
-                "schedule",
-                "zero_bubble needs a number for every stage, other schedules none",
-            ),
-        )
+        splits = self.kind == "zero_bubble"
+        for name, numbers, least in (("deferred", self.deferred, 0), ("final", self.final, 1)):
+            hint = f"zero_bubble needs at least {least} for every stage, other schedules no number"
+            is_wrong = bool(numbers) != splits or any(n < least for n in numbers)
+            PlanError.refuse((is_wrong, f"{name} is {numbers}", "schedule", hint))
         too_few = any(n < 1 for n in self.in_flight)
         PlanError.refuse((too_few, f"in_flight is {self.in_flight}", "schedule", "give at least 1 for every stage"))
 

@@ -107,7 +107,10 @@ class Plan:
         lengths = (
             ("stages", self.stages, p.pp),
             ("schedule.in_flight", self.schedule.in_flight, p.pp),
-            *([("schedule.deferred", self.schedule.deferred, p.pp)] if self.schedule.deferred else ()),
+            *(
+                (f"schedule.{name}", getattr(self.schedule, name), p.pp)
+                for name in (("deferred", "final") if self.schedule.deferred else ())
+            ),
             *((f"stages[{s}].chunks", stage.chunks, p.virtual_stages) for s, stage in enumerate(self.stages)),
         )
         layers = sum(s.layers for s in self.stages)
@@ -253,8 +256,8 @@ class Plan:
         p = self.parallel
         if self.is_per_stage:
             return Order.per_stage(p.routes(self.micro_batches), self.schedule.in_flight)
-        s = self.schedule
-        return Order(s.kind, p.pp, self.micro_batches, p.virtual_stages, in_flight=s.in_flight, deferred=s.deferred)
+        schedule = {key: value for key, value in vars(self.schedule).items() if key != "kind"}
+        return Order(self.schedule.kind, p.pp, self.micro_batches, p.virtual_stages, **schedule)
 
     @cached_property
     def places(self) -> list[Place]:

@@ -36,7 +36,7 @@ def to_dict(plan: Any) -> dict[str, Any]:
         if f.name != "site" and (not f.name.startswith(("pace_", "grad_")) or value is not None):
             data[f.name] = asdict(value) if hasattr(value, "__dataclass_fields__") else value
     if not plan.schedule.deferred:
-        del data["schedule"]["deferred"]
+        data["schedule"] = {"kind": plan.schedule.kind, "in_flight": plan.schedule.in_flight}
     data["model"] = plan.model.to_dict()
     data["components"] = [_named(c, plan) for c in plan.components]
     data["stages"] = [_named(s, plan) for s in plan.stages]

@@ -40,8 +40,8 @@ class Order:
     stages compute while they exchange (overlap_p2p_comm; always on in training, off in Megatron-LM of 2021). `paired`:
     under 1F1B a send and the receive of the opposite direction are one exchange (DeepSpeed makes two, the gradient
     first). `routes`: per stage, the replica of each micro-batch; empty if all replicas of a stage do the same.
-    `deferred`: per stage, the backward passes by which weight passes lag behind, if the schedule `splits` them; empty
-    for none.
+    If the schedule `splits` backward passes, per stage, `deferred`: the backward passes by which weight passes lag
+    behind; `final`: the weight passes left for the end. Empty: none, and one.
     """
 
     kind: str
@@ -53,6 +53,7 @@ class Order:
     paired: bool = True
     routes: tuple[tuple[int, ...], ...] = ()
     deferred: tuple[int, ...] = ()
+    final: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         kind = self.schedule
@@ -189,16 +190,23 @@ class Order:
         """Return the number of weight passes just before each pass of `row`; the others follow the last pass.
 
         Weight passes lag behind by `deferred`. When only backward passes are left, each of them may have to wait for
-        its input, so the weight passes are spread over these waits.
+        its input, so the weight passes are spread over these waits, except the `final` ones.
         """
         sequence, lag = self.turn_sequence(row), self.deferred[row] if self.deferred else 0
+        final = self.final[row] if self.final else 1
         is_backward = (sequence >= len(sequence) // 2).tolist()
         first_wait = is_backward[::-1].index(False)  # backward passes after the last forward pass; the first waits not
         counts, pending = list[int](), 0
         for left, backward in zip(range(len(is_backward), 0, -1), is_backward, strict=True):
-            counts.append(-(-pending // left) if left < first_wait else max(0, pending - lag))
+            spread = min(pending, -(-max(0, pending + left - final) // left))
+            counts.append(spread if left < first_wait else max(0, pending - lag))
             pending += backward - counts[-1]
         return counts
+
+    @cached_property
+    def last_weight_passes(self) -> tuple[int, ...]:
+        """The number of weight passes after the last pass of each row."""
+        return tuple(len(self.micro_batches_of(row)) - sum(self.weight_passes_before(row)) for row in range(self.rows))
 
     def with_weight_passes(self, row: int, launches: Sequence[L]) -> list[L | WeightPass]:
         """Return the launches of `row` with its weight passes (:meth:`weight_passes_before`)."""

@@ -15,13 +15,14 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
 from holmes_hpc.planning.cost.memory import fits, max_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s
 from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.plan.parts import lacks_layers
 from holmes_hpc.planning.plan.plan import RECOMPUTE, Component
-from holmes_hpc.planning.schedule.kinds import SPLIT, candidate_schedules, megatron_kind, schedule_kind
+from holmes_hpc.planning.schedule.kinds import candidate_schedules, megatron_kind, schedule_kind
 from holmes_hpc.planning.schedule.simulation import ACCURATE
 from holmes_hpc.planning.search.layers import (
     LayerSplitter,
@@ -34,12 +35,12 @@ from holmes_hpc.planning.search.layers import (
     uniform_layers,
 )
 from holmes_hpc.planning.search.placement import Block, Placement, component
+from holmes_hpc.planning.search.weight_passes import defer
 
 BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 MIN_GAIN = 0.003  # eager 1F1B, and virtual stages, must each gain at least this
 FEW_FABRICS = 4  # up to this number, all orders are tried
-DEFERRED = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)  # backward passes by which weight passes may lag behind
 EXTRA_DEPTHS = (1, 2, 4, 8)  # passes in flight to try at every transfer beyond those that hide it
 
 
@@ -226,7 +227,7 @@ class Evaluator:
                 return None
             if not fits(layout, layers, self.options.max_memory_gib)[0]:
                 return None
-        sizes = np.array([layout.bucket_bytes] if self.options.bucket_bytes else [BUCKET_BYTES, *BUCKETS])
+        sizes = np.array(self._bucket_sizes(layout))
         splits = np.concatenate([np.repeat(layers, len(sizes), axis=0), other_layers])
         bounds, with_traffic = least_s(layout, splits, np.append(sizes, layout.bucket_bytes))
         best = int(np.argmin(with_traffic[:-1]))
@@ -294,8 +295,9 @@ class Evaluator:
         if not eager:
             return candidate
         extra = extra_depth(layout, candidate.layers)
-        schedule = schedule_of(eager[0], layout.schedule.in_flight, layout.schedule.deferred)
-        deeper = replace(candidate, layout=layout.with_settings(schedule))
+        eager_layout = layout.with_schedule(schedule_kind(eager[0]))
+        schedule = replace(eager_layout.schedule, in_flight=layout.schedule.in_flight)
+        deeper = replace(candidate, layout=eager_layout.with_settings(schedule))
         cap, _ = next(self._depths(deeper, extra))
         note = f"memory allows {cap} more micro-batches in flight over a slow link, {max(extra)} would hide it"
         return (
@@ -323,32 +325,28 @@ class Evaluator:
         for variant in simulated[1:2]:  # layers and depth can change which of the two best wins
             refined = self._refine_layers_and_depth(variant)
             best = refined if refined.seconds < best.seconds * (1 - 1e-6) else best
-        for size in () if self.options.bucket_bytes else (BUCKET_BYTES, *BUCKETS):
-            changed = self._time(replace(best, layout=best.layout.with_settings(bucket_bytes=size)))
-            best = changed if changed.seconds < best.seconds * (1 - 1e-4) else best
+        sizes = self._bucket_sizes(best.layout)
+        for size in sizes:
+            best = self._better(best, best.layout.with_settings(bucket_bytes=size))
         if best.layout.order.schedule.splits:
-            return self._defer(best)
+            return defer(best, sizes, self._better, self._refine_layers_and_depth)
         simpler = self.simplify(best)
         return simpler if simpler.seconds < best.seconds else best
 
-    def _defer(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with the weight passes deferred, as far as memory allows, as the shortest step needs."""
-        best, stages = candidate, range(candidate.layout.parallel.pp)
-        limit = candidate.layout.order.micro_batches
-        for _ in range(2):
-            lags = [min(n, limit) for n in DEFERRED]
-            changes = [(n,) * len(stages) for n in lags]
-            for stage in (None, *stages):
-                deferred = best.layout.schedule.deferred
-                if stage is not None:
-                    changes = [(*deferred[:stage], n, *deferred[stage + 1 :]) for n in lags]
-                for change in dict.fromkeys(changes):
-                    layout = best.layout.with_settings(schedule_of(SPLIT.name, best.layout.schedule.in_flight, change))
-                    if fits(layout, best.layers, self.options.max_memory_gib)[0]:
-                        changed = self._time(replace(best, layout=layout))
-                        best = changed if changed.seconds < best.seconds * (1 - 1e-4) else best
-            best = self._refine_layers_and_depth(best)
-        return best
+    def _better(self, candidate: Candidate, layout: Layout) -> Candidate:
+        """Return the candidate under another layout if it fits and its step is shorter, else the candidate."""
+        if not fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
+            return candidate
+        changed = self._time(replace(candidate, layout=layout))
+        return changed if changed.seconds < candidate.seconds * (1 - 1e-4) else candidate
+
+    def _bucket_sizes(self, layout: Layout) -> tuple[int, ...]:
+        """Return the bucket sizes to try, in bytes: the user's, or Megatron-Core's default and smaller ones; of a small
+        model also that of a layer."""
+        if self.options.bucket_bytes:
+            return (layout.bucket_bytes,)
+        layer_bytes = int(layer_parameters(self.model, layout.parallel.tp) * self.costs.gradient_size)
+        return (BUCKET_BYTES, *BUCKETS, *([layer_bytes] if layer_bytes < BUCKETS[-1] else []))
 
     def _refine_layers_and_depth(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the best layers, and passes in flight beyond those that hide the transfers.

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from holmes_hpc.planning.cost.layout import Layout, memoised, schedule_of
+from holmes_hpc.planning.cost.layout import Layout, memoised
 from holmes_hpc.planning.cost.memory import memory, stage_capacity
 from holmes_hpc.planning.cost.network_times import edge_times, transfers_s
 from holmes_hpc.planning.cost.timing import step_s, timing
@@ -226,9 +226,8 @@ def deepen(layout: Layout, extra: list[int]) -> Layout:
     base = layout.order.schedule.in_flight(p.pp, micro_batches, p.virtual_stages)
     depths = tuple(min(micro_batches * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
     order = replace(layout.order, in_flight=depths)
-    return layout.with_settings(
-        schedule_of(order.kind, tuple(order.depths[s] for s in range(p.pp)), layout.schedule.deferred)
-    )
+    in_flight = tuple(order.depths[s] for s in range(p.pp))
+    return layout.with_settings(replace(layout.schedule, in_flight=in_flight))
 
 
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:

@@ -29,6 +29,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -84,6 +85,7 @@ def run_eager_1f1b(
     kind: str,
     in_flight: Sequence[int],
     deferred: Sequence[int] = (),
+    final: Sequence[int] = (),
     order: Order | None = None,
     tracer: Tracer | None = None,
     weights: WeightGradients | None = None,
@@ -92,8 +94,8 @@ def run_eager_1f1b(
 
     Return what the loss function returned for each micro-batch on the last stage, else [].
 
-    Bind `kind`, `in_flight` and `deferred` (the plan's schedule, and one number per stage), `order` (the plan's, with
-    per-stage TP/DP), `tracer` and `weights` (with zero_bubble) with ``functools.partial``. With `order`,
+    Bind `kind`, `in_flight`, `deferred` and `final` (the plan's schedule, and one number per stage), `order` (the
+    plan's, with per-stage TP/DP), `tracer` and `weights` (with zero_bubble) with ``functools.partial``. With `order`,
     `num_microbatches` counts the micro-batches of all replicas, by which the loss is divided, and gradients are summed
     over a stage's replicas.
     """
@@ -102,9 +104,9 @@ def run_eager_1f1b(
     config, edges = get_model_config(models[0]), p2p_communicator
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
     _refuse_unsupported(config, edges, in_flight)
-    order = order or Order(
-        kind, stages, num_microbatches, len(models), in_flight=tuple(in_flight), deferred=tuple(deferred)
-    )
+    if order is None:
+        order = Order(kind, stages, num_microbatches, len(models), in_flight=tuple(in_flight))
+        order = replace(order, deferred=tuple(deferred), final=tuple(final))
     micro_batches, depth = order.micro_batches_of(edges.row), order.depths[edges.row]
     recomputed_from = config.num_microbatches_with_partial_activation_checkpoints
     losses: list[Any] = []
@@ -341,6 +343,7 @@ def forward_backward(plan: Plan, tracer: Tracer | None, weights: WeightGradients
             kind=plan.schedule.kind,
             in_flight=plan.schedule.in_flight,
             deferred=plan.schedule.deferred,
+            final=plan.schedule.final,
             weights=weights,
             order=plan.order if plan.order.routes else None,
             tracer=tracer,

@@ -110,8 +110,8 @@ def orders(draw: st.DrawFn) -> Order:
     kind = draw(st.sampled_from(("1f1b", "ahead", "zero_bubble") if chunks == 1 else ("interleaved", "ahead")))
     extra = [draw(st.integers(0, 2)) for _ in range(stages)]
     depths = tuple(min(m * chunks, b + sum(extra[s:])) for s, b in enumerate(in_flight(stages, m, chunks)))
-    deferred = tuple(draw(st.integers(0, 14)) for _ in range(stages)) if kind == "zero_bubble" else ()
-    return Order(kind, stages, m, chunks, () if SCHEDULES[kind].megatron else depths, deferred=deferred)
+    deferred, final = (tuple(draw(st.integers(n, 14)) for _ in range(stages * (kind == "zero_bubble"))) for n in (0, 1))
+    return Order(kind, stages, m, chunks, () if SCHEDULES[kind].megatron else depths, deferred=deferred, final=final)
 
 
 @st.composite

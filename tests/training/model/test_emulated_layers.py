@@ -142,6 +142,26 @@ def test_a_recomputed_layer_takes_its_time_again(monkeypatch: pytest.MonkeyPatch
         assert clock.now - start == pytest.approx(0.090, abs=1e-3)
 
 
+def test_a_backward_and_a_weight_pass_share_the_time_of_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, timers, weights = Clock(monkeypatch), Timers(), SimpleNamespace(emulated=None)
+    layer = Layer(clock, 0.01, 0.01)
+    emulated_layers.emulate([[layer]], 30, timers.__getitem__, weights)  # type: ignore[arg-type]
+
+    def compute_weights() -> None:
+        with weights.emulated(0):
+            clock.pass_(0.01)
+
+    share = emulated_layers.WEIGHT_SHARE
+    for _ in range(2):
+        output, _ = timers.run("forward", partial(layer, hidden_states=torch.ones(4, requires_grad=True)))
+        start = clock.now
+        timers.run("backward", output.sum().backward)
+        assert clock.now - start == pytest.approx(0.060 * (1 - share), abs=1e-3)
+        start = clock.now
+        timers.run("backward", compute_weights)
+        assert clock.now - start == pytest.approx(0.060 * share, abs=1e-3)
+
+
 def test_a_pass_does_not_make_up_for_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, timers = Clock(monkeypatch), Timers()
     slow, fast = Layer(clock, 0.05, 0.01), Layer(clock, 0.01, 0.01)

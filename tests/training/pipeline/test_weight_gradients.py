@@ -29,7 +29,9 @@ def test_zero_bubble_has_the_results_of_1f1b_bit_for_bit(name: str, tmp_path: Pa
     layout, in_flight, deferred, train = LAYOUTS[name]
     settings = {"train": {**STEPS, **train}}
     plain = spawn.train(tmp_path / "plain", spawn.plan(**layout, batch=BATCH), settings)
-    plan = spawn.plan(**layout, batch=BATCH, schedule="zero_bubble", in_flight=in_flight, deferred=deferred)
+    final = [max(1, lag) for lag in deferred]
+    lags = {"in_flight": in_flight, "deferred": deferred, "final": final}
+    plan = spawn.plan(**layout, batch=BATCH, schedule="zero_bubble", **lags)
     split = spawn.train(tmp_path / "split", plan, settings)
     assert set(plain.codes) == set(split.codes) == {0}, split.output
     assert split.column("loss") == plain.column("loss") and split.column("grad_norm") == plain.column("grad_norm")
