@@ -38,7 +38,7 @@ def test_a_version_out_of_range_is_reported_with_the_range(
     with pytest.raises(ConfigError) as caught:
         requirements.check_megatron_core()
     assert str(caught.value) == (
-        f"megatron-core: {installed} is installed, this package supports >=0.16.1,<0.20; "
+        f"megatron-core: {installed} is installed, holmes_hpc supports >=0.16.1,<0.20; "
         "pip install 'megatron-core>=0.16.1,<0.20'"
     )
     assert caught.value.exit_code == 2
