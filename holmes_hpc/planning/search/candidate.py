@@ -341,12 +341,13 @@ class Evaluator:
         return changed if changed.seconds < candidate.seconds * (1 - 1e-4) else candidate
 
     def _bucket_sizes(self, layout: Layout) -> tuple[int, ...]:
-        """Return the bucket sizes to try, in bytes: the user's, or Megatron-Core's default and smaller ones; of a small
-        model also that of a layer."""
+        """Return the bucket sizes to try, in bytes: the user's, or Megatron-Core's default and smaller ones.
+        Of a small model with an unsharded optimizer also that of a layer (sharded, many small gathers cost more)."""
         if self.options.bucket_bytes:
             return (layout.bucket_bytes,)
         layer_bytes = int(layer_parameters(self.model, layout.parallel.tp) * self.costs.gradient_size)
-        return (BUCKET_BYTES, *BUCKETS, *([layer_bytes] if layer_bytes < BUCKETS[-1] else []))
+        has_small = layer_bytes < BUCKETS[-1] and not layout.parallel.distributed_optimizer
+        return (BUCKET_BYTES, *BUCKETS, *([layer_bytes] if has_small else []))
 
     def _refine_layers_and_depth(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the best layers, and passes in flight beyond those that hide the transfers.
