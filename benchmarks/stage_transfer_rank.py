@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training import session
 from holmes_hpc.training.data.build import build_datasets
@@ -88,7 +89,9 @@ class Rank:
         return (
             get_forward_backward_func()
             if kind == "megatron"
-            else functools.partial(run_eager_1f1b, in_flight=in_flight)
+            else functools.partial(
+                run_eager_1f1b, order=Order(kind, len(in_flight), len(in_flight), in_flight=tuple(in_flight))
+            )
         )
 
     def step(self, schedule: Any, micro_batches: int) -> float:

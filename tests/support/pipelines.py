@@ -40,6 +40,7 @@ from holmes_hpc.planning.plan.parallel import Parallel, groups
 from holmes_hpc.planning.plan.plan import GroupTransport
 from holmes_hpc.planning.plan.transport import TCP
 from holmes_hpc.planning.schedule.kinds import SCHEDULES
+from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.training.rank import cpu
 
 with cpu.without_compiler():  # as ranks do
@@ -292,13 +293,19 @@ def run(case: Case) -> dict[str, Any]:
             "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
         }
     if case.schedule in SCHEDULES:
-        splits = SCHEDULES[case.schedule].splits
+        order = Order(
+            case.schedule,
+            len(case.layers),
+            case.micro_batches[0],
+            len(models),
+            in_flight=tuple(case.in_flight or ()),
+            deferred=tuple(case.deferred),
+            final=tuple(case.final),
+        )
+        splits = order.schedule.splits
         schedule = functools.partial(
             run_eager_1f1b,
-            kind=case.schedule,
-            in_flight=case.in_flight,
-            deferred=case.deferred,
-            final=case.final,
+            order=order,
             tracer=events.append if case.trace else None,
             weights=WeightGradients([model.module for model in models], Breakdown()) if splits else None,
         )

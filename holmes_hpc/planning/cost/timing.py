@@ -121,7 +121,7 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
 
         return _select(layout.by_stage(name, bucket, first_chunk), layers)
 
-    durations = {f.name: part(f.name) for f in fields(Durations) if f.name != "weight"}
+    durations = {f.name: part(f.name) for f in fields(Durations)}
     first_times, p = of_view(layout.views[0]), layout.parallel
     updates = np.array([layout.costs.optimizer_s(1.0, layout.pool(component)) for component in layout.replicas[0]])
     shares = parameters(layout, layers)[:, :, 0] / np.array([stage.dp for stage in p.stages])
@@ -252,10 +252,10 @@ def _replica(
     `count`: parameters, shaped like `layers`."""
     plans, software = len(layers), layout.costs.software
     forward, backward = _pass_times(layout, network, compute, layers, count)
-    weight = layers * compute.layer[1][:, None] * (WEIGHT_SHARE if layout.order.schedule.splits else 0.0)
-    backward = backward - weight
-    beside = backward  # the computing beside which gradients are reduced
+    weight, beside = np.zeros_like(backward), backward  # the computing beside which gradients are reduced
     if layout.order.schedule.splits:  # the last weight passes, layer by layer
+        weight = WEIGHT_SHARE * layers * compute.layer[1][:, None]
+        backward = backward - weight
         beside = weight * np.array(layout.order.last_weight_passes)[:, None]
     buckets = np.ones_like(count)  # later chunks of a stage have one each (training/model/optimizer.py)
     buckets[:, :, 0] = np.maximum(1, np.ceil(count[:, :, 0] * layout.costs.gradient_size / bucket_bytes[:, None]))

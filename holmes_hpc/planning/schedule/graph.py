@@ -9,7 +9,6 @@ every stage and turn comes last. Nodes are numbers, because a search builds hund
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.kinds import Exchange, Pass, StageTransfer
+from holmes_hpc.planning.schedule.kinds import Exchange, Pass, StageTransfer, WeightPass
 from holmes_hpc.planning.schedule.order import Order
 
 PARTS = (
@@ -79,6 +78,10 @@ class NodeNumbers:
         """Return the node number of a pass of `stage`."""
         chunk = p.chunk if p.forward else self.chunks - 1 - p.chunk
         return (2 * stage + (not p.forward)) * self.turns + self.turn_of[p.micro_batch, chunk]
+
+    def weight(self, stage: int, p: WeightPass) -> int:
+        """Return the node number of a weight pass of `stage`."""
+        return self.weights + stage * self.turns + self.turn_of[p.micro_batch, p.chunk]
 
     def transfer(self, transfer: StageTransfer) -> int:
         """Return the node number of a stage transfer."""
@@ -155,7 +158,7 @@ def _collective_arcs(numbers: NodeNumbers, before_first: dict[int, list[int]]) -
             arcs += [(ready, dependency) for dependency in before_first.get(first_pass, ())]
             last_pass = n.node(stage, Pass(False, last_micro_batch, chunk))
             if n.order.schedule.splits:
-                last_pass = n.weights + (stage + 1) * n.turns - 1
+                last_pass = n.weight(stage, WeightPass(last_micro_batch, chunk))
             arcs += [(first_pass, ready), (tail, last_pass)]
             arcs += [(reduce, reduction) for reduction in earlier_reductions]
             earlier_reductions = [tail, reduce] if earlier_reductions else [tail]
@@ -263,17 +266,12 @@ def _background_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Ar
 def _with_weight_passes(n: NodeNumbers, stage: int, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (the nodes of passes and weight passes of `stage` in order, the node before each of the passes `nodes`).
     See :meth:`Order.with_weight_passes`."""
-    if not n.order.schedule.splits:
-        return nodes, np.concatenate([nodes[:1], nodes[:-1]])
-    first_backward, pending = (2 * stage + 1) * n.turns, deque[int]()
-    computed, previous = list[int](), list[int]()
-    for node, count in zip(nodes.tolist(), n.order.weight_passes_before(stage), strict=True):
-        computed += [pending.popleft() for _ in range(count)]
-        previous.append(computed[-1] if computed else node)
-        computed.append(node)
-        if node >= first_backward:
-            pending.append(n.weights + stage * n.turns + node - first_backward)
-    return np.array([*computed, *pending]), np.array(previous)
+    computed = nodes
+    if n.order.schedule.splits:
+        row = n.order.with_weight_passes(stage, n.order.passes(stage))
+        computed = np.array([n.node(stage, p) if isinstance(p, Pass) else n.weight(stage, p) for p in row])
+    is_pass = computed < n.weights
+    return computed, np.concatenate([computed[:1], computed[:-1]])[is_pass]
 
 
 def _is_sent(n: NodeNumbers, stage: int, direction: int) -> np.ndarray:

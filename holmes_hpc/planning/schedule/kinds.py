@@ -227,7 +227,6 @@ SCHEDULES: dict[str, ScheduleKind] = {
 }
 
 PER_STAGE = next(kind for kind in SCHEDULES.values() if kind.per_stage)  # with per-stage TP/DP
-SPLIT = next(kind for kind in SCHEDULES.values() if kind.splits)
 
 
 def schedule_kind(name: str) -> ScheduleKind:

@@ -47,6 +47,9 @@ class Durations:
     tail: np.ndarray
     weight: np.ndarray = field(default_factory=lambda: np.zeros(()))  # no weight passes
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", np.broadcast_to(self.weight, self.forward.shape))
+
     def compute(self) -> np.ndarray:
         """Return the seconds of all passes of a micro-batch, (plans, S, C)."""
         return self.forward + self.backward + self.weight
@@ -54,8 +57,7 @@ class Durations:
     def table(self) -> np.ndarray:
         """Return all durations side by side, in the columns of schedule/graph.py, and a column of zeros."""
         plans = len(self.forward)
-        weight = self.weight + np.zeros_like(self.forward)
-        parts = ((weight if name == "weight" else getattr(self, name)).reshape(plans, -1) for name in PARTS)
+        parts = (getattr(self, name).reshape(plans, -1) for name in PARTS)
         return np.concatenate([*parts, np.zeros((plans, 1))], axis=1)
 
 

@@ -329,16 +329,18 @@ class Evaluator:
         for size in sizes:
             best = self._better(best, best.layout.with_settings(bucket_bytes=size))
         if best.layout.order.schedule.splits:
-            return defer(best, sizes, self._better, self._refine_layers_and_depth)
+            return defer(best, sizes, self._better_that_fits, self._refine_layers_and_depth)
         simpler = self.simplify(best)
         return simpler if simpler.seconds < best.seconds else best
 
     def _better(self, candidate: Candidate, layout: Layout) -> Candidate:
-        """Return the candidate under another layout if it fits and its step is shorter, else the candidate."""
-        if not fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
-            return candidate
+        """Return the candidate under another layout if its step is then shorter, else the candidate."""
         changed = self._time(replace(candidate, layout=layout))
         return changed if changed.seconds < candidate.seconds * (1 - 1e-4) else candidate
+
+    def _better_that_fits(self, candidate: Candidate, layout: Layout) -> Candidate:
+        is_fitting = fits(layout, candidate.layers, self.options.max_memory_gib)[0]
+        return self._better(candidate, layout) if is_fitting else candidate
 
     def _bucket_sizes(self, layout: Layout) -> tuple[int, ...]:
         """Return the bucket sizes to try, in bytes: the user's, or Megatron-Core's default and smaller ones.

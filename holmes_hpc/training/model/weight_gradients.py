@@ -50,7 +50,7 @@ class WeightGradients:
         """Keep the products of the next backward pass for the weight pass of this micro-batch and chunk."""
         self._current = WeightPass(micro_batch, chunk)
 
-    def compute(self, passes: Sequence[WeightPass], wrapped: Sequence[Any], last: bool) -> None:
+    def compute(self, wrapped: Sequence[Any], passes: Sequence[WeightPass], *, last: bool) -> None:
         """Compute weight passes, layer by layer. `wrapped`: the chunks in DDP. `last`: the last of `passes` belongs to
         the step's last micro-batch, so that complete buckets are reduced."""
         self._timer.start()

@@ -82,11 +82,7 @@ def run_eager_1f1b(
     forward_only: bool = False,
     p2p_communicator: Any,
     pg_collection: Any,
-    kind: str,
-    in_flight: Sequence[int],
-    deferred: Sequence[int] = (),
-    final: Sequence[int] = (),
-    order: Order | None = None,
+    order: Order,
     tracer: Tracer | None = None,
     weights: WeightGradients | None = None,
 ) -> list[Any]:
@@ -94,19 +90,16 @@ def run_eager_1f1b(
 
     Return what the loss function returned for each micro-batch on the last stage, else [].
 
-    Bind `kind`, `in_flight`, `deferred` and `final` (the plan's schedule, and one number per stage), `order` (the
-    plan's, with per-stage TP/DP), `tracer` and `weights` (with zero_bubble) with ``functools.partial``. With `order`,
-    `num_microbatches` counts the micro-batches of all replicas, by which the loss is divided, and gradients are summed
-    over a stage's replicas.
+    Bind `order` (the plan's), `tracer` and `weights` (with zero_bubble) with ``functools.partial``. With per-stage
+    TP/DP, `num_microbatches` counts the micro-batches of all replicas, by which the loss is divided, and gradients are
+    summed over a stage's replicas. Else it may differ from that of `order`.
     """
     models = model if isinstance(model, list) else [model]
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config, edges = get_model_config(models[0]), p2p_communicator
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
-    _refuse_unsupported(config, edges, in_flight)
-    if order is None:
-        order = Order(kind, stages, num_microbatches, len(models), in_flight=tuple(in_flight))
-        order = replace(order, deferred=tuple(deferred), final=tuple(final))
+    _refuse_unsupported(config, edges, order)
+    order = order if order.routes else replace(order, micro_batches=num_microbatches)
     micro_batches, depth = order.micro_batches_of(edges.row), order.depths[edges.row]
     recomputed_from = config.num_microbatches_with_partial_activation_checkpoints
     losses: list[Any] = []
@@ -141,17 +134,13 @@ def run_eager_1f1b(
         with reduction.last_backward(step.chunk) if is_last and weights is None else contextlib.nullcontext():
             return backward_step(*tensors, model_type=get_model_type(models[0]), config=config)
 
-    def compute_weights(passes: Sequence[WeightPass]) -> None:
-        assert weights is not None
-        weights.compute(passes, models, last=passes[-1].micro_batch == micro_batches[-1])
-
     if not forward_only:
         embedding = megatron.clear_embedding_activation_buffer(config, models, stage == stages - 1)
         reduction.suppress()
     new_buffer = _buffer_factory(config, pg_collection, edges.device, seq_length, micro_batch_size)
     tokens = _run_passes(
         *(order, edges, forward, None if forward_only else backward, new_buffer, config),
-        compute_weights=compute_weights,
+        compute_weights=partial(weights.compute, models) if weights is not None else None,
         tracer=tracer,
     )
     if not forward_only:
@@ -186,10 +175,11 @@ def _run_passes(
     new_buffer: Callable[[], torch.Tensor],
     config: Any,
     *,
-    compute_weights: Callable[[Sequence[WeightPass]], None],
+    compute_weights: Any,
     tracer: Tracer | None,
 ) -> torch.Tensor:
     """Run a stage's passes and transfers in order; return the number of tokens. `backward`: None for validation.
+    `compute_weights`: of WeightGradients; None without weight passes.
     Weight passes after the last backward pass are computed together, layer by layer, so that reductions start early."""
     row = edges.row
     program = launches(order, row, backward is None, edges.on_device)
@@ -203,7 +193,7 @@ def _run_passes(
     for step in program[: len(program) - len(last_weights)]:
         if isinstance(step, WeightPass):
             with report.span("weight", step, activations):
-                compute_weights([step])
+                compute_weights([step], last=False)
             continue
         if isinstance(step, Post):
             transfer = step.transfer
@@ -231,7 +221,7 @@ def _run_passes(
                 output = backward(step, *activations.pop(key), received)
     if last_weights:
         with report.span("weight", last_weights[-1], activations):
-            compute_weights(last_weights)
+            compute_weights(last_weights, last=True)
     return tokens
 
 
@@ -270,10 +260,10 @@ class TraceReporter:
             self._tracer(TraceEvent(kind, step.micro_batch, step.chunk, start, end, self._in_flight))
 
 
-def _refuse_unsupported(config: Any, edges: Any, in_flight: Sequence[int]) -> None:
+def _refuse_unsupported(config: Any, edges: Any, order: Order) -> None:
     stages, hint = edges.pp_group.size(), "unset it, or use plan.schedule=1f1b"
-    message = f"in_flight has {len(in_flight)} numbers for {stages} stages"
-    refuse("plan.schedule", (len(in_flight) != stages, message, "give one number per stage"), error=PlanError)
+    message = f"in_flight has {len(order.in_flight)} numbers for {stages} stages"
+    refuse("plan.schedule", (len(order.in_flight) != stages, message, "give one number per stage"), error=PlanError)
     refuse(
         "model",
         *(
@@ -338,16 +328,7 @@ def forward_backward(plan: Plan, tracer: Tracer | None, weights: WeightGradients
     """Return the function that runs the plan's schedule: Megatron-Core's, or ``run_eager_1f1b``, which reports its
     events to `tracer`. `weights`: with zero_bubble."""
     if runs_in_background(plan):
-        return partial(
-            run_eager_1f1b,
-            kind=plan.schedule.kind,
-            in_flight=plan.schedule.in_flight,
-            deferred=plan.schedule.deferred,
-            final=plan.schedule.final,
-            weights=weights,
-            order=plan.order if plan.order.routes else None,
-            tracer=tracer,
-        )
+        return partial(run_eager_1f1b, order=plan.order, tracer=tracer, weights=weights)
     return megatron.get_forward_backward_func()
 
 
