@@ -17,7 +17,7 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import check_memory
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout
 from holmes_hpc.planning.plan.plan import Plan, Stage
-from holmes_hpc.planning.schedule.kinds import megatron_kind, schedule_kind
+from holmes_hpc.planning.schedule.kinds import SCHEDULES, megatron_kind, schedule_kind
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
 from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, Exploration, explore
 from holmes_hpc.planning.search.infeasible import raise_indivisible, raise_out_of_memory
@@ -39,8 +39,8 @@ MAX_NODE_CHOICES = 50  # the most placements tried for one user-fixed layout
 MAX_RUNNERS_UP = 5
 MIN_PER_STAGE_GAIN = 0.01  # per-stage TP/DP is less simple and must gain at least this share of the step
 PREDICTED = tuple(part for part in PARTS if part != "other_s")  # parts of a step's time
-MIN_REPLICATED_GAIN = 0.01  # an optimizer that is not sharded needs more memory and must gain at least this share
-MAX_REPLICATED = 4  # candidates for which it is tried
+MIN_GAIN_OF_OPTION = 0.01  # an optimizer that is not sharded, and weight passes, need more memory and must gain this
+MAX_PLACEMENTS = 4  # for which they are tried
 MIN_NOTED_GAP = 0.005  # smaller gaps to the lower bound are not noted
 
 
@@ -209,29 +209,44 @@ def search(
         raise_out_of_memory(evaluator, placements)
     candidates = _refine(evaluator, exploration, clock)
     is_fsdp = costs.software.sharding in ("gradients", "full")
+    replicated = replace(options, distributed_optimizer=False)
     if options.distributed_optimizer is None and not is_fsdp:
-        return [*_replicated(evaluator, candidates, clock), *candidates]
+        reason = "the optimizer is not sharded, so no parameters are gathered"
+        candidates = _with_faster(evaluator, candidates, replicated, reason, clock)
+    # Only emulated layers get weight passes unasked: these have not been timed on GPUs yet.
+    if options.schedule == "auto" and options.transport == "holmes" and costs.pace_layer_ms:
+        kind = next(kind for kind in SCHEDULES.values() if kind.splits)
+        for base in (options, replicated) if options.distributed_optimizer is None else (options,):
+            reason = f"weight gradients fill waits ({kind.option_name})"
+            candidates = _with_faster(evaluator, candidates, replace(base, schedule=kind.name), reason, clock)
     return candidates
 
 
-def _replicated(evaluator: Evaluator, sharded: list[Candidate], clock: Clock) -> list[Candidate]:
-    """Return the candidates whose replicas have the complete optimizer, if their steps are shorter than those of
-    `sharded`, the best first. No rank then gathers parameters. The placements are those of the best `sharded` ones."""
-    e, max_s, faster = evaluator, sharded[0].seconds * (1 - MIN_REPLICATED_GAIN), list[Candidate]()
-    replicated = Evaluator(e.model, e.batch, e.site, replace(e.options, distributed_optimizer=False), e.costs)
-    for placement in dict.fromkeys(c.placement for c in sharded[:MAX_REPLICATED]):
-        if placement.dp == 1 or placement.instances > 1 or clock.is_over():
+def _with_faster(
+    evaluator: Evaluator, candidates: list[Candidate], options: PlanOptions, reason: str, clock: Clock
+) -> list[Candidate]:
+    """Return `candidates`, the best first, after those that use `options` and have steps shorter by MIN_GAIN_OF_OPTION.
+
+    The placements are those of the best `candidates`. `reason`: why steps are shorter, for the plan's note.
+    """
+    changed = Evaluator(evaluator.model, evaluator.batch, evaluator.site, options, evaluator.costs)
+    max_s, faster = candidates[0].seconds * (1 - MIN_GAIN_OF_OPTION), list[Candidate]()
+    near = NEAR if options.schedule == "auto" else FAR  # weight passes gain most when refined
+    for placement in dict.fromkeys(c.placement for c in candidates[:MAX_PLACEMENTS]):
+        is_replicated = options.distributed_optimizer is False and placement.dp == 1
+        is_whole = placement.pp == 1 and options.schedule != "auto"
+        if is_replicated or is_whole or placement.instances > 1 or clock.is_over():
             continue
-        candidates = sorted(replicated.candidates(placement), key=lambda c: c.bound)
-        simulated = [replicated.simulate(c) for c in candidates[:MAX_REPLICATED] if c.bound < max_s]
-        near = [c for c in simulated if c.seconds < NEAR * max_s]
-        faster += [c for c in map(replicated.refine, near) if c.seconds < max_s]
+        bounded = sorted(changed.candidates(placement), key=lambda c: c.bound)
+        simulated = [changed.simulate(c) for c in bounded[:MAX_PLACEMENTS] if c.bound < max_s]
+        refined = (changed.refine(c) for c in simulated if c.seconds < near * max_s)
+        faster += [c for c in refined if c.seconds < max_s]
     faster.sort(key=Candidate.sort_key)
     if faster:
-        best, gain = faster[0], 1 - faster[0].seconds / sharded[0].seconds
-        note = f"the optimizer is not sharded, so no parameters are gathered: a step is {gain:.1%} shorter"
-        faster[0] = replicated.note_missing_depth(replace(best, notes=(*best.notes, note)))
-    return faster
+        gain = 1 - faster[0].seconds / candidates[0].seconds
+        note = f"{reason}: a step is {gain:.1%} shorter"
+        faster[0] = changed.note_missing_depth(replace(faster[0], notes=(*faster[0].notes, note)))
+    return [*faster, *candidates]
 
 
 def _refine(evaluator: Evaluator, exploration: Exploration, clock: Clock) -> list[Candidate]:

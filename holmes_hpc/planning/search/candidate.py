@@ -299,10 +299,10 @@ class Evaluator:
         schedule = replace(eager_layout.schedule, in_flight=layout.schedule.in_flight)
         deeper = replace(candidate, layout=eager_layout.with_settings(schedule))
         cap, _ = next(self._depths(deeper, extra))
+        if cap == max(extra):
+            return candidate
         note = f"memory allows {cap} more micro-batches in flight over a slow link, {max(extra)} would hide it"
-        return (
-            candidate if cap == max(extra) else replace(candidate, notes=tuple(dict.fromkeys((*candidate.notes, note))))
-        )
+        return replace(candidate, notes=tuple(dict.fromkeys((*candidate.notes, note))))
 
     def refine(self, candidate: Candidate, max_orders: int | None = None) -> Candidate:
         """Return the candidate with the best order of pools, then layers and depth, bucket size and schedule.
@@ -321,26 +321,28 @@ class Evaluator:
             if variant.bound < min(c.seconds for c in simulated):
                 simulated.append(self.simulate(variant))
         simulated.sort(key=lambda c: c.seconds)
-        best = self._refine_layers_and_depth(simulated[0])
-        for variant in simulated[1:2]:  # layers and depth can change which of the two best wins
-            refined = self._refine_layers_and_depth(variant)
-            best = refined if refined.seconds < best.seconds * (1 - 1e-6) else best
-        sizes = self._bucket_sizes(best.layout)
-        for size in sizes:
+        splits = schedule_kind(s.schedule.kind).splits
+        improve = self._with_weight_passes if splits else self._refine_layers_and_depth
+        improved = [improve(variant) for variant in simulated[:2]]  # this can change which of the two best wins
+        best = min(improved, key=lambda c: float(f"{c.seconds:.6g}"))
+        if splits:
+            return best
+        for size in self._bucket_sizes(best.layout):
             best = self._better(best, best.layout.with_settings(bucket_bytes=size))
-        if best.layout.order.schedule.splits:
-            return defer(best, sizes, self._better_that_fits, self._refine_layers_and_depth)
         simpler = self.simplify(best)
         return simpler if simpler.seconds < best.seconds else best
 
+    def _with_weight_passes(self, candidate: Candidate) -> Candidate:
+        """Return the candidate with the best layers, depth, buckets and weight passes."""
+        candidate, sizes = self._refine_layers_and_depth(candidate), self._bucket_sizes(candidate.layout)
+        return defer(candidate, sizes, self._better, self._refine_layers_and_depth)
+
     def _better(self, candidate: Candidate, layout: Layout) -> Candidate:
-        """Return the candidate under another layout if its step is then shorter, else the candidate."""
+        """Return the candidate under another layout if that fits and its step is then shorter, else the candidate."""
+        if not fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
+            return candidate
         changed = self._time(replace(candidate, layout=layout))
         return changed if changed.seconds < candidate.seconds * (1 - 1e-4) else candidate
-
-    def _better_that_fits(self, candidate: Candidate, layout: Layout) -> Candidate:
-        is_fitting = fits(layout, candidate.layers, self.options.max_memory_gib)[0]
-        return self._better(candidate, layout) if is_fitting else candidate
 
     def _bucket_sizes(self, layout: Layout) -> tuple[int, ...]:
         """Return the bucket sizes to try, in bytes: the user's, or Megatron-Core's default and smaller ones.

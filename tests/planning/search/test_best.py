@@ -10,8 +10,10 @@ import brute
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sites import small_testbed
 
 from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Gpu, NicType, Pool, Site
@@ -130,6 +132,25 @@ def assert_near_optimum(model: ModelSpec, batch: Batch, site: Site) -> None:
     assert plan.predicted is not None
     assert plan.predicted.step_time_s <= 1.01 * optimum
     assert plan.predicted.step_time_s >= optimum * (1 - 1e-9)  # else brute force misses a layout
+
+
+@pytest.mark.parametrize("pace_ms", [10.0, None])
+def test_emulated_layers_are_split_if_that_is_faster(pace_ms: float | None) -> None:
+    """The plan says what weight passes gain over the schedule that is chosen without them."""
+    options = PlanOptions(strategy="pipeline", nodes={"ib-a": 2, "roce-a": 2}, tp=1, pp=2, dp=2)
+    plan, joint = (
+        best_plan(named("gpt_tiny"), Batch(24, 2, 64), small_testbed(), replace(options, schedule=schedule), costs)
+        for costs in (Costs(pace_layer_ms=pace_ms),)
+        for schedule in ("auto", "ahead")
+    )
+    notes = [note for note in plan.assumptions if "weight gradients fill waits (zero_bubble)" in note]
+    assert plan.predicted and joint.predicted
+    if pace_ms is None:
+        assert plan.schedule.kind != "zero_bubble" and not notes
+    else:
+        gain = 1 - plan.predicted.step_time_s / joint.predicted.step_time_s
+        assert plan.schedule.kind == "zero_bubble" and gain > 0.01
+        assert f"a step is {gain:.1%} shorter" in notes[0]
 
 
 def test_runners_up_are_sorted_by_predicted_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
