@@ -267,7 +267,7 @@ def _refine(evaluator: Evaluator, exploration: Exploration, clock: Clock) -> lis
         refined.append(evaluator.refine(candidate, None if is_near else MAX_ORDERS_FAR))
         kind_gains.append(1 - refined[-1].seconds / candidate.seconds)
         clock.report(
-            f"planning: {len(refined)} candidates refined, the best takes"
+            f"planning: {counted(len(refined), 'candidate')} refined, the best takes"
             f" {min(c.seconds for c in refined):.4g} s a step"
         )
     refined.sort(key=Candidate.sort_key)
