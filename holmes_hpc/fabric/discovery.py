@@ -51,6 +51,13 @@ class Origin:
     remarks: tuple[str, ...]
     gpu_is_known: bool
 
+    @property
+    def assumed(self) -> list[str]:
+        """The keys whose values are guesses."""
+        guesses = [name for name, source in self.keys.items() if source.startswith("assumed")]
+        has_gpu = not self.gpu_is_known or any(_GPU_GUESS.search(text) for text in self.remarks)
+        return list(dict.fromkeys([*guesses, *["gpu"] * has_gpu]))
+
 
 @dataclass(frozen=True)
 class Discovery:

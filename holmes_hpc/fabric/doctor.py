@@ -25,6 +25,7 @@ from holmes_hpc.records.untrusted import read_file
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Config, Partition, read_config, read_partitions
 
+OLDEST = (22, 5)  # the first Slurm that is supported
 SAFE_HETJOBS = (24, 11)  # the first Slurm whose slurmctld survives an impossible component
 
 
@@ -32,6 +33,12 @@ def check_config(config: Config) -> list[Finding]:
     """Check the scheduler's settings for those that hinder heterogeneous jobs, restarts or accounting."""
     cases = [(True, "error", problem, hint) for problem, hint in config.hetjob_obstacles()]
     cases += [
+        (
+            config.version is not None and config.version < OLDEST,
+            "warning",
+            f"Slurm {config.get('SLURM_VERSION')} is not supported: nothing was tried with it",
+            "use Slurm 22.05 or later",
+        ),
         (
             config.version is not None and config.version < SAFE_HETJOBS,
             "warning",
@@ -97,7 +104,7 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
         nodes_text, _, assumption = line.partition(": ")
         level, hint = "info", "label them with `holmes label`"
         if "no fabric label" in assumption:
-            level, hint = "warning", "label them: holmes label --fabric NAME, one name for nodes that share RDMA"
+            level, hint = "warning", "label them: holmes label --fabric NAME, one name for nodes that share a network"
         if "skipped" in assumption or "GiB assumed" in assumption:
             hint = "see `holmes nodes`"
         if "left out" not in assumption and "CPU rank" not in assumption:

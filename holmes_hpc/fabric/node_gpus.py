@@ -38,7 +38,7 @@ def node_gpus(node: SiteNode, vocabulary: Vocabulary) -> NodeGpus:
         gpu, assumption = _gpu_with_memory(name, node, vocabulary)
         if gpu is None:
             gpu = replace(UNKNOWN_GPU, name=name or "gpu")
-            figures = f"{gpu.peak_tflops:g} TFLOP/s, {gpu.memory_gib:g} GiB assumed; add it under gpus"
+            figures = f"{gpu.peak_tflops:g} TFLOP/s, {gpu.memory_gib:g} GiB assumed; give its figures in a site file"
             assumption = f"GPU type {name or '(none given)'} is not in the vocabulary: {figures}"
         gpus.append(gpu)
         assumptions += [assumption] if assumption else []

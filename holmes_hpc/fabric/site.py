@@ -156,6 +156,11 @@ class Pool:
                 "give one of `sinfo`",
             ),
             (
+                not self.constraint.isprintable(),
+                f"no constraint of Slurm can be {self.constraint!r}",
+                "give features in one line",
+            ),
+            (
                 self.nic.rdma and self.rdma_gbps is None,
                 "rdma_gbps is missing",
                 "give the rate of one node over all its RDMA NICs, in Gb/s",

@@ -1,11 +1,12 @@
 """Site files: planning without a Slurm, or for hardware not bought yet (docs/howto.md)."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from holmes_hpc.errors import HolmesError, SiteError, collected, raise_all
+from holmes_hpc.errors import HolmesError, SiteError, collected, nearest, raise_all
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import CPU, FabricLink, Gpu, Pool, Site
@@ -26,6 +27,8 @@ MAX_VALUES = {
     "gbps": 6400,
     "total_gbps": 1e5,
     "delay_ms": 1e4,
+    "nodes": 65_533,  # of a Slurm cluster
+    "gpus_per_node": 1024,
 }
 FIGURES = ("peak_tflops", "memory_gib", "intra_node_gbps")  # from a GPU kind's data sheet
 _HINT = "see docs/site-file.md"
@@ -84,7 +87,26 @@ def parse_site(data: Mapping[str, Any]) -> Site:
         if gpu.attention == "flash" and known_kind is not None and not known_kind.has_bf16:
             problem = f"attention is flash, which {known_kind.name} does not support"
             raise SiteError(problem, where=f"gpu {gpu.name}", hint="use attention: sdpa, or unfused")
-    return Site(site_file.name, tuple(pools), tuple(_warnings(pools)), site_file.links)
+    return Site(site_file.name, tuple(pools), (*_warnings(pools), *_guesses(data)), site_file.links)
+
+
+def _guesses(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line on the values that `holmes site` assumed and that nobody has corrected, if there are any."""
+    found = data["found"] if isinstance(data.get("found"), Mapping) else {}
+    assumed, guesses = found.get("assumed"), list[str]()
+    for name, names in assumed.items() if isinstance(assumed, Mapping) else ():
+        written, entry = _pool_entry(found, name), _pool_entry(data, name)
+        same = [str(key) for key in names or () if key in entry and entry[key] == written.get(key)]
+        guesses += [f"{', '.join(same)} of {name}"] if same else []
+    if guesses:
+        yield f"assumed by `holmes site`: {'; '.join(guesses)}"
+
+
+def _pool_entry(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the keys of a pool over those of its fabric, as they stand in the file."""
+    fabrics, pools = ([e for e in _entries(data, k) if isinstance(e, Mapping)] for k in ("fabrics", "pools"))
+    pool = next((entry for entry in pools if entry.get("name") == name), {})
+    return {**next((entry for entry in fabrics if entry.get("name") == pool.get("fabric")), {}), **pool}
 
 
 def _entries(data: Mapping[str, Any], name: str) -> tuple[Any, ...]:
@@ -152,10 +174,14 @@ def _with_figures(entry: Mapping[str, Any], where: str = "gpu") -> dict[str, Any
     if not isinstance(gpu, Mapping) or not isinstance(gpu.get("name"), str):
         return dict(entry)
     known_kind = read_vocabulary().gpu(gpu["name"])
+    size = re.search(r"[-_ ](\d{2,3})(?:g|b|gi?b)?$", gpu["name"], re.IGNORECASE)
+    if known_kind is not None and known_kind.name != gpu["name"].lower() and size:
+        known_kind = known_kind if int(size[1]) == known_kind.memory_gib else None
     if known_kind is None and (missing := [name for name in FIGURES if name not in gpu]):
-        kinds = ", ".join(kind.name for _, kind in read_vocabulary().gpus)
+        kinds = [kind.name for _, kind in read_vocabulary().gpus]
         problem = f"gpu {gpu['name']!r} is not a known kind and has no {', '.join(missing)}"
-        raise SiteError(problem, where=where, hint=f"give all figures, or one of {kinds}")
+        similar = nearest(gpu["name"], kinds)
+        raise SiteError(problem, where=where, hint=f"give all figures, or a known kind: {similar}")
     figures = {name: getattr(known_kind, name) for name in FIGURES} if known_kind is not None else {}
     return {**entry, "gpu": {**figures, **gpu}}
 
@@ -173,9 +199,9 @@ def _refuse_implausible(part: Pool | Gpu | FabricLink, where: str) -> None:
     for name, declared in keys(type(part)).items():
         value = getattr(part, name)
         if name in MAX_VALUES and value is not None and value > MAX_VALUES[name]:
-            unit = declared.spec.unit
-            hint = f"give it in {unit}, at most {MAX_VALUES[name]:g}"
-            raise SiteError(f"{name} is {value:g} {unit}, more than any machine has", where=where, hint=hint)
+            unit = f" {declared.spec.unit}".rstrip()
+            hint = f"give at most {MAX_VALUES[name]:g}{unit}"
+            raise SiteError(f"{name} is {value:g}{unit}, more than any machine has", where=where, hint=hint)
 
 
 def _warnings(pools: Sequence[Pool]) -> Iterator[str]:

@@ -79,6 +79,8 @@ def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[s
     lines += [f"# {_line(text)}" for text in (*discovery.left_out, *discovery.problems)]
     lines += ["", "found:  # what `holmes site` found; leave it", f"  cluster: {_flow(site.name)}"]
     lines.append(f"  nodes: {_flow(compress(node_names))}")
+    assumed = {names[pool.name]: keys for pool in site.pools if (keys := discovery.origins[pool.name].assumed)}
+    lines += [f"  assumed: {_flow(assumed)}"] if assumed else []
     for key, entries in found.items():
         present = {entry.get("name") for entry in entries}
         gone = [e for e in before.get(key) or [] if key != "probes" and e["name"] not in present]

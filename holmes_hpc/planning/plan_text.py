@@ -32,9 +32,9 @@ _REMEDIES = {  # by part of the step
 }
 LONG_WAIT = 0.25  # of a step: a longer pipeline wait is reported beside the longest part
 MORE_NODES = "twice the nodes of every pool in use"
-_NO_HELP = "Faster networks, more nodes or a larger batch would not help this plan."
+_NO_HELP = "Networks twice as fast, twice the nodes or twice the batch would not help this plan."
 MAX_STAGES_LISTED = 8  # stages whose parts are listed
-MAX_PLACEMENTS = 3  # the most lines on pools in a summary
+MAX_PLACEMENTS = 4  # the most lines on pools in a summary
 # Assumptions that a summary shows.
 _NOTED = re.compile(r"the 90% interval|the search was stopped|\S+ has no (bf16|FlashAttention)|a global batch of")
 TOO_CLOSE = 0.03  # layouts further apart are in the right order in 93% of pairs (docs/planner.md)
@@ -48,9 +48,7 @@ def summary(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
 
 def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WIDTH) -> list[str]:
     """Return the :func:`summary` of a plan and all details, in lines of at most `width` columns, folded between words.
-
-    Details are the drawing, the parts of the step, what would help, the runners-up and the assumptions.
-    """
+    Details are the drawing, the parts of the step, what would help, the runners-up and the assumptions."""
     predicted, unused = plan.predicted, ", ".join(f"{counted(n, 'node')} of {f}" for f, n in plan.unused.items())
     assumptions = [f"- {a}" for a in plan.assumptions]
     lines = [*_summary(plan, costs, steps)[:-1], "", *_drawing(plan)]
@@ -67,17 +65,21 @@ def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
     batch, notes, placements = plan.batch, plan.assumptions, _placements(plan)
     sequences, details = batch.tokens // batch.context, f"{len(plan.alternatives)} runners-up, {len(notes)} assumptions"
     if len(placements) > MAX_PLACEMENTS:
-        placements[MAX_PLACEMENTS - 1 :] = [f"and {len(placements) - MAX_PLACEMENTS + 1} more pools"]
+        rest = plan.components[MAX_PLACEMENTS - 1 :]
+        layers = sum(plan.stages[s].layers for s in {s for c in rest for s in c.stages})
+        placements[MAX_PLACEMENTS - 1 :] = [f"and {len(rest)} more pools, {counted(layers, 'layer')}"]
     lines = [
         f"Plan {plan.id}: {plan.model.name}, {sequences} sequences of {batch.context} tokens per step",
         *(f"  {text}" for text in placements),
-        f"Layout: {plan.strategy_label}; {_sizes(plan)}; {plan.micro_batches} micro-batches of {batch.micro_size};"
-        f" schedule {plan.order.schedule.label}; recompute {plan.recompute}",
+        f"Layout: {plan.strategy_label}; {_sizes(plan)}; {counted(plan.micro_batches, 'micro-batch')} of"
+        f" {batch.micro_size}; schedule {plan.order.schedule.label}; recompute {plan.recompute}",
     ]
     if plan.predicted is not None:
         lines += [*_times(plan, plan.predicted, steps), _memory(plan, plan.predicted, notes)]
         lines += [_best_improvement(_improvements(plan, plan.predicted, costs))]
     lines += [f"Note: {note}" for note in notes if _NOTED.match(note)]
+    if any("assumed" in note for note in plan.site.assumptions):
+        lines.append("Note: NICs, rates or GPUs are assumed (see --explain); `holmes site` can ask the nodes")
     return [*lines, f"--explain shows the parts of the step, {details}."]
 
 

@@ -53,7 +53,7 @@ USAGE_OF_PLAN = """\
 # (`holmes submit PLAN KEY=VALUE... --template FILE`).
 #
 # The script reads these environment variables: PLAN, RUN (the run directory, on a file system that all nodes share)
-# and PYTHON (a Python with holmes_hpc, at the same path on every node). The defaults are:
+# and PYTHON (a Python with holmes_hpc, at the same path on every node). Defaults are set below #SBATCH:
 """
 
 

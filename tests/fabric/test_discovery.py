@@ -124,6 +124,19 @@ def test_no_jobs_leaves_assumptions_beside_the_values(slurm, holmes) -> None:
     assert "40 GiB assumed" in out
 
 
+def test_a_plan_says_what_the_site_file_assumes_until_it_is_corrected(slurm, holmes) -> None:
+    holmes("site", "--no-jobs", "-o", "site.yaml")
+    arguments = ("plan", "model=gpt_tiny", "--site", "site.yaml")
+    code, out, _ = holmes(*arguments)
+    assert code == 0 and "Note: NICs, rates or GPUs are assumed" in out
+    (line,) = (text for text in read_site_file("site.yaml").assumptions if text.startswith("assumed by `holmes site`"))
+    assert "nic, ethernet_gbps of ethernet-gpu-h200; nic, ethernet_gbps, gpu of ethernet-gpu-a100-40gb" in line
+    path = Path("site.yaml")
+    path.write_text(path.read_text().replace("ethernet_gbps: 10 ", "ethernet_gbps: 25 ", 1))
+    (line,) = (text for text in read_site_file("site.yaml").assumptions if text.startswith("assumed by `holmes site`"))
+    assert "nic of ethernet-gpu-h200; nic, ethernet_gbps, gpu of" in line
+
+
 def test_a_second_run_asks_only_new_kinds_and_keeps_edits(slurm, holmes) -> None:
     holmes("site", "-o", "site.yaml")
     slurm.jobs()
@@ -237,7 +250,8 @@ def test_plan_nodes_and_doctor_compare_the_file_with_slurm(slurm, holmes, monkey
     holmes("site", "-o", "site.yaml")
     monkeypatch.setenv("HOLMES_SITE", "site.yaml")
     code, out, err = holmes("nodes", "--json")
-    assert (code, err) == (0, "") and {f["nic"] for f in json.loads(out)["fabrics"]} == {"ib"}
+    assert "assumed by `holmes site`: fabric of ib-gpu-h200; fabric of ib-gpu-a100-80gb" in err
+    assert code == 0 and {f["nic"] for f in json.loads(out)["fabrics"]} == {"ib"}
     slurm.partitions = partition_line("gpu", "h[1-4],a[1-2]")
     slurm.add("h4", "gpu:h200:4", "hopper", {})
     slurm.add("h1", "gpu:h200:4", "hopper", {}, state="DRAIN")

@@ -103,7 +103,7 @@ def test_the_summary_answers_in_ten_lines() -> None:
     assert explain(plan, Costs(), 1000)[: len(lines) - 1] == lines[:-1]
     many = replace(SITE, pools=tuple(replace(SITE.pools[0], name=f"p{i}", fabric="a", nodes=1) for i in range(6)))
     spread = best_plan(MODEL, BATCH, many, PlanOptions(strategy="pipeline", tp=8, pp=6, dp=1), Costs())
-    assert "  and 4 more pools" in summary(spread, Costs())
+    assert "  and 3 more pools, 15 layers" in summary(spread, Costs())
 
 
 def test_a_layout_that_does_not_fit_is_in_the_summary() -> None:
