@@ -225,6 +225,10 @@ def _contradictions(
         partitions, types = ", ".join(node.partitions), ", ".join(filter(None, node.gpu_types)) or "no type"
         is_elsewhere = pool.partition not in node.partitions
         yield is_elsewhere, f"partition is {pool.partition}, Slurm's {node.name} is in {partitions or 'none'}", hint
+        yield (pool.node_cpus or 0) > node.cpus, f"node_cpus is {pool.node_cpus}, {of_node} {node.cpus}", hint
+        memory_gib = node.memory_mib / 1024
+        has_less = (pool.node_memory_gib or 0) > memory_gib * 1.01
+        yield has_less, f"node_memory_gib is {pool.node_memory_gib}, {of_node} {memory_gib:.4g}", hint
         if not pool.gres:
             continue
         yield node.gpus < count, f"gpus_per_node is {count}, {of_node} {node.gpus}", hint

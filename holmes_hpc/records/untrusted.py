@@ -59,11 +59,35 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES) -> 
         return file.read()
 
 
+class _Loader(SAFE_LOADER):  # type: ignore[valid-type, misc]
+    """The safe loader. It refuses a mapping that has a key twice, of which YAML would drop the first value."""
+
+    def get_single_node(self) -> Any:
+        root = super().get_single_node()
+        seen, nodes = set[int](), [root] if root is not None else []
+        while nodes:
+            node = nodes.pop()
+            if id(node) in seen or isinstance(node, yaml.ScalarNode):
+                continue
+            seen.add(id(node))
+            if isinstance(node, yaml.SequenceNode):
+                nodes += node.value
+                continue
+            keys = set[str]()
+            for key, value in node.value:
+                nodes += [key, value]
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    if key.value in keys:
+                        raise yaml.YAMLError(f"key {key.value!r} is there twice, {_position(key)}")
+                    keys.add(key.value)
+        return root
+
+
 def from_yaml(text: str) -> Any:
     """Parse a YAML text into plain data, without running code. Raise yaml.YAMLError if that is impossible or unsafe."""
     try:
         _check_size(text)
-        return yaml.load(text, Loader=SAFE_LOADER)  # noqa: S506 (a safe loader)
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a safe loader)
     except (ValueError, OverflowError, RecursionError) as e:  # e.g. a 13th month, a number of 5000 digits
         raise yaml.YAMLError(str(e)) from e
 

@@ -268,6 +268,8 @@ def test_plan_nodes_and_doctor_compare_the_file_with_slurm(slurm, holmes, monkey
         (("gpu: {name: h200, peak_tflops: 989", "gpu: {name: b200, peak_tflops: 2250"), ("gpu is b200", "has h200")),
         (("gpu: {name: h200, peak_tflops: 989", "gpu: {name: a100-80gb, peak_tflops: 312"), ("gpu is a100-80gb",)),
         (("gres_type: h200", "gres_type: h100"), ("gres_type is h100", "has h200")),
+        (("node_cpus: ", "node_cpus: 99"), ("node_cpus is 99", "Slurm's h1 has")),
+        (("node_memory_gib: ", "node_memory_gib: 99"), ("node_memory_gib is 99", "Slurm's h1 has")),
         (("partition: gpu", "partition: old"), ("partition is old, Slurm's h1 is in gpu",)),
     ],
 )

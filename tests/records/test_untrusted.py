@@ -36,9 +36,10 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         (f"version: {'9' * 5000}\n", "a number of 5000 digits, line 1, column 10"),
         (f"version: 0x{'f' * 5000}\n", "a number of 5002 digits"),
         (LAUGHS, r"aliases repeat more than 100000 values, line 5"),
+        ("config: {a: 1, a: 2}\n", "key 'a' is there twice, line 1, column 16"),
         ("config: &a {b: *a}\n", r"alias 'a' has no anchor before it, line 1, column 16"),
     ],
-    ids=["brackets", "many brackets", "braces", "dashes", "date", "number", "hexadecimal", "laughs", "circle"],
+    ids=["brackets", "many brackets", "braces", "dashes", "date", "number", "hexadecimal", "laughs", "twice", "circle"],
 )
 def test_yaml_that_is_none(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(yaml.YAMLError, match=why):
@@ -57,6 +58,7 @@ def test_yaml_with_aliases_and_some_levels() -> None:
         "a": {"b": [1, 2]},
         "c": {"b": [1, 2], "d": {"b": [1, 2]}},
     }
+    assert from_yaml("a: &x {b: 1}\nc: {<<: *x, b: 2}\n")["c"] == {"b": 2}
     assert from_yaml("[" * MAX_LEVELS + "]" * MAX_LEVELS)
     assert from_yaml("") is None
 
