@@ -211,9 +211,9 @@ def probe_dict(nics: NodeNics) -> dict[str, Any]:
 
 
 def findings_table(title: str, findings: Sequence[Finding]) -> Table:
-    """Return a table of findings, one per row."""
-    rows = [[f.level, f.where, f.what, f.hint] for f in findings]
-    return title, ["level", "where", "what", "hint"], rows, "" if findings else "nothing found"
+    """Return a table of findings, one per row. On narrow terminals each part of the table repeats its first column."""
+    rows = [[f.where, f.level, f.what, f.hint] for f in findings]
+    return title, ["where", "level", "what", "hint"], rows, "" if findings else "nothing found"
 
 
 def _format_gbps(rate: float | None) -> str:

@@ -103,5 +103,5 @@ def test_probe_tables_and_json(tmp_path) -> None:
 
 def test_findings_are_rows() -> None:
     title, columns, rows, caption = findings_table("Doctor", [Finding("error", "here", "it", "this")])
-    assert rows == [["error", "here", "it", "this"]] and len(columns) == 4 and caption == ""
+    assert rows == [["here", "error", "it", "this"]] and len(columns) == 4 and caption == ""
     assert findings_table("Doctor", [])[3] == "nothing found" and title == "Doctor"

@@ -35,7 +35,7 @@ from holmes_hpc.submission.lifecycle.failed_rank import (
 from holmes_hpc.submission.lifecycle.outcome import StateRow, build_result, job_state
 
 T = TypeVar("T", int, float)
-LOCAL_GRACE_S = 5  # from SIGTERM to SIGKILL for local processes
+LOCAL_GRACE_S = 30  # from SIGTERM to SIGKILL for local processes, as KillWait on most Slurms
 # Errors that a damaged record, or a file of another program, can cause.
 _BAD_RECORD_ERRORS = (RecordError, TypeError, ValueError, AttributeError, KeyError, OverflowError)
 
