@@ -50,7 +50,7 @@ def limit_s(job: str) -> float | None:
 def run(holmes: str, job: str, added: Sequence[str], run_dir: Path) -> dict[str, Any]:
     """Run a job; return its figures: the median step time without the first step, losses, layers, and predictions."""
     path = f"{Path(holmes).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "HOLMES_RUNS": str(run_dir.parent), "PATH": path}
+    environment = {**os.environ, "HOLMES_RUNS": str(run_dir.parent), "PATH": path, "OMP_NUM_THREADS": "1"}
     overrides = DEMO if job == "demo" else experiment(job).overrides
     process = subprocess.run(
         [holmes, "run", f"run_dir={run_dir}", *overrides, *added],
