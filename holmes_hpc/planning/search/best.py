@@ -209,16 +209,17 @@ def search(
         raise_out_of_memory(evaluator, placements)
     candidates = _refine(evaluator, exploration, clock)
     is_fsdp = costs.software.sharding in ("gradients", "full")
-    replicated = replace(options, distributed_optimizer=False)
+    choices = [options]  # of the optimizer's sharding
     if options.distributed_optimizer is None and not is_fsdp:
+        choices.append(replace(options, distributed_optimizer=False))
         reason = "the optimizer is not sharded, so no parameters are gathered"
-        candidates = _with_faster(evaluator, candidates, replicated, reason, clock)
+        candidates = _with_faster(evaluator, candidates, choices[-1], reason, clock)
     # Only emulated layers get weight passes unasked: these have not been timed on GPUs yet.
     if options.schedule == "auto" and options.transport == "holmes" and costs.pace_layer_ms:
         kind = next(kind for kind in SCHEDULES.values() if kind.splits)
-        for base in (options, replicated) if options.distributed_optimizer is None else (options,):
-            reason = f"weight gradients fill waits ({kind.option_name})"
-            candidates = _with_faster(evaluator, candidates, replace(base, schedule=kind.name), reason, clock)
+        reason = f"weight gradients fill waits ({kind.option_name})"
+        for choice in choices:
+            candidates = _with_faster(evaluator, candidates, replace(choice, schedule=kind.name), reason, clock)
     return candidates
 
 
@@ -231,11 +232,12 @@ def _with_faster(
     """
     changed = Evaluator(evaluator.model, evaluator.batch, evaluator.site, options, evaluator.costs)
     max_s, faster = candidates[0].seconds * (1 - MIN_GAIN_OF_OPTION), list[Candidate]()
-    near = NEAR if options.schedule == "auto" else FAR  # weight passes gain most when refined
+    adds_weight_passes = options.schedule != evaluator.options.schedule
+    near = FAR if adds_weight_passes else NEAR  # weight passes gain most when refined
     for placement in dict.fromkeys(c.placement for c in candidates[:MAX_PLACEMENTS]):
         is_replicated = options.distributed_optimizer is False and placement.dp == 1
-        is_whole = placement.pp == 1 and options.schedule != "auto"
-        if is_replicated or is_whole or placement.instances > 1 or clock.is_over():
+        has_no_waits = adds_weight_passes and placement.pp == 1
+        if is_replicated or has_no_waits or placement.instances > 1 or clock.is_over():
             continue
         bounded = sorted(changed.candidates(placement), key=lambda c: c.bound)
         simulated = [changed.simulate(c) for c in bounded[:MAX_PLACEMENTS] if c.bound < max_s]
