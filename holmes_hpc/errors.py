@@ -39,7 +39,6 @@ class HolmesError(Exception):
             yield
         except errors as e:
             cause = getattr(e, "what", None) or getattr(e, "strerror", None) or str(e)
-            cause = cause.replace(' in "<unicode string>",', " at")  # of YAML
             text = f"{what} {cause}".removeprefix(": ") if what.endswith(":") else what
             raise cls(text, where=str(where), hint=getattr(e, "hint", "") if hint is None else hint) from e
 

@@ -88,6 +88,8 @@ def from_yaml(text: str) -> Any:
     try:
         _check_size(text)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 (a safe loader)
+    except yaml.MarkedYAMLError as e:
+        raise yaml.YAMLError(str(e).replace(' in "<unicode string>",', " at")) from e
     except (ValueError, OverflowError, RecursionError) as e:  # e.g. a 13th month, a number of 5000 digits
         raise yaml.YAMLError(str(e)) from e
 
