@@ -173,10 +173,7 @@ def _with_figures(entry: Mapping[str, Any], where: str = "gpu") -> dict[str, Any
         gpu = {"name": gpu}
     if not isinstance(gpu, Mapping) or not isinstance(gpu.get("name"), str):
         return dict(entry)
-    known_kind = read_vocabulary().gpu(gpu["name"])
-    size = re.search(r"[-_ ](\d{2,3})(?:g|b|gi?b)?$", gpu["name"], re.IGNORECASE)
-    if known_kind is not None and known_kind.name != gpu["name"].lower() and size:
-        known_kind = known_kind if int(size[1]) == known_kind.memory_gib else None
+    known_kind = _known_kind(gpu["name"])
     if known_kind is None and (missing := [name for name in FIGURES if name not in gpu]):
         kinds = [kind.name for _, kind in read_vocabulary().gpus]
         problem = f"gpu {gpu['name']!r} is not a known kind and has no {', '.join(missing)}"
@@ -184,6 +181,15 @@ def _with_figures(entry: Mapping[str, Any], where: str = "gpu") -> dict[str, Any
         raise SiteError(problem, where=where, hint=f"give all figures, or a known kind: {similar}")
     figures = {name: getattr(known_kind, name) for name in FIGURES} if known_kind is not None else {}
     return {**entry, "gpu": {**figures, **gpu}}
+
+
+def _known_kind(name: str) -> Gpu | None:
+    """Return the kind that `name` means; None if it is unknown, or ends in a size that it does not have: a100-90gb."""
+    kind = read_vocabulary().gpu(name)
+    if kind is None or kind.name == name.lower():
+        return kind
+    size = re.search(r"[-_ ](\d{2,3})(?:g|b|gi?b)?$", name, re.IGNORECASE)
+    return kind if size is None or int(size[1]) == kind.memory_gib else None
 
 
 def _refuse_synonym(nic: Any, where: str) -> None:

@@ -77,9 +77,9 @@ class WeightGradients:
     ) -> torch.Tensor:
         """Stand in for ``_forward_impl`` of a linear layer."""
 
-        def keep(total_input: torch.Tensor, gradient: torch.Tensor) -> None:
+        def keep(layer_input: torch.Tensor, gradient: torch.Tensor) -> None:
             products = self._pending.setdefault(self._current, {})
-            products.setdefault(layer, []).append((module, total_input, gradient, sequence_parallel))
+            products.setdefault(layer, []).append((module, layer_input, gradient, sequence_parallel))
 
         return _Product.apply(input, bias, module, keep, (sequence_parallel, allreduce_dgrad), tp_group)
 
