@@ -833,7 +833,7 @@ def test_bad_output_paths_and_names_are_refused(holmes, site, tmp_path):
     refused(holmes("predict", "plan.yaml", "--trace", str(tmp_path / "none" / "x")), "none/x")
     refused(holmes("calibrate", "launcher=local", "-o", str(tmp_path / "none" / "x")), "none/x")
     refused(holmes("report", str(tmp_path), "--trace", str(tmp_path / "none" / "x")), "none/x")
-    for name in ("name=a/b", "name=%j", f"name={'n' * 300}", "name=größe"):
+    for name in ("name=a/b", "name=-rf", "name=%j", f"name={'n' * 300}", "name=größe"):
         refused(holmes("run", *local(name)), "%" if name == "name=%j" else "name")
 
 

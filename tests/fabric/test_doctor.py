@@ -75,6 +75,11 @@ def test_each_setting_is_one_line_with_a_cure(config: dict[str, str], says: str)
     assert len(found) == 1 and found[0].startswith(says) and "; " in found[0]
 
 
+def test_a_slurm_that_is_too_old_is_named() -> None:
+    unsupported, hetjobs = lines({"SLURM_VERSION": "21.08.8"})
+    assert "Slurm 21.08.8 is not supported" in unsupported and "can kill slurmctld" in hetjobs
+
+
 @pytest.mark.parametrize(
     ("features", "says"),
     [
