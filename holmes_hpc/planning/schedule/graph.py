@@ -33,6 +33,9 @@ PARTS = (
 )  # columns of Durations.table
 
 
+SMALL_PASSES = 300  # graphs of fewer forward passes take at most 50 KB: more of them are kept
+
+
 @dataclass(frozen=True)
 class Graph:
     """Nodes sorted into levels: a node depends only on nodes of earlier levels.
@@ -133,7 +136,7 @@ class NodeNumbers:
         return {
             "stage": index // self.turns // 2,
             "kind": "send" if is_transfer else ("forward", "backward")[direction],
-            "chunk": int(self.chunk_of(direction)[turn]),
+            "chunk": int(self.chunk[turn] if direction == 0 else self.chunks - 1 - self.chunk[turn]),
             "micro_batch": int(self.micro_batch[turn]),
         }
 
@@ -267,9 +270,12 @@ def _with_weight_passes(n: NodeNumbers, stage: int, nodes: np.ndarray) -> tuple[
     """Return (the nodes of passes and weight passes of `stage` in order, the node before each of the passes `nodes`).
     See :meth:`Order.with_weight_passes`."""
     computed = nodes
-    if n.order.schedule.splits:
-        row = n.order.with_weight_passes(stage, n.order.passes(stage))
-        computed = np.array([n.node(stage, p) if isinstance(p, Pass) else n.weight(stage, p) for p in row])
+    if n.order.schedule.splits:  # without virtual stages: the k-th weight pass belongs to the k-th backward pass
+        backward = nodes[nodes >= (2 * stage + 1) * n.turns]
+        weights = backward - (2 * stage + 1) * n.turns + n.weights + stage * n.turns
+        counts = n.order.weight_passes_before(stage)
+        before = np.repeat(np.arange(len(nodes) + 1), [*counts, n.turns - sum(counts)])
+        computed = np.insert(nodes, before, weights)
     is_pass = computed < n.weights
     return computed, np.concatenate([computed[:1], computed[:-1]])[is_pass]
 
@@ -328,19 +334,24 @@ def _sort_into_levels(count: int, arcs: Arcs, column: np.ndarray) -> Graph | Non
     return Graph(by_level, column[by_level], levels)
 
 
-@lru_cache(maxsize=128)
 def graph(order: Order, shared: tuple[bool, ...] = ()) -> Graph:
     """Return the graph of a schedule. PlanError if it would deadlock.
     `shared`: per stage, whether its sends in both directions leave through one NIC, one after the other."""
+    is_small = order.stages * order.micro_batches * order.chunks < SMALL_PASSES
+    return (_small_graph if is_small else _large_graph)(order, shared)
+
+
+def _build(order: Order, shared: tuple[bool, ...]) -> Graph:
+    """Build :func:`graph`."""
     numbers, separate_nics = NodeNumbers(order), (False,) * order.stages
     for shared_nics in (shared or separate_nics, separate_nics):  # the order of sends on a shared NIC may be a cycle
         arcs, exists = (_blocking_arcs if order.schedule.megatron else _background_arcs)(numbers, shared_nics)
         is_first = np.zeros(numbers.count, dtype=bool)
         is_first[[numbers.node(s, Pass(True, 0, c)) for s in range(order.stages) for c in range(order.chunks)]] = True
         before_first: dict[int, list[int]] = {}
-        for waiting, dependency in arcs:
-            for i in np.flatnonzero(is_first[waiting]).tolist():
-                before_first.setdefault(int(waiting[i]), []).append(int(dependency[i]))
+        waiting, dependency = (np.concatenate(nodes) for nodes in zip(*arcs, strict=True))
+        for i in np.flatnonzero(is_first[waiting]).tolist():
+            before_first.setdefault(int(waiting[i]), []).append(int(dependency[i]))
         arcs += _collective_arcs(numbers, before_first)
         if (sorted_graph := _sort_into_levels(numbers.count, arcs, numbers.columns(exists))) is not None:
             return sorted_graph
@@ -349,3 +360,6 @@ def graph(order: Order, shared: tuple[bool, ...] = ()) -> Graph:
         where="schedule",
         hint="raise in_flight: hold more passes in flight",
     )
+
+
+_small_graph, _large_graph = lru_cache(maxsize=2048)(_build), lru_cache(maxsize=128)(_build)

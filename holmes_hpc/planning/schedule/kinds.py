@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -74,16 +74,19 @@ class Pipeline(Protocol):
     def received(self, stage: int, needed: Pass) -> tuple[StageTransfer, ...]: ...
 
 
+@lru_cache(maxsize=256)
 def alternating(turns: int, depth: int) -> np.ndarray:
     """Return the order of passes that starts with `depth` - 1 forward passes and then alternates, (2 * turns,).
 
-    Forward passes are 0 … turns-1, backward passes turns … 2*turns-1.
+    Forward passes are 0 … turns-1, backward passes turns … 2*turns-1. The array is read-only.
     """
     warm_up, pairs = depth - 1, turns - depth + 1
     turn = np.arange(turns)
     forward_position = np.where(turn < warm_up, turn, 2 * turn - warm_up)
     backward_position = np.where(turn < pairs, warm_up + 2 * turn + 1, turns + turn)
-    return np.argsort(np.concatenate([forward_position, backward_position]))
+    order = np.argsort(np.concatenate([forward_position, backward_position]))
+    order.setflags(write=False)
+    return order
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,8 @@ class ScheduleKind:
         smallest, largest = self.chunks
         if smallest < 1 or (largest is not None and largest < smallest):
             raise ValueError(f"schedule {self.name}: chunks are {self.chunks}")
-        if self.turns is not alternating and self.chunks != (1, 1):
-            raise ValueError(f"schedule {self.name}: with virtual stages only `alternating` turns are supported")
+        if (self.splits or self.turns is not alternating) and self.chunks != (1, 1):
+            raise ValueError(f"schedule {self.name}: virtual stages need `alternating` turns and no weight passes")
 
     @property
     def option_name(self) -> str:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
@@ -186,22 +186,14 @@ class Order:
         by_turn = [Pass(True, m, c) for m, c in turns] + [Pass(False, m, self.chunks - 1 - c) for m, c in turns]
         return [by_turn[turn] for turn in self.turn_sequence(row).tolist()]
 
-    def weight_passes_before(self, row: int) -> list[int]:
+    def weight_passes_before(self, row: int) -> Sequence[int]:
         """Return the number of weight passes just before each pass of `row`; the others follow the last pass.
 
         Weight passes lag behind by `deferred`. When only backward passes are left, each of them may have to wait for
         its input, so the weight passes are spread over these waits, except the `final` ones.
         """
-        sequence, lag = self.turn_sequence(row), self.deferred[row] if self.deferred else 0
-        final = self.final[row] if self.final else 1
-        is_backward = (sequence >= len(sequence) // 2).tolist()
-        first_wait = is_backward[::-1].index(False)  # backward passes after the last forward pass; the first waits not
-        counts, pending = list[int](), 0
-        for left, backward in zip(range(len(is_backward), 0, -1), is_backward, strict=True):
-            spread = min(pending, -(-max(0, pending + left - final) // left))
-            counts.append(spread if left < first_wait else max(0, pending - lag))
-            pending += backward - counts[-1]
-        return counts
+        turns, lag = len(self.micro_batches_of(row)) * self.chunks, self.deferred[row] if self.deferred else 0
+        return _weight_passes_before(self.kind, turns, self.depths[row], lag, self.final[row] if self.final else 1)
 
     @cached_property
     def last_weight_passes(self) -> tuple[int, ...]:
@@ -338,3 +330,16 @@ def _distance(above: list[int], below: list[int], depth_above: int, depth_below:
             received += 1
         largest = max(largest, sent - received)
     return largest
+
+
+@lru_cache(maxsize=1024)
+def _weight_passes_before(kind: str, turns: int, depth: int, lag: int, final: int) -> tuple[int, ...]:
+    """Return :meth:`Order.weight_passes_before` of a row that makes `turns` turns and holds `depth` passes."""
+    is_backward = (schedule_kind(kind).turns(turns, depth) >= turns).tolist()
+    first_wait = is_backward[::-1].index(False)  # backward passes after the last forward pass; the first waits not
+    counts, pending = list[int](), 0
+    for left, backward in zip(range(len(is_backward), 0, -1), is_backward, strict=True):
+        spread = min(pending, -(-max(0, pending + left - final) // left))
+        counts.append(spread if left < first_wait else max(0, pending - lag))
+        pending += backward - counts[-1]
+    return tuple(counts)

@@ -16,7 +16,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import check_memory
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout
-from holmes_hpc.planning.plan.plan import Plan, Stage
+from holmes_hpc.planning.plan.plan import Plan, Predicted, Stage
 from holmes_hpc.planning.schedule.kinds import SCHEDULES, megatron_kind, schedule_kind
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
 from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, Exploration, explore
@@ -72,7 +72,7 @@ def best_plan(
     assert plan.predicted is not None
     if shared and shared.seconds < (1 - MIN_PER_STAGE_GAIN) * plan.predicted.step_time_s:
         plan = to_plan(shared, problem.site, [best, *slower])
-    return plan if clock.is_over() else _note_nearby_batch(plan, best, problem, clock)
+    return plan if clock.is_over() else _note_nearby_batch(plan, best, problem)
 
 
 def _may_gain_per_stage(best: Candidate, problem: Problem) -> bool:
@@ -119,23 +119,25 @@ def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate]
     return None
 
 
-def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem, clock: Clock) -> Plan:
-    """Return `plan`, with a note if a nearby global batch is much faster. `best`: the best uniform layout."""
+def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem) -> Plan:
+    """Return `plan`, with a note if a nearby global batch is much faster. `best`: the best uniform layout.
+    Only the nearby batch's best placements are evaluated, so the gain may be larger."""
     assert plan.predicted is not None
     batch, step_s = problem.batch, plan.predicted.step_time_s
-    nearby = nearby_batch(problem, best.placement, step_s)
-    if nearby is None:
+    if (choice := nearby_batch(problem, best.placement, step_s)) is None:
         return plan
-    try:
-        candidate = search(*problem._replace(batch=nearby), clock=clock)[0]
-    except PlanError:
+    nearby, placements = choice
+    evaluator = Evaluator(*problem._replace(batch=nearby))
+    candidates = [c for placement in placements[:MAX_PLACEMENTS] for c in evaluator.candidates(placement)]
+    if not candidates:
         return plan
-    gain = nearby.global_size / candidate.seconds / (batch.global_size / step_s) - 1
+    fastest = evaluator.refine(min((evaluator.simulate(c) for c in candidates), key=Candidate.sort_key))
+    gain = nearby.global_size / fastest.seconds / (batch.global_size / step_s) - 1
     if gain < MIN_BATCH_GAIN:
         return plan
     note = (
         f"a global batch of {batch.global_size} has few divisors: batch.global_size={nearby.global_size} would give"
-        f" {gain:.0%} more samples/s"
+        f" at least {gain:.0%} more samples/s"
     )
     return replace(plan, assumptions=(*plan.assumptions, note))
 
@@ -310,16 +312,20 @@ def to_plan(candidate: Candidate | Variant | SharedSteps, site: Site, slower: Se
         assumptions=(*site.assumptions, *assumptions(layout), *candidate.notes),
         pace_factors=layout.costs.pace_factors,
     )
-    return replace(plan, alternatives=_alternatives(candidate, slower))
+    assert plan.predicted is not None
+    return replace(plan, alternatives=_alternatives(candidate, plan.predicted, slower))
 
 
-def _alternatives(best: Candidate | Variant | SharedSteps, slower: Sequence[Candidate]) -> tuple[dict[str, Any], ...]:
-    """Return the first candidate of each kind of placement other than that of `best`, the fastest first."""
+def _alternatives(
+    best: Candidate | Variant | SharedSteps, predicted: Predicted, slower: Sequence[Candidate]
+) -> tuple[dict[str, Any], ...]:
+    """Return the first candidate of each kind of placement other than that of `best`, the fastest first.
+    `predicted`: the prediction of `best`."""
     kinds, runners_up = {_kind(best)}, list[dict[str, Any]]()
     for candidate in slower:
         if _kind(candidate) not in kinds and len(runners_up) < MAX_RUNNERS_UP:
             kinds.add(_kind(candidate))
-            runners_up.append(alternative(best, candidate))
+            runners_up.append(alternative(predicted, candidate))
     return tuple(sorted(runners_up, key=lambda runner_up: runner_up["predicted"]["step_time_s"]))
 
 
@@ -329,13 +335,13 @@ def _kind(candidate: Candidate | Variant | SharedSteps) -> tuple[object, ...]:
     return candidate.strategy, layout.parallel.stages, tuple(sorted(c.pool for c in layout.components))
 
 
-def alternative(best: Candidate | Variant | SharedSteps, runner_up: Candidate) -> dict[str, Any]:
+def alternative(best: Predicted, runner_up: Candidate) -> dict[str, Any]:
     """Return a runner-up as plain data. `why_not` names the parts of its step that take longer than those of `best`.
     Its layout is uniform."""
     layout, layers = runner_up.layout, runner_up.layers
-    best_prediction, prediction = predict_layout(best.layout, best.layers), predict_layout(layout, layers)
-    slowdown = prediction.step_time_s / best_prediction.step_time_s - 1
-    extra_s = {name: prediction.breakdown[name] - best_prediction.breakdown[name] for name in PREDICTED}
+    prediction = predict_layout(layout, layers)
+    slowdown = prediction.step_time_s / best.step_time_s - 1
+    extra_s = {name: prediction.breakdown[name] - best.breakdown[name] for name in PREDICTED}
     why = (
         f"{slowdown:.1%} slower: {slowest_parts(extra_s)}"
         if slowdown > 0.0005

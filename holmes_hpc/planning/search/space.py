@@ -6,7 +6,7 @@ The estimates also serve to find a nearby global batch that divides better: 511 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil, floor, gcd, inf
+from math import ceil, floor, gcd
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
@@ -77,8 +77,9 @@ class Space:
         return sorted((p for p in placements if p.estimate_s <= limit.max_s(p.pools)), key=Placement.sort_key)
 
 
-def nearby_batch(problem: Problem, best: Placement, step_s: float) -> Batch | None:
-    """Return the nearby batch that may give the most samples per second; None if the gain is too small.
+def nearby_batch(problem: Problem, best: Placement, step_s: float) -> tuple[Batch, list[Placement]] | None:
+    """Return the nearby batch that may give the most samples per second, with its placements; None if the gain is too
+    small.
 
     Its micro-batches are as large as those of `best`, whose step takes `step_s` seconds.
     """
@@ -87,10 +88,9 @@ def nearby_batch(problem: Problem, best: Placement, step_s: float) -> Batch | No
         return None
     fixed_options = replace(options, search_micro_size=False)
 
-    def samples_per_s(size: int) -> float:
+    def placements_of(size: int) -> list[Placement]:
         nearby = replace(batch, global_size=size, micro_size=best.micro_size)
-        placements = Space(*problem._replace(batch=nearby, options=fixed_options)).placements()
-        return size / min((p.estimate_s for p in placements), default=inf)
+        return Space(*problem._replace(batch=nearby, options=fixed_options)).placements()
 
     unit, size = EVEN_MICRO_BATCHES * best.micro_size, batch.global_size
     smallest, largest = ceil(size * (1 - MAX_BATCH_CHANGE) / unit), floor(size * (1 + MAX_BATCH_CHANGE) / unit)
@@ -98,9 +98,11 @@ def nearby_batch(problem: Problem, best: Placement, step_s: float) -> Batch | No
     sizes.sort(
         key=lambda n: (-gcd(n // best.micro_size, best.gpus), -len(divisors(n // best.micro_size)), abs(n - size))
     )
-    rates = {n: samples_per_s(n) for n in sizes[:MAX_BATCHES_TRIED]}
+    placements = {n: found for n in sizes[:MAX_BATCHES_TRIED] if (found := placements_of(n))}
+    rates = {n: n / found[0].estimate_s for n, found in placements.items()}
     better = [n for n in rates if rates[n] > (1 + MIN_BATCH_GAIN) * (size / step_s)]
     if not better:
         return None
     best_rate = max(rates.values())
-    return replace(batch, global_size=next(n for n in better if rates[n] > best_rate / (1 + MIN_BATCH_GAIN)))
+    size = next(n for n in better if rates[n] > best_rate / (1 + MIN_BATCH_GAIN))
+    return replace(batch, global_size=size, micro_size=best.micro_size), placements[size]

@@ -120,6 +120,6 @@ def test_an_unknown_schedule_is_refused_in_one_line() -> None:
     for chunks in ((0, 1), (3, 2)):
         with pytest.raises(ValueError, match="chunks are"):
             replace(SCHEDULES["1f1b"], chunks=chunks)
-    with pytest.raises(ValueError, match="only `alternating` turns"):
+    with pytest.raises(ValueError, match="virtual stages need `alternating` turns"):
         replace(SCHEDULES["ahead"], turns=lambda t, _: np.arange(2 * t))
     assert replace(SCHEDULES["ahead"], turns=alternating) == SCHEDULES["ahead"]

@@ -162,5 +162,5 @@ def test_runners_up_are_sorted_by_predicted_step_time(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(best, "alternative", lambda _, other: {"predicted": {"step_time_s": other.seconds}})
     others = [candidate(2, 1.2), candidate(4, 1.1), candidate(2, 1.15), candidate(8, 1.3)]
-    runners_up = best._alternatives(candidate(1, 1.0), others)
+    runners_up = best._alternatives(candidate(1, 1.0), None, others)
     assert [r["predicted"]["step_time_s"] for r in runners_up] == [1.1, 1.2, 1.3]

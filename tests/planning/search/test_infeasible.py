@@ -80,10 +80,10 @@ def test_batch_with_few_divisors_gets_a_note_with_a_better_one() -> None:
     """511 = 7 x 73 sequences leave GPUs idle or force unusual stages and TP."""
     model = replace(named("gpt_3_6b"), layers=4)
     plan = best_plan(model, Batch(511, 1, 2048), make_site(2), PlanOptions(unequal="false"), Costs())
-    matches = [re.search(r"batch\.global_size=(\d+) would give (\d+)% more", a) for a in plan.assumptions]
+    matches = [re.search(r"batch\.global_size=(\d+) would give at least (\d+)% more", a) for a in plan.assumptions]
     size, gain_percent = next((int(m[1]), int(m[2])) for m in matches if m)
     other = best_plan(model, Batch(size, 1, 2048), make_site(2), PlanOptions(unequal="false"), Costs())
     assert plan.predicted is not None and other.predicted is not None and abs(size - 511) <= 0.03 * 511
     gain = other.predicted.samples_per_s / plan.predicted.samples_per_s - 1
-    assert gain == pytest.approx(gain_percent / 100, abs=0.006)
+    assert -0.006 < gain - gain_percent / 100 < 0.03  # only the best placements are evaluated
     assert not any("global_size" in a for a in other.assumptions)
