@@ -6,14 +6,16 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Predicted, Schedule, Stage
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training.network.interfaces import NodeTransports
+
+if TYPE_CHECKING:
+    from holmes_hpc.training.network.interfaces import NodeTransports
 
 MODEL = ModelSpec("m", layers=6, hidden=32, heads=4, vocab=256, ffn=64, kv_heads=4)
 
@@ -52,6 +54,8 @@ def plan(*fabrics: str, nodes: int = 2, step_time_s: float = 1.0, **changes: Any
 
 def node_transports() -> list[NodeTransports]:
     """Return what ranks 0 to 3 of ``plan("ib-a", "roce-a")`` tell each other about their nodes."""
+    from holmes_hpc.training.network.interfaces import NodeTransports  # loads torch
+
     names = (("ib1", "ib-a", "ib0"), ("ib2", "ib-a", "ib0"), ("roce1", "roce-a", "roce0"), ("roce2", "roce-a", "roce0"))
     return [
         NodeTransports(name, fabric, {"tcp": ("eth0", f"10.0.0.{i}", 24), "rdma": (nic, f"10.1.0.{i}", 24)}, {}, False)
