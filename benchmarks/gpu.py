@@ -71,9 +71,9 @@ def run_minimal(overrides: list[str]) -> Figures:
     import torch.nn.functional as F
 
     from holmes_hpc.training.metrics.metrics_line import peak_memory_bytes
-    from holmes_hpc.training.rank import cpu, cuda_check
+    from holmes_hpc.training.rank import compiler, cpu, cuda_check
 
-    with cpu.without_compiler():
+    with compiler.delayed():
         from megatron.core import parallel_state
         from megatron.core.distributed import (
             DistributedDataParallel,

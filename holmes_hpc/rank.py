@@ -58,9 +58,9 @@ def _load_task(settings: Configuration) -> Callable[[Configuration, Sequence[str
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     gc.disable()  # collections would scan the modules loaded so far again and again
     try:
-        from holmes_hpc.training.rank import cpu  # only ranks load torch, which is slow to import
+        from holmes_hpc.training.rank import compiler  # only ranks load torch, which is slow to import
 
-        with cpu.without_compiler():
+        with compiler.delayed():
             if settings.train.measure:
                 from holmes_hpc.training.calibration.measure import measure as task
             else:

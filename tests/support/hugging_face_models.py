@@ -169,9 +169,9 @@ def _three_steps(model: Any, plan: Any, config: Any, tokens: torch.Tensor) -> tu
 
 def main(root: Path) -> None:
     make_models(root)
-    from holmes_hpc.training.rank import cpu
+    from holmes_hpc.training.rank import compiler
 
-    with cpu.without_compiler():
+    with compiler.delayed():
         import holmes_hpc.training.loop  # noqa: F401 (loaded once, before ranks are forked)
 
     fork = torch.multiprocessing.get_context("fork")

@@ -41,9 +41,9 @@ from holmes_hpc.planning.plan.plan import GroupTransport
 from holmes_hpc.planning.plan.transport import TCP
 from holmes_hpc.planning.schedule.kinds import SCHEDULES
 from holmes_hpc.planning.schedule.order import Order
-from holmes_hpc.training.rank import cpu
+from holmes_hpc.training.rank import compiler, cpu
 
-with cpu.without_compiler():  # as ranks do
+with compiler.delayed():  # as ranks do
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel

@@ -53,14 +53,14 @@ def serve() -> None:
     from holmes_hpc.config.configuration import GROUPS, Configuration
     from holmes_hpc.rank import check_megatron_core
     from holmes_hpc.schema import keys
-    from holmes_hpc.training.rank import cpu
+    from holmes_hpc.training.rank import compiler
 
     for declared in (Configuration, *GROUPS.values()):  # read once for all ranks, as are a plan's keys
         keys(declared)
     check_megatron_core("adam")
     spawn.plan()
 
-    with cpu.without_compiler():
+    with compiler.delayed():
         import holmes_hpc.training.calibration.measure  # noqa: F401
 
     print("ready", flush=True)

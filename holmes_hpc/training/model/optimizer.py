@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer loads it; loaded here, ranks that are forked share it
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads

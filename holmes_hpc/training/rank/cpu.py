@@ -6,22 +6,22 @@ Megatron-Core names CUDA in many places (``device="cuda"``, ``tensor.cuda()``, s
 * a device argument "cuda", "cuda:N" or N means "cpu", and ``tensor.cuda()`` returns the tensor itself;
 * ``tensor.type()`` returns the name of the CUDA type, which Megatron's optimizers compare with;
 * streams and events do nothing, because a CPU runs in order;
-* the CUDA generator is the CPU's.
+* the CUDA generator is the CPU's;
+* torch's compiler is not used, and not loaded (compiler.py).
 
 Of Megatron-Core itself, only the two functions that read and set the generator's state are replaced.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial, wraps
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
 
-from holmes_hpc.training.rank import cuda_check
+from holmes_hpc.training.rank import compiler
 
 _CPU = torch.device("cpu")
 _is_installed = False
@@ -96,43 +96,13 @@ class CpuStream:
         return self
 
 
-@contextlib.contextmanager
-def without_compiler() -> Iterator[None]:
-    """Delay ``torch.compile`` in the ``with`` block, in which Megatron-Core is imported.
-
-    Megatron-Core's functions are then compiled at their first call. They stay uncompiled if this process trains on its
-    CPU or has no C compiler. This saves a CPU run the compiler's import: 2 s and 75 MiB per rank.
-    """
-    compiler = torch.compile
-
-    def delayed(model: Any = None, **options: Any) -> Any:
-        return _compile_at_first_call(compiler, model, options) if model else partial(delayed, **options)
-
-    torch.compile = delayed
-    try:
-        yield
-    finally:
-        torch.compile = compiler
-
-
-def _compile_at_first_call(compiler: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
-    @cache
-    def compiled() -> Callable[..., Any]:
-        return function if _is_installed or not cuda_check.can_compile() else compiler(function, **options)
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled()(*args, **kwargs)
-
-    return call
-
-
 def install() -> None:
     """Redirect CUDA calls to the CPU. Call it before Megatron-Core creates tensors; a second call does nothing."""
     global _is_installed
     if _is_installed:
         return
     _is_installed = True
+    compiler.disable()
     redirect_tensors()
     stream = CpuStream()
     for name, value in {

@@ -8,19 +8,22 @@ import sys
 import pytest
 
 SCRIPT = """
+import sys
+
 import torch
 import torch.distributed as dist
-from holmes_hpc.training.rank import cpu
-cpu.install()
-cpu.install()
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
+from holmes_hpc.training.rank import compiler, cpu
+with compiler.delayed():
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
 
+cpu.install()
+cpu.install()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
 model_parallel_cuda_manual_seed(1)
@@ -41,6 +44,10 @@ for step in range(8):
     finalize_model_grads([model])
     optimizer.step()
     print(float(loss))
+loaded = [name for name in sys.modules if name.startswith("torch._dynamo.")]
+assert not loaded, loaded
+import torch._dynamo.external_utils
+assert torch._dynamo.is_compiling() is False and "torch._dynamo.eval_frame" in sys.modules
 """
 
 
@@ -59,8 +66,8 @@ def test_a_model_trains_on_a_cpu() -> None:
 def test_a_rank_without_a_gpu_imports_megatron_without_loading_the_compiler() -> None:
     """Afterwards torch.compile is restored."""
     script = (
-        "import sys, torch; before = torch.compile; from holmes_hpc.training.rank import cpu\n"
-        "with cpu.without_compiler():\n    import holmes_hpc.training.loop\n"
+        "import sys, torch; before = torch.compile; from holmes_hpc.training.rank import compiler\n"
+        "with compiler.delayed():\n    import holmes_hpc.training.loop\n"
         "assert torch.compile is before\n"
         "print(torch.cuda.is_available(), 'torch._inductor.compile_fx' in sys.modules)"
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.training.rank import cpu
+from holmes_hpc.training.rank import compiler
 from holmes_hpc.training.rank.cuda_check import (
     GIB,
     CudaFacts,
@@ -69,9 +69,9 @@ def test_without_a_c_compiler_nothing_is_compiled_and_a_warning_is_given(monkeyp
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(torch, "compile", fail)
-    monkeypatch.setattr(cpu, "_is_installed", False)
+    monkeypatch.setattr(compiler, "_is_disabled", False)
     can_compile.cache_clear()
-    with cpu.without_compiler():
+    with compiler.delayed():
         function = torch.compile(lambda x: x + 1)
     assert not can_compile() and function(1) == 2
     can_compile.cache_clear()

@@ -1,0 +1,77 @@
+"""torch's compiler: loaded only by ranks that compile. Its import takes as long as the rest of torch's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial, wraps
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from holmes_hpc.training.rank import cuda_check
+
+_DYNAMO = "torch._dynamo"
+_is_disabled = False
+
+
+@contextlib.contextmanager
+def delayed() -> Iterator[None]:
+    """Delay ``torch.compile`` in the ``with`` block, in which Megatron-Core is imported.
+
+    Megatron-Core's functions are then compiled at their first call. They stay uncompiled if this process trains on its
+    CPU or has no C compiler.
+    """
+    compiler = torch.compile
+
+    def delay(model: Any = None, **options: Any) -> Any:
+        return _compile_at_first_call(compiler, model, options) if model else partial(delay, **options)
+
+    torch.compile = delay
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+
+
+def _compile_at_first_call(compiler: Callable[..., Any], function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    @cache
+    def compiled() -> Callable[..., Any]:
+        return function if _is_disabled or not cuda_check.can_compile() else compiler(function, **options)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
+
+
+def disable() -> None:
+    """Leave the functions of this process uncompiled, and keep torch's optimizers from loading the compiler: they ask
+    it for functions that have nothing to do then."""
+    global _is_disabled
+    _is_disabled = True
+    sys.modules.setdefault(_DYNAMO, _Unloaded(_DYNAMO))
+
+
+class _Unloaded(ModuleType):
+    """A stand-in for ``torch._dynamo`` until one of its other names is used, which loads it."""
+
+    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # init_process_group's
+
+    def graph_break(self) -> None:
+        """Do nothing: there is no graph."""
+
+    def disable(self, function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
+        """Return `function`, which is not compiled, or a decorator that returns it."""
+        return function or (lambda function: function)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # asked by modules that look through all modules
+            raise AttributeError(name)
+        if sys.modules.get(_DYNAMO) is self:
+            del sys.modules[_DYNAMO]
+        return getattr(importlib.import_module(_DYNAMO), name)
