@@ -1,6 +1,6 @@
 """Small random models of every family in Hugging Face's format, with reference results.
 
-References are the logits of `transformers`. From the same weights, in several layouts, there are Megatron-Core's
+References are the logits of `transformers`. From the same weights, in two layouts, there are Megatron-Core's
 logits, its checkpoint, and the losses of three more steps. ``python hugging_face_models.py DIR`` writes all into
 DIR."""
 
@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {**_SIZES, "head_dim": 16}),
     "gpt2": ("gpt2", {"vocab_size": 61, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}),
 }
-LAYOUTS = {"one process": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2 pp2": (2, 2)}
+LAYOUTS = {"one process": (1, 1), "tp2 pp2": (2, 2)}
 LENGTH = 40
 
 

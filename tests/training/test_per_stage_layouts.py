@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import spawn
 
-STEPS = {"steps": 20}
+STEPS = {"steps": 8}
 TIED = replace(spawn.MODEL, tied=True, rope=False, swiglu=False, rmsnorm=False, bias=True)
 
 
@@ -65,12 +65,12 @@ def test_a_checkpoint_can_be_resumed_under_another_tp_and_dp_per_stage(
     one_process: dict[str, spawn.FinishedRun], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    plans = {6: spawn.unequal((1, 2), (1, 1)), 13: spawn.unequal((2, 1), (1, 2)), 20: spawn.plan(dp=2)}
+    plans = {3: spawn.unequal((1, 2), (1, 1)), 6: spawn.unequal((2, 1), (1, 2)), 8: spawn.plan(dp=2)}
     for steps, plan in plans.items():
         ended = spawn.train(
             run,
             plan,
-            {"train": {"steps": steps, "lr_decay_steps": 20, "checkpoint_interval": steps if steps < 20 else 0}},
+            {"train": {"steps": steps, "lr_decay_steps": 8, "checkpoint_interval": steps if steps < 8 else 0}},
         )
         assert set(ended.codes) == {0}, ended.output
     assert_equal_to(ended, one_process["plain"])

