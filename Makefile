@@ -42,7 +42,7 @@ quick: install ## tests that need no Slurm
 	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not slurm"
 
 test: lint ## lint, and all tests, including those on the testbed
-	$(BIN)/pytest -q -n 6 --dist loadfile --no-loadscope-reorder -m "not slurm and not breaking" --durations=10
+	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "not slurm and not breaking" --durations=10
 	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "slurm and not breaking" --durations=10 $$(grep -rl 'mark\.slurm' tests --include='test_*.py')
 
 test-breaking: install ## tests that break NICs, daemons and nodes of a testbed

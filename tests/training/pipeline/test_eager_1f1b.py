@@ -217,5 +217,5 @@ def test_no_deadlock_and_no_difference_with_random_delays() -> None:
             for kind, _, _, start, end, _ in rank["events"][0]
             if kind == "send_forward"
         ]
-    assert deeper > 24  # than Megatron's schedules
-    assert len(transfers) > 300 and max(transfers) > 3  # the delays took effect
+    assert deeper > 0.4 * RUNS  # than Megatron's schedules
+    assert len(transfers) > 5 * RUNS and max(transfers) > 3  # the delays took effect
