@@ -74,7 +74,8 @@ class NodeNumbers:
         self.count = self.weights + (self.stages * self.turns if order.schedule.splits else 0)
         turns = order.turns()
         self.micro_batch = np.array([m for m, _ in turns])
-        self.chunk = np.array([c for _, c in turns])
+        chunk = np.array([c for _, c in turns])
+        self._chunk_of = chunk, self.chunks - 1 - chunk
         self.turn_of = {turn: t for t, turn in enumerate(turns)}
 
     def node(self, stage: int, p: Pass) -> int:
@@ -92,7 +93,7 @@ class NodeNumbers:
 
     def chunk_of(self, direction: int) -> np.ndarray:
         """Return the chunk of each turn, (T,): backward passes go through the chunks in reverse."""
-        return self.chunk if direction == 0 else self.chunks - 1 - self.chunk
+        return self._chunk_of[direction]
 
     def columns(self, exists: np.ndarray) -> np.ndarray:
         """Return the column of each node in `Durations.table`.
@@ -136,7 +137,7 @@ class NodeNumbers:
         return {
             "stage": index // self.turns // 2,
             "kind": "send" if is_transfer else ("forward", "backward")[direction],
-            "chunk": int(self.chunk[turn] if direction == 0 else self.chunks - 1 - self.chunk[turn]),
+            "chunk": int(self.chunk_of(direction)[turn]),
             "micro_batch": int(self.micro_batch[turn]),
         }
 
@@ -352,7 +353,7 @@ def _build(order: Order, shared: tuple[bool, ...]) -> Graph:
         waiting, dependency = (np.concatenate(nodes) for nodes in zip(*arcs, strict=True))
         for i in np.flatnonzero(is_first[waiting]).tolist():
             before_first.setdefault(int(waiting[i]), []).append(int(dependency[i]))
-        arcs += _collective_arcs(numbers, before_first)
+        arcs = [(waiting, dependency), *_collective_arcs(numbers, before_first)]
         if (sorted_graph := _sort_into_levels(numbers.count, arcs, numbers.columns(exists))) is not None:
             return sorted_graph
     raise PlanError(

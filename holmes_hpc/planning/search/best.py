@@ -40,7 +40,7 @@ MAX_RUNNERS_UP = 5
 MIN_PER_STAGE_GAIN = 0.01  # per-stage TP/DP is less simple and must gain at least this share of the step
 PREDICTED = tuple(part for part in PARTS if part != "other_s")  # parts of a step's time
 MIN_GAIN_OF_OPTION = 0.01  # an optimizer that is not sharded, and weight passes, need more memory and must gain this
-MAX_PLACEMENTS = 4  # for which they are tried
+MAX_PLACEMENTS = 4  # for which these options, and a nearby batch, are tried
 MIN_NOTED_GAP = 0.005  # smaller gaps to the lower bound are not noted
 
 

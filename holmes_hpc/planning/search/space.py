@@ -98,8 +98,8 @@ def nearby_batch(problem: Problem, best: Placement, step_s: float) -> tuple[Batc
     sizes.sort(
         key=lambda n: (-gcd(n // best.micro_size, best.gpus), -len(divisors(n // best.micro_size)), abs(n - size))
     )
-    placements = {n: found for n in sizes[:MAX_BATCHES_TRIED] if (found := placements_of(n))}
-    rates = {n: n / found[0].estimate_s for n, found in placements.items()}
+    placements = {n: placements_of(n) for n in sizes[:MAX_BATCHES_TRIED]}  # sorted by estimate
+    rates = {n: n / fastest.estimate_s for n in placements for fastest in placements[n][:1]}
     better = [n for n in rates if rates[n] > (1 + MIN_BATCH_GAIN) * (size / step_s)]
     if not better:
         return None
