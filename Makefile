@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE  # every process would compile the package, and
 
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 
-.PHONY: help install demo lint unit quick test test-breaking test-current test-slurm explore fuzz faults submission-contract planner-regret test-nccl gpu-wheels gpu-proof bench-gpu docs evaluation clean
+.PHONY: help install demo lint unit quick test test-thorough test-breaking test-current test-slurm explore fuzz faults submission-contract planner-regret test-nccl gpu-wheels gpu-proof bench-gpu docs evaluation clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
 
@@ -36,14 +36,18 @@ lint: install ## ruff (rules and format), mypy, import contracts between package
 	$(BIN)/lint-imports
 
 unit: install ## tests of one module at a time, without processes: under a minute
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not integration and not slurm and not breaking and not gpu"
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not integration and not slurm and not breaking and not gpu and not thorough"
 
 quick: install ## tests that need no Slurm
-	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not slurm"
+	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not slurm and not thorough"
 
 test: lint ## lint, and all tests, including those on the testbed
-	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "not slurm and not breaking" --durations=10
-	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "slurm and not breaking" --durations=10 $$(grep -rl 'mark\.slurm' tests --include='test_*.py')
+	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "not slurm and not breaking and not thorough" --durations=10
+	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "slurm and not breaking and not thorough" --durations=10 $$(grep -rl 'mark\.slurm' tests --include='test_*.py')
+
+test-thorough: install ## further cases of the tests of `make test`, and longer ones: 8 minutes
+	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "thorough and not slurm" --durations=10
+	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "thorough and slurm" --durations=10
 
 test-breaking: install ## tests that break NICs, daemons and nodes of a testbed
 	$(BIN)/pytest -q -m breaking --durations=10

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import thorough
 import typer
 from pages import FENCE, ROOT, blocks, run_block, text_of
 
@@ -47,7 +48,7 @@ def titled(start: str) -> list[Path]:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("page", titled("needs holmes-hpc[train]"), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", thorough.all_but(titled("needs holmes-hpc[train]"), ROOT / "docs" / "start.md"))
 def test_blocks_that_train_without_root_run_as_they_stand(page, tmp_path):
     for title, text in own_blocks(page):
         if title.startswith("needs holmes-hpc[train]"):

@@ -35,6 +35,7 @@ def proof_on_a_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]
 
 
 @pytest.mark.integration
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ON_A_CPU)
 def test_parts_run_on_a_cpu(name: str, proof_on_a_cpu: tuple[Path, str]) -> None:
     out, output = proof_on_a_cpu

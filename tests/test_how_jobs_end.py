@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import thorough
 from whole_jobs import HOLMES, LIMIT_S, holmes, process_of, wait_for
 
 from holmes_hpc.planning.plan.plan import Plan
@@ -23,7 +24,7 @@ def runs(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", thorough.all_but([0, 3], 3))
 def test_a_killed_rank_ends_the_job_and_is_named(testbed, runs, rank):
     name = f"killed-{rank}"
     follower = subprocess.Popen(

@@ -27,6 +27,7 @@ from holmes_hpc.submission.sweeps.sweep_table import SweepRow, select_rows
 
 pytestmark = pytest.mark.integration
 
+EMULATED = ("model=gpt_tiny", "train.pace_layer_ms=40", "slurm.timeout_min=6000")
 Holmes = Callable[..., tuple[int, str, str]]
 
 
@@ -220,10 +221,20 @@ def test_steps_of_a_checkpoint_need_no_time(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slurm
 @pytest.mark.usefixtures("busy_roce")
-def test_the_plan_that_ends_first_in_todays_queue(holmes: Holmes, tmp_path: Path) -> None:
-    """A plan that starts now beats the best one for a short training; for a long one waiting pays."""
-    model = ("model=gpt_tiny", "train.pace_layer_ms=40", "slurm.timeout_min=6000")
-    code, out, err = holmes("plan", *model, "--earliest", "--steps", "20", "--json")
+def test_a_long_training_waits_for_the_better_nodes(holmes: Holmes, tmp_path: Path) -> None:
+    """For a long training, waiting for the better nodes pays."""
+    code, out, err = holmes("plan", *EMULATED, "--earliest", "--steps", "100000", "-o", str(tmp_path / "plan.yaml"))
+    assert code == 0, err
+    assert {"nodes", "layout", "start", "duration", "end"} <= set(out.splitlines()[1].split()), out
+    assert "roce-a: 4" in out.splitlines()[2] and max(map(len, out.splitlines())) <= 100, out
+    assert "slurm.timeout_min=" in err
+
+
+@pytest.mark.slurm
+@pytest.mark.thorough
+@pytest.mark.usefixtures("busy_roce")
+def test_a_plan_that_starts_now_is_first_for_a_short_training(holmes: Holmes) -> None:
+    code, out, err = holmes("plan", *EMULATED, "--earliest", "--steps", "20", "--json")
     assert code == 0, err
     short = json.loads(out)
     first, *others = short["earliest"]
@@ -231,11 +242,6 @@ def test_the_plan_that_ends_first_in_todays_queue(holmes: Holmes, tmp_path: Path
     waits = [c for c in others if "roce-a" in c["nodes"]]
     assert waits and all(c["end"] >= first["end"] and c["start"] > first["start"] for c in waits)
     assert first["timeout_min"] < 10 and first["duration_s"] < 120
-    code, out, err = holmes("plan", *model, "--earliest", "--steps", "100000", "-o", str(tmp_path / "plan.yaml"))
-    assert code == 0, err
-    assert {"nodes", "layout", "start", "duration", "end"} <= set(out.splitlines()[1].split()), out
-    assert "roce-a: 4" in out.splitlines()[2] and max(map(len, out.splitlines())) <= 100, out
-    assert "slurm.timeout_min=" in err
 
 
 @pytest.mark.slurm

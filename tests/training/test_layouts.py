@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import spawn
+import thorough
 import torch
 
 from holmes_hpc.config.plan_options import PlanOptions
@@ -43,7 +44,20 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    thorough.all_but(
+        LAYOUTS,
+        "dp2 without distributed optimizer",
+        "dp4 hierarchical",
+        "pp3 uneven",
+        "pp2 eager 1F1B",
+        "pp2 plain Megatron interleaved",
+        "tp2 sequence parallel",
+        "tp2 pp2 dp2",
+        "full recomputation",
+    ),
+)
 def test_a_layout_has_the_losses_and_norms_of_one_process(
     name: str, one_process: spawn.FinishedRun, tmp_path: Path
 ) -> None:

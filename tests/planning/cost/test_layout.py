@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
+import thorough
 from sites import H100, one_fabric, two_clusters
 
 from holmes_hpc.config.model import Batch
@@ -64,7 +65,7 @@ def slowest_in_plan(plan: Plan, fabrics: set[str], kind: str, *stages: int) -> T
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("mode", ["holmes", "single"])
+@pytest.mark.parametrize("mode", thorough.all_but(["holmes", "single"], "holmes"))
 def test_derived_transports_equal_those_of_the_plan(mode: str) -> None:
     """Compare the slowest of several groups, which determines the step."""
     seen: set[tuple[str, str]] = set()

@@ -71,6 +71,7 @@ def test_no_told_subset_is_half_a_percent_faster(seed: int) -> None:
         assert told_s is None or (free_s is not None and free_s <= 1.005 * told_s), (name, plan)
 
 
+@pytest.mark.thorough
 def test_all_node_counts_of_a_pool_are_listed_on_a_site_of_many() -> None:
     """The best plan has 25 stages of one or two layers on one of ten pools; 20 stages of two take 1.9% longer."""
     model, batch, site = planner_regret.draw_problem(22)
@@ -102,6 +103,7 @@ def test_steps_are_shared_among_some_pools_of_a_fabric() -> None:
     assert shared is not None and {c.pool for c in shared.layout.components} == {"a", "b"}
 
 
+@pytest.mark.thorough
 def test_interleaving_is_chosen_for_gpt3_on_128_h100() -> None:
     model = gpt("gpt3", 96, 12288, 96, 51200, positions=2048, tied=True)
     site = make_site(100, ("ib", 16, 3200.0, H100))
@@ -121,6 +123,7 @@ def test_estimates_count_one_nic_per_node_not_per_stage() -> None:
     assert step_s("llama3_8b", batch, site) <= 1.005 * step_s("llama3_8b", batch, site, strategy="one-fabric")
 
 
+@pytest.mark.thorough
 def test_pruning_considers_front_loaded_layers() -> None:
     """The best plan over two fabrics has more layers in its first stages, which compute while others gather parameters.
 
@@ -151,6 +154,7 @@ def test_slow_ethernet_is_avoided(
     assert step_s(model, batch, site) <= 1.005 * step_s(model, batch, site, strategy="one-fabric")
 
 
+@pytest.mark.thorough
 def test_refinement_includes_candidates_that_are_behind() -> None:
     """The best plan, a pipeline over three fabrics, is 7% behind before its fabrics are ordered and then wins by 2%."""
     fabrics = [("ib", 6, 100.0, A100), ("ib", 6, 200.0, A100), ("ib", 16, 400.0, A100), ("ib", 24, 400.0, A100)]

@@ -29,12 +29,14 @@ def test_discovery() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.thorough  # the same suite runs on Slurm
 @pytest.mark.parametrize("launcher_name, overrides", [("holmes_local", [])])
 class TestLocal(LauncherTestSuite):
     pass
 
 
 @pytest.mark.integration
+@pytest.mark.thorough
 @pytest.mark.parametrize("task_launcher_cfg, extra_flags", [({}, ["-m", "hydra/launcher=holmes_local"])])
 class TestLocalIntegration(IntegrationTestSuite):
     pass

@@ -78,8 +78,13 @@ def test_sweeps_of_the_paper_exist() -> None:
     "name, overrides, num_jobs",
     [
         ("nic_environments", ["model.layers=8", "plan.nodes={ib-a: 1},{ib-a: 1, roce-a: 1}"], 2),
-        ("ablation", ["plan.partition=uniform", "train.overlap_grad_reduce=false", "plan.transport=single"], 1),
-        ("scaling", ["plan.nodes={ib-a: 1, roce-a: 1}"], 1),
+        pytest.param(
+            "ablation",
+            ["plan.partition=uniform", "train.overlap_grad_reduce=false", "plan.transport=single"],
+            1,
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param("scaling", ["plan.nodes={ib-a: 1, roce-a: 1}"], 1, marks=pytest.mark.thorough),
     ],
 )
 def test_sweep_runs_on_the_testbed(tmp_path: Path, name: str, overrides: list[str], num_jobs: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import spawn
+import thorough
 
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.checkpoint import checkpoint_directory
@@ -59,7 +60,7 @@ def test_resumed_run_has_the_validation_losses_of_an_uninterrupted_one(tmp_path:
     assert expected == actual and [step for step, loss in actual.items() if loss] == [3, 6]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", thorough.all_but([signal.SIGTERM, signal.SIGUSR2], signal.SIGUSR2))
 def test_signal_saves_a_checkpoint_and_the_run_resumes_bit_for_bit(
     number: int, uninterrupted: spawn.FinishedRun, tmp_path: Path
 ) -> None:
@@ -131,7 +132,7 @@ def test_killed_process_of_a_file_fails_the_run_and_names_the_rank(tmp_path: Pat
     assert "rank 2 on " in finished.output[0] and "ended with status 9" in finished.output[0], finished.output
 
 
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", thorough.all_but([True, False], True))
 def test_rank_killed_while_saving_leaves_the_older_checkpoint(
     background: bool, uninterrupted: spawn.FinishedRun, tmp_path: Path
 ) -> None:
@@ -151,7 +152,7 @@ def test_rank_killed_while_saving_leaves_the_older_checkpoint(
     assert losses(second) == losses(uninterrupted) and not unfinished[0].exists()
 
 
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", thorough.all_but([True, False], True))
 def test_full_disk_fails_the_run_and_keeps_the_older_checkpoint(
     background: bool, uninterrupted: spawn.FinishedRun, tmp_path: Path
 ) -> None:
@@ -192,7 +193,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", thorough.all_but(LAYOUTS, "dp2", "tp2", "interleaved"))
 def test_checkpoint_continues_under_another_layout(name: str, uninterrupted: spawn.FinishedRun, tmp_path: Path) -> None:
     saved = uninterrupted.run.checkpoints / "step-00000008"
     finished = spawn.train(

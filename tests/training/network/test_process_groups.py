@@ -151,6 +151,7 @@ def test_two_ranks_with_the_same_gpu_are_a_plan_error(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.integration
+@pytest.mark.thorough
 def test_concurrent_gathers_do_not_crash_the_process(tmp_path: Path) -> None:
     """In torch 2.13 all threads of a group write the name of its last collective without a lock."""
     script = Path(__file__).parents[2] / "support" / "gather_rounds.py"
