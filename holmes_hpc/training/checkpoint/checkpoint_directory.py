@@ -3,6 +3,7 @@
 A checkpoint is a directory ``checkpoints/step-00000120``. It gets this name by one rename, after all its files were
 written and synced. Its ``holmes.json`` describes it and lists its files with sizes and CRC-32. Directories named
 ``.saving-…`` are unfinished and never loaded. This module does not import torch, since `holmes resume` uses it.
+save_and_load.py chooses the checkpoint that a run loads.
 """
 
 import contextlib
@@ -100,13 +101,13 @@ def complete_checkpoints(folder: Path) -> list[Checkpoint]:
     ]
 
 
-def newest(folder: Path) -> Checkpoint:
-    """Return the latest complete checkpoint in `folder`. Raise DataError if there is none."""
+def require_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints in `folder`, the latest first. Raise DataError if there is none."""
     checkpoints = complete_checkpoints(folder)
     if not checkpoints:
         hint = "set train.checkpoint_interval=N to save checkpoints"
         raise DataError("no complete checkpoint", where=str(folder), hint=hint)
-    return checkpoints[0]
+    return checkpoints
 
 
 def incomplete_checkpoints(folder: Path) -> list[tuple[Path, str]]:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from holmes_hpc import console
 from holmes_hpc.config import hugging_face
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError
@@ -81,16 +82,23 @@ class ExportSource:
 
 
 def find_source(name: str) -> ExportSource:
-    """Return the weights of `name`: a run (its latest complete checkpoint) or a checkpoint's directory."""
+    """Return the weights of `name`: a run (its latest intact checkpoint) or a checkpoint's directory.
+    Raise DataError if there is none. Checksums are verified, which reads all files."""
     if (Path(name) / checkpoint_directory.DESCRIPTION).is_file():
         checkpoint = checkpoint_directory.open_checkpoint(Path(name))
+        if (damage := checkpoint_directory.find_damage(checkpoint)) is not None:
+            hint = "restore it from a copy, or name another checkpoint"
+            raise DataError(f"the checkpoint is damaged ({damage})", where=name, hint=hint)
         if checkpoint.description.get(checkpoint_directory.IMPORTED):
             folder = Folder(checkpoint.path)
             return ExportSource(FolderWeights(folder), folder.model, checkpoint.path)
         return run_source(RunDirectory(checkpoint.path.resolve().parents[1]), checkpoint.path, checkpoint.step)
     run = find_run(name)
-    checkpoint = checkpoint_directory.newest(run.checkpoints)
-    return run_source(run, checkpoint.path, checkpoint.step)
+    for checkpoint in checkpoint_directory.require_checkpoints(run.checkpoints):
+        if (damage := checkpoint_directory.find_damage(checkpoint)) is None:
+            return run_source(run, checkpoint.path, checkpoint.step)
+        console.note(f"warning: checkpoint {checkpoint.path} is damaged ({damage}); trying an earlier one")
+    raise DataError("all checkpoints are damaged", where=str(run.checkpoints), hint="restore one from a copy")
 
 
 def run_source(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int) -> ExportSource:

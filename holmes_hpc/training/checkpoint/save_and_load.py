@@ -206,7 +206,7 @@ class Checkpoints:
                 log_line(f"warning: checkpoint {path} is damaged ({damage}); trying an earlier one")
         if paths:
             hint = "restore one from a copy, or remove them and start again"
-            raise DataError(f"all checkpoints are damaged ({first_problem})", where=str(self.folder), hint=hint)
+            raise DataError(f"all checkpoints are damaged ({first_problem})", where=str(paths[0].parent), hint=hint)
         if folder is not None:
             self._load_hugging_face(folder)
         return 0

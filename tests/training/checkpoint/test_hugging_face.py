@@ -190,6 +190,17 @@ def test_step_at_learning_rate_0_keeps_the_weights(folder: Path, tmp_path: Path)
     assert summary.architecture == "Qwen3ForCausalLM" and are_equal(folder, tmp_path / "out")
     for name in ("config.json", "tokenizer.json"):
         assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((folder / name).read_text())
+    checkpoints = tmp_path / "run" / "checkpoints"
+    older, newer = checkpoints / "step-00000001", checkpoints / "step-00000002"
+    shutil.copytree(older, newer)
+    description = json.loads((newer / checkpoint_directory.DESCRIPTION).read_text())
+    (newer / checkpoint_directory.DESCRIPTION).write_text(json.dumps({**description, "step": 2}))
+    assert find_source(str(tmp_path / "run")).step == 2
+    damaged = sorted(newer.glob("*.distcp"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    assert find_source(str(tmp_path / "run")).step == 1
+    with pytest.raises(DataError, match=r"is damaged .*wrong checksum"):
+        find_source(str(newer))
 
 
 @pytest.mark.integration

@@ -73,7 +73,7 @@ def test_signal_saves_a_checkpoint_and_the_run_resumes_bit_for_bit(
     assert {e["state"] for e in finished.run.read_exits()} == {"preempted"}
     signals = {e["rank"]: e.get("signal") for e in finished.run.read_exits()}
     assert signals == {0: None, 1: None, 2: None, 3: signal.Signals(number).name}
-    step = checkpoint_directory.newest(finished.run.checkpoints).step
+    step = checkpoint_directory.require_checkpoints(finished.run.checkpoints)[0].step
     assert 2 < step < 10 and max(losses(finished)) == step
     second = spawn.train(tmp_path / "run", PLAN, config)
     assert set(second.codes) == {0}, second.output
