@@ -323,8 +323,10 @@ def _load_with_node(node: str) -> Testbed:
 
 
 def _env(testbed: Testbed) -> dict[str, str]:
-    """Return the variables of a testbed. Its own programs come first in PATH, unless it uses the machine's Slurm."""
+    """Return the variables of a testbed. Its own programs come first in PATH, unless it uses the machine's Slurm.
+    Ranks compute with one thread unless OMP_NUM_THREADS is set, because all nodes share the CPUs of one machine."""
     variables = {"HOLMES_TESTBED": str(testbed.paths.root), **testbed.env()}
+    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     testbed_path = slurm_prefix.program_path(testbed.prefix) if testbed.prefix else str(testbed.paths.root / "bin")
     if testbed.prefix or testbed.userland:
         folders = os.environ.get("PATH", SYSTEM_PATH).split(":")
