@@ -10,6 +10,8 @@ from holmes_hpc.results.columns import has_value
 from holmes_hpc.results.compare import SAME_WORK, Comparison, completed, entries, label, labels, loss_of, work_text
 from holmes_hpc.results.tables import format_interval, format_number
 
+OVERLOAD = 1.5  # measured over predicted step time, above which a machine does not keep the emulated time
+
 
 def ranking(comparison: Comparison) -> list[str]:
     """Return sentences that name the settings with the lowest, second lowest and highest loss."""
@@ -73,7 +75,20 @@ def answer(comparison: Comparison) -> list[str]:
     speedup = f"That is {format_number(best['ratio'])} times {label(base)}{plain_note}{bounds}"
     if not is_faster(best, base):
         return [first, f"{speedup}: no significant difference."]
-    return [first, f"{speedup}.", explain(best, base)]
+    return [first, f"{speedup}.", _overload(base) or explain(best, base)]
+
+
+def _overload(cell: Mapping[str, Any]) -> str | None:
+    """Return a warning if a cell with emulated compute is much slower than predicted."""
+    if not all(map(has_value, (cell["pace_layer_ms"], cell["predicted_step_time_s"], cell["step_time_s"]))):
+        return None
+    ratio = cell["step_time_s"] / cell["predicted_step_time_s"]
+    if ratio < OVERLOAD:
+        return None
+    return (
+        f"The second takes {ratio:.1f} times its predicted step time: the machine was busy, or too slow for"
+        " train.pace_layer_ms, so this says little."
+    )
 
 
 def is_faster(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from made_runs import make_run
+from made_runs import MODEL, make_plan, make_run
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.run import RunDirectory
@@ -106,6 +106,14 @@ def test_the_answer_names_placement_factor_and_reason(sweep: Path) -> None:
     base = re.escape("hybrid, ib-a:2 roce-a:2, one transport (as plain Megatron-LM)")  # the slowest on four nodes
     assert re.match(rf"That is 2\.[01]\d times {base} \(95% interval .*, 6 pairs\)\.", said[1])
     assert said[2].startswith("Why: compute takes")
+
+
+def test_a_busy_machine_explains_no_speed_up(tmp_path: Path) -> None:
+    make_run(tmp_path / "fast", {"ib-a": 4})
+    slow = make_run(tmp_path / "slow", step_time_s=6.0)
+    assert load_report([tmp_path]).answer()[2].startswith("Why: ")
+    slow.plan_path.write_text(make_plan({"ib-a": 2, "roce-a": 2}, "holmes", 1.0, MODEL.hidden).to_yaml())
+    assert load_report([tmp_path]).answer()[2].startswith("The second takes 6.2 times its predicted step time: ")
 
 
 def test_one_transport_on_the_same_nodes_is_the_baseline_and_pairs_stay_in_a_session(sweep: Path) -> None:
