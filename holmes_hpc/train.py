@@ -108,6 +108,7 @@ def main() -> None:
     except HolmesError as e:
         _exit_with(e)
     except KeyboardInterrupt:  # the launcher has already reported which jobs continue
+        console.problem("interrupted")
         sys.exit(130)
 
 

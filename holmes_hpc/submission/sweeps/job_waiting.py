@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from submitit.local.local import LocalJob
 
 from holmes_hpc import console
-from holmes_hpc.errors import RunFailed
+from holmes_hpc.errors import RunFailed, counted
 from holmes_hpc.records.ownership import open_own_file
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
@@ -30,7 +30,8 @@ from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 from holmes_hpc.submission.sweeps.sweep_table import SweepRow, live_display, live_table, row_of, table_cells
 
 log = logging.getLogger(__name__)
-POLL_S = 2.0  # pause between queries of the jobs
+PAUSE_S = 0.5  # between looks at the job that is waited for
+POLL_S = 2.0  # between queries of all jobs
 LOG_INTERVAL_S = 8.0  # the longest pause between log lines, to which up to POLL_S adds
 SETTLE_S = 20  # time after a job's end in Slurm until its records are visible on this machine
 
@@ -68,7 +69,7 @@ def wait(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], None]) -> J
         return _wait_for_plan(manifest, job, on_poll)
     while not job.done():
         on_poll()
-        time.sleep(0.5)
+        time.sleep(PAUSE_S)
     if job.is_cached:
         with open_own_file(result_pickle(manifest, job.entry)) as file:
             return pickle.load(file)[1]  # noqa: S301 (only this user can have written it)
@@ -90,7 +91,7 @@ def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], N
         else:
             ended = None
         on_poll()
-        time.sleep(1)
+        time.sleep(PAUSE_S)
     result = run.read_result() or record_end(run, state)
     has_completed = result["state"] == "completed"
     value: Any = (result.get("final") or {}).get("loss")
@@ -170,11 +171,16 @@ def summary_line(rows: Sequence[SweepRow]) -> str:
     return counts + (": " + "; ".join(jobs[:4]) + remainder if jobs else "")
 
 
-def handle_interrupt(manifest: Manifest, jobs: list[SweepJob]) -> None:
-    """Ask after Ctrl-C whether to cancel the submitted jobs. If not, log how to continue the sweep later."""
+def handle_interrupt(manifest: Manifest, jobs: list[SweepJob], unsubmitted: int) -> None:
+    """Ask after Ctrl-C whether to cancel the submitted `jobs`. If not, log how to continue the sweep later.
+    `unsubmitted`: the number of jobs that were not submitted yet."""
+    if unsubmitted:
+        log.info(f"{counted(unsubmitted, 'job')} of the sweep not submitted")
+    if not jobs:
+        return
     answer = None
     with contextlib.suppress(KeyboardInterrupt):
-        answer = console.ask(f"\ncancel the sweep's {len(jobs)} jobs? [y/N] ")
+        answer = console.ask(f"\ncancel the sweep's {counted(len(jobs), 'job')}? [y/N] ")
     if answer and answer.startswith("y"):
         cancel_sweep(manifest, jobs)
         log.info("cancelled")

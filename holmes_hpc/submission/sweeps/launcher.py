@@ -33,7 +33,8 @@ from holmes_hpc.submission.executor.throttle import Throttle
 from holmes_hpc.submission.lifecycle.status import Job, SlurmJob
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import PlannedJob, submit_plan
-from holmes_hpc.submission.sweeps.job_results import (
+from holmes_hpc.submission.sweeps.job_waiting import (
+    PAUSE_S,
     LaunchedJob,
     Progress,
     handle_interrupt,
@@ -123,7 +124,9 @@ class HolmesLauncher(BaseSubmititLauncher):
                     progress.conclude()
             return job_returns
         except KeyboardInterrupt:
-            handle_interrupt(open_manifest(sweep_dir), [job.entry for job in launched if not job.is_cached])
+            new_jobs = [job.entry for job in launched if not job.is_cached]
+            unsubmitted = len(candidates) - len(launched)
+            handle_interrupt(open_manifest(sweep_dir), new_jobs, unsubmitted)
             raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> JobReturn:
@@ -347,7 +350,7 @@ class LocalLauncher(HolmesLauncher):
             if sum(not job.done() for job in launched) < limit:
                 break
             progress.show()
-            time.sleep(0.5)
+            time.sleep(PAUSE_S)
 
     def _start(
         self, planned: PlannedJob, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str

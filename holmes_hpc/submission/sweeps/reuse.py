@@ -19,7 +19,7 @@ from holmes_hpc import console
 from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.plan_job import PlannedJob
-from holmes_hpc.submission.sweeps.job_results import task_config
+from holmes_hpc.submission.sweeps.job_waiting import task_config
 from holmes_hpc.submission.sweeps.jobs import is_completed
 from holmes_hpc.submission.sweeps.launcher_settings import ENVIRONMENT
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob, job_key

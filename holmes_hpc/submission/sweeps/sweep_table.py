@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from holmes_hpc.errors import HolmesError
+from holmes_hpc.errors import HolmesError, counted
 from holmes_hpc.records.rates import first_attempt_of_plan, mean_rates
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
@@ -24,7 +24,7 @@ from holmes_hpc.submission.lifecycle.status import record_end
 from holmes_hpc.submission.sweeps.jobs import job_states, plain_outcome, read_outcome, untrusted_reason
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, SweepJob, read_manifest
 
-POLL_S = 2.0
+REFRESH_S = 2.0
 MAX_GROWING_BYTES = 8_000_000  # of a larger metrics.jsonl that still grows, only the end is read
 
 
@@ -113,7 +113,7 @@ def _read_rates(directory: Path, size: int, _: int, has_ended: bool) -> dict[str
 
 def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return a mapping for each job of a sweep: `num, overrides, job_id, state, error, directory, final`.
-    `final`: for the job of a plan {figure: value} of its last step and its mean rates, else the function's value."""
+    `final`: for a plan's job, the last step's figures and mean rates by name; else the function's value."""
     manifest = read_manifest(directory)
     return [
         {
@@ -174,7 +174,7 @@ def live_table(title: str, rows: Sequence[SweepRow], height: int) -> Table:
     num_hidden = len(rows) - len(selected)
     caption = f"{num_hidden} more: enlarge the terminal, or use --json" if num_hidden else None
     style: Any = {"title_justify": "left", "caption_justify": "left", "box": None}
-    table = Table(title=f"{title}: {len(rows)} jobs: {counts}", caption=caption, **style)
+    table = Table(title=f"{title}: {counted(len(rows), 'job')}: {counts}", caption=caption, **style)
     for name in columns:
         table.add_column(name, overflow="fold")
     for row in cells:
@@ -196,7 +196,7 @@ def show_live(directory: str | os.PathLike[str]) -> list[SweepRow]:
                 display.update(live_table(str(directory), rows, display.console.height), refresh=True)
                 if all(r.ended for r in rows):
                     break
-                time.sleep(POLL_S)
+                time.sleep(REFRESH_S)
                 rows = sweep_status(directory, mode="standard")
         except KeyboardInterrupt:
             pass

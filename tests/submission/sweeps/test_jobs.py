@@ -22,8 +22,8 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.results.loading.run_row import read_one
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.submission.executor.environment import LEADER
-from holmes_hpc.submission.sweeps import job_results, jobs, sweep_table
-from holmes_hpc.submission.sweeps.job_results import Progress, summary_line
+from holmes_hpc.submission.sweeps import job_waiting, jobs, sweep_table
+from holmes_hpc.submission.sweeps.job_waiting import Progress, summary_line
 from holmes_hpc.submission.sweeps.launcher_settings import (
     LocalLauncherConf,
     SlurmLauncherConf,
@@ -190,7 +190,7 @@ def test_progress_logs_states_steps_and_pending_reasons(
         summary_line(rows) == "2 running, 1 completed, 1 pending: #1 step 5, loss 3.25; #2 step 4; #3 waits (Priority)"
     )
     now = [100.0]
-    monkeypatch.setattr(job_results.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(job_waiting.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(Progress, "rows", lambda _: rows)
     caplog.set_level("INFO")
     with Progress(make_manifest(tmp_path), []) as progress:
