@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,7 @@ def plan(
     if output:
         chosen.write(output)
     costs = replace(request.costs(config, chosen), corrections=corrections)
-    if default_model:
+    if default_model and (json or not sys.stdout.isatty()):
         console.note(_NO_MODEL.format(default_model))
     if json:
         console.as_json(_document(chosen, costs, steps, estimates))

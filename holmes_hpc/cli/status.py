@@ -14,7 +14,7 @@ from holmes_hpc.cli.app import Json, Run, app
 from holmes_hpc.cli.run_table import COLUMNS, cells
 from holmes_hpc.cli.run_table import watch as watch_runs
 from holmes_hpc.errors import ConfigError, HolmesError, counted
-from holmes_hpc.records.find import find_run, last_change, recent_runs, runs_root
+from holmes_hpc.records.find import find_run, last_change, recent_runs, reference_to, runs_root
 from holmes_hpc.records.logs import follow_logs, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm import scontrol
@@ -89,7 +89,9 @@ def status(
         for line in (f"\n{s.name}: {rank}{s.error}", *quote_log(s.log_tail, s.error or "", s.failed_rank)):
             console.text(line)
         if s.ended and (checkpoints := checkpoint_directory.complete_checkpoints(RunDirectory(s.path).checkpoints)):
-            console.text(f"continue after step {checkpoints[0].step} with `holmes resume {s.name}`")
+            console.text(
+                f"continue after step {checkpoints[0].step} with `holmes resume {reference_to(RunDirectory(s.path))}`"
+            )
 
 
 @app.command()

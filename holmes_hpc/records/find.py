@@ -114,6 +114,11 @@ def name_of(run: RunDirectory, root: str | os.PathLike[str] | None = None) -> st
     return str(path.relative_to(base)) if base in path.parents else run.name
 
 
+def reference_to(run: RunDirectory) -> str:
+    """Return the name or path by which a command finds the run."""
+    return name_of(run) if runs_root().resolve() in run.path.resolve().parents else str(run.path)
+
+
 def last_change(run: RunDirectory) -> float:
     """Return the Unix time at which run.yaml, the metrics or the result was last written; 0 if none exists."""
     record_paths = [run.run_path, run.metrics_path, run.result_path]

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from holmes_hpc import console
+from holmes_hpc.records.find import reference_to
 from holmes_hpc.records.logs import GrowingFile
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
@@ -140,7 +141,7 @@ def report_end(run: RunDirectory, result: dict[str, object], shown_lines: Collec
     for line in quote_log(new_lines, str(result.get("error") or ""), rank if isinstance(rank, int) else None):
         console.note(line)
     if any(run.checkpoints.glob("step-*/holmes.json")):
-        console.note(f"continue it with `holmes resume {run.name}`")
+        console.note(f"continue it with `holmes resume {reference_to(run)}`")
     return 1
 
 
