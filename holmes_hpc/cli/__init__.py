@@ -90,13 +90,13 @@ def _usage_message(error: Any) -> str:
     command = context.command_path if context else "holmes"
     if type(error).__name__ == "NoSuchOption" and any(p.name == "overrides" for p in context.command.params):
         from holmes_hpc.config.options import meant_keys
-        from holmes_hpc.config.other_names import advice
+        from holmes_hpc.config.other_names import unsupported_hint
 
         option = error.option_name.partition("=")[0]
         key = option.lstrip("-").replace("-", "_")
         mistyped = [name for p in context.command.params for name in p.opts if option[2:] and is_typo(option, name)]
         written = " or ".join(f"{meant}=…" for meant in meant_keys(key))
-        hint = did_you_mean(mistyped) if mistyped else advice(key) or (written and f"write {written}")
+        hint = did_you_mean(mistyped) if mistyped else unsupported_hint(key) or (written and f"write {written}")
         message = f"no option {option}" + (f": {hint}" if hint else "")
     return f"{message}; see `{command} --help`"
 

@@ -155,12 +155,12 @@ def is_file_argument(argument: str) -> bool:
 def load_site(config: Configuration) -> Site:
     """Return the site of a configuration. Note on stderr what a site file assumes, how Slurm has changed since it was
     written, and a long wait for Slurm. SiteError if a file of `holmes site` contradicts Slurm."""
-    from holmes_hpc.fabric.site_record import compare
+    from holmes_hpc.fabric.site_record import changes_since_written
     from holmes_hpc.planning.request import site
 
     with console.waiting("asking Slurm"):
         loaded_site = site(config)
-        changes = compare(config.site_file, loaded_site) if config.site_file else []
+        changes = changes_since_written(config.site_file, loaded_site) if config.site_file else []
     for assumption in loaded_site.assumptions if config.site_file else ():  # shown early, not only at the plan's end
         console.note(f"{config.site_file}: {assumption}")
     for change in changes:

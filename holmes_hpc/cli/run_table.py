@@ -22,7 +22,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.status import Status, run_statuses
 from holmes_hpc.submission.sweeps.sweep_table import live_display
 
-POLL_S = 2.0
+REFRESH_S = 2.0
 SCAN_SHARE = 0.1  # of the time may be spent on looking for new runs
 # column -> the terminal's least width for it
 COLUMNS = {"run": 0, "last change": 100, "job": 80, "state": 0, "step": 0, "loss": 0, "step time": 0, "attempt": 100}
@@ -91,7 +91,7 @@ def watch(find_runs: Callable[[], tuple[list[RunDirectory], int]]) -> None:
             ended |= {keys[run]: status for run, status in statuses.items() if status.ended}
             _draw(display, [statuses.get(run) or ended[keys[run]] for run in runs], hidden)
             mode = "standard"
-            if pressed(POLL_S) == "q":
+            if pressed(REFRESH_S) == "q":
                 return
 
 

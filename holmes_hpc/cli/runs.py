@@ -208,7 +208,7 @@ def resume(
     code = progress.report_progress(record, job)
     if code == 1 and overrides and not plan_path and len(record.metrics_bytes()) == steps:
         record.update_run(config=old_record["config"], overrides=old_record["overrides"])
-        console.note("it made no new step: the run's record has its earlier configuration again")
+        console.note("no new step was made: the run's earlier configuration is restored")
     if code == 0:
         _show_figures(record)
     raise typer.Exit(code)

@@ -28,7 +28,7 @@ from holmes_hpc.config.hugging_face import folder_of, read_model
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES
 from holmes_hpc.config.options import DEFAULTS, option, suggested_override, unknown_key
-from holmes_hpc.config.other_names import advice
+from holmes_hpc.config.other_names import unsupported_hint
 from holmes_hpc.errors import ConfigError, HolmesError, nearest, raise_all
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import keys
@@ -144,13 +144,15 @@ def explained(error: Exception) -> ConfigError:
         listing = str(error).partition("Available options")[2].partition("Config search path")[0].splitlines()[1:]
         available = filter(None, map(str.strip, listing))
         return ConfigError(
-            f"no {missing[1]} {missing[2]!r}", where=where, hint=advice(missing[2]) or nearest(missing[2], available)
+            f"no {missing[1]} {missing[2]!r}",
+            where=where,
+            hint=unsupported_hint(missing[2]) or nearest(missing[2], available),
         )
     bare = re.match(r"Error parsing override '([^'=]+)'", first)
     if bare and Path(bare[1]).is_file():
         kind, option = _kind_of_file(bare[1])
         return ConfigError(f"{kind}, not KEY=VALUE", where=bare[1], hint=f"write {option}={bare[1]}")
-    if bare and (text := advice(bare[1])):
+    if bare and (text := unsupported_hint(bare[1])):
         return ConfigError(f"{bare[1]!r} is not KEY=VALUE", where=where, hint=text)
     if bare and (suggestion := suggested_override(bare[1])):
         return ConfigError(f"{bare[1]!r} is not KEY=VALUE", where=where, hint=f"did you mean {suggestion!r}?")

@@ -6,7 +6,7 @@ from typing import Any
 
 from holmes_hpc.config.configuration import GROUPS, Configuration
 from holmes_hpc.config.models import BATCHES, MODELS
-from holmes_hpc.config.other_names import advice, key_elsewhere
+from holmes_hpc.config.other_names import key_elsewhere, unsupported_hint
 from holmes_hpc.errors import ConfigError, did_you_mean, is_typo
 from holmes_hpc.schema import REQUIRED, keys
 
@@ -61,7 +61,7 @@ def suggested_override(value: str) -> str | None:
 
 def unknown_key(unknown: str) -> ConfigError:
     """Return the error for an unknown key. Its hint: what to do instead, else the keys that it can mean."""
-    hint = advice(unknown)
+    hint = unsupported_hint(unknown)
     if unknown.partition(".")[0] == "labels":
         hint = "write +labels.NAME=VALUE, with a plus sign"
     elif hint is None and (meant := meant_keys(unknown)):

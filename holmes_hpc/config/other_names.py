@@ -91,8 +91,8 @@ def key_elsewhere(name: str) -> str | None:
     return _KEYS.get(_plain(name).rpartition(".")[2])
 
 
-def advice(name: str) -> str | None:
-    """Return what to do instead of a word without a key or model here, as a hint; None for other words."""
+def unsupported_hint(name: str) -> str | None:
+    """Return a hint for a word of other programs that has no key or model here; None for any other word."""
     return next((text for pattern, text in _ADVICE.items() if re.fullmatch(pattern, _plain(name))), None)
 
 

@@ -18,7 +18,7 @@ from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
 from holmes_hpc.fabric.partitions import with_associations
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.fabric.site_file import read_site_file
-from holmes_hpc.fabric.site_record import compare
+from holmes_hpc.fabric.site_record import changes_since_written
 from holmes_hpc.fabric.software import check_software, software
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.untrusted import read_file
@@ -270,7 +270,7 @@ def examine(settings: NodeSettings | None = None, asking: bool = True, site_file
     site = read_site_file(site_file) if site_file else None
     if site_file and site:
         try:
-            changes = compare(site_file, site)
+            changes = changes_since_written(site_file, site)
             findings += [Finding("warning", site_file, change, "see `holmes site`") for change in changes]
         except SiteError as e:
             findings.append(Finding("error", e.where, e.what, e.hint))

@@ -101,8 +101,8 @@ _NEWER_KEYS = (
 class Pool:
     """Alike nodes of one fabric: the same GPUs, NICs, partition and constraint.
 
-    A fabric is all pools that name it. Their nodes reach each other by RDMA, or by Ethernet if `nic` is ethernet. A
-    pool that names no fabric is one by itself, of the same name. Rates are those of one node, in Gb/s (1e9 bit/s);
+    Pools that name the same fabric form it. Their nodes reach each other by RDMA, or by Ethernet if `nic` is ethernet.
+    A pool without a fabric is its own, of the same name. Rates are those of one node, in Gb/s (1e9 bit/s);
     `rdma_gbps` is None if `nic` is ethernet.
     """
 

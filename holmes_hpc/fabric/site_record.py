@@ -184,9 +184,9 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-def compare(path: str, site: Site) -> list[str]:
+def changes_since_written(path: str, site: Site) -> list[str]:
     """Return warnings about a file of `holmes site` whose Slurm has changed since; none for another file or Slurm.
-    SiteError if the file contradicts Slurm, also one written by hand that names nodes of this Slurm."""
+    Raise SiteError if the file, even a handwritten one that names nodes of this Slurm, contradicts it."""
     found = read_yaml(path, SiteError, "").get("found") or {}
     try:
         if found and not (isinstance(found, Mapping) and read_config().cluster == found.get("cluster")):
@@ -194,18 +194,18 @@ def compare(path: str, site: Site) -> list[str]:
         nodes = {n.name: n for n in read_nodes()}
     except SiteError:  # a machine without Slurm
         return []
-    again = f"run `holmes site -o {path}` again"
+    rerun_hint = f"run `holmes site -o {path}` again"
     warnings = []
     known = set(expand(str(found.get("nodes") or ""))) if found else set(nodes)
     if not found and not {name for pool in site.pools for name in pool.node_names} <= known:
         return []
     for names, text in ((set(nodes) - known, "are new in Slurm"), (known - set(nodes), "are gone from Slurm")):
         if names:
-            warnings.append(f"{path}: nodes {compress(sorted(names))} {text}; {again}")
+            warnings.append(f"{path}: nodes {compress(sorted(names))} {text}; {rerun_hint}")
     gpus = {node: entry["gpu"]["name"] for entry in found.get("pools") or () for node in _nodes(entry)}
     for pool in (p for p in site.pools if p.node_names):
         members = [nodes[name] for name in pool.node_names if name in nodes]
-        refuse(f"{path}: pool {pool.name}", *_contradictions(pool, members, gpus, again), error=SiteError)
+        refuse(f"{path}: pool {pool.name}", *_contradictions(pool, members, gpus, rerun_hint), error=SiteError)
         usable = sum(n.usable for n in members)
         if usable < pool.nodes:
             warnings.append(f"{path}: {usable} of the {pool.nodes} nodes of pool {pool.name} can be used now")
@@ -213,11 +213,11 @@ def compare(path: str, site: Site) -> list[str]:
 
 
 def _contradictions(
-    pool: Pool, members: Sequence[Node], gpus: Mapping[str, str], again: str
+    pool: Pool, members: Sequence[Node], gpus: Mapping[str, str], rerun_hint: str
 ) -> Iterator[tuple[bool, str, str]]:
     """Yield (whether Slurm contradicts the file, what, hint). `members`: Slurm's nodes; `gpus`: node -> its kind of GPU
     by the driver, which may differ from GRES."""
-    hint, kind_of = f"correct the file, or {again}", read_vocabulary().gpu
+    hint, kind_of = f"correct the file, or {rerun_hint}", read_vocabulary().gpu
     yield len(members) < pool.nodes, f"nodes is {pool.nodes}, Slurm has {len(members)} of them", hint
     kind, count = kind_of(pool.gpu.name), pool.node_gpus or pool.gpus_per_node
     for node in members:

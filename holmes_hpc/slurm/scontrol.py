@@ -1,4 +1,4 @@
-"""Nodes, partitions, topology and configuration from `scontrol show`, in the format of Slurm 22.05 to 24.11."""
+"""Nodes, partitions, topology and configuration from `scontrol show`, in the format of Slurm 22.05 to 26.05."""
 
 import re
 from dataclasses import dataclass
@@ -7,13 +7,9 @@ from functools import cached_property
 from holmes_hpc.errors import SiteError
 from holmes_hpc.slurm.commands import output, slurm
 from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.slurm.node_states import is_usable, parse_states
 
 _KEY = re.compile(r"(?:^|(?<=\s))([A-Z][A-Za-z0-9_/:()]*)=")
-# A node in one of these states accepts no new job; neither does one with the mark * (not responding).
-UNUSABLE = re.compile(
-    "DOWN|DRAIN(ED|ING)?|FAIL(ING)?|NOT_RESPONDING|NO_RESPOND|UNKNOWN|ERROR|(DYNAMIC_)?FUTURE|MAINT(ENANCE)?|POWERING_DOWN"
-    "|BLOCKED|INVAL(ID_REG)?|REBOOT_(ISSUED|REQUESTED)"
-)
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class Node:
     @property
     def usable(self) -> bool:
         """True if the node can take a job, now, when its present one ends, or when power saving starts it again."""
-        return not any(map(UNUSABLE.fullmatch, self.states))
+        return is_usable(self.states)
 
     @property
     def reserved(self) -> bool:
@@ -182,13 +178,6 @@ def parse_gres(text: str) -> tuple[Gres, ...]:
         type_parts = parts[1:-1] if count_match else parts[1:]
         resources.append(Gres(parts[0], ":".join(type_parts), count))
     return tuple(resources)
-
-
-def parse_states(text: str) -> tuple[str, ...]:
-    """Parse ``IDLE*+DRAIN``; the mark * becomes the state NOT_RESPONDING."""
-    matches = [re.fullmatch(r"(.*?)([*~#!%$@^-]*)", part, re.DOTALL) for part in text.split("+")]
-    states = [s for match in matches if match for s in (match[1].upper(), "NOT_RESPONDING" if "*" in match[2] else "")]
-    return tuple(dict.fromkeys(s for s in states if s))
 
 
 def parse_node(line: str) -> Node:

@@ -31,8 +31,8 @@ class MeasuredPart:
     collectives.
 
     `part`: layer, embedding or head. `flops`: the part's forward FLOPs (for the embedding: tokens * hidden) for the
-    complete micro-batch, as in cost/flops.py. `sequence` 0: unknown, from an earlier release. Backward: without
-    recomputation.
+    complete micro-batch, as in cost/flops.py. `sequence` is 0 (unknown) in files of an earlier release.
+    `backward_s` excludes recomputation.
     """
 
     part: Annotated[str, key("part of a model", one_of=("layer", "embedding", "head"))]

@@ -138,7 +138,7 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
 
 
 def row_durations(times: Timing, split: int) -> RowDurations:
-    """Return the simulation input for one layer split of a layout with per-stage TP/DP."""
+    """Return the durations that simulate one layer split of a layout with per-stage TP/DP."""
     d, e = times.replicas[0], times.edges
     assert e is not None
     return replace(

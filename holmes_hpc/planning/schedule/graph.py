@@ -41,8 +41,8 @@ class Graph:
     """Nodes sorted into levels: a node depends only on nodes of earlier levels.
 
     An index is a position in this sorted order. `node`: the node number at each index. `column`: its column in the
-    table of durations. `levels`: for each level but the first, (first index, end index, indices of the dependencies of
-    all its nodes, position of each node's first dependency among them).
+    table of durations. `levels`: for each level but the first, (first index, end index, indices of its nodes'
+    dependencies, where each node's part of them starts).
     """
 
     node: np.ndarray

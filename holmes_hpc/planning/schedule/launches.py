@@ -203,7 +203,7 @@ class _Step:
         self._position[row] += 1
 
     def synchronize(self, row: int, launch: Pass, after_last: bool, start: int = 0) -> int | None:
-        """Return the time at which `row` can run `launch`, reached at `start`; None while it waits for other rows.
+        """Return when `row`, which reached `launch` at `start`, can run it; None while it waits for other rows.
         `after_last`: rows also synchronize at their last passes."""
         if not self._outer_passes or launch not in self._outer_passes[row][: 1 + after_last]:
             return start
@@ -251,15 +251,15 @@ def check_windows(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
 
     def advance(row: int, launch: Launch) -> bool:
         if isinstance(launch, Pass):
-            needed = order.transfer_to(row, launch)
-            if needed is not None and Post(True, needed) not in step.done[needed.source]:
+            transfer = order.transfer_to(row, launch)
+            if transfer is not None and Post(sends=True, transfer=transfer) not in step.done[transfer.source]:
                 return False
             if step.synchronize(row, launch, after_last=False) is None:
                 return False
         elif launch.sends:
             sent_transfers = sent.setdefault((row, launch.peer), [])
             index = len(sent_transfers) - order.window(launch.transfer)
-            if index >= 0 and Post(False, sent_transfers[index]) not in step.done[launch.peer]:
+            if index >= 0 and Post(sends=False, transfer=sent_transfers[index]) not in step.done[launch.peer]:
                 return False
             sent_transfers.append(launch.transfer)
         step.complete(row, launch)
@@ -274,8 +274,8 @@ def check_unbuffered(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
 
     def advance(row: int, launch: Launch) -> bool:
         if isinstance(launch, Pass):
-            needed = order.transfer_to(row, launch)
-            if needed is not None and Post(False, needed) not in step.done[row]:
+            transfer = order.transfer_to(row, launch)
+            if transfer is not None and Post(sends=False, transfer=transfer) not in step.done[row]:
                 return False
             if not launch.forward and launch._replace(forward=True) not in step.done[row]:
                 return False

@@ -289,7 +289,7 @@ class Evaluator:
                 yield cap, layout
 
     def note_missing_depth(self, candidate: Candidate) -> Candidate:
-        """Return the candidate, with a note if memory does not allow the depth that hides the transfers."""
+        """Return the candidate, with a note if memory is too small for the depth that hides the transfers."""
         layout, chunks = candidate.layout, candidate.layout.parallel.virtual_stages
         eager = [kind for kind in self._schedules(candidate.placement, chunks) if schedule_kind(kind).deepens]
         if not eager:
@@ -301,7 +301,7 @@ class Evaluator:
         cap, _ = next(self._depths(deeper, extra))
         if cap == max(extra):
             return candidate
-        note = f"memory allows {cap} more micro-batches in flight over a slow link, {max(extra)} would hide it"
+        note = f"memory allows {cap} extra micro-batches in flight over a slow link; hiding it takes {max(extra)}"
         return replace(candidate, notes=tuple(dict.fromkeys((*candidate.notes, note))))
 
     def refine(self, candidate: Candidate, max_orders: int | None = None) -> Candidate:

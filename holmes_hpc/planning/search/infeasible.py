@@ -23,7 +23,7 @@ MAX_PLACEMENTS = 100  # the most whose memory is computed: those with the larges
 
 
 def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:
-    """Raise PlanError for the first size that does not divide. Call it if no placement divides everything."""
+    """Raise PlanError for the first size that is not divisible as needed. Call it if no placement is possible."""
     size, micro_size, available = batch.global_size, batch.micro_size, available_pools(site, options)
     tp, dp, pp = (n or 1 for n in (options.tp, options.dp, options.stages))
     micro_batches, is_fixed = size // micro_size, not options.search_micro_size
@@ -71,7 +71,7 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
         f"no placement of {counted(model.layers, 'layer')} and {counted(micro_batches, 'micro-batch')} on"
         f" {nodes} nodes has the same TP and DP in all stages{fixed_options and ' and ' + fixed_options}",
         where="plan",
-        hint="change nodes, tp, pp, dp, or the batch or gpus_per_node, so that stages of TP x DP GPUs fill whole nodes",
+        hint="change nodes, gpus_per_node, tp, pp, dp or the batch, so that TP x DP GPUs per stage fill whole nodes",
     )
 
 

@@ -74,7 +74,7 @@ class Loaded:
 
 
 def fingerprint(directory: str) -> str:
-    """Return a text that changes whenever the run in `directory` does: sizes and times of its files, READER_VERSION."""
+    """Return a text that changes with the files of the run in `directory`: their sizes and times, READER_VERSION."""
     parts = [str(READER_VERSION)]
     for name in FILES:
         try:

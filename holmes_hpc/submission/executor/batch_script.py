@@ -318,5 +318,9 @@ def script_text(
     ]
     text = "\n".join(lines)
     if "\0" in text:
-        raise SubmissionError("the batch script contains a zero byte", where="job", hint="remove it")
+        raise SubmissionError(
+            "the batch script contains a zero byte",
+            where="job",
+            hint="remove it from setup, teardown, environment or another parameter",
+        )
     return text

@@ -2,8 +2,8 @@
 ``python -m holmes_hpc.submission.lifecycle.batch_end RUN_DIR STATUS SIGNAL [--so-far|--again]``.
 
 It determines how the ranks ended, and requeues the job or writes result.json. Its exit code becomes the job's. A job is
-requeued after preemption, after its time limit, and after at most train.max_restarts failures. In each case its last
-attempt must have made a new step.
+requeued after preemption, after its time limit, and after at most train.max_restarts failures. Its last
+attempt must have made a new step, unless Slurm itself requeues a preempted job.
 
 ``--so-far``: the job was signalled and its ranks still run. A provisional result is written, in case the job is killed
 before the final one. ``--again``: the job was requeued and starts again, see :func:`check_requeued_job`.

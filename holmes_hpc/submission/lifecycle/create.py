@@ -89,7 +89,7 @@ def run_directory_path(config: Configuration, plan: Plan) -> Path:
         (
             not name or "/" in name or name[:1] == "-" or name in (".", "..") or len(name.encode()) > 200,
             f"name is {name[:80]!r}",
-            "use 1 to 200 characters without '/' and a '-' in front, or give run_dir=PATH",
+            "use 1 to 200 bytes, no '/', no '-' in front, or give run_dir=PATH",
         ),
         (
             "%" in str(path) or not str(path).isprintable(),

@@ -222,7 +222,7 @@ def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Stat
     readable: list[tuple[RunDirectory, dict[str, Any], dict[str, Any] | None, Job | None]] = []
     rows: dict[RunDirectory, Status] = {}
     for run in runs:
-        with _bad_records_as_rows(run, rows, len(runs) == 1):
+        with _bad_records_as_rows(run, rows, is_only_run=len(runs) == 1):
             record = run.read_run()
             result = run.read_result(len(record["attempts"]))
             has_ended = result is not None and (is_conclusive(result) or is_local(record))
@@ -235,7 +235,7 @@ def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Stat
             mode = "cache" if isinstance(job, SlurmJob) and mode == "force" else mode  # one query covers all jobs
         elif result is not None:
             state = JobState(job_state(result["state"]), source="result.json")
-        with _bad_records_as_rows(run, rows, len(runs) == 1):
+        with _bad_records_as_rows(run, rows, is_only_run=len(runs) == 1):
             rows[run] = _status(run, record, job, state, result)
     return [rows[run] for run in runs]
 

@@ -1,4 +1,4 @@
-"""The check of all links at start, over the ranks' key-value store: one rank of each node runs it, the others wait."""
+"""The check of all links at start. One rank per node runs it; the nodes coordinate through the key-value store."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Channel:
         if self.on_transfer is not None:
             background_wait = self._in_background(partial(self._wait_and_report, works, operation, label, posted))
             if not self._nccl:
-                wait = background_wait  # only the thread waits for a gloo work, which can be waited for only once
+                wait = background_wait  # a gloo work can be waited for only once: by the thread
 
         def finish() -> None:
             wait()
