@@ -2,8 +2,8 @@
 
 srun python -m holmes_hpc.train plan_file=runs/a/plan.yaml run_dir=runs/a
 torchrun --nproc-per-node 4 -m holmes_hpc.train plan.pp=2 run_dir=runs/b
-python -m holmes_hpc.train model=gpt_tiny train.steps=20
-python -m holmes_hpc.train -m --config-dir sweeps +sweep=nic_environments hydra/launcher=holmes_slurm
+holmes-train model=gpt_tiny train.steps=20
+holmes-train -m --config-dir sweeps +sweep=nic_environments hydra/launcher=holmes_slurm
 """
 
 import functools

@@ -929,6 +929,15 @@ def test_a_closed_pipe_is_no_error(site, form):
     assert process.returncode == 0 and "Traceback" not in error_output, error_output
 
 
+def test_ctrl_c_is_said(holmes, site, monkeypatch):
+    def interrupt(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holmes_hpc.planning.request.make_plan", interrupt)
+    code, out, err = holmes("plan", "model=gpt_tiny", "--site", str(site))
+    assert (code, out) == (130, "") and err.splitlines()[-1] == "holmes: interrupted"
+
+
 def test_a_plan_for_gpus_without_bf16_says_so(holmes, tmp_path):
     path = tmp_path / "old.yaml"
     path.write_text(TWO.replace("a100-80gb, peak", "v100-32gb, peak"))
@@ -948,7 +957,7 @@ def test_calibrate_warns_only_of_rates_that_the_site_gave(device: str, link: str
 
 
 def test_the_help_of_sweeps_says_how_to_start_one(holmes):
-    assert "python -m holmes_hpc.train -m KEY=VALUE,VALUE" in " ".join(holmes("sweep", "--help")[1].split())
+    assert "holmes-train -m KEY=VALUE,VALUE" in " ".join(holmes("sweep", "--help")[1].split())
 
 
 def test_an_unknown_option_gets_the_key_or_the_answer_but_no_lookalike(holmes):

@@ -28,7 +28,7 @@ def test_ten_lines_on_a_laptop(tmp_path):
 
 @pytest.mark.integration
 def test_sweep(tmp_path):
-    run_block(next(block for block in BLOCKS if "holmes_hpc.train -m" in block), tmp_path)
+    run_block(next(block for block in BLOCKS if "holmes-train -m" in block), tmp_path)
     assert len(list(tmp_path.rglob("result.json"))) == 2
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from holmes_hpc import console
 from holmes_hpc.config.flags import FLAGS, Flag
@@ -85,7 +86,17 @@ def _annotation(flag: Flag) -> Any:
     ]
 
 
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Invoke the command. On Ctrl-C raise Abort, because Typer would exit without a message."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as e:
+            raise typer.Abort from e
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -138,13 +149,14 @@ def show_plan(plan: Plan, costs: Costs, steps: int | None, explain: bool) -> Non
 
 
 def check_output(file: str | None) -> None:
-    """Raise ConfigError if `file` is a directory or would be in a missing one. Called before any work is done."""
-    if file is not None and (not Path(file).absolute().parent.is_dir() or Path(file).is_dir()):
-        raise ConfigError(
-            "cannot be written: it is a directory, or its directory does not exist",
-            where=file,
-            hint="give another FILE",
-        )
+    """Raise ConfigError if `file` cannot be written. Called before any work is done."""
+    path = Path(file or os.devnull).absolute()
+    why = (
+        ("it is a directory" if path.is_dir() else None)
+        or (None if path.parent.is_dir() else "its directory does not exist")
+        or (None if os.access(path if path.exists() else path.parent, os.W_OK) else "permission denied")
+    )
+    ConfigError.refuse((why, f"cannot be written: {why}", str(path), "give another FILE"))
 
 
 def is_file_argument(argument: str) -> bool:

@@ -165,6 +165,8 @@ def resume(
         state = status.run_status(record).state
         checkpoints = checkpoint_directory.complete_checkpoints(record.checkpoints)
         if state == "completed" and not checkpoints:
+            if checkpoint_directory.incomplete_checkpoints(record.checkpoints):
+                checkpoint_directory.require_checkpoints(record.checkpoints)  # its error names what is incomplete
             raise ConfigError(
                 "it made all its steps and has no checkpoint to continue from",
                 where=str(record.path),

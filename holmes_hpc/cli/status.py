@@ -30,8 +30,7 @@ LISTED = 50  # ended runs that `holmes status` lists
 RECENT_S = 86400.0  # `holmes status` reports only failures of this period in full
 group = typer.Typer(
     no_args_is_help=True,
-    help="Watch and cancel sweeps, also detached ones. To start one: python -m holmes_hpc.train -m KEY=VALUE,VALUE "
-    "(docs/howto.md).",
+    help="Watch and cancel sweeps, also detached ones. To start one: holmes-train -m KEY=VALUE,VALUE (docs/howto.md).",
 )
 app.add_typer(group, name="sweep")
 Directory = Annotated[str, typer.Argument(metavar="DIR", help="The sweep's directory.")]

@@ -138,7 +138,7 @@ def explained(error: Exception) -> ConfigError:
     if unknown := re.search(r"Could not override '([^']+)'", str(error)):
         return unknown_key(unknown[1])
     if values := re.search(r"Ambiguous value for argument '([^=]+)=", first):
-        hint = "give one; the value of a list is quoted: 'KEY=[1, 2]'; a sweep needs `python -m holmes_hpc.train -m`"
+        hint = "give one; the value of a list is quoted: 'KEY=[1, 2]'; a sweep needs `holmes-train -m`"
         return ConfigError(f"{values[1]} has several values", where=where, hint=f"{hint} (docs/howto.md)")
     if missing := re.search(r"Could not find '(\w+)/([^']+)'", str(error)):
         listing = str(error).partition("Available options")[2].partition("Config search path")[0].splitlines()[1:]

@@ -105,6 +105,8 @@ def require_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the complete checkpoints in `folder`, the latest first. Raise DataError if there is none."""
     checkpoints = complete_checkpoints(folder)
     if not checkpoints:
+        for path, problem in incomplete_checkpoints(folder):
+            raise DataError(f"the checkpoint is incomplete ({problem})", where=str(path), hint="restore it from a copy")
         hint = "set train.checkpoint_interval=N to save checkpoints"
         raise DataError("no complete checkpoint", where=str(folder), hint=hint)
     return checkpoints

@@ -201,6 +201,10 @@ def test_step_at_learning_rate_0_keeps_the_weights(folder: Path, tmp_path: Path)
     assert find_source(str(tmp_path / "run")).step == 1
     with pytest.raises(DataError, match=r"is damaged .*wrong checksum"):
         find_source(str(newer))
+    for step in (older, newer):
+        (step / checkpoint_directory.DESCRIPTION).write_text("{")
+    with pytest.raises(DataError, match=r"step-00000002: the checkpoint is incomplete \(holmes.json is damaged\)"):
+        find_source(str(tmp_path / "run"))
 
 
 @pytest.mark.integration
