@@ -146,13 +146,15 @@ def _concat_steps(steps: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
+    damage = [f"Damaged records: {run['error']}."] if run["state"] == "completed" and has_value(run["error"]) else []
     if not has_value(run["steps"]) or not run["steps"]:
-        return [f"{run['name']} is {run['state']}: no steps are recorded."]
+        return [f"{run['name']} is {run['state']}: no steps are recorded.", *damage]
     sentences = [
         f"{compare.label(run)}: {tables.format_number(run['samples_per_s'])} samples/s, "
         f"{tables.format_number(run['tokens_per_s'])} tokens/s,"
         f" a step takes {tables.format_number(run['step_time_s'])} s ({compare.work_text(run)}).",
         _run_summary(run),
+        *damage,
     ]
     if has_value(run["predicted_step_time_s"]):
         error = 100 * (run["predicted_step_time_s"] / run["step_time_s"] - 1)

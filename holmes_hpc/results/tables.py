@@ -79,7 +79,7 @@ def pace_note(run: Mapping[str, Any]) -> str:
     """Return a text on whether compute was real or emulated, for the caption of every table of measurements."""
     if has_value(pace_ms := run.get("pace_layer_ms")):
         return f"emulated compute: {float(pace_ms or 0):g} ms per layer forward, twice that backward"
-    return "real compute"
+    return "real compute" if run.get("state") != "unreadable" else "compute not recorded"
 
 
 def basis_note(run: Mapping[str, Any]) -> str:
@@ -277,8 +277,8 @@ def incomplete_table(run: Mapping[str, Any]) -> Table | None:
         ["state", str(run["state"])],
         *([["error", str(run["error"])]] if has_value(run["error"]) else []),
         *([["rank", f"{run['failed_rank']} on {run['failed_node']}"]] if has_value(run["failed_rank"]) else []),
-        ["attempts", str(run["attempts"])],
-        ["steps recorded", str(run["steps"])],
+        ["attempts", as_text(run["attempts"])],
+        ["steps recorded", as_text(run["steps"])],
     ]
     status = "has not ended" if run["state"] == "unfinished" else "did not complete"
     return Table(f"{run['name']} {status}", ["", "record"], rows, "")

@@ -100,6 +100,15 @@ def test_a_failed_run_says_so_first(tmp_path: Path) -> None:
     assert [t.title for t in nothing.tables()] == ["b did not complete", "Transport of each process group"]
 
 
+def test_damaged_records_of_a_completed_run_are_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    run.plan_path.write_text("[")
+    assert load_report([run.path]).answer()[2] == "Damaged records: plan.yaml cannot be read."
+    run.metrics_path.write_bytes(b"\0" * 5000)
+    run.write_result({"state": "completed", "final": {"step": 20}})
+    assert "metrics.jsonl has no readable step" in load_report([run.path]).answer()[-1]
+
+
 def test_the_answer_names_placement_factor_and_reason(sweep: Path) -> None:
     said = load_report([sweep]).answer()
     assert said[0].startswith("Fastest: IB, ib-a:4, holmes with") and "emulated compute" in said[0]

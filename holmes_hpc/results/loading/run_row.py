@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from holmes_hpc.errors import HolmesError
+from holmes_hpc.errors import HolmesError, counted
 from holmes_hpc.records.files import to_json
 from holmes_hpc.records.rates import RATES, first_attempt_of_plan, harmonic_mean
 from holmes_hpc.records.run import RunDirectory
@@ -86,7 +86,9 @@ def _missing(record: dict[str, Any], steps: Steps) -> Iterator[str]:
 
 def _damage(row: dict[str, Any], steps: Steps, plan: dict[str, Any], result: dict[str, Any] | None) -> list[str]:
     """Return an error message for each file of a run that cannot be read, or only in part."""
-    damage = [f"metrics.jsonl: {steps.broken} lines cannot be read"] if steps.broken else []
+    damage = [f"metrics.jsonl: {counted(steps.broken, 'line')} cannot be read"] if steps.broken else []
+    if not len(steps) and mapping((result or {}).get("final")).get("step"):
+        damage.append("metrics.jsonl has no readable step")
     if row["attempts"] and not plan:
         damage.append("plan.yaml cannot be read")
     if result is not None and not isinstance(result.get("state"), str):

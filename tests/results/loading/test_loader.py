@@ -281,7 +281,7 @@ def test_what_is_of_another_kind_than_it_should_be_stops_no_loading(tmp_path: Pa
     line.metrics_path.write_text("[1]\n" + line.metrics_path.read_text())
     attempts.update_run(attempts=5)
     rows = load_runs(tmp_path / "a").set_index("run")
-    assert rows.loc["line", "steps"] == 3 and rows.loc["line", "error"] == "metrics.jsonl: 1 lines cannot be read"
+    assert rows.loc["line", "steps"] == 3 and rows.loc["line", "error"] == "metrics.jsonl: 1 line cannot be read"
     assert rows.loc["attempts", "state"] == "unreadable"
     times = load_steps(tmp_path / "a").groupby("run", observed=True)["step_time_s"].apply(list)
     assert list(times.index) == ["line"] and times["line"] == [m["step_time_s"] for m in line.metrics()]
@@ -300,7 +300,7 @@ def test_odd_names_and_files_that_cannot_be_read_stop_no_loading(tmp_path: Path)
     assert sorted(rows.index) == ["blocked", "endless", "run-\\xff", "²"]
     assert rows.loc["blocked", "state"] == "unreadable" and "metrics.jsonl" in rows.loc["blocked", "error"]
     assert list(rows.loc[["endless", "run-\\xff", "²"], "steps"]) == [4, 4, 4]
-    assert rows.loc["endless", "error"] == "metrics.jsonl: 1 lines cannot be read"
+    assert rows.loc["endless", "error"] == "metrics.jsonl: 1 line cannot be read"
 
 
 def test_numbers_that_no_column_holds_and_parts_of_a_newer_release_stop_no_loading(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_what_would_crash_or_hang_who_reads_it_stops_no_loading(tmp_path: Path) 
     os.mkfifo(pipe.metrics_path)
     rows = load_runs(tmp_path / "a").set_index("run")
     assert list(rows.loc[["nested", "laughing"], "steps"]) == [3, 3]
-    assert "metrics.jsonl: 1 lines cannot be read" in rows.loc["nested", "error"]
+    assert "metrics.jsonl: 1 line cannot be read" in rows.loc["nested", "error"]
     assert "model.layers" not in rows and "Not a file" in rows.loc["pipe", "error"]
 
 
