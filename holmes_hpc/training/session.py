@@ -35,6 +35,7 @@ from holmes_hpc.slurm.job_queries import ending_state
 from holmes_hpc.training.network import audit, interfaces, process_groups, rendezvous
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Traffic
+from holmes_hpc.training.network.peer_watch import watch_next_nodes
 from holmes_hpc.training.rank import affinity, cpu, cuda_check
 from holmes_hpc.training.rank.failure import RankExit, Watchdog
 from holmes_hpc.training.rank.launch import Launch, check_launch, job_nodes, read_launch
@@ -179,7 +180,8 @@ def open_session(
     for line in (*warnings, *([*cuda_warnings, *interfaces.log_lines(node)] if launch.local_rank == 0 else ())):
         log_line(str(line))
     if launch.local_rank == 0 and not launch.one_host:
-        rank_exit.poll_cause(audit.nic_check(node))
+        nic_check, watch = audit.nic_check(node), watch_next_nodes(launch.rank, node_of_rank, store)
+        rank_exit.poll_cause(lambda: nic_check() or watch.find_silence())
     start_phase("creating process groups")
     groups = process_groups.Groups(plan, node, launch.rank, on_gpu, train.net_timeout_s, train.watchdog_s)
     device = process_groups.device(launch.local_rank, on_gpu)

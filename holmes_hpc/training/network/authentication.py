@@ -34,6 +34,7 @@ from holmes_hpc.training.network.filtered_listener import (
     packed_address,
     sign_packets,
 )
+from holmes_hpc.training.network.link_sockets import keep_alive
 
 SECRET_BYTES = 32
 TIMEOUT_S = 5.0  # of a greeting, and of a connection to the store
@@ -177,6 +178,7 @@ def connect(address: str, port: int, secret: bytes, timeout_s: float = TIMEOUT_S
                 sign_packets(store, packet_key(secret))
             store.connect((address, store_port))
         store.settimeout(None)
+        keep_alive(store, limit_sends=True)
         store.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         on_error.pop_all()
     return store

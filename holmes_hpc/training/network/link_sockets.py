@@ -1,4 +1,4 @@
-"""Sockets of the link check: a server that answers and measures, many connections at once, a bandwidth sample."""
+"""Sockets between nodes: a server that answers and measures, many connections at once, bandwidth samples, keepalive."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ CHUNK_BYTES = 1 << 18
 WARM_UP = 0.2  # share of a sample's time that does not count, for TCP's slow start and a shaper's burst
 PATIENCE = 4  # a sample in which nothing arrives ends after this many times its length
 MAX_SAMPLE_S = 5.0
+PROBE_S, PROBES = (
+    1,
+    3,
+)  # the kernel's keepalive: seconds until the first probe and between probes, probes without answer
+SILENCE_S = PROBE_S * (1 + PROBES)
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Reply:
     failure: str = ""
 
 
-def _bound_socket(interface: str, address: str) -> socket.socket:
+def bound_socket(interface: str, address: str) -> socket.socket:
     """Return a TCP socket that uses only this interface, whatever the routes are.
     Gloo and NCCL follow the routes, and would use another network without an error."""
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -46,6 +51,21 @@ def _bound_socket(interface: str, address: str) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+def keep_alive(connection: socket.socket, limit_sends: bool = False) -> None:
+    """Make the kernel end a connection with ETIMEDOUT if the peer's kernel is silent for SILENCE_S.
+
+    By default only an idle connection. `limit_sends`: also one whose bytes the peer does not acknowledge. That would
+    end gloo's transfers to a peer that computes and does not read meanwhile."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, PROBE_S),
+        (socket.TCP_KEEPINTVL, PROBE_S),
+        (socket.TCP_KEEPCNT, PROBES),
+        (socket.TCP_USER_TIMEOUT, 1000 * SILENCE_S * limit_sends),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class LinkServer(contextlib.ExitStack):
@@ -60,7 +80,7 @@ class LinkServer(contextlib.ExitStack):
         self.ports: dict[str, int] = {}
         for kind, (interface, address) in nics.items():
             try:
-                listener = _bound_socket(interface, address)
+                listener = bound_socket(interface, address)
                 self.callback(_close, listener)
                 listener.listen(1024)
             except OSError as e:
@@ -142,7 +162,7 @@ def reach(source: tuple[str, str], targets: Mapping[str, Endpoint], token: str, 
 def _reach_target(source: tuple[str, str], node: str, target: Endpoint, token: str, timeout_s: float) -> Reply:
     deadline, text = time.monotonic() + timeout_s, b""
     try:
-        with _bound_socket(*source) as connection:
+        with bound_socket(*source) as connection:
             connection.settimeout(timeout_s)
             connection.connect((target.address, target.port))
             connection.sendall(_json_line({"token": token}))
@@ -173,7 +193,7 @@ def _parse_reply(node: str, text: bytes, sent_at: float) -> Reply:
 def sample(source: tuple[str, str], target: Endpoint, token: str, seconds: float) -> float | None:
     """Send to `target` for `seconds`. Return the Gb/s that it measured, None on a failure."""
     try:
-        with _bound_socket(*source) as s:
+        with bound_socket(*source) as s:
             s.settimeout(PATIENCE * seconds + 2)
             # A small buffer: a slow link must not be busy with this sample when the next one starts.
             s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES)

@@ -142,7 +142,7 @@ def test_an_error_of_one_node_ends_the_check_on_all_nodes() -> None:
 def test_reach_distinguishes_peers_other_nodes_and_refused_connections() -> None:
     with LinkServer("n1", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
         port = server.ports["tcp"]
-        silent = link_sockets._bound_socket("lo", "127.0.1.5")  # bound, not listening: refused
+        silent = link_sockets.bound_socket("lo", "127.0.1.5")  # bound, not listening: refused
         replies = reach(
             ("lo", "127.0.1.2"),
             {
@@ -159,7 +159,7 @@ def test_reach_distinguishes_peers_other_nodes_and_refused_connections() -> None
 
 
 def test_reach_times_out_on_a_server_that_accepts_and_sends_nothing() -> None:
-    mute = link_sockets._bound_socket("lo", "127.0.1.7")
+    mute = link_sockets.bound_socket("lo", "127.0.1.7")
     mute.listen(5)
     try:
         replies = reach(("lo", "127.0.1.2"), {"n7": Endpoint("lo", "127.0.1.7", mute.getsockname()[1], 1)}, "t", 0.2)
@@ -186,7 +186,7 @@ def test_the_link_server_does_not_answer_invalid_requests() -> None:
             b"x" * 5000,
             b'{"token": "t", "seconds": "x"}\n',
         ):
-            with link_sockets._bound_socket("lo", "127.0.1.2") as s:
+            with link_sockets.bound_socket("lo", "127.0.1.2") as s:
                 s.settimeout(2)
                 s.connect(("127.0.1.1", server.ports["tcp"]))
                 s.sendall(request)
