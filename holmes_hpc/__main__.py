@@ -1,5 +1,18 @@
-"""`python -m holmes_hpc`: the `holmes` command where its script is not on the path."""
+"""The start of the `holmes` command. While its modules are imported, Ctrl-C ends it without a traceback."""
 
-from holmes_hpc.cli import main
+import signal
 
-main()
+
+def main() -> None:
+    """Run the `holmes` command."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # not if it is ignored, as under nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from holmes_hpc import cli
+
+    signal.signal(signal.SIGINT, handler)
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

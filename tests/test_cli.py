@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -936,6 +937,13 @@ def test_ctrl_c_is_said(holmes, site, monkeypatch):
     monkeypatch.setattr("holmes_hpc.planning.request.make_plan", interrupt)
     code, out, err = holmes("plan", "model=gpt_tiny", "--site", str(site))
     assert (code, out) == (130, "") and err.splitlines()[-1] == "holmes: interrupted"
+
+
+def test_ctrl_c_while_modules_are_imported_prints_nothing(tmp_path):
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from holmes_hpc.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_a_plan_for_gpus_without_bf16_says_so(holmes, tmp_path):

@@ -90,4 +90,5 @@ def testbed_down() -> None:
     Example: holmes testbed down
     """
     with console.steps("checking the testbed") as report:
-        testbed.down(progress=report)
+        if not testbed.down(progress=report):
+            report("no testbed is up")
