@@ -45,7 +45,7 @@ test: lint ## lint, and all tests, including those on the testbed
 	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "not slurm and not breaking and not thorough" --durations=10
 	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "slurm and not breaking and not thorough" --durations=10 $$(grep -rl 'mark\.slurm' tests --include='test_*.py')
 
-test-thorough: install ## further cases of the tests of `make test`, and longer ones: 8 minutes
+test-thorough: install ## further cases of the tests of `make test`, and longer ones: 10 minutes
 	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "thorough and not slurm" --durations=10
 	$(BIN)/pytest -q -n 5 --dist loadfile --no-loadscope-reorder -m "thorough and slurm" --durations=10
 

@@ -180,13 +180,20 @@ PACE_S = 0.002  # emulated forward pass of a layer; its backward pass takes twic
 
 
 @pytest.mark.integration
-def test_no_deadlock_and_no_difference_with_random_delays() -> None:
+@pytest.mark.parametrize(
+    ("kind", "runs"), [("ahead", RUNS), pytest.param("zero_bubble", 100, marks=pytest.mark.thorough)]
+)
+def test_no_deadlock_and_no_difference_with_random_delays(kind: str, runs: int) -> None:
     """Every run equals Megatron's, though each transfer takes up to three stage times and each stage has its own depth.
     A stage's time is 6 ms of emulated compute per layer and some 2 ms more: three stage times are four emulated."""
     delayed: list[Case] = []
     undelayed: dict[tuple[int, int, int], Case] = {}
-    for number in range(RUNS):
+    for number in range(runs):
         stages, chunks = SHAPES[number % 10]
+        lags: dict[str, Any] = {}
+        if SCHEDULES[kind].splits:
+            chunks = 1
+            lags = {"deferred": tuple((number + s) % 3 for s in range(stages)), "final": (1 + number % 3,) * stages}
         depths = (
             [1 + (number + stages - s) % 4 + stages - s for s in range(stages)]
             if chunks == 1
@@ -195,20 +202,21 @@ def test_no_deadlock_and_no_difference_with_random_delays() -> None:
         micro_batches = (2, 4, 6)[number % 3] if chunks > 1 else (1, 3, 5)[number % 3]
         common: dict[str, Any] = {"layers": [[1] * chunks] * stages, "micro_batches": [micro_batches]}
         delayed.append(
-            Case(schedule="ahead", in_flight=depths, pace_s=PACE_S, delay_s=4 * 3 * PACE_S * chunks, **common)
+            Case(schedule=kind, in_flight=depths, pace_s=PACE_S, delay_s=4 * 3 * PACE_S * chunks, **common, **lags)
         )
         undelayed.setdefault(
             (stages, chunks, micro_batches),
             Case(schedule="megatron", overlap=chunks > 1, deallocate=chunks == 1, **common),
         )
     results = play_apart(delayed + list(undelayed.values()))
-    megatron = dict(zip(undelayed, results[RUNS:], strict=True))
+    megatron = dict(zip(undelayed, results[runs:], strict=True))
     deeper, transfers = 0, []  # transfers: in emulated stage times
-    for case, ranks in zip(delayed, results[:RUNS], strict=True):
+    for case, ranks in zip(delayed, results[:runs], strict=True):
         stages, chunks, micro_batches = len(case.layers), len(case.layers[0]), case.micro_batches[0]
         assert are_equal(megatron[stages, chunks, micro_batches], ranks), case
         assert all(rank["group_sizes"] == [2] for rank in ranks)
-        order = Order("ahead", stages, micro_batches, chunks, tuple(case.in_flight or ()))
+        lags = {"deferred": case.deferred, "final": case.final}
+        order = Order(kind, stages, micro_batches, chunks, tuple(case.in_flight or ()), **lags)
         assert [max_in_flight(rank, 0) for rank in ranks] == [order.depths[s] for s in range(stages)], case
         deeper += order.depths[0] > in_flight(stages, micro_batches, chunks)[0]
         transfers += [
@@ -217,5 +225,5 @@ def test_no_deadlock_and_no_difference_with_random_delays() -> None:
             for kind, _, _, start, end, _ in rank["events"][0]
             if kind == "send_forward"
         ]
-    assert deeper > 0.4 * RUNS  # than Megatron's schedules
-    assert len(transfers) > 5 * RUNS and max(transfers) > 3  # the delays took effect
+    assert deeper > 0.4 * runs  # than Megatron's schedules
+    assert len(transfers) > 5 * runs and max(transfers) > 3  # the delays took effect

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,9 @@ from typing import Any
 import pytest
 import spawn
 import thorough
+
+from holmes_hpc.errors import PlanError
+from holmes_hpc.planning.plan.plan import Plan
 
 BATCH = replace(spawn.BATCH, global_size=8)
 STEPS = {"steps": 3}
@@ -38,3 +43,49 @@ def test_zero_bubble_has_the_results_of_1f1b_bit_for_bit(name: str, tmp_path: Pa
     split = spawn.train(tmp_path / "split", plan, settings)
     assert set(plain.codes) == set(split.codes) == {0}, split.output
     assert split.column("loss") == plain.column("loss") and split.column("grad_norm") == plain.column("grad_norm")
+
+
+def drawn_plans(seed: int) -> tuple[Plan, Plan, dict[str, Any]]:
+    """Return plans for 1F1B and for zero bubble of a drawn layout with drawn lags, and training settings."""
+    draw = random.Random(seed)
+    while True:
+        pp, tp, dp = draw.randint(2, 4), draw.randint(1, 2), draw.randint(1, 2)
+        if pp * tp * dp > 8:
+            continue
+        micro_batches = BATCH.global_size // dp
+        cuts = sorted(draw.sample(range(1, spawn.MODEL.layers), pp - 1))
+        layout: dict[str, Any] = {
+            "pp": pp,
+            "tp": tp,
+            "dp": dp,
+            "layers": [[end - first] for first, end in zip([0, *cuts], [*cuts, spawn.MODEL.layers], strict=True)],
+            "recompute": draw.choice(["none", "none", "full", "selective"]),
+            "distributed_optimizer": draw.random() < 0.7,
+        }
+        extra = sorted((draw.randint(0, 2) for _ in range(pp)), reverse=True)
+        in_flight = [min(micro_batches, pp - s + extra[s]) for s in range(pp)]
+        deferred = [draw.randint(0, micro_batches) for _ in range(pp)]
+        train = {"dtype": draw.choice(["fp32", "fp32", "bf16"]), "overlap_grad_reduce": draw.random() < 0.7}
+        try:
+            lags = {"in_flight": in_flight, "deferred": deferred, "final": [max(1, lag) for lag in deferred]}
+            split = spawn.plan(**layout, batch=BATCH, schedule="zero_bubble", **lags)
+            return spawn.plan(**layout, batch=BATCH), split, train
+        except PlanError:  # the order would deadlock
+            continue
+
+
+@pytest.mark.integration
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_layouts_have_the_results_and_weights_of_1f1b_bit_for_bit(seed: int, tmp_path: Path) -> None:
+    plain, split, train = drawn_plans(seed)
+    print(f"{split.parallel}, layers {[s.layers for s in split.stages]}, {split.schedule}, {train}")
+    settings = {"train": {**STEPS, "checkpoint_interval": 3, **train}}
+    runs = [spawn.train(tmp_path / name, plan, settings) for name, plan in (("plain", plain), ("split", split))]
+    for run in runs:
+        assert set(run.codes) == {0}, run.output
+    for column in ("loss", "grad_norm"):
+        assert runs[0].column(column) == runs[1].column(column)
+    weights = [json.loads((run.run.checkpoints / "step-00000003" / "holmes.json").read_text())["files"] for run in runs]
+    shards = [{name: entry for name, entry in files.items() if name.endswith(".distcp")} for files in weights]
+    assert shards[0] and shards[0] == shards[1]  # sizes and checksums
