@@ -6,7 +6,7 @@
 import re
 import textwrap
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,7 @@ def _values_file(values: Mapping[str, Any]) -> str:
 def _format(value: Any) -> str:
     if value == "???":
         return "???"
+    value = asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
     plain = [*value] if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
     return str(yaml.safe_dump(plain, default_flow_style=True)).removesuffix("\n").removesuffix("\n...")
 

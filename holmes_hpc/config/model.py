@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.schema import check, key, refuse
+from holmes_hpc.schema import Checked, check, key, refuse
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,17 @@ class RopeScaling:
             ),
             error=PlanError,
         )
+
+
+@dataclass(frozen=True)
+class Experts(Checked, where="model.experts", error=PlanError):
+    """The experts of every layer, which replace its feed-forward part. A router sends each token to `top_k` of them.
+    Their scores are the softmax over those of a token."""
+
+    count: Annotated[int, key("experts of a layer; 0: a dense model", ge=0)] = 0
+    top_k: Annotated[int, key("experts that compute a token", ge=1)] = 2
+    ffn: Annotated[int | None, key("inner width of an expert; null: model.ffn", ge=1)] = None
+    balance: Annotated[float, key("coefficient of the loss that balances the experts", ge=0)] = 0.01
 
 
 @dataclass(frozen=True)
@@ -72,9 +83,15 @@ class ModelSpec:
             "original_positions; null: none"
         ),
     ] = None
+    experts: Annotated[
+        Experts,
+        key(
+            "experts of a layer: count (0: dense), top_k (of a token), ffn (null: model.ffn), balance (coefficient)"
+        ),
+    ] = Experts()
 
     def __post_init__(self) -> None:
-        where = f"model {self.name}"
+        where, experts = f"model {self.name}", self.experts
         check(self, where, PlanError)
         cause = f" (hidden {self.hidden} over {self.heads} heads)" if self.head_dim is None else ""
         refuse(
@@ -100,6 +117,12 @@ class ModelSpec:
                 "remove model.rope_scaling",
             ),
             (self.gelu_tanh and self.swiglu, "gelu_tanh is set, but the model has swiglu", "remove model.gelu_tanh"),
+            (
+                0 < experts.count < experts.top_k,
+                f"experts.top_k is {experts.top_k}, but a layer has {experts.count} experts",
+                f"use at most {experts.count}",
+            ),
+            (experts.count and self.bias, "experts cannot have biases", "use model.bias=false"),
             error=PlanError,
         )
 
@@ -118,9 +141,19 @@ class ModelSpec:
         """The width of all keys; values have the same."""
         return self.kv_heads * self.head_width
 
+    @property
+    def active_ffns(self) -> int:
+        """The feed-forward parts that compute a token: its experts, or the one of a dense layer."""
+        return self.experts.top_k if self.experts.count else 1
+
+    @property
+    def ffn_width(self) -> int:
+        """The inner width of a feed-forward part, or of an expert."""
+        return (self.experts.count and self.experts.ffn) or self.ffn
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, without newer keys that have their defaults, so that older versions can read it."""
-        return {k: v for k, v in asdict(self).items() if k not in _NEWER_KEYS or v != _NEWER_KEYS[k]}
+        return {k: v for k, v in asdict(self).items() if k not in _NEWER_KEYS or getattr(self, k) != _NEWER_KEYS[k]}
 
     def padded_vocab(self, tp: int) -> int:
         """Return the vocabulary rows, padded as in Megatron-LM to a multiple of `vocab_multiple` * tp."""
@@ -131,7 +164,7 @@ class ModelSpec:
 _NEWER_KEYS = {
     f.name: f.default
     for f in fields(ModelSpec)
-    if f.name in ("head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling")
+    if f.name in ("head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling", "experts")
 }
 
 

@@ -29,6 +29,7 @@ _SYNONYMS = {
     "model.vocab": "vocab_size padded_vocab_size",
     "name": "run_name exp_name experiment_name job_name",
     "plan.dp": "data_parallel data_parallel_size dp_size",
+    "plan.ep": "expert_parallel expert_parallel_size expert_model_parallel_size ep_size",
     "plan.gpus_per_node": "gpus ngpus gpus_per_task nproc_per_node ntasks_per_node",
     "plan.nodes": "nnodes num_nodes",
     "plan.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size",
@@ -76,8 +77,10 @@ _ADVICE = {  # pattern -> what to do
     " derives the number of micro-batches from them",
     r"(\w+\.)?(warmup_ratio|lr_warmup_fraction)": "write train.warmup_steps=N",
     r"(\w+\.)?(context_parallel\w*|cp|cp_size|ulysses\w*|ring_attention)": "context parallelism is not supported",
-    r"(\w+\.)?(num_(local_)?experts|n_routed_experts|expert\w*|experts\..*|moe(_\w+)?|ep|ep_size|etp|router\w*)|mixtral.*"
-    r"|deepseek.*|.*_a\d+b|gpt_oss.*|glm4.*": "mixtures of experts are not supported",
+    r"(\w+\.)?(num_(local_)?experts|n_routed_experts|experts|moe(_\w+)?|etp|router\w*)": "write model.experts.KEY=… of"
+    " count, top_k, ffn, balance; plan.ep shares experts among ranks",
+    r"mixtral.*|deepseek.*|.*_a\d+b|gpt_oss.*|glm4.*": "mixtures of experts have no names: give model.experts.count"
+    " and the other sizes",
     r"(\w+\.)?(zero\w*|fsdp\w*|deepspeed)": "only optimizer states are sharded: plan.distributed_optimizer=true",
     r"(\w+\.)?(lora\w*|peft\w*|load_in_[48]bit)": "adapters and quantised weights are not supported",
     r"(slurm\.)?(ntasks|tasks_per_node|constraint|nodes_per_\w+|het\w*)": "components come from the plan: "

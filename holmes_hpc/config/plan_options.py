@@ -51,6 +51,9 @@ class PlanOptions:
     tp: Annotated[int | None, key("tensor-parallel size", ge=1)] = None
     pp: Annotated[int | None, key("pipeline-parallel size: stages", ge=1)] = None
     dp: Annotated[int | None, key("data-parallel size", ge=1)] = None
+    ep: Annotated[int | None, key("expert-parallel size, inside a stage; null or auto: the planner chooses", ge=1)] = (
+        None
+    )
     virtual_stages: Annotated[int | None, key("model chunks per pipeline rank; 1: not interleaved", ge=1)] = None
     layers_per_stage: Annotated[tuple[int, ...] | None, key("[26, 22]; null: see plan.partition", ge=1)] = None
     partition: Annotated[
@@ -110,8 +113,9 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if isinstance(self.unequal, bool):  # YAML reads these words as booleans
             object.__setattr__(self, "unequal", str(self.unequal).lower())
-        if self.distributed_optimizer == "auto":
-            object.__setattr__(self, "distributed_optimizer", None)
+        for name in ("distributed_optimizer", "ep"):
+            if getattr(self, name) == "auto":
+                object.__setattr__(self, name, None)
         for kind, option in OPTION_NAMES.items():
             if self.schedule == option:
                 object.__setattr__(self, "schedule", kind)

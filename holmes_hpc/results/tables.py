@@ -24,6 +24,9 @@ GROUP_NAMES = {
     "embd": "embeddings",
     "intra_dp": "data parallel, inside",
     "inter_dp": "data parallel, across",
+    "ep": "expert parallel",
+    "expt_dp": "data parallel, experts",
+    "tp_ep_pp": "model parallel, experts",
     "edge": "edge between stages",
     "control": "control, host memory",
 }

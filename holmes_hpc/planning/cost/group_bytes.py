@@ -26,7 +26,7 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
     edge_counts = Counter(
         (s, *pair) for s in range(len(routes) - 1) for pair in zip(routes[s], routes[s + 1], strict=True)
     )
-    for group in groups(p, micro_batches, layout.model.tied):
+    for group in groups(p, micro_batches, layout.model.tied, layout.model.experts.count > 0):
         transport = layout.transport_rule.of_members([place_of[rank] for rank in group.ranks])
         if transport.kind == "local":
             continue

@@ -19,7 +19,7 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.schema import check, key
 
-# Megatron-Core's names: the first name varies fastest. Context and expert parallelism are 1 here.
+# Megatron-Core's names: the first name varies fastest. Context parallelism is 1 here.
 PIPELINE_ORDER = "tp-cp-ep-dp-pp"  # a stage is one block of ranks: a fabric can hold whole stages
 HIERARCHICAL_ORDER = "tp-cp-ep-pp-dp"  # a pipeline is one block of ranks: data parallelism crosses fabrics
 ORDERS = (PIPELINE_ORDER, HIERARCHICAL_ORDER)
@@ -57,6 +57,7 @@ class Parallel:
     `virtual_stages`: model chunks of one pipeline rank (1: not interleaved). `optimizer_instances`: the number of equal
     runs of ranks in a data-parallel group; gradients are reduce-scattered inside a run and all-reduced across runs
     (Megatron-Core's num_distributed_optimizer_instances). `sequence_parallel` applies to stages with TP above 1.
+    `ep`: the ranks of a run inside a stage that share its experts, each of which is on one rank as a whole.
     Layouts that are not uniform need the defaults of all other fields.
     """
 
@@ -67,6 +68,7 @@ class Parallel:
     optimizer_instances: Annotated[int, key("runs of ranks of a data-parallel group", ge=1)] = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
+    ep: Annotated[int, key("expert parallel", ge=1)] = 1
 
     @classmethod
     def uniform(cls, tp: int = 1, pp: int = 1, dp: int = 1, **settings: Any) -> Parallel:
@@ -105,6 +107,12 @@ class Parallel:
                 f"dp={dp} cannot be cut into {instances} equal optimizer instances",
                 "parallel",
                 "choose a divisor of dp",
+            ),
+            (
+                self.stages[0].ranks % self.ep,
+                f"EP {self.ep} does not divide the {self.stages[0].ranks} ranks of a stage",
+                "parallel.ep",
+                "choose a divisor of TP x DP",
             ),
             (
                 instances > 1 and not self.distributed_optimizer,
@@ -199,13 +207,18 @@ class Parallel:
             stages = [asdict(stage) for stage in self.stages]
             order = {"order": self.order} if self.order != PIPELINE_ORDER else {}
             return {"stages": stages, "sequence_parallel": self.sequence_parallel, **order}
-        return {"tp": self.tp, "pp": self.pp, "dp": self.dp} | {k: v for k, v in asdict(self).items() if k != "stages"}
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp} | self.settings()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields other than `stages`, without `ep` if it is 1, as in older versions."""
+        return {k: v for k, v in asdict(self).items() if k != "stages" and (k, v) != ("ep", 1)}
 
     def __str__(self) -> str:
         if self.is_even:
             shares = ", shares of a step by speed" if self.stages[0].weights else ""
             chunks = f" x {self.virtual_stages} virtual" if self.virtual_stages > 1 else ""
-            return f"TP {self.tp}, PP {self.pp}{chunks}, DP {self.dp}{shares}"
+            experts = f", EP {self.ep}" if self.ep > 1 else ""
+            return f"TP {self.tp}, PP {self.pp}{chunks}, DP {self.dp}{experts}{shares}"
         return f"PP {self.pp} of " + " + ".join(f"TP {stage.tp} x DP {stage.dp}" for stage in self.stages)
 
     def grid(self) -> list[np.ndarray]:
@@ -236,7 +249,7 @@ class Parallel:
 
 
 _UNIFORM_ONLY = {
-    "order": PIPELINE_ORDER, "virtual_stages": 1, "optimizer_instances": 1, "distributed_optimizer": True
+    "order": PIPELINE_ORDER, "virtual_stages": 1, "optimizer_instances": 1, "distributed_optimizer": True, "ep": 1
 }  # fmt: skip
 
 
@@ -278,10 +291,11 @@ class Group:
     stages: tuple[int, ...] = ()
 
 
-def groups(parallel: Parallel, micro_batches: int, tied: bool) -> Iterator[Group]:
+def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool = False) -> Iterator[Group]:
     """Yield every group of more than one rank that carries training traffic. `micro_batches`: of the whole step.
 
-    The order is: world, tp, dp (with its instances), pipeline groups, embd, edges. `dp` is Megatron's dp (with cp).
+    The order is: world, tp, dp (with its instances), ep, expt_dp, pipeline groups, embd, edges. `dp` is Megatron's dp
+    (with cp). With experts, `ep` exchanges tokens, `expt_dp` reduces the experts' gradients, and `tp_ep_pp` their norm.
     Several optimizer instances add `intra_dp` (reduce-scatter inside) and `inter_dp` (all-reduce across). An `edge` is
     two ranks of neighbouring stages that exchange, in forward direction; interleaved stages have a wrap-around edge.
     In a grid, `mp` carries the gradient norm, `pp` is a pipeline, and `embd` its two ends. Otherwise the norm goes over
@@ -301,8 +315,16 @@ def groups(parallel: Parallel, micro_batches: int, tied: bool) -> Iterator[Group
                     yield from _group("intra_dp", run, (s,))
                 for across in runs.T:
                     yield from _group("inter_dp", across, (s,))
+        if has_experts:
+            runs = ranks.reshape(-1, parallel.ep)
+            for kind, members in (("ep", runs), ("expt_dp", runs.T)):
+                for row in members:
+                    yield from _group(kind, row, (s,))
     if is_grid:
         yield from _pipeline_groups(np.stack(grid))
+        if has_experts and parallel.ep > 1 and pp > 1:
+            for block in np.stack(grid).reshape(pp, -1, parallel.ep).swapaxes(0, 1):
+                yield from _group("tp_ep_pp", block, tuple(range(pp)))
     elif tied and pp > 1:
         yield from _group("embd", np.concatenate([grid[0].ravel(), grid[-1].ravel()]), (0, pp - 1))
     edges = [(s, s + 1) for s in range(pp - 1)]
@@ -345,7 +367,7 @@ def indivisible_sizes(model: ModelSpec, tp: int) -> list[Case]:
     """Return an error case for each size of the model's layers that `tp` does not divide."""
     return [
         (True, f"{size} {name} cannot be divided by TP {tp}", f"model {model.name}", f"use a TP that divides {size}")
-        for name in ("heads", "kv_heads", "ffn")
+        for name in ("heads", "kv_heads", *(() if model.experts.count else ("ffn",)))  # experts are not split
         if (size := getattr(model, name)) % tp
     ]
 

@@ -69,6 +69,7 @@ class Plan:
         PlanError.refuse((ignored, str(ignored), "plan", hint))
         self._check_nodes()
         self._check_model()
+        self._check_experts()
         if self.is_per_stage:
             self._check_per_stage()
         self._place()
@@ -144,6 +145,27 @@ class Plan:
             ),
         )
 
+    def _check_experts(self) -> None:
+        count, p = self.model.experts.count, self.parallel
+        hint = "use a divisor of model.experts.count" if count else "use 1, or a model with experts"
+        PlanError.refuse(
+            (count % p.ep if count else p.ep > 1, f"EP {p.ep} does not divide {count} experts", "parallel.ep", hint),
+            *(
+                (count and is_used, f"experts do not support {name}", "plan", f"use {instead}")
+                for is_used, name, instead in (
+                    (self.is_per_stage, "per-stage TP/DP", "the same TP and DP in every stage"),
+                    (p.order == HIERARCHICAL_ORDER, "hierarchical data parallelism", "another strategy"),
+                    (p.optimizer_instances > 1, "optimizer instances", "optimizer_instances=1"),
+                    (self.schedule.kind == "zero_bubble", "zero_bubble", "another schedule"),
+                    (
+                        p.tps != (1,) and not p.sequence_parallel,
+                        "TP without sequence parallelism",
+                        "sequence_parallel or TP 1",
+                    ),
+                )
+            ),
+        )
+
     def _check_per_stage(self) -> None:
         p = self.parallel
         strategy = "hierarchical-dp" if p.order == HIERARCHICAL_ORDER else "pipeline"
@@ -208,10 +230,19 @@ class Plan:
         object.__setattr__(self, "stages", tuple(placed_stages))
 
     def _check_fabrics(self) -> None:
-        inside = ("tp", "intra_dp") if self.strategy == "hierarchical-dp" else ("tp", "intra_dp", "dp")
+        inside = ("tp", "intra_dp") if self.strategy == "hierarchical-dp" else ("tp", "intra_dp", "dp", "ep", "expt_dp")
         fabric_of = {p.name: p.fabric_name for p in self.site.pools}
         for g in self.transports() if self.transport_mode != "single" else ():
-            fabrics = {fabric_of[self.places[r].pool] for r in g.ranks}
+            pools = {self.places[r].pool for r in g.ranks}
+            fabrics = {fabric_of[pool] for pool in pools}
+            PlanError.refuse(
+                (
+                    g.kind == "ep" and len(pools) > 1,
+                    f"experts of ranks {abbreviated(g.ranks)} are shared by pools {', '.join(sorted(pools))}",
+                    "plan",
+                    "use a smaller EP, or stages inside one pool",
+                )
+            )
             if g.kind in inside and len(fabrics) > 1:
                 raise PlanError(
                     f"{g.kind} group of ranks {abbreviated(g.ranks)} spans fabrics {', '.join(sorted(fabrics))}",
@@ -286,7 +317,8 @@ class Plan:
             yield GroupTransport(
                 CONTROL, everyone, self.transport_of(everyone, host_memory=True), tuple(range(self.parallel.pp))
             )
-        for g in groups(self.parallel, self.batch.micro_batches(1), self.model.tied):
+        model = self.model
+        for g in groups(self.parallel, self.batch.micro_batches(1), model.tied, model.experts.count > 0):
             yield GroupTransport(g.kind, g.ranks, self.transport_of(g.ranks), g.stages)
 
     @property

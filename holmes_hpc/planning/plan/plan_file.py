@@ -41,7 +41,7 @@ def to_dict(plan: Any) -> dict[str, Any]:
     data["components"] = [_named(c, plan) for c in plan.components]
     data["stages"] = [_named(s, plan) for s in plan.stages]
     p, ranks_of_node = plan.parallel, {c.pool: c.gpus_per_node for c in plan.components}
-    data["parallel"] = {k: v for k, v in asdict(p).items() if k != "stages"} | {"pp": p.pp}
+    data["parallel"] = p.settings() | {"pp": p.pp}
     if p.is_uniform:
         data["parallel"] |= {"tp": p.tp, "dp": p.dp}
     for stage, pool, sizes in zip(data["stages"], [s.pool for s in plan.stages], p.stages, strict=True):

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.config.model import Experts, ModelSpec
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.records.files import DISK_FULL, write_whole
 from holmes_hpc.records.untrusted import from_json, open_file, read_file
@@ -80,6 +80,7 @@ def unfinished_path(folder: Path, step: int, attempt: int) -> Path:
 def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> None:
     """Raise DataError if the `saved` model (plain data) differs from `model`."""
     expected, defaults = asdict(model), {k: d.default for k, d in keys(ModelSpec).items()}
+    defaults["experts"] = asdict(Experts())
     saved, hint = {**defaults, **saved}, "use a plan for the model that was trained"  # old checkpoints lack new keys
     refuse(
         where,
