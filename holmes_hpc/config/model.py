@@ -85,9 +85,7 @@ class ModelSpec:
     ] = None
     experts: Annotated[
         Experts,
-        key(
-            "experts of a layer: count (0: dense), top_k (of a token), ffn (null: model.ffn), balance (coefficient)"
-        ),
+        key("experts of a layer: count (0: dense), top_k (of a token), ffn (null: model.ffn), balance (coefficient)"),
     ] = Experts()
 
     def __post_init__(self) -> None:

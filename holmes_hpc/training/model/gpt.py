@@ -20,7 +20,7 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import auto_dtype
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.training.model import initial_weights, megatron_versions
+from holmes_hpc.training.model import experts, initial_weights, megatron_versions
 from holmes_hpc.training.model.attention import SdpaAttention
 from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
@@ -66,6 +66,7 @@ def transformer_config(
     m, p, tp = plan.model, plan.parallel, plan.parallel.tp_of(stage)
     te = cuda and has_transformer_engine()
     optional = {**({"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}), **_RECOMPUTE[plan.recompute]}
+    optional |= experts.config_options(m, p.ep)
     return TransformerConfig(
         num_layers=m.layers,
         hidden_size=m.hidden,
@@ -128,8 +129,8 @@ def block_spec(spec: ModelSpec, config: TransformerConfig, cuda: bool, virtual: 
     if cuda and has_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm" if spec.rmsnorm else "LayerNorm")
+        return get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, qk_layernorm=spec.qk_norm)
+    layer = get_gpt_layer_local_spec(config.num_moe_experts, normalization="RMSNorm" if spec.rmsnorm else "LayerNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if spec.qk_norm:
         attention = layer.submodules.self_attention.submodules
@@ -143,6 +144,7 @@ def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch
     """Build this rank's model chunks (several if interleaved) on `device`. Draw initial weights if `seed` is not None;
     otherwise a checkpoint must replace the weights."""
     megatron_versions.filter_logs()
+    experts.support_cpu()
     m, p = plan.model, plan.parallel
     vocabulary = m.padded_vocab(p.vocabulary_parts)
     chunks = []
@@ -165,6 +167,7 @@ def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch
             model.rotary_pos_emb.inv_freq = rotary_frequencies(m).to(model.rotary_pos_emb.inv_freq.device)
         if last:
             _mask_padding(model, m.vocab, vocabulary // config.tensor_model_parallel_size)
+        experts.mark(model)
         chunks.append(model.to(device))
         if seed is not None:
             initialize(model, plan, seed)
@@ -231,6 +234,7 @@ def global_name(name: str, model: torch.nn.Module, tied: bool = False) -> str:
     if tied and name == "output_layer.weight":
         return "embedding.word_embeddings.weight"
     components = name.split(".")
+    experts.number_globally(components, model)
     if "layers" in components:
         position = components.index("layers") + 1
         layers: Any = model.get_submodule(".".join(components[:position]))
@@ -259,7 +263,7 @@ def initialize(model: GPTModel, plan: Plan, seed: int) -> None:
 
 def _draw(parameter: torch.nn.Parameter, name: str, std: float, plan: Plan, seed: int) -> None:
     tp, rank = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank())
-    is_split = getattr(parameter, "tensor_model_parallel", False) and tp > 1
+    is_split = getattr(parameter, "tensor_model_parallel", False) and tp > 1 and not experts.is_expert(parameter)
     dimension = getattr(parameter, "partition_dim", 0) if is_split else 0
     indices = [torch.arange(n, device=parameter.device) for n in parameter.shape]  # rows, columns in the full parameter
     width = parameter.shape[1]

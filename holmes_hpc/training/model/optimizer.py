@@ -23,7 +23,7 @@ from holmes_hpc.planning.cost.hardware import collectives
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.schema import refuse
 from holmes_hpc.training.metrics.breakdown import Breakdown
-from holmes_hpc.training.model import gpt, megatron_versions
+from holmes_hpc.training.model import experts, gpt, megatron_versions
 
 
 def groups_for_ddp() -> ProcessGroupCollection:
@@ -83,7 +83,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
             pg_collection=groups_for_ddp(),
         )
         wrapper.config = config
-        for group in wrapper.bucket_groups:  # in later versions, each would first wait for the one before
+        for group in experts.bucket_groups(wrapper):  # in later versions, each would first wait for the one before
             group.previous_grad_reduce_bucket_group = None
         wrapped.append(wrapper)
     return wrapped
@@ -176,7 +176,7 @@ def step(optimizer: Any, models: Sequence[DistributedDataParallel], gather: bool
     updated, norm, _ = optimizer.step()
     for model in models if gather else ():
         if model.ddp_config.overlap_param_gather and model.ddp_config.align_param_gather:
-            for group in reversed(model.bucket_groups):  # the first bucket contains the last layers
+            for group in reversed(experts.bucket_groups(model)):  # the first bucket contains the last layers
                 group.start_param_sync()
     return updated, None if norm is None else float(norm)  # some Transformer Engine versions return a tensor
 
@@ -212,7 +212,7 @@ def time_waits(optimizer: Any, models: Sequence[DistributedDataParallel], breakd
     for inner in megatron_versions.inner_optimizers(optimizer):
         breakdown.wrap(inner, "get_grad_norm", "pipeline_wait_s")
     for model in models:
-        for group in model.bucket_groups:
+        for group in experts.bucket_groups(model):
             if model.ddp_config.overlap_param_gather:
                 group.finish_param_sync = partial(_finish_param_sync, group, group.finish_param_sync, breakdown)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from holmes_hpc.errors import RunFailed
-from holmes_hpc.training.model import gpt
+from holmes_hpc.training.model import experts, gpt
 from holmes_hpc.training.model.initial_weights import hash64
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,7 +42,11 @@ def check(chunks: Sequence[Any], tied: bool, tied_group: dist.ProcessGroup | Non
     `chunks`: this rank's GPTModels. `tied`: the first and the last stage share the embedding. `tied_group`: all ranks
     of both, if they differ in TP or DP.
     """
-    parameters = {gpt.global_name(name, chunk): p for chunk in chunks for name, p in chunk.named_parameters()}
+    all_parameters = {gpt.global_name(name, chunk): p for chunk in chunks for name, p in chunk.named_parameters()}
+    parameters = {name: p for name, p in all_parameters.items() if not experts.is_expert(p)}
+    if len(parameters) < len(all_parameters):
+        expert_parameters = {name: p for name, p in all_parameters.items() if name not in parameters}
+        _compare(expert_parameters, parallel_state.get_expert_data_parallel_group())
     _compare(parameters, parallel_state.get_data_parallel_group(with_context_parallel=True))
     _compare(
         {name: p for name, p in parameters.items() if not getattr(p, "tensor_model_parallel", False)},

@@ -1,0 +1,75 @@
+"""Megatron-Core's mixture-of-experts layers: their options, and the changes that they need to train on CPUs.
+
+Each expert is on one rank as a whole (its tensor parallelism is 1), and each rank computes its experts one after the
+other. An all-to-all inside the `ep` group brings every token to its experts and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+from holmes_hpc.config.model import ModelSpec
+
+
+def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
+    """Return the options of TransformerConfig for the experts of `spec`; none for a dense model."""
+    experts = spec.experts
+    if not experts.count:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.top_k,
+        "moe_ffn_hidden_size": spec.ffn_width,
+        "moe_router_load_balancing_type": "aux_loss" if experts.balance else "none",
+        "moe_aux_loss_coeff": experts.balance,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def support_cpu() -> None:
+    """Make the router and the dispatcher work on CPUs and without Transformer Engine."""
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # absent in 0.16, which reads it
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
+
+
+def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return a tensor on the host, as numpy's array if requested; Megatron-Core leaves a CPU's tensors unchanged."""
+    if not torch.is_tensor(tensor):
+        return tensor
+    host_tensor = tensor.to("cpu", non_blocking=True)
+    if record_stream and tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream())
+    return host_tensor.numpy() if as_numpy else host_tensor
+
+
+def mark(model: torch.nn.Module) -> None:
+    """Give the experts' weights buffers and optimizers of their own, also at EP 1: data parallelism differs, and
+    checkpoints move between EP sizes."""
+    for name, parameter in model.named_parameters():
+        if ".local_experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def is_expert(parameter: torch.Tensor) -> bool:
+    return not getattr(parameter, "allreduce", True)
+
+
+def bucket_groups(wrapped: Any) -> list[Any]:
+    """Return the bucket groups of a chunk wrapped in DDP, in the order of their reduction."""
+    return [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
+
+
+def number_globally(components: list[str], model: torch.nn.Module) -> None:
+    """Replace the number of an expert on this rank by its number in the layer, in a parameter's name."""
+    if "local_experts" in components:
+        position = components.index("local_experts") + 1
+        experts: Any = model.get_submodule(".".join(components[:position]))
+        first = parallel_state.get_expert_model_parallel_rank() * len(experts)
+        components[position] = str(first + int(components[position]))
