@@ -354,10 +354,10 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
 
 
 def _runner_up(alternative: dict[str, Any]) -> str:
-    p = alternative["parallel"]
+    sizes = " ".join(f"{k.upper()} {n}" for k, n in alternative["parallel"].items() if k != "virtual_stages")
     nodes = ", ".join(f"{n} x {f}" for f, n in alternative["nodes"].items())
     return (
-        f"- {alternative['strategy']}, {nodes}: TP {p['tp']} PP {p['pp']} DP {p['dp']}, layers "
+        f"- {alternative['strategy']}, {nodes}: {sizes}, layers "
         f"{abbreviated(alternative['layers_per_stage'], '+')}, {schedule_kind(alternative['schedule']).label}: "
         f"{alternative['why_not']}"
     )
@@ -371,11 +371,11 @@ def _too_close(plan: Plan) -> list[str]:
     near = [a for a in plan.alternatives if a["predicted"]["step_time_s"] < (1 + TOO_CLOSE) * predicted.step_time_s]
     if not near:
         return []
-    p, nodes = near[0]["parallel"], ", ".join(f"{f}: {n}" for f, n in near[0]["nodes"].items())
+    settings = " ".join(f"plan.{name}={size}" for name, size in near[0]["parallel"].items())
+    nodes = ", ".join(f"{f}: {n}" for f, n in near[0]["nodes"].items())
     return [
         f"A runner-up less than {TOO_CLOSE:.0%} slower is too close to call. Measure 20 steps of each:"
-        f" `holmes run … train.steps=20`, and again with plan.tp={p['tp']} plan.pp={p['pp']}"
-        f" plan.dp={p['dp']} 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}."
+        f" `holmes run … train.steps=20`, and again with {settings} 'plan.nodes={{{nodes}}}'."
     ]
 
 

@@ -147,8 +147,10 @@ class Costs:
         pool: Pool,
         sequence_parallel: bool = False,
         recompute: str = "none",
+        ep: int = 1,
     ) -> Seconds:
         """Return the seconds of one layer's (forward, backward) for one micro-batch on one of `tp` ranks of `pool`.
+        Experts' all-to-alls are not part of it.
 
         Recomputation counts as backward: `full` repeats the forward pass with its collectives, `selective` the
         attention scores. Paced layers also wait in a recomputed forward pass.
@@ -159,7 +161,7 @@ class Costs:
             return forward, backward + (forward if recompute == "full" else 0.0)
         measured = self._measured_s("layer", model, batch, tp, pool, sequence_parallel)
         if measured is None and not gpu.is_cpu:
-            return self._correct(self._times(model, batch, tp, gpu, sequence_parallel, recompute)[0], gpu)
+            return self._correct(self._times(model, batch, tp, gpu, sequence_parallel, recompute, ep)[0], gpu)
         flops, software = layer_flops(model, tokens, sequence), self.software_on(gpu)
         if "norms" in software.recompute_parts and recompute == "selective":
             raise ConfigError(
@@ -179,7 +181,7 @@ class Costs:
             scores_s += cpu.score_traffic_s(model, tokens, sequence, tp)
             comm_s = self._comm_s("layer", model, tokens, tp, pool, sequence_parallel)
             forward += comm_s[0]
-            backward += comm_s[1] + cpu.accumulate_s(layer_parameters(model, tp))
+            backward += comm_s[1] + cpu.accumulate_s(layer_parameters(model, tp, ep))
         part_seconds = {"scores": scores_s, "ffn": forward * 2.0 * tokens * ffn_matrix(model) / flops}
         selective_s = sum(part_seconds.get(part, 0.0) for part in software.recompute_parts)
         recomputed_s = {"none": 0.0, "selective": selective_s, "full": forward}[recompute]
@@ -247,6 +249,7 @@ class Costs:
         gpu: Gpu,
         sequence_parallel: bool = False,
         recompute: str = "none",
+        ep: int = 1,
     ) -> tuple[Seconds, Seconds, Seconds]:
         return part_times(
             self._device(gpu),
@@ -257,6 +260,7 @@ class Costs:
             sequence_parallel=sequence_parallel,
             gradient_bytes=self.gradient_size,
             recompute=recompute,
+            ep=ep,
         )
 
     def _device(self, gpu: Gpu) -> Device:
@@ -355,7 +359,7 @@ class Costs:
         comm_s = (0.0, 0.0)
         if not collectives:  # the tables include them
             tp_all_reduce_s = all_reduce_s(self._device(gpu), model, size * sequence, tp, sequence_parallel)
-            comm_s = self._part_comm_s(part, tp_all_reduce_s, gpu)
+            comm_s = self._part_comm_s(part, tp_all_reduce_s, model, gpu)
         share = tokens / (size * sequence)
         forward, backward = (max(s - t, MIN_COMPUTE_SHARE * s) * share for s, t in zip(modelled_s, comm_s, strict=True))
         return forward, backward
@@ -364,12 +368,14 @@ class Costs:
         self, part: str, model: ModelSpec, tokens: int, tp: int, pool: Pool, sequence_parallel: bool
     ) -> Seconds:
         """Return the seconds of TP's collectives in a part's (forward, backward)."""
-        return self._part_comm_s(part, self._all_reduce_s(model, tokens, tp, pool, sequence_parallel), pool.gpu)
+        tp_all_reduce_s = self._all_reduce_s(model, tokens, tp, pool, sequence_parallel)
+        return self._part_comm_s(part, tp_all_reduce_s, model, pool.gpu)
 
-    def _part_comm_s(self, part: str, all_reduce_s: float, gpu: Gpu) -> Seconds:
+    def _part_comm_s(self, part: str, all_reduce_s: float, model: ModelSpec, gpu: Gpu) -> Seconds:
         """Return the seconds of a part's collectives in (forward, backward), from those of one all-reduce."""
+        backward, experts = self.software_on(gpu).backward_reductions, model.experts.count > 0
         return {
-            "layer": (2 * all_reduce_s, self.software_on(gpu).backward_reductions * all_reduce_s),
+            "layer": ((2 - experts) * all_reduce_s, (backward - experts) * all_reduce_s),
             "embedding": (all_reduce_s, 0.0),
             "head": (0.0, all_reduce_s),
         }[part]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import activation_bytes, embedding_bytes
 from holmes_hpc.planning.cost.timing import parameters
@@ -18,7 +19,8 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
     """Yield (group, sending rank, payload bytes per step) for every group that leaves a node.
     Each sending rank uses its node's NIC. `layers`: one split, (1, S, C)."""
     p, costs, place_of = layout.parallel, layout.costs, places(layout.components)
-    count = parameters(layout, layers)[0].sum(axis=1)
+    sparse = experts.weights(layout, layers)[0].sum(axis=1)
+    count = parameters(layout, layers)[0].sum(axis=1) - sparse
     component_of = {c.pool: c for c in layout.components}
     micro_batches = layout.batch.micro_batches(1)
     is_grid = p.is_grid(micro_batches)
@@ -43,13 +45,21 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
             tp = p.tp if is_grid else 1
             senders = first_rank_per_node(group.ranks, place_of)
             amount = factors.all_reduce * embedding_bytes(layout) / tp * (n - 1) / n
-        elif group.kind == ("intra_dp" if p.optimizer_instances > 1 else "dp"):
+        elif group.kind == "ep":
+            passes = 3 if layout.recompute == "full" else 2  # forward, perhaps again, and backward
+            calls = passes * layers[0, stage].sum() * layout.order.micro_batches
+            per_rank = calls * experts.exchanged_bytes(layout, component)
+            for rank in group.ranks:
+                peers = sum(place_of[peer] != place_of[rank] for peer in group.ranks)
+                yield GroupTransport(group.kind, group.ranks, transport, group.stages), rank, float(peers * per_rank)
+        elif group.kind in ("intra_dp" if p.optimizer_instances > 1 else "dp", "expt_dp"):
+            size = float((sparse if group.kind == "expt_dp" else count)[stage])
             senders = first_rank_per_node(group.ranks, place_of)
             reduce_factor = factors.reduce_scatter(n, len(senders), p.optimizer_instances)
             per_parameter = reduce_factor * costs.gradient_size + factors.all_gather * costs.weight_bytes(gpu)
             if not p.distributed_optimizer:
                 per_parameter = factors.all_reduce * costs.gradient_size
-            amount = per_parameter * float(count[stage]) * (n - 1) / n
+            amount = per_parameter * size * (n - 1) / n
         elif group.kind == "inter_dp":
             amount = factors.all_reduce * (n - 1) / n * float(count[stage]) * costs.gradient_size / layout.intra_dp_size
         for rank in senders if amount else ():

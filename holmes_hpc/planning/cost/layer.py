@@ -28,6 +28,8 @@ PARTS = ("layer", "embedding", "head")
 # Each unfused operation adds one. Backward has about twice as many. TP adds two collectives, which wait for the
 # slowest rank: their cost grows with the number of ranks.
 KERNELS, KERNELS_NORM, KERNELS_UNFUSED, KERNELS_TP = 16, 5, 6, 3
+# Unmeasured: the router with its permutations, and each expert of a rank, which computes them one after the other.
+KERNELS_ROUTER, KERNELS_EXPERT = 24, 4
 KERNELS_ATTENTION = {"flash": 4, "flash1": 4, "flash3": 4, "sdpa": 4, "softmax": 8, "unfused": 14}
 
 
@@ -54,6 +56,7 @@ class LayerTimes:
     tp: int
     sequence_parallel: bool
     gradient_bytes: int
+    ep: int = 1
 
     @cached_property
     def tokens(self) -> int:
@@ -63,10 +66,10 @@ class LayerTimes:
     def attention(self) -> str:
         return self.software.attention_of(self.model.heads // self.tp or 1, self.context, self.micro_size)
 
-    def product(self, columns: int, rows: int, fp8: bool = False) -> Seconds:
-        """Return the seconds of a product of all tokens with a matrix of `rows` inputs and `columns` outputs.
+    def product(self, columns: int, rows: int, fp8: bool = False, tokens: int | None = None) -> Seconds:
+        """Return the seconds of a product of `tokens` (None: all) with a matrix of `rows` inputs and `columns` outputs.
         For FP8, inputs and gradients are scaled and cast: each is read once and written twice, also transposed."""
-        t, d = self.tokens, self.device
+        t, d = tokens or self.tokens, self.device
         forward, backward = (
             d.product_s(t, columns, rows, fp8),
             d.product_s(t, rows, columns, fp8) + d.product_s(columns, rows, t, fp8),
@@ -78,14 +81,25 @@ class LayerTimes:
     def products(self) -> Seconds:
         """Return the seconds of the layer's products: query, key and value in one; output; up with the gate; down."""
         m, tp = self.model, self.tp
-        shapes = (
-            ((m.query_width + 2 * m.key_width) // tp, m.hidden),
-            (m.hidden, m.query_width // tp),
-            ((2 if m.swiglu else 1) * m.ffn // tp, m.hidden),
-            (m.hidden, m.ffn // tp),
-        )
-        products = [self.product(*shape, fp8=self.software.fp8) for shape in shapes]
+        fp8 = self.software.fp8
+        shapes = (((m.query_width + 2 * m.key_width) // tp, m.hidden), (m.hidden, m.query_width // tp))
+        products = [*(self.product(*shape, fp8) for shape in shapes), *self.ffn_products(fp8)]
         return sum(f for f, _ in products), sum(b for _, b in products)
+
+    def ffn_products(self, fp8: bool = False) -> list[Seconds]:
+        """Return the seconds of the FFN's products: up with the gate; down. Tokens are spread evenly over experts, of
+        which each rank holds one of `ep` parts."""
+        m, tp, tokens, count = self.model, self.tp, self.tokens, 1
+        if m.experts.count:
+            count, tp = m.experts.count // self.ep, 1
+            tokens = max(1, round(self.tokens / self.tp * m.active_ffns / count))
+        shapes = ((2 if m.swiglu else 1) * m.ffn_width // tp, m.hidden), (m.hidden, m.ffn_width // tp)
+        return [(count * f, count * b) for f, b in (self.product(*shape, fp8, tokens) for shape in shapes)]
+
+    @cached_property
+    def ffn_elements(self) -> int:
+        """The inner elements of a token's FFN, on all ranks; with experts, of all that compute it."""
+        return self.model.active_ffns * self.model.ffn_width
 
     def scores(self) -> Seconds:
         """Return the seconds of attention's core: scores, softmax, dropout, product with values."""
@@ -124,8 +138,11 @@ class LayerTimes:
         )
         ffn_passes = (5.0 if unfused else 3.0) if m.swiglu else 2.0 + (2 if unfused and m.bias else 0)
         rotary_elements = m.query_width + m.key_width
-        split_elements = ffn_passes * m.ffn + rotary_elements * ((5.0 if unfused else 2.0) if m.rope else 2.0)
+        split_elements = ffn_passes * self.ffn_elements + rotary_elements * (
+            (5.0 if unfused else 2.0) if m.rope else 2.0
+        )
         split_elements += rotary_elements * self.norm_bytes / d.element if m.qk_norm else 0
+        split_elements += 4.0 * m.active_ffns * m.hidden if m.experts.count else 0  # permuted, and permuted back
         token_bytes = (hidden_bytes + split_elements * d.element / self.tp) * (
             d.stack.unfused_elementwise if unfused else 1
         )
@@ -143,9 +160,9 @@ class LayerTimes:
                 self.tokens * 2 * m.hidden * self.norm_bytes / (self.tp if self.sequence_parallel else 1)
             )
         if "ffn" in s.recompute_parts:
-            up, down = ((2 if m.swiglu else 1) * m.ffn // self.tp, m.hidden), (m.hidden, m.ffn // self.tp)
-            seconds += self.product(*up)[0] + self.product(*down)[0] + self.all_reduce()
-            seconds += d.moved_s(self.tokens * (3.0 if m.swiglu else 2.0) * m.ffn * d.element / self.tp)
+            up, down = self.ffn_products()
+            seconds += up[0] + down[0] + (0 if m.experts.count else self.all_reduce())
+            seconds += d.moved_s(self.tokens * (3.0 if m.swiglu else 2.0) * self.ffn_elements * d.element / self.tp)
         return seconds
 
     @property
@@ -160,7 +177,8 @@ class LayerTimes:
         """Return the seconds of a layer's TP collectives that no product hides.
         With overlap, a collective goes in one piece per rank, beside the product of the piece before."""
         comm_s = self.all_reduce()
-        seconds = 2 * comm_s, self.software.backward_reductions * comm_s
+        experts = self.model.experts.count > 0  # not split over TP
+        seconds = (2 - experts) * comm_s, (self.software.backward_reductions - experts) * comm_s
         if not (self.software.overlap_tp and self.sequence_parallel):
             return seconds
         forward, backward = (max(t / self.tp, t - p) for t, p in zip(seconds, products, strict=True))
@@ -175,6 +193,7 @@ class LayerTimes:
             + unfused
             + (0 if s.fused_norm else 2 * KERNELS_NORM)
             + (KERNELS_TP + self.tp // 2 if self.tp > 1 else 0)
+            + (KERNELS_ROUTER + self.model.experts.count // self.ep * KERNELS_EXPERT if self.model.experts.count else 0)
         )
 
     def accumulated(self, weights: int) -> float:
@@ -191,7 +210,7 @@ class LayerTimes:
         count = self.kernels()
         forward = sum(f for f, _ in parts) + count * stack.gap_s
         backward = sum(b for _, b in parts) + 2 * count * stack.gap_s
-        backward += self.accumulated(layer_parameters(self.model, self.tp))
+        backward += self.accumulated(layer_parameters(self.model, self.tp, self.ep))
         recomputed_s = {"none": 0.0, "selective": self.selective_s(), "full": forward}[recompute]
         launch_s = count * stack.launch_s
         launches = {"none": 2, "selective": 2, "full": 3}[recompute]
@@ -232,6 +251,7 @@ def part_times(
     sequence_parallel: bool,
     gradient_bytes: int,
     recompute: str,
+    ep: int = 1,
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Return ((forward, backward) of a layer, of the embedding, of the head), in the order of PARTS."""
     layer_times = LayerTimes(
@@ -244,6 +264,7 @@ def part_times(
         tp=tp,
         sequence_parallel=sequence_parallel,
         gradient_bytes=gradient_bytes,
+        ep=ep,
     )
     return layer_times.layer(recompute), layer_times.embedding(), layer_times.head()
 
@@ -288,7 +309,8 @@ class Cpu:
         hidden_elements = (
             model.hidden / (tp if sequence_parallel else 1) * (10.0 + (4 / self.weight_bytes if model.dropout else 0))
         )
-        ffn_elements, keys = (3.0 if model.swiglu else 2.0) * model.ffn, 2 * model.key_width
+        ffn_elements, keys = (3.0 if model.swiglu else 2.0) * model.active_ffns * model.ffn_width, 2 * model.key_width
+        ffn_elements += 4.0 * model.active_ffns * model.hidden if model.experts.count else 0  # permuted, and back
         split_elements = (ffn_elements + (4.0 if model.qk_norm else 2.0) * (model.query_width + keys)) / tp
         moved_bytes = tokens * (hidden_elements + split_elements) * self.weight_bytes
         return self.memory_s(moved_bytes) + self.score_traffic_s(model, tokens, sequence, tp)

@@ -20,6 +20,7 @@ import numpy as np
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Gpu
+from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layout import Layout
@@ -86,11 +87,11 @@ def layer_activation_bytes(
     else:
         attention = 3 * queries + (2 * queries if m.rope else 0)
     attention += (norm - 1) * (queries + keys // 2) if m.qk_norm else 0
-    ffn = ((3 if fused else 5) if m.swiglu else 2) * m.ffn  # before, in and after the FFN's activation
+    ffn = ((3 if fused else 5) if m.swiglu else 2) * m.ffn_width  # before, in and after the FFN's activation
     if unfused_norm:
         hidden_bytes += 2 * 8 * h  # input and normalised input in fp32
     if unfused_elementwise and fused:
-        ffn += m.ffn if m.swiglu else 0
+        ffn += m.ffn_width if m.swiglu else 0
         attention += 2 * (queries + keys // 2) if m.rope else 0  # both halves of the rotation's products
     dropout_bytes = element + mask if m.dropout else 0
     fp32_extra = 4 if fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
@@ -99,7 +100,13 @@ def layer_activation_bytes(
         hidden_bytes / (tp if sequence_parallel else 1) + ((attention + queries + ffn) * element + scores) / tp
     )
     total += 0 if flash else sequence * sequence  # the causal mask, one for all heads and sequences
-    gradients = tokens * (3 * m.ffn * element + (0 if flash else m.heads * sequence * (element + fp32_extra))) / tp
+    if m.experts.count:  # of each of top_k: the token, its permutations; of all: scores, probabilities and map
+        ffn = m.active_ffns * (h + ffn + (m.ffn_width if m.swiglu else 0) + 4) + h + 9 * m.experts.count // 4
+    gradients = (
+        tokens
+        * (3 * m.active_ffns * m.ffn_width * element + (0 if flash else m.heads * sequence * (element + fp32_extra)))
+        / tp
+    )
     input_bytes = tokens * h * element / (tp if sequence_parallel else 1)
     if recompute == "full":
         return input_bytes, total + gradients
@@ -180,10 +187,10 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
         compute=lambda: by_stage(layout, replica, ("memory", layout.recompute), component_bytes).T,
     )
     weights, gradients = count * element, count * gradient
-    optimizer = count * moments / (layout.intra_dp_size if p.distributed_optimizer else 1)
+    optimizer = experts.updated(layout, layers, count) * moments
     gathered = np.zeros_like(count)
     if costs.software.sharding in ("gradients", "full"):  # FSDP: shards, and two complete layers at a time
-        two_layers = 2 * layer_parameters(m, p.tp) * element
+        two_layers = 2 * layer_parameters(m, p.tp, p.ep) * element
         gradients = gradients / layout.intra_dp_size
         if costs.software.sharding == "full":
             weights, gathered = weights / layout.intra_dp_size, np.minimum(weights, two_layers) + np.zeros_like(count)
@@ -263,6 +270,7 @@ def max_layers(
     shards: int,
     depth: np.ndarray,
     max_gib: float | None = None,
+    ep: int = 1,
 ) -> np.ndarray:
     """Return an upper bound of the layers of a stage, (S,).
     It counts only the layers' weights, gradients, optimizer share (one of `shards`) and activations. `depth`: passes
@@ -270,7 +278,7 @@ def max_layers(
     held_bytes, _ = _activation_bytes(
         model, batch, costs, gpu=gpu, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute
     )
-    layer_bytes = layer_parameters(model, tp) * (
+    layer_bytes = layer_parameters(model, tp, ep) * (
         costs.weight_bytes(gpu) + costs.gradient_size + moment_bytes(costs, gpu) / shards
     )
     if costs.software.sharding in ("gradients", "full"):

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.costs import BYTES
 from holmes_hpc.planning.cost.layout import Layout, memoised
 from holmes_hpc.planning.plan.plan import Component
@@ -25,7 +26,8 @@ class ReplicaTimes:
 
     `down`, `up`: seconds of a stage transfer from each stage, (S,). `reduce`, `gather`: seconds of reducing gradients
     and of gathering parameters, per parameter and per bucket, (2, S). `fsdp`: the same for (gathering, reducing) in
-    every pass under FSDP, (2, 2, S). `shares_nic`: whether gradients and the transfers up use the same NIC, (S,).
+    every pass under FSDP, (2, 2, S). `experts`: (`reduce`, `gather`) of their weights, (2, 2, S).
+    `shares_nic`: whether gradients and the transfers up use the same NIC, (S,).
     """
 
     down: np.ndarray
@@ -33,6 +35,7 @@ class ReplicaTimes:
     reduce: np.ndarray
     gather: np.ndarray
     fsdp: np.ndarray
+    experts: np.ndarray
     shares_nic: np.ndarray
 
 
@@ -68,7 +71,8 @@ def network_times(layout: Layout) -> NetworkTimes:
 def _replica_times(layout: Layout, replica: int) -> ReplicaTimes:
     p, stages, costs = layout.parallel, layout.replicas[replica], layout.costs
     down, up = transfers_s(layout, replica)
-    reduce, gather, fsdp = np.zeros((2, p.pp)), np.zeros((2, p.pp)), np.zeros((2, 2, p.pp))
+    reduce, gather = np.zeros((2, p.pp)), np.zeros((2, p.pp))
+    fsdp, expert_sync = np.zeros((2, 2, p.pp)), np.zeros((2, 2, p.pp))
     shares_nic = np.zeros(p.pp, dtype=bool)
     in_passes = costs.software.sharding in ("gradients", "full")
     spans_job = p.optimizer_instances > 1 or layout.spans_pools
@@ -80,6 +84,9 @@ def _replica_times(layout: Layout, replica: int) -> ReplicaTimes:
             "synchronize", *key, compute=partial(_sync_times, layout, stages[first], reduction, nodes)
         )
         reduce[:, first:end], gather[:, first:end] = sync[0][:, None], sync[1][:, None]
+        if layout.model.experts.count:
+            group = experts.data_parallel(layout, replica, first)
+            expert_sync[:, :, first:end] = np.stack(_sync_times(layout, stages[first], *group))[:, :, None]
         if in_passes:
             pass_sync = layout.pool_memo.of(
                 "passing", *key, compute=partial(_fsdp_times, layout, stages[first], reduction, nodes)
@@ -87,7 +94,7 @@ def _replica_times(layout: Layout, replica: int) -> ReplicaTimes:
             fsdp[:, :, first:end] = pass_sync[:, :, None]
         if p.pp > 1 and layout.intra_dp_size > 1:
             shares_nic[first:end] = [layout.edges[replica][(s - 1) % p.pp] == reduction for s in range(first, end)]
-    return ReplicaTimes(down, up, reduce, gather=gather, fsdp=fsdp, shares_nic=shares_nic)
+    return ReplicaTimes(down, up, reduce, gather=gather, fsdp=fsdp, experts=expert_sync, shares_nic=shares_nic)
 
 
 def activation_bytes(layout: Layout, transport: Transport, component: Component) -> float:
@@ -199,29 +206,31 @@ def _fsdp_times(layout: Layout, component: Component, reduction: Transport, node
     )
 
 
-def reduce_factor(layout: Layout, component: Component, nodes: int) -> float:
-    """Return the traffic, as in :class:`Collectives`, of reducing gradients in an intra-DP group on `nodes` nodes."""
+def reduce_factor(layout: Layout, component: Component, nodes: int, ranks: int) -> float:
+    """Return the traffic, as in :class:`Collectives`, of reducing gradients in a group of `ranks` on `nodes` nodes."""
     p, library = layout.parallel, layout.costs.collectives(layout.pool(component).gpu)
     if layout.costs.software.all_reduced or not p.distributed_optimizer:
         return library.all_reduce
-    return library.reduce_scatter(layout.intra_dp_size, nodes, p.optimizer_instances)
+    return library.reduce_scatter(ranks, nodes, p.optimizer_instances)
 
 
 def _sync_times(
-    layout: Layout, component: Component, transport: Transport, nodes: int
+    layout: Layout, component: Component, transport: Transport, nodes: int, group: tuple[int, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the seconds to (reduce gradients, gather parameters) of a stage of one component.
-    Its intra-DP groups span `nodes` nodes. Each array is per parameter and per bucket, (2,)."""
+    Its groups span `nodes` nodes. Each array is per parameter and per bucket, (2,). `group`: (ranks of a group, groups
+    that leave a node); None: of the intra-DP groups."""
     p, gpu, costs = layout.parallel, layout.pool(component).gpu, layout.costs
     collectives = costs.collectives(gpu)
     sharing = p.tp * (min(p.pp, component.gpus_per_node // p.tp) if layout.is_hierarchical else 1)
+    ranks, sharing = group or (layout.intra_dp_size, sharing)
 
     def ring(op: str, factor: float, size: float) -> np.ndarray:
         return np.array([size, 1.0]) * collective_times(
             layout,
             component,
             transport,
-            ranks=layout.intra_dp_size,
+            ranks=ranks,
             nodes=nodes,
             op=op,
             factor=factor,
@@ -229,7 +238,7 @@ def _sync_times(
             pairs=layout.ring if layout.spans_pools else (),
         )
 
-    reduce = ring("reduce_scatter", reduce_factor(layout, component, nodes), costs.wire_size)
+    reduce = ring("reduce_scatter", reduce_factor(layout, component, nodes, ranks), costs.wire_size)
     if not p.distributed_optimizer:
         return reduce, np.zeros(2)
     if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers in other instances

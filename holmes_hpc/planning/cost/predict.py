@@ -156,7 +156,7 @@ def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
         if transport.kind != "local" and amount:
             total[transport.fabric if transport.kind == "rdma" and transport.fabric else "ethernet"] += amount
 
-    if layout.is_per_stage or layout.is_weighted:
+    if layout.is_per_stage or layout.is_weighted or layout.model.experts.count:
         for group, _, amount in sent_bytes(layout, layers):
             add(group.transport, amount)
         return dict(sorted(total.items()))
@@ -187,7 +187,7 @@ def _add_sync_bytes(
     factors, n = layout.costs.collectives(gpu), layout.intra_dp_size
     gradients, weights = count * layout.costs.wire_size, count * layout.costs.weight_bytes(gpu)
     nodes, k = layout.intra_dp_nodes(replica, stage), p.optimizer_instances
-    amount = reduce_factor(layout, component, nodes) * gradients
+    amount = reduce_factor(layout, component, nodes, n) * gradients
     if p.distributed_optimizer:
         amount += factors.all_gather * weights
     add(layout.intra_dp_transport(replica, stage), groups * p.tp * nodes * amount * (n - 1) / n)

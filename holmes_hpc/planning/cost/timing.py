@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from holmes_hpc.planning.cost.layout import Layout, memoised, schedule_of
 from holmes_hpc.planning.cost.network_times import ReplicaTimes, by_stage, edge_times, network_times, tied_per_stage_s
@@ -29,7 +30,7 @@ def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
         table = layout.by_stage("parameters", None, lambda view: parameters(view, view.all_layers).sum(axis=2))
         return _select(table, layers)[:, :, None]
     model, tp = layout.model, layout.parallel.tp
-    count = layers.astype(np.float64) * layer_parameters(model, tp)
+    count = layers.astype(np.float64) * layer_parameters(model, tp, layout.parallel.ep)
     count[:, 0, 0] += embedding_parameters(model, tp)
     count[:, -1, -1] += head_parameters(model, tp, own_matrix=not (model.tied and layout.parallel.pp == 1))
     return count
@@ -86,14 +87,14 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
     """Return all times for layer splits of shape (plans, S, C), optionally with a bucket size for each."""
     if layout.is_per_stage:
         return _timing_per_stage(layout, layers)
-    networks, p = network_times(layout), layout.parallel
+    networks = network_times(layout)
     sizes = np.full(len(layers), layout.bucket_bytes) if bucket_bytes is None else bucket_bytes
     count = parameters(layout, layers)
     replica_times = [
         _replica(layout, network, compute, layers, count, sizes)
         for network, compute in zip(networks.replicas, compute_times(layout), strict=True)
     ]
-    updated = count.sum(axis=2) / (layout.intra_dp_size if p.distributed_optimizer else 1)
+    updated = experts.updated(layout, layers, count.sum(axis=2))
     return Timing(
         tuple(durations for durations, _ in replica_times),
         _shared_nics(layout),
@@ -214,15 +215,15 @@ def _shared_nics(layout: Layout) -> tuple[tuple[bool, ...], ...]:
 
 def _compute_times(layout: Layout, replica: int) -> ComputeTimes:
     m, p, costs, stages = layout.model, layout.parallel, layout.costs, layout.replicas[replica]
-    chunks = p.virtual_stages
+    chunks, exchange_s = p.virtual_stages, experts.exchange_s(layout, replica)
 
     def layer(recompute: str) -> np.ndarray:
         return by_stage(
             layout,
             replica,
             ("layer", recompute),
-            lambda c: costs.layer_s(m, layout.batch, p.tp, layout.pool(c), p.sequence_parallel, recompute),
-        ).T
+            lambda c: costs.layer_s(m, layout.batch, p.tp, layout.pool(c), p.sequence_parallel, recompute, p.ep),
+        ).T + np.stack([exchange_s, exchange_s * (2 if recompute == "full" else 1)])
 
     seconds = layer("none" if layout.recompute == "full" else layout.recompute)
     recomputed_s = layer("full")[1] - seconds[1] if layout.recompute == "full" else np.zeros(p.pp)
@@ -250,7 +251,7 @@ def _replica(
 ) -> tuple[Durations, np.ndarray]:
     """Return (durations of a replica's passes and transfers, seconds of gathering parameters after the update).
     `count`: parameters, shaped like `layers`."""
-    plans, software = len(layers), layout.costs.software
+    plans, software, sparse = len(layers), layout.costs.software, experts.weights(layout, layers)
     forward, backward = _pass_times(layout, network, compute, layers, count)
     weight, beside = np.zeros_like(backward), backward  # the computing beside which gradients are reduced
     if layout.order.schedule.splits:  # the last weight passes, layer by layer
@@ -260,8 +261,14 @@ def _replica(
     buckets = np.ones_like(count)  # later chunks of a stage have one each (training/model/optimizer.py)
     buckets[:, :, 0] = np.maximum(1, np.ceil(count[:, :, 0] * layout.costs.gradient_size / bucket_bytes[:, None]))
     reduce, gather = (
-        costs[0, :, None] * count + costs[1, :, None] * buckets for costs in (network.reduce, network.gather)
+        costs[0, :, None] * (count - sparse) + costs[1, :, None] * buckets for costs in (network.reduce, network.gather)
     )
+    if layout.model.experts.count:
+        calls = np.maximum(1, np.ceil(buckets * sparse / count))
+        reduce, gather = (
+            dense + costs[0, :, None] * sparse + costs[1, :, None] * calls
+            for dense, costs in zip((reduce, gather), network.experts, strict=True)
+        )
     if software.sharding in ("gradients", "full"):  # FSDP: in every pass; the last layer's remains
         gather, reduce = np.zeros_like(gather), reduce / np.maximum(1, layers.sum(axis=2, keepdims=True))
     ready, tail = gather, reduce

@@ -24,7 +24,7 @@ from holmes_hpc.planning.search.infeasible import raise_indivisible, raise_out_o
 from holmes_hpc.planning.search.layers import idle_share
 from holmes_hpc.planning.search.micro_batch_shares import SharedSteps, best_shared_steps
 from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, conflicting_option, variants
-from holmes_hpc.planning.search.problem import Problem, available_pools, searched_site
+from holmes_hpc.planning.search.problem import Problem, available_pools, options_for, searched_site
 from holmes_hpc.planning.search.space import MIN_BATCH_GAIN, Space, nearby_batch
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 
@@ -52,6 +52,7 @@ def best_plan(
     `clock`: the time limit and progress log; without one the search goes on until nothing can be gained. Raise
     PlanError if a size does not divide, or if nothing fits in memory, with the missing memory and a change that helps.
     """
+    options = options_for(model, options)
     site = costs.with_measured_links(searched_site(site, options))
     clock, problem = clock or Clock(), Problem(model, batch, site, options, costs)
     conflict = conflicting_option(options, costs) if options.unequal == "true" else None
@@ -150,6 +151,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     choose. The plan of a layout that does not fit in memory has a note on that.
     """
     PlanError.refuse(*((not getattr(options, n), f"{n} is missing", "layout", f"give {n}") for n in ("tp", "pp", "dp")))
+    options = options_for(model, options)
     site, chunks = costs.with_measured_links(searched_site(site, options)), options.virtual_stages or 1
     schedule = megatron_kind(chunks).name if options.schedule == "auto" else options.schedule
     fixed = replace(
@@ -159,7 +161,8 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         search_micro_size=False,
         recompute="none" if options.recompute == "auto" else options.recompute,
         partition="uniform" if options.partition == "exact" else options.partition,
-        sequence_parallel=bool(options.sequence_parallel),
+        ep=options.ep or 1,
+        sequence_parallel=model.experts.count > 0 if options.sequence_parallel is None else options.sequence_parallel,
         bucket_bytes=options.bucket_bytes or (None if schedule_kind(schedule).deepens else BUCKET_BYTES),
         pool_order=options.pool_order or tuple(options.nodes or (f.name for f in site.pools)),
     )
@@ -217,7 +220,7 @@ def search(
         reason = "the optimizer is not sharded, so no parameters are gathered"
         candidates = _with_faster(evaluator, candidates, choices[-1], reason, clock)
     # Only emulated layers get weight passes unasked: these have not been timed on GPUs yet.
-    if options.schedule == "auto" and options.transport == "holmes" and costs.pace_layer_ms:
+    if options.schedule == "auto" and options.transport == "holmes" and costs.pace_layer_ms and not model.experts.count:
         kind = next(kind for kind in SCHEDULES.values() if kind.splits)
         reason = f"weight gradients fill waits ({kind.option_name})"
         for choice in choices:
@@ -350,7 +353,8 @@ def alternative(best: Predicted, runner_up: Candidate) -> dict[str, Any]:
     p = layout.parallel
     return {
         "strategy": runner_up.strategy,
-        "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.dp, "virtual_stages": p.virtual_stages},
+        "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.dp, "virtual_stages": p.virtual_stages}
+        | ({"ep": p.ep} if p.ep > 1 else {}),
         "micro_size": layout.batch.micro_size,
         "nodes": {c.pool: c.nodes for c in layout.components},
         "layers_per_stage": [int(n) for n in layers[0].sum(axis=1)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, permutations
+from itertools import accumulate, product
 from math import inf
 
 import numpy as np
@@ -34,13 +34,13 @@ from holmes_hpc.planning.search.layers import (
     proportional_layers,
     uniform_layers,
 )
-from holmes_hpc.planning.search.placement import Block, Placement, component
+from holmes_hpc.planning.search.placement import Block, Placement, component, other_orders
+from holmes_hpc.planning.search.problem import ep_sizes
 from holmes_hpc.planning.search.weight_passes import defer
 
 BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 MIN_GAIN = 0.003  # eager 1F1B, and virtual stages, must each gain at least this
-FEW_FABRICS = 4  # up to this number, all orders are tried
 EXTRA_DEPTHS = (1, 2, 4, 8)  # passes in flight to try at every transfer beyond those that hide it
 
 
@@ -86,20 +86,24 @@ class Evaluator:
         self._memo = Memo()
 
     def candidates(self, placement: Placement, max_s: float = inf) -> Iterator[Candidate]:
-        """Yield candidates, not yet simulated, for every number of virtual stages estimated to take at most `max_s`.
+        """Yield candidates, not yet simulated, for every EP and number of virtual stages estimated to take at most
+        `max_s`.
 
         Each has the least recomputation that fits in memory. Candidates with more recomputation follow while memory
         limits the layers of a stage.
         """
         recomputations = RECOMPUTE if self.options.recompute == "auto" else (self.options.recompute,)
-        for chunks in self._chunks(placement):
+        eps = ep_sizes(self.model, self.options, placement.tp * placement.dp)
+        for ep, chunks in product(eps, self._chunks(placement)):
             if placement.estimate.seconds(chunks) > max_s:
                 continue
             for recompute in recomputations:
-                if not self._may_fit(placement, recompute, chunks):
+                if not self._may_fit(placement, recompute, chunks, ep):
                     continue
-                kinds = self._schedules(placement, chunks)
-                candidate = next(filter(None, (self._candidate(placement, recompute, k, chunks) for k in kinds)), None)
+                tries = (
+                    self._candidate(placement, recompute, k, chunks, ep) for k in self._schedules(placement, chunks)
+                )
+                candidate = next(filter(None, tries), None)
                 if candidate is not None:
                     yield candidate
                     if not candidate.is_full:
@@ -117,12 +121,13 @@ class Evaluator:
         least = 1 if kind == "auto" else schedule_kind(kind).chunks[0]
         return [fixed] if fixed else range(least, int(placement.estimate.max_chunks) + 1)
 
-    def _may_fit(self, placement: Placement, recompute: str, chunks: int) -> bool:
+    def _may_fit(self, placement: Placement, recompute: str, chunks: int, ep: int) -> bool:
         """Return whether all layers may fit, by the layers' own memory: a quick check without false negatives."""
         batch = self._batch(placement.micro_size)
         kind = schedule_kind(candidate_schedules(self.options.schedule, chunks, background=False)[-1])
         depth = np.array(kind.in_flight(placement.pp, batch.micro_batches(placement.dp), chunks)) / chunks
         shards = placement.dp // placement.instances if self.options.distributed_optimizer is not False else 1
+        shards *= placement.tp if self.model.experts.count else 1  # at least as many as of the experts
         sequence_parallel = placement.tp > 1 and self.options.sequence_parallel is not False
         layer_limits = [
             max_layers(
@@ -136,6 +141,7 @@ class Evaluator:
                 shards=shards,
                 depth=depth,
                 max_gib=self.options.max_memory_gib,
+                ep=ep,
             )
             for b in placement.blocks
         ]
@@ -152,13 +158,14 @@ class Evaluator:
         background = placement.pp > 1 and self.options.transport == "holmes"
         return candidate_schedules(self.options.schedule, chunks, background)
 
-    def layout(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Layout:
-        """Return the layout under the schedule `kind`, with its least passes in flight."""
-        if self._last is None or self._last[0] is not placement:
-            self._last = placement, self._layout(placement)
+    def layout(self, placement: Placement, recompute: str, kind: str, chunks: int, ep: int | None = None) -> Layout:
+        """Return the layout under the schedule `kind`, with its least passes in flight. `ep`: None for the largest."""
+        ep = ep or ep_sizes(self.model, self.options, placement.tp * placement.dp)[-1]
+        if self._last is None or self._last[0] is not placement or self._last[1].parallel.ep != ep:
+            self._last = placement, self._layout(placement, ep)
         return self._last[1].with_schedule(schedule_kind(kind), chunks, recompute=recompute)
 
-    def _layout(self, placement: Placement) -> Layout:
+    def _layout(self, placement: Placement, ep: int) -> Layout:
         o, is_hierarchical = self.options, placement.strategy == "hierarchical-dp"
         first_stages = accumulate((0 if is_hierarchical else b.stages for b in placement.blocks), initial=0)
         batch = self._batch(placement.micro_size)
@@ -177,8 +184,9 @@ class Evaluator:
             optimizer_instances=placement.instances,
             distributed_optimizer=o.distributed_optimizer is not False,
             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False,
+            ep=ep,
         )
-        sizes = placement.micro_size, placement.tp, placement.dp, placement.instances
+        sizes = placement.micro_size, placement.tp, placement.dp, placement.instances, ep
         return Layout(
             self.model,
             batch,
@@ -204,13 +212,13 @@ class Evaluator:
     def _batch(self, micro_size: int) -> Batch:
         return self._memo.of("batch", micro_size, compute=lambda: replace(self.batch, micro_size=micro_size))
 
-    def _candidate(self, placement: Placement, recompute: str, kind: str, chunks: int) -> Candidate | None:
+    def _candidate(self, placement: Placement, recompute: str, kind: str, chunks: int, ep: int) -> Candidate | None:
         """Return the candidate with balanced or user-fixed layers, the best bucket size and its bound.
 
         Return None if it does not fit in memory or the schedule is impossible.
         """
         try:
-            layout = self.layout(placement, recompute, kind, chunks)
+            layout = self.layout(placement, recompute, kind, chunks, ep)
             layout.order  # noqa: B018 (raises for micro-batches that virtual stages cannot have)
         except PlanError:
             return None
@@ -313,9 +321,13 @@ class Evaluator:
         simulated, s = [self._time(candidate)], candidate.layout
         reordered = (
             self._candidate(
-                replace(candidate.placement, blocks=blocks), s.recompute, s.schedule.kind, s.parallel.virtual_stages
+                replace(candidate.placement, blocks=blocks),
+                s.recompute,
+                s.schedule.kind,
+                s.parallel.virtual_stages,
+                s.parallel.ep,
             )
-            for blocks in self._orders(candidate.placement)
+            for blocks in (() if self.options.pool_order is not None else other_orders(candidate.placement))
         )
         for variant in sorted(filter(None, reordered), key=lambda c: c.bound)[:max_orders]:
             if variant.bound < min(c.seconds for c in simulated):
@@ -349,8 +361,9 @@ class Evaluator:
         Of a small model with an unsharded optimizer also that of a layer (sharded, many small gathers cost more)."""
         if self.options.bucket_bytes:
             return (layout.bucket_bytes,)
-        layer_bytes = int(layer_parameters(self.model, layout.parallel.tp) * self.costs.gradient_size)
-        has_small = layer_bytes < BUCKETS[-1] and not layout.parallel.distributed_optimizer
+        p = layout.parallel
+        layer_bytes = int(layer_parameters(self.model, p.tp, p.ep) * self.costs.gradient_size)
+        has_small = layer_bytes < BUCKETS[-1] and not p.distributed_optimizer
         return (BUCKET_BYTES, *BUCKETS, *([layer_bytes] if has_small else []))
 
     def _refine_layers_and_depth(self, candidate: Candidate) -> Candidate:
@@ -385,16 +398,3 @@ class Evaluator:
             return candidate
         simpler = self._time(replace(candidate, layout=s.with_schedule(megatron_kind(s.parallel.virtual_stages))))
         return simpler if simpler.seconds <= candidate.seconds * (1 + MIN_GAIN) else candidate
-
-    def _orders(self, placement: Placement) -> Iterator[tuple[Block, ...]]:
-        """Yield other orders of the pools along the pipeline: all if they are few, else those with two swapped."""
-        blocks = placement.blocks
-        if placement.strategy == "hierarchical-dp" or self.options.pool_order is not None:
-            return
-        if len(blocks) <= FEW_FABRICS:
-            yield from (order for order in permutations(blocks) if order != blocks)
-            return
-        for a, b in combinations(range(len(blocks)), 2):
-            order = list(blocks)
-            order[a], order[b] = order[b], order[a]
-            yield tuple(order)

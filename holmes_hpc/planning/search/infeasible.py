@@ -16,7 +16,7 @@ from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.layers import chunk_layers, uniform_layers
 from holmes_hpc.planning.search.placement import Placement
-from holmes_hpc.planning.search.problem import available_pools, divisors
+from holmes_hpc.planning.search.problem import available_pools, divisors, ep_sizes
 from holmes_hpc.planning.search.space import Space
 
 MAX_PLACEMENTS = 100  # the most whose memory is computed: those with the largest TP x PP
@@ -34,6 +34,7 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
             ("TP", options.tp),
             ("PP", options.stages),
             ("DP", options.dp),
+            ("EP", options.ep if model.experts.count else None),
             ("strategy", options.strategy),
         )
         if value not in (None, "auto")
@@ -53,6 +54,18 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
             f"global_size {size} is not a multiple of micro_size {micro_size} x DP {dp}",
             "batch",
             f"use a DP that divides {micro_batches}: {abbreviated(divisors(micro_batches))}",
+        ),
+        (
+            options.tp and options.dp and not ep_sizes(model, options, tp * dp),
+            f"EP {options.ep} does not divide TP {tp} x DP {dp}",
+            "plan.ep",
+            "choose a divisor of both TP x DP and the experts",
+        ),
+        (
+            model.experts.count and (batch.sequence_length % tp or (tp > 1 and options.sequence_parallel is False)),
+            f"experts need sequence parallelism, but TP {tp} has none over {batch.sequence_length} tokens",
+            "plan.tp",
+            "use a TP that divides the sequence, with plan.sequence_parallel, or TP 1",
         ),
         (
             pp > model.layers,
@@ -144,6 +157,7 @@ DEFAULTS: dict[str, Any] = {
     "pp": None,
     "tp": None,
     "dp": None,
+    "ep": None,
     "strategy": "auto",
     "nodes": None,
     "gpus_per_node": None,

@@ -13,7 +13,6 @@ from math import gcd
 
 import numpy as np
 
-from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.schedule.kinds import schedule_kind
 from holmes_hpc.planning.search.estimate import Estimate, Limit, is_always_tried
 from holmes_hpc.planning.search.placement import Placement, spanning_tree_edges
@@ -142,7 +141,7 @@ def _estimate(costs: PoolCosts, counts: np.ndarray, tau: np.ndarray, dp: int) ->
     directions = np.where((counts > 2) & fills_node, 2, counts > 1)  # a middle stage's NIC carries both
     transfer = np.maximum((inside * directions).max(axis=1), slowest_edge)
     optimizer_shards = 1 if costs.options.distributed_optimizer is False else dp
-    layer_bytes = costs.layer_bytes + layer_parameters(costs.model, costs.tp) * 8 / optimizer_shards
+    layer_bytes = costs.layer_bytes + costs.layer_size * 8 / optimizer_shards
     max_layers = np.where(used, np.floor(costs.capacity_bytes / layer_bytes), 0)  # capacity may be infinite
     fits = (counts * max_layers).sum(axis=1) >= costs.layers
     software = costs.cost_model.software

@@ -5,15 +5,18 @@ Also the order of its pools along the pipeline, if some pairs of pools have slow
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise, permutations
 
 import numpy as np
 
 from holmes_hpc.fabric.site import Pool
 from holmes_hpc.planning.plan.parts import Component
 from holmes_hpc.planning.search.estimate import Estimate
+
+FEW_FABRICS = 4  # up to this number, all orders are tried
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,20 @@ class Placement:
 
     def sort_key(self) -> tuple[float, int, int, tuple[tuple[str, int], ...]]:
         return self.estimate_s, self.gpus, self.tp, tuple((b.pool.name, b.nodes) for b in self.blocks)
+
+
+def other_orders(placement: Placement) -> Iterator[tuple[Block, ...]]:
+    """Yield other orders of the pools along the pipeline: all if they are few, else those with two swapped."""
+    blocks = placement.blocks
+    if placement.strategy == "hierarchical-dp":
+        return
+    if len(blocks) <= FEW_FABRICS:
+        yield from (order for order in permutations(blocks) if order != blocks)
+        return
+    for a, b in combinations(range(len(blocks)), 2):
+        order = list(blocks)
+        order[a], order[b] = order[b], order[a]
+        yield tuple(order)
 
 
 def spanning_tree_edges(edge_s: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

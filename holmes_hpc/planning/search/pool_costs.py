@@ -27,8 +27,9 @@ class PoolCosts:
     """Costs at one micro-batch size and TP. Arrays have one entry per pool of `available`, (F,).
 
     `layer_s`: seconds of a layer for one micro-batch, forward and backward. `micro_batches`: of all data-parallel
-    ranks together. `layer_bytes`: memory of a layer without its optimizer. `taus`: all stage times that a whole number
-    of layers can take; `layers_in_tau`: layers of a stage within each of them, (T, F).
+    ranks together. `layer_size`: parameters of a layer on a rank. `layer_bytes`: their memory without the optimizer.
+    `taus`: all stage times that a whole number of layers can take; `layers_in_tau`: layers of a stage within each of
+    them, (T, F).
     """
 
     def __init__(self, problem: Problem, micro_size: int, tp: int, available: list[AvailablePool]) -> None:
@@ -68,7 +69,9 @@ class PoolCosts:
         self.ranks = np.array([a.nodes * a.gpus_per_node for a in available])
         self.is_fixed = any(a.is_fixed for a in available)
         weight_bytes = np.array([costs.weight_bytes(gpu) for gpu in gpus])
-        self.layer_bytes = layer_parameters(model, tp) * (weight_bytes + costs.gradient_size)
+        # with experts, the fewest that a rank can have, for a lower bound
+        self.layer_size = layer_parameters(model, tp, options.ep or max(1, model.experts.count))
+        self.layer_bytes = self.layer_size * (weight_bytes + costs.gradient_size)
         self.capacity_bytes = np.array([capacity(gpu, options.max_memory_gib) for gpu in gpus])
         self.taus = np.unique(np.concatenate([s * np.arange(1, model.layers + 1) for s in self.layer_s]))
         self.layers_in_tau = np.floor(self.taus[:, None] / self.layer_s + 1e-9).astype(int)
@@ -138,10 +141,7 @@ class PoolCosts:
     def ring_s(self, pools: tuple[int, ...], rings: int) -> float:
         """Return the seconds of an all-reduce of one rank's gradients of one layer around each of `rings` rings of
         pools at once."""
-        size, between_gbps = (
-            2.0 * layer_parameters(self.model, self.tp) * self.cost_model.gradient_size,
-            self.between_gbps(rings),
-        )
+        size, between_gbps = (2.0 * self.layer_size * self.cost_model.gradient_size, self.between_gbps(rings))
         return size / min(
             min(self.ethernet_gbps[a], between_gbps[a, b]) * 1e9 / 8 / self.available[a].gpus_per_node
             for a, b in zip(pools, pools[1:] + pools[:1], strict=True)
@@ -192,7 +192,7 @@ class PoolCosts:
         seconds, costs = [], self.cost_model
         for f, available in enumerate(self.available):
             gpu = available.pool.gpu
-            collectives, parameters = costs.collectives(gpu), layer_parameters(self.model, self.tp)
+            collectives, parameters = costs.collectives(gpu), self.layer_size
             is_inside = self.tp * dp * stride <= available.gpus_per_node
             per_node = max(1, available.gpus_per_node // (self.tp * stride))
             reduce_factor = collectives.reduce_scatter(dp, 1 if is_inside else max(2, dp // per_node))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from typing import Any, NamedTuple
 
 from holmes_hpc.config.model import Batch, ModelSpec
@@ -87,6 +88,30 @@ def searched_site(site: Site, options: PlanOptions) -> Site:
     links = tuple(link for link in site.links if set(link.between) <= {f.fabric_name for f in pools})
     note = f"of {len(site.pools)} pools, only the {MAX_POOLS} with most TFLOP/s were tried: plan.nodes chooses others"
     return replace(site, pools=pools, links=links, assumptions=(*site.assumptions, note))
+
+
+def options_for(model: ModelSpec, options: PlanOptions) -> PlanOptions:
+    """Return the options without the choices that experts exclude. PlanError if the user made one of them."""
+    count, ep = model.experts.count, options.ep or 1
+    PlanError.refuse(
+        (
+            count % ep if count else ep > 1,
+            f"EP {ep} does not divide {count} experts",
+            "plan.ep",
+            f"choose a divisor of {count}" if count else "remove it, or use a model with experts",
+        ),
+        *(
+            (count and getattr(options, name) == value, f"experts do not support {value}", f"plan.{name}", "remove it")
+            for name, value in (("strategy", "hierarchical-dp"), ("schedule", "zero_bubble"), ("unequal", "true"))
+        ),
+    )
+    return replace(options, unequal="false") if count else replace(options, ep=1)
+
+
+def ep_sizes(model: ModelSpec, options: PlanOptions, ranks: int) -> list[int]:
+    """Return the EPs to try in stages of `ranks` ranks, ascending: the user's, or all that divide."""
+    sizes = divisors(gcd(ranks, model.experts.count)) if model.experts.count else [1]
+    return [ep for ep in sizes if options.ep in (None, ep)]
 
 
 def tp_sizes(model: ModelSpec, options: PlanOptions, available: Sequence[AvailablePool]) -> list[int]:

@@ -18,7 +18,7 @@ from holmes_hpc.planning.search.hierarchies import hierarchies
 from holmes_hpc.planning.search.pipelines import pipelines
 from holmes_hpc.planning.search.placement import Placement
 from holmes_hpc.planning.search.pool_costs import PoolCosts
-from holmes_hpc.planning.search.problem import Problem, available_pools, divisors, micro_sizes, tp_sizes
+from holmes_hpc.planning.search.problem import Problem, available_pools, divisors, ep_sizes, micro_sizes, tp_sizes
 
 EVEN_MICRO_BATCHES = 16  # a batch with a multiple of this many micro-batches divides well
 MAX_BATCH_CHANGE = 0.03  # a nearby batch differs by no more than this
@@ -53,6 +53,12 @@ class Space:
         for micro_size in micro_sizes(batch, options):
             for tp in tp_sizes(model, options, self.available) if batch.global_size % micro_size == 0 else ():
                 usable = [a for a in self.available if a.gpus_per_node % tp == 0]
+                if (
+                    model.experts.count
+                    and tp > 1
+                    and (batch.sequence_length % tp or options.sequence_parallel is False)
+                ):
+                    continue  # experts need sequence parallelism
                 if usable and (len(usable) == len(self.available) or not any(a.is_fixed for a in self.available)):
                     problem = Problem(model, batch, site, options, costs)
                     self._pool_costs.append(PoolCosts(problem, micro_size, tp, usable))
@@ -67,11 +73,11 @@ class Space:
             (costs.bound_s(dp), index, dp)
             for index, costs in enumerate(self._pool_costs)
             for dp in divisors(costs.micro_batches)
-            if self.options.dp in (None, dp)
+            if self.options.dp in (None, dp) and ep_sizes(self.model, self.options, self._pool_costs[index].tp * dp)
         ):
             if self.options.strategy != "hierarchical-dp":
                 placements += pipelines(self._pool_costs[index], dp, limit)
-            if self.options.strategy in ("auto", "hierarchical-dp"):
+            if self.options.strategy in ("auto", "hierarchical-dp") and not self.model.experts.count:
                 placements += hierarchies(self._pool_costs[index], dp, limit)
         self.is_complete = limit.count <= FEW_PLACEMENTS
         return sorted((p for p in placements if p.estimate_s <= limit.max_s(p.pools)), key=Placement.sort_key)

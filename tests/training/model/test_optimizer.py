@@ -133,7 +133,9 @@ def test_only_a_gather_that_is_not_finished_is_measured() -> None:
     group = SimpleNamespace(param_gather_handle=None, param_gather_dispatched=False)
     group.finish_param_sync = lambda **options: events.append("finish")
     inner = SimpleNamespace(get_grad_norm=lambda: None)
-    model = SimpleNamespace(bucket_groups=[group], ddp_config=SimpleNamespace(overlap_param_gather=True))
+    model = SimpleNamespace(
+        bucket_groups=[group], expert_parallel_bucket_groups=[], ddp_config=SimpleNamespace(overlap_param_gather=True)
+    )
     timed = SimpleNamespace(wrap=lambda *_: None, part=lambda name: events.append(name) or nullcontext())
     optimizer.time_waits(inner, [model], timed)  # type: ignore[list-item, arg-type]
     for handle, dispatched in ((None, False), (object(), True), (None, True)):

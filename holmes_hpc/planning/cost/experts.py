@@ -1,0 +1,88 @@
+"""Sizes, networks and all-to-alls of the experts of a layout.
+
+An expert is on one rank as a whole. `ep` consecutive ranks of a stage hold all experts, and exchange tokens; ranks with
+the same experts reduce their gradients.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from holmes_hpc.planning.cost.flops import expert_parameters
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.plan.parts import Component
+from holmes_hpc.planning.plan.transport import LOCAL, Transport
+
+EXCHANGES = 3  # all-to-alls of a layer's forward pass: tokens, probabilities, results
+
+
+def replicas(layout: Layout) -> int:
+    """Return the number of ranks of a stage that hold the same experts."""
+    return layout.parallel.stages[0].ranks // layout.parallel.ep
+
+
+def weights(layout: Layout, layers: np.ndarray) -> np.ndarray:
+    """Return the parameters of experts on one rank, shaped like `layers`."""
+    return layers.astype(np.float64) * expert_parameters(layout.model, layout.parallel.ep)
+
+
+def updated(layout: Layout, layers: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Return how many of the parameters `count` of a stage the optimizer of one rank holds and updates, (plans, S)."""
+    if not layout.parallel.distributed_optimizer:
+        return count
+    experts = weights(layout, layers).sum(axis=2)
+    return (count - experts) / layout.intra_dp_size + experts / replicas(layout)
+
+
+def ep_nodes(layout: Layout, component: Component) -> int:
+    """Return the number of nodes of an EP group."""
+    ep, per_node = layout.parallel.ep, component.gpus_per_node
+    return 1 if component.nodes == 1 or per_node % ep == 0 else max(2, ep // per_node)
+
+
+def data_parallel(layout: Layout, replica: int, stage: int) -> tuple[Transport, int, tuple[int, int]]:
+    """Return (transport, nodes, (ranks, groups that leave a node)) of a group of ranks with the same experts."""
+    component, ranks = layout.replicas[replica][stage], replicas(layout)
+    nodes = min(ranks, layout.intra_dp_nodes(replica, stage))
+    transport = layout.transport_rule.of({component.pool}, nodes == 1)
+    return transport, nodes, (ranks, min(layout.parallel.ep, component.gpus_per_node))
+
+
+def exchanged_bytes(layout: Layout, component: Component) -> float:
+    """Return the bytes that a rank sends to each other rank of its EP group in a layer's forward pass.
+    These are tokens with their probabilities (fp32), and results. Experts are balanced. Backward sends as many."""
+    p, m = layout.parallel, layout.model
+    tokens = layout.batch.micro_size * layout.batch.sequence_length / p.tp * m.active_ffns
+    return tokens / p.ep * (2 * m.hidden * layout.costs.weight_bytes(layout.pool(component).gpu) + 4)
+
+
+def exchange_s(layout: Layout, replica: int) -> np.ndarray:
+    """Return the seconds of the all-to-alls of a layer's forward pass, (S,). Backward takes as long."""
+    p = layout.parallel
+    if p.ep == 1:
+        return np.zeros(p.pp)
+    return np.concatenate(
+        [
+            np.full(
+                end - first,
+                layout.pool_memo.of(
+                    *("exchange", layout.replicas[replica][first].pool),
+                    compute=partial(_exchange_s, layout, layout.replicas[replica][first]),
+                ),
+            )
+            for first, end in layout.stage_ranges[replica]
+        ]
+    )
+
+
+def _exchange_s(layout: Layout, component: Component) -> float:
+    ep, nodes = layout.parallel.ep, ep_nodes(layout, component)
+    sent_bytes, inside = exchanged_bytes(layout, component), ep // nodes
+    transport = layout.transport_rule.of({component.pool}, nodes == 1)
+    seconds = sent_bytes * (inside - 1) / layout.rate(LOCAL, component)
+    if nodes > 1:  # all ranks of a node share its NIC
+        ranks = min(component.gpus_per_node, layout.parallel.stages[0].ranks)
+        seconds = max(seconds, sent_bytes * (ep - inside) * ranks / layout.rate(transport, component))
+    return EXCHANGES * layout.latency(transport, component) + seconds
