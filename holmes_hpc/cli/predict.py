@@ -261,7 +261,8 @@ def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configura
 def _gpt_of_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     """Return the configuration groups model and batch for a GPT whose sizes the user specified.
     `data`: the composed configuration; `keys`: its keys that the user set."""
-    sizes, batch = ({k: v for k, v in data[group].items() if f"{group}.{k}" in keys} for group in ("model", "batch"))
+    set_keys = {".".join(key.split(".")[:2]) for key in keys}  # model.experts.count sets model.experts
+    sizes, batch = ({k: v for k, v in data[g].items() if f"{g}.{k}" in set_keys} for g in ("model", "batch"))
     if "batch" in keys:
         batch = data["batch"]
     if not {"global_size", "sequence_length"} <= batch.keys():
@@ -275,9 +276,10 @@ def _gpt_of_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
         )
     if sizes.get("swiglu"):
         sizes = {"ffn": gated_ffn(sizes["hidden"]), **sizes}
+    nested = {name: sizes.pop(name) for name in ("experts", "rope_scaling") if name in sizes}
     positions = sizes.pop("max_positions", batch["sequence_length"])
     model = gpt(**{"name": "gpt", "vocab": 51200, "positions": positions, "tied": True, **sizes})
-    return {"model": asdict(model), "batch": {"micro_size": 1, **batch}}
+    return {"model": asdict(model) | nested, "batch": {"micro_size": 1, **batch}}
 
 
 def _refuse_layout(names: Sequence[str], overrides: Sequence[str]) -> None:
