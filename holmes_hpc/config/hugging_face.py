@@ -100,6 +100,9 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
 
 def family_of(spec: ModelSpec) -> str:
     """Return the `model_type` of the family that computes the same as this model. ConfigError if there is none."""
+    if spec.experts.count:
+        hint = "use `holmes resume` or checkpoint=DIR, which keep holmes_hpc's own format"
+        raise ConfigError("mixtures of experts have no Hugging Face format yet", where=f"model {spec.name}", hint=hint)
     if not (spec.rope or spec.swiglu or spec.rmsnorm) and (
         spec.kv_heads == spec.heads and spec.query_width == spec.hidden and not spec.qk_norm
     ):

@@ -371,11 +371,12 @@ def _too_close(plan: Plan) -> list[str]:
     near = [a for a in plan.alternatives if a["predicted"]["step_time_s"] < (1 + TOO_CLOSE) * predicted.step_time_s]
     if not near:
         return []
-    settings = " ".join(f"plan.{name}={size}" for name, size in near[0]["parallel"].items())
-    nodes = ", ".join(f"{f}: {n}" for f, n in near[0]["nodes"].items())
+    p, nodes = near[0]["parallel"], ", ".join(f"{f}: {n}" for f, n in near[0]["nodes"].items())
+    sizes = " ".join(f"plan.{name}={p[name]}" for name in ("tp", "pp", "dp", "ep") if name in p)
     return [
         f"A runner-up less than {TOO_CLOSE:.0%} slower is too close to call. Measure 20 steps of each:"
-        f" `holmes run … train.steps=20`, and again with {settings} 'plan.nodes={{{nodes}}}'."
+        f" `holmes run … train.steps=20`, and again with {sizes}"
+        f" 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}."
     ]
 
 

@@ -232,7 +232,8 @@ def calibration_config(config: Configuration) -> Configuration:
     nodes = plan.nodes or {}
     used = [f for f in pools if not nodes or f.name in nodes]
     ranks = [(nodes.get(f.name) or f.nodes) * (plan.gpus_per_node or f.gpus_per_node) for f in used]
-    plan = replace(plan, unequal="false")  # a calibration measures one TP size, so all stages have the same
+    # A calibration measures one TP size, so all stages have the same, and layers without experts' all-to-alls.
+    plan = replace(plan, unequal="false", ep=1)
     if len(used) > 1 and plan.strategy == "auto":
         plan = replace(plan, strategy="pipeline")
     if plan.pp is None and plan.strategy == "pipeline" and len(set(ranks)) == 1:

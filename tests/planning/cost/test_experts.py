@@ -1,0 +1,126 @@
+"""Costs of mixtures of experts: parameters, FLOPs, memory, all-to-all traffic, and the choice of EP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import spawn
+from sites import two_clusters
+
+from holmes_hpc.config.model import Batch, Experts, ModelSpec
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.errors import PlanError
+from holmes_hpc.planning.cost import experts
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.flops import layer_flops, layer_parameters, parameters
+from holmes_hpc.planning.cost.group_bytes import sent_bytes
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.memory import memory
+from holmes_hpc.planning.cost.predict import layer_array, predict
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.search.best import best_plan, fixed_plan
+
+SITE = two_clusters(2)  # two fabrics of two nodes with eight GPUs
+MODEL = ModelSpec(
+    "moe", layers=8, hidden=1024, heads=8, vocab=32000, ffn=4096, kv_heads=8, experts=Experts(16, top_k=2, ffn=512)
+)
+BATCH = Batch(128, 1, 1024)
+
+
+def plan(ep: int, tp: int = 1, **options: object) -> Plan:
+    fields = {"pp": 2, "dp": 16 // tp, **options}
+    return fixed_plan(MODEL, BATCH, SITE, PlanOptions(tp=tp, ep=ep, **fields), Costs())  # type: ignore[arg-type]
+
+
+def test_a_token_uses_top_k_experts_and_the_router() -> None:
+    dense = replace(MODEL, experts=Experts(), ffn=2 * 512)  # as wide as both experts of a token
+    router = 16 * 1024
+    assert layer_flops(MODEL, 1, 1024) - layer_flops(dense, 1, 1024) == 2 * router
+    one_expert = 3 * 1024 * 512
+    assert layer_parameters(MODEL) - layer_parameters(dense) == 14 * one_expert + router
+    assert layer_parameters(MODEL) - layer_parameters(MODEL, ep=4) == 12 * one_expert
+    assert layer_parameters(MODEL, 2) - layer_parameters(MODEL, 2, 4) == 12 * one_expert  # TP does not split experts
+    assert parameters(MODEL) > 2 * parameters(dense)
+
+
+def test_memory_shards_experts_over_ep_and_their_optimizer_over_their_replicas() -> None:
+    one, four = (Layout.of(plan(ep), Costs()) for ep in (1, 4))
+    layers = layer_array(plan(1))
+    parts = [memory(layout, layers) for layout in (one, four)]
+    moved = 4 * 12 * 3 * 1024 * 512  # parameters of experts that EP 4 moves to other ranks, in four layers
+    assert float((parts[0].weights - parts[1].weights)[0, 0]) == 2 * moved
+    assert float((parts[0].gradients - parts[1].gradients)[0, 0]) == 4 * moved
+    # an expert has 16 replicas at EP 1, which hold all 16 experts, and 4 at EP 4, which hold 4
+    assert parts[0].optimizer == pytest.approx(parts[1].optimizer)
+    assert float(experts.updated(one, layers, experts.weights(one, layers).sum(axis=2))[0, 0]) == 4 * 3 * 1024 * 512
+
+
+@pytest.mark.parametrize(("ep", "nodes"), [(8, 1), (16, 2)])
+def test_all_to_all_bytes_cross_nodes_only_if_a_group_does(ep: int, nodes: int) -> None:
+    made = plan(ep)
+    layout = Layout.of(made, Costs())
+    sent = [(group, amount) for group, _, amount in sent_bytes(layout, layer_array(made)) if group.kind == "ep"]
+    assert experts.ep_nodes(layout, layout.components[0]) == nodes
+    if nodes == 1:
+        assert not sent
+        return
+    # 8 of 16 ranks are on the other node: each gets 2 of 16 x 1024 tokens, forward and backward, in 4 layers
+    per_micro_batch = 8 * 2 * 1024 / 16 * (2 * 1024 * 2 + 4)
+    assert {amount for _, amount in sent} == {2 * 4 * 8 * per_micro_batch} and len(sent) == 32
+    assert {group.transport.fabric for group, _ in sent} == {"ib-a", "roce-a"}
+
+
+def test_no_byte_of_experts_crosses_fabrics() -> None:
+    ethernet = [predict(made, Costs()).nic_bytes_per_step["ethernet"] for made in (plan(1), plan(16))]
+    assert ethernet[0] == ethernet[1] > 0
+
+
+def test_an_exchange_takes_longer_between_nodes_and_is_part_of_the_step() -> None:
+    inside, across = (Layout.of(plan(ep), Costs()) for ep in (8, 16))
+    assert experts.exchange_s(Layout.of(plan(1), Costs()), 0).tolist() == [0, 0]
+    assert (experts.exchange_s(across, 0) > 4 * experts.exchange_s(inside, 0)).all()
+    extra = 2 * 4 * 8 * float((experts.exchange_s(across, 0) - experts.exchange_s(inside, 0)).min())
+    step_s = [predict(plan(ep, recompute="none"), Costs()).step_time_s for ep in (8, 16)]
+    assert step_s[1] - step_s[0] > 0.5 * extra
+
+
+def test_ep_is_searched_and_keeps_experts_inside_a_fabric() -> None:
+    made = best_plan(MODEL, BATCH, SITE, PlanOptions(), Costs())
+    assert made.predicted is not None and made.strategy != "hierarchical-dp" and not made.is_per_stage
+    fabric_of = {p.name: p.fabric_name for p in SITE.pools}
+    groups = [g for g in made.transports() if g.kind == "ep"]
+    assert groups and all(len({fabric_of[made.places[r].pool] for r in g.ranks}) == 1 for g in groups)
+    for ep in (1, 16):
+        fixed = best_plan(MODEL, BATCH, SITE, PlanOptions(ep=ep), Costs())
+        assert fixed.parallel.ep == ep and fixed.predicted is not None
+        assert fixed.predicted.step_time_s >= made.predicted.step_time_s * (1 - 1e-9)
+
+
+def test_a_model_that_fits_only_with_its_experts_shared_gets_a_large_ep() -> None:
+    large = replace(MODEL, experts=Experts(16, top_k=2, ffn=131072))  # 6.4 G parameters of experts in a layer
+    made = best_plan(large, BATCH, SITE, PlanOptions(pp=2, unequal="auto"), Costs())
+    assert made.parallel.ep >= 4
+    with pytest.raises(PlanError, match="does not fit"):
+        best_plan(large, BATCH, SITE, PlanOptions(pp=2, ep=1), Costs())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ep": 3}, "EP 3 does not divide 16 experts"),
+        ({"strategy": "hierarchical-dp"}, "experts do not support hierarchical-dp"),
+        ({"schedule": "zero_bubble"}, "experts do not support zero_bubble"),
+        ({"unequal": "true"}, "experts do not support true"),
+        ({"tp": 1, "dp": 2, "ep": 4}, "EP 4 does not divide TP 1 x DP 2"),
+        ({"tp": 2, "sequence_parallel": False}, "experts need sequence parallelism"),
+    ],
+)
+def test_options_that_experts_exclude_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        best_plan(MODEL, BATCH, SITE, PlanOptions(**options), Costs())  # type: ignore[arg-type]
+
+
+def test_a_dense_model_has_no_ep() -> None:
+    with pytest.raises(PlanError, match="a model with experts"):
+        best_plan(spawn.MODEL, BATCH, SITE, PlanOptions(ep=2), Costs())
