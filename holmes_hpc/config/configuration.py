@@ -51,8 +51,7 @@ class Configuration:
         str | None,
         key(
             "initial checkpoint: checkpoints/step-… of any run of the model, a folder of "
-            "`holmes import`, or hf:DIR, a Hugging Face folder; a run with checkpoints "
-            "continues from its own"
+            "`holmes import`, or hf:DIR; a run with checkpoints continues from its own"
         ),
     ] = None
     labels: Annotated[

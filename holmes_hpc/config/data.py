@@ -27,8 +27,7 @@ class DataConfig:
     documents: Annotated[
         str,
         key(
-            "attention between the documents of one sample; joined: a token attends to all earlier tokens; "
-            "apart: only to those of its own document",
+            "joined: a token attends to all earlier tokens of its sample; apart: only to those of its document",
             one_of=("joined", "apart"),
         ),
     ] = "joined"

@@ -66,7 +66,7 @@ class TrainConfig:
     lr_schedule: Annotated[
         str,
         key(
-            "decay of the learning rate after the warm-up: cosine or linear down to min_lr; "
+            "decay after the warm-up: cosine or linear down to min_lr; "
             "wsd: constant at lr, then linear over the last wsd_decay_steps",
             one_of=("cosine", "linear", "wsd"),
         ),
@@ -91,11 +91,7 @@ class TrainConfig:
     ] = 0
     checkpoint_keep: Annotated[int, key("number of newest checkpoints to keep", ge=1)] = 2
     checkpoint_dir: Annotated[
-        str | None,
-        key(
-            "folder on a file system that all nodes share, with a subfolder of checkpoints for each run; null: the run "
-            "directory"
-        ),
+        str | None, key("folder that all nodes share, with a subfolder for each run; null: the run directory")
     ] = None
     checkpoint_async: Annotated[bool, key("write checkpoints during the next steps")] = True
     trace: Annotated[bool, key("write trace/rank-*.jsonl: compute and send times of each micro-batch")] = False
@@ -113,8 +109,8 @@ class TrainConfig:
     max_restarts: Annotated[
         int,
         key(
-            "restarts after a failed rank or node while the run makes new steps; those after preemption or the time "
-            "limit do not count",
+            "restarts after failures while the run makes new steps; those after preemption or the time limit do not "
+            "count",
             ge=0,
         ),
     ] = 0
@@ -129,8 +125,7 @@ class TrainConfig:
     pace_layer_ms: Annotated[
         float | None,
         key(
-            "emulated compute: each layer's forward pass takes this long by waiting, its "
-            "backward pass twice as long; null: off",
+            "emulated compute: a layer's forward pass takes this long by waiting, its backward pass twice; null: off",
             unit="ms",
             gt=0,
         ),

@@ -47,6 +47,16 @@ def test_parameter_counts_match_published_ones(name: str, billions: float) -> No
 
 
 @pytest.mark.parametrize(
+    ("name", "total", "active"), [("mixtral_8x7b", 46.703, 12.88), ("qwen3_30b_a3b", 30.532, 3.345)]
+)
+def test_parameter_counts_of_mixtures_match_published_ones(name: str, total: float, active: float) -> None:
+    model = named(name)
+    idle = model.layers * (model.experts.count - model.experts.top_k) * counts.expert_matrix(model)
+    assert counts.parameters(model) / 1e9 == pytest.approx(total, rel=1e-3)
+    assert (counts.parameters(model) - idle) / 1e9 == pytest.approx(active, rel=5e-3)
+
+
+@pytest.mark.parametrize(
     ("name", "billions"), [("gpt_3_6b", 3.6), ("gpt_7_5b", 7.5), ("gpt_39b", 39.1), ("gpt3_175b", 175)]
 )
 def test_parameter_counts_match_those_of_the_papers(name: str, billions: float) -> None:
@@ -82,7 +92,7 @@ def test_recomputation_adds_the_repeated_flops() -> None:
 @given(st.sampled_from(sorted(MODELS)), st.sampled_from((1, 2, 4, 8)))
 def test_tensor_parallel_ranks_share_the_matrices(name: str, tp: int) -> None:
     model = named(name)
-    if model.kv_heads % tp or model.ffn % tp:
+    if model.kv_heads % tp or model.ffn % tp or model.experts.count:
         return
     replicated = 2 * counts.norm_parameters(model) + (2 * model.hidden if model.bias else 0)
     replicated += 2 * model.head_width if model.qk_norm else 0
