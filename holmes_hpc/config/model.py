@@ -42,7 +42,7 @@ class RopeScaling:
 @dataclass(frozen=True)
 class Experts(Checked, where="model.experts", error=PlanError):
     """The experts of every layer, which replace its feed-forward part. A router sends each token to `top_k` of them.
-    Their scores are the softmax over those of a token."""
+    Their scores are the softmax over those of a token, or over all experts if `top_k` is 1."""
 
     count: Annotated[int, key("experts of a layer; 0: a dense model", ge=0)] = 0
     top_k: Annotated[int, key("experts that compute a token", ge=1)] = 2

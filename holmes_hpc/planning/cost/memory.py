@@ -93,6 +93,8 @@ def layer_activation_bytes(
     if unfused_elementwise and fused:
         ffn += m.ffn_width if m.swiglu else 0
         attention += 2 * (queries + keys // 2) if m.rope else 0  # both halves of the rotation's products
+    if m.experts.count:  # of each of top_k: the token, its permutations; of all: scores, probabilities and map
+        ffn = m.active_ffns * (h + ffn + (m.ffn_width if m.swiglu else 0) + 4) + h + 9 * m.experts.count // 4
     dropout_bytes = element + mask if m.dropout else 0
     fp32_extra = 4 if fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
     scores = m.heads * (4 if flash else sequence * (element + dropout_bytes + fp32_extra))  # fused: one number per row
@@ -100,8 +102,6 @@ def layer_activation_bytes(
         hidden_bytes / (tp if sequence_parallel else 1) + ((attention + queries + ffn) * element + scores) / tp
     )
     total += 0 if flash else sequence * sequence  # the causal mask, one for all heads and sequences
-    if m.experts.count:  # of each of top_k: the token, its permutations; of all: scores, probabilities and map
-        ffn = m.active_ffns * (h + ffn + (m.ffn_width if m.swiglu else 0) + 4) + h + 9 * m.experts.count // 4
     gradients = (
         tokens
         * (3 * m.active_ffns * m.ffn_width * element + (0 if flash else m.heads * sequence * (element + fp32_extra)))

@@ -3,7 +3,8 @@
 Many ranks on few cores then behave like accelerators on a real network. A layer's forward pass takes
 `train.pace_layer_ms` times the `train.pace_factors` of its pool or node; its backward pass takes twice that. A
 recomputed forward pass takes its time again. A pass takes the time of its layers: embedding, head, and delays by other
-ranks on the same cores are part of it. The optimizer takes its actual time. Losses and gradients do not change.
+ranks on the same cores are part of it. The optimizer and experts' exchanges take their actual time. Losses and gradients
+do not change.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.planning.cost.timing import WEIGHT_SHARE
 from holmes_hpc.slurm.hostlist import expand
+from holmes_hpc.training.model import experts
 from holmes_hpc.training.model.weight_gradients import WeightGradients
 
 
@@ -46,7 +48,7 @@ class Clock:
     """The clock of a rank: when the layers of its pass so far are due to end (``time.perf_counter`` seconds)."""
 
     def __init__(self) -> None:
-        self._end = self._finished = 0.0
+        self._end = self._finished = self.exchanged_s = 0.0
         self._pass: tuple[str, int] | None = None  # its direction and chunk; None before its first layer
         self._rest_s: dict[
             tuple[str, int], float
@@ -55,6 +57,11 @@ class Clock:
 
     def start_pass(self, direction: str) -> None:
         self._direction, self._pass, self._end = direction, None, time.perf_counter()
+
+    def exchange(self, seconds: float) -> None:
+        """Add the time of an exchange with other ranks, which the layer's own time does not contain."""
+        self._end += seconds
+        self.exchanged_s += seconds
 
     def start_layer(self, seconds: float, layer_pass: tuple[str, int], is_last: bool) -> float:
         """Return when the next layer, which takes `seconds`, is due to end. The last one of a pass ends earlier, which
@@ -100,12 +107,12 @@ class EmulatedLayer:
     ) -> None:
         self._forward, self.forward_s, self._clock = layer.forward, forward_s, clock
         self._passes, self._ends = (("forward", chunk), ("backward", chunk)), ends
-        self._start = self._end = 0.0
+        self._start = self._end = self._exchanged_s = 0.0
         self._backward_s = backward_s
         self._compute_s = backward_s  # of the last backward pass; the first one waits after its computation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        end = self._clock.start_layer(self.forward_s, self._passes[0], self._ends[1])
+        end = self._clock.start_layer(self.forward_s, self._passes[0], self._ends[1]) - self._clock.exchanged_s
         if "hidden_states" in kwargs:
             kwargs["hidden_states"] = _Mark.apply(kwargs["hidden_states"], self._end_backward)
         else:
@@ -115,19 +122,20 @@ class EmulatedLayer:
         if hidden.requires_grad:  # a hook, not a _Mark: Megatron frees a stage's output, which a view would prevent
             hidden.register_hook(self._start_backward)
         _synchronize(hidden)
-        self._clock.finish_layer(end, self._passes[0])
+        self._clock.finish_layer(end + self._clock.exchanged_s, self._passes[0])
         return (hidden, *extra_outputs) if isinstance(output, tuple) else hidden
 
     def _start_backward(self, gradient: torch.Tensor) -> None:
         _synchronize(gradient)
         self._end = self._clock.start_layer(self._backward_s, self._passes[1], self._ends[0])
         wait_until(self._end - 1.2 * self._compute_s)
-        self._start = time.perf_counter()
+        self._start, self._exchanged_s = time.perf_counter(), self._clock.exchanged_s
 
     def _end_backward(self, gradient: torch.Tensor) -> None:
         _synchronize(gradient)
-        self._compute_s = time.perf_counter() - self._start
-        self._clock.finish_layer(self._end, self._passes[1])
+        exchanged_s = self._clock.exchanged_s - self._exchanged_s
+        self._compute_s = time.perf_counter() - self._start - exchanged_s
+        self._clock.finish_layer(self._end + exchanged_s, self._passes[1])
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
@@ -168,6 +176,7 @@ def emulate(
     name, which it starts and stops at each pass. `weights`: weight gradients that are computed apart.
     """
     clock, weight_s = Clock(), 0.0
+    experts.time_exchanges(clock.exchange)
     if weights is not None:
         weight_s = WEIGHT_SHARE * 2 * layer_ms / 1000
         weights.emulated = lambda chunk: clock.layer(weight_s, ("weight", chunk))

@@ -6,10 +6,13 @@ other. An all-to-all inside the `ep` group brings every token to its experts and
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 from holmes_hpc.config.model import ModelSpec
@@ -23,6 +26,7 @@ def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.top_k,
+        "moe_router_pre_softmax": experts.top_k == 1,  # over one expert, a softmax would always be 1
         "moe_ffn_hidden_size": spec.ffn_width,
         "moe_router_load_balancing_type": "aux_loss" if experts.balance else "none",
         "moe_aux_loss_coeff": experts.balance,
@@ -47,6 +51,19 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     if record_stream and tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream())
     return host_tensor.numpy() if as_numpy else host_tensor
+
+
+def time_exchanges(add: Callable[[float], None]) -> None:
+    """Call `add` with the seconds of every all-to-all, in forward and backward passes."""
+    exchange = mappings._AllToAll.forward
+
+    def timed_exchange(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        output = exchange(*arguments)
+        add(time.perf_counter() - start)
+        return output
+
+    mappings._AllToAll.forward = staticmethod(timed_exchange)
 
 
 def mark(model: torch.nn.Module) -> None:

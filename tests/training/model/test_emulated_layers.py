@@ -13,7 +13,7 @@ from clock import Clock
 from torch.utils.checkpoint import checkpoint
 
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.training.model import emulated_layers
+from holmes_hpc.training.model import emulated_layers, experts
 
 
 class Layer(torch.nn.Module):
@@ -182,3 +182,33 @@ def test_on_a_gpu_only_the_current_stream_is_synchronized(monkeypatch: pytest.Mo
     for cuda in (False, True):
         emulated_layers._synchronize(SimpleNamespace(is_cuda=cuda, device="cuda:3"))  # type: ignore[arg-type]
     assert devices == ["cuda:3"]
+
+
+def test_an_exchange_of_experts_adds_to_the_time_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    calls = SimpleNamespace(forward=lambda seconds: clock.pass_(seconds))
+    monkeypatch.setattr(experts.mappings, "_AllToAll", calls)
+
+    class Exchange(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            calls.forward(0.004)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            calls.forward(0.007)
+            return gradient
+
+    layer, timers = Layer(clock, 0.001, 0.002), Timers()
+    compute = layer.forward
+    layer.forward = lambda x: compute(Exchange.apply(x))  # type: ignore[method-assign, assignment]
+    emulated_layers.emulate([[layer]], 30, timers.__getitem__)
+    x = torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        start = clock.now
+        hidden, _none = timers.run("forward", partial(layer, x))
+        assert clock.now - start == pytest.approx(0.034)
+        start = clock.now
+        timers.run("backward", hidden.sum().backward)
+        assert clock.now - start == pytest.approx(0.067)
