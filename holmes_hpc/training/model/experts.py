@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -54,12 +55,14 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 def time_exchanges(add: Callable[[float], None]) -> None:
-    """Call `add` with the seconds of every all-to-all, in forward and backward passes."""
+    """Call `add` with the seconds of every all-to-all, in forward and backward passes. They do not contain the wait for
+    ranks that still compute."""
     exchange = mappings._AllToAll.forward
 
-    def timed_exchange(*arguments: Any) -> Any:
+    def timed_exchange(context: Any, group: dist.ProcessGroup, *arguments: Any) -> Any:
+        dist.barrier(group)
         start = time.perf_counter()
-        output = exchange(*arguments)
+        output = exchange(context, group, *arguments)
         add(time.perf_counter() - start)
         return output
 

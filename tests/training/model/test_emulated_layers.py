@@ -186,18 +186,19 @@ def test_on_a_gpu_only_the_current_stream_is_synchronized(monkeypatch: pytest.Mo
 
 def test_an_exchange_of_experts_adds_to_the_time_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    calls = SimpleNamespace(forward=lambda seconds: clock.pass_(seconds))
+    calls = SimpleNamespace(forward=lambda _context, _group, seconds: clock.pass_(seconds))
     monkeypatch.setattr(experts.mappings, "_AllToAll", calls)
+    monkeypatch.setattr("torch.distributed.barrier", lambda _group: clock.pass_(0.001))  # hidden in the layer's time
 
     class Exchange(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            calls.forward(0.004)
+            calls.forward(None, None, 0.004)
             return x * 1
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            calls.forward(0.007)
+            calls.forward(None, None, 0.007)
             return gradient
 
     layer, timers = Layer(clock, 0.001, 0.002), Timers()
