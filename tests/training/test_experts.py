@@ -23,6 +23,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP 2 x EP 2, eager 1F1B": {"pp": 2, "dp": 2, "ep": 2, "schedule": "ahead", "in_flight": [4, 2]},
     "TP 2 x EP 2": {"tp": 2, "ep": 2, "sequence_parallel": True},
     "TP 2 x EP 1": {"tp": 2, "sequence_parallel": True},
+    "PP 2 x EP 2, interleaved": {"pp": 2, "dp": 2, "ep": 2, "layers": [[1, 1], [1, 1]]},
+    "EP 2 without overlap": {"dp": 2, "ep": 2},
+    "EP 2 without distributed optimizer": {"dp": 2, "ep": 2, "distributed_optimizer": False},
+    "EP 2 with full recomputation": {"dp": 2, "ep": 2, "recompute": "full"},
 }
 
 
@@ -42,7 +46,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun:
 def test_experts_have_the_losses_and_norms_of_one_process(
     name: str, one_process: spawn.FinishedRun, tmp_path: Path
 ) -> None:
-    ended = train(tmp_path / "run", LAYOUTS[name])
+    overlap = "without overlap" not in name
+    settings = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    ended = train(tmp_path / "run", LAYOUTS[name], **settings)
     assert ended.column("loss") == pytest.approx(one_process.column("loss"), rel=1e-5)
     assert ended.column("grad_norm") == pytest.approx(one_process.column("grad_norm"), rel=1e-4)
 

@@ -7,12 +7,14 @@ other. An all-to-all inside the `ep` group brings every token to its experts and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -79,6 +81,13 @@ def mark(model: torch.nn.Module) -> None:
 
 def is_expert(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
+
+
+def gather_once(optimizers: Sequence[Any]) -> None:
+    """Make only the last of several distributed optimizers gather parameters after its update. Each gathers those of
+    all: with experts, Megatron-Core would gather every parameter twice if gathers do not overlap."""
+    for optimizer in optimizers[:-1]:
+        optimizer.step_with_ready_grads = partial(MixedPrecisionOptimizer.step_with_ready_grads, optimizer)
 
 
 def bucket_groups(wrapped: Any) -> list[Any]:

@@ -148,6 +148,7 @@ def build(
         ),
         list(models),
     )
+    experts.gather_once(megatron_versions.distributed(optimizer))
     config.finalize_model_grads_func = (
         partial(finalize_with_tied, group=tied_group) if plan.is_per_stage else finalize_model_grads
     )
