@@ -52,7 +52,7 @@ def best_plan(
     `clock`: the time limit and progress log; without one the search goes on until nothing can be gained. Raise
     PlanError if a size does not divide, or if nothing fits in memory, with the missing memory and a change that helps.
     """
-    options = options_for(model, options)
+    options = options_for(model, options, costs)
     site = costs.with_measured_links(searched_site(site, options))
     clock, problem = clock or Clock(), Problem(model, batch, site, options, costs)
     conflict = conflicting_option(options, costs) if options.unequal == "true" else None
@@ -151,7 +151,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     choose. The plan of a layout that does not fit in memory has a note on that.
     """
     PlanError.refuse(*((not getattr(options, n), f"{n} is missing", "layout", f"give {n}") for n in ("tp", "pp", "dp")))
-    options = options_for(model, options)
+    options = options_for(model, options, costs)
     site, chunks = costs.with_measured_links(searched_site(site, options)), options.virtual_stages or 1
     schedule = megatron_kind(chunks).name if options.schedule == "auto" else options.schedule
     fixed = replace(

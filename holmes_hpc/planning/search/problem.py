@@ -90,15 +90,21 @@ def searched_site(site: Site, options: PlanOptions) -> Site:
     return replace(site, pools=pools, links=links, assumptions=(*site.assumptions, note))
 
 
-def options_for(model: ModelSpec, options: PlanOptions) -> PlanOptions:
+def options_for(model: ModelSpec, options: PlanOptions, costs: Costs) -> PlanOptions:
     """Return the options without the choices that experts exclude. PlanError if the user made one of them."""
-    count, ep = model.experts.count, options.ep or 1
+    count, ep, sharding = model.experts.count, options.ep or 1, costs.software.sharding
     PlanError.refuse(
         (
             count % ep if count else ep > 1,
             f"EP {ep} does not divide {count} experts",
             "plan.ep",
             f"choose a divisor of {count}" if count else "remove it, or use a model with experts",
+        ),
+        (
+            count and sharding in ("gradients", "full"),
+            f"experts do not support sharding of {sharding}",
+            "--sharding",
+            "use none or optimizer",
         ),
         *(
             (count and getattr(options, name) == value, f"experts do not support {value}", f"plan.{name}", "remove it")
