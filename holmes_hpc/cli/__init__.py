@@ -1,7 +1,5 @@
 """The `holmes` command: one thin function per command, which calls a package and prints its result."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Commands for data sets: data prepare."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

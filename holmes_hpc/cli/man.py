@@ -4,8 +4,6 @@
 share/man/man1/holmes.1.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands for models: models, batches, import, export, generate."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The command predict: step time, throughput and memory of a layout or a plan."""
 
-from __future__ import annotations
-
 import json as json_text
 import math
 import os

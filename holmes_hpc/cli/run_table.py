@@ -1,7 +1,5 @@
 """The live table of `holmes status --watch`: as wide as the terminal, redrawn until a key ends it."""
 
-from __future__ import annotations
-
 import contextlib
 import select
 import sys

@@ -1,7 +1,5 @@
 """Commands that submit, continue, remove and report runs: submit, run, resume, rm, report."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from functools import partial

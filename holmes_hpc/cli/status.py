@@ -1,7 +1,5 @@
 """Commands that show and cancel submitted runs (status, logs, cancel) and sweeps (sweep status, collect, cancel)."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

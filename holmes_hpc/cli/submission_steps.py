@@ -1,7 +1,5 @@
 """The steps of planning and submitting a run, shared by the commands that do so."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Commands for the testbed: testbed up, status, exec, env, down."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Words of Slurm, Hugging Face, Megatron-LM and DeepSpeed: the key here that means the same, or what to do instead."""
 
-from __future__ import annotations
-
 import re
 
 # key -> its names elsewhere

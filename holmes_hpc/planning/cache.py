@@ -1,7 +1,5 @@
 """A cache of results, for a search that needs the same values again and again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """The text that `holmes plan` prints: the placement, the predicted step, its longest part, and what would help."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections import Counter

@@ -1,7 +1,5 @@
 """The site, the cost model and the plan of a configuration."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace

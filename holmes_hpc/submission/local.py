@@ -1,7 +1,5 @@
 """Execution of a plan on this machine without Slurm, through submitit's local executor, for trials."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shlex

@@ -5,8 +5,6 @@ with the logs and the result of its rank. A fork cannot use GPUs that its parent
 the modules themselves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

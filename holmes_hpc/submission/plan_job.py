@@ -1,7 +1,5 @@
 """The job of a plan: its components, the site's settings, its run directory and the function that ranks call."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

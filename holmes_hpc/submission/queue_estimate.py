@@ -3,8 +3,6 @@
 No job is submitted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ They have the same text as the executor's. ``python -m holmes_hpc.submission.tem
 slurm/, and a test compares them.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """The time limit of a run's job, beside its predicted training time and the limits of its partitions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The training loop of one rank: build its part of the model, train, validate, save checkpoints and record steps."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ Each of these may wait until the GPU is idle, which can take long in a running p
 CUDA 12.2), because eager loading would put every kernel of torch on the GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The assumptions behind a layout's costs: what was not measured, in one line each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import pairwise

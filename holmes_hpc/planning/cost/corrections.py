@@ -7,8 +7,6 @@ of a network whose traffic overlaps with computing (Levenberg, "A method for the
 in least squares", 1944, with a fixed damping).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

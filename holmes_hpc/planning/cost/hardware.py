@@ -1,7 +1,5 @@
 """Published figures for hardware without measurements. A plan names each one it uses as an assumption."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated

@@ -6,8 +6,6 @@ and wave quantisation). The quickest of several tile shapes is used, as in cuBLA
 of their loads. The shares of the peak are data (kernel_figures.yaml).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property

@@ -1,7 +1,5 @@
 """The limit of a plan: a step in which every rank computes all the time and no rank waits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

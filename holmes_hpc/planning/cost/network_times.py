@@ -3,8 +3,6 @@
 They are stage transfers, and collectives per parameter and per call. All variants of one placement share them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Predictions for a plan: step time and its parts, throughput, memory, bytes per network, timeline, 90% interval."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any

@@ -8,8 +8,6 @@ head. It names neither GPU nor model. The times of small shapes are noisy, so a 
 micro-batch.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The behaviour of a training program that determines its times and memory: fusion, overlap, sharding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

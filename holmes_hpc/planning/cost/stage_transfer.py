@@ -1,7 +1,5 @@
 """The cost of the slowest stage transfer of a plan, and the share of it that the schedule hides."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 

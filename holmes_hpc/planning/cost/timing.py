@@ -1,7 +1,5 @@
 """Seconds of each pass, stage transfer and collective of a layout with given layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 
 import numpy as np

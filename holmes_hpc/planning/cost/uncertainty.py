@@ -4,8 +4,6 @@ benchmarks/published_spread.py writes its table (uncertainty.yaml) from publishe
 constants fitted to the other sets of runs, or to the runs on other generations of GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache

@@ -7,8 +7,6 @@ stage and chunk, then ``tail``, then ``reduce`` (see `Durations`). If backward p
 every stage and turn comes last. Nodes are numbers, because a search builds hundreds of graphs of ten thousand nodes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise

@@ -4,8 +4,6 @@ Megatron-Core's schedules (megatron-core 0.16.1, pipeline_parallel/schedules.py)
 Eager 1F1B (`ahead`), this project's own, posts receives early and lets sends complete in the background.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial

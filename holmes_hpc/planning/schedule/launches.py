@@ -22,8 +22,6 @@ Such a deadlock has not been observed on a GPU. Gloo transfers block no device, 
 possible (:func:`gloo_launches`), which would break the rule.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -12,8 +12,6 @@ rows have reached them. A transfer starts when its tensor is computed and both N
 that direction, the earliest first.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The best plan for a model, a batch and a site: search, refine, compare with the runners-up."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf

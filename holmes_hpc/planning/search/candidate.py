@@ -1,7 +1,5 @@
 """Evaluation of one placement: the schedule, virtual stages, recomputation, depth and layers of the shortest step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product

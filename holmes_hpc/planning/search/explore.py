@@ -5,8 +5,6 @@ entry is next: a placement is split into its candidates, a candidate is simulate
 promises a shorter step than the best. If the time limit ends it earlier, the plan notes the remaining gap.
 """
 
-from __future__ import annotations
-
 import heapq
 import time
 from collections.abc import Callable

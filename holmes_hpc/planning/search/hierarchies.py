@@ -4,8 +4,6 @@ Here tau is the seconds of one micro-batch, forward and backward, in the layers 
 ranks are divided into optimizer instances of equal size, each inside one pool.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import gcd, isinf, lcm

@@ -1,7 +1,5 @@
 """The errors if no plan is possible: the size that does not divide, or the missing memory and a change that helps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn

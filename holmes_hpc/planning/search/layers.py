@@ -3,8 +3,6 @@
 The search and the cost model hold layers in arrays of shape (1, S, C): S stages of C chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property

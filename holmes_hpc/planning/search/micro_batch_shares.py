@@ -4,8 +4,6 @@ Each pool runs whole pipelines, and each pipeline gets micro-batches in proporti
 goes by RDMA across the pools, so no layer has to cross them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

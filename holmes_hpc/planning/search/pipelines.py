@@ -6,8 +6,6 @@ each choice of pools is filled with stages until all layers are assigned. With f
 more, only the pipeline's fill. If a choice has few combinations of stage counts, all of them are listed instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import gcd
 

@@ -3,8 +3,6 @@
 Also the order of its pools along the pipeline, if some pairs of pools have slower links than others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Costs per pool at one micro-batch size and TP: seconds of a layer, link rates, latencies, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import combinations

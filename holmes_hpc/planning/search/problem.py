@@ -1,7 +1,5 @@
 """The planning problem and its choices: available nodes and GPUs per pool, TP and micro-batch sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

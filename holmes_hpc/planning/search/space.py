@@ -3,8 +3,6 @@
 The estimates also serve to find a nearby global batch that divides better: 511 sequences have few divisors, 512 many.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import ceil, floor, gcd
 

@@ -4,8 +4,6 @@ A table holds how many layers the stages on one pool can compute in a given time
 pool's nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import groupby, permutations, product
 

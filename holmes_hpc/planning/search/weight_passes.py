@@ -1,8 +1,6 @@
 """The backward passes by which each stage's weight passes lag behind, and the weight passes left for the end of the
 step, for the schedule zero_bubble."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 

@@ -1,7 +1,5 @@
 """The attempts of a run's job: the log, progress and recorded end of each. A requeue starts another attempt."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ attempt must have made a new step, unless Slurm itself requeues a preempted job.
 before the final one. ``--again``: the job was requeued and starts again, see :func:`check_requeued_job`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -6,8 +6,6 @@ a requeue the directory exists and stays as it is. MAX_RESTARTS is the value of 
 sets it. A requeued job may end here: see :func:`holmes_hpc.submission.lifecycle.requeue.check_requeued_job`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Creation and continuation of a run: the lock held while its job is submitted, its directory and its record."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

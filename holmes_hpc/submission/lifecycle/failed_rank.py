@@ -4,8 +4,6 @@ A killed rank leaves no exit record. srun reports it (``srun: error: ib2: task 3
 In a local job, the parent process of the ranks records their exit codes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal

@@ -5,8 +5,6 @@ starts this module beside srun, whose process id is SRUN. Once each rank has rec
 to notice, srun is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 One table maps the states of a Slurm job to those of a run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Progress of a job on a terminal: its states, why it waits, its log and its end."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """The decision whether a job is requeued at its end, and whether a requeued job continues."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

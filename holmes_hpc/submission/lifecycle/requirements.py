@@ -1,7 +1,5 @@
 """Checks of what a rank needs: the version of Megatron-Core, the requested optimizer, and enough open files."""
 
-from __future__ import annotations
-
 import resource
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version

@@ -1,7 +1,5 @@
 """The job of a run, on Slurm or on this machine: its state, its cancellation and the record of its end."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

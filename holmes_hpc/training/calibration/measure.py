@@ -6,8 +6,6 @@ pool to ``calibration.yaml`` in the run directory. DEADLINE_S limits the time af
 between fabrics are omitted once it is reached.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -6,8 +6,6 @@ messages and each collective have their own link, fitted to a small size and to 
 pools only messages are measured.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 Rank 0 can also send the line to TensorBoard, Weights & Biases or MLflow.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import resource

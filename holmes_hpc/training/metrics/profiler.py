@@ -1,7 +1,5 @@
 """Traces of torch's profiler for some steps, and the named ranges in them, which NVIDIA's tools show too."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The audit of NICs during a run: counted bytes against planned bytes by node, and NICs that go down."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -11,8 +11,6 @@ with a key that is derived from the secret.
 The server is no relay: once admitted, rank and store exchange their data directly, in clear text.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

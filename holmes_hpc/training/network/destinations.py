@@ -1,7 +1,5 @@
 """The nodes to which ranks send by TCP, and what each rank has sent to them in a step."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ Some kernels (seen with Linux 6.18) filter TCP sockets only for processes with C
 packets that are not signed with a key (TCP-MD5, RFC 2385).
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import ipaddress

@@ -5,8 +5,6 @@ this node (gloo connects through it), a network name for NCCL's communicator, an
 per process. It refuses variables and configuration files that would change NCCL's or gloo's choice.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 from collections import Counter

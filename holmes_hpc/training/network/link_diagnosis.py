@@ -4,8 +4,6 @@ All functions are pure. Each node publishes a NodeInformation, tries to reach al
 From the LinkReports of all nodes every node derives the same findings.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

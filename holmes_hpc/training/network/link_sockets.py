@@ -1,7 +1,5 @@
 """Sockets between nodes: a server that answers and measures, many connections at once, bandwidth samples, keepalive."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Byte counters of this node's NICs and of this process's TCP connections, read once per step."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -6,8 +6,6 @@ pipeline's group only to find the stage, so a stub replaces it. The gradient nor
 each part of a parameter once. The tied embedding has its own group (model/optimizer.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ of an earlier start or of another user, and the store admits only ranks that can
 A launcher's own rendezvous (torchrun's MASTER_ADDR) is used if there is one. It has no secret; rank 0 warns about it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,8 +1,6 @@
 """Detection of links that become slow during a run: from the time of each stage's gradient synchronization, and from
 the time for which TCP connections of pipeline edges send."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

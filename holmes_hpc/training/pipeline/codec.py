@@ -3,8 +3,6 @@
 Rounding changes activations and their gradients, and so the losses (docs/schedule.md has figures).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

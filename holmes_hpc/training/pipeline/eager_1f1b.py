@@ -23,8 +23,6 @@ under Megatron's schedules, and results are equal bit for bit. Model chunks (vir
 interleaved schedule; in_flight then counts passes of a chunk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

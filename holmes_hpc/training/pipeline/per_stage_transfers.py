@@ -4,8 +4,6 @@ They are the two-rank channels of point_to_point.py. Between stages of different
 Each rank sends the rows of its part to the ranks that need them, so that every byte is sent once.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

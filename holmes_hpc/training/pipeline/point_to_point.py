@@ -14,8 +14,6 @@ receive would block every later send on it. Gloo could use tags, and has the sam
 ``run_eager_1f1b`` uses the channels directly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """torch's compiler: loaded only by ranks that compile. Its import takes as long as the rest of torch's."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys
