@@ -1,7 +1,5 @@
 """The errors of all packages: one line with what is wrong, where, and what to do; and the exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,7 +40,7 @@ class HolmesError(Exception):
             text = f"{what} {cause}".removeprefix(": ") if what.endswith(":") else what
             raise cls(text, where=str(where), hint=getattr(e, "hint", "") if hint is None else hint) from e
 
-    def moved(self, place: Callable[[str], str]) -> HolmesError:
+    def moved(self, place: Callable[[str], str]) -> "HolmesError":
         """Return this error and its `others` at another place. `place`: returns it for the present `where`."""
         error = type(self)(self.what, where=place(self.where), hint=self.hint)
         error.others = tuple(other.moved(place) for other in self.others)

@@ -1,7 +1,5 @@
 """The whole typed configuration of a run: its groups, and the keys outside groups."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
@@ -79,7 +77,7 @@ class Configuration:
         """True if the ranks are processes on this machine."""
         return self.launcher.kind == "local"
 
-    def with_data(self) -> Configuration:
+    def with_data(self) -> "Configuration":
         """Return a copy whose data kind is set: synthetic by default, for trial models and for calibration.
         ConfigError if it is not set for another model, or if `prefix` is set for synthetic data."""
         data, is_large = self.data, self.model.hidden > TRIAL_MAX_HIDDEN and not self.train.measure

@@ -4,8 +4,6 @@ Only JSON is read: nothing is downloaded, and no code from a folder is run. FAMI
 read, hugging_face.yaml their keys, and why others cannot. training/checkpoint/weight_names.py converts the weights.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +26,7 @@ class Family:
     of its config.json. `type_keys`: facts about the family that config.json lacks, for the reader."""
 
     architecture: str
-    read: Callable[[_Config, Mapping[str, Any]], ModelSpec]
+    read: "Callable[[_Config, Mapping[str, Any]], ModelSpec]"
     type_keys: Mapping[str, Any]
 
 

@@ -3,8 +3,6 @@
 ``python -m holmes_hpc.fabric.node_facts`` prints those of the node on which it runs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -78,7 +76,7 @@ class Facts:
         return {**asdict(self), "nic": str(self.nic)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Facts:
+    def from_dict(cls, data: Mapping[str, Any]) -> "Facts":
         return msgspec.convert(data, cls)
 
 

@@ -1,7 +1,5 @@
 """The parts of a site (GPUs, pools, fabrics, links), as data for planning and training."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import math
@@ -85,7 +83,7 @@ class NicNames:
             with SiteError.instead_of(ValueError, where="NICs", hint=hint, what=what):
                 ipaddress.ip_network(entry, strict=False)
 
-    def over(self, fallback: NicNames) -> NicNames:
+    def over(self, fallback: "NicNames") -> "NicNames":
         """Return these names, completed by those of `fallback`."""
         return NicNames(self.ethernet or fallback.ethernet, self.hca or fallback.hca, self.storage or fallback.storage)
 
@@ -371,7 +369,7 @@ class Site:
         return data if self.links else {k: v for k, v in data.items() if k != "links"}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Site:
+    def from_dict(cls, data: dict[str, Any]) -> "Site":
         """Return the site of the data from :meth:`to_dict` (fabric/site_file.py reads site files)."""
         return make(cls, with_pools(data), "site", SiteError)
 

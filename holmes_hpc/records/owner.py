@@ -5,8 +5,6 @@ ends; on NFS the server does. The file's text names the owner. After a node fail
 while. Then the state of the owner's job shows that it has ended, and a new file replaces the locked one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -44,7 +42,7 @@ class LockOwner:
     since: float
 
     @classmethod
-    def current(cls, task: str, job: str = "") -> LockOwner:
+    def current(cls, task: str, job: str = "") -> "LockOwner":
         """Return this process as an owner. `task`, `job`: the fields `what` and `job`."""
         return cls(task, user_name(os.getuid()), socket.gethostname(), os.getpid(), job, time.time())
 

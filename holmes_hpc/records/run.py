@@ -3,8 +3,6 @@
 holmes_hpc/records/schema.py describes its files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -78,7 +76,7 @@ class RunDirectory:
         config: Mapping[str, Any] | None = None,
         overrides: Sequence[str] = (),
         **ids: Any,
-    ) -> RunDirectory:
+    ) -> "RunDirectory":
         """Create a run directory. run.yaml is written last, so a directory that has one is complete.
 
         `plan_text`: the text of plan.yaml; `config`: the resolved configuration; `overrides`: as on the command line;

@@ -1,7 +1,5 @@
 """Tables of one run, ready to print. Names of columns have units, and captions say whether compute was emulated."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,7 +40,7 @@ class Table(NamedTuple):
     caption: str
 
     @classmethod
-    def of(cls, title: str, frame: pd.DataFrame, caption: str) -> Table:
+    def of(cls, title: str, frame: pd.DataFrame, caption: str) -> "Table":
         """Return the table of a DataFrame of texts."""
         return cls(title, list(map(str, frame)), frame.astype(str).to_numpy().tolist(), caption)
 

@@ -1,7 +1,5 @@
 """The record of everything that a testbed creates. It is written first, so that `down` can undo all after any crash."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -63,7 +61,7 @@ class Record:
     version: int = VERSION
 
     @classmethod
-    def read(cls, directory: Path) -> Record | None:
+    def read(cls, directory: Path) -> "Record | None":
         """Return the record in `directory`; None if there is no testbed. Raise TestbedError if it cannot be read."""
         where = str(directory / FILE)
         try:

@@ -4,8 +4,6 @@
 all figures.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -103,7 +101,7 @@ class Calibration(Checked, where="calibration"):
     made: str = ""  # date and place, for people
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Calibration:
+    def from_dict(cls, data: Mapping[str, Any]) -> "Calibration":
         """Return the calibration in plain data (a file's content).
         It may come from an earlier release, which measured all GPUs together. ConfigError names the key, its value
         and the allowed values."""

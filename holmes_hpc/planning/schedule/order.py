@@ -5,8 +5,6 @@ With per-stage TP/DP, `routes` assign each micro-batch to one replica of every s
 rows are numbered stage by stage.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -83,7 +81,7 @@ class Order:
             object.__setattr__(self, "in_flight", in_flight)
 
     @classmethod
-    def per_stage(cls, routes: tuple[tuple[int, ...], ...], in_flight: tuple[int, ...]) -> Order:
+    def per_stage(cls, routes: tuple[tuple[int, ...], ...], in_flight: tuple[int, ...]) -> "Order":
         """Return the order of a layout with per-stage TP/DP, in which each replica is a row."""
         return cls(PER_STAGE.name, len(routes), len(routes[0]), in_flight=in_flight, routes=routes)
 

@@ -3,8 +3,6 @@
 An estimate is arithmetic on numbers, or on arrays of many placements at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from math import inf, isfinite
 from typing import Any
@@ -59,7 +57,7 @@ class Estimate:
         few = np.minimum(self.max_chunks, 3)
         return np.minimum(self.seconds(1), np.minimum(self.seconds(few), self.seconds(self.max_chunks)))
 
-    def at(self, index: int) -> Estimate:
+    def at(self, index: int) -> "Estimate":
         """Return the estimate of one placement from arrays of many."""
         return Estimate(
             *(float(v[index]) if isinstance(v := getattr(self, f.name), np.ndarray) else v for f in fields(self))

@@ -4,8 +4,6 @@ The most promising shapes (stage_shapes.py) are simulated. For the best of them,
 one at a time while the simulated step gets shorter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby, permutations
@@ -98,7 +96,7 @@ class Variant:
         """The number of passes that one simulation takes."""
         return 2 * self.layout.parallel.pp * self.layout.order.micro_batches
 
-    def simulate(self, layers: np.ndarray | None = None, **changes: Any) -> Variant:
+    def simulate(self, layers: np.ndarray | None = None, **changes: Any) -> "Variant":
         """Return the variant with other layers, depths or buckets, and its seconds."""
         layout = self.layout.with_settings(**changes) if changes else self.layout
         layers = self.layers if layers is None else layers

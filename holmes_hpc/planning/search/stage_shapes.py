@@ -6,8 +6,6 @@ stages can compute in that time. Each choice of stage counts per pool gets the l
 computed. Filling and draining the pipeline adds to the step.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,9 +55,9 @@ class Shape:
     recompute: str
     stages: Stages
     estimate: float
-    estimator: _ShapeEstimator = field(repr=False, compare=False)
+    estimator: "_ShapeEstimator" = field(repr=False, compare=False)
 
-    def neighbours(self) -> list[Shape]:
+    def neighbours(self) -> "list[Shape]":
         """Return the shapes one change away, the shortest estimate first."""
         lists = (stages for stages in dict.fromkeys(neighbours(self.stages)) if self.estimator.is_allowed(stages))
         shapes = (replace(self, stages=stages, estimate=self.estimator.estimate(stages)) for stages in lists)

@@ -1,7 +1,5 @@
 """The request for one component of a job, and the quoting of values for ``#SBATCH`` lines and for the shell."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -154,7 +152,7 @@ class ComponentRequest:
             *((k, v) for k, v in extra.items() if v is not False),
         ]
 
-    def with_defaults(self, options: Mapping[str, Value]) -> ComponentRequest:
+    def with_defaults(self, options: Mapping[str, Value]) -> "ComponentRequest":
         """Return this request with those sbatch `options` of the job that it does not set itself. It must repeat them,
         because Slurm resets the options at each component."""
         set_keys = {key for key, _ in self.options()} | {key for key, _ in self.additional}

@@ -6,8 +6,6 @@ batch script. The first job in the queue then gets a dependency on the ended job
 the ended one gets the first one's dependency.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -35,7 +33,7 @@ class JobQueue:
     common_dependency: str = ""
 
     @classmethod
-    def from_json(cls, text: str) -> JobQueue:
+    def from_json(cls, text: str) -> "JobQueue":
         data = json.loads(text)
         data["common_dependency"] = data.pop(_COMMON_KEY, "")
         return cls(**data)

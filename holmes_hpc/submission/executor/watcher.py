@@ -4,8 +4,6 @@ A reinstalled Slurm uses job ids again. The path of the batch script has a uniqu
 belongs to a job. If the token is unknown, the job's name and its time of submission are compared.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterable
@@ -47,7 +45,7 @@ class JobIdentity:
     components: int = 1
     token: str | None = None
 
-    def differs_from(self, other: JobIdentity) -> bool:
+    def differs_from(self, other: "JobIdentity") -> bool:
         """Return whether the two are certainly different jobs."""
         if self.token and other.token:
             return self.token != other.token

@@ -3,8 +3,6 @@
 This module does not import Megatron, which takes seconds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -85,7 +83,7 @@ class Prefix:
     changed_ns: int
 
     @classmethod
-    def open(cls, path: str) -> Prefix:
+    def open(cls, path: str) -> "Prefix":
         """Open PREFIX and check both files against each other without reading the data."""
         idx, binary = Path(f"{path}.idx"), Path(f"{path}.bin")
         try:

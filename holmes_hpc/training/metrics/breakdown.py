@@ -11,8 +11,6 @@ the same keys. The kinds forward and backward are compute. Eager 1F1B adds wait_
 edge), and send_forward, receive_forward, send_backward, receive_backward (from post to completion of a transfer).
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -43,7 +41,7 @@ _GRADIENTS = ("all-grads-sync", "all-reduce")
 class Timer:
     """A timer with Megatron-Core's interface. If `on_stop` is set, it is called with the start time of each span."""
 
-    def __init__(self, breakdown: Breakdown, part: str | None, name: str) -> None:
+    def __init__(self, breakdown: "Breakdown", part: str | None, name: str) -> None:
         self._breakdown, self._part, self._name, self._start = breakdown, part, name, 0.0
         self.on_stop: Callable[[float], None] | None = None
 

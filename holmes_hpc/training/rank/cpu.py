@@ -12,8 +12,6 @@ Megatron-Core names CUDA in many places (``device="cuda"``, ``tensor.cuda()``, s
 Of Megatron-Core itself, only the two functions that read and set the generator's state are replaced.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -92,7 +90,7 @@ class CpuStream:
     def elapsed_time(self, end: Any) -> float:
         return 0.0
 
-    def __enter__(self) -> CpuStream:
+    def __enter__(self) -> "CpuStream":
         return self
 
 

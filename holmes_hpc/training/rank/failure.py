@@ -4,8 +4,6 @@ The other ranks exit with the same code, and their logs name the rank that faile
 nothing: on Slurm, srun then ends the others (`--kill-on-bad-exit`, submission/executor/batch_script.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json
@@ -274,7 +272,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> "Watchdog":
         self._thread.start()
         return self
 

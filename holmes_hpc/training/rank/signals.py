@@ -1,7 +1,5 @@
 """Early stops: signals from Slurm or a user, and the all-reduce by which all ranks stop after the same step."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ class Signals:
         self.received: str | None = None  # the name of the signal
         self._earlier_handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
             self._earlier_handlers = {number: signal.signal(number, self._handle) for number in STOP}
         return self
