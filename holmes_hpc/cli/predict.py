@@ -105,7 +105,8 @@ def predict(
         overrides, plan_path = [plan_path, *(overrides or [])], None
     facts = {flag.key: flags[name] for name, flag in SOFTWARE_FLAGS.items() if name in flags}
     flags = {name: value for name, value in flags.items() if name in FLAGS}
-    overrides = with_flags(flags, [*_model_of_file(model_file), *(overrides or [])])
+    model = [] if model_file is None else [f"model={quoted(f'hf:{model_file}')}"]
+    overrides = with_flags(flags, [*model, *(overrides or [])])
     software = _Software(facts, gpu, cp)
     if megatron_args is not None:
         software, overrides = _with_megatron(megatron_args, software, overrides)
@@ -211,11 +212,6 @@ class _Software:
         if fields.get("sharding") in ("none", "optimizer"):  # of the layout
             del fields["sharding"]
         return request.costs(config, plan, fields)
-
-
-def _model_of_file(file: str | None) -> list[str]:
-    """Return the override for the model in a config.json."""
-    return [] if file is None else [f"model={quoted(f'hf:{file}')}"]
 
 
 def _with_megatron(source: str, options: _Software, overrides: Sequence[str]) -> tuple[_Software, list[str]]:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.cells import cell_len
-from rich.live import Live
 from rich.table import Table
 
 from holmes_hpc import console
@@ -87,15 +86,11 @@ def watch(find_runs: Callable[[], tuple[list[RunDirectory], int]]) -> None:
             active = [run for run in runs if keys[run] not in ended]
             statuses = dict(zip(active, run_statuses(active, mode), strict=True)) if active else {}
             ended |= {keys[run]: status for run, status in statuses.items() if status.ended}
-            _draw(display, [statuses.get(run) or ended[keys[run]] for run in runs], hidden)
+            rows, size = [statuses.get(run) or ended[keys[run]] for run in runs], display.console.size
+            display.update(live_table(rows, size.width, size.height, hidden), refresh=True)
             mode = "standard"
             if pressed(REFRESH_S) == "q":
                 return
-
-
-def _draw(display: Live, statuses: Sequence[Status], hidden: int) -> None:
-    size = display.console.size
-    display.update(live_table(statuses, size.width, size.height, hidden), refresh=True)
 
 
 @contextlib.contextmanager

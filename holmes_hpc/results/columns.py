@@ -66,7 +66,7 @@ _TYPES = {
     "string": "string",
 }
 
-_ARROW = {
+ARROW = {  # by the pandas type of a column, the Arrow type that stores it
     "string": pa.string(),
     "Int64": pa.int64(),
     "int32": pa.int32(),
@@ -79,25 +79,16 @@ _ARROW = {
 }
 
 
-def arrow_type(kind: str) -> pa.DataType:
-    """Return the Arrow type that stores a column of the pandas type `kind`."""
-    return _ARROW[kind]
-
-
 def family_columns(name: str, entries: list[dict[str, Any]]) -> dict[str, pd.Series[Any]]:
     """Return {name: column} of the family `name`. `entries`: {key: value} of each run; missing keys are NaN or None."""
     family = FAMILIES[name]
     columns = {}
     for key in dict.fromkeys(key for entry in entries for key in entry):
-        values = [None if _is_too_large(value := entry.get(key)) else value for entry in entries]
+        values = [entry.get(key) for entry in entries]
+        values = [None if isinstance(v, int) and not -(2**63) <= v < 2**63 else v for v in values]  # no column holds it
         kind = family.kind or _TYPES.get(infer_dtype(values, skipna=True), "object")
         columns[f"{family.prefix}{key}"] = pd.Series(values, dtype=kind)
     return columns
-
-
-def _is_too_large(value: Any) -> bool:
-    """Return whether `value` is an integer that does not fit into 64 bits, which no column can hold."""
-    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def family_values(row: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def _rows(cells: Mapping[str, str]) -> list[Row]:
     return [
         Row(
             *identity,
-            state=_state_name(cells["state"]),
+            # CANCELLED of ``CANCELLED by 0``, RUNNING of ``RUNNING+``
+            state=cast(SlurmState, (cells["state"].split() or [UNKNOWN])[0].rstrip("+").upper()),
             name=cells["name"],
             submitted=_number(cells["submitted"]),
             nodes=_or_empty(cells["nodes"]),
@@ -112,11 +113,6 @@ def _value(pattern: str, line: str) -> str:
     """Return the group of `pattern` in `line`, empty if there is no match."""
     match = re.search(pattern, line)
     return match[1] if match else ""
-
-
-def _state_name(state: str) -> SlurmState:
-    """Return the state alone: CANCELLED of ``CANCELLED by 0``, RUNNING of ``RUNNING+``."""
-    return cast(SlurmState, (state.split() or [UNKNOWN])[0].rstrip("+").upper())
 
 
 def _number(text: str) -> float | None:

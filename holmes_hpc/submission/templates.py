@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import SubmissionError
@@ -92,22 +93,11 @@ def _quoted(value: str) -> str:
     return re.sub(r'([\\"$`])', r"\\\1", value)
 
 
-def _template(
-    name: str, summary: str, parts: tuple[ComponentRequest, ...], *, restarts: int = 0, container: str | None = None
-) -> str:
-    return _filled_in(
-        _script(parts, restarts=restarts, container=container),
-        USAGE.format(name=name, summary=summary),
-        "${PLAN:-plan.yaml}",
-        "${PYTHON:-python3}",
-    )
-
-
 def _script(
     parts: tuple[ComponentRequest, ...],
     *,
-    restarts: int,
-    container: str | None,
+    restarts: int = 0,
+    container: str | None = None,
     timeout_min: int | str = 60,
     setup: Sequence[str] = (),
     distribution: str = "block:block",
@@ -153,33 +143,36 @@ def _script(
 
 def templates() -> dict[str, str]:
     """Return the text of every template by file name."""
-    return {
-        "one_fabric.sbatch": _template("one_fabric.sbatch", "A plan on one fabric: a plain job.", (IB,)),
-        "two_components.sbatch": _template(
-            "two_components.sbatch", "A plan over two fabrics: one heterogeneous job, one step.", (IB, ROCE)
-        ),
-        "three_components.sbatch": _template(
-            "three_components.sbatch", "A plan over three fabrics: one heterogeneous job, one step.", (IB, ROCE, ETH)
-        ),
-        "requeue.sbatch": _template(
-            "requeue.sbatch",
+    several = "fabrics: one heterogeneous job, one step."
+    templates: dict[str, tuple[str, tuple[ComponentRequest, ...], dict[str, Any]]] = {  # summary, components, settings
+        "one_fabric": ("A plan on one fabric: a plain job.", (IB,), {}),
+        "two_components": (f"A plan over two {several}", (IB, ROCE), {}),
+        "three_components": (f"A plan over three {several}", (IB, ROCE, ETH), {}),
+        "requeue": (
             "As two_components.sbatch, and also restarts after a failed rank or node: at most 3 times, as long as it"
             "\n# makes new steps. (All templates restart after preemption and the time limit.)",
             (IB, ROCE),
-            restarts=3,
+            {"restarts": 3},
         ),
-        "container_pyxis.sbatch": _template(
-            "container_pyxis.sbatch",
+        "container_pyxis": (
             "As two_components.sbatch, in a container of pyxis (srun --container-image).",
             (IB, ROCE),
-            container="holmes_hpc:latest",
+            {"container": "holmes_hpc:latest"},
         ),
-        "container_apptainer.sbatch": _template(
-            "container_apptainer.sbatch",
+        "container_apptainer": (
             "As two_components.sbatch, in an apptainer image.",
             (IB, ROCE),
-            container="holmes_hpc.sif",
+            {"container": "holmes_hpc.sif"},
         ),
+    }
+    return {
+        f"{name}.sbatch": _filled_in(
+            _script(parts, **settings),
+            USAGE.format(name=f"{name}.sbatch", summary=summary),
+            "${PLAN:-plan.yaml}",
+            "${PYTHON:-python3}",
+        )
+        for name, (summary, parts, settings) in templates.items()
     }
 
 

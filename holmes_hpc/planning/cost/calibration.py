@@ -83,7 +83,7 @@ class MeasuredPool:
     def measurements(self, part: str, hidden: int) -> list[MeasuredPart]:
         """Return the measurements of `part` with the width nearest to `hidden`."""
         rows = [p for p in self.parts if p.part == part]
-        nearest_hidden = min((p.hidden for p in rows), key=lambda h: (_ratio(h, hidden), h), default=0)
+        nearest_hidden = min((p.hidden for p in rows), key=lambda h: (max(h, hidden) / min(h, hidden), h), default=0)
         return [p for p in rows if p.hidden == nearest_hidden]
 
 
@@ -252,10 +252,6 @@ def _differ(measured: FabricLink, stated: FabricLink) -> bool:
     rates_differ = measured.gbps is not None and stated.gbps is not None and abs(measured.gbps / stated.gbps - 1) > 0.2
     delay_gap_ms = abs(measured.delay_ms - stated.delay_ms)
     return rates_differ or delay_gap_ms > max(1.0, 0.2 * stated.delay_ms)
-
-
-def _ratio(a: int, b: int) -> float:
-    return max(a, b) / min(a, b)
 
 
 def _pace_text(layer_ms: float | None) -> str:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.results.columns import FAMILIES, RUN_COLUMNS, arrow_type
+from holmes_hpc.results.columns import ARROW, FAMILIES, RUN_COLUMNS
 from holmes_hpc.results.loading.run_row import read_one
 from holmes_hpc.results.loading.steps import NO_STEPS
 
@@ -28,7 +28,7 @@ MAX_PAIRS = 20  # besides full pairs; above this, all pairs are merged, because 
 READER_VERSION = 8  # increment it to discard caches when this release reads the same files differently
 SCHEMA = pa.schema(
     [
-        *((name, arrow_type(kind)) for name, (kind, _) in RUN_COLUMNS.items()),
+        *((name, ARROW[kind]) for name, (kind, _) in RUN_COLUMNS.items()),
         *((name, pa.string()) for name in FAMILIES),  # {key: value} as JSON, because keys differ between runs
         ("fingerprint", pa.string()),
     ]

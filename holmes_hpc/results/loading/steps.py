@@ -18,7 +18,7 @@ from holmes_hpc.records.metrics import DIRECTIONS, FIELDS, PARTS
 from holmes_hpc.records.rates import warmup_steps
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import MAX_LEVELS, from_json, too_deep
-from holmes_hpc.results.columns import STEP_COLUMNS, arrow_type
+from holmes_hpc.results.columns import ARROW, STEP_COLUMNS
 from holmes_hpc.results.plans import mapping, number
 
 SCALARS = tuple(name for name in STEP_COLUMNS if name in FIELDS and name not in ("step", "attempt"))
@@ -81,9 +81,7 @@ class Steps:
             **dict(zip(PARTS, self.means, strict=True)),
         }
         arrays = {
-            name: pa.array(columns[name]).cast(arrow_type(kind))
-            for name, (kind, _) in STEP_COLUMNS.items()
-            if name != "run"
+            name: pa.array(columns[name]).cast(ARROW[kind]) for name, (kind, _) in STEP_COLUMNS.items() if name != "run"
         }
         for direction, values in (("tx", self.tx), ("rx", self.rx)):
             arrays |= {f"{direction}_bytes_{name}": pa.array(values[name]) for name in sorted(values)}

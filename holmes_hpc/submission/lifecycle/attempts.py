@@ -53,9 +53,9 @@ def count_failures(run: RunDirectory, attempt: str) -> int:
     )
 
 
-def startup_phase(run: RunDirectory, rank: int = 0) -> str:
-    """Return a text on what a running job does before its first step, according to the log of `rank`."""
-    if not (log := run.log_path(rank)).exists():
+def startup_phase(run: RunDirectory) -> str:
+    """Return a text on what a running job does before its first step, according to the log of rank 0."""
+    if not (log := run.log_path(0)).exists():
         return "the nodes start the ranks"
     return "ranks set up" if tail(log, 1) else "ranks load torch and Megatron-Core"
 

@@ -21,11 +21,11 @@ SETTLE_S = 20  # from the end of the job in Slurm until result.json is visible o
 
 class _Display:
     """The display of a job's progress. It remembers what it has shown. `show`: called with each line of the log of
-    `rank`."""
+    rank 0."""
 
-    def __init__(self, run: RunDirectory, job: Job, rank: int, show: Callable[[str], None]) -> None:
-        self._run, self._job, self._rank, self._show = run, job, rank, show
-        self._log = GrowingFile(run.log_path(rank), from_now=True)
+    def __init__(self, run: RunDirectory, job: Job, show: Callable[[str], None]) -> None:
+        self._run, self._job, self._show = run, job, show
+        self._log = GrowingFile(run.log_path(0), from_now=True)
         self._batch_log = GrowingFile(run.logs / "batch.txt", from_now=True)
         self._state = JobState()
         self.log_lines: deque[str] = deque(maxlen=200)
@@ -62,7 +62,7 @@ class _Display:
         if now - self._silent_since <= longest_s - poll_s:
             return
         if is_starting:
-            console.note(f"{startup_phase(self._run, self._rank)}: {in_state_s:.0f} s")
+            console.note(f"{startup_phase(self._run)}: {in_state_s:.0f} s")
         else:
             why = f" ({state.why or state.reason})" if state.reason else ""
             console.note(f"job {self._job.id}: {state.state}{why}, {time.strftime('%H:%M:%S')}")
@@ -73,7 +73,6 @@ def report_progress(
     run: RunDirectory,
     job: Job,
     *,
-    rank: int = 0,
     poll_s: float = 1.0,
     slurm_every_s: float = 10.0,
     ask_user: Callable[[], str] | None = None,
@@ -83,10 +82,10 @@ def report_progress(
 
     Read the run directory every `poll_s`; query Slurm at growing intervals up to `slurm_every_s`. Ctrl-C calls
     `ask_user`, which returns ``cancel``, ``detach`` or ``go on``. By default it asks on the terminal; without a
-    terminal, Ctrl-C detaches. `show`: called with each line of the log of `rank`. If the job ends without result.json,
+    terminal, Ctrl-C detaches. `show`: called with each line of the log of rank 0. If the job ends without result.json,
     write it.
     """
-    display = _Display(run, job, rank, show)
+    display = _Display(run, job, show)
     queried_at, interval_s = 0.0, 1.0
     state = JobState()
     ended_at: float | None = None

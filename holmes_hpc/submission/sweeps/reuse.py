@@ -85,7 +85,6 @@ class EarlierJob:
     `program_change`: how its program differs from the candidate's, empty if they are the same."""
 
     job: SweepJob
-    state: JobState
     is_completed: bool
     program_change: str
 
@@ -131,7 +130,7 @@ def find_earlier_jobs(
         if program is not None:
             old = manifest.programs.get(job.program)
             change = "" if job.program == program.digest else describe_changes(old, program)
-        earlier_jobs[key] = EarlierJob(job, state, has_completed, change)
+        earlier_jobs[key] = EarlierJob(job, has_completed, change)
     return earlier_jobs
 
 

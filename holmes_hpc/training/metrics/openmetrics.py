@@ -20,7 +20,6 @@ from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import to_json, write_whole
 from holmes_hpc.records.rates import finite, number
-from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.destinations import planned_fabric_bytes
 from holmes_hpc.training.rank.log import log_line
 
@@ -92,11 +91,6 @@ class GpuFigures:
             return math.nan
 
 
-def useful_seconds(run: RunDirectory, step: int) -> float:
-    """Return the seconds of the recorded steps up to `step`, which later attempts do not repeat."""
-    return float(finite([number(line.get("step_time_s")) for line in run.metrics() if line["step"] <= step]).sum())
-
-
 class Exporter:
     """The exporter of ``train.openmetrics``. If it cannot write or listen, training goes on with one warning.
 
@@ -112,7 +106,10 @@ class Exporter:
         self._planned_between = planned_fabric_bytes(plan, train.dtype)
         self._peak_tflops = statistics.fmean(plan.site.pool(place.pool).gpu.peak_tflops for place in plan.places)
         self._submitted = datetime.fromisoformat(run.read_run()["created"]).timestamp()
-        self._run_name, self._useful_s = run.name, useful_seconds(run, checkpoints.saved_step)
+        # Later attempts do not repeat these steps.
+        kept = [line for line in run.metrics() if line["step"] <= checkpoints.saved_step]
+        self._run_name = run.name
+        self._useful_s = float(finite([number(line.get("step_time_s")) for line in kept]).sum())
         self._totals = defaultdict[tuple[str, ...], float](float)  # of this attempt's steps, by family and labels
         self._latest: tuple[Any, ...] | None = None  # arguments of :meth:`add`
         self._text, self._written_at, self._has_failed = "", -math.inf, False
