@@ -170,7 +170,7 @@ class Plan:
         p = self.parallel
         strategy = "hierarchical-dp" if p.order == HIERARCHICAL_ORDER else "pipeline"
         if p.is_uniform:
-            plain = Parallel(p.stages, sequence_parallel=p.sequence_parallel)
+            plain = Parallel(p.stages, order=p.order, sequence_parallel=p.sequence_parallel)
             if self.schedule.kind != PER_STAGE.name or p != plain:
                 self.batch.micro_batches(p.dp)  # raises the more precise error
         PlanError.refuse(
