@@ -86,7 +86,6 @@ def predict(
         str | None,
         typer.Option(metavar="FILE|ARGS", help="Predict for these arguments of Megatron-LM (docs/from-megatron.md)."),
     ] = None,
-    cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel size. [1]")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU kind of every pool. [the site's]")] = None,
     tokens: Tokens = None,
     trace: Annotated[
@@ -107,7 +106,7 @@ def predict(
     flags = {name: value for name, value in flags.items() if name in FLAGS}
     model = [] if model_file is None else [f"model={quoted(f'hf:{model_file}')}"]
     overrides = with_flags(flags, [*model, *(overrides or [])])
-    software = _Software(facts, gpu, cp)
+    software = _Software(facts, gpu)
     if megatron_args is not None:
         software, overrides = _with_megatron(megatron_args, software, overrides)
     config = _configuration(overrides, plan_path)
@@ -148,13 +147,12 @@ class _Software:
 
     facts: Mapping[str, Any]
     gpu: str | None
-    cp: int | None
     is_megatron: bool = False
 
     @property
     def layout_options(self) -> list[str]:
         """The options on the command line whose values a finished plan contains."""
-        options = {"--gpu": self.gpu, "--cp": self.cp, "--sharding": self.facts.get("sharding")}
+        options = {"--gpu": self.gpu, "--sharding": self.facts.get("sharding")}
         return [name for name, value in options.items() if value is not None]
 
     def applied_to(self, site: Site, pools: Collection[str] = ()) -> Site:
@@ -224,9 +222,7 @@ def _with_megatron(source: str, options: _Software, overrides: Sequence[str]) ->
     for line in arguments.description():
         console.note(line)
     keys = [f"{k}={to_override_text(v)}" for k, v in arguments.keys.items() if k not in user_keys]
-    return replace(
-        options, facts={**arguments.facts, **options.facts}, cp=options.cp or arguments.cp, is_megatron=True
-    ), [*keys, *overrides]
+    return replace(options, facts={**arguments.facts, **options.facts}, is_megatron=True), [*keys, *overrides]
 
 
 def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configuration:
@@ -287,9 +283,12 @@ def _refuse_layout(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Costs]:
     """Return a plan with the layout of the configuration, in which missing sizes are 1, and its costs."""
-    plan, cp, site = config.plan, software.cp or 1, software.applied_to(request.site(config), config.plan.nodes or ())
-    batch = config.batch.split(cp)
-    tp, length = plan.tp or 1, batch.sequence_length
+    plan, cp, site = (
+        config.plan,
+        config.plan.cp or 1,
+        software.applied_to(request.site(config), config.plan.nodes or ()),
+    )
+    tp, length = plan.tp or 1, config.batch.split(cp).sequence_length
     replicas, bucket_bytes = plan.dp or 1, plan.bucket_bytes
     if software.is_megatron:
         replicas = _replicas(plan, cp, site)
@@ -297,13 +296,12 @@ def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Cost
         bucket_bytes = bucket_bytes or max(40_000_000, 1_000_000 * replicas * cp) * element
     config = replace(
         config,
-        model=replace(config.model, max_positions=max(batch.context, config.model.max_positions)),
-        batch=batch,
+        model=replace(config.model, max_positions=max(config.batch.sequence_length, config.model.max_positions)),
         plan=replace(
             plan,
             tp=tp,
             pp=plan.pp or 1,
-            dp=replicas * cp,
+            dp=replicas,
             virtual_stages=plan.virtual_stages or 1,
             bucket_bytes=bucket_bytes,
             sequence_parallel=tp > 1 and length % tp == 0 if plan.sequence_parallel is None else plan.sequence_parallel,

@@ -101,7 +101,7 @@ _KEYS = (
     *(f"model.{k}" for k in ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "head_dim", "dropout")),
     *(f"model.{k}" for k in ("swiglu", "rmsnorm", "rope", "tied", "bias")),
     *(f"batch.{k}" for k in ("global_size", "micro_size", "sequence_length")),
-    *(f"plan.{k}" for k in ("strategy", "nodes", "gpus_per_node", "tp", "pp", "dp", "ep", "virtual_stages")),
+    *(f"plan.{k}" for k in ("strategy", "nodes", "gpus_per_node", "tp", "pp", "dp", "cp", "ep", "virtual_stages")),
     *(f"plan.{k}" for k in ("layers_per_stage", "recompute", "schedule", "transport")),
     *(f"plan.{k}" for k in ("sequence_parallel", "distributed_optimizer")),
     *(

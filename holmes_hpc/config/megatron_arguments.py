@@ -29,7 +29,6 @@ class MegatronArguments:
 
     keys: dict[str, Any]
     facts: dict[str, Any]
-    cp: int
     approximated: tuple[str, ...]
     ignored: tuple[str, ...]
 
@@ -37,7 +36,6 @@ class MegatronArguments:
         """Yield a line for each group of keys, for the software, and for what was approximated or ignored."""
         for group in ("model", "batch", "plan", "train"):
             values = {k.partition(".")[2]: v for k, v in self.keys.items() if k.startswith(f"{group}.")}
-            values |= {"cp": self.cp} if group == "plan" else {}
             yield f"{group}: " + ", ".join(f"{k}={_text(v)}" for k, v in values.items())
         yield "software: " + ", ".join(f"{name}={_text(value)}" for name, value in self.facts.items())
         for title, names in (("approximated", self.approximated), ("ignored", self.ignored)):
@@ -59,7 +57,6 @@ def read_arguments(source: str, user_keys: Collection[str] = ()) -> MegatronArgu
     return MegatronArguments(
         keys,
         dict(_facts(values, keys["plan.recompute"])),
-        values.number("context-parallel-size", 1),
         tuple(f"--{name} ({text})" for name, text in _TABLE["approximated"].items() if values.has(name)),
         tuple(_ignored(name, values.used) for name in values.texts if name not in values.used),
     )

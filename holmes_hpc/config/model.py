@@ -173,6 +173,7 @@ class Batch:
     global_size: Annotated[int, key("sequences per optimizer step, over all replicas", unit="sequences", ge=1)]
     micro_size: Annotated[int, key("sequences per pass through a pipeline stage", unit="sequences", ge=1)]
     sequence_length: Annotated[int, key("tokens per sequence", unit="tokens", ge=1)]
+    cp = 1  # of a PartialBatch, the ranks that share a sequence
 
     def __post_init__(self) -> None:
         check(self, "batch", PlanError, dotted=True)
@@ -185,7 +186,12 @@ class Batch:
     @property
     def context(self) -> int:
         """The tokens that a sequence's last token attends to."""
-        return self.sequence_length
+        return self.sequence_length * self.cp
+
+    @property
+    def whole(self) -> Batch:
+        """The batch of whole sequences."""
+        return self if self.cp == 1 else Batch(self.global_size // self.cp, self.micro_size, self.context)
 
     def split(self, cp: int) -> Batch:
         """Return the batch as one of `cp` context-parallel ranks holds it: its parts of all sequences."""
@@ -206,8 +212,9 @@ class Batch:
             "batch",
             (
                 self.global_size % (self.micro_size * dp),
-                f"global_size {self.global_size} is not a multiple of micro_size {self.micro_size} x DP {dp}",
-                f"use a multiple of {self.micro_size * dp}",
+                f"global_size {self.whole.global_size} is not a multiple of micro_size {self.micro_size}"
+                f" x DP {dp // self.cp}",
+                f"use a multiple of {self.micro_size * dp // self.cp}",
             ),
             error=PlanError,
         )
@@ -219,7 +226,3 @@ class PartialBatch(Batch):
     """A batch of parts of sequences: each of `cp` ranks holds `sequence_length` tokens of a sequence."""
 
     cp: Annotated[int, key("ranks that share a sequence", ge=1)]
-
-    @property
-    def context(self) -> int:
-        return self.sequence_length * self.cp

@@ -51,6 +51,7 @@ class PlanOptions:
     tp: Annotated[int | None, key("tensor-parallel size", ge=1)] = None
     pp: Annotated[int | None, key("pipeline-parallel size: stages", ge=1)] = None
     dp: Annotated[int | None, key("data-parallel size", ge=1)] = None
+    cp: Annotated[int | None, key("ranks that share a sequence; null or auto: the planner chooses", ge=1)] = None
     ep: Annotated[int | None, key("expert-parallel size, inside a stage; null or auto: the planner chooses", ge=1)] = (
         None
     )
@@ -113,7 +114,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if isinstance(self.unequal, bool):  # YAML reads these words as booleans
             object.__setattr__(self, "unequal", str(self.unequal).lower())
-        for name in ("distributed_optimizer", "ep"):
+        for name in ("distributed_optimizer", "cp", "ep"):
             if getattr(self, name) == "auto":
                 object.__setattr__(self, name, None)
         for kind, option in OPTION_NAMES.items():

@@ -12,7 +12,7 @@ from holmes_hpc.errors import HolmesError, counted
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, predict, stage_breakdown_of
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
-from holmes_hpc.planning.plan.parallel import Parallel, abbreviated
+from holmes_hpc.planning.plan.parallel import abbreviated
 from holmes_hpc.planning.plan.plan import Plan, Predicted
 from holmes_hpc.planning.schedule.kinds import megatron_kind, schedule_kind
 from holmes_hpc.planning.search.best import PREDICTED, best_plan
@@ -61,15 +61,15 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
 
 def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
     batch, notes, placements = plan.batch, plan.assumptions, _placements(plan)
-    sequences, details = batch.tokens // batch.context, f"{len(plan.alternatives)} runners-up, {len(notes)} assumptions"
+    details = f"{len(plan.alternatives)} runners-up, {len(notes)} assumptions"
     if len(placements) > MAX_PLACEMENTS:
         rest = plan.components[MAX_PLACEMENTS - 1 :]
         layers = sum(plan.stages[s].layers for s in {s for c in rest for s in c.stages})
         placements[MAX_PLACEMENTS - 1 :] = [f"and {len(rest)} more pools, {counted(layers, 'layer')}"]
     lines = [
-        f"Plan {plan.id}: {plan.model.name}, {sequences} sequences of {batch.context} tokens per step",
+        f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} tokens per step",
         *(f"  {text}" for text in placements),
-        f"Layout: {plan.strategy_label}; {_sizes(plan)}; {counted(plan.micro_batches, 'micro-batch')} of"
+        f"Layout: {plan.strategy_label}; {plan.parallel}; {counted(plan.micro_batches, 'micro-batch')} of"
         f" {batch.micro_size}; schedule {plan.order.schedule.label}; recompute {plan.recompute}",
     ]
     if plan.predicted is not None:
@@ -79,12 +79,6 @@ def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
     if any("assumed" in note for note in plan.site.assumptions):
         lines.append("Note: NICs, rates or GPUs are assumed (see --explain); `holmes site` can ask the nodes")
     return [*lines, f"--explain shows the parts of the step, {details}."]
-
-
-def _sizes(plan: Plan) -> str:
-    """Return the parallel sizes. With context parallelism, DP does not count the ranks that share a sequence."""
-    p, cp = plan.parallel, plan.batch.context // plan.batch.sequence_length
-    return f"{Parallel.uniform(p.tp, p.pp, p.dp // cp, virtual_stages=p.virtual_stages)}, CP {cp}" if cp > 1 else str(p)
 
 
 def _times(plan: Plan, predicted: Predicted, steps: int | None) -> list[str]:
@@ -332,7 +326,8 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
         nodes={c.pool: 2 * c.nodes for c in plan.components},
         tp=p.tp,
         pp=p.pp,
-        dp=2 * p.dp,
+        dp=2 * p.replicas,
+        cp=p.cp,
         virtual_stages=p.virtual_stages,
         layers_per_stage=tuple(stage.layers for stage in plan.stages),
         recompute=plan.recompute,

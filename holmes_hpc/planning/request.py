@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from math import prod
 from statistics import median
 from typing import Any
 
@@ -61,7 +62,8 @@ def site(config: Configuration) -> Site:
     """Return the site of a configuration: its site file, this machine for the local launcher, else Slurm's nodes."""
     if config.local and not config.site_file:
         plan = config.plan
-        return local_site(plan.gpus_per_node or (plan.tp or 1) * (plan.pp or 1) * (plan.dp or 1), config.train.device)
+        sizes = (plan.tp, plan.pp, plan.dp, plan.cp)
+        return local_site(plan.gpus_per_node or prod(n or 1 for n in sizes), config.train.device)
     return load_site(config.site_file, node_settings(config))
 
 

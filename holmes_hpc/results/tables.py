@@ -22,6 +22,7 @@ GROUP_NAMES = {
     "embd": "embeddings",
     "intra_dp": "data parallel, inside",
     "inter_dp": "data parallel, across",
+    "cp": "context parallel",
     "ep": "expert parallel",
     "expt_dp": "data parallel, experts",
     "tp_ep_pp": "model parallel, experts",

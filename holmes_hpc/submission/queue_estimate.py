@@ -165,7 +165,7 @@ def estimate_rows(estimates: Sequence[QueueEstimate]) -> tuple[list[str], list[l
     rows = [
         [
             nodes_text(e.plan),
-            f"TP {p.tp} PP {p.pp} DP {p.dp}" if p.is_even else f"PP {p.pp}, TP and DP per stage",
+            f"TP {p.tp} PP {p.pp} DP {p.replicas}" if p.is_even else f"PP {p.pp}, TP and DP per stage",
             clock(e.start),
             f"{e.duration_s / 60:.1f} min",
             clock(e.end),

@@ -26,7 +26,7 @@ WORDS = {
     "precision": "'train.dtype'",
     "num_experts": "model.experts.KEY=…",
     "expert_model_parallel_size": "'plan.ep'",
-    "context_parallel": "context parallelism is not supported",
+    "context_parallel": "plan.cp",
     "train.learning_rate": "'train.lr'",
     "per_device_train_batch_size": "'batch.micro_size'",
     "gradient_accumulation_steps": "batch.global_size=N",

@@ -16,9 +16,9 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.predict import kind_tflops
+from holmes_hpc.planning.cost.predict import kind_tflops, slowest_parts
 from holmes_hpc.planning.plan_text import explain, summary
-from holmes_hpc.planning.search.best import best_plan, fixed_plan, slowest_parts
+from holmes_hpc.planning.search.best import best_plan, fixed_plan
 
 pytestmark = pytest.mark.integration
 

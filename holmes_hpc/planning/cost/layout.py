@@ -30,7 +30,7 @@ from holmes_hpc.planning.schedule.order import Order
 
 T = TypeVar("T")
 _PLAN_FIELDS = (  # fields of Plan that Layout copies
-    *("model", "batch", "parallel", "recompute", "schedule", "components"),
+    *("model", "parallel", "recompute", "schedule", "components"),
     *("transport_mode", "edge_dtype", "edge_connections", "bucket_bytes"),
 )
 WINDOW_BYTES = 3 << 20  # unacknowledged bytes of a TCP connection: half of the 6 MiB that Linux allows by default
@@ -117,6 +117,7 @@ class Layout:
         return cls(
             site=costs.with_measured_links(plan.site),
             costs=costs,
+            batch=plan.parts,
             **{name: getattr(plan, name) for name in _PLAN_FIELDS},
         )
 

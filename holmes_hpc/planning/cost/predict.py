@@ -1,6 +1,7 @@
 """Predictions for a plan: step time and its parts, throughput, memory, bytes per network, timeline, 90% interval."""
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from holmes_hpc.planning.schedule.graph import NodeNumbers, graph
 from holmes_hpc.planning.schedule.kinds import COMPUTING
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.schedule.simulation import ACCURATE, TimedPass, rounds, row_end_times, step_seconds
+from holmes_hpc.records.metrics import PART_NAMES
 
 
 def layer_array(plan: Plan) -> np.ndarray:
@@ -70,7 +72,7 @@ def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
     tokens = batch.global_size * batch.sequence_length
     layer, head = layer_flops(model, tokens, batch.sequence_length), head_flops(model, tokens, p.vocabulary_parts)
     flops_of, ranks_of = defaultdict[Gpu, float](float), defaultdict[Gpu, int](int)
-    counts, first = Counter(p.routes(batch.micro_batches(1))[0]), 0
+    counts, first = Counter(p.routes(plan.parts.micro_batches(1))[0]), 0
     for component in plan.components:
         gpu = plan.site.pool(component.pool).gpu
         share = 1.0  # of the micro-batches
@@ -271,3 +273,15 @@ def chrome_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
         for e in events
     ]
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
+
+
+def slowest_parts(extra_s: Mapping[str, float]) -> str:
+    """Return a text on the part with the most extra time, and on the next one if it has at least a third of that.
+
+    `extra_s`: the seconds by which each part of the step is longer than in the best plan (negative: shorter).
+    """
+    first, second = sorted(extra_s, key=lambda name: -extra_s[name])[:2]
+    text = f"{PART_NAMES[first]} takes {extra_s[first]:.3g} s longer"
+    return text + (
+        f", {PART_NAMES[second]} {extra_s[second]:.3g} s" if extra_s[second] >= extra_s[first] / 3 > 0 else ""
+    )

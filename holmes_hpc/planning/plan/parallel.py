@@ -19,7 +19,7 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.schema import check, key
 
-# Megatron-Core's names: the first name varies fastest. Context parallelism is 1 here.
+# Megatron-Core's names: the first name varies fastest.
 PIPELINE_ORDER = "tp-cp-ep-dp-pp"  # a stage is one block of ranks: a fabric can hold whole stages
 HIERARCHICAL_ORDER = "tp-cp-ep-pp-dp"  # a pipeline is one block of ranks: data parallelism crosses fabrics
 ORDERS = (PIPELINE_ORDER, HIERARCHICAL_ORDER)
@@ -27,7 +27,7 @@ ORDERS = (PIPELINE_ORDER, HIERARCHICAL_ORDER)
 
 @dataclass(frozen=True)
 class StageParallel:
-    """The `dp` replicas of one stage, of `tp` ranks each.
+    """The `dp` replicas of one stage's weights, of `tp` ranks each. The ranks that share a sequence are several.
     `weights`: the micro-batches of each replica, in proportion (empty: all the same)."""
 
     tp: Annotated[int, key("tensor parallel in the stage", ge=1)]
@@ -57,6 +57,7 @@ class Parallel:
     `virtual_stages`: model chunks of one pipeline rank (1: not interleaved). `optimizer_instances`: the number of equal
     runs of ranks in a data-parallel group; gradients are reduce-scattered inside a run and all-reduced across runs
     (Megatron-Core's num_distributed_optimizer_instances). `sequence_parallel` applies to stages with TP above 1.
+    `cp`: consecutive replicas of a stage that share each sequence; users know their number as DP (:attr:`replicas`).
     `ep`: the ranks of a run inside a stage that share its experts, each of which is on one rank as a whole.
     Layouts that are not uniform need the defaults of all other fields.
     """
@@ -80,7 +81,7 @@ class Parallel:
         PlanError.refuse((not self.stages, "no stages", "parallel", "give at least one stage"))
         instances, dp, is_uniform = self.optimizer_instances, self.stages[0].dp, self.is_uniform
         PlanError.refuse(
-            (self.cp != 1, "context parallelism is not supported", "parallel.cp", "use cp=1"),
+            (dp % self.cp, f"CP {self.cp} does not divide {dp} replicas", "parallel.cp", "give a multiple as CP x DP"),
             (
                 self.order not in ORDERS,
                 f"unknown rank order {self.order!r}",
@@ -170,6 +171,11 @@ class Parallel:
         return self.stages[0]
 
     @property
+    def replicas(self) -> int:
+        """The replicas of every stage that compute different sequences: DP without the ranks that share one."""
+        return self.dp // self.cp
+
+    @property
     def pp(self) -> int:
         return len(self.stages)
 
@@ -207,7 +213,7 @@ class Parallel:
             stages = [asdict(stage) for stage in self.stages]
             order = {"order": self.order} if self.order != PIPELINE_ORDER else {}
             return {"stages": stages, "sequence_parallel": self.sequence_parallel, **order}
-        return {"tp": self.tp, "pp": self.pp, "dp": self.dp} | self.settings()
+        return {"tp": self.tp, "pp": self.pp, "dp": self.replicas} | self.settings()
 
     def settings(self) -> dict[str, Any]:
         """Return the fields other than `stages`, without `ep` if it is 1, as in older versions."""
@@ -217,8 +223,8 @@ class Parallel:
         if self.is_even:
             shares = ", shares of a step by speed" if self.stages[0].weights else ""
             chunks = f" x {self.virtual_stages} virtual" if self.virtual_stages > 1 else ""
-            experts = f", EP {self.ep}" if self.ep > 1 else ""
-            return f"TP {self.tp}, PP {self.pp}{chunks}, DP {self.dp}{experts}{shares}"
+            rest = "".join(f", {k.upper()} {n}" for k in ("cp", "ep") if (n := getattr(self, k)) > 1)
+            return f"TP {self.tp}, PP {self.pp}{chunks}, DP {self.replicas}{rest}{shares}"
         return f"PP {self.pp} of " + " + ".join(f"TP {stage.tp} x DP {stage.dp}" for stage in self.stages)
 
     def grid(self) -> list[np.ndarray]:
@@ -249,7 +255,8 @@ class Parallel:
 
 
 _UNIFORM_ONLY = {
-    "order": PIPELINE_ORDER, "virtual_stages": 1, "optimizer_instances": 1, "distributed_optimizer": True, "ep": 1
+    "order": PIPELINE_ORDER, "virtual_stages": 1, "optimizer_instances": 1, "distributed_optimizer": True, "ep": 1,
+    "cp": 1
 }  # fmt: skip
 
 
@@ -294,12 +301,13 @@ class Group:
 def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool = False) -> Iterator[Group]:
     """Yield every group of more than one rank that carries training traffic. `micro_batches`: of the whole step.
 
-    The order is: world, tp, dp (with its instances), ep, expt_dp, pipeline groups, embd, edges. `dp` is Megatron's dp
-    (with cp). With experts, `ep` exchanges tokens, `expt_dp` reduces the experts' gradients, and `tp_ep_pp` their norm.
-    Several optimizer instances add `intra_dp` (reduce-scatter inside) and `inter_dp` (all-reduce across). An `edge` is
-    two ranks of neighbouring stages that exchange, in forward direction; interleaved stages have a wrap-around edge.
-    In a grid, `mp` carries the gradient norm, `pp` is a pipeline, and `embd` its two ends. Otherwise the norm goes over
-    `world`, and `embd` holds all ranks of the first and last stage if the embedding is `tied`.
+    The order is: world, tp, cp, dp (with its instances), ep, expt_dp, pipeline groups, embd, edges. `cp` exchanges keys
+    and values; `dp` is Megatron's dp (with cp). With experts, `ep` exchanges tokens, `expt_dp` reduces the experts'
+    gradients, and `tp_ep_pp` their norm. Several optimizer instances add `intra_dp` (reduce-scatter inside) and
+    `inter_dp` (all-reduce across). An `edge` is two ranks of neighbouring stages that exchange, in forward direction;
+    interleaved stages have a wrap-around edge. In a grid, `mp` carries the gradient norm, `pp` is a pipeline, and
+    `embd` its two ends. Otherwise the norm goes over `world`, and `embd` holds all ranks of the first and last stage if
+    the embedding is `tied`.
     """
     grid, pp = parallel.grid(), parallel.pp
     is_grid = parallel.is_grid(micro_batches)
@@ -307,6 +315,8 @@ def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool
     for s, ranks in enumerate(grid):
         for row in ranks:
             yield from _group("tp", row, (s,))
+        for row in ranks.reshape(-1, parallel.cp, ranks.shape[1]).swapaxes(1, 2).reshape(-1, parallel.cp):
+            yield from _group("cp", row, (s,))
         for column in ranks.T:
             yield from _group("dp", column, (s,))
             if parallel.optimizer_instances > 1:

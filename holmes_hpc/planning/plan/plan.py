@@ -69,7 +69,7 @@ class Plan:
         PlanError.refuse((ignored, str(ignored), "plan", hint))
         self._check_nodes()
         self._check_model()
-        self._check_experts()
+        self._check_experts_and_contexts()
         if self.is_per_stage:
             self._check_per_stage()
         self._place()
@@ -104,7 +104,7 @@ class Plan:
         )
 
     def _check_model(self) -> None:
-        m, p, sequence = self.model, self.parallel, self.batch.sequence_length
+        m, p, sequence = self.model, self.parallel, self.parts.sequence_length
         lengths = (
             ("stages", self.stages, p.pp),
             ("schedule.in_flight", self.schedule.in_flight, p.pp),
@@ -138,32 +138,34 @@ class Plan:
                 "use fewer stages",
             ),
             (
-                sequence > m.max_positions,
-                f"sequence_length {sequence} is above the model's {m.max_positions}",
+                self.batch.sequence_length > m.max_positions,
+                f"sequence_length {self.batch.sequence_length} is above the model's {m.max_positions}",
                 "batch",
                 "shorten the sequence or raise model.max_positions",
             ),
         )
 
-    def _check_experts(self) -> None:
+    def _check_experts_and_contexts(self) -> None:
         count, p = self.model.experts.count, self.parallel
         hint = "use a divisor of model.experts.count" if count else "use 1, or a model with experts"
         PlanError.refuse(
             (count % p.ep if count else p.ep > 1, f"EP {p.ep} does not divide {count} experts", "parallel.ep", hint),
             *(
-                (count and is_used, f"experts do not support {name}", "plan", f"use {instead}")
+                (is_given and is_used, f"{feature} not support {name}", "plan", f"use {instead}")
+                for is_given, feature in ((count, "experts do"), (p.cp > 1, "context parallelism does"))
                 for is_used, name, instead in (
                     (self.is_per_stage, "per-stage TP/DP", "the same TP and DP in every stage"),
                     (p.order == HIERARCHICAL_ORDER, "hierarchical data parallelism", "another strategy"),
                     (p.optimizer_instances > 1, "optimizer instances", "optimizer_instances=1"),
                     (self.schedule.kind == "zero_bubble", "zero_bubble", "another schedule"),
                     (
-                        p.tps != (1,) and not p.sequence_parallel,
+                        count and p.tps != (1,) and not p.sequence_parallel,
                         "TP without sequence parallelism",
                         "sequence_parallel or TP 1",
                     ),
                 )
             ),
+            (p.cp > 1 and self.model.dropout, "context parallelism does not support dropout", "plan", "use dropout=0"),
         )
 
     def _check_per_stage(self) -> None:
@@ -172,7 +174,7 @@ class Plan:
         if p.is_uniform:
             plain = Parallel(p.stages, order=p.order, sequence_parallel=p.sequence_parallel)
             if self.schedule.kind != PER_STAGE.name or p != plain:
-                self.batch.micro_batches(p.dp)  # raises the more precise error
+                self.parts.micro_batches(p.dp)  # raises the more precise error
         PlanError.refuse(
             *(
                 (
@@ -230,7 +232,11 @@ class Plan:
         object.__setattr__(self, "stages", tuple(placed_stages))
 
     def _check_fabrics(self) -> None:
-        inside = ("tp", "intra_dp") if self.strategy == "hierarchical-dp" else ("tp", "intra_dp", "dp", "ep", "expt_dp")
+        inside = (
+            ("tp", "intra_dp")
+            if self.strategy == "hierarchical-dp"
+            else ("tp", "intra_dp", "cp", "dp", "ep", "expt_dp")
+        )
         fabric_of = {p.name: p.fabric_name for p in self.site.pools}
         for g in self.transports() if self.transport_mode != "single" else ():
             pools = {self.places[r].pool for r in g.ranks}
@@ -272,14 +278,19 @@ class Plan:
         return self.parallel.world_size
 
     @cached_property
+    def parts(self) -> Batch:
+        """The batch as its ranks hold it: parts of sequences, if several ranks share one."""
+        return self.batch.split(self.parallel.cp)
+
+    @cached_property
     def is_per_stage(self) -> bool:
         """True if stages differ in TP or DP, or replicas of a stage in the number of micro-batches."""
-        return not self.parallel.is_grid(self.batch.micro_batches(1))
+        return not self.parallel.is_grid(self.parts.micro_batches(1))
 
     @property
     def micro_batches(self) -> int:
         """The micro-batches per pipeline and step; of the whole step if the plan has per-stage TP/DP."""
-        return self.batch.micro_batches(1 if self.is_per_stage else self.parallel.dp)
+        return self.parts.micro_batches(1 if self.is_per_stage else self.parallel.dp)
 
     @cached_property
     def order(self) -> Order:
@@ -318,7 +329,7 @@ class Plan:
                 CONTROL, everyone, self.transport_of(everyone, host_memory=True), tuple(range(self.parallel.pp))
             )
         model = self.model
-        for g in groups(self.parallel, self.batch.micro_batches(1), model.tied, model.experts.count > 0):
+        for g in groups(self.parallel, self.parts.micro_batches(1), model.tied, model.experts.count > 0):
             yield GroupTransport(g.kind, g.ranks, self.transport_of(g.ranks), g.stages)
 
     @property

@@ -43,10 +43,10 @@ def to_dict(plan: Any) -> dict[str, Any]:
     p, ranks_of_node = plan.parallel, {c.pool: c.gpus_per_node for c in plan.components}
     data["parallel"] = p.settings() | {"pp": p.pp}
     if p.is_uniform:
-        data["parallel"] |= {"tp": p.tp, "dp": p.dp}
+        data["parallel"] |= {"tp": p.tp, "dp": p.replicas}
     for stage, pool, sizes in zip(data["stages"], [s.pool for s in plan.stages], p.stages, strict=True):
         nodes, partly = divmod(sizes.ranks, ranks_of_node[pool])
-        stage |= {"tp": sizes.tp, "dp": sizes.dp} | ({} if partly else {"nodes": nodes})
+        stage |= {"tp": sizes.tp, "dp": sizes.dp // p.cp} | ({} if partly else {"nodes": nodes})
     if plan.is_per_stage:
         data["routing"] = {"weights": [list(s.weights or (1,) * s.dp) for s in p.stages]}
     data["unused"] = plan.unused
@@ -209,6 +209,7 @@ class _Uniform(Checked, where="parallel", error=PlanError):
     tp: Annotated[int, key("tensor parallel", ge=1)] = 1
     pp: Annotated[int, key("pipeline stages", ge=1)] = 1
     dp: Annotated[int, key("data parallel", ge=1)] = 1
+    cp: Annotated[int, key("context parallel", ge=1)] = 1
 
 
 @dataclass(frozen=True)
@@ -227,10 +228,10 @@ def _parallel(flat: Mapping[str, Any]) -> Parallel:
         hint = "give a list with one mapping of keys (pool, layers, …) per stage"
         raise PlanError(f"is {stages!r:.60}", where="stages", hint=hint)
     settings = {k: v for k, v in parallel.items() if k not in ("tp", "pp", "dp", "stages")}
+    sizes = {k: v for k, v in parallel.items() if k in ("tp", "pp", "dp", "cp")}
+    uniform = make(_Uniform, {"pp": len(stages), **sizes}, "parallel", PlanError)
     if not any(name in stage for stage in stages for name in _SIZES):
-        sizes = {k: v for k, v in parallel.items() if k in ("tp", "pp", "dp")}
-        uniform = make(_Uniform, {"pp": len(stages), **sizes}, "parallel", PlanError)
-        equal_stages = (StageParallel(uniform.tp, uniform.dp),) * uniform.pp
+        equal_stages = (StageParallel(uniform.tp, uniform.dp * uniform.cp),) * uniform.pp
         return make(Parallel, {**settings, "stages": equal_stages}, "parallel", PlanError)
     weights = make(_Routing, flat.get("routing") or {}, "routing", PlanError).weights or ((),) * len(stages)
     if len(weights) != len(stages):
@@ -241,6 +242,7 @@ def _parallel(flat: Mapping[str, Any]) -> Parallel:
         make(StageParallel, {**_pick(stage, _SIZES, True), "weights": weights[s]}, f"stages[{s}]", PlanError)
         for s, stage in enumerate(stages)
     )
+    stage_parallels = tuple(replace(stage, dp=stage.dp * uniform.cp) for stage in stage_parallels)
     return make(Parallel, {**settings, "stages": stage_parallels}, "parallel", PlanError)
 
 

@@ -1,6 +1,6 @@
 """The best plan for a model, a batch and a site: search, refine, compare with the runners-up."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -13,7 +13,7 @@ from holmes_hpc.planning.cost.assumptions import assumptions
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import check_memory
-from holmes_hpc.planning.cost.predict import layer_array, predict_layout
+from holmes_hpc.planning.cost.predict import layer_array, predict_layout, slowest_parts
 from holmes_hpc.planning.plan.plan import Plan, Predicted, Stage
 from holmes_hpc.planning.schedule.kinds import SCHEDULES, megatron_kind, schedule_kind
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
@@ -22,9 +22,16 @@ from holmes_hpc.planning.search.infeasible import raise_indivisible, raise_out_o
 from holmes_hpc.planning.search.layers import idle_share
 from holmes_hpc.planning.search.micro_batch_shares import SharedSteps, best_shared_steps
 from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, conflicting_option, variants
-from holmes_hpc.planning.search.problem import Problem, available_pools, options_for, searched_site
+from holmes_hpc.planning.search.problem import (
+    LONG_SEQUENCE,
+    Problem,
+    available_pools,
+    cp_sizes,
+    of_contexts,
+    searched_site,
+)
 from holmes_hpc.planning.search.space import MIN_BATCH_GAIN, Space, nearby_batch
-from holmes_hpc.records.metrics import PART_NAMES, PARTS
+from holmes_hpc.records.metrics import PARTS
 
 MAX_REFINED = 24
 NEAR = 1.05  # candidates up to this many times as slow as the best are refined
@@ -50,9 +57,23 @@ def best_plan(
     `clock`: the time limit and progress log; without one the search goes on until nothing can be gained. Raise
     PlanError if a size does not divide, or if nothing fits in memory, with the missing memory and a change that helps.
     """
-    options = options_for(model, options, costs)
     site = costs.with_measured_links(searched_site(site, options))
-    clock, problem = clock or Clock(), Problem(model, batch, site, options, costs)
+    clock, problem, plans, failure = clock or Clock(), Problem(model, batch, site, options, costs), list[Plan](), None
+    for cp in cp_sizes(problem):
+        if plans and (batch.sequence_length < LONG_SEQUENCE or clock.is_over()):
+            break
+        try:
+            plans.append(_best_plan(of_contexts(problem, cp), clock))
+        except PlanError as e:
+            failure = failure or e
+    if failure and not plans:
+        raise failure
+    return min(plans, key=lambda plan: plan.predicted.step_time_s if plan.predicted else inf)
+
+
+def _best_plan(problem: Problem, clock: Clock) -> Plan:
+    """Return :func:`best_plan` with as many ranks to a sequence as the problem's batch has."""
+    options, costs = problem.options, problem.costs
     conflict = conflicting_option(options, costs) if options.unequal == "true" else None
     message, hint = f"per-stage TP/DP cannot be combined with {conflict}", f"remove plan.unequal=true or {conflict}"
     PlanError.refuse((conflict, message, "plan.unequal", hint))
@@ -149,8 +170,9 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     choose. The plan of a layout that does not fit in memory has a note on that.
     """
     PlanError.refuse(*((not getattr(options, n), f"{n} is missing", "layout", f"give {n}") for n in ("tp", "pp", "dp")))
-    options = options_for(model, options, costs)
-    site, chunks = costs.with_measured_links(searched_site(site, options)), options.virtual_stages or 1
+    site = costs.with_measured_links(searched_site(site, options))
+    _, batch, _, options, _ = of_contexts(Problem(model, batch, site, options, costs), options.cp or 1)
+    chunks = options.virtual_stages or 1
     schedule = megatron_kind(chunks).name if options.schedule == "auto" else options.schedule
     fixed = replace(
         options,
@@ -218,7 +240,8 @@ def search(
         reason = "the optimizer is not sharded, so no parameters are gathered"
         candidates = _with_faster(evaluator, candidates, choices[-1], reason, clock)
     # Only emulated layers get weight passes unasked: these have not been timed on GPUs yet.
-    if options.schedule == "auto" and options.transport == "holmes" and costs.pace_layer_ms and not model.experts.count:
+    can_split = batch.cp == 1 and not model.experts.count
+    if options.schedule == "auto" and options.transport == "holmes" and costs.pace_layer_ms and can_split:
         kind = next(kind for kind in SCHEDULES.values() if kind.splits)
         reason = f"weight gradients fill waits ({kind.option_name})"
         for choice in choices:
@@ -296,7 +319,7 @@ def to_plan(candidate: Candidate | Variant | SharedSteps, site: Site, slower: Se
     plan = Plan(
         candidate.strategy,
         layout.model,
-        layout.batch,
+        layout.batch.whole,
         parallel=layout.parallel,
         recompute=layout.recompute,
         schedule=layout.schedule,
@@ -351,8 +374,8 @@ def alternative(best: Predicted, runner_up: Candidate) -> dict[str, Any]:
     p = layout.parallel
     return {
         "strategy": runner_up.strategy,
-        "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.dp, "virtual_stages": p.virtual_stages}
-        | ({"ep": p.ep} if p.ep > 1 else {}),
+        "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.replicas, "virtual_stages": p.virtual_stages}
+        | {name: size for name in ("cp", "ep") if (size := getattr(p, name)) > 1},
         "micro_size": layout.batch.micro_size,
         "nodes": {c.pool: c.nodes for c in layout.components},
         "layers_per_stage": [int(n) for n in layers[0].sum(axis=1)],
@@ -366,15 +389,3 @@ def alternative(best: Predicted, runner_up: Candidate) -> dict[str, Any]:
             "breakdown": prediction.breakdown,
         },
     }
-
-
-def slowest_parts(extra_s: Mapping[str, float]) -> str:
-    """Return a text on the part with the most extra time, and on the next one if it has at least a third of that.
-
-    `extra_s`: the seconds by which each part of the step is longer than in the best plan (negative: shorter).
-    """
-    first, second = sorted(extra_s, key=lambda name: -extra_s[name])[:2]
-    text = f"{PART_NAMES[first]} takes {extra_s[first]:.3g} s longer"
-    return text + (
-        f", {PART_NAMES[second]} {extra_s[second]:.3g} s" if extra_s[second] >= extra_s[first] / 3 > 0 else ""
-    )

@@ -183,6 +183,7 @@ class Evaluator:
             distributed_optimizer=o.distributed_optimizer is not False,
             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False,
             ep=ep,
+            cp=batch.cp,
         )
         sizes = placement.micro_size, placement.tp, placement.dp, placement.instances, ep
         return Layout(

@@ -14,6 +14,8 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.parallel import indivisible_sizes
 
 MAX_MICRO_SIZE = 32
+LONG_SEQUENCE = 32768  # tokens, from which on all CPs are tried; else only if nothing fits without
+_EXCLUDED = (("strategy", "hierarchical-dp"), ("schedule", "zero_bubble"), ("unequal", "true"))  # by experts and CP
 MAX_POOLS = 10  # of a search: the number of their sets is exponential
 
 
@@ -88,9 +90,11 @@ def searched_site(site: Site, options: PlanOptions) -> Site:
     return replace(site, pools=pools, links=links, assumptions=(*site.assumptions, note))
 
 
-def options_for(model: ModelSpec, options: PlanOptions, costs: Costs) -> PlanOptions:
-    """Return the options without the choices that experts exclude. PlanError if the user made one of them."""
-    count, ep, sharding = model.experts.count, options.ep or 1, costs.software.sharding
+def of_contexts(problem: Problem, cp: int) -> Problem:
+    """Return the problem of ranks of which `cp` share each sequence. It is as if each sequence were `cp` shorter ones
+    on as many replicas. Choices that this or experts exclude are gone. PlanError if the user made one of them."""
+    model, batch, options = problem.model, problem.batch, problem.options
+    count, ep, sharding = model.experts.count, options.ep or 1, problem.costs.software.sharding
     PlanError.refuse(
         (
             count % ep if count else ep > 1,
@@ -105,11 +109,30 @@ def options_for(model: ModelSpec, options: PlanOptions, costs: Costs) -> PlanOpt
             "use none or optimizer",
         ),
         *(
-            (count and getattr(options, name) == value, f"experts do not support {value}", f"plan.{name}", "remove it")
-            for name, value in (("strategy", "hierarchical-dp"), ("schedule", "zero_bubble"), ("unequal", "true"))
+            (is_given and getattr(options, name) == value, f"{feature} {value}", f"plan.{name}", "remove it")
+            for is_given, feature in ((count, "experts do not support"), (cp > 1, "CP does not support"))
+            for name, value in _EXCLUDED
+        ),
+        (cp > 1 and model.dropout, "context parallelism does not support dropout", "model.dropout", "use 0"),
+    )
+    return problem._replace(
+        batch=batch.split(cp),
+        options=replace(
+            options,
+            dp=options.dp and options.dp * cp,
+            ep=options.ep if count else 1,
+            unequal="false" if count or cp > 1 else options.unequal,
         ),
     )
-    return replace(options, unequal="false") if count else replace(options, ep=1)
+
+
+def cp_sizes(problem: Problem) -> list[int]:
+    """Return the CPs to try, ascending: the user's, or all inside a node that divide a sequence."""
+    batch, options = problem.batch, problem.options
+    if options.cp or problem.model.dropout or any(getattr(options, name) == value for name, value in _EXCLUDED):
+        return [options.cp or 1]
+    node_gpus = max(a.gpus_per_node for a in available_pools(problem.site, options))
+    return [cp for cp in divisors(node_gpus) if cp == 1 or batch.sequence_length % (2 * cp) == 0]
 
 
 def ep_sizes(model: ModelSpec, options: PlanOptions, ranks: int) -> list[int]:

@@ -46,11 +46,13 @@ class Space:
                 "use one-fabric or auto, or add nodes of a second one",
             ),
         )
+        self._has_hierarchies = batch.cp == 1 and not model.experts.count
         self.is_complete = True  # set by placements(): no placement was pruned
         self._pool_costs: list[PoolCosts] = []
         for micro_size in micro_sizes(batch, options):
             for tp in tp_sizes(model, options, self.available) if batch.global_size % micro_size == 0 else ():
-                usable = [a for a in self.available if a.gpus_per_node % tp == 0]
+                block = tp if options.cp else tp * batch.cp  # unless the user fixes CP, it stays inside a node
+                usable = [a for a in self.available if a.gpus_per_node % block == 0]
                 if (
                     model.experts.count
                     and tp > 1
@@ -71,11 +73,13 @@ class Space:
             (costs.bound_s(dp), index, dp)
             for index, costs in enumerate(self._pool_costs)
             for dp in divisors(costs.micro_batches)
-            if self.options.dp in (None, dp) and ep_sizes(self.model, self.options, self._pool_costs[index].tp * dp)
+            if dp % self.batch.cp == 0
+            and self.options.dp in (None, dp)
+            and ep_sizes(self.model, self.options, self._pool_costs[index].tp * dp)
         ):
             if self.options.strategy != "hierarchical-dp":
                 placements += pipelines(self._pool_costs[index], dp, limit)
-            if self.options.strategy in ("auto", "hierarchical-dp") and not self.model.experts.count:
+            if self.options.strategy in ("auto", "hierarchical-dp") and self._has_hierarchies:
                 placements += hierarchies(self._pool_costs[index], dp, limit)
         self.is_complete = limit.count <= FEW_PLACEMENTS
         return sorted((p for p in placements if p.estimate_s <= limit.max_s(p.pools)), key=Placement.sort_key)
@@ -88,7 +92,7 @@ def nearby_batch(problem: Problem, best: Placement, step_s: float) -> tuple[Batc
     Its micro-batches are as large as those of `best`, whose step takes `step_s` seconds.
     """
     batch, options = problem.batch, problem.options
-    if options.dp is not None or batch.global_size // best.micro_size % EVEN_MICRO_BATCHES == 0:
+    if batch.cp > 1 or options.dp is not None or batch.global_size // best.micro_size % EVEN_MICRO_BATCHES == 0:
         return None
     fixed_options = replace(options, search_micro_size=False)
 

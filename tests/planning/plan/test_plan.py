@@ -206,7 +206,7 @@ def test_schedules_are_checked() -> None:
     ("values", "says"),
     [
         ({"dp": 3, "optimizer_instances": 2}, "cannot be cut"),
-        ({"cp": 2}, "not supported"),
+        ({"cp": 2}, "CP 2 does not divide 1 replicas"),
         ({"tp": 0}, "tp is 0"),
         ({"virtual_stages": 2}, "need a pipeline"),
         ({"sequence_parallel": True}, "needs tp"),
