@@ -28,7 +28,7 @@ from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers
 from holmes_hpc.training.metrics.monitors import Monitors
 from holmes_hpc.training.metrics.openmetrics import GpuFigures
 from holmes_hpc.training.metrics.profiler import Profiler
-from holmes_hpc.training.model import attention, emulated_layers, gpt, optimizer, replica_check
+from holmes_hpc.training.model import attention, contexts, emulated_layers, gpt, optimizer, replica_check
 from holmes_hpc.training.network import nic_bytes
 from holmes_hpc.training.network.destinations import Destinations
 from holmes_hpc.training.pipeline import eager_1f1b
@@ -112,7 +112,7 @@ class Trainer:
         if session.cuda:
             watchdog.start_set_up("warming up")
             warm_up.connect(self.groups, session.device)
-            warm_up.local_passes(self.models, self.model_config, plan.batch, session.device)
+            warm_up.local_passes(self.models, self.model_config, plan.parts, session.device)
         watchdog.start_set_up("comparing weights between replicas")
         replica_check.check(chunks, plan.model.tied, session.groups.embedding_group)
         self.control_flags = ControlAllReduce(self.control)
@@ -138,7 +138,7 @@ class Trainer:
             plan, dtype, cuda=session.cuda, fp8=train.fp8, timers=self.breakdown, stage=pipeline_rank
         )
         attention.refuse_unfused(plan, session.launch.rank, session.device, dtype, self.document_end is not None)
-        attention.refuse_separate_documents(self.document_end, session.cuda)
+        attention.refuse_unsupported(self.document_end, session.cuda)
         chunks = gpt.build(plan, self.model_config, seed, session.device)
         self.weights = eager_1f1b.weight_gradients(plan, chunks, self.breakdown)
         if train.pace_layer_ms:
@@ -266,7 +266,8 @@ class Trainer:
         """Return, for each model chunk, an iterator over this rank's micro-batches from `start_step` on."""
         rank, stage = parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
         device, end = self.session.device, self.document_end
-        return [batches(dataset, self.plan, rank, start_step, device, end, stage) for _ in self.models]
+        whole = (batches(dataset, self.plan, rank, start_step, device, end, stage) for _ in self.models)
+        return [map(contexts.part_of, chunk_batches) for chunk_batches in whole]
 
     def _evaluate(self) -> None:
         """Compute the mean loss of `train.eval_steps` validation batches, and add it to this step's metrics line."""

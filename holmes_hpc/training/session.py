@@ -216,7 +216,7 @@ def _fp8_sizes(plan: Plan, rank: int) -> dict[str, int]:
     """Return name -> dimension of a rank's matrix products."""
     m, tp = plan.model, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
     return {
-        "tokens of a micro-batch": plan.batch.micro_size * plan.batch.sequence_length,
+        "tokens of a micro-batch": plan.parts.micro_size * plan.parts.sequence_length,
         "model.hidden": m.hidden,
         "model.ffn on a rank": m.ffn // tp,
         "width of the queries on a rank": m.query_width // tp,

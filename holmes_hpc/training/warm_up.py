@@ -18,7 +18,19 @@ from holmes_hpc.training.model import gpt
 from holmes_hpc.training.model.gpt import generators, set_generators
 
 # Megatron-Core's names of the groups whose communicators a step uses; several names may mean one group.
-GROUPS = ("tp", "dp_cp", "intra_dp_cp", "inter_dist_opt", "pp", "embd", "pos_embd", "mp", "intra_dist_opt", "tp_dp_cp")
+GROUPS = (
+    "tp",
+    "cp",
+    "dp_cp",
+    "intra_dp_cp",
+    "inter_dist_opt",
+    "pp",
+    "embd",
+    "pos_embd",
+    "mp",
+    "intra_dist_opt",
+    "tp_dp_cp",
+)
 
 
 def connect(groups: ProcessGroupCollection, device: torch.device) -> list[str]:

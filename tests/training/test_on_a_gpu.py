@@ -87,7 +87,7 @@ def test_attention_is_checked_first_and_weights_are_compared_last(
     replace(calls, monkeypatch, loop, Checkpoints=MagicMock(load=lambda _: 0), ControlAllReduce=None)
     replace(calls, monkeypatch, loop.metrics_line, Loggers=None)
     replace(calls, monkeypatch, loop.gpt, transformer_config=None, build=[MagicMock()])
-    replace(calls, monkeypatch, loop.attention, refuse_separate_documents=None)
+    replace(calls, monkeypatch, loop.attention, refuse_unsupported=None)
     replace(calls, monkeypatch, loop.warm_up, connect=None, local_passes=None)
     replace(calls, monkeypatch, loop.replica_check, check=None)
     arguments: list[Any] = []

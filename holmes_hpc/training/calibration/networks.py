@@ -121,7 +121,7 @@ def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tu
     omitted.
     """
     plan, rank = session.plan, session.launch.rank
-    elements = plan.batch.micro_size * plan.batch.sequence_length * plan.model.hidden  # of one stage transfer
+    elements = plan.parts.micro_size * plan.parts.sequence_length * plan.model.hidden  # of one stage transfer
     max_bytes = min(MAX_BYTES, elements * (2 if session.cuda else 4))
     samples: list[Sample] = []
     for pair in pairs(plan, session.node_of_rank[0].one_host):
@@ -181,7 +181,7 @@ def _ping_pong(session: Session, group: Any, ranks: tuple[int, int], size: int) 
 def _measure_collectives(session: Session) -> list[Sample]:
     """Measure reduce-scatter and all-gather of up to a gradient bucket, in all data-parallel groups at once."""
     plan, p = session.plan, session.plan.parallel
-    group = parallel_state.get_data_parallel_group()
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1 or p.optimizer_instances > 1:
         return []

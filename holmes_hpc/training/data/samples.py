@@ -111,7 +111,7 @@ def sample_rows(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, sta
         micro_batches: Sequence[int] = plan.order.micro_batches_of(plan.order.row(stage, dp_rank))
         dp, dp_rank = 1, 0
     else:
-        micro_batches, dp = range(plan.micro_batches), plan.parallel.dp
+        micro_batches, dp = range(plan.micro_batches), plan.parallel.replicas
     for step in count(start_step):
         for micro_batch in micro_batches:
             indices = sample_indices(step, micro_batch, dp_rank, dp, micro, size)

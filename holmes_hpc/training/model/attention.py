@@ -22,6 +22,7 @@ from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import FUSED_ATTENTION
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.schema import refuse
+from holmes_hpc.training.model import contexts
 from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
 
@@ -41,12 +42,7 @@ class SdpaAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        supported = {
-            "softmax_type": "vanilla",
-            "window_size": None,
-            "apply_query_key_layer_scaling": False,
-            "context_parallel_size": 1,
-        }
+        supported = {"softmax_type": "vanilla", "window_size": None, "apply_query_key_layer_scaling": False}
         kind = attn_mask_type.name
         refuse(
             "model",
@@ -81,6 +77,9 @@ class SdpaAttention(MegatronModule):
         mask = None if attention_mask is None else ~attention_mask  # Megatron-Core's mask marks the excluded pairs
         dropout = self._dropout if self.training else 0.0
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        if contexts.size() > 1:
+            context = contexts.RingAttention.apply(q, k, v, self._scale)
+            return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
         # like Megatron-Core, draw different random numbers on each tensor-parallel rank, which has different heads
         has_own_random_state = dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if has_own_random_state else nullcontext():
@@ -90,15 +89,25 @@ class SdpaAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
-def refuse_separate_documents(document_end: int | None, cuda: bool) -> None:
-    """Raise ConfigError if `data.documents` keeps documents apart and this rank's attention supports no mask.
-    `document_end`: the end-of-document token, None if documents are joined."""
-    if document_end is not None and cuda and has_transformer_engine():
-        raise ConfigError(
-            "documents cannot be kept apart: Transformer Engine's attention is set up without a mask",
-            where="data.documents",
-            hint="use data.documents=joined, or an environment without Transformer Engine",
-        )
+def refuse_unsupported(document_end: int | None, cuda: bool) -> None:
+    """Raise ConfigError if this rank's attention lacks the mask that `data.documents` needs to keep documents apart, or
+    context parallelism. `document_end`: the end-of-document token, None if documents are joined."""
+    fused, cp = cuda and has_transformer_engine(), contexts.size()
+    name = "ring attention" if cp > 1 else "Transformer Engine's attention"
+    ConfigError.refuse(
+        (
+            document_end is not None and (fused or cp > 1),
+            f"documents cannot be kept apart: {name} is set up without a mask",
+            "data.documents",
+            "use data.documents=joined" + (", or plan.cp=1" if cp > 1 else ", or no Transformer Engine"),
+        ),
+        (
+            cp > 1 and cuda and not fused,
+            "context parallelism on GPUs needs Transformer Engine",
+            "plan.cp",
+            "install it, or use plan.cp=1",
+        ),
+    )
 
 
 def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype, masked: bool) -> None:

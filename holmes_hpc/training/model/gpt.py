@@ -20,7 +20,7 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import auto_dtype
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.training.model import experts, initial_weights, megatron_versions
+from holmes_hpc.training.model import contexts, experts, initial_weights, megatron_versions
 from holmes_hpc.training.model.attention import SdpaAttention
 from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
@@ -88,6 +88,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         tensor_model_parallel_size=tp,
+        context_parallel_size=p.cp,
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,
         pipeline_model_parallel_layout=layout(plan) if p.pp > 1 else None,  # type: ignore[arg-type, unused-ignore]
@@ -145,6 +146,7 @@ def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch
     otherwise a checkpoint must replace the weights."""
     megatron_versions.filter_logs()
     experts.support_cpu()
+    contexts.support_cpu()
     m, p = plan.model, plan.parallel
     vocabulary = m.padded_vocab(p.vocabulary_parts)
     chunks = []
@@ -288,15 +290,18 @@ def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tu
     batch = next(batches) if model.pre_process or model.post_process or masked else {}
     labels = batch.get("labels") if model.post_process else None
     output = chunk(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=labels)
-    return output, partial(_loss, batch.get("loss_mask"))
+    return output, partial(_loss, batch.get("loss_mask"), batch.get("loss_tokens"))
 
 
-def _loss(mask: torch.Tensor | None, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the mean of the `losses` that `mask` includes, and a copy of it under the key "loss"."""
+def _loss(
+    mask: torch.Tensor | None, tokens: torch.Tensor | None, losses: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the mean of the `losses` that `mask` includes, and a copy of it under the key "loss".
+    `tokens`: see :func:`contexts.part_of`. The copies of the ranks that share a sequence then have the mean."""
     assert mask is not None  # the last stage, which computes losses, reads the batch
     mask = mask.float()
-    loss = (losses.float() * mask).sum() / mask.sum().clamp(min=1)
-    return loss, {"loss": loss.detach().clone()}
+    loss = (losses.float() * mask).sum() / (mask.sum() if tokens is None else tokens).clamp(min=1)
+    return loss, {"loss": loss.detach() * contexts.size()}
 
 
 def generators() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def groups_for_ddp() -> ProcessGroupCollection:
     pipeline a later stage may have the slow network.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    groups.pp = parallel_state.get_context_parallel_group()  # a group of this rank only
+    groups.pp = SimpleNamespace(rank=lambda: 0, size=lambda: 1)  # only asked for these
     return groups
 
 
@@ -59,7 +60,8 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     # would block the backward pass.
     can_overlap = p.can_overlap and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
     # One replica has nothing to reduce, and the hooks on every parameter would delay its kernels.
-    overlap = train.overlap_grad_reduce and can_overlap and parallel_state.get_data_parallel_world_size() > 1
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    overlap = train.overlap_grad_reduce and can_overlap and replicas > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=grad_dtype == "fp32",
         overlap_grad_reduce=overlap,
@@ -91,7 +93,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
 
 def reduces_by_all_to_all(plan: Plan) -> bool:
     """Return whether this rank's gradients are reduced by an all-to-all, whose receivers sum in the order of ranks."""
-    ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
     places, p = [plan.places[rank] for rank in ranks], plan.parallel
     library = collectives(plan.site.pool(places[0].pool).gpu)
     return p.distributed_optimizer and library.is_all_to_all(len(ranks), len({*places}), p.optimizer_instances)

@@ -26,7 +26,7 @@ from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpo
 
 LOOPBACK = "lo"
 # These groups carry the model's traffic: their links are measured at start.
-MEASURED_GROUPS = ("tp", "dp", "intra_dp", "inter_dp", "ep", "expt_dp", "edge")
+MEASURED_GROUPS = ("tp", "cp", "dp", "intra_dp", "inter_dp", "ep", "expt_dp", "edge")
 
 
 @dataclass(frozen=True)

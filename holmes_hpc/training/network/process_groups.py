@@ -26,7 +26,8 @@ from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.rendezvous import exchange
 
 GLOO = "holmes_gloo"
-_EP_GROUPS = ("expert model parallel", "expert tensor and model parallel")  # Megatron-Core's two names of one group
+# Megatron-Core's names of groups that exchange while gradients are reduced; the last two mean one group.
+_EXCHANGES = ("context parallel", "expert model parallel", "expert tensor and model parallel")
 
 
 def _create_gloo(options: Any, interface: dict[str, str]) -> Any:
@@ -77,7 +78,7 @@ class Groups:
     watchdog_s: float
     records: list[dict[str, Any]] = field(default_factory=list)
     embedding_group: Any = None
-    _created: dict[tuple[bool, tuple[int, ...]], Any] = field(default_factory=dict)
+    _created: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict)
 
     def start(self, store: dist.Store) -> None:
         """Create torch's default group, WORLD. `store`: the store of the rendezvous."""
@@ -173,14 +174,14 @@ class Groups:
         """Create a group for Megatron-Core, in place of ``parallel_state.create_group``.
 
         On a CPU, one group replaces all groups of the same ranks (dp, dp_cp, their gloo groups, …), because each group
-        opens a connection per pair of ranks. Megatron-Core uses these groups one after the other. Only experts exchange
-        tokens while gradients are reduced, so their group is another one.
+        opens a connection per pair of ranks. Megatron-Core uses these groups one after the other. Only experts and
+        ranks that share sequences exchange while gradients are reduced, so their groups are others.
         """
         members = tuple(ranks if ranks is not None else range(self.plan.world_size))
         kind = (group_desc or "unnamed").lower().replace("_group", "").replace("_", " ")
-        is_ep = kind in _EP_GROUPS and len(members) > 1
-        key = (is_ep, members)
-        if self.cuda or (key not in self._created and (is_ep or len(members) < self.plan.world_size)):
+        name = kind.split()[0] if kind in _EXCHANGES and len(members) > 1 else ""
+        key = (name, members)
+        if self.cuda or (key not in self._created and (name or len(members) < self.plan.world_size)):
             self._created[key] = self.new(members, kind, gloo=self.cuda and backend == "gloo")
         group = self._created.get(key, dist.group.WORLD)
         if self.rank in members:
@@ -211,6 +212,7 @@ class Groups:
                     pipeline_model_parallel_size=p.pp,
                     virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,
                     num_distributed_optimizer_instances=p.optimizer_instances,
+                    context_parallel_size=p.cp,
                     expert_model_parallel_size=p.ep,
                     expert_tensor_parallel_size=1 if self.plan.model.experts.count else None,
                     order=p.order,

@@ -244,8 +244,9 @@ def use_cuda(device: str, plan: Plan) -> bool:
 def stream_count(plan: Plan, rank: int) -> int:
     """Return the number of CUDA streams of `rank`.
 
-    There is one for computing, one for each communicator of each direction of an edge, one for tensor and one for data
-    parallelism. Several optimizer instances add two. Three serve the gradient norm, the tied embedding and WORLD.
+    There is one for computing, one for each communicator of each direction of an edge, one each for tensor, context
+    and data parallelism. Several optimizer instances add two. Three serve the gradient norm, the tied embedding and
+    WORLD.
     """
     p, stage = plan.parallel, plan.parallel.coordinates(rank)[0]
     edges = [edge for edge in plan.transports() if edge.kind == "edge" and rank in edge.ranks]
@@ -255,6 +256,7 @@ def stream_count(plan: Plan, rank: int) -> int:
         1
         + edges_per_pair * sum(2 * (plan.edge_connections if e.transport.kind == "tcp" else 1) for e in edges)
         + (p.tp_of(stage) > 1)
+        + (p.cp > 1)
         + (p.stages[stage].dp > 1)
         + (2 if p.optimizer_instances > 1 else 0)
         + 3

@@ -1,0 +1,158 @@
+"""Context parallelism: `cp` ranks share each sequence, and pass keys and values around a ring (Liu et al. 2023, arXiv
+2310.01889).
+
+A sequence has 2 cp chunks, of which rank i holds chunks i and 2 cp - 1 - i. So causal attention has equal work on every
+rank. With Transformer Engine, its own attention does the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rotary_pos_embedding
+
+Pending = tuple[torch.Tensor, list[Any]]  # a tensor that arrives, with its requests
+
+
+def size() -> int:
+    return parallel_state.get_context_parallel_world_size()
+
+
+def support_cpu() -> None:
+    """Make rotary positions work on CPUs."""
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _part
+
+
+def _part(whole: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's chunks of a tensor with all tokens of a sequence along `dimension`."""
+    chunks = whole.chunk(2 * group.size(), dimension)
+    return torch.cat([chunks[group.rank()], chunks[-1 - group.rank()]], dimension)
+
+
+def part_of(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's part of a micro-batch of whole sequences. `loss_tokens`: the tokens with a loss, of all ranks.
+    They divide the loss, because the schedules multiply it by the number of ranks."""
+    if size() == 1:
+        return batch
+    group = parallel_state.get_context_parallel_group()
+    part = {name: None if value is None else _part(value, 1, group) for name, value in batch.items()}
+    return part | {"loss_tokens": batch["loss_mask"].sum()}
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention of this rank's queries over the keys and values of all ranks, which pass around a ring.
+
+    In the backward pass, their gradients follow them, up to the rank that they belong to. Tensors are (batch, heads,
+    tokens, width); there may be fewer heads of keys and values.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Return the attention output, like `query`. Pieces are merged by the logarithms of their softmaxes' sums."""
+        own = passing = torch.stack([key, value])
+        output = torch.zeros_like(query, dtype=torch.float32)
+        log_sum = torch.full(query.shape[:3], -torch.inf, device=query.device)
+        for step in range(size()):
+            pending = _pass_on(passing) if step < size() - 1 else None
+            rows, columns = _visible(step, query.size(2))
+            piece, piece_sum = _attend(query[:, :, rows], passing[:, :, :, columns], step == 0, scale)
+            merged = torch.logaddexp(log_sum[:, :, rows], piece_sum)
+            old_share, new_share = ((s - merged).exp().unsqueeze(-1) for s in (log_sum[:, :, rows], piece_sum))
+            output[:, :, rows] = output[:, :, rows] * old_share + piece * new_share
+            log_sum[:, :, rows] = merged
+            passing = _arrived(pending) if pending else passing
+        output = output.to(query.dtype)
+        context.save_for_backward(query, own, output, log_sum)
+        context.scale = scale
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:  # type: ignore[override, unused-ignore]
+        query, passing, output, log_sum = context.saved_tensors
+        query_gradient = torch.zeros_like(query)
+        own_gradient = torch.zeros_like(passing)
+        pending_gradient: Pending | None = None
+        for step in range(size()):
+            pending = _pass_on(passing) if step < size() - 1 else None
+            rows, columns = _visible(step, query.size(2))
+            query_piece, piece = _attend_backward(
+                *(t[:, :, rows] for t in (gradient, query, output, log_sum)),
+                key_value=passing[:, :, :, columns],
+                causal=step == 0,
+                scale=context.scale,
+            )
+            query_gradient[:, :, rows] += query_piece
+            # the gradients so far, which came with the keys and values
+            sums = own_gradient if step == 0 else _arrived(pending_gradient) if pending_gradient else own_gradient * 0
+            sums[:, :, :, columns] += piece
+            pending_gradient = _pass_on(sums) if step > 0 else None
+            passing = _arrived(pending) if pending else passing
+        own_gradient += _arrived(pending_gradient) if pending_gradient else 0
+        return query_gradient, own_gradient[0], own_gradient[1], None
+
+
+def _visible(step: int, tokens: int) -> tuple[slice, slice]:
+    """Return (queries of this rank, keys that arrive in a step) that attend and are attended to.
+    The keys' chunks lie around this rank's two chunks if they come from a rank before it, else between them."""
+    everything, half = slice(None), tokens // 2
+    if step == 0:
+        return everything, everything
+    if step <= parallel_state.get_context_parallel_rank():  # from a rank before this one
+        return everything, slice(0, half)
+    return slice(half, tokens), everything
+
+
+def _pass_on(tensor: torch.Tensor) -> Pending:
+    """Start to send a tensor to the next rank of the ring and to receive one from the rank before."""
+    group = parallel_state.get_context_parallel_group()
+    ranks, position = dist.get_process_group_ranks(group), group.rank()
+    sent, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    transfers = [
+        dist.P2POp(dist.isend, sent, ranks[(position + 1) % len(ranks)], group),
+        dist.P2POp(dist.irecv, received, ranks[position - 1], group),
+    ]
+    return received, [*dist.batch_isend_irecv(transfers), sent]
+
+
+def _arrived(pending: Pending) -> torch.Tensor:
+    received, (*requests, _) = pending
+    for request in requests:
+        request.wait()
+    return received
+
+
+def _attend(
+    query: torch.Tensor, key_value: torch.Tensor, causal: bool, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention output and the logarithm of each softmax's sum, by torch's fused kernel."""
+    key, value = _for_each_query(key_value, query)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+
+
+def _attend_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    log_sum: torch.Tensor,
+    *,
+    key_value: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of the queries, and of keys and values, of a piece of attention. `output` and `log_sum` are
+    those of the whole attention, which give each piece its share."""
+    key, value = _for_each_query(key_value, query)
+    queries, *key_values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, output, log_sum, 0.0, causal, scale=scale
+    )
+    return queries, torch.stack(key_values).unflatten(2, (key_value.size(2), -1)).sum(3)
+
+
+def _for_each_query(key_value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return keys and values with as many heads as the queries."""
+    return key_value.repeat_interleave(query.size(1) // key_value.size(2), 2)

@@ -1,0 +1,87 @@
+"""Context parallelism: losses, gradient norms and checkpoints are those of whole sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import spawn
+import thorough
+
+from holmes_hpc.config.model import Experts
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.training.model import attention
+
+MODEL = replace(spawn.MODEL, layers=4, rope=True)
+EXPERTS = replace(MODEL, experts=Experts(4, top_k=2, ffn=32, balance=0.01))
+TRAIN = {"steps": 4, "lr": 1e-3}
+LAYOUTS: dict[str, dict[str, Any]] = {  # DP counts the ranks that share a sequence
+    "CP 2": {"dp": 2, "cp": 2},
+    "CP 4 x DP 2": {"dp": 8, "cp": 4},
+    "CP 4": {"dp": 4, "cp": 4},
+    "CP 2 x TP 2": {"tp": 2, "dp": 2, "cp": 2, "sequence_parallel": True},
+    "PP 2 x CP 2": {"pp": 2, "dp": 2, "cp": 2},
+    "PP 2 x CP 2, eager 1F1B": {"pp": 2, "dp": 2, "cp": 2, "schedule": "ahead", "in_flight": [4, 2]},
+    "PP 2 x CP 2, interleaved": {"pp": 2, "dp": 2, "cp": 2, "layers": [[1, 1], [1, 1]]},
+    "CP 2, full recomputation": {"dp": 2, "cp": 2, "recompute": "full"},
+    "CP 2 x EP 2": {"dp": 2, "cp": 2, "ep": 2, "model": EXPERTS},
+    "CP 2, learned positions": {"dp": 2, "cp": 2, "model": replace(MODEL, rope=False)},
+}
+QUICK = ("CP 2", "CP 2 x TP 2", "PP 2 x CP 2, eager 1F1B", "CP 2 x EP 2")
+
+
+def train(directory: Path, layout: dict[str, Any], **settings: Any) -> spawn.FinishedRun:
+    ended = spawn.train(directory, spawn.plan(**{"model": MODEL, **layout}), {"train": {**TRAIN, **settings}})
+    assert set(ended.codes) == {0}, ended.output
+    return ended
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that returns the run of a model in one process."""
+    runs: dict[Any, spawn.FinishedRun] = {}
+
+    def run_of(model: Any) -> spawn.FinishedRun:
+        if model not in runs:
+            runs[model] = train(tmp_path_factory.mktemp("one_process"), {"model": model})
+        return runs[model]
+
+    return run_of
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", thorough.all_but(LAYOUTS, *QUICK))
+def test_parts_of_sequences_have_the_losses_and_norms_of_one_process(
+    name: str, one_process: Any, tmp_path: Path
+) -> None:
+    expected = one_process(LAYOUTS[name].get("model", MODEL))
+    ended = train(tmp_path / "run", LAYOUTS[name])
+    assert ended.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
+    assert ended.column("grad_norm") == pytest.approx(expected.column("grad_norm"), rel=1e-4)
+
+
+@pytest.mark.integration
+def test_a_checkpoint_moves_between_parts_and_whole_sequences(one_process: Any, tmp_path: Path) -> None:
+    """Each checkpoint after two steps continues with the losses of the run without an interruption."""
+    for saved, resumed in (("CP 2", {}), (None, LAYOUTS["CP 2"])):
+        directory = tmp_path / str(saved)
+        layout = LAYOUTS[saved] if saved else {}
+        train(directory / "saved", layout, steps=2, checkpoint_interval=2, lr_decay_steps=4)
+        checkpoint = str(directory / "saved" / "checkpoints" / "step-00000002")
+        plan = spawn.plan(**{"model": MODEL, **resumed})
+        ended = spawn.train(directory / "resumed", plan, {"train": TRAIN, "checkpoint": checkpoint})
+        assert set(ended.codes) == {0}, ended.output
+        assert ended.column("step") == [3, 4]
+        assert ended.column("loss") == pytest.approx(one_process(MODEL).column("loss")[2:], rel=1e-6)
+        assert ended.column("grad_norm") == pytest.approx(one_process(MODEL).column("grad_norm")[2:], rel=1e-5)
+
+
+def test_attention_that_lacks_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention.contexts, "size", lambda: 2)
+    with pytest.raises(ConfigError, match=r"ring attention is set up without a mask.*plan\.cp=1"):
+        attention.refuse_unsupported(document_end=0, cuda=False)
+    monkeypatch.setattr(attention, "has_transformer_engine", lambda: False)
+    with pytest.raises(ConfigError, match="context parallelism on GPUs needs Transformer Engine"):
+        attention.refuse_unsupported(None, cuda=True)
