@@ -689,7 +689,7 @@ def test_predict_reads_arguments_of_megatron(holmes, site, tmp_path):
     given = ("predict", "--site", str(site), "--nodes", "ib-a=4", "--json")
     code, out, err = holmes(*given, "--megatron-args", f"torchrun --nnodes 4 pretrain_gpt.py {words}")
     assert code == 0, err
-    assert "plan: tp=4, pp=2, virtual_stages=4, " in err and "overlap_tp=yes" in err and "ignored: --lr" in err
+    assert "plan: tp=4, pp=2, cp=2, virtual_stages=4, " in err and "overlap_tp=yes" in err and "ignored: --lr" in err
     assert out == holmes(*given, "--megatron-args", str(script))[1]
     options = (
         "--layers 32 --hidden 4096 --heads 32 --kv-heads 8 --ffn 10880 --swiglu --rmsnorm --rope --no-tied --no-bias"

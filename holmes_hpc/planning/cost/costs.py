@@ -155,13 +155,15 @@ class Costs:
         Recomputation counts as backward: `full` repeats the forward pass with its collectives, `selective` the
         attention scores. Paced layers also wait in a recomputed forward pass.
         """
-        gpu, tokens, sequence = pool.gpu, batch.micro_size * batch.sequence_length, batch.sequence_length
+        gpu, tokens, sequence = pool.gpu, batch.micro_size * batch.sequence_length, batch.context
         if self.pace_layer_ms:
             forward, backward = self._paced_s(model, tokens, tp, pool)
             return forward, backward + (forward if recompute == "full" else 0.0)
         measured = self._measured_s("layer", model, batch, tp, pool, sequence_parallel)
         if measured is None and not gpu.is_cpu:
-            return self._correct(self._times(model, batch, tp, gpu, sequence_parallel, recompute, ep)[0], gpu)
+            # A ring of keys and values that leaves a node shares its NIC with those of the other TP ranks.
+            nic_gbps = pool.data_gbps / tp if tp * batch.cp > pool.gpus_per_node else None
+            return self._correct(self._times(model, batch, tp, gpu, sequence_parallel, recompute, ep, nic_gbps)[0], gpu)
         flops, software = layer_flops(model, tokens, sequence), self.software_on(gpu)
         if "norms" in software.recompute_parts and recompute == "selective":
             raise ConfigError(
@@ -250,6 +252,7 @@ class Costs:
         sequence_parallel: bool = False,
         recompute: str = "none",
         ep: int = 1,
+        ring_gbps: float | None = None,
     ) -> tuple[Seconds, Seconds, Seconds]:
         return part_times(
             self._device(gpu),
@@ -261,6 +264,7 @@ class Costs:
             gradient_bytes=self.gradient_size,
             recompute=recompute,
             ep=ep,
+            ring_gbps=ring_gbps,
         )
 
     def _device(self, gpu: Gpu) -> Device:

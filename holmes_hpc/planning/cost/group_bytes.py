@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from holmes_hpc.planning.cost import experts
+from holmes_hpc.planning.cost.layer import key_value_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import activation_bytes, embedding_bytes
 from holmes_hpc.planning.cost.timing import parameters
@@ -45,6 +47,18 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
             tp = p.tp if is_grid else 1
             senders = first_rank_per_node(group.ranks, place_of)
             amount = factors.all_reduce * embedding_bytes(layout) / tp * (n - 1) / n
+        elif group.kind == "cp":  # keys and values go round once in each forward pass, and with gradients in backward
+            parts = {"full": ("scores",), "selective": costs.software.recompute_parts}.get(layout.recompute, ())
+            passes = 3 + ("scores" in parts)
+            amount = (
+                passes
+                * (n - 1)
+                * key_value_bytes(
+                    layout.model, layout.batch.micro_size * layout.batch.sequence_length, p.tp, costs.weight_bytes(gpu)
+                )
+            )
+            amount *= float(layers[0, stage].sum()) * layout.order.micro_batches
+            senders = tuple(a for a, b in pairwise((*group.ranks, group.ranks[0])) if place_of[a] != place_of[b])
         elif group.kind == "ep":
             passes = 3 if layout.recompute == "full" else 2  # forward, perhaps again, and backward
             calls = passes * layers[0, stage].sum() * layout.order.micro_batches

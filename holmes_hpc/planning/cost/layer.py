@@ -33,6 +33,11 @@ KERNELS_ROUTER, KERNELS_EXPERT = 24, 4
 KERNELS_ATTENTION = {"flash": 4, "flash1": 4, "flash3": 4, "sdpa": 4, "softmax": 8, "unfused": 14}
 
 
+def key_value_bytes(model: ModelSpec, tokens: int, tp: int, element: float) -> float:
+    """Return the bytes of a layer's keys and values of `tokens` on one of `tp` ranks."""
+    return 2.0 * tokens * model.key_width / tp * element
+
+
 def all_reduce_s(device: Device, model: ModelSpec, tokens: int, tp: int, sequence_parallel: bool) -> float:
     """Return the seconds of an all-reduce of T x h over the TP ranks.
     With sequence parallel, a reduce-scatter and an all-gather replace it."""
@@ -45,7 +50,7 @@ def all_reduce_s(device: Device, model: ModelSpec, tokens: int, tp: int, sequenc
 @dataclass(frozen=True)
 class LayerTimes:
     """The times of a model's parts on one of `tp` ranks, for one micro-batch.
-    `gradient_bytes`: of an accumulated element."""
+    `gradient_bytes`: of an accumulated element. `ring_gbps`: of keys and values between nodes; None inside a node."""
 
     device: Device
     software: Software
@@ -57,6 +62,7 @@ class LayerTimes:
     sequence_parallel: bool
     gradient_bytes: int
     ep: int = 1
+    ring_gbps: float | None = None
 
     @cached_property
     def tokens(self) -> int:
@@ -121,8 +127,12 @@ class LayerTimes:
         cp = self.context // self.sequence
         if cp == 1:
             return compute_s
-        kv_bytes = 2.0 * self.tokens * self.model.key_width / self.tp * self.device.element
-        forward, backward = (self.device.ring_s(n * kv_bytes * (cp - 1), cp) for n in (1, 2))
+        sent_bytes = (cp - 1) * key_value_bytes(self.model, self.tokens, self.tp, self.device.element)
+        forward, backward = (self.device.ring_s(n * sent_bytes, cp) for n in (1, 2))
+        if self.ring_gbps:
+            forward, backward = (
+                max(s, n * sent_bytes * 8e-9 / self.ring_gbps) for s, n in ((forward, 1), (backward, 2))
+            )
         return max(compute_s[0], forward), max(compute_s[1], backward)
 
     def moved(self) -> Seconds:
@@ -252,6 +262,7 @@ def part_times(
     gradient_bytes: int,
     recompute: str,
     ep: int = 1,
+    ring_gbps: float | None = None,
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Return ((forward, backward) of a layer, of the embedding, of the head), in the order of PARTS."""
     layer_times = LayerTimes(
@@ -265,6 +276,7 @@ def part_times(
         sequence_parallel=sequence_parallel,
         gradient_bytes=gradient_bytes,
         ep=ep,
+        ring_gbps=ring_gbps,
     )
     return layer_times.layer(recompute), layer_times.embedding(), layer_times.head()
 

@@ -23,6 +23,7 @@ from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
+from holmes_hpc.planning.cost.layer import key_value_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import by_stage
 from holmes_hpc.planning.cost.timing import parameters, recomputed
@@ -208,6 +209,8 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
             [(activations[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)], axis=1
         )
     transient = np.zeros_like(count) + backward_bytes
+    if layout.batch.cp > 1:  # keys and values of two ranks, and their gradients
+        transient += 4 * key_value_bytes(m, tokens, p.tp, 1.0) * element
     transfer = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
     activations[:, 0] += transfer[0] * layout.order.depths[0] * (1 if m.dropout else 0)
     logits = tokens * m.padded_vocab(p.tp) / (1 if costs.software.gathered_logits else p.tp)

@@ -254,10 +254,8 @@ class Parallel:
         return tuple(_route(stage, s, micro_batches) for s, stage in enumerate(self.stages))
 
 
-_UNIFORM_ONLY = {
-    "order": PIPELINE_ORDER, "virtual_stages": 1, "optimizer_instances": 1, "distributed_optimizer": True, "ep": 1,
-    "cp": 1
-}  # fmt: skip
+_UNIFORM_ONLY: dict[str, Any] = {name: 1 for name in ("virtual_stages", "optimizer_instances", "ep", "cp")}
+_UNIFORM_ONLY |= {"order": PIPELINE_ORDER, "distributed_optimizer": True}
 
 
 @lru_cache(maxsize=256)

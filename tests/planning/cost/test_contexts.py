@@ -1,0 +1,63 @@
+"""Costs of context parallelism: bytes and time of the ring, memory of a rank, and a plan for a long sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import spawn
+from sites import A100
+
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.fabric.site import NicType, Pool, Site
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.group_bytes import sent_bytes
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.memory import memory
+from holmes_hpc.planning.cost.predict import layer_array
+from holmes_hpc.planning.search.best import best_plan, fixed_plan
+
+SITE = Site("s", (Pool("a", NicType.IB, "p", 2, 8, 25.0, A100, rdma_gbps=200.0),))
+LLAMA, LONG = replace(named("llama3_1_8b"), max_positions=131072), Batch(16, 1, 131072)
+
+
+def fixed(tp: int, cp: int, **options: Any) -> Layout:
+    choices = PlanOptions(**{"tp": tp, "pp": 1, "dp": 16 // (tp * cp), "cp": cp, "recompute": "none", **options})
+    return Layout.of(fixed_plan(LLAMA, LONG, SITE, choices, Costs()), Costs())
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 3), ("full", 4)])
+def test_the_ring_sends_keys_and_values_forward_and_with_gradients_backward(recompute: str, passes: int) -> None:
+    plan = spawn.plan(dp=4, cp=4, recompute=recompute)
+    layout = Layout.of(plan, Costs())
+    sent = [row for row in sent_bytes(layout, layer_array(plan)) if row[0].kind == "cp"]
+    key_values = 2 * 4 * 16 * 4  # K and V of 4 tokens a rank, 2 heads of width 8, in fp32
+    assert [rank for _, rank, _ in sent] == [0, 1, 2, 3]
+    assert {amount for *_, amount in sent} == {passes * 3 * key_values * 6 * 8}  # layers, micro-batches
+
+
+def test_a_rank_holds_its_part_of_the_activations() -> None:
+    parts = {cp: layout for cp in (1, 4) for layout in [fixed(2, cp)]}
+    held = {cp: memory(layout, layout.all_layers[-1:]).activations[0, 0] for cp, layout in parts.items()}
+    assert held[4] == pytest.approx(held[1] / 4)
+
+
+def test_a_ring_between_nodes_takes_the_time_of_their_nic() -> None:
+    pool, part = SITE.pools[0], LONG.split(16)
+    inside = Costs().layer_s(LLAMA, part, 1, replace(pool, gpus_per_node=16), True, "none")
+    slow = Costs().layer_s(LLAMA, part, 1, replace(pool, rdma_gbps=1.0), True, "none")
+    key_values = 2 * 8192 * 1024 * 2
+    assert slow[0] - inside[0] > 0.9 * 15 * key_values * 8e-9 > 0
+    assert Costs().layer_s(LLAMA, part, 1, pool, True, "none") == pytest.approx(inside)  # hidden beside attention
+
+
+def test_a_long_sequence_gets_context_parallelism_unasked() -> None:
+    options = PlanOptions(recompute="full", schedule="1f1b", unequal="false", virtual_stages=1, tp=2)
+    plan = best_plan(LLAMA, LONG, SITE, options, Costs())
+    assert plan.parallel.cp > 1 and plan.predicted is not None
+    assert max(plan.predicted.memory_bytes_per_gpu) < 80 * 2**30
+    short = best_plan(LLAMA, Batch(16, 1, 4096), SITE, options, Costs())
+    assert short.parallel.cp == 1
