@@ -18,7 +18,7 @@ from holmes_hpc.planning.plan.plan import Plan, Predicted, Stage
 from holmes_hpc.planning.schedule.kinds import SCHEDULES, megatron_kind, schedule_kind
 from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
 from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, Exploration, explore
-from holmes_hpc.planning.search.infeasible import raise_indivisible, raise_out_of_memory
+from holmes_hpc.planning.search.infeasible import OutOfMemory, raise_indivisible, raise_out_of_memory
 from holmes_hpc.planning.search.layers import idle_share
 from holmes_hpc.planning.search.micro_batch_shares import SharedSteps, best_shared_steps
 from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, conflicting_option, variants
@@ -66,6 +66,8 @@ def best_plan(
             plans.append(_best_plan(of_contexts(problem, cp), clock))
         except PlanError as e:
             failure = failure or e
+            if not plans and not isinstance(failure, OutOfMemory):
+                raise
     if failure and not plans:
         raise failure
     return min(plans, key=lambda plan: plan.predicted.step_time_s if plan.predicted else inf)

@@ -20,6 +20,10 @@ from holmes_hpc.planning.search.space import Space
 MAX_PLACEMENTS = 100  # the most whose memory is computed: those with the largest TP x PP
 
 
+class OutOfMemory(PlanError):
+    """No plan fits in memory."""
+
+
 def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:
     """Raise PlanError for the first size that is not divisible as needed. Call it if no placement is possible."""
     size, micro_size, available = batch.global_size, batch.micro_size, available_pools(site, options)
@@ -142,7 +146,7 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
             hint += (
                 f"; {', '.join(cpus)} is planned without GPUs: if it has some, describe them in a site file (`gpu:`)"
             )
-    raise PlanError(message, where=where, hint=hint)
+    raise OutOfMemory(message, where=where, hint=hint)
 
 
 # Keys of `plan` that can keep a model from fitting, with the value that leaves the choice to the planner.
