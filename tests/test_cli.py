@@ -971,7 +971,7 @@ def test_the_help_of_sweeps_says_how_to_start_one(holmes):
 def test_an_unknown_option_gets_the_key_or_the_answer_but_no_lookalike(holmes):
     for option, hint in (
         ("--precision", "no option --precision: write train.dtype=…;"),
-        ("--context-parallel", "context parallelism is not supported"),
+        ("--context-parallel", "no option --context-parallel: write plan.cp=…;"),
         ("--modle", "did you mean '--model'?"),
         ("--zzz", "no option --zzz; see"),
     ):
