@@ -62,4 +62,4 @@ def test_ctrl_c_in_a_sweep_is_an_exit_code_and_no_traceback(
     monkeypatch.setattr(train.hydra, "main", lambda **_: lambda _: interrupted)
     with pytest.raises(SystemExit) as ended:
         train.main()
-    assert ended.value.code == 130 and capsys.readouterr().err == ""
+    assert ended.value.code == 130 and capsys.readouterr().err == "holmes: interrupted\n"

@@ -110,7 +110,8 @@ def test_layers_use_torchs_fused_attention_unless_a_cpu_drops_scores(
     monkeypatch.setattr(gpt, "get_num_layers_to_build", lambda *_, **__: 1)
     monkeypatch.setattr(gpt, "has_transformer_engine", lambda: False)
     model = spawn.plan().model
-    spec = gpt.block_spec(SimpleNamespace(**{**vars(model), "dropout": dropout}), None, cuda, None)  # type: ignore[arg-type]
+    config = SimpleNamespace(num_moe_experts=None, context_parallel_size=1)
+    spec = gpt.block_spec(SimpleNamespace(**{**vars(model), "dropout": dropout}), config, cuda, None)  # type: ignore[arg-type]
     attention = spec.layer_specs[0].submodules.self_attention.submodules.core_attention
     assert (attention is SdpaAttention) == fused
 

@@ -52,7 +52,9 @@ def test_per_stage_tp_and_dp_have_the_losses_and_norms_of_one_process(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("pp", "weights", "kind"), [(1, [2, 1, 1], "plain"), (2, [2, 1], "tied"), (1, [1, 1, 1], "plain")])
+@pytest.mark.parametrize(
+    ("pp", "weights", "kind"), [(1, [2, 1, 1], "plain"), (2, [2, 1], "tied"), (1, [1, 1, 1], "plain")]
+)
 def test_shares_of_a_step_in_two_pools_have_the_losses_of_one_process(
     pp: int, weights: list[float], kind: str, one_process: dict[str, spawn.FinishedRun], tmp_path: Path
 ) -> None:
