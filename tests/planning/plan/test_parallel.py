@@ -124,8 +124,11 @@ def test_an_indivisible_batch_is_shared_by_replicas_only_with_default_settings()
     data = spawn.plan(pp=2, dp=2, schedule="ahead", in_flight=[3, 1]).to_dict() | {"batch": batch}
     del data["transports"]
     assert Plan.from_dict(data).is_per_stage
-    for settings in ({"order": "tp-cp-ep-pp-dp"}, {"distributed_optimizer": False}):
-        with pytest.raises(PlanError, match="not a multiple"):
+    for settings, message in (
+        ({"order": "tp-cp-ep-pp-dp"}, "strategy is pipeline"),
+        ({"distributed_optimizer": False}, "not a multiple"),
+    ):
+        with pytest.raises(PlanError, match=message):
             Plan.from_dict(data | {"parallel": data["parallel"] | settings})
 
 
