@@ -283,11 +283,8 @@ def _refuse_layout(names: Sequence[str], overrides: Sequence[str]) -> None:
 
 def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Costs]:
     """Return a plan with the layout of the configuration, in which missing sizes are 1, and its costs."""
-    plan, cp, site = (
-        config.plan,
-        config.plan.cp or 1,
-        software.applied_to(request.site(config), config.plan.nodes or ()),
-    )
+    plan, cp, site = config.plan, config.plan.cp or 1, request.site(config)
+    site = software.applied_to(site, plan.nodes or ())
     tp, length = plan.tp or 1, config.batch.split(cp).sequence_length
     replicas, bucket_bytes = plan.dp or 1, plan.bucket_bytes
     if software.is_megatron:

@@ -149,6 +149,11 @@ class ModelSpec:
         """The inner width of a feed-forward part, or of an expert."""
         return (self.experts.count and self.experts.ffn) or self.ffn
 
+    @property
+    def active_width(self) -> int:
+        """The inner width of all feed-forward parts that compute a token."""
+        return self.active_ffns * self.ffn_width
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, without newer keys that have their defaults, so that older versions can read it."""
         return {k: v for k, v in asdict(self).items() if k not in _NEWER_KEYS or getattr(self, k) != _NEWER_KEYS[k]}

@@ -36,6 +36,11 @@ def ffn_matrix(m: ModelSpec) -> int:
     return m.active_ffns * expert_matrix(m) + m.experts.count * m.hidden
 
 
+def permuted_elements(m: ModelSpec) -> float:
+    """Return the elements that a token's permutations to its experts and back read and write; 0 for a dense model."""
+    return 4.0 * m.active_ffns * m.hidden if m.experts.count else 0.0
+
+
 def norm_parameters(m: ModelSpec, width: int | None = None) -> int:
     """Return the parameters of one norm of `width`, by default hidden. RMSNorm has a scale, LayerNorm also a shift."""
     return (1 if m.rmsnorm else 2) * (width or m.hidden)

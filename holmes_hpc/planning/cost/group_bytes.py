@@ -49,15 +49,9 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
             amount = factors.all_reduce * embedding_bytes(layout) / tp * (n - 1) / n
         elif group.kind == "cp":  # keys and values go round once in each forward pass, and with gradients in backward
             parts = {"full": ("scores",), "selective": costs.software.recompute_parts}.get(layout.recompute, ())
-            passes = 3 + ("scores" in parts)
-            amount = (
-                passes
-                * (n - 1)
-                * key_value_bytes(
-                    layout.model, layout.batch.micro_size * layout.batch.sequence_length, p.tp, costs.weight_bytes(gpu)
-                )
-            )
-            amount *= float(layers[0, stage].sum()) * layout.order.micro_batches
+            rounds = (3 + ("scores" in parts)) * float(layers[0, stage].sum()) * layout.order.micro_batches
+            tokens = layout.batch.micro_size * layout.batch.sequence_length
+            amount = rounds * (n - 1) * key_value_bytes(layout.model, tokens, p.tp, costs.weight_bytes(gpu))
             senders = tuple(a for a, b in pairwise((*group.ranks, group.ranks[0])) if place_of[a] != place_of[b])
         elif group.kind == "ep":
             passes = 3 if layout.recompute == "full" else 2  # forward, perhaps again, and backward

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import Gpu
-from holmes_hpc.planning.cost.flops import head_flops, head_parameters, layer_parameters
+from holmes_hpc.planning.cost.flops import head_flops, head_parameters, layer_parameters, permuted_elements
 from holmes_hpc.planning.cost.hardware import CPU_MEMORY_GBPS, FITTED
 from holmes_hpc.planning.cost.kernels import Device, kind
 from holmes_hpc.planning.cost.software import Software
@@ -102,11 +102,6 @@ class LayerTimes:
         shapes = ((2 if m.swiglu else 1) * m.ffn_width // tp, m.hidden), (m.hidden, m.ffn_width // tp)
         return [(count * f, count * b) for f, b in (self.product(*shape, fp8, tokens) for shape in shapes)]
 
-    @cached_property
-    def ffn_elements(self) -> int:
-        """The inner elements of a token's FFN, on all ranks; with experts, of all that compute it."""
-        return self.model.active_ffns * self.model.ffn_width
-
     def scores(self) -> Seconds:
         """Return the seconds of attention's core: scores, softmax, dropout, product with values."""
         m, d, heads = self.model, self.device, self.model.heads / self.tp
@@ -148,11 +143,9 @@ class LayerTimes:
         )
         ffn_passes = (5.0 if unfused else 3.0) if m.swiglu else 2.0 + (2 if unfused and m.bias else 0)
         rotary_elements = m.query_width + m.key_width
-        split_elements = ffn_passes * self.ffn_elements + rotary_elements * (
-            (5.0 if unfused else 2.0) if m.rope else 2.0
-        )
+        split_elements = ffn_passes * m.active_width + rotary_elements * ((5.0 if unfused else 2.0) if m.rope else 2.0)
         split_elements += rotary_elements * self.norm_bytes / d.element if m.qk_norm else 0
-        split_elements += 4.0 * m.active_ffns * m.hidden if m.experts.count else 0  # permuted, and permuted back
+        split_elements += permuted_elements(m)
         token_bytes = (hidden_bytes + split_elements * d.element / self.tp) * (
             d.stack.unfused_elementwise if unfused else 1
         )
@@ -172,7 +165,7 @@ class LayerTimes:
         if "ffn" in s.recompute_parts:
             up, down = self.ffn_products()
             seconds += up[0] + down[0] + (0 if m.experts.count else self.all_reduce())
-            seconds += d.moved_s(self.tokens * (3.0 if m.swiglu else 2.0) * self.ffn_elements * d.element / self.tp)
+            seconds += d.moved_s(self.tokens * (3.0 if m.swiglu else 2.0) * m.active_width * d.element / self.tp)
         return seconds
 
     @property
@@ -321,8 +314,8 @@ class Cpu:
         hidden_elements = (
             model.hidden / (tp if sequence_parallel else 1) * (10.0 + (4 / self.weight_bytes if model.dropout else 0))
         )
-        ffn_elements, keys = (3.0 if model.swiglu else 2.0) * model.active_ffns * model.ffn_width, 2 * model.key_width
-        ffn_elements += 4.0 * model.active_ffns * model.hidden if model.experts.count else 0  # permuted, and back
+        ffn_elements = (3.0 if model.swiglu else 2.0) * model.active_width + permuted_elements(model)
+        keys = 2 * model.key_width
         split_elements = (ffn_elements + (4.0 if model.qk_norm else 2.0) * (model.query_width + keys)) / tp
         moved_bytes = tokens * (hidden_elements + split_elements) * self.weight_bytes
         return self.memory_s(moved_bytes) + self.score_traffic_s(model, tokens, sequence, tp)

@@ -104,9 +104,7 @@ def layer_activation_bytes(
     )
     total += 0 if flash else sequence * sequence  # the causal mask, one for all heads and sequences
     gradients = (
-        tokens
-        * (3 * m.active_ffns * m.ffn_width * element + (0 if flash else m.heads * sequence * (element + fp32_extra)))
-        / tp
+        tokens * (3 * m.active_width * element + (0 if flash else m.heads * sequence * (element + fp32_extra))) / tp
     )
     input_bytes = tokens * h * element / (tp if sequence_parallel else 1)
     if recompute == "full":

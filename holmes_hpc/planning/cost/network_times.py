@@ -84,7 +84,10 @@ def _replica_times(layout: Layout, replica: int) -> ReplicaTimes:
         reduce[:, first:end], gather[:, first:end] = sync[0][:, None], sync[1][:, None]
         if layout.model.experts.count:
             group = experts.data_parallel(layout, replica, first)
-            expert_sync[:, :, first:end] = np.stack(_sync_times(layout, stages[first], *group))[:, :, None]
+            sync = layout.pool_memo.of(
+                "synchronize experts", *key, compute=partial(_sync_times, layout, stages[first], *group)
+            )
+            expert_sync[:, :, first:end] = np.stack(sync)[:, :, None]
         if in_passes:
             pass_sync = layout.pool_memo.of(
                 "passing", *key, compute=partial(_fsdp_times, layout, stages[first], reduction, nodes)
