@@ -95,7 +95,7 @@ bench-gpu: install ## one GPU: TFLOP/s and memory, compared with Megatron-Core's
 REGRET ?= build/planner-regret.jsonl
 SITES ?= 60
 
-planner-regret: install ## the planner's choice against told parts of SITES (60) random sites; a repeated command continues
+planner-regret: install ## the planner's choice against user-fixed parts of SITES (60) random sites; a repeated command continues
 	@mkdir -p $(dir $(REGRET))
 	$(BIN)/python benchmarks/planner_per_stage.py $(REGRET:.jsonl=-unequal.jsonl) --sites $(SITES)
 	$(BIN)/python benchmarks/planner_regret.py $(REGRET) --sites $(SITES)

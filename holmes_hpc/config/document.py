@@ -20,7 +20,7 @@ from holmes_hpc.schema import REQUIRED, Key, allowed, keys
 
 PACKAGE = Path(__file__).parents[1]
 PAGE = PACKAGE.parent / "docs" / "configuration.md"
-HEAD = "# Written from holmes_hpc/config/ by `python -m holmes_hpc.config.document`; change it there."
+HEAD = "# Written from holmes_hpc/config/{} by `python -m holmes_hpc.config.document`; change it there."
 WIDTH = 118
 # How the page abbreviates the allowed values of a key.
 _SHORT = (
@@ -47,13 +47,14 @@ def conf_files() -> dict[str, str]:
     """Return the text of each file under conf/, by its path there."""
     files = {"config.yaml": _main_file()}
     for name, model in MODELS.items():
-        files[f"model/{name}.yaml"] = _values_file(asdict(model))
+        files[f"model/{name}.yaml"] = _values_file("models.py", asdict(model))
     for name, batch in BATCHES.items():
-        files[f"batch/{name}.yaml"] = _values_file(asdict(batch))
+        files[f"batch/{name}.yaml"] = _values_file("models.py", asdict(batch))
     for group, options in OPTIONS.items():
+        head = HEAD.format(f"{GROUPS[group].__module__.rsplit('.')[-1]}.py")
         for name, changes in options.items():
             lines = [line for k in keys(GROUPS[group]).values() for line in _lines(k, changes.get(k.name, k.default))]
-            files[f"{group}/{name}.yaml"] = "\n".join([HEAD, *lines, ""])
+            files[f"{group}/{name}.yaml"] = "\n".join([head, *lines, ""])
     return files
 
 
@@ -110,7 +111,7 @@ def help_text(*groups: str, without: Collection[str] = (), width: int = 78) -> s
 
 def _main_file() -> str:
     lines = [
-        HEAD,
+        HEAD.format("configuration.py"),
         "# Every key can be given on the command line: model=gpt_3_6b train.steps=100 'plan.nodes={ib-a: 2}'",
         "defaults:",
         "  - _self_",
@@ -134,8 +135,8 @@ def _lines(declared: Key, value: Any) -> list[str]:
     return [*(f"# {line}" for line in textwrap.wrap(comment, WIDTH - 2)), pair]
 
 
-def _values_file(values: Mapping[str, Any]) -> str:
-    return HEAD + "\n" + str(yaml.safe_dump(dict(values), sort_keys=False))
+def _values_file(module: str, values: Mapping[str, Any]) -> str:
+    return HEAD.format(module) + "\n" + str(yaml.safe_dump(dict(values), sort_keys=False))
 
 
 def _format(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Records of measurements on real nodes.
 
-`holmes calibrate` measures fabric by fabric; the planner reads its calibration. A site's own runs give corrections of
-all figures.
+`holmes calibrate` measures two nodes of each pool; the planner reads its calibration. A site's own runs give
+corrections of all figures.
 """
 
 import math

@@ -93,7 +93,7 @@ class Layout:
         recompute: str | None = None,
         virtual_stages: int | None = None,
     ) -> Layout:
-        """Return the layout with other settings. The placement of ranks stays, so the variant shares `memo`."""
+        """Return a copy with these settings (None: unchanged). Ranks keep their places, so the copy shares `memo`."""
         layout = copy(self)  # without checks: a search makes thousands
         if virtual_stages is not None and virtual_stages != self.parallel.virtual_stages:
             object.__setattr__(layout, "parallel", replace(self.parallel, virtual_stages=virtual_stages))

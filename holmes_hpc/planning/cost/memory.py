@@ -342,15 +342,16 @@ def stage_capacity(layout: Layout, max_gib: float | None = None) -> np.ndarray:
 
 
 class Shortage(NamedTuple):
-    """The stage that lacks most memory. `bytes`: how much it lacks (0 or less: it fits); `need`: how much it needs."""
+    """The stage with the largest shortage of memory. `missing_bytes`: 0 or less if it fits."""
 
-    bytes: float
-    need: float
+    missing_bytes: float
+    needed_bytes: float
     stage: int
 
     def __str__(self) -> str:
         gib = 2.0**30
-        return f"stage {self.stage} needs {self.need / gib:.1f} GiB a GPU, {self.bytes / gib:.1f} GiB more"
+        needed, missing = self.needed_bytes / gib, self.missing_bytes / gib
+        return f"stage {self.stage} needs {needed:.1f} GiB a GPU, {missing:.1f} GiB more"
 
 
 def shortage(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> Shortage:
@@ -364,11 +365,11 @@ def shortage(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -
 def check_memory(layout: Layout, layers: np.ndarray) -> None:
     """Raise PlanError with the stage and the shortage if one layer split, (1, S, C), does not fit."""
     missing = shortage(layout, layers)
-    if missing.bytes > 0:
+    if missing.missing_bytes > 0:
         gpus = [layout.pool(replica[missing.stage]).gpu for replica in layout.replicas]
         raise PlanError(
             f"{missing} than {min(gpus, key=lambda gpu: gpu.memory_gib).name} provides",
             where="memory",
             hint=f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of"
-            f" {missing.need / 2**30 / USABLE_SHARE:.0f} GiB",
+            f" {missing.needed_bytes / 2**30 / USABLE_SHARE:.0f} GiB",
         )

@@ -166,7 +166,8 @@ def _ends_per_stage(layout: Layout, times: Timing) -> np.ndarray:
 
 def step_s(layout: Layout, layers: np.ndarray, passes: int = ACCURATE) -> np.ndarray:
     """Return the seconds of a step for layer splits of shape (plans, S, C).
-    It is the slowest pipeline and the work after it. `passes`: number to simulate before extrapolation."""
+    A step lasts as long as its slowest pipeline plus the work after it. `passes`: how many to simulate before
+    extrapolation."""
     times = timing(layout, layers)
     if layout.is_per_stage:
         return _ends_per_stage(layout, times) + times.after_reduction_s()

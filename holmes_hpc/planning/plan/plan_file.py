@@ -255,7 +255,7 @@ def _check_derived(plan: Any, flat: Mapping[str, Any]) -> None:
             if name == "transports" and flat[name] == _without_control(computed[name]):
                 continue
             raise PlanError(
-                f"{where} is {_shown(written)}, but the other keys give {_shown(value)}",
+                f"it is {_shown(written)}, but the other keys give {_shown(value)}",
                 where=where,
                 hint="remove the key (it is derived), or change the keys it is derived from",
             )

@@ -199,7 +199,9 @@ class Order:
         return tuple(len(self.micro_batches_of(row)) - sum(self.weight_passes_before(row)) for row in range(self.rows))
 
     def with_weight_passes(self, row: int, launches: Sequence[L]) -> list[L | WeightPass]:
-        """Return the launches of `row` with its weight passes (:meth:`weight_passes_before`)."""
+        """Return the launches of `row` with its weight passes (:meth:`weight_passes_before`), first in, first out.
+
+        schedule/graph.py repeats this rule on arrays."""
         counts, pending, items = iter(self.weight_passes_before(row)), deque[WeightPass](), list[L | WeightPass]()
         for launch in launches:
             if isinstance(launch, Pass):
@@ -334,7 +336,7 @@ def _distance(above: list[int], below: list[int], depth_above: int, depth_below:
 def _weight_passes_before(kind: str, turns: int, depth: int, lag: int, final: int) -> tuple[int, ...]:
     """Return :meth:`Order.weight_passes_before` of a row that makes `turns` turns and holds `depth` passes."""
     is_backward = (schedule_kind(kind).turns(turns, depth) >= turns).tolist()
-    first_wait = is_backward[::-1].index(False)  # backward passes after the last forward pass; the first waits not
+    first_wait = is_backward[::-1].index(False)  # backward passes after the last forward pass; the first does not wait
     counts, pending = list[int](), 0
     for left, backward in zip(range(len(is_backward), 0, -1), is_backward, strict=True):
         spread = min(pending, -(-max(0, pending + left - final) // left))

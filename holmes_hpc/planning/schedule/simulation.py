@@ -183,8 +183,8 @@ class TimedPass(NamedTuple):
 def row_end_times(order: Order, d: RowDurations, passes: list[TimedPass] | None = None) -> list[float]:
     """Return the end in seconds of each row's last pass; infinite if the row waits forever (too little in flight).
 
-    `passes`: a list to which every pass is appended, in order of their start. A search simulates millions of passes, so
-    a pass is a number here: twice its micro-batch, plus 1 if backward.
+    `passes`: a list that receives a TimedPass for every pass, in order of their start. Inside this function a pass is a
+    number, for speed: twice its micro-batch, plus 1 if backward.
     """
     stages, never = order.stages, float("inf")
     stage_of = [order.stage_of(row) for row in range(order.rows)]

@@ -38,8 +38,8 @@ class Estimate:
     def seconds(self, chunks: Any) -> Any:
         """Return the step's seconds with `chunks` virtual stages.
 
-        The sum of: all micro-batches through the slowest stage or edge; filling and draining the pipeline; gradient
-        traffic that the fill of the other stages does not hide.
+        It is the sum of three times: all micro-batches through the slowest stage or edge; filling and draining the
+        pipeline; gradient traffic that the fill of the other stages does not hide.
         """
         maximum = np.maximum if isinstance(self.tau, np.ndarray) else max  # on numbers, max is ten times faster
         fill = (self.stages - 1) * self.tau / chunks
@@ -47,8 +47,9 @@ class Estimate:
         other_edges = maximum(0, self.round_trip - 2 * self.transfer)  # to and from the slowest edge
         transfer_bound = self.micro_batches * self.transfer * chunks + other_edges
         hidden = (fill + self.round_trip * chunks) / 2
-        share = 1 - (1 - self.front_loaded_share) * (chunks == 1)
-        return maximum(compute_bound, transfer_bound) + fill + (maximum(0, self.reduce - hidden) + self.exposed) * share
+        unhidden_share = 1 - (1 - self.front_loaded_share) * (chunks == 1)
+        traffic = (maximum(0, self.reduce - hidden) + self.exposed) * unhidden_share
+        return maximum(compute_bound, transfer_bound) + fill + traffic
 
     def least_seconds(self) -> Any:
         """Return the step's seconds with the best number of virtual stages of three: 1, 3 and the maximum."""

@@ -98,7 +98,7 @@ class PlacementShortage(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        return self.memory.bytes <= 0
+        return self.memory.missing_bytes <= 0
 
     def __str__(self) -> str:
         p = self.placement
@@ -139,7 +139,7 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
     else:
         free = replace(o, **DEFAULTS)
         free_shortage = _search_shortage(evaluator, batch, evaluator.site, free) or least
-        hint = f"use GPUs of {free_shortage.memory.need / 2**30 / USABLE_SHARE:.0f} GiB" + "".join(
+        hint = f"use GPUs of {free_shortage.memory.needed_bytes / 2**30 / USABLE_SHARE:.0f} GiB" + "".join(
             f", or {change}" for change in _fitting_changes(evaluator, free, free_shortage.memory)
         )
         if cpus := [pool.name for pool in evaluator.site.pools if pool.gpu.is_cpu]:
@@ -181,7 +181,8 @@ def _fitting_changes(evaluator: Evaluator, o: PlanOptions, missing: Shortage) ->
         least = _search_shortage(evaluator, replace(batch, micro_size=1), site, o)
         if least is not None and least.fits:
             yield "batch.micro_size=1"
-    first_factor = int(-(-missing.need // (missing.need - missing.bytes)))  # needed over available bytes
+    available_bytes = missing.needed_bytes - missing.missing_bytes
+    first_factor = int(-(-missing.needed_bytes // available_bytes))
     for factor in (first_factor, 2 * first_factor):
         pools = tuple(replace(f, nodes=factor * f.nodes, node_names=()) for f in site.pools)
         least = _search_shortage(evaluator, batch, replace(site, pools=pools), o)
@@ -216,7 +217,7 @@ def _least_shortage(
                 shortages.append(PlacementShortage(shortage(layout, layers, o.max_memory_gib), placement))
         except PlanError as e:
             error = e
-    return min(shortages, key=lambda s: s.memory.bytes, default=None), error
+    return min(shortages, key=lambda s: s.memory.missing_bytes, default=None), error
 
 
 def _recompute(o: PlanOptions) -> str:

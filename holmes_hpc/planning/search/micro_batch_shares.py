@@ -116,22 +116,24 @@ def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float
 def _layout(
     problem: Problem, pools: Sequence[AvailablePool], micro_size: int, tp: int, pp: int, recompute: str
 ) -> Layout | None:
-    """Return the layout of as many pipelines as fill whole nodes of each pool; None if a pool or pipeline gets none."""
+    """Return the layout with as many pipelines as fill whole nodes of each pool.
+
+    None if a pool gets no pipeline, or a pipeline no micro-batch."""
     model, batch, site, options, costs = problem
-    components, weights = list[Component](), list[float]()
+    components, speeds = list[Component](), list[float]()
     batch = replace(batch, micro_size=micro_size)
-    for a in pools:
-        nodes = next((n for n in range(a.nodes, 0, -1) if n * a.gpus_per_node % (tp * pp) == 0), 0)
-        if not nodes or (a.is_fixed and nodes < a.nodes):
+    for available in pools:
+        nodes = next((n for n in range(available.nodes, 0, -1) if n * available.gpus_per_node % (tp * pp) == 0), 0)
+        if not nodes or (available.is_fixed and nodes < available.nodes):
             return None
-        pipelines = nodes * a.gpus_per_node // (tp * pp)
-        layer_s = sum(costs.layer_s(model, batch, tp, a.pool, tp > 1, recompute))
-        components.append(component(a.pool, nodes, a.gpus_per_node, first_stage=0, stages=pp))
-        weights += [1 / layer_s] * pipelines
-    stage = StageParallel(tp, len(weights), tuple(w / min(weights) for w in weights))
+        pipelines = nodes * available.gpus_per_node // (tp * pp)
+        layer_s = sum(costs.layer_s(model, batch, tp, available.pool, tp > 1, recompute))
+        components.append(component(available.pool, nodes, available.gpus_per_node, first_stage=0, stages=pp))
+        speeds += [1 / layer_s] * pipelines
+    stage = StageParallel(tp, len(speeds), tuple(speed / min(speeds) for speed in speeds))
     try:
         parallel = Parallel((stage,) * pp, order=HIERARCHICAL_ORDER, sequence_parallel=tp > 1)
-        fewest = min(Counter(parallel.routes(batch.micro_batches(1))[0]).values())
+        fewest_micro_batches = min(Counter(parallel.routes(batch.micro_batches(1))[0]).values())
     except PlanError:  # more pipelines than micro-batches
         return None
     return Layout(
@@ -139,7 +141,7 @@ def _layout(
         batch,
         parallel,
         recompute=recompute,
-        schedule=Schedule(PER_STAGE.name, tuple(min(n, fewest) for n in least_in_flight((1,) * pp))),
+        schedule=Schedule(PER_STAGE.name, tuple(min(n, fewest_micro_batches) for n in least_in_flight((1,) * pp))),
         components=tuple(components),
         site=site,
         costs=costs,

@@ -25,8 +25,9 @@ C = TypeVar("C", bound=Timed)
 def defer(candidate: C, sizes: Sequence[int], try_layout: Callable[[C, Layout], C], refine: Callable[[C], C]) -> C:
     """Return the candidate with the lags, buckets, layers and depth of the shortest step.
 
-    Both change for all stages alike, then one at a time. `sizes`: of buckets, in bytes. `try_layout`: returns the
-    candidate under a layout that fits and is faster, else the candidate. `refine`: changes layers and depth.
+    Lags and final passes change for all stages alike, then for one stage at a time. `sizes`: of buckets, in bytes.
+    `try_layout`: returns the candidate under a layout that fits and is faster, else the candidate. `refine`: changes
+    layers and depth.
     """
     pp, lags = candidate.layout.parallel.pp, {min(n, candidate.layout.order.micro_batches) for n in LAGS}
     changes = [(lag, final) for lag in sorted(lags) for final in sorted({1, max(1, lag)})]

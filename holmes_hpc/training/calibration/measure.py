@@ -40,7 +40,7 @@ from holmes_hpc.training.session import Session, run_in_session
 
 FILE = "calibration.yaml"
 WARM_UP = 3  # steps, or passes through a layer
-REPEATS = 12
+PART_REPEATS = 12
 DEADLINE_S, SHAPES_S = 150.0, 75.0  # time limits: of all optional measurements, of other shapes
 MAX_TOKEN_RATIO = 4  # of another shape to the plan's micro-batch, so that a layer fits into the memory of a stage
 PASS = "pass"  # the time of a pass beyond its parts
@@ -189,7 +189,7 @@ def _passes_s(
 ) -> tuple[float, float]:
     """Return the median seconds of (forward, backward) after the warm-up. `hidden`: the input of `forward`."""
     times, (forward_timer, backward_timer) = [], map(trainer.breakdown, ("forward-compute", "backward-compute"))
-    for _ in range(WARM_UP + REPEATS):
+    for _ in range(WARM_UP + PART_REPEATS):
         start = networks.synchronized_time()
         forward_timer.start()
         output = forward(hidden)

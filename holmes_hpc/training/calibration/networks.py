@@ -28,7 +28,7 @@ from holmes_hpc.training.network import interfaces
 from holmes_hpc.training.rank.log import log_line
 from holmes_hpc.training.session import Session
 
-WARM_UP, REPEATS = 2, 9
+WARM_UP, LINK_REPEATS = 2, 9
 SMALL_BYTES = 256
 MAX_BYTES = 64 << 20  # of one message or collective: larger ones give the same efficiency
 MAX_SEND_S = 0.4  # nominal time to send the bytes of one message or collective
@@ -155,7 +155,7 @@ def _all_reduce(control: Any) -> None:
 
 def _median_s(task: Callable[[], None]) -> float:
     times = []
-    for _ in range(WARM_UP + REPEATS):
+    for _ in range(WARM_UP + LINK_REPEATS):
         start = synchronized_time()
         task()
         times.append(synchronized_time() - start)

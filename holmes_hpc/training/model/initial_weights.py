@@ -19,8 +19,9 @@ _BLOCK, _BLOCK_CUDA = 1 << 16, 1 << 22
 def normal(seed: int, name: str, rows: torch.Tensor, columns: torch.Tensor, width: int, std: float) -> torch.Tensor:
     """Return elements (rows, columns) of the matrix `name`, which has `width` columns: fp32, on the device of `rows`.
 
-    The mean is 0 and the standard deviation `std`. Each is a sum of twelve uniform numbers (Irwin 1927, Hall 1927): its
-    distribution function differs from a normal one by at most 0.0024, and its magnitude is at most 6 `std`.
+    The mean is 0 and the standard deviation `std`. Each element is a scaled sum of twelve uniform numbers (Irwin 1927,
+    Hall 1927): its distribution function differs from a normal one by at most 0.0024, and its magnitude is at
+    most 6 `std`.
     """
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big", signed=True)
     weights = torch.empty((rows.numel(), columns.numel()), dtype=torch.float32, device=rows.device)

@@ -32,7 +32,7 @@ from holmes_hpc.training.network.filtered_listener import (
     packed_address,
     sign_packets,
 )
-from holmes_hpc.training.network.link_sockets import keep_alive
+from holmes_hpc.training.network.keepalive import keep_alive
 
 SECRET_BYTES = 32
 TIMEOUT_S = 5.0  # of a greeting, and of a connection to the store

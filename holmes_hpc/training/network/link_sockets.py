@@ -1,4 +1,4 @@
-"""Sockets between nodes: a server that answers and measures, many connections at once, bandwidth samples, keepalive."""
+"""Sockets between nodes: a server that answers and measures, many connections at once, bandwidth samples."""
 
 import contextlib
 import json
@@ -22,11 +22,6 @@ CHUNK_BYTES = 1 << 18
 WARM_UP = 0.2  # share of a sample's time that does not count, for TCP's slow start and a shaper's burst
 PATIENCE = 4  # a sample in which nothing arrives ends after this many times its length
 MAX_SAMPLE_S = 5.0
-PROBE_S, PROBES = (
-    1,
-    3,
-)  # the kernel's keepalive: seconds until the first probe and between probes, probes without answer
-SILENCE_S = PROBE_S * (1 + PROBES)
 
 
 @dataclass(frozen=True)
@@ -49,21 +44,6 @@ def bound_socket(interface: str, address: str) -> socket.socket:
         bound.close()
         raise
     return bound
-
-
-def keep_alive(connection: socket.socket, limit_sends: bool = False) -> None:
-    """Make the kernel end a connection with ETIMEDOUT if the peer's kernel is silent for SILENCE_S.
-
-    By default only an idle connection. `limit_sends`: also one whose bytes the peer does not acknowledge. That would
-    end gloo's transfers to a peer that computes and does not read meanwhile."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, PROBE_S),
-        (socket.TCP_KEEPINTVL, PROBE_S),
-        (socket.TCP_KEEPCNT, PROBES),
-        (socket.TCP_USER_TIMEOUT, 1000 * SILENCE_S * limit_sends),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class LinkServer(contextlib.ExitStack):

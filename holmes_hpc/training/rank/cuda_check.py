@@ -244,9 +244,8 @@ def use_cuda(device: str, plan: Plan) -> bool:
 def stream_count(plan: Plan, rank: int) -> int:
     """Return the number of CUDA streams of `rank`.
 
-    There is one for computing, one for each communicator of each direction of an edge, one each for tensor, context
-    and data parallelism. Several optimizer instances add two. Three serve the gradient norm, the tied embedding and
-    WORLD.
+    There is one for computing. Each edge and direction has one for each communicator; TP, CP and DP have one each.
+    Several optimizer instances add two. Three serve the gradient norm, the tied embedding and WORLD.
     """
     p, stage = plan.parallel, plan.parallel.coordinates(rank)[0]
     edges = [edge for edge in plan.transports() if edge.kind == "edge" and rank in edge.ranks]

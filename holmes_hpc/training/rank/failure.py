@@ -29,8 +29,8 @@ POLL_S = 1.0
 _ANSWER_S = 2.0  # limit of a wait for the store, which may be behind the network that failed
 _TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|application timeout", re.IGNORECASE)  # gloo's messages
 _NCCL_NETWORK = re.compile("ncclRemoteError|ncclSystemError|IBV_WC_")  # e.g. no answer to repeated RDMA packets
-SILENCE_S = 100.0  # then the watchdog logs the phase, so that the log grows at least every two minutes
-SET_UP_SILENCE_S = 8.0  # the same before the first step, so that a slow phase of set-up shows within 10 s
+LOG_EVERY_S = 100.0  # then the watchdog logs the phase, so that the log grows at least every two minutes
+LOG_EVERY_S_OF_SET_UP = 8.0  # the same before the first step, so that a slow phase of set-up shows within 10 s
 LONG_PHASE = 10.0  # a long phase (set-up, saving to a slow disk) may take this many times the limit of a step
 
 
@@ -268,7 +268,7 @@ class Watchdog:
     ) -> None:
         self._exit, self._limit_s, self._logs_progress, self._clock = rank_exit, limit_s, logs_progress, clock
         self._phase, self._since, self._logged_at = "set-up", clock(), clock()
-        self._factor, self._silence_s = LONG_PHASE, SET_UP_SILENCE_S
+        self._factor, self._silence_s = LONG_PHASE, LOG_EVERY_S_OF_SET_UP
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -289,7 +289,7 @@ class Watchdog:
 
     def note_step_logged(self) -> None:
         """Restart the time without log lines, because this rank has just logged a step."""
-        self._logged_at, self._silence_s = self._clock(), SILENCE_S
+        self._logged_at, self._silence_s = self._clock(), LOG_EVERY_S
 
     def overdue(self) -> str | None:
         """Return a message if the current phase exceeds its limit, else None."""

@@ -58,14 +58,17 @@ def test_older_versions_are_read(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d["stages"][1].update(fabric="ib-0"), "stages[1].fabric is ib-0, but the other keys give roce-1"),
+        (
+            lambda d: d["stages"][1].update(fabric="ib-0"),
+            "stages[1].fabric: it is ib-0, but the other keys give roce-1",
+        ),
         (
             lambda d: d["components"][0].update(stages=[0, 1]),
-            "components[0].stages is [0, 1], but the other keys give [0]",
+            "components[0].stages: it is [0, 1], but the other keys give [0]",
         ),
-        (lambda d: d["parallel"].update(pp=3), "parallel.pp is 3, but the other keys give 2"),
-        (lambda d: d.update(unused={"ib-0": 1}), "unused is {'ib-0': 1}, but the other keys give {}"),
-        (lambda d: d["transports"][0].update(transport="rdma"), "transports[0] is "),
+        (lambda d: d["parallel"].update(pp=3), "parallel.pp: it is 3, but the other keys give 2"),
+        (lambda d: d.update(unused={"ib-0": 1}), "unused: it is {'ib-0': 1}, but the other keys give {}"),
+        (lambda d: d["transports"][0].update(transport="rdma"), "transports[0]: it is "),
     ],
 )
 def test_derived_keys_are_checked(change: Any, message: str) -> None:
@@ -81,7 +84,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"stages": {0: {"tp": 2, "dp": 1}}, "parallel": {"sequence_parallel": True}},
         "TP 2 does not divide 1 GPUs per node",
     ),
-    "another number of nodes": ({"stages": {0: {"nodes": 1}}}, "stages[0].nodes is 1, but the other keys give 2"),
+    "another number of nodes": ({"stages": {0: {"nodes": 1}}}, "stages[0].nodes: it is 1, but the other keys give 2"),
     "more replicas than micro-batches": (
         {"batch": {"global_size": 1, "micro_size": 1, "sequence_length": 16}},
         "stage 0 has 2 replicas for 1 micro-batches a step",

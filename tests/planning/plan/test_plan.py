@@ -141,7 +141,7 @@ def test_the_id_depends_on_what_runs_only(plan: Plan) -> None:
         (lambda d: d["batch"].update(global_size=100), "not a multiple"),
         (lambda d: d["batch"].update(sequence_length=4096), "above the model's 2048"),
         (lambda d: d["transports"][-1].update(transport="rdma", nic="ib", fabric="ib-a"), "but the other keys give"),
-        (lambda d: d["transports"].pop(), "transports is "),
+        (lambda d: d["transports"].pop(), "transports: it is "),
         (lambda d: d.update(version=99), "version 99"),
         (
             lambda d: d.update(stages=[1, 2]),
@@ -149,9 +149,15 @@ def test_the_id_depends_on_what_runs_only(plan: Plan) -> None:
         ),
         (lambda d: d.update(edge_connections=0), "edge_connections is 0"),
         (lambda d: d.pop("model"), "model is missing"),
-        (lambda d: d["components"][0].update(stages=[1]), "components[0].stages is [1], but the other keys give [0]"),
+        (
+            lambda d: d["components"][0].update(stages=[1]),
+            "components[0].stages: it is [1], but the other keys give [0]",
+        ),
         (lambda d: d["components"][1].update(fabric="ib-a"), "pools ib-a, ib-a: one is listed twice"),
-        (lambda d: d["stages"][0].update(fabric="roce-a"), "stages[0].fabric is roce-a, but the other keys give ib-a"),
+        (
+            lambda d: d["stages"][0].update(fabric="roce-a"),
+            "stages[0].fabric: it is roce-a, but the other keys give ib-a",
+        ),
         (
             lambda d: (d["parallel"].update(sequence_parallel=True), d["batch"].update(sequence_length=1023)),
             "TP 2 does not divide a sequence of 1023",

@@ -127,8 +127,8 @@ def test_any_wrong_value_of_a_plan_gives_one_line(plan: dict[str, Any]) -> None:
         (("site", "fabrics", 0, "gpu", "memory_gib"), "80", "memory_gib is '80'; use a number above 0 (GiB)"),
         (("predicted", "step_time_s"), "fast", "predicted: step_time_s is 'fast'; use a number"),
         (("predicted", "nic_bytes_per_step"), {"ib-a": "many"}, "predicted: nic_bytes_per_step is {'ib-a': 'many'}"),
-        (("transports", 3, "ranks"), [0, 99], "transports[3] is {"),
-        (("transports", 3, "nic"), "eth", "transports[3] is {"),
+        (("transports", 3, "ranks"), [0, 99], "transports[3]: it is {"),
+        (("transports", 3, "nic"), "eth", "transports[3]: it is {"),
         (("version",), "3", "plan version 3, this release reads 1 to 3"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from holmes_hpc.training.network.interfaces import NodeTransports
-from holmes_hpc.training.network.link_sockets import SILENCE_S, keep_alive
+from holmes_hpc.training.network.keepalive import SILENCE_S, keep_alive
 from holmes_hpc.training.network.peer_watch import PeerWatch, watch_next_nodes
 
 
