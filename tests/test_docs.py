@@ -48,7 +48,7 @@ def titled(start: str) -> list[Path]:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("page", thorough.all_but(titled("needs holmes-hpc[train]"), ROOT / "docs" / "start.md"))
+@pytest.mark.parametrize("page", thorough.all_but(titled("needs holmes-hpc[train]")))
 def test_blocks_that_train_without_root_run_as_they_stand(page, tmp_path):
     for title, text in own_blocks(page):
         if title.startswith("needs holmes-hpc[train]"):
@@ -59,6 +59,7 @@ def test_blocks_that_train_without_root_run_as_they_stand(page, tmp_path):
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("page", titled("on the testbed"), ids=lambda page: page.stem)
+@pytest.mark.thorough  # README's commands run in test_readme.py
 def test_blocks_on_the_testbed_run_as_they_stand(testbed, page, tmp_path):
     for title, text in own_blocks(page):
         if title.startswith("on the testbed"):

@@ -134,6 +134,7 @@ def has_ended(pid: int, patience_s: float = 10) -> bool:
 
 
 @pytest.mark.integration
+@pytest.mark.thorough
 def test_pipelines_start_where_cuda_forbids_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the start method spawn, as on a machine with a GPU; the fixtures check that no process remains."""
     monkeypatch.setenv(pipelines.START_METHOD, "spawn")

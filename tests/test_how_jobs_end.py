@@ -62,6 +62,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(testbed, runs, rank):
 
 
 @pytest.mark.slurm
+@pytest.mark.thorough  # other layouts continue in tests/training/checkpoint
 def test_a_run_goes_on_under_another_plan_on_other_nodes(testbed, runs, tmp_path):
     """Trained on 2 InfiniBand and 2 RoCE nodes, then on 4 InfiniBand nodes: the losses of one process all the way."""
     train = [*SMALL, "train.lr=2e-3", "train.lr_decay_steps=12", "train.checkpoint_interval=3"]

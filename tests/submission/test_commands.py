@@ -246,6 +246,7 @@ def test_a_plan_that_starts_now_is_first_for_a_short_training(holmes: Holmes) ->
 
 @pytest.mark.slurm
 @pytest.mark.usefixtures("busy_roce")
+@pytest.mark.thorough  # see also test_earliest_asks_slurm_for_the_nodes_of_a_site_file
 def test_run_chooses_the_plan_that_ends_first(holmes: Holmes) -> None:
     code, out, err = holmes("run", "--earliest", "--steps", "2", "model=gpt_tiny", "--json")
     assert code == 0, err

@@ -137,6 +137,7 @@ def test_impossible_job_prevents_all_submissions(
 
 
 @pytest.mark.integration
+@pytest.mark.thorough  # so does a run, in tests/submission/lifecycle
 def test_directory_with_a_run_of_another_configuration_is_refused(tmp_path: Path) -> None:
     assert sweep(tmp_path, "1").returncode == 0
     (tmp_path / "good2").touch()
@@ -187,6 +188,7 @@ def test_copies_and_launcher_settings_give_separate_entries(tmp_path: Path) -> N
 
 
 @pytest.mark.integration
+@pytest.mark.thorough
 def test_repeated_overrides_are_two_jobs_and_a_percent_sign_is_refused(tmp_path: Path) -> None:
     (tmp_path / "good").touch()
     for _ in range(2):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import spawn
+import thorough
 
 from holmes_hpc.config.train import Profile, TrainConfig
 from holmes_hpc.errors import ConfigError
@@ -16,7 +17,7 @@ from holmes_hpc.training.metrics.profiler import Profiler
 
 
 @pytest.mark.integration  # ranks as processes
-@pytest.mark.parametrize("schedule", ["1f1b", "ahead"])
+@pytest.mark.parametrize("schedule", thorough.all_but(["1f1b", "ahead"], "ahead"))
 def test_a_profile_has_passes_and_transfers_of_its_steps_on_its_ranks(tmp_path: Path, schedule: str) -> None:
     plan = spawn.plan(pp=2, schedule=schedule, in_flight=(2, 1))
     ended = spawn.train(tmp_path, plan, {"train": {"steps": 4, "profile": Profile(2, 3, (1,))}})

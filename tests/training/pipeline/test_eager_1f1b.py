@@ -159,6 +159,7 @@ def variant_cases() -> dict[tuple[str, str], Case]:
 
 
 @pytest.mark.integration
+@pytest.mark.thorough
 def test_every_variant_equals_megatrons() -> None:
     cases = variant_cases()
     variants = dict(zip(cases, play_apart(list(cases.values()), timeout_s=300), strict=True))
