@@ -384,10 +384,14 @@ def _stages_text(numbers: tuple[int, ...]) -> str:
     return f"stage{'s' * (len(numbers) > 1)} {listed}"
 
 
+def _layers_text(layers: list[int]) -> str:
+    return f"{abbreviated(layers, '+')} layer{'s' * (layers != [1])}"
+
+
 def _placements(plan: Plan) -> list[str]:
     """Return a line for each component: its nodes, GPUs, stages and layers."""
     return [
         f"{c.pool}: {counted(c.nodes, 'node')} x {c.gpus_per_node} {plan.site.pool(c.pool).gpu.name},"
-        f" {_stages_text(c.stages)}, {abbreviated((plan.stages[s].layers for s in c.stages), '+')} layers"
+        f" {_stages_text(c.stages)}, {_layers_text([plan.stages[s].layers for s in c.stages])}"
         for c in plan.components
     ]
