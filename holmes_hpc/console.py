@@ -92,19 +92,19 @@ def table(
         )
         for index, column_width in zip(block, widths, strict=True):
             cells = [row[index] for row in rows if row[index] not in ("", NONE)]
-            is_numeric = bool(cells) and all(
-                cell.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x").isdecimal()
-                for cell in cells
-                if cell.strip()
-            )
-            block_table.add_column(
-                columns[index], justify="right" if is_numeric else "left", overflow="fold", width=column_width
-            )
+            is_numeric = bool(cells) and all(_is_number(cell) for cell in cells if cell.strip())
+            justify: Any = "right" if is_numeric else "left"
+            block_table.add_column(columns[index], justify=justify, overflow="fold", width=column_width)
         for row in rows:
             block_table.add_row(*(row[i] for i in block))
         console.print(block_table)
     if caption:
         console.print(caption, style="dim italic")
+
+
+def _is_number(cell: str) -> bool:
+    """Return whether a cell starts with a number, which may have a sign and end with % or x."""
+    return cell.replace(",", "").split()[0].lstrip("+-~").replace(".", "", 1).rstrip("%x").isdecimal()
 
 
 def _blocks(rows: Sequence[Sequence[str]], max_width: int) -> list[list[int]]:
@@ -145,6 +145,11 @@ def _column_widths(rows: Sequence[Sequence[str]], max_width: int) -> list[int | 
         index = max((i for i in range(len(columns)) if widths[i] > min_widths[i]), key=lambda i: widths[i])
         widths[index] -= 1
     return list(widths)
+
+
+def left_aligned_table(title: str, caption: str | None, **style: Any) -> Table:
+    """Return an empty table without a frame, for a live display."""
+    return Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=None, **style)
 
 
 def bars(title: str, values: Sequence[tuple[str, float]]) -> None:

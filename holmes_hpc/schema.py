@@ -98,7 +98,8 @@ def _wrong_values(
 
 
 class Checked:
-    """A base class for dataclasses that only need :func:`check` when created, with the arguments of the class."""
+    """A base class for dataclasses that only need :func:`check` when created, with the arguments of the class.
+    In `where`, ``{0.name}`` stands for the instance's name."""
 
     _check: tuple[str, type[HolmesError]]
 
@@ -106,7 +107,8 @@ class Checked:
         cls._check = where, error
 
     def __post_init__(self) -> None:
-        check(self, *self._check)
+        where, error = self._check
+        check(self, where.format(self), error)
 
 
 def refuse(where: str, *cases: tuple[Any, str, str], error: type[HolmesError] = ConfigError) -> None:
@@ -197,9 +199,8 @@ def _type_text(member: Any, spec: KeySpec) -> str:
     element_types = arguments if kind is tuple else arguments[1:]  # the first argument of a map is its keys' type
     plurals = {int: f"whole numbers{limits}", float: f"numbers{limits}", str: "texts"}
     elements = " or ".join(plurals.get(t, "values") for t in element_types)
-    return {bool: "true or false", str: "text", tuple: f"a list of {elements}"}.get(
-        kind, f"keys with {elements or 'values'}"
-    )
+    texts = {bool: "true or false", str: "text", tuple: f"a list of {elements}"}
+    return texts.get(kind, f"keys with {elements or 'values'}")
 
 
 def _range_text(spec: KeySpec) -> str:
@@ -235,11 +236,8 @@ def _classes(cls: Any, name: str) -> tuple[tuple[type, ...], bool, bool]:
     """Return (classes that the value of a key may have, whether all are dataclasses, whether it may be null)."""
     all_members = _all_members(keys(cls)[name].type)
     members = [m for m in all_members if m is not type(None)]
-    return (
-        tuple(m for m in members if isinstance(m, type)),
-        all(dataclasses.is_dataclass(m) for m in members),
-        type(None) in all_members,
-    )
+    classes = tuple(m for m in members if isinstance(m, type))
+    return classes, all(map(dataclasses.is_dataclass, members)), type(None) in all_members
 
 
 @cache

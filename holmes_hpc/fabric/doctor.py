@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.finding import LEVELS, MAX_SKEW_S, Finding
 from holmes_hpc.fabric.grouping import Grouping, NodeSettings
-from holmes_hpc.fabric.listing import listing_of
+from holmes_hpc.fabric.listing import Listing, listing_of
 from holmes_hpc.fabric.nccl import refusals
 from holmes_hpc.fabric.node_facts import Facts, ask_nodes
 from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
 from holmes_hpc.fabric.partitions import with_associations
-from holmes_hpc.fabric.site import Site
 from holmes_hpc.fabric.site_file import read_site_file
 from holmes_hpc.fabric.site_record import changes_since_written
 from holmes_hpc.fabric.software import check_software, software
@@ -31,47 +31,32 @@ SAFE_HETJOBS = (24, 11)  # the first Slurm whose slurmctld survives an impossibl
 
 def check_config(config: Config) -> list[Finding]:
     """Check the scheduler's settings for those that hinder heterogeneous jobs, restarts or accounting."""
-    cases = [(True, "error", problem, hint) for problem, hint in config.hetjob_obstacles()]
-    cases += [
-        (
-            config.version is not None and config.version < OLDEST,
-            "warning",
-            f"Slurm {config.get('SLURM_VERSION')} is not supported: nothing was tried with it",
-            "use Slurm 22.05 or later",
-        ),
-        (
-            config.version is not None and config.version < SAFE_HETJOBS,
-            "warning",
-            f"Slurm {config.get('SLURM_VERSION')}: a heterogeneous job with an impossible component other "
-            "than the first can kill slurmctld",
-            "submit with `holmes submit`, which tries each component alone first, or upgrade to 24.11",
-        ),
-        (
-            config.get("AccountingStorageType") in ("", "(null)", "accounting_storage/none"),
-            "warning",
-            "no slurmdbd: sacct does not report that jobs end, so plain submitit treats them as running for ever",
-            "set AccountingStorageType=accounting_storage/slurmdbd; until then `holmes status` reads result.json",
-        ),
-        (
-            config.get("JobRequeue") == "0",
-            "warning",
-            "JobRequeue is 0: Slurm does not restart a run after a node failure",
-            "set JobRequeue=1, or use `holmes resume`",
-        ),
-        (
-            config.get("KillOnBadExit") != "1",
-            "info",
-            "KillOnBadExit is 0: with a plain srun a dead rank leaves the others running",
-            "use srun --kill-on-bad-exit=1 in your own scripts (holmes submit does), or set KillOnBadExit=1",
-        ),
-        (
-            any("helpers" in p for p in config.options("NodeFeaturesPlugins")),
-            "info",
-            "node_features/helpers refuses counts and brackets in constraints",
-            "use the constraints of `holmes nodes` in your own scripts; they have none",
-        ),
-    ]
+    cases = _config_cases(config)
     return [Finding(level, "slurm.conf", problem, hint) for applies, level, problem, hint in cases if applies]
+
+
+def _config_cases(config: Config) -> Iterator[tuple[bool, str, str, str]]:
+    """Yield (whether the scheduler's settings have the fault, level, problem, hint)."""
+    for problem, hint in config.hetjob_obstacles():
+        yield True, "error", problem, hint
+    version, release = config.version or SAFE_HETJOBS, f"Slurm {config.get('SLURM_VERSION')}"
+    problem = f"{release} is not supported: nothing was tried with it"
+    yield version < OLDEST, "warning", problem, "use Slurm 22.05 or later"
+    problem = f"{release}: a heterogeneous job with an impossible component other than the first can kill slurmctld"
+    hint = "submit with `holmes submit`, which tries each component alone first, or upgrade to 24.11"
+    yield version < SAFE_HETJOBS, "warning", problem, hint
+    has_no_database = config.get("AccountingStorageType") in ("", "(null)", "accounting_storage/none")
+    problem = "no slurmdbd: sacct does not report that jobs end, so plain submitit treats them as running for ever"
+    hint = "set AccountingStorageType=accounting_storage/slurmdbd; until then `holmes status` reads result.json"
+    yield has_no_database, "warning", problem, hint
+    problem = "JobRequeue is 0: Slurm does not restart a run after a node failure"
+    yield config.get("JobRequeue") == "0", "warning", problem, "set JobRequeue=1, or use `holmes resume`"
+    problem = "KillOnBadExit is 0: with a plain srun a dead rank leaves the others running"
+    hint = "use srun --kill-on-bad-exit=1 in your own scripts (holmes submit does), or set KillOnBadExit=1"
+    yield config.get("KillOnBadExit") != "1", "info", problem, hint
+    problem = "node_features/helpers refuses counts and brackets in constraints"
+    hint = "use the constraints of `holmes nodes` in your own scripts; they have none"
+    yield any("helpers" in p for p in config.options("NodeFeaturesPlugins")), "info", problem, hint
 
 
 def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Finding]:
@@ -94,12 +79,9 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
         names = compress(n.name for n in nodes if n.reading.unknown)
         hint = "add rules for them to the site's own file (HOLMES_FEATURES), or list them there under ignored"
         findings.append(Finding("info", f"nodes {names}", f"unknown features: {', '.join(features)}", hint))
-    findings += [
-        Finding("warning", f"node {n.name}", problem, f"holmes label {n.name}", n.name)
-        for n in nodes
-        for problem in n.reading.problems
-        if n.name not in grouping.left_out
-    ]
+    for n in (n for n in nodes if n.name not in grouping.left_out):
+        for problem in n.reading.problems:
+            findings.append(Finding("warning", f"node {n.name}", problem, f"holmes label {n.name}", n.name))
     for line in grouping.assumptions:
         nodes_text, _, assumption = line.partition(": ")
         level, hint = "info", "label them with `holmes label`"
@@ -153,11 +135,8 @@ def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]
             problem = f"its clock is {f.skew_s:+.0f} s off this machine's"
             hint = "start a time service there (chrony); munge refuses credentials at 300 s"
             findings.append(Finding("warning", where, problem, hint, f.node))
-        findings += [
-            Finding("warning", where, note, "check its cable and driver", f.node)
-            for note in f.notes
-            if " is DOWN" in note or "runs at" in note
-        ]
+        for note in (note for note in f.notes if " is DOWN" in note or "runs at" in note):
+            findings.append(Finding("warning", where, note, "check its cable and driver", f.node))
     for file, nodes in grouped((f.missing, f.node) for f in facts if f.missing):
         problem = f"do not see this machine's {Path(file).parent}, the folder of the runs"
         hint = "keep runs on a file system that all nodes share: HOLMES_RUNS=DIR, or run_dir=DIR"
@@ -182,40 +161,29 @@ def read_script(path: Path) -> list[Finding]:
 
 def check_script(text: str, name: str = "script") -> list[Finding]:
     """Check a user's batch script for the usual mistakes with heterogeneous jobs."""
-    is_hetjob = bool(re.search(r"^#SBATCH\s+hetjob\b", text, re.MULTILINE))
-    cases: list[tuple[bool, str, str]] = []
+    return [Finding("error", name, problem, hint) for applies, problem, hint in _script_cases(text) if applies]
+
+
+def _script_cases(text: str) -> Iterator[tuple[Any, str, str]]:
+    """Yield (whether the batch script has the mistake, problem, hint)."""
+    is_hetjob = re.search(r"^#SBATCH\s+hetjob\b", text, re.MULTILINE)
     for step in _SRUN.findall(text):
         line = " ".join(step.replace("\\\n", " ").split())[:60]
-        cases += [
-            (
-                not re.search(r"\s(?:-K(?:1|\b)|--kill-on-bad-exit(?!=0))", step),
-                f"`{line}` has no --kill-on-bad-exit: a dead rank leaves the others running",
-                "add --kill-on-bad-exit=1",
-            ),
-            (
-                is_hetjob and "--het-group" not in step,
-                f"`{line}` has no --het-group: it runs in the first component only",
-                "add --het-group=0,1,… with all components",
-            ),
-            (
-                is_hetjob and bool(re.search(r"(?:-o|--output|-e|--error)[= ]\S*%[jJA]", step)),
-                f"`{line}` writes to a path with %j, which differs between components",
-                "use a path without %j, %J and %A",
-            ),
-        ]
-    cases += [
-        (
-            is_hetjob and not re.search(r"^#SBATCH\b.*\s(-p|--partition)", part, re.MULTILINE),
-            "a component has no partition: it runs in the default one",
-            "give every component -p and -C",
-        )
-        for part in re.split(r"^#SBATCH\s+hetjob\b.*$", text, flags=re.MULTILINE)
-    ]
-    is_singleton = is_hetjob and bool(re.search(r"--dependency[= ]\S*singleton", text))
-    cases.append(
-        (is_singleton, "singleton makes a heterogeneous job wait for itself", "use --dependency=afterany:LEADER")
-    )
-    return [Finding("error", name, problem, hint) for applies, problem, hint in cases if applies]
+        kills = re.search(r"\s(?:-K(?:1|\b)|--kill-on-bad-exit(?!=0))", step)
+        problem = f"`{line}` has no --kill-on-bad-exit: a dead rank leaves the others running"
+        yield not kills, problem, "add --kill-on-bad-exit=1"
+        problem = f"`{line}` has no --het-group: it runs in the first component only"
+        yield is_hetjob and "--het-group" not in step, problem, "add --het-group=0,1,… with all components"
+        has_job_id = re.search(r"(?:-o|--output|-e|--error)[= ]\S*%[jJA]", step)
+        problem = f"`{line}` writes to a path with %j, which differs between components"
+        yield is_hetjob and has_job_id, problem, "use a path without %j, %J and %A"
+    for part in re.split(r"^#SBATCH\s+hetjob\b.*$", text, flags=re.MULTILINE):
+        has_partition = re.search(r"^#SBATCH\b.*\s(-p|--partition)", part, re.MULTILINE)
+        problem = "a component has no partition: it runs in the default one"
+        yield is_hetjob and not has_partition, problem, "give every component -p and -C"
+    problem = "singleton makes a heterogeneous job wait for itself"
+    is_singleton = re.search(r"--dependency[= ]\S*singleton", text)
+    yield is_hetjob and is_singleton, problem, "use --dependency=afterany:LEADER"
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
@@ -223,20 +191,10 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(dict.fromkeys(findings), key=lambda f: LEVELS.index(f.level))
 
 
-def diagnose(
-    config: Config,
-    nodes: Sequence[SiteNode],
-    partitions: Sequence[Partition],
-    facts: Sequence[Facts] = (),
-    env: Mapping[str, str] | None = None,
-    settings: NodeSettings | None = None,
-    *,
-    site: Site | None = None,
-) -> list[Finding]:
-    """Return all findings about a cluster, from what Slurm and the nodes (`facts`) reported. Runs no command.
-    `site`: of a site file, whose pools replace those of Slurm's features."""
-    grouping, env = listing_of(config.cluster, nodes, partitions, settings, site).grouping, env or {}
-    findings = check_config(config) + check_features(nodes, grouping) + check_partitions(partitions, grouping)
+def diagnose(config: Config, listing: Listing, facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]:
+    """Return all findings about a cluster, from what Slurm and the nodes (`facts`) reported. Runs no command."""
+    nodes, grouping = listing.nodes, listing.grouping
+    findings = check_config(config) + check_features(nodes, grouping) + check_partitions(listing.partitions, grouping)
     if not grouping.pools:
         findings.append(Finding("error", f"cluster {config.cluster}", "no node can be used", "see the other findings"))
     versions = {f.node: f.software for f in facts if f.software}
@@ -274,4 +232,5 @@ def examine(settings: NodeSettings | None = None, asking: bool = True, site_file
             findings += [Finding("warning", site_file, change, "see `holmes site`") for change in changes]
         except SiteError as e:
             findings.append(Finding("error", e.where, e.what, e.hint))
-    return ordered(diagnose(config, nodes, partitions, facts, os.environ, settings, site=site) + findings)
+    listing = listing_of(config.cluster, nodes, partitions, settings, site)
+    return ordered(diagnose(config, listing, facts, os.environ) + findings)

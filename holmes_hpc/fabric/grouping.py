@@ -78,8 +78,7 @@ def group(
     per NIC type and partition. The nodes of a fabric that have the same GPUs and partition form a pool.
 
     Nodes are left out if they are down or drained, in no open partition, have two NIC types in their features, lack
-    a GPU on a site with GPUs, or cannot be selected by a constraint.
-    """
+    a GPU on a site with GPUs, or cannot be selected by a constraint."""
     settings = settings or NodeSettings()
     notes = _Notes()
     names = {p.name for p in partitions}
@@ -89,12 +88,12 @@ def group(
     open_, skipped = usable_partitions(partitions, settings)
     refusals = {p.name: f"partition {p.name}: {reason}" for p, reason in skipped}
     eligible = _eligible(nodes, open_, refusals, notes)
-    pools = [
-        pool
-        for g in _groups(eligible, open_, notes)
-        for gpu, members in _kinds(g.nodes, vocabulary)
-        if (pool := _pool(replace(g, nodes=tuple(members)), gpu, nodes, vocabulary, notes, settings.reservation))
-    ]
+    pools = []
+    for g in _groups(eligible, open_, notes):
+        for gpu, members in _kinds(g.nodes, vocabulary):
+            alike = replace(g, nodes=tuple(members))
+            if pool := _pool(alike, gpu, nodes, vocabulary, notes, settings.reservation):
+                pools.append(pool)
     for p, reason in skipped:
         notes.assume([n for n in nodes if p.name in n.partitions], f"partition {p.name} is skipped: {reason}")
     first, *others = _by(lambda n: n.architecture, [n for n in eligible if n.architecture]) or [("", [])]
@@ -202,11 +201,8 @@ def _pool(
     if not usable:
         return None
     count, names_of_group = usable[0].gpus, {n.name for n in g.nodes}
-    rivals = [
-        n
-        for n in nodes
-        if g.partition.name in n.partitions and n.name not in names_of_group and n.gpus_of(gpus.gres_type) >= count
-    ]
+    others = [n for n in nodes if g.partition.name in n.partitions and n.name not in names_of_group]
+    rivals = [n for n in others if n.gpus_of(gpus.gres_type) >= count]
     expression, exclude = constraint(usable, rivals), ""
     if expression is None:
         expression, exclude = "", _names(rivals)
@@ -224,21 +220,20 @@ def _pool(
     if limit < len(usable):
         notes.assume(usable, f"partition {g.partition.name} allows a job {limit} nodes (MaxNodes): no more are used")
     names, node_nics = _nic_names(g.nic, usable)
+    ethernet_gbps = _rate(g, usable, "ethernet_gbps", ASSUMED_ETHERNET_GBPS, notes)
     return Pool(
         g.fabric,
         g.nic,
         partition=g.partition.name,
         nodes=limit,
         gpus_per_node=gpus.count,
-        ethernet_gbps=_rate(g, usable, "ethernet_gbps", ASSUMED_ETHERNET_GBPS, notes),
+        ethernet_gbps=ethernet_gbps,
         gpu=gpus.gpu,
         rdma_gbps=_rate(g, usable, "rdma_gbps", ASSUMED_RDMA_GBPS, notes) if g.nic.rdma else None,
         constraint=expression,
         node_names=tuple(n.name for n in usable),
         gres=bool(count),
-        ethernet=names.ethernet,
-        hca=names.hca,
-        storage=names.storage,
+        **vars(names),
         node_nics=node_nics,
         nccl_net=vocabulary.networks.get(str(g.nic)),
         node_cpus=(min(n.cpus for n in usable) or None) if count else None,
@@ -285,8 +280,7 @@ def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str |
     """Return the shortest constraint ``a&b`` of features that all `members` have and no rival has.
 
     The project's own NIC and fabric labels are preferred: all that `members` have in common. Empty: no feature is
-    needed. None: no constraint selects only `members`.
-    """
+    needed. None: no constraint selects only `members`."""
     common = [f for f in dict.fromkeys(members[0].features) if all(f in m.features for m in members)]
     meanings = {m.feature: m for node in members for m in node.reading.meanings}
     labels = [f for f in common if f in meanings and meanings[f].is_label]

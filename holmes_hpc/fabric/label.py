@@ -16,17 +16,10 @@ from holmes_hpc.slurm.commands import output
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Node
 
-NOT_PERMANENT = (
-    "scontrol's changes last until slurmctld restarts or reads slurm.conf again: put the NodeName lines "
-    "into slurm.conf as well"
-)
+_UNTIL = "slurmctld restarts or reads slurm.conf again"
+NOT_PERMANENT = f"scontrol's changes last until {_UNTIL}: put the NodeName lines into slurm.conf as well"
 _FEATURE = re.compile(r"[A-Za-z0-9_.:+-]+\Z")  # no characters with a meaning in slurm.conf or in a constraint
-_LABELS = (
-    re.compile(r"nic_(ib|roce|ethernet)\Z"),
-    re.compile(r"nic_[\d.]+g\Z"),
-    re.compile(r"eth_[\d.]+g\Z"),
-    re.compile(r"fabric_.+\Z"),
-)
+_LABELS = tuple(map(re.compile, (r"nic_(ib|roce|ethernet)\Z", r"nic_[\d.]+g\Z", r"eth_[\d.]+g\Z", r"fabric_.+\Z")))
 _Value = TypeVar("_Value", bound=Hashable)
 _SAME_RATE = 0.02  # the kernel rounds FDR's 54.5 to 56
 
@@ -42,12 +35,8 @@ def features_of(nics: NodeNics) -> tuple[str, ...]:
     nic = nics.type
     ethernet = ethernet_gbps(nics)
     rate = nics.rdma_gbps(nic) if nic.rdma else ethernet
-    features = [f"nic_{nic}"]
-    if rate:
-        features.append(f"nic_{spell_rate(rate)}")
-    if ethernet:
-        features.append(f"eth_{spell_rate(ethernet)}")
-    return tuple(features)
+    rates = (("nic", rate), ("eth", ethernet))
+    return (f"nic_{nic}", *(f"{prefix}_{spell_rate(gbps)}" for prefix, gbps in rates if gbps))
 
 
 def ethernet_gbps(nics: NodeNics) -> float | None:

@@ -48,20 +48,11 @@ class Listing:
 
     def tables(self) -> list[Table]:
         """Return tables of pools, partitions and nodes. Nodes with equal descriptions share a row."""
-        pools = [
-            [
-                p.name,
-                p.fabric_name,
-                p.nic,
-                p.partition,
-                p.nodes,
-                f"{p.gpus_per_node}×{p.gpu.name}",
-                "" if p.rdma_gbps is None else f"{p.rdma_gbps:g}",
-                f"{p.ethernet_gbps:g}",
-                p.constraint,
-            ]
-            for p in self.grouping.pools
-        ]
+        pools = []
+        for p in self.grouping.pools:
+            rdma = "" if p.rdma_gbps is None else f"{p.rdma_gbps:g}"
+            rates = [f"{p.gpus_per_node}×{p.gpu.name}", rdma, f"{p.ethernet_gbps:g}"]
+            pools.append([p.name, p.fabric_name, p.nic, p.partition, p.nodes, *rates, p.constraint])
         caption = "\n".join(f"assumed: {a}" for a in self.grouping.assumptions)
         partitions = [
             [p.name + "*" * p.default, "up" if p.up else "closed", p.max_time, len(p.nodes), compress(p.nodes)]
@@ -76,60 +67,36 @@ class Listing:
         ]
 
     def _node_rows(self) -> list[list[Any]]:
-        rows = [
-            (
-                (
-                    "+".join(n.states).lower(),
-                    str(n.reading.nic or "?"),
-                    ", ".join(f"{g.count} {g.type}".strip() for g in n.gres if g.name == "gpu"),
-                    n.cpus,
-                    round(n.memory_mib / 1024),
-                    self.pool_of[n.name].name if n.name in self.pool_of else "",
-                    " ".join(n.features),
-                    "; ".join(self.remarks(n)),
-                ),
-                n.name,
-            )
-            for n in self.nodes
-        ]
+        rows = []
+        for n in self.nodes:
+            gpus = ", ".join(f"{g.count} {g.type}".strip() for g in n.gres if g.name == "gpu")
+            hardware = (str(n.reading.nic or "?"), gpus, n.cpus, round(n.memory_mib / 1024))
+            pool = self.pool_of[n.name].name if n.name in self.pool_of else ""
+            texts = (pool, " ".join(n.features), "; ".join(self.remarks(n)))
+            rows.append((("+".join(n.states).lower(), *hardware, *texts), n.name))
         return [[compress(names), *row] for row, names in grouped(rows)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
         pools = [{**asdict(p), "nic": str(p.nic), "fabric": p.fabric_name} for p in self.grouping.pools]
-        nodes = [
-            {
-                **{key: getattr(n, key) for key in _NODE_KEYS},
-                "nic": str(n.reading.nic) if n.reading.nic else None,
-                "rdma_gbps": n.reading.rdma_gbps,
-                "ethernet_gbps": n.reading.ethernet_gbps,
-                "pool": pool.name if pool else None,
-                "fabric": pool.fabric_name if pool else None,
-                "understood": {m.feature: m.text for m in n.reading.meanings},
-                "unknown": n.reading.unknown,
-                "remarks": self.remarks(n),
-            }
-            for n in self.nodes
-            for pool in [self.pool_of.get(n.name)]
-        ]
-        partitions = [
-            {"name": p.name, "default": p.default, "up": p.up, "max_time": p.max_time, "nodes": p.nodes}
-            for p in self.partitions
-        ]
-        return {
-            "cluster": self.cluster,
-            "pools": pools,
-            # a fabric of one pool also has the keys of the pool
-            "fabrics": [
-                {**(of_fabric[0] if len(of_fabric) == 1 else {}), "name": name, "nic": of_fabric[0]["nic"]}
-                | {"pools": [p["name"] for p in of_fabric]}
-                for name, of_fabric in grouped((p["fabric"], p) for p in pools)
-            ],
-            "partitions": partitions,
-            "nodes": nodes,
-            "assumptions": self.grouping.assumptions,
-            "left_out": self.grouping.left_out,
-        }
+        nodes = []
+        for n in self.nodes:
+            pool = self.pool_of.get(n.name)
+            node = {key: getattr(n, key) for key in _NODE_KEYS}
+            node |= {key: getattr(n.reading, key) for key in ("rdma_gbps", "ethernet_gbps", "unknown")}
+            node |= {"pool": pool.name if pool else None, "fabric": pool.fabric_name if pool else None}
+            node |= {"nic": str(n.reading.nic) if n.reading.nic else None, "remarks": self.remarks(n)}
+            nodes.append(node | {"understood": {m.feature: m.text for m in n.reading.meanings}})
+        fabrics = []
+        for name, of_fabric in grouped((p["fabric"], p) for p in pools):
+            pool_keys = of_fabric[0] if len(of_fabric) == 1 else {}  # a fabric of one pool also has the pool's keys
+            names = [p["name"] for p in of_fabric]
+            fabrics.append({**pool_keys, "name": name, "nic": of_fabric[0]["nic"], "pools": names})
+        partition_keys = ("name", "default", "up", "max_time", "nodes")
+        partitions = [{key: getattr(p, key) for key in partition_keys} for p in self.partitions]
+        hardware = {"pools": pools, "fabrics": fabrics, "partitions": partitions, "nodes": nodes}
+        notes = {"assumptions": self.grouping.assumptions, "left_out": self.grouping.left_out}
+        return {"cluster": self.cluster, **hardware, **notes}
 
 
 def listing_of(
@@ -162,35 +129,18 @@ def read_site(settings: NodeSettings | None = None) -> Site:
 
 def probe_tables(nics: NodeNics) -> list[Table]:
     """Return the tables of `holmes probe`: interfaces, RDMA ports, and the node's expected features."""
-    states = {n.name: "up" if n.up else "down" if n.carrier else "no carrier" for n in nics.interfaces}
-    interfaces = [
-        [
-            n.name,
-            n.type,
-            states[n.name],
-            _format_gbps(n.gbps),
-            n.address and f"{n.address}/{n.prefix}",
-            ",".join(n.rdma),
-            n.member_of,
-            n.role,
-        ]
-        for n in nics.interfaces
-    ]
+    interfaces: list[list[Any]] = []
+    for n in nics.interfaces:
+        state = "up" if n.up else "down" if n.carrier else "no carrier"
+        network = [_format_gbps(n.gbps), n.address and f"{n.address}/{n.prefix}", ",".join(n.rdma)]
+        interfaces.append([n.name, n.type, state, *network, n.member_of, n.role])
     has_unknown_speed = any(n.gbps is None for n in nics.interfaces if n.role == "data")
     speeds = ["Gb/s unknown: a virtual NIC, or one that is down"] * has_unknown_speed
-    ports = [
-        [
-            p.name,
-            p.kind,
-            p.state,
-            _format_gbps(p.gbps),
-            p.interface,
-            "" if p.gid_index is None else f"{p.gid_index}: {p.gid}",
-            ",".join(map(str, p.gpus)),
-            p.pci[-1] if p.pci else "",
-        ]
-        for p in nics.ports
-    ]
+    ports: list[list[Any]] = []
+    for p in nics.ports:
+        gid = "" if p.gid_index is None else f"{p.gid_index}: {p.gid}"
+        place = [p.interface, gid, ",".join(map(str, p.gpus)), p.pci[-1] if p.pci else ""]
+        ports.append([p.name, p.kind, p.state, _format_gbps(p.gbps), *place])
     caption = "\n".join([*speeds, *(f"note: {note}" for note in nics.notes)])
     vocabulary = read_vocabulary()
     meanings = {f: meaning.text for f in features_of(nics) if (meaning := vocabulary.meaning(f)) is not None}

@@ -7,7 +7,7 @@ from pathlib import Path
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.site import Gpu
-from holmes_hpc.slurm.commands import partial_output
+from holmes_hpc.slurm.commands import partial_outputs
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")
 
@@ -31,6 +31,6 @@ def local_gpus(folder: Path = NVIDIA) -> list[Gpu]:
 def nvidia_smi() -> list[tuple[str, float]]:
     """Return (name, memory in GiB) of each GPU of this machine by nvidia-smi; none without it."""
     query = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-    text = partial_output(*query, timeout_s=20)[0] if shutil.which(query[0]) else ""
+    text = partial_outputs([query], timeout_s=20)[0][0] if shutil.which(query[0]) else ""
     rows = (line.rpartition(", ") for line in text.splitlines())
     return [(name, round(float(mib) / 1024, 1)) for name, _, mib in rows if mib.replace(".", "").isdecimal()]

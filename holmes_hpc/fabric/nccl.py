@@ -34,8 +34,7 @@ def matches(value: str, name: str, port: int | None = None) -> bool:
     The rule is that of parseStringList and matchIfList in NCCL's src/misc/utils.cc. A value is a list of names,
     separated by commas. After a leading ``^``, the names in the list are excluded. After the next ``=``, names must be
     equal; without it, they must start with the name in the list. ``:1`` after a name selects that port. An empty list
-    matches everything.
-    """
+    matches everything."""
     excludes, names = value.startswith("^"), value.removeprefix("^")
     is_exact, names = names.startswith("="), names.removeprefix("=")
 
@@ -53,8 +52,7 @@ def restrict_nics(nics: NodeNics, names: NicNames, env: Mapping[str, str], node:
     """Return `nics` limited to those that the site names for the job, else to those that NCCL's variables allow.
 
     A variable in `env` only chooses among the usable NICs (no management ports). If it allows none of them, it has no
-    effect here, and :func:`refusals` reports it. SiteError if a named interface or device does not exist.
-    """
+    effect here, and :func:`refusals` reports it. SiteError if a named interface or device does not exist."""
     where = f"node {node}" if node else "this node"
     sockets: tuple[str, ...] | None = None
     if names.ethernet is not None:
@@ -109,12 +107,9 @@ def _is_storage(nics: NodeNics, port: RdmaPort, storage: Sequence[str]) -> bool:
     owner = nics.interface(port.interface) if port.interface else None
     addresses = [ipaddress.ip_address(a) for a in (owner.address if owner else None, port.gid) if a]
     addresses += [a.ipv4_mapped for a in addresses if isinstance(a, ipaddress.IPv6Address) and a.ipv4_mapped]
-    return any(
-        entry in (port.device, port.name)
-        if "/" not in entry
-        else any(a in ipaddress.ip_network(entry, strict=False) for a in addresses)
-        for entry in storage
-    )
+    networks = [ipaddress.ip_network(entry, strict=False) for entry in storage if "/" in entry]
+    is_named = port.device in storage or port.name in storage
+    return is_named or any(address in network for network in networks for address in addresses)
 
 
 def environment(nics: NodeNics, nic: NicType, node: str = "") -> dict[str, str]:
@@ -123,8 +118,7 @@ def environment(nics: NodeNics, nic: NicType, node: str = "") -> dict[str, str]:
     `nic`: the NIC type of its fabric. NCCL reads the variables once per process, for all groups. Values have exact
     matches, because ``mlx5_1`` would also match ``mlx5_10``. There is no NCCL_IB_HCA if the node shows no RDMA device
     (CPU nodes of the testbed, some containers) and the site names none. SiteError if there are devices, but no usable
-    port of that type.
-    """
+    port of that type."""
     interface = data_interface(nics, NicType.ETHERNET, node).name
     values = {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
     if nic.verbs and not nics.ports and nics.hcas:
@@ -143,10 +137,9 @@ def environment(nics: NodeNics, nic: NicType, node: str = "") -> dict[str, str]:
 
 def conf_files(env: Mapping[str, str]) -> list[Path]:
     """Return NCCL's settings files, highest priority first. Environment variables override both."""
-    user_file = Path(env["NCCL_CONF_FILE"]) if env.get("NCCL_CONF_FILE") else None
-    if user_file is None and env.get("HOME"):
-        user_file = Path(env["HOME"]) / ".nccl.conf"
-    return [*([user_file] if user_file else []), Path("/etc/nccl.conf")]
+    home_file = [Path(env["HOME"]) / ".nccl.conf"] if env.get("HOME") else []
+    user_file = [Path(env["NCCL_CONF_FILE"])] if env.get("NCCL_CONF_FILE") else home_file
+    return [*user_file, Path("/etc/nccl.conf")]
 
 
 def read_conf(path: Path) -> dict[str, str]:
@@ -175,8 +168,7 @@ def refusals(
     `required`: the variables that training sets on this node (:func:`environment`). A variable in `env` that excludes
     one of their NICs is an error, because somebody set it on purpose. One that allows more is none, because training
     replaces it, and so are settings in files, which the environment overrides. `nic`: the NIC type of the fast groups.
-    `network`: NCCL's name of their network, possibly a plugin's.
-    """
+    `network`: NCCL's name of their network, possibly a plugin's."""
     env = os.environ if env is None else env
     where = f"node {node}" if node else "environment"
     findings: list[Finding] = []
@@ -218,8 +210,7 @@ def socket_settings(gbps: float, senders: int) -> dict[str, str]:
 
     The result is empty if one connection per rank is enough. NCCL's default then applies: one connection, on some
     clouds more. Each rank sends its share of the rate, over connections of 6.25 Gb/s and threads of 25 Gb/s. These
-    figures come from NCCL's documentation of the two variables and were not measured.
-    """
+    figures come from NCCL's documentation of the two variables and were not measured."""
     share = gbps / max(1, senders)
     connections = min(MAX_CONNECTIONS, math.ceil(share / CONNECTION_GBPS))
     if connections <= 1:
@@ -238,9 +229,7 @@ def split_defaults(
     for path in reversed(conf_files(env) if files is None else files):
         site_values.update(read_conf(path))
     site_values.update({k: v for k, v in env.items() if v})
-    texts = [
-        f"{name}={site_values[name]} is the site's own and stays; for the plan's rate it would be {value}"
-        for name, value in defaults.items()
-        if name in site_values and site_values[name] != value
-    ]
+    others = {name: value for name, value in defaults.items() if site_values.get(name, value) != value}
+    reason = "is the site's own and stays; for the plan's rate it would be"
+    texts = [f"{name}={site_values[name]} {reason} {value}" for name, value in others.items()]
     return {k: v for k, v in defaults.items() if k not in site_values}, texts

@@ -3,15 +3,14 @@
 import ipaddress
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.schema import refuse
 
-_VIRTUAL = re.compile(
-    r"(lo|docker|br-|virbr|veth|cni|flannel|cali|ifb|tun|tap|dummy|kube|vxlan|wg|lxc|podman|sit|gre"
-    r"|ip6)[\w.@-]*\Z"
-)
+_VIRTUAL_NAMES = "lo|docker|br-|virbr|veth|cni|flannel|cali|ifb|tun|tap|dummy|kube|vxlan|wg|lxc|podman|sit|gre|ip6"
+_VIRTUAL = re.compile(rf"({_VIRTUAL_NAMES})[\w.@-]*\Z")
 _MANAGEMENT = re.compile(r"(mgmt|bmc|ipmi|idrac|usb)[\w.@-]*\Z")
 
 
@@ -34,8 +33,7 @@ class Nic:
     `type`: the type of traffic on it: IB for IPoIB, RoCE if a RoCE port belongs to it, else Ethernet. `address`,
     `prefix`: its IPv4 address. `gbps`: its rate; None if the kernel does not know it. `rdma`: the RDMA ports behind it,
     as ``mlx5_0:1``. `member_of`: its bond or bridge. `carrier`: False if the interface is on and the other end of its
-    cable is off.
-    """
+    cable is off."""
 
     name: str
     type: NicType
@@ -72,8 +70,7 @@ class RdmaPort:
     NCCL's IB transport does not use. `interface`: the kernel interface that owns it. `gid_index`/`gid`: its RoCE v2 GID
     with an IPv4 address (only for display: NCCL finds it itself); of an InfiniBand port the first GID, whose upper half
     is its subnet. `gpus`: indices, in PCI order, of the nearest GPUs. `pci`: the PCI path, root first. `physical`: for
-    a virtual function, the PCI address of its physical function.
-    """
+    a virtual function, the PCI address of its physical function."""
 
     device: str
     port: int
@@ -101,8 +98,7 @@ class NodeNics:
     `addressed`: False if the probe could not read addresses (a copied tree): then a missing address means nothing.
     `verbs`: RDMA devices can be opened (``/dev/infiniband/uverbs*``), even if sysfs shows none, as in some containers.
     `sockets`, `hcas`: the only interfaces and ports (``mlx5_0:1``) allowed for sockets and RDMA (nccl.restrict_nics);
-    None: no limit.
-    """
+    None: no limit."""
 
     interfaces: tuple[Nic, ...]
     ports: tuple[RdmaPort, ...] = ()
@@ -137,8 +133,7 @@ class NodeNics:
         """Return the usable ports that collectives run on: those in `hcas` if set, else those of the highest rate.
 
         A slower port of the same type is a storage card or has a bad cable; NCCL would run at its rate. A virtual
-        function is left out if its physical function is present, because they share a wire.
-        """
+        function is left out if its physical function is present, because they share a wire."""
         usable = self.usable_ports(nic)
         if self.hcas is not None:
             return tuple(p for p in usable if p.name in self.hcas)
@@ -174,23 +169,17 @@ def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
 
     An interface that is up comes first, then one with an address, one that is not for management, the fastest one,
     plain Ethernet before RoCE, and by name. Loopback, container bridges, IPoIB and members of a bond are never
-    included, unless `sockets` names them.
-    """
+    included, unless `sockets` names them."""
     if nics.sockets is not None and not nic.rdma:
         possible = [n for n in nics.interfaces if n.name in nics.sockets]
     else:
         free = [n for n in nics.interfaces if n.member_of is None and n.role != "virtual"]
         possible = [n for n in free if (n.type is nic if nic.rdma else n.type is not NicType.IB)]
 
-    def rank(n: Nic) -> tuple[bool, bool, bool, float, bool, list[tuple[int, int | str]]]:
-        return (
-            not n.up,
-            nics.addressed and n.address is None,
-            n.role == "management",
-            -(n.gbps or 0),
-            n.type is not nic,
-            natural_key(n.name),
-        )
+    def rank(n: Nic) -> tuple[Any, ...]:
+        has_no_address = nics.addressed and n.address is None
+        quality = (not n.up, has_no_address, n.role == "management", -(n.gbps or 0), n.type is not nic)
+        return (*quality, natural_key(n.name))
 
     return sorted(possible, key=rank)
 
@@ -198,24 +187,16 @@ def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
 def data_interface(nics: NodeNics, nic: NicType, node: str = "") -> Nic:
     """Return the kernel interface for `nic` traffic of this node, which is up and has an IPv4 address.
 
-    SiteError if there is none. `node`: the node's name, for the error.
-    """
+    SiteError if there is none. `node`: the node's name, for the error."""
     where, ports = f"node {node}" if node else "this node", ", ".join(p.name for p in nics.usable_ports(nic))
     interfaces = candidates(nics, nic)
-    refuse(
-        where,
-        (
-            not interfaces and ports,
-            f"{nic} ports {ports} have no kernel interface",
-            "give them one with an IPv4 address (IPoIB for InfiniBand)",
-        ),
-        (
-            not interfaces,
-            f"no {nic} interface among {', '.join(n.name for n in nics.interfaces) or 'none'}",
-            "correct the node's features (holmes label), or bring the interface back under its name",
-        ),
-        error=SiteError,
-    )
+    if not interfaces:
+        problem = f"no {nic} interface among {', '.join(n.name for n in nics.interfaces) or 'none'}"
+        hint = "correct the node's features (holmes label), or bring the interface back under its name"
+        if ports:
+            problem = f"{nic} ports {ports} have no kernel interface"
+            hint = "give them one with an IPv4 address (IPoIB for InfiniBand)"
+        raise SiteError(problem, where=where, hint=hint)
     best = interfaces[0]
     name = f"{nic} interface {best.name}"
     refuse(

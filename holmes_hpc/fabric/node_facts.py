@@ -50,8 +50,7 @@ class Facts:
     `skew_s`: its clock minus that of the asking machine. `software`: name -> version. `missing`: the asking machine's
     file if the node does not see it. `hca`: its RDMA ports of type `nic`, if it also has ports of another type.
     `plugin`: features of its network for which NCCL needs a plugin, if no verbs network is there. `gpu`,
-    `gpu_memory_gib`, `gpus`: name and memory of its first GPU by nvidia-smi, and their number.
-    """
+    `gpu_memory_gib`, `gpus`: name and memory of its first GPU by nvidia-smi, and their number."""
 
     node: str
     nic: NicType
@@ -90,27 +89,23 @@ def facts_of(
 ) -> Facts:
     """Return the facts of a node with these NICs. `features`: Slurm's for it; None if Slurm does not know the node.
     `env`, `files`: the environment and NCCL's settings files on the node."""
-    ethernet = address = network = trouble = ""
+    ethernet: dict[str, Any] = {}
     try:
         nics = as_labelled(nics, features or (), env, vocabulary, node)
         interface = data_interface(nics, NicType.ETHERNET, node=node)
-        ethernet, address, network = interface.name, str(interface.address), str(interface.network)
+        ethernet = {"ethernet": interface.name, "address": str(interface.address), "network": str(interface.network)}
     except SiteError as e:
-        trouble = f"{e.what}; {e.hint}"
+        ethernet = {"trouble": f"{e.what}; {e.hint}"}
     findings = [] if features is None else differences(nics, features, read_vocabulary(vocabulary), node)
     findings += refusals(env, {}, node, files)
-    ipoib = tuple(n.name for n in nics.interfaces if n.name.startswith("ib") and n.up and n.address)
     plugin = nics.plugin_network
     has_two_types = all(nics.usable_ports(nic) for nic in (NicType.IB, NicType.ROCE))
     return Facts(
         node,
-        nic=nics.type,
-        expected_features=features_of(nics),
-        ethernet=ethernet,
-        address=address,
-        network=network,
-        trouble=trouble,
-        ipoib=ipoib,
+        nics.type,
+        features_of(nics),
+        **ethernet,
+        ipoib=tuple(n.name for n in nics.interfaces if n.name.startswith("ib") and n.up and n.address),
         notes=nics.notes,
         findings=tuple(f for f in findings if f.level != "info"),
         hca=tuple(p.name for p in nics.compute_ports(nics.type)) if has_two_types else (),
@@ -131,8 +126,7 @@ def ask_nodes(
     """Ask all idle `nodes`. Return their facts, and findings for nodes that were busy or did not answer.
 
     The nodes need this Python, as for training. A node that fails or hangs does not affect others. `settings`: of the
-    jobs that ask; `shared`: a file that the nodes should see.
-    """
+    jobs that ask; `shared`: a file that the nodes should see."""
     settings = settings or NodeSettings()
     partitions, _ = usable_partitions(read_partitions(), settings)
     jobs: list[Job] = []
@@ -161,8 +155,7 @@ def ask_nodes(
     for job, (answers, trouble) in zip(jobs, ask(jobs, settings, shared), strict=True):
         facts += answers
         if missing := [name for name in job.node_names if name not in {f.node for f in answers}]:
-            reason = "gave no answer" + (f" ({trouble})" if trouble else "")
-            unanswered.append(_unanswered("warning", missing, reason))
+            unanswered.append(_unanswered("warning", missing, f"gave no answer ({trouble})".removesuffix(" ()")))
     return facts, unanswered
 
 
@@ -177,8 +170,7 @@ def propose(
     """Return (the changes that `holmes label` proposes, findings for nodes that did not answer).
 
     `names`: host lists of the nodes; by default all idle nodes. `fabric`: the name in an additional label
-    fabric_<name>. It needs `names`, because no node knows its fabric.
-    """
+    fabric_<name>. It needs `names`, because no node knows its fabric."""
     nodes = read_nodes()
     hosts = [host for text in names for host in expand(text)] if names else [n.name for n in nodes]
     if fabric is not None and not names:
@@ -242,25 +234,13 @@ def ask(jobs: Sequence[Job], settings: NodeSettings, shared: Path | None = None)
         setup = [*settings.setup, *job.setup]
         shell = ["bash", "-c", "\n".join([*setup, 'exec "$@"']), "facts"] if setup else []
         python = shlex.split(job.python) or [sys.executable]
-        commands.append(
-            [
-                "srun",
-                f"--partition={job.partition}",
-                *([f"--nodelist={compress(job.node_names)}"] if job.node_names else reserved),
-                *all_options,
-                f"--nodes={count}",
-                f"--ntasks={count}",
-                "--ntasks-per-node=1",
-                f"--immediate={job.wait_s}",
-                f"--time={2 + limit_s // 60}",
-                "--quiet",
-                "--no-kill",
-                "--kill-on-bad-exit=0",
-                f"--wait={limit_s // 2}",  # some nodes may fail or hang
-                "--job-name=holmes-facts",
-                *[*shell, *python, *module_arguments("holmes_hpc.fabric.node_facts"), *arguments],
-            ]
-        )
+        node_options = [f"--nodelist={compress(job.node_names)}"] if job.node_names else reserved
+        sizes = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
+        limits = [f"--immediate={job.wait_s}", f"--time={2 + limit_s // 60}", f"--wait={limit_s // 2}"]
+        tolerant = ["--quiet", "--no-kill", "--kill-on-bad-exit=0"]  # some nodes may fail or hang
+        srun = ["srun", f"--partition={job.partition}", *node_options, *all_options, *sizes, *limits, *tolerant]
+        program = [*shell, *python, *module_arguments("holmes_hpc.fabric.node_facts"), *arguments]
+        commands.append([*srun, "--job-name=holmes-facts", *program])
     waits_s = limit_s + max((job.wait_s for job in jobs), default=0) - WAIT_S
     return [
         ([facts for line in out.splitlines() if (facts := _parse_answer(line)) is not None], trouble)
@@ -274,8 +254,8 @@ def _parse_answer(line: str) -> Facts | None:
         return None
     try:
         data = json.loads(line[len(MARK) :])
-        skew = float(data.pop("clock")) - time.time()
-        return Facts.from_dict({**data, "skew_s": skew})
+        skew_s = float(data.pop("clock")) - time.time()
+        return Facts.from_dict({**data, "skew_s": skew_s})
     except (ValueError, KeyError, TypeError, msgspec.ValidationError):
         return None
 
@@ -303,15 +283,9 @@ def main(arguments: Sequence[str]) -> None:
     name = node_name()
     node = read_node(name)
     facts = facts_of(name, probe(), node.features if node else None, os.environ, vocabulary=vocabulary)
-    gpus = nvidia_smi()
-    facts = replace(
-        facts,
-        software=software(),
-        missing="" if not shared or Path(shared).exists() else shared,
-        gpus=len(gpus),
-        gpu=gpus[0][0] if gpus else "",
-        gpu_memory_gib=gpus[0][1] if gpus else None,
-    )
+    if gpus := nvidia_smi():
+        facts = replace(facts, gpus=len(gpus), gpu=gpus[0][0], gpu_memory_gib=gpus[0][1])
+    facts = replace(facts, software=software(), missing="" if not shared or Path(shared).exists() else shared)
     sys.stdout.write(MARK + json.dumps({**facts.to_dict(), "clock": time.time()}) + "\n")
 
 

@@ -67,11 +67,8 @@ def _gpu_with_memory(name: str, node: SiteNode, vocabulary: Vocabulary) -> tuple
     kind = _KIND.fullmatch(gpu.name) if gpu else None
     if gpu is None or kind is None:
         return gpu, None
-    variants = {
-        int(match[2]): variant
-        for _, variant in reversed(vocabulary.gpus)
-        if (match := _KIND.fullmatch(variant.name)) and match[1] == kind[1]
-    }
+    matches = [(_KIND.fullmatch(variant.name), variant) for _, variant in reversed(vocabulary.gpus)]
+    variants = {int(match[2]): variant for match, variant in matches if match and match[1] == kind[1]}
     smallest = min(variants)
     if len(variants) == 1 or int(kind[2]) != smallest or _names_size(name, smallest):
         return gpu, None
@@ -79,10 +76,9 @@ def _gpu_with_memory(name: str, node: SiteNode, vocabulary: Vocabulary) -> tuple
     if len(sizes) == 1:
         return variants[sizes.pop()], None
     choice = " or ".join(str(size) for size in sorted(variants))
-    return variants[smallest], (
-        f"GPU {name} has {choice} GiB, and GRES and features do not show which: {smallest} GiB assumed; "
-        f"settle it by a feature such as {kind[1]}-{max(variants)}g, or by memory_gib in a site file"
-    )
+    assumption = f"GPU {name} has {choice} GiB, and GRES and features do not show which: {smallest} GiB assumed"
+    advice = f"settle it by a feature such as {kind[1]}-{max(variants)}g, or by memory_gib in a site file"
+    return variants[smallest], f"{assumption}; {advice}"
 
 
 def _names_size(text: str, size: int) -> bool:

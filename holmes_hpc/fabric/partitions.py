@@ -12,11 +12,8 @@ from holmes_hpc.slurm.accounting import Association, read_associations
 from holmes_hpc.slurm.scontrol import Partition
 
 # Names of partitions for short, interactive or preemptible jobs.
-_SPECIAL = re.compile(
-    r"(?:^|[\W_])(interactive|debug|dev|devel|develop|test|testing|preempt\w*|backfill|scaveng\w*|free|unkillable|spot)"
-    r"(?:[\W_]|$)",
-    re.IGNORECASE,
-)
+_USES = r"interactive|debug|dev|devel|develop|test|testing|preempt\w*|backfill|scaveng\w*|free|unkillable|spot"
+_SPECIAL = re.compile(rf"(?:^|[\W_])({_USES})(?:[\W_]|$)", re.IGNORECASE)
 _PREEMPTIBLE = re.compile(r"REQUEUE|CANCEL|SUSPEND", re.IGNORECASE)
 
 
@@ -91,12 +88,8 @@ def _refusal(p: Partition, settings: NodeSettings) -> str | None:
     associations = [a for a in settings.associations if account in (None, a.accounts[0])]
     if associations and all(a.partition not in ("", p.name) for a in associations):
         return "sacctmgr shows no association of yours for it"
-    choices = [
-        (a.accounts, name)
-        for a in associations
-        if a.partition in ("", p.name)
-        for name in ((qos,) if qos else a.qos or (None,))
-    ]
+    usable = [a for a in associations if a.partition in ("", p.name)]
+    choices = [(a.accounts, name) for a in usable for name in ((qos,) if qos else a.qos or (None,))]
     refusals = [_limit(p, *choice) for choice in choices or [((account,) if account else (), qos)]]
     return None if None in refusals else ", ".join(map(str, dict.fromkeys(refusals)))
 
@@ -119,9 +112,8 @@ def _special_use(p: Partition, others: Sequence[Partition]) -> str | None:
     """Return why the partition is not for long jobs; None if it is."""
     if match := _SPECIAL.search(p.name):
         return f"its name contains {match[1]}; partitions=[{p.name}] uses it"
-    if _PREEMPTIBLE.search(p.preempt_mode) and any(
-        q.priority > p.priority and not set(q.nodes).isdisjoint(p.nodes) for q in others
-    ):
+    rivals = [q for q in others if q.priority > p.priority and not set(q.nodes).isdisjoint(p.nodes)]
+    if rivals and _PREEMPTIBLE.search(p.preempt_mode):
         return f"its jobs are preempted (PreemptMode={p.preempt_mode}); partitions=[{p.name}] uses it"
     return None
 
@@ -129,11 +121,8 @@ def _special_use(p: Partition, others: Sequence[Partition]) -> str | None:
 def keeps_others_selectable(chosen: Partition, nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> bool:
     """Return whether each of the `nodes` outside the partition `chosen` is in a partition without nodes of `chosen`."""
     selected = {n.name for n in nodes if chosen.name in n.partitions}
-    return all(
-        any(not selected & set(open_[p].nodes) for p in n.partitions if p in open_)
-        for n in nodes
-        if n.name not in selected
-    )
+    free = {name for name, p in open_.items() if selected.isdisjoint(p.nodes)}
+    return all(not free.isdisjoint(n.partitions) for n in nodes if n.name not in selected)
 
 
 def ranked_partitions(
@@ -143,14 +132,9 @@ def ranked_partitions(
 
     The best has most members that one job may use, then fewest other nodes, most members, the longest time limit, the
     highest node limit and priority, is not the default partition, and comes first by name. `purest`: the best allows a
-    job all its members, then has fewest nodes of other NIC types, and so on. `everyone`: all eligible nodes.
-    """
-    names = {n.name for n in members}
-    other_names = (
-        {n.name for n in everyone if n.reading.nic is not members[0].reading.nic}
-        if purest
-        else {n.name for n in everyone} - names
-    )
+    job all its members, then has fewest nodes of other NIC types, and so on. `everyone`: all eligible nodes."""
+    names, nic = {n.name for n in members}, members[0].reading.nic
+    other_names = {n.name for n in everyone if (n.reading.nic is not nic if purest else n.name not in names)}
 
     def rank(p: Partition) -> tuple[float | bool | str, ...]:
         inside, outside = len(names & set(p.nodes)), len(other_names & set(p.nodes))

@@ -50,8 +50,7 @@ def probe(
 
     `ipv4`: interface -> (address, prefix length); by default this machine's if `sysfs` is ``/sys``, else none, because
     a copy has only the addresses in RoCE's GIDs. `read`: reads one file (tests make it fail as kernels do). `dev`: the
-    folder of device files, by default ``/dev`` if `sysfs` is ``/sys``.
-    """
+    folder of device files, by default ``/dev`` if `sysfs` is ``/sys``."""
     notes: list[str] = []
     tree = _Tree(sysfs, read)
     if ipv4 is None:
@@ -77,21 +76,15 @@ def probe(
     usable = [n for n in candidates(nics, NicType.ETHERNET) if n.up and (n.address or not nics.addressed)]
     plain_nic = next((n for n in usable if n.type is NicType.ETHERNET and n.role == "data"), None)
     if plain_nic is not None and usable[0].type is NicType.ROCE:
-        notes.append(
-            f"{usable[0].name} also carries TCP, because {plain_nic.name} is slower: if other fabrics reach this "
-            f"node only by {plain_nic.name}, set ethernet: {plain_nic.name} (docs/nics.md)"
-        )
+        name = plain_nic.name
+        advice = f"if other fabrics reach this node only by {name}, set ethernet: {name} (docs/nics.md)"
+        notes.append(f"{usable[0].name} also carries TCP, because {name} is slower: {advice}")
     if verbs and not ports:
-        notes.append(
-            "no /sys/class/infiniband here, but devices in /dev/infiniband (a container): NCCL finds its ports itself"
-        )
+        place = "no /sys/class/infiniband here, but devices in /dev/infiniband (a container)"
+        notes.append(f"{place}: NCCL finds its ports itself")
     if not ports:
-        notes += [
-            f"{n.name} counts as {n.type} by its name only, without an RDMA device: expected on a testbed, "
-            "otherwise load the driver"
-            for n in interfaces
-            if n.type.rdma
-        ]
+        reason = "without an RDMA device: expected on a testbed, otherwise load the driver"
+        notes += [f"{n.name} counts as {n.type} by its name only, {reason}" for n in interfaces if n.type.rdma]
     return replace(nics, notes=tuple(notes))
 
 
@@ -170,21 +163,10 @@ def _read_ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: li
             notes.append(f"{device}:{port} is {state}")
         if owner is None:
             owner = _find_owner(tree, device, pci)
+        interface = (tree.target(f"class/net/{owner}/master") if owner else None) or owner  # or its bond
+        gbps = float(rate[1]) if rate else None
         ports.append(
-            RdmaPort(
-                device,
-                int(port),
-                kind=kind,
-                active=active,
-                state=state,
-                gbps=float(rate[1]) if rate else None,
-                interface=(tree.target(f"class/net/{owner}/master") if owner else None) or owner,  # or its bond
-                gid_index=index,
-                gid=gid,
-                gpus=nearest,
-                pci=pci,
-                physical=physical,
-            )
+            RdmaPort(device, int(port), kind, active, state, gbps, interface, index, gid, nearest, pci, physical)
         )
     return ports
 

@@ -5,13 +5,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from holmes_hpc.errors import SiteError, nearest
 from holmes_hpc.fabric.nic_types import NCCL_NETWORKS, NicType
-from holmes_hpc.schema import check, key, make, refuse
+from holmes_hpc.schema import Checked, check, key, make, refuse
 from holmes_hpc.slurm.hostlist import expand
 
 # Implementations of attention: FlashAttention-2 or later, its first version, torch's own fused one, Megatron-LM's fused
@@ -24,7 +24,7 @@ _WITHOUT_BF16 = re.compile(r"(?:^|[\W_]|gpu)([vp]100|t4)(?!\d)|rtx.?[68]000(?!.*
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Gpu(Checked, where="gpu {0.name}", error=SiteError):
     """One accelerator, and the kernels of its software, if known."""
 
     name: Annotated[str, key("name of the GPU kind, as in `holmes nodes`")]
@@ -34,9 +34,6 @@ class Gpu:
     attention: Annotated[str | None, key("implementation of attention; null: not known", one_of=ATTENTION)] = None
     fused_norm: Annotated[bool | None, key("a norm is one kernel; null: not known")] = None
     nvlink_gpus: Annotated[int | None, key("GPUs that NVLink connects; null: those of a node", ge=1)] = None
-
-    def __post_init__(self) -> None:
-        check(self, f"gpu {self.name}", SiteError)
 
     @property
     def is_cpu(self) -> bool:
@@ -59,27 +56,25 @@ def auto_dtype(gpus: Iterable[Gpu]) -> str:
 CPU = Gpu(name="cpu", peak_tflops=0.05, memory_gib=4, intra_node_gbps=40)
 
 
+_STORAGE = (
+    "RDMA devices that the job must not use: by name, IPv4 subnet or GID prefix: "
+    "[mlx5_8, 10.9.0.0/16, 'fec0:0:0:1::/64']"
+)
+
+
 @dataclass(frozen=True)
 class NicNames:
     """The NICs that the site names for its jobs. For the rest, a rank chooses from the NICs that its kernel shows."""
 
     ethernet: Annotated[str | None, key("interface of the sockets: bond0")] = None
     hca: Annotated[tuple[str, ...], key("RDMA devices or ports: [mlx5_0, 'mlx5_1:1']")] = ()
-    storage: Annotated[
-        tuple[str, ...],
-        key(
-            "RDMA devices that the job must not use: by name, IPv4 subnet or GID "
-            "prefix: [mlx5_8, 10.9.0.0/16, 'fec0:0:0:1::/64']"
-        ),
-    ] = ()
+    storage: Annotated[tuple[str, ...], key(_STORAGE)] = ()
 
     def __post_init__(self) -> None:
         check(self, "NICs", SiteError)
+        hint = "write 10.9.0.0/16, 'fec0:0:0:1::/64', or a device's name"
         for entry in (e for e in self.storage if "/" in e):
-            what, hint = (
-                f"storage: {entry!r} is not a network:",
-                "write 10.9.0.0/16, 'fec0:0:0:1::/64', or a device's name",
-            )
+            what = f"storage: {entry!r} is not a network:"
             with SiteError.instead_of(ValueError, where="NICs", hint=hint, what=what):
                 ipaddress.ip_network(entry, strict=False)
 
@@ -101,8 +96,7 @@ class Pool:
 
     Pools that name the same fabric form it. Their nodes reach each other by RDMA, or by Ethernet if `nic` is ethernet.
     A pool without a fabric is its own, of the same name. Rates are those of one node, in Gb/s (1e9 bit/s);
-    `rdma_gbps` is None if `nic` is ethernet.
-    """
+    `rdma_gbps` is None if `nic` is ethernet."""
 
     name: Annotated[str, key("name of the pool")]
     nic: Annotated[NicType, key("NIC type of its fast traffic", one_of=tuple(NicType))]
@@ -133,55 +127,31 @@ class Pool:
     ] = None
 
     def __post_init__(self) -> None:
-        where = f"pool {self.name}"
         if self.nic in tuple(NicType):
             object.__setattr__(self, "nic", NicType(self.nic))
-        check(self, where, SiteError)
-        has_hca = any(names.hca for names in (self._common_nics, *(self.node_nics or {}).values()))
-        refuse(
-            where,
-            *(
-                (
-                    not re.fullmatch(r"[\w.-]*[^\W_][\w.-]*", name),
-                    f"name {name!r} is not letters, digits, '-', '_' or '.'",
-                    "choose another name",
-                )
-                for name in (self.name, self.fabric_name)
-            ),
-            (
-                not _PARTITION.fullmatch(self.partition),
-                f"no partition of Slurm can be named {self.partition!r}",
-                "give one of `sinfo`",
-            ),
-            (
-                not self.constraint.isprintable(),
-                f"no constraint of Slurm can be {self.constraint!r}",
-                "give features in one line",
-            ),
-            (
-                self.nic.rdma and self.rdma_gbps is None,
-                "rdma_gbps is missing",
-                "give the rate of one node over all its RDMA NICs, in Gb/s",
-            ),
-            (
-                self.node_names and len(self.node_names) < self.nodes,
-                f"{len(self.node_names)} node names for {self.nodes} nodes",
-                "give the names of all nodes, or none",
-            ),
-            *(
-                (
-                    is_set and not self.nic.rdma,
-                    f"an Ethernet-only pool has {name}",
-                    f"remove {name}, or set nic to its RDMA type",
-                )
-                for name, is_set in (
-                    ("rdma_gbps", self.rdma_gbps),
-                    ("rdma_efficiency", self.rdma_efficiency),
-                    ("hca", has_hca),
-                )
-            ),
-            error=SiteError,
+        check(self, f"pool {self.name}", SiteError)
+        refuse(f"pool {self.name}", *self._mistakes(), error=SiteError)
+
+    def _mistakes(self) -> Iterator[tuple[Any, str, str]]:
+        """Yield (whether the mistake is there, what it is, a hint)."""
+        for name in (self.name, self.fabric_name):
+            is_valid = re.fullmatch(r"[\w.-]*[^\W_][\w.-]*", name)
+            yield not is_valid, f"name {name!r} is not letters, digits, '-', '_' or '.'", "choose another name"
+        is_partition, is_constraint = _PARTITION.fullmatch(self.partition), self.constraint.isprintable()
+        yield not is_partition, f"no partition of Slurm can be named {self.partition!r}", "give one of `sinfo`"
+        yield not is_constraint, f"no constraint of Slurm can be {self.constraint!r}", "give features in one line"
+        hint = "give the rate of one node over all its RDMA NICs, in Gb/s"
+        yield self.nic.rdma and self.rdma_gbps is None, "rdma_gbps is missing", hint
+        count = len(self.node_names)
+        yield (
+            0 < count < self.nodes,
+            f"{count} node names for {self.nodes} nodes",
+            "give the names of all nodes, or none",
         )
+        has_hca = any(names.hca for names in (self._common_nics, *(self.node_nics or {}).values()))
+        values = {"rdma_gbps": self.rdma_gbps, "rdma_efficiency": self.rdma_efficiency, "hca": has_hca}
+        for name in (name for name, value in values.items() if value and not self.nic.rdma):
+            yield True, f"an Ethernet-only pool has {name}", f"remove {name}, or set nic to its RDMA type"
 
     @property
     def fabric_name(self) -> str:
@@ -228,18 +198,13 @@ class FabricLink:
     def __post_init__(self) -> None:
         where = f"link {' - '.join(map(str, self.between))}" if isinstance(self.between, list | tuple) else "link"
         check(self, where, SiteError)
+        is_pair = len(self.between) == len(set(self.between)) == 2
+        is_empty = self.gbps is None and self.total_gbps is None and not self.delay_ms
+        hint = "give gbps (Gb/s of a node), total_gbps (of all nodes), delay_ms, or several"
         refuse(
             where,
-            (
-                len(self.between) != 2 or len(set(self.between)) != 2,
-                f"between is {list(self.between)}",
-                "name two different fabrics",
-            ),
-            (
-                self.gbps is None and self.total_gbps is None and not self.delay_ms,
-                "no gbps, total_gbps or delay_ms",
-                "give gbps (Gb/s of a node), total_gbps (of all nodes), delay_ms, or several",
-            ),
+            (not is_pair, f"between is {list(self.between)}", "name two different fabrics"),
+            (is_empty, "no gbps, total_gbps or delay_ms", hint),
             error=SiteError,
         )
 
@@ -261,45 +226,29 @@ class Site:
     ] = ()
 
     def __post_init__(self) -> None:
-        where = f"site {self.name}"
-        check(self, where, SiteError)
-        names, fabric_names = [p.name for p in self.pools], list(self.fabrics)
-        pairs = [frozenset(link.between) for link in self.links]
-        nodes = Counter(node for pool in self.pools for node in pool.node_names)
-        twice = next((node for node, count in nodes.items() if count > 1), "")
-        claimants = " and ".join(p.name for p in self.pools if twice in p.node_names)
-        refuse(
-            where,
-            (not self.pools, "no pool", "list at least one fabric or pool"),
-            *((names.count(name) > 1, f"two pools are named {name!r}", "rename one") for name in names),
-            (twice, f"node {twice} is in pools {claimants}", "leave it in one of them"),
-            *(
-                (
-                    len({p.nic for p in pools}) > 1,
-                    f"pools {' and '.join(p.name for p in pools)} of fabric {name} differ in nic",
-                    "give each fabric one NIC type",
-                )
-                for name, pools in self.fabrics.items()
-            ),
-            *(
-                (
-                    p.fabric_name != p.name and p.name in fabric_names,
-                    f"pool {p.name} of fabric {p.fabric} has the name of another fabric",
-                    "rename the pool",
-                )
-                for p in self.pools
-            ),
-            *(
-                (name not in fabric_names, f"a link names unknown fabric {name!r}", nearest(name, fabric_names))
-                for link in self.links
-                for name in link.between
-            ),
-            *(
-                (pairs.count(pair) > 1, f"two links between {' and '.join(sorted(pair))}", "remove one")
-                for pair in pairs
-            ),
-            error=SiteError,
-        )
+        check(self, f"site {self.name}", SiteError)
+        refuse(f"site {self.name}", *self._mistakes(), error=SiteError)
+
+    def _mistakes(self) -> Iterator[tuple[Any, str, str]]:
+        """Yield (whether the mistake is there, what it is, a hint)."""
+        fabric_names, pairs = list(self.fabrics), [frozenset(link.between) for link in self.links]
+        yield not self.pools, "no pool", "list at least one fabric or pool"
+        for name, count in Counter(p.name for p in self.pools).items():
+            yield count > 1, f"two pools are named {name!r}", "rename one"
+        for node, count in Counter(node for pool in self.pools for node in pool.node_names).items():
+            if count > 1:
+                claimants = " and ".join(p.name for p in self.pools if node in p.node_names)
+                yield True, f"node {node} is in pools {claimants}", "leave it in one of them"
+        for name, pools in self.fabrics.items():
+            problem = f"pools {' and '.join(p.name for p in pools)} of fabric {name} differ in nic"
+            yield len({p.nic for p in pools}) > 1, problem, "give each fabric one NIC type"
+        for p in self.pools:
+            problem = f"pool {p.name} of fabric {p.fabric} has the name of another fabric"
+            yield p.fabric_name != p.name and p.name in fabric_names, problem, "rename the pool"
+        for name in (name for link in self.links for name in link.between):
+            yield name not in fabric_names, f"a link names unknown fabric {name!r}", nearest(name, fabric_names)
+        for pair, count in Counter(pairs).items():
+            yield count > 1, f"two links between {' and '.join(sorted(pair))}", "remove one"
 
     @property
     def fabrics(self) -> dict[str, tuple[Pool, ...]]:
@@ -327,8 +276,7 @@ class Site:
 
         `transport`: ``rdma``, ``tcp``, or ``local`` (the rate of one GPU to its peers in the node). `receiver`: None
         means the same pool. `nodes`: of `sender`, sending to `receiver` at once; they share the link's `total_gbps`
-        equally.
-        """
+        equally."""
         link = self._link_used(transport, sender, receiver)
         if transport == "rdma":
             return min(pool.data_gbps for pool in (sender, receiver or sender))

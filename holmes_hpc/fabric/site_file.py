@@ -11,31 +11,22 @@ from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import CPU, FabricLink, Gpu, Pool, Site
 from holmes_hpc.records.files import read_yaml
-from holmes_hpc.schema import check, key, keys, make
+from holmes_hpc.schema import Checked, key, keys, make
 from holmes_hpc.slurm.hostlist import expand
 
 ETHERNET_GBYTES = (1.25, 3.125, 6.25, 12.5)  # GB/s of Ethernet of 10, 25, 50 and 100 Gb/s
 TOLERANCE = 1.5  # largest plausible ratio to a data sheet's figure
 IB_GBYTES = (12.5, 25.0)  # GB/s of EDR and HDR; NDR's 50 is left out, because two older ports have 50 Gb/s
 # The highest plausible rates and sizes: a value above was given in another unit.
-MAX_VALUES = {
-    "ethernet_gbps": 6400,
-    "rdma_gbps": 25600,
-    "intra_node_gbps": 1e5,
-    "peak_tflops": 1e5,
-    "memory_gib": 4096,
-    "gbps": 6400,
-    "total_gbps": 1e5,
-    "delay_ms": 1e4,
-    "nodes": 65_533,  # of a Slurm cluster
-    "gpus_per_node": 1024,
-}
+MAX_VALUES = {"ethernet_gbps": 6400, "rdma_gbps": 25600, "gbps": 6400, "total_gbps": 1e5, "intra_node_gbps": 1e5}
+MAX_VALUES |= {"peak_tflops": 1e5, "memory_gib": 4096, "delay_ms": 1e4, "gpus_per_node": 1024}
+MAX_VALUES["nodes"] = 65_533  # of a Slurm cluster
 FIGURES = ("peak_tflops", "memory_gib", "intra_node_gbps")  # from a GPU kind's data sheet
 _HINT = "see docs/site-file.md"
 
 
 @dataclass(frozen=True)
-class SiteFile:
+class SiteFile(Checked, where="site {0.name}", error=SiteError):
     """The keys of a site file; `gpu` and `ethernet_gbps` are the defaults of its fabrics and pools."""
 
     name: Annotated[str, key("name of the site")]
@@ -51,9 +42,6 @@ class SiteFile:
         tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, total_gbps, delay_ms}")
     ] = ()
     found: Annotated[Any, key("record of `holmes site`: what it found")] = None
-
-    def __post_init__(self) -> None:
-        check(self, f"site {self.name}", SiteError)
 
 
 def read_site_file(path: str | os.PathLike[str]) -> Site:
@@ -220,16 +208,12 @@ def _warnings(pools: Sequence[Pool]) -> Iterator[str]:
                 yield f"gpu {gpu.name} is treated as the known kind {known_kind.name}, with its tables"
             yield from _data_sheet_warnings(gpu, known_kind)
     for pool in pools:
+        rates = [("ethernet_gbps", "Ethernet", pool.ethernet_gbps)] if pool.ethernet_gbps in ETHERNET_GBYTES else []
         if pool.nic is NicType.IB and pool.rdma_gbps in IB_GBYTES:
-            yield (
-                f"rdma_gbps of {pool.name} is {pool.rdma_gbps:g}, which no InfiniBand has; if that is in GB/s,"
-                f" give Gb/s: {8 * pool.rdma_gbps:g}"
-            )
-        if pool.ethernet_gbps in ETHERNET_GBYTES:
-            yield (
-                f"ethernet_gbps of {pool.name} is {pool.ethernet_gbps:g}, which no Ethernet has; if that is in"
-                f" GB/s, give Gb/s: {8 * pool.ethernet_gbps:g}"
-            )
+            rates.append(("rdma_gbps", "InfiniBand", pool.rdma_gbps))
+        for name, network, gbps in rates:
+            rate = f"{name} of {pool.name} is {gbps:g}, which no {network} has"
+            yield f"{rate}; if that is in GB/s, give Gb/s: {8 * gbps:g}"
 
 
 def _data_sheet_warnings(gpu: Gpu, kind: Gpu) -> Iterator[str]:
@@ -238,10 +222,8 @@ def _data_sheet_warnings(gpu: Gpu, kind: Gpu) -> Iterator[str]:
     """
     link_ratio = gpu.intra_node_gbps / kind.intra_node_gbps
     if any(abs(link_ratio * divisor - 1) < 0.02 for divisor in (8, 4)):
-        yield (
-            f"intra_node_gbps of {gpu.name} is {gpu.intra_node_gbps:g}; if that is in GB/s, give Gb/s:"
-            f" {kind.intra_node_gbps:g}"
-        )
+        rate = f"intra_node_gbps of {gpu.name} is {gpu.intra_node_gbps:g}"
+        yield f"{rate}; if that is in GB/s, give Gb/s: {kind.intra_node_gbps:g}"
     elif link_ratio > TOLERANCE:
         yield _data_sheet_text(gpu, "intra_node_gbps", kind)
     if not 1 / TOLERANCE < gpu.peak_tflops / kind.peak_tflops < TOLERANCE:

@@ -24,13 +24,8 @@ HEADER = """\
 # writes this file again, and asks only kinds of nodes that are new. Comments of your own are not kept.
 """
 _ORDER = ("name", "fabric", "partition", "constraint", "nodes", "node_names", "gpus_per_node", "gres_type", "gpu")
-_SLURM_SOURCES = {
-    "partition": "Slurm's partitions",
-    "constraint": "Slurm's features",
-    "nodes": "usable in Slurm now",
-    "gpus_per_node": "Slurm's GRES",
-    "gres_type": "Slurm's GRES",
-}
+_SLURM_SOURCES = {"partition": "Slurm's partitions", "constraint": "Slurm's features", "nodes": "usable in Slurm now"}
+_SLURM_SOURCES |= dict.fromkeys(("gpus_per_node", "gres_type"), "Slurm's GRES")
 _HAND, _KEPT = "edited by hand", "not found in Slurm now: kept from the earlier file"
 Entries = list[dict[str, Any]]
 

@@ -18,15 +18,19 @@ PACKAGES = (*NEEDED, "numpy", "transformer-engine")
 CUDA = "torch's CUDA"
 
 
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is missing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def software() -> dict[str, str]:
     """Return the versions of Python, this project and the installed packages that training uses, by name.
     A torch built with CUDA, which brings NCCL, adds the version of that CUDA."""
     versions = {"python": platform.python_version(), "holmes-hpc": __version__}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    versions |= {package: text for package in PACKAGES if (text := installed_version(package)) is not None}
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:
         version_file = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
@@ -44,10 +48,8 @@ def check_software(
     findings: list[Finding] = []
     for package in NEEDED:
         if nodes_without := [n for n, versions in nodes.items() if package not in versions]:
-            hint = (
-                "pip install 'holmes-hpc[train]' into the environment that they share with this machine, or let "
-                "slurm.setup load the site's own (docs/install.md)"
-            )
+            hint = "pip install 'holmes-hpc[train]' into the environment that they share with this machine"
+            hint += ", or let slurm.setup load the site's own (docs/install.md)"
             problem = f"their Python has no {package}"
             findings.append(Finding("error", f"nodes {compress(nodes_without)}", problem, hint))
     if without_cuda := [n for n in gpu_nodes if "torch" in nodes.get(n, {}) and CUDA not in nodes[n]]:

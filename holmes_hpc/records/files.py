@@ -89,26 +89,20 @@ def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
         os.close(handle)  # also releases the lock
 
 
+def read_json(path: str | os.PathLike[str], error: type[HolmesError], hint: str) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise `error` as :func:`read_yaml` does."""
+    return read_yaml(path, error, hint, "JSON", from_json)
+
+
 def read_yaml(
-    path: str | os.PathLike[str], error: type[HolmesError] = ConfigError, hint: str = "correct it"
+    path: str | os.PathLike[str],
+    error: type[HolmesError] = ConfigError,
+    hint: str = "correct it",
+    language: str = "YAML",
+    parse: Callable[[str], Any] = from_yaml,
 ) -> dict[str, Any]:
-    """Return the YAML mapping in a file, without running code from it.
+    """Return the YAML mapping in a file, without running code from it. `parse`: the reader of another `language`.
     Raise `error` with the file's name and `hint` if the file cannot be read or is not a mapping."""
-    return _read_mapping(path, from_yaml, "YAML", error, hint)
-
-
-def read_json(
-    path: str | os.PathLike[str], error: type[HolmesError] = RecordError, hint: str = "correct it"
-) -> dict[str, Any]:
-    """Return the JSON object in a file.
-    Raise `error` with the file's name and `hint` if the file cannot be read or is not an object."""
-    return _read_mapping(path, from_json, "JSON", error, hint)
-
-
-def _read_mapping(
-    path: str | os.PathLike[str], parse: Callable[[str], Any], language: str, error: type[HolmesError], hint: str
-) -> dict[str, Any]:
-    """Return the mapping in a file whose text `parse` converts to plain data. `language`: its name, for errors."""
     with error.instead_of(ValueError, yaml.YAMLError, where=path, hint=hint, what=f"not {language}:"):
         data = parse(read_text(path, error))
     if not isinstance(data, dict):

@@ -74,8 +74,7 @@ def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None =
     """Return the run that `name` refers to: a run directory, a run's name, or a Slurm job id of the run.
 
     If several runs have the job id (a reinstalled Slurm counts from 1 again), return the latest. Warn if other users
-    may have written the run's records. Raise RecordError if no run matches, or if several have the name.
-    """
+    may have written the run's records. Raise RecordError if no run matches, or if several have the name."""
     run = _find_by_name(name, root)
     if (writers := other_writers(run.path)) is not None:
         console.note(f"warning: {run.path}: {writers}; others may have changed its records")
@@ -89,11 +88,8 @@ def _find_by_name(name: str | os.PathLike[str], root: str | os.PathLike[str] | N
         if RunDirectory(path).exists():
             return RunDirectory(path)
     runs = list(run_directories(base)) if base.is_dir() else []
-    creation_times = {
-        run: str(record["created"] or "")
-        for run in (runs if reference.isdecimal() else ())
-        if (record := _read_run(run)) and int(reference) in job_ids(record)
-    }
+    records = {run: _read_run(run) for run in runs} if reference.isdecimal() else {}
+    creation_times = {r: str(d["created"] or "") for r, d in records.items() if d and int(reference) in job_ids(d)}
     if creation_times:
         return max(creation_times, key=creation_times.__getitem__)
     same_name = [run for run in runs if run.name == reference]

@@ -75,8 +75,7 @@ def follow_logs(
     """Yield (rank, line) as the ranks write their logs, until `done()` returns True: the run has ended.
 
     `ranks`: the ranks to follow; None: all, also those whose logs appear later. It yields each line when the
-    line is complete. At the end, it also yields an incomplete last line.
-    """
+    line is complete. At the end, it also yields an incomplete last line."""
     files: dict[int, GrowingFile] = {}
     while True:
         has_ended = done()  # before reading, so that no line written until then is missed

@@ -7,18 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holmes_hpc.tables import read_table
+
 DIGITS = 7  # of times and rates: finer than any clock involved
 
-# The parts of a step's time in seconds; they add up to it. Key: field of `breakdown`.
-BREAKDOWN = {
-    "compute_s": "forward and backward passes",
-    "pipeline_wait_s": "waiting for other stages between passes, and sending to them",
-    "fill_drain_s": "waiting before the first pass and after the last one, while the pipeline fills and drains",
-    "grad_sync_s": "reducing gradients",
-    "param_sync_s": "gathering parameters",
-    "optimizer_s": "the optimizer's own work",
-    "other_s": "everything else",
-}
+_TABLE: dict[str, Any] = read_table(__file__)
+BREAKDOWN: dict[str, str] = _TABLE["breakdown"]  # part of a step's time: meaning
 PARTS = tuple(BREAKDOWN)
 _LONG = {"grad": "gradient", "param": "parameter", "fill": "fill and"}  # in display names
 PART_NAMES = {part: " ".join(_LONG.get(word, word) for word in part[: -len("_s")].split("_")) for part in PARTS}
@@ -31,35 +25,12 @@ class Field:
 
     unit: str
     meaning: str
-    always: bool = True
+    always: bool
 
 
-FIELDS: dict[str, Field] = {
-    "step": Field("", "step number"),
-    "attempt": Field("", "number of the attempt that ran it, from 1"),
-    "time": Field("Unix s", "end of the step, to the millisecond"),
-    "step_time_s": Field("s", "wall time"),
-    "loss": Field("nats a token", "mean over the batch"),
-    "validation_loss": Field("nats a token", "on the validation split, if evaluated", always=False),
-    "grad_norm": Field("", "before clipping"),
-    "learning_rate": Field("", "of this step"),
-    "tokens_per_s": Field("tokens/s", "over all ranks"),
-    "samples_per_s": Field("samples/s", "over all ranks"),
-    "model_tflops_per_gpu": Field("TFLOP/s", "model FLOPs only"),
-    "hardware_tflops_per_gpu": Field("TFLOP/s", "with recomputation"),
-    "breakdown": Field(
-        "s", f"a list with one entry per pipeline stage: {{{', '.join(PARTS)}}}, means over the stage's ranks"
-    ),
-    "share_of_limit": Field(
-        "", "throughput over that of a step in which no rank ever waits: mean `compute_s` by speed over `step_time_s`"
-    ),
-    "nic_bytes": Field("bytes", "{fabric or ethernet: {tx, rx}}: traffic of all nodes' NICs during the step"),
-    "fabric_bytes": Field(
-        "bytes", "{sending fabric: {receiving fabric: sent}}: payload of TCP between fabrics", always=False
-    ),
-    "peak_memory_bytes": Field("bytes", "a list with the peak so far of each rank"),
-    "skipped": Field("", "true: the optimizer skipped the step, because its gradients overflowed", always=False),
-    "pause_before_s": Field("s", "pause since the previous step, for saving or validation", always=False),
+FIELDS = {
+    name: Field(unit, text.replace("PARTS", ", ".join(PARTS)), always=name not in _TABLE["optional"])
+    for name, (unit, text) in _TABLE["fields"].items()
 }
 _ROUNDED = frozenset(name for name, field in FIELDS.items() if field.unit in ("s", "tokens/s", "samples/s", "TFLOP/s"))
 

@@ -125,8 +125,7 @@ def take_lock(
 def _try_lock(path: Path, owner: LockOwner) -> int | None:
     """Lock the file at `path`, write `owner` into it and return its descriptor; None if another process holds the lock.
     Raise _Replaced if another process has put a new file at `path` meanwhile."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    is_held = False
+    handle, is_held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), False
     try:
         if not _lock_open_file(handle):
             return None

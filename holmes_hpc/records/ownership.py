@@ -74,13 +74,11 @@ def refuse_other_writers(path: str | os.PathLike[str]) -> None:
 
 
 def _other_writers_error(writers: str, path: str) -> RecordError:
-    hint = (
-        "run it as that user, or give a directory of your own"
-        if " belongs to " in writers
-        else "chmod go-w it, or use another place"
-        if writers.endswith("everybody")
-        else "chmod g-w it; if you trust all members of that group, export HOLMES_TRUST_GROUP=1 instead"
-    )
+    hint = "chmod g-w it; if you trust all members of that group, export HOLMES_TRUST_GROUP=1 instead"
+    if " belongs to " in writers:
+        hint = "run it as that user, or give a directory of your own"
+    elif writers.endswith("everybody"):
+        hint = "chmod go-w it, or use another place"
     return RecordError(f"{writers}, so other users could change the code that runs", where=path, hint=hint)
 
 

@@ -42,8 +42,7 @@ def mean_rates(lines: Sequence[Mapping[str, Any]], first_attempt: int = 1) -> di
     """Return the median step_time_s and the mean RATES of a run, as `holmes report` does.
 
     `lines`: the run's metrics, one line per step, in order. Steps of attempts before `first_attempt` and warm-up steps
-    do not count. The result lacks figures that no line has.
-    """
+    do not count. The result lacks figures that no line has."""
     lines = [line for line in lines if not number(line.get("attempt")) < first_attempt]
     counted = lines[warmup_steps(len(lines)) :]
     times = finite([number(line.get("step_time_s")) for line in counted])

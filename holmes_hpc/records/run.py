@@ -19,7 +19,6 @@ from holmes_hpc.records.files import append_line, locked, to_json, write_whole
 from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
 from holmes_hpc.records.untrusted import MAX_LINES_BYTES, from_json, read_file, read_object
-from holmes_hpc.schema import refuse
 
 WRITERS = ("follower", "batch")  # of result.json, least authority first: the batch script sees the exit codes
 
@@ -81,8 +80,7 @@ class RunDirectory:
 
         `plan_text`: the text of plan.yaml; `config`: the resolved configuration; `overrides`: as on the command line;
         `ids`: more keys of run.yaml (plan_id, slurm, …). Raise RecordError if the directory already holds a run or
-        cannot be created.
-        """
+        cannot be created."""
         run = cls(path)
         if run.exists():
             hint = "continue it with `holmes resume`, or give another directory"
@@ -158,8 +156,7 @@ class RunDirectory:
         """Return the metrics of each step as a mapping, in order of steps, without those that a restart undid.
 
         A later attempt undoes the steps of earlier ones from its own first step on. A second line of an attempt for the
-        same step adds keys to the first, such as a validation loss. Broken lines are skipped.
-        """
+        same step adds keys to the first, such as a validation loss. Broken lines are skipped."""
         steps: dict[int, dict[str, Any]] = {}
         for raw in self.metrics_bytes().split(b"\n"):
             try:
@@ -198,8 +195,7 @@ class RunDirectory:
         """Record how a rank ended, in exits/. Ranks never write result.json.
 
         `rank`: the global rank; `state`: one of STATES; `error`: the cause in one line; `host`: its node, by default
-        this one; `extra`: more keys.
-        """
+        this one; `extra`: more keys."""
         self.exits.mkdir(mode=0o755, parents=True, exist_ok=True)
         data = {"rank": rank, "state": state, "error": error, "host": host or os.uname().nodename}
         data |= {"attempt": self.attempt, "time": time.time(), **extra}
@@ -220,15 +216,13 @@ class RunDirectory:
 
         Within an attempt, the batch script's result replaces that of a follower, a process that only watches the job.
         Of two results of the same writer, the one with more steps stays; if equal, the first. `result`: the keys of
-        result.json, at least `state` (one of STATES); `writer`: one of WRITERS.
-        """
-        writers, states = ", ".join(WRITERS), ", ".join(STATES)
-        refuse(
-            str(self.result_path),
-            (writer not in WRITERS, f"unknown writer {writer!r}", f"use one of {writers}; ranks write into exits/"),
-            (result.get("state") not in STATES, f"state is {result.get('state')!r}", f"use one of {states}"),
-            error=RecordError,
-        )
+        result.json, at least `state` (one of STATES); `writer`: one of WRITERS."""
+        where, state = str(self.result_path), result.get("state")
+        if writer not in WRITERS:
+            hint = f"use one of {', '.join(WRITERS)}; ranks write into exits/"
+            raise RecordError(f"unknown writer {writer!r}", where=where, hint=hint)
+        if state not in STATES:
+            raise RecordError(f"state is {state!r}", where=where, hint=f"use one of {', '.join(STATES)}")
         with locked(self.path / ".lock"):
             defaults = {**BLANK_RESULT, "exit_code": 0 if result["state"] == "completed" else 1}
             defaults |= {"attempt": self.attempt, "time": time.time()}
@@ -246,11 +240,9 @@ class RunDirectory:
         """Prepare an ended run for another attempt. Return {path: new path} of the files that were renamed.
         The result, and the plan if `plan_text` replaces it, get names with the attempt's number (result-1.json)."""
         with locked(self.path / ".lock"):
-            files = ((self.plan_path, plan_text is not None), (self.result_path, self.result_path.exists()))
+            files = [self.plan_path] * (plan_text is not None) + [self.result_path] * self.result_path.exists()
             number = self.attempt
-            renamed = {
-                path: self.path / f"{path.stem}-{number}{path.suffix}" for path, is_replaced in files if is_replaced
-            }
+            renamed = {path: self.path / f"{path.stem}-{number}{path.suffix}" for path in files}
             for path, new_path in renamed.items():
                 os.replace(path, new_path)
             if plan_text is not None:

@@ -22,6 +22,7 @@ import yaml
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.records.untrusted import from_yaml
+from holmes_hpc.tables import read_table
 
 VERSION = 1
 SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # contain no runs, and possibly many files
@@ -32,27 +33,7 @@ RunState = Literal["completed", "failed", "cancelled", "timeout", "preempted"]  
 STATES: tuple[RunState, ...] = get_args(RunState)
 BLANK_RESULT: dict[str, Any] = {"error": None, "failed_rank": None, "failed_node": None, "log_tail": [], "final": {}}
 
-# run.yaml: field -> meaning.
-RUN_FIELDS = {
-    "version": "version of the record's schema",
-    "name": "run name",
-    "created": "when the run directory was created, UTC",
-    "config": "the resolved configuration",
-    "overrides": "list of Hydra overrides",
-    "slurm": "job_id, submitted (Unix s) and other fields of the job",
-    "attempts": "one entry per start: attempt, started, plan_id, host, by, ...",
-    "plan_id": "hash of the plan's content, 12 hex digits",
-    "components": "planned partition, constraint, fabric, nodes and gpus_per_node of each component",
-    "pace_layer_ms": "emulated compute: milliseconds of a layer's forward pass; null: real compute",
-    "versions": "versions of holmes, python, torch and megatron-core",
-    "git_commit": "git commit of the code",
-    "hosts": "the node of each rank",
-    "cpus": "on GPUs, for each rank: the CPUs it is pinned to, their distance to its GPU, and the HCAs near it",
-    "nics": "every process group: kind, ranks, transport, and the interface on each of its nodes",
-    "device": "cpu, or the GPU's name",
-    "traffic": "bytes before the first step, setup {fabric or ethernet: {tx, rx}}; bytes counted on NICs per byte of "
-    "payload, header_factors {fabric or ethernet: number}, and their mean, header_factor",
-}
+RUN_FIELDS: dict[str, str] = read_table(__file__)  # of run.yaml: field -> meaning
 
 
 def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
@@ -74,12 +55,9 @@ def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
 def missing_fields(record: Mapping[str, Any]) -> list[str]:
     """Return the fields of run.yaml that `record` (of :func:`parse_run`) lacks, because an older release wrote it.
     Every run with a step should have them, except `cpus`, which only ranks on GPUs write."""
-    nonempty, optional = ("created", "config", "attempts"), ("cpus",)
-    return [
-        name
-        for name in RUN_FIELDS
-        if (name not in record and name not in optional) or (name in nonempty and not record[name])
-    ]
+    missing = [name for name in RUN_FIELDS if name not in record and name != "cpus"]
+    empty = [name for name in ("created", "config", "attempts") if name in record and not record[name]]
+    return [name for name in RUN_FIELDS if name in (*missing, *empty)]
 
 
 def check_version(data: Mapping[str, Any], where: str) -> None:

@@ -39,14 +39,12 @@ def read_associations() -> tuple[Association, ...]:
     """Return this user's associations; empty if the accounting does not answer. Slurm before 23.11 has no lineage."""
     fields = ("Account", "QOS", "DefaultQOS", "Partition")
     rows = _show("association", *fields, "Lineage") or _show("association", *fields)
-    return tuple(
-        Association(
-            tuple(dict.fromkeys((account, *filter(None, "".join(lineage).split("/"))))),
-            tuple(dict.fromkeys(filter(None, (default, *qos.split(","))))),
-            partition,
-        )
-        for account, qos, default, partition, *lineage in rows
-    )
+    associations = []
+    for account, qos, default, partition, *lineage in rows:
+        accounts = dict.fromkeys((account, *filter(None, "".join(lineage).split("/"))))
+        names = dict.fromkeys(filter(None, (default, *qos.split(","))))
+        associations.append(Association(tuple(accounts), tuple(names), partition))
+    return tuple(associations)
 
 
 def read_job_limits() -> dict[str, int]:

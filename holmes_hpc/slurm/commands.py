@@ -56,11 +56,8 @@ def clean_environment() -> dict[str, str]:
     of the job in which this process runs."""
     job_variables = ("SLURM_", "SRUN_", "SLURMD_", "HOLMES_LEADER", "HOLMES_MAX_", "HOLMES_TASKS_PER")
     options = [f"SBATCH_{name}" for name in _TABLE["component_options"]]
-    return {
-        k: v
-        for k, v in os.environ.items()
-        if k in _TABLE["kept_variables"] or not (k in options or k.startswith(job_variables))
-    }
+    removed = {k for k in os.environ if k in options or k.startswith(job_variables)} - {*_TABLE["kept_variables"]}
+    return {k: v for k, v in os.environ.items() if k not in removed}
 
 
 _interrupts: list[int] = []  # deferred signals
@@ -165,11 +162,8 @@ def output(*command: str) -> str:
     """Return the stdout of one of Slurm's commands. Raise SiteError if it is missing, fails or does not answer."""
     if error := _missing_conf():
         raise SiteError(error, where="Slurm", hint="`holmes testbed up`, or unset SLURM_CONF; " + NO_SLURM_HINT)
-    try:
-        answer = _run(command, OUTPUT_WAIT_S)
-    except FileNotFoundError as e:
-        hint = "load Slurm's client commands; " + NO_SLURM_HINT
-        raise SiteError(f"no {command[0]} on this machine", where="Slurm", hint=hint) from e
+    with SiteError.instead_of(SubmissionError, where="Slurm"):
+        answer = slurm(*command, timeout_s=OUTPUT_WAIT_S)
     name, check = " ".join(command), "check that slurmctld runs (scontrol ping)"
     error = (answer.err.strip() or answer.out.strip() or f"exit code {answer.code}").splitlines()[-1]
     late = f"no answer to {name} in {OUTPUT_WAIT_S} s"
@@ -180,14 +174,9 @@ def output(*command: str) -> str:
     return answer.out
 
 
-def partial_output(*command: str, timeout_s: float) -> tuple[str, str]:
-    """Return (stdout, error message) of a command that may fail in part, such as an srun on many nodes.
-    The message is empty if the command succeeded."""
-    return partial_outputs([command], timeout_s)[0]
-
-
 def partial_outputs(commands: Sequence[Sequence[str]], timeout_s: float) -> list[tuple[str, str]]:
-    """Return :func:`partial_output` of each of the commands, which run at the same time.
+    """Return (stdout, error message) of each of the commands, which run at the same time and may fail in part, such as
+    an srun on many nodes. The message is empty if the command succeeded.
     Those that still run after `timeout_s`, or at a Ctrl-C, get SIGTERM, at which srun cancels its job."""
     deadline, started = time.monotonic() + timeout_s, []
     with contextlib.ExitStack() as files:

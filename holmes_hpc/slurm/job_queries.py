@@ -17,15 +17,9 @@ _TOKEN = r"submission_file_([0-9a-f]{32})"  # in the path of the executor's batc
 
 
 def sacct_command(ids: Iterable[str]) -> list[str]:
-    return [
-        "sacct",
-        "--allocations",
-        "--noheader",
-        "--parsable2",
-        f"--delimiter={SEPARATOR}",
-        "--format=" + ",".join(_SACCT.values()),
-        "--jobs=" + ",".join(sorted({i.partition("_")[0] for i in ids})),
-    ]
+    fields, jobs = ",".join(_SACCT.values()), ",".join(sorted({i.partition("_")[0] for i in ids}))
+    options = ["--allocations", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}"]
+    return ["sacct", *options, f"--format={fields}", f"--jobs={jobs}"]
 
 
 def parse_sacct(text: str) -> list[Row]:

@@ -12,38 +12,11 @@ from typing import Final, Literal, get_args
 
 # A job has the first state of ACTIVE that one of its components has, else the first one of ENDED. A newer Slurm may
 # report a state that is not listed here; it counts as final.
-ActiveState = Literal[
-    "RUNNING",
-    "COMPLETING",
-    "SUSPENDED",
-    "STOPPED",
-    "STAGE_OUT",
-    "SIGNALING",
-    "RESIZING",
-    "CONFIGURING",
-    "REQUEUED",
-    "EXPEDITING",
-    "REQUEUE_HOLD",
-    "REQUEUE_FED",
-    "SPECIAL_EXIT",
-    "RESV_DEL_HOLD",
-    "PENDING",
-    "READY",
-    "NOT_SUBMITTED",
-    "UNKNOWN",
-]
-EndedState = Literal[
-    "NODE_FAIL",
-    "BOOT_FAIL",
-    "OUT_OF_MEMORY",
-    "TIMEOUT",
-    "DEADLINE",
-    "PREEMPTED",
-    "FAILED",
-    "CANCELLED",
-    "REVOKED",
-    "COMPLETED",
-]
+_OnNodes = Literal["RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING", "RESIZING", "CONFIGURING"]
+_Requeued = Literal["REQUEUED", "EXPEDITING", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"]
+ActiveState = Literal[_OnNodes, _Requeued, "PENDING", "READY", "NOT_SUBMITTED", "UNKNOWN"]
+_Stopped = Literal["NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE", "PREEMPTED"]
+EndedState = Literal[_Stopped, "FAILED", "CANCELLED", "REVOKED", "COMPLETED"]
 SlurmState = Literal[ActiveState, EndedState]
 ACTIVE: tuple[ActiveState, ...] = get_args(ActiveState)
 ENDED: tuple[EndedState, ...] = get_args(EndedState)
@@ -53,17 +26,10 @@ REQUEUED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # sacct's states of a job th
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "EXPEDITING", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 CONTROLLER = ("squeue", "scontrol")  # commands that ask slurmctld
 # slurmd's message about a cancelled job or step, and the state that its reason stands for.
-_DUE = re.compile(
-    r"\*\*\* (JOB|STEP) [\d.+]+ ON \S+ CANCELLED AT \S+"
-    r"(?: DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE))?"
-)
-_DUE_STATES: dict[str, SlurmState] = {
-    "TIME LIMIT": "TIMEOUT",
-    "PREEMPTION": "PREEMPTED",
-    "NODE FAILURE": "NODE_FAIL",
-    "JOB REQUEUE": "PREEMPTED",
-    "": "CANCELLED",
-}
+_DUE_STATES: dict[str, SlurmState] = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL"}
+_DUE_STATES |= {"JOB REQUEUE": "PREEMPTED", "": "CANCELLED"}
+_REASONS = "|".join(filter(None, _DUE_STATES))
+_DUE = re.compile(rf"\*\*\* (JOB|STEP) [\d.+]+ ON \S+ CANCELLED AT \S+(?: DUE TO ({_REASONS}))?")
 _NO_MEMORY = re.compile(r"exceeded (?:job |step )?memory limit|oom[-_ ]kill|Out Of Memory", re.IGNORECASE)
 # sacct keeps these reasons of an earlier wait.
 _STALE = ("BeginTime", "Priority", "Resources", "Dependency", "JobArrayTaskLimit")
@@ -147,9 +113,8 @@ def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
     active = [s for s in ACTIVE if s in states]
     state = active[0] if active else next((s for s in ENDED if s in states), states[0])
     codes = [r.exit_code for r in ordered if r.exit_code]
-    reason = next(
-        (r.reason for r in ordered if r.reason and r.state == state and (active or r.reason not in _STALE)), ""
-    )
+    reasons = [r.reason for r in ordered if r.state == state and (active or r.reason not in _STALE)]
+    reason = next(filter(None, reasons), "")
     code = None if active else (codes[0] if codes else (0 if state == "COMPLETED" else 1))
     return JobState(
         state,

@@ -12,6 +12,7 @@ from trees import Tree
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.doctor import check_script, diagnose
 from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.fabric.listing import listing_of
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.node_facts import (
     MARK,
@@ -47,7 +48,8 @@ def facts(name: str, **rest: object) -> Facts:
 
 
 def lines(config: dict[str, str] | None = None, nodes=NODES, partitions=PARTITIONS, facts_=(), env=None) -> list[str]:
-    return [str(f) for f in diagnose(Config({**HEALTHY, **(config or {})}), nodes, partitions, facts_, env)]
+    listing = listing_of("c", nodes, partitions)
+    return [str(f) for f in diagnose(Config({**HEALTHY, **(config or {})}), listing, facts_, env or {})]
 
 
 def test_a_healthy_site_gets_no_line() -> None:

@@ -45,7 +45,7 @@ def test_nvidia_smi_is_asked_where_the_drivers_folder_is_not_seen(
 ) -> None:
     lines = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 80GB HBM3, 81559\nNVIDIA X, [N/A]\n"
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr("holmes_hpc.fabric.local_gpus.partial_output", lambda *_, **__: (lines, ""))
+    monkeypatch.setattr("holmes_hpc.fabric.local_gpus.partial_outputs", lambda *_, **__: [(lines, "")])
     assert [gpu.name for gpu in local_gpus(tmp_path)] == ["h100", "h100"]
     assert nvidia_smi() == [("NVIDIA H100 80GB HBM3", 79.6)] * 2
 
