@@ -56,8 +56,7 @@ def run_showing(
 ) -> str | None:
     """Run a long command and call `show` with each line of its output. Return None if it succeeds, else its last error.
 
-    `kill`: whether to kill the command if this process is interrupted. A killed command must be repeatable.
-    """
+    `kill`: whether to kill the command if this process is interrupted. A killed command must be repeatable."""
     error = ""
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(list(argv), env=env, text=True, errors="replace", **streams) as process:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.tables import read_table
@@ -174,23 +175,16 @@ def start(
     """Start all daemons and wait until each answers. Return a function that raises TestbedError if one has died since.
 
     `progress`: called with a line about a daemon that does not answer yet. Raise TestbedError, with the daemon's last
-    line of output, if one dies or does not answer within `timeout_s`.
-    """
+    line of output, if one dies or does not answer within `timeout_s`."""
     paths = testbed.paths
     started = []
     for daemon in daemons:
         argv = daemon.argv if daemon.enters_release else userland.private_command(testbed.userland, daemon.argv)
+        options: Any = {"cwd": paths.run, "start_new_session": True, "umask": 0o022}
+        options["env"] = system_env({**testbed.env(), **testbed.mark})
         with (paths.log / f"{daemon.name}.out").open("wb") as out:
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=paths.run,
-                start_new_session=True,
-                umask=0o022,
-                env=system_env({**testbed.env(), **testbed.mark}),
-            )
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(argv, **streams, **options)
         started.append((daemon, process))
         _CHILDREN.append(process)
     start_time = last_progress = time.monotonic()

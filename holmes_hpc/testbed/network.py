@@ -164,7 +164,7 @@ def names_in_use() -> list[str]:
 
 
 _NOT_ALLOWED = (
-    "run on a machine (or in a container with CAP_NET_ADMIN and CAP_SYS_ADMIN) that allows network namespaces"
+    "run on a machine, or in a container with CAP_NET_ADMIN and CAP_SYS_ADMIN, that allows network namespaces"
 )
 _NO_TBF = "this kernel lacks the token bucket (sch_tbf); run on one that has it"
 _NO_BRIDGE = "this kernel lacks bridges; run on one that has them"
@@ -204,12 +204,9 @@ def create(wiring: Wiring) -> None:
     _set_sysctls(wiring.switch, {"net/ipv6/conf/default/disable_ipv6": "1"})
     settings = "type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
     _batch("ip", wiring.switch, (f"link add {bridge} {settings}" for bridge in wiring.bridges), _NO_BRIDGE)
-    uplink = [
-        f"link add {wiring.uplink} type veth peer name uplink netns {wiring.switch}",
-        f"addr add {wiring.gateway}/24 dev {wiring.uplink}",
-        f"link set {wiring.uplink} up",
-    ]
-    _batch("ip", None, uplink)
+    uplink = wiring.uplink
+    add_uplink = f"link add {uplink} type veth peer name uplink netns {wiring.switch}"
+    _batch("ip", None, [add_uplink, f"addr add {wiring.gateway}/24 dev {uplink}", f"link set {uplink} up"])
     bridges_up = [f"link set {bridge} up" for bridge in wiring.bridges]
     _batch("ip", wiring.switch, ["link set lo up", "link set uplink master br-mgmt up", *bridges_up])
     for node in wiring.topology.nodes:
@@ -224,11 +221,9 @@ def _create_node(wiring: Wiring, node: NodeSpec) -> None:
     _set_sysctls(namespace, _NODE_SYSCTLS)
     lines = ["link set lo up"]
     for nic in nics:
-        lines += [
-            f"link add {nic.name} mtu {MTU} type veth peer name {nic.port} mtu {MTU} netns {wiring.switch}",
-            f"addr add {nic.address} dev {nic.name}",
-            f"link set {nic.name} gso_max_size {gso_bytes(nic.mbit)} up",
-        ]
+        lines.append(f"link add {nic.name} mtu {MTU} type veth peer name {nic.port} mtu {MTU} netns {wiring.switch}")
+        lines.append(f"addr add {nic.address} dev {nic.name}")
+        lines.append(f"link set {nic.name} gso_max_size {gso_bytes(nic.mbit)} up")
     _batch("ip", namespace, lines)
     ports = (f"link set {nic.port} gso_max_size {gso_bytes(nic.mbit)} master {nic.bridge} up" for nic in nics)
     _batch("ip", wiring.switch, ports)
@@ -252,8 +247,7 @@ def remove(namespaces: Iterable[str], uplink: str, run_netns: str) -> None:
     """Delete the namespaces, with their bridges and NICs, and the uplink. Skip those that do not exist.
 
     `run_netns`: the state of /run/netns before `create` (:func:`netns_folder_state`), which is restored unless other
-    namespaces are there.
-    """
+    namespaces are there."""
     for name in namespaces:
         if (RUN_NETNS / name).exists():
             run(["ip", "netns", "del", name])

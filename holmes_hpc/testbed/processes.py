@@ -52,13 +52,13 @@ def _uses_directory(process: psutil.Process, directory: Path) -> bool:
 
 def find(directory: Path, namespaces: Collection[int]) -> list[TestbedProcess]:
     """Return all live processes of the testbed in `directory`. `namespaces`: inodes of its network namespaces."""
-    return _live_processes(
-        lambda process, namespace: (
-            namespace in namespaces
-            or process.environ().get(MARK) == str(directory)
-            or (_program(process.exe()) in DAEMONS and _uses_directory(process, directory))
-        )
-    )
+
+    def belongs(process: psutil.Process, namespace: int) -> bool:
+        if namespace in namespaces or process.environ().get(MARK) == str(directory):
+            return True
+        return _program(process.exe()) in DAEMONS and _uses_directory(process, directory)
+
+    return _live_processes(belongs)
 
 
 def _live_processes(belongs: Callable[[psutil.Process, int], bool]) -> list[TestbedProcess]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.schema import refuse
 from holmes_hpc.testbed.commands import run
 
 DEFAULT_DIRECTORY = Path("/var/lib/holmes-testbed")
@@ -25,13 +24,12 @@ def state_dir() -> Path:
     Raise TestbedError if the path is too long or has characters that Slurm's files cannot have."""
     directory = Path(os.path.realpath(os.environ.get("HOLMES_TESTBED") or DEFAULT_DIRECTORY))
     path, hint = str(directory), "set HOLMES_TESTBED to a path of letters, digits and -_./"
-    is_long, is_odd = len(path) > MAX_PATH, any(c.isspace() or c in "#\"'\\%:," for c in path) or path == "/"
-    refuse(
-        repr(path),
-        (is_long, f"path longer than {MAX_PATH} characters", "set HOLMES_TESTBED to a shorter path"),
-        (is_odd, "the path has characters that the testbed's files cannot have", hint),
-        error=TestbedError,
-    )
+    if len(path) > MAX_PATH:
+        problem = f"path longer than {MAX_PATH} characters"
+        raise TestbedError(problem, where=repr(path), hint="set HOLMES_TESTBED to a shorter path")
+    if any(c.isspace() or c in "#\"'\\%:," for c in path) or path == "/":
+        problem = "the path has characters that the testbed's files cannot have"
+        raise TestbedError(problem, where=repr(path), hint=hint)
     return directory
 
 
@@ -43,8 +41,7 @@ class Record:
     database; `release`: Debian release of its programs; `topology`: its text in YAML; `made_directory`: whether `up`
     created the directory; `run_netns`: state of /run/netns before; `slurm`: prefix of a Slurm installed by
     `make install`, empty for the release's packages; `auth`: Slurm's auth plugin; `ready`: false while the testbed is
-    being created or removed.
-    """
+    being created or removed."""
 
     prefix: str
     subnet: str

@@ -84,8 +84,7 @@ def build(source: Path, progress: Callable[[str], None]) -> Path:
     """Build Slurm from `source`, a folder or a tarball, unless an earlier build is in the cache. Return its prefix.
 
     A build takes some minutes on all cores, and 200 MB. Raise TestbedError if there is no source, or, with the last
-    line of the log, if the build fails.
-    """
+    line of the log, if the build fails."""
     source = source.absolute()
     if not source.exists():
         raise TestbedError("does not exist", where=f"--slurm-source {source}", hint="give a folder or a tarball")

@@ -48,18 +48,13 @@ def slurm_conf(paths: Paths, wiring: Wiring, ports: dict[str, int], auth: str = 
     overridden = {key.lower() for key in topology.slurm}
     settings = {**SLURM_CONF["own"], **SLURM_CONF["auth"][auth], **SLURM_CONF["defaults"]}
     settings = {key: value for key, value in settings.items() if key.lower() not in overridden}
-    lines = [
-        *_lines(settings, paths=paths, ports=ports, host=host_name(), gateway=wiring.gateway, cluster=CLUSTER),
-        *(f"{key}={value}" for key, value in topology.slurm.items()),
-        *(
-            f"NodeName={node.name} NodeHostname={node.name} NodeAddr={wiring.management(node)} "
-            f"CPUs={topology.cpus_per_node} RealMemory={topology.memory_mib} "
-            f"Feature={','.join(topology.features(node.fabric))} State=UNKNOWN"
-            for node in topology.nodes
-        ),
-        *_partitions(wiring.topology),
-    ]
-    return "\n".join(lines) + "\n"
+    lines = _lines(settings, paths=paths, ports=ports, host=host_name(), gateway=wiring.gateway, cluster=CLUSTER)
+    lines += [f"{key}={value}" for key, value in topology.slurm.items()]
+    for node in topology.nodes:
+        address = f"NodeName={node.name} NodeHostname={node.name} NodeAddr={wiring.management(node)}"
+        size = f"CPUs={topology.cpus_per_node} RealMemory={topology.memory_mib}"
+        lines.append(f"{address} {size} Feature={','.join(topology.features(node.fabric))} State=UNKNOWN")
+    return "\n".join([*lines, *_partitions(topology), ""])
 
 
 def _partitions(topology: Topology) -> Iterator[str]:

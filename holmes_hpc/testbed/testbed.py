@@ -29,22 +29,12 @@ READY_S = 60
 UNAVAILABLE = ("down", "error", "fail", "inval", "unknown")  # starts of node states that show a fault
 
 
-def _quiet(_: str) -> None:
-    pass
-
-
 def _load(directory: Path, record: Record) -> Testbed:
     """Return the testbed in `directory` that `record` describes."""
     layout = topology.parse(record.topology, f"{directory / FILE}: topology")
-    return Testbed(
-        Paths(directory),
-        Wiring(layout, record.prefix, record.subnet),
-        ports=record.ports,
-        password=record.password,
-        userland=userland.release_root(directory, record.release),
-        prefix=Path(record.slurm) if record.slurm else None,
-        auth=record.auth,
-    )
+    wiring, prefix = Wiring(layout, record.prefix, record.subnet), Path(record.slurm) if record.slurm else None
+    programs = userland.release_root(directory, record.release)
+    return Testbed(Paths(directory), wiring, record.ports, record.password, programs, prefix, record.auth)
 
 
 def _current() -> Testbed:
@@ -65,7 +55,7 @@ def up(
     *,
     slurm: str | Path | None = None,
     source: str | Path | None = None,
-    progress: Callable[[str], None] = _quiet,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Create the testbed and wait until every node can run jobs. If it is up, repair it where necessary.
 
@@ -74,8 +64,7 @@ def up(
     `slurm`: the prefix of a Slurm installed by `make install`; None: $HOLMES_TESTBED_SLURM, if set.
     `source`: the source of a Slurm to build first (once): a folder or a tarball.
     `progress`: called with a line about each activity.
-    Raise TestbedError if it cannot be created; everything created so far is then removed.
-    """
+    Raise TestbedError if it cannot be created; everything created so far is then removed."""
     releases, sources = userland.RELEASES, [option for option in (release, slurm, source) if option is not None]
     refuse(
         "testbed",
@@ -160,17 +149,9 @@ def _new_record(directory: Path, layout: Topology, text: str, release: str, is_n
     prefixes = (f"hb{(start + step) % 65536:04x}" for step in range(65536))
     prefix = next(p for p in prefixes if not any(name == p or name.startswith(f"{p}-") for name in used_names))
     subnet = network.free_subnet(prefix)
-    return Record(
-        prefix=prefix,
-        subnet=subnet,
-        ports=dict(zip(("slurmctld", "slurmdbd", "slurmd", "database"), network.free_ports(subnet), strict=False)),
-        password=secrets.token_hex(16),
-        release=release,
-        topology=text,
-        namespaces=Wiring(layout, prefix, subnet).namespaces,
-        made_directory=is_new,
-        run_netns=network.netns_folder_state(),
-    )
+    ports = dict(zip(("slurmctld", "slurmdbd", "slurmd", "database"), network.free_ports(subnet), strict=False))
+    namespaces, run_netns = Wiring(layout, prefix, subnet).namespaces, network.netns_folder_state()
+    return Record(prefix, subnet, ports, secrets.token_hex(16), release, text, namespaces, is_new, run_netns)
 
 
 def _start_servers(testbed: Testbed, programs: Sequence[str], progress: Callable[[str], None]) -> None:
@@ -266,25 +247,14 @@ def status() -> dict[str, Any]:
         with contextlib.suppress(TestbedError):
             version = testbed.slurm(["sinfo", "-V"]).strip()
             states = _node_states(testbed)
-    layout = testbed.wiring.topology
-    return {
-        "up": record.ready and all(alive.values()),
-        "state_dir": str(directory),
-        "topology": layout.name,
-        "release": record.slurm or record.release,  # of Debian, or the prefix of a Slurm that is not Debian's
-        "slurm": version,
-        "daemons": alive,
-        "nodes": [
-            {
-                "name": node.name,
-                "partition": node.fabric.partition,
-                "features": list(layout.features(node.fabric)),
-                "state": states.get(node.name, "unknown"),
-                "nics": {nic.name: nic.mbit for nic in testbed.wiring.nics(node)},
-            }
-            for node in layout.nodes
-        ],
-    }
+    layout, nodes = testbed.wiring.topology, []
+    for node in layout.nodes:
+        nics, features = {nic.name: nic.mbit for nic in testbed.wiring.nics(node)}, list(layout.features(node.fabric))
+        place = {"name": node.name, "partition": node.fabric.partition, "features": features}
+        nodes.append({**place, "state": states.get(node.name, "unknown"), "nics": nics})
+    summary = {"up": record.ready and all(alive.values()), "state_dir": str(directory), "topology": layout.name}
+    release = record.slurm or record.release  # of Debian, or the prefix of a Slurm that is not Debian's
+    return {**summary, "release": release, "slurm": version, "daemons": alive, "nodes": nodes}
 
 
 def nodes() -> list[str]:
@@ -343,7 +313,7 @@ def env() -> dict[str, str]:
 # --- down -------------------------------------------------------------------------------------------------------------
 
 
-def down(progress: Callable[[str], None] = _quiet) -> bool:
+def down(progress: Callable[[str], None] = lambda _: None) -> bool:
     """Remove everything that `up` created, also after a killed `up` or crashed daemons. Return whether there was a
     testbed. `progress`: called with a line about the activity. Raise TestbedError if something cannot be removed."""
     directory = state_dir()

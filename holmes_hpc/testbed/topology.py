@@ -1,7 +1,7 @@
 """The topology of a testbed: fabrics, nodes, rates and partitions, read from YAML and checked."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,13 +62,11 @@ class FabricSpec:
         if not self.prefix:
             object.__setattr__(self, "prefix", self.partition.lower())
         _check_name("prefix", self.prefix, _PREFIX, where)
-        is_ethernet, has_rdma = self.nic == "ethernet", self.rdma_mbit is not None
-        refuse(
-            where,
-            (is_ethernet and has_rdma, "an Ethernet-only fabric has rdma_mbit", "remove rdma_mbit, or set nic"),
-            (not is_ethernet and not has_rdma, "rdma_mbit is missing", "give the rate of its RDMA NIC in Mbit/s"),
-            error=TestbedError,
-        )
+        if (self.nic == "ethernet") == (self.rdma_mbit is not None):
+            problem, hint = "an Ethernet-only fabric has rdma_mbit", "remove rdma_mbit, or set nic"
+            if self.rdma_mbit is None:
+                problem, hint = "rdma_mbit is missing", "give the rate of its RDMA NIC in Mbit/s"
+            raise TestbedError(problem, where=where, hint=hint)
 
     @property
     def interface(self) -> str | None:
@@ -121,60 +119,47 @@ class Topology:
         where = f"topology {self.name}"
         check(self, where, TestbedError)
         _check_name("name", self.name, _NAME, "topology")
+        for is_wrong, problem, hint in self._mistakes():  # in turn, because a huge topology has no list of nodes
+            refuse(where, (is_wrong, problem, hint), error=TestbedError)
+        object.__setattr__(self, "slurm", {name: str(value) for name, value in self.slurm.items()})
+
+    def _mistakes(self) -> Iterator[tuple[Any, str, str]]:
+        """Yield (whether the mistake is there, what it is, a hint)."""
         count = sum(fabric.nodes for fabric in self.fabrics)
-        refuse(
-            where,
-            (not self.fabrics, "no fabric", "list at least one under fabrics"),
-            (count > MAX_NODES, f"{count} nodes, at most {MAX_NODES} fit", "use fewer nodes"),
-            error=TestbedError,
-        )
+        yield not self.fabrics, "no fabric", "list at least one under fabrics"
+        yield count > MAX_NODES, f"{count} nodes, at most {MAX_NODES} fit", "use fewer nodes"
         partitions = [*dict.fromkeys(f.partition for f in self.fabrics), *(p.name for p in self.partitions)]
         fabrics, nodes = [f.name for f in self.fabrics], [n.name for n in self.nodes]
-        refuse(
-            where,
-            *(
-                (names.count(name) > 1, f"two {kind}s are named {name!r}", "rename one")
-                for kind, names in (("fabric", fabrics), ("partition", partitions), ("node", nodes))
-                for name in names
-            ),
-            *(
-                (name not in fabrics, f"partition {p.name} names the fabric {name!r}", nearest(name, fabrics))
-                for p in self.partitions
-                for name in p.fabrics or ("",)
-            ),
-            error=TestbedError,
-        )
+        for kind, names in (("fabric", fabrics), ("partition", partitions), ("node", nodes)):
+            twice = next((name for name in names if names.count(name) > 1), None)
+            yield twice is not None, f"two {kind}s are named {twice!r}", "rename one"
+        for p in self.partitions:
+            for name in p.fabrics or ("",):
+                problem = f"partition {p.name} names the fabric {name!r}"
+                yield name not in fabrics, problem, nearest(name, fabrics)
         for name, value in self.slurm.items():
             is_valid = not isinstance(value, bool) and _VALUE.fullmatch(str(value))
-            refuse(
-                where,
-                (not _matches(_SETTING, name), f"{name!r} is not a setting of slurm.conf", "correct its name"),
-                (str(name).lower() in RESERVED, f"slurm.{name} is set by the testbed itself", f"remove slurm.{name}"),
-                (not is_valid, f"slurm.{name} is {value!r}", "write one word, without blanks and quotes"),
-                error=TestbedError,
-            )
-        object.__setattr__(self, "slurm", {name: str(value) for name, value in self.slurm.items()})
+            yield not _matches(_SETTING, name), f"{name!r} is not a setting of slurm.conf", "correct its name"
+            is_reserved = str(name).lower() in RESERVED
+            yield is_reserved, f"slurm.{name} is set by the testbed itself", f"remove slurm.{name}"
+            yield not is_valid, f"slurm.{name} is {value!r}", "write one word, without blanks and quotes"
 
     @property
     def nodes(self) -> tuple[NodeSpec, ...]:
         """All nodes in order of their fabrics: ``ib1, ib2, …, roce1, …``."""
-        names = [
-            (f"{fabric.prefix}{number}", fabric, position)
-            for position, fabric in enumerate(self.fabrics)
-            for number in range(1, fabric.nodes + 1)
-        ]
-        return tuple(NodeSpec(name, index, fabric, position) for index, (name, fabric, position) in enumerate(names))
+        nodes: list[NodeSpec] = []
+        for position, fabric in enumerate(self.fabrics):
+            for number in range(1, fabric.nodes + 1):
+                nodes.append(NodeSpec(f"{fabric.prefix}{number}", len(nodes), fabric, position))
+        return tuple(nodes)
 
     def features(self, fabric: FabricSpec) -> tuple[str, ...]:
         """Return the Slurm features of this fabric's nodes."""
-        nic_mbit = self.ethernet_mbit if fabric.rdma_mbit is None else fabric.rdma_mbit
-        return (
-            f"nic_{fabric.nic}",
-            f"nic_{format_rate(nic_mbit)}",
-            f"eth_{format_rate(self.ethernet_mbit)}",
-            f"fabric_{fabric.name}",
-            *([f"ranks_{fabric.ranks}"] if fabric.ranks > 1 else []),
+        nic_rate, ethernet_rate = (
+            format_rate(mbit) for mbit in (fabric.rdma_mbit or self.ethernet_mbit, self.ethernet_mbit)
         )
+        ranks = [f"ranks_{fabric.ranks}"] if fabric.ranks > 1 else []
+        return (f"nic_{fabric.nic}", f"nic_{nic_rate}", f"eth_{ethernet_rate}", f"fabric_{fabric.name}", *ranks)
 
 
 def parse(text: str, where: str) -> Topology:

@@ -27,15 +27,11 @@ SLURM_CLIENTS = (
 )
 
 # $0 is the release's root. /usr/local stays the machine's.
-_ENTER = (
-    "for p in "
-    + " ".join(PARTS)
-    + '''; do
+_ENTER = f'''for p in {" ".join(PARTS)}; do
   if [ -d "$0/usr/$p" ] && [ -d "/usr/$p" ]; then mount --bind "$0/usr/$p" "/usr/$p" || exit 125; fi
 done
 mount --bind "$0/etc" /etc || exit 125
 exec "$@"'''
-)
 
 
 def release_root(directory: Path, release: str) -> Path | None:
