@@ -1,4 +1,4 @@
-"""Sentences about a comparison of runs: which setting is best, by how much, and why."""
+"""Sentences about a comparison of runs: which setting is best, by how much, and why; and the values of a bar chart."""
 
 import math
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from holmes_hpc.results.columns import has_value
 from holmes_hpc.results.compare import SAME_WORK, Comparison, completed, entries, label, labels, loss_of, work_text
 from holmes_hpc.results.tables import format_interval, format_number
 
+MAX_BARS = 12  # of the bar chart; the table has the other cells
 OVERLOAD = 1.5  # measured over predicted step time, above which a machine does not keep the emulated time
 
 
@@ -85,10 +86,8 @@ def _overload(cell: Mapping[str, Any]) -> str | None:
     ratio = cell["step_time_s"] / cell["predicted_step_time_s"]
     if ratio < OVERLOAD:
         return None
-    return (
-        f"The second takes {ratio:.1f} times its predicted step time: the machine was busy, or too slow for"
-        " train.pace_layer_ms, so this says little."
-    )
+    cause = "the machine was busy, or too slow for train.pace_layer_ms, so this says little"
+    return f"The second takes {ratio:.1f} times its predicted step time: {cause}."
 
 
 def is_faster(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
@@ -121,3 +120,28 @@ def explain(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
         f"Why: {PART_NAMES[top]} takes {format_number(best[top])} s of a {format_number(best['step_time_s'])} s step,"
         f" against {format_number(base[top])} s of {format_number(base['step_time_s'])} s{share}."
     )
+
+
+def headline(comparison: Comparison) -> list[str]:
+    """Return a sentence that compares the fastest hybrid cell with the mean of InfiniBand and RoCE alone.
+
+    It also has the speed-up over one transport for all groups on the same nodes, and the error of predicted step times.
+    Empty unless a hybrid cell, an InfiniBand cell and a RoCE cell did the same work."""
+    cells = dict(entries(comparison.cells))
+    hybrid = next((cell for cell in cells.values() if has_value(cell["of_mean"])), None)
+    if hybrid is None:
+        return []
+    claims = [f"{hybrid['of_mean']:.0%} of the mean of InfiniBand and RoCE alone"]
+    base = cells.get(int(hybrid["baseline"])) if has_value(hybrid["baseline"]) else None
+    if base is not None and base["transport"] == "single" and has_value(hybrid["speedup"]):
+        plain = "plain Megatron-LM (one transport for all groups) on the same nodes"
+        claims.append(f"{format_number(hybrid['speedup'])} times {plain}")
+    errors = [float(cell["mape"]) for cell in cells.values() if has_value(cell["mape"])]
+    accuracy = f" Step times were predicted within {max(errors):.1f}%." if errors else ""
+    return [f"Hybrid ({hybrid['placement']}) is {' and '.join(claims)}.{accuracy}"]
+
+
+def bars(comparison: Comparison) -> list[tuple[str, float]]:
+    """Return (name, samples/s) of the first cells for a bar chart; empty if there are fewer than two cells."""
+    cells = comparison.cells.head(MAX_BARS)
+    return list(zip(labels(cells), cells["samples_per_s"].astype(float), strict=True)) if len(cells) > 1 else []

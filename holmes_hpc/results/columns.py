@@ -58,25 +58,12 @@ FAMILIES = {  # by the key in `holmes report --json`
     "setup_tx_bytes": Family("setup_tx_bytes_", "NIC", "bytes sent before the first step: rendezvous and control"),
     "header_factors": Family("header_factor_", "NIC", "`header_factor` of one fabric or ethernet"),
 }
-_TYPES = {
-    "integer": "Int64",
-    "floating": "float64",
-    "mixed-integer-float": "float64",
-    "boolean": "boolean",
-    "string": "string",
-}
-
-ARROW = {  # by the pandas type of a column, the Arrow type that stores it
-    "string": pa.string(),
-    "Int64": pa.int64(),
-    "int32": pa.int32(),
-    "int16": pa.int16(),
-    "float64": pa.float64(),
-    "boolean": pa.bool_(),
-    "bool": pa.bool_(),
-    "datetime64[ns, UTC]": pa.timestamp("ns", tz="UTC"),
-    "object": pa.list_(pa.string()),
-}
+_TYPES = {"integer": "Int64", "floating": "float64", "mixed-integer-float": "float64"}
+_TYPES |= {"boolean": "boolean", "string": "string"}
+# By the pandas type of a column, the Arrow type that stores it.
+ARROW = {"string": pa.string(), "Int64": pa.int64(), "int32": pa.int32(), "int16": pa.int16(), "float64": pa.float64()}
+ARROW |= {"boolean": pa.bool_(), "bool": pa.bool_(), "datetime64[ns, UTC]": pa.timestamp("ns", tz="UTC")}
+ARROW["object"] = pa.list_(pa.string())
 
 
 def family_columns(name: str, entries: list[dict[str, Any]]) -> dict[str, pd.Series[Any]]:
@@ -108,9 +95,5 @@ def stage_breakdown(row: Mapping[str, Any]) -> list[dict[str, float]]:
 
 def has_value(value: Any) -> bool:
     """Return whether `value` is known: not None, not pandas' NA or NaT, and not a NaN or infinite float."""
-    return (
-        value is not None
-        and value is not pd.NA
-        and value is not pd.NaT
-        and not (isinstance(value, float) and not math.isfinite(value))
-    )
+    is_missing = value is None or value is pd.NA or value is pd.NaT
+    return not is_missing and (not isinstance(value, float) or math.isfinite(value))

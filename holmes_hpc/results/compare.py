@@ -12,15 +12,9 @@ import numpy as np
 import pandas as pd
 
 from holmes_hpc.records.metrics import PARTS
+from holmes_hpc.results import statistics
 from holmes_hpc.results.columns import FAMILIES, family_values, has_value
-from holmes_hpc.results.statistics import (
-    Estimate,
-    fraction_of_homogeneous,
-    mape,
-    paired_ratios,
-    repeats_interval,
-    scaling_efficiency,
-)
+from holmes_hpc.results.statistics import Estimate
 from holmes_hpc.results.tables import as_text, pace_note
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.tables import read_table
@@ -66,16 +60,11 @@ def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
 def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
     """Return {key: value} of those overrides of a run that belong in the column `varied`."""
     values = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in run["overrides"])}
-    overlaps = {values.get(f"train.overlap_{kind}", "true").lower() for kind in ("grad_reduce", "param_gather")}
-    ignored = (
-        *_TABLE["redundant"],
-        *(("train.overlap_grad_reduce", "train.overlap_param_gather") if len(overlaps) == 1 else ()),
-    )
-    return {
-        key: value
-        for key, value in values.items()
-        if key != "model" and not any(key == name or key.startswith((f"{name}.", f"{name}/")) for name in ignored)
-    }
+    overlap_keys = ["train.overlap_grad_reduce", "train.overlap_param_gather"]
+    is_one_setting = len({values.get(key, "true").lower() for key in overlap_keys}) == 1
+    ignored = [*_TABLE["redundant"], *(overlap_keys if is_one_setting else [])]
+    groups = tuple(f"{name}{separator}" for name in ignored for separator in "./")
+    return {k: v for k, v in values.items() if k not in ("model", *ignored) and not k.startswith(groups)}
 
 
 def entries(frame: pd.DataFrame) -> list[tuple[int, dict[str, Any]]]:
@@ -132,22 +121,15 @@ def names_text(names: Sequence[str]) -> str:
 
 def _figures(group: pd.DataFrame) -> dict[str, Any]:
     """Return the columns of a cell that are computed from its runs, `group`."""
-    time, rate = _step_time(group), repeats_interval(group["samples_per_s"])
+    time, rate = _step_time(group), statistics.repeats_interval(group["samples_per_s"])
     median_run = group.iloc[(group["step_time_s"] - group["step_time_s"].median()).abs().argsort().iloc[0]]
-    return {
-        "repeats": len(group),
-        "completed": int((group["state"] == "completed").sum()),
-        "step_time_s": time.median,
-        "step_time_low_s": time.low,
-        "step_time_high_s": time.high,
-        "samples_per_s": rate.median,
-        "samples_low": rate.low,
-        "samples_high": rate.high,
-        "names": names_text([str(name) for name in group["run"]]),
-        **{name: float(group[name].median()) for name in RUN_MEDIANS},
-        "mape": mape(group["predicted_step_time_s"], group["step_time_s"]),
-        **{name: median_run[name] for name in _columns(group, *MEDIAN_RUN_FAMILIES)},
-    }
+    figures: dict[str, Any] = {"repeats": len(group), "completed": int((group["state"] == "completed").sum())}
+    figures |= {"step_time_s": time.median, "step_time_low_s": time.low, "step_time_high_s": time.high}
+    figures |= {"samples_per_s": rate.median, "samples_low": rate.low, "samples_high": rate.high}
+    figures |= {name: float(group[name].median()) for name in RUN_MEDIANS}
+    figures["names"] = names_text([str(name) for name in group["run"]])
+    figures["mape"] = statistics.mape(group["predicted_step_time_s"], group["step_time_s"])
+    return figures | {name: median_run[name] for name in _columns(group, *MEDIAN_RUN_FAMILIES)}
 
 
 def _columns(runs: pd.DataFrame, *families: str) -> list[str]:
@@ -159,7 +141,7 @@ def _step_time(group: pd.DataFrame) -> Estimate:
     if len(group) == 1:
         run = group.iloc[0]
         return Estimate(float(run["step_time_s"]), float(run["step_time_low_s"]), float(run["step_time_high_s"]), 1)
-    return repeats_interval(group["step_time_s"])
+    return statistics.repeats_interval(group["step_time_s"])
 
 
 def completed(cells: pd.DataFrame) -> pd.DataFrame:
@@ -173,10 +155,8 @@ def _with_distinctions(cells: pd.DataFrame) -> pd.DataFrame:
     for _, group in cells.groupby(["system", "varied", "environment", "placement"], dropna=False, observed=True):
         differ = [name for name in NOT_IN_ROWS if group[name].nunique(dropna=False) > 1]
         for index, cell in entries(group):
-            texts = (
-                _other_sizes(cell, group) if name == "sizes" else f"{name}={as_text(cell[name])}" for name in differ
-            )
-            distinctions[index] = " ".join(filter(None, texts))
+            texts = {name: f"{name}={as_text(cell[name])}" for name in differ} | {"sizes": _other_sizes(cell, group)}
+            distinctions[index] = " ".join(filter(None, (texts[name] for name in differ)))
     return cells.assign(apart=distinctions)
 
 
@@ -195,9 +175,9 @@ def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """Return `cells` with their speed-ups over their baselines: medians of paired runs, if there are any."""
     rows, complete, labelled = [], completed(cells), runs[runs["session"].notna()]
     for index, cell in entries(cells):
-        baseline, speedup = _baseline(complete, index, cell), repeats_interval([])
+        baseline, speedup = _baseline(complete, index, cell), statistics.repeats_interval([])
         if baseline is not None and baseline != index:
-            speedup = repeats_interval(paired_ratios(labelled, "cell", baseline, index)["ratio"])
+            speedup = statistics.repeats_interval(statistics.paired_ratios(labelled, "cell", baseline, index)["ratio"])
             if not speedup.count:
                 speedup = replace(speedup, median=cell["samples_per_s"] / cells.loc[baseline, "samples_per_s"])
         rows.append((index, baseline, speedup.count, speedup.median, speedup.low, speedup.high))
@@ -225,14 +205,13 @@ def with_shares(cells: pd.DataFrame) -> pd.DataFrame:
     linear, mean = (pd.Series(math.nan, index=cells.index) for _ in range(2))
     complete = completed(cells)
     for _, group in scaled(complete):
-        linear[group.index] = scaling_efficiency(group["samples_per_s"], group["nodes"])
+        linear[group.index] = statistics.scaling_efficiency(group["samples_per_s"], group["nodes"])
     for index, cell in entries(complete):
-        alike = [
-            _matches(complete, {**cell, "environment": kind}, ["environment", *SAME_WORK]) for kind in ("IB", "RoCE")
-        ]
+        kinds = [{**cell, "environment": kind} for kind in ("IB", "RoCE")]
+        alike = [_matches(complete, kind, ["environment", *SAME_WORK]) for kind in kinds]
         rates = [float(complete["samples_per_s"][rows].max()) for rows in alike]
         if str(cell["environment"]) == "hybrid" and all(map(has_value, rates)):
-            mean[index] = fraction_of_homogeneous(float(cell["samples_per_s"]), rates)
+            mean[index] = statistics.fraction_of_homogeneous(float(cell["samples_per_s"]), rates)
     return cells.assign(of_linear=linear, of_mean=mean)
 
 
@@ -248,11 +227,8 @@ def _matches(frame: pd.DataFrame, cell: Mapping[str, Any], columns: Iterable[str
     """Return a boolean array: which rows of `frame` equal `cell` in `columns`. Missing values equal each other."""
     equal = np.ones(len(frame), dtype=bool)
     for name in columns:
-        equal &= (
-            frame[name].isna().to_numpy()
-            if not has_value(cell[name])
-            else (frame[name] == cell[name]).fillna(False).to_numpy(dtype=bool)
-        )
+        is_same = (frame[name] == cell[name]).fillna(False) if has_value(cell[name]) else frame[name].isna()
+        equal &= is_same.to_numpy(dtype=bool)
     return equal
 
 
@@ -273,11 +249,9 @@ def _text_of(cell: Mapping[str, Any], names: Iterable[str]) -> str:
 def labels(cells: pd.DataFrame) -> list[str]:
     """Return a distinct text for each of `cells`: its run, if it has a single one, and how it differs from others."""
     differing = [name for name in NAMING if cells[name].nunique(dropna=False) > 1]
-    texts = [
-        (", ".join(filter(None, [str(c["names"]) * (c["repeats"] == 1), _text_of(c, differing)])), str(c["names"]))
-        for _, c in entries(cells)
-    ]
-    names = [text or runs for text, runs in texts]
-    return [
-        text if names.count(text) == 1 else f"{text} ({runs})" for text, (_, runs) in zip(names, texts, strict=True)
-    ]
+    run_names, names = [str(c["names"]) for _, c in entries(cells)], []
+    for (_, c), runs in zip(entries(cells), run_names, strict=True):
+        single_run = [runs] if c["repeats"] == 1 else []
+        names.append(", ".join(filter(None, [*single_run, _text_of(c, differing)])) or runs)
+    unique = {name for name in names if names.count(name) == 1}
+    return [name if name in unique else f"{name} ({runs})" for name, runs in zip(names, run_names, strict=True)]

@@ -12,12 +12,10 @@ from holmes_hpc.results.compare import Comparison, entries
 from holmes_hpc.results.tables import Table, as_text, format_number, format_percent, interval_note, pace_note
 
 MAX_ROWS = 40  # rows of a table in a terminal
+_OF_MEAN = "of mean: throughput over the mean of the fastest IB and RoCE settings on as many nodes"
 SHARES = {  # name in tables: (column, meaning)
     "of linear": ("of_linear", "of linear: throughput per node over that on the fewest nodes"),
-    "of mean(IB, RoCE)": (
-        "of_mean",
-        "of mean: throughput over the mean of the fastest IB and RoCE settings on as many nodes",
-    ),
+    "of mean(IB, RoCE)": ("of_mean", _OF_MEAN),
 }
 
 
@@ -35,47 +33,31 @@ def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
     cells = comparison.cells
     shown = cells.head(MAX_ROWS)
     numbers = {index: str(i) for i, index in enumerate(cells.index, 1)}
-    rows = [cell for _, cell in entries(shown)]
     shares = {name: column for name, (column, _) in SHARES.items() if shown[column].notna().any()}
-    table = pd.DataFrame(
-        {
-            "#": list(numbers.values())[:MAX_ROWS],
-            "run": [str(c["names"]) for c in rows],
-            "system": [_system_text(c) for c in rows],
-            "environment: nodes": [
-                f"{c['environment']}: {c['placement']}" if has_value(c["placement"]) else NONE for c in rows
-            ],
-            "layers": [as_text(c["layers_per_stage"]) for c in rows],
-            "runs": [str(c["repeats"]) for c in rows],
-            "samples/s": [format_number(c["samples_per_s"]) for c in rows],
-            "tokens/s": [format_number(c["tokens_per_s"]) for c in rows],
-            "step, s (95%)": [
-                format_number(c["step_time_s"]) + interval_note(c["step_time_low_s"], c["step_time_high_s"])
-                for c in rows
-            ],
-            "speed-up": [_speedup_text(c) for c in rows],
-            "over": [
-                numbers.get(c["baseline"], NONE) if has_value(c["baseline"]) and c["baseline"] != index else NONE
-                for index, c in entries(shown)
-            ],
-            "predicted": [format_percent(100 * (c["predicted_step_time_s"] / c["step_time_s"] - 1)) for c in rows],
-            "loss": [format_number(c["loss"], 4) for c in rows],
-            "validation": [format_number(c["validation_loss"], 4) for c in rows],
-            **{
-                name: [f"{share:.1%}" if has_value(share) else NONE for share in shown[c]] for name, c in shares.items()
-            },
-        }
-    )
+    rows = []
+    for index, c in entries(shown):
+        place = f"{c['environment']}: {c['placement']}" if has_value(c["placement"]) else NONE
+        row = {"#": numbers[index], "run": str(c["names"]), "system": _system_text(c), "environment: nodes": place}
+        row |= {"layers": as_text(c["layers_per_stage"]), "runs": str(c["repeats"])}
+        row |= {"samples/s": format_number(c["samples_per_s"]), "tokens/s": format_number(c["tokens_per_s"])}
+        interval = interval_note(c["step_time_low_s"], c["step_time_high_s"])
+        row |= {"step, s (95%)": format_number(c["step_time_s"]) + interval, "speed-up": _speedup_text(c)}
+        has_baseline = has_value(c["baseline"]) and c["baseline"] != index
+        row["over"] = numbers.get(c["baseline"], NONE) if has_baseline else NONE
+        row["predicted"] = format_percent(100 * (c["predicted_step_time_s"] / c["step_time_s"] - 1))
+        row |= {"loss": format_number(c["loss"], 4), "validation": format_number(c["validation_loss"], 4)}
+        rows.append(
+            row | {name: f"{c[column]:.1%}" if has_value(c[column]) else NONE for name, column in shares.items()}
+        )
+    table = pd.DataFrame(rows)
     is_empty = (table == NONE).all() & table.columns.isin(["speed-up", "over", "predicted", "loss", "validation"])
     names = ("system", "environment: nodes", "layers", "runs")
     constants = [name for name in names if len(table) > 1 and table[name].nunique() == 1]
-    caption = (
-        f"all: {', '.join(f'{name} {table[name].iloc[0]}' for name in constants)}; "
-        * bool(constants)
-        + "after warm-up; samples/s: harmonic means (repeats: median); steps: medians; "
-        f"{_pace_notes(cells)}; predicted: error of the predicted step time"
-        f"{''.join(f'; {SHARES[name][1]}' for name in shares)}{_not_shown(cells)}"
-    )
+    common = ", ".join(f"{name} {table[name].iloc[0]}" for name in constants)
+    caption = f"all: {common}; " if constants else ""
+    caption += f"after warm-up; samples/s: harmonic means (repeats: median); steps: medians; {_pace_notes(cells)}"
+    notes = ["predicted: error of the predicted step time", *(SHARES[name][1] for name in shares)]
+    caption = "; ".join([caption, *notes]) + _not_shown(cells)
     return Table.of(f"Settings by {by}", table.loc[:, ~is_empty].drop(columns=constants, errors="ignore"), caption)
 
 
@@ -132,13 +114,6 @@ def incomplete_table(comparison: Comparison) -> Table | None:
     incomplete = runs[(runs["state"] != "completed") | runs["error"].notna()]
     if incomplete.empty:
         return None
-    rows = [
-        [str(r["run"]), str(r["state"]), as_text(r["steps"]), str(r["error"]) if has_value(r["error"]) else ""]
-        for _, r in entries(incomplete.head(MAX_ROWS))
-    ]
-    return Table(
-        "Runs that did not complete, or are damaged",
-        ["run", "state", "steps", "error"],
-        rows,
-        _not_shown(incomplete).removeprefix("; "),
-    )
+    shown = incomplete.head(MAX_ROWS)[["run", "state", "steps", "error"]]
+    texts = shown.assign(steps=shown["steps"].map(as_text), error=shown["error"].fillna(""))
+    return Table.of("Runs that did not complete, or are damaged", texts, _not_shown(incomplete).removeprefix("; "))

@@ -6,6 +6,7 @@ text. Every axis has its unit."""
 import io
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -28,22 +29,11 @@ LINES = ("-", "--", "-.", (0, (1, 1)))
 WIDTH = 4.6  # inches
 MAX_BARS = 12  # bars of a figure
 MAX_LABEL = 52  # characters above a bar
-STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.size": 11,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "legend.fontsize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "hatch.linewidth": 0.6,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "holmes",
-}
+STYLE = Path(__file__).with_suffix(".mplstyle")
 
 
 def _axes(height: float) -> tuple[Figure, Axes]:
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         return figure, figure.add_subplot()
 
@@ -51,7 +41,7 @@ def _axes(height: float) -> tuple[Figure, Axes]:
 def svg(figure: Figure) -> str:
     """Return the text of an <svg> element with the figure. Equal figures have equal texts."""
     buffer = io.StringIO()
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
@@ -112,6 +102,14 @@ def _bars(
     return figure
 
 
+def _single_bars(
+    labels: Sequence[str], values: Sequence[float], xlabel: str, title: str, end: str = "{:.3g}", bounds: Any = ()
+) -> Figure:
+    """Draw bars of one part each (:func:`_bars`). `end`: format of the text after a bar."""
+    ends = [end.format(value) for value in values]
+    return _bars(labels, [[value] for value in values], [""], ends, bounds, xlabel=xlabel, title=title)
+
+
 def distinct(labels: Sequence[str]) -> list[str]:
     """Return the labels shortened to at most MAX_LABEL characters, but still distinct.
 
@@ -122,14 +120,10 @@ def distinct(labels: Sequence[str]) -> list[str]:
     shared = "".join(letters[0] for letters in common) if len(labels) > 1 else ""
     shared = shared[: max(shared.rfind(" "), shared.rfind(",")) + 1]
     suffixes = [f"…{text[len(shared) :]}" if shared else text for text in labels]
-    half = MAX_LABEL // 2
-    shortened = [
-        text if len(text) <= MAX_LABEL else f"{text[:half]}…{text[half + 1 - MAX_LABEL :]}" for text in suffixes
-    ]
-    return [
-        text if shortened.count(text) == 1 else f"{index + 1}: {text[: MAX_LABEL - 5]}"
-        for index, text in enumerate(shortened)
-    ]
+    head, tail = MAX_LABEL // 2, MAX_LABEL // 2 + 1 - MAX_LABEL
+    shortened = [text if len(text) <= MAX_LABEL else f"{text[:head]}…{text[tail:]}" for text in suffixes]
+    numbered = [f"{number}: {text[: MAX_LABEL - 5]}" for number, text in enumerate(shortened, 1)]
+    return [t if shortened.count(t) == 1 else unique for t, unique in zip(shortened, numbered, strict=True)]
 
 
 def _plain(name: object) -> str:
@@ -149,24 +143,16 @@ def throughput(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> Figure:
 
     Only the first `max_bars` cells are drawn; the title notes it if there are more."""
     head, omitted = cells.head(max_bars), omission_note(cells, max_bars)
-    rates = head["samples_per_s"].tolist()
-    return _bars(
-        labels(head),
-        [[rate] for rate in rates],
-        ["samples/s"],
-        [f"{rate:.3g}" for rate in rates],
-        list(zip(head["samples_low"], head["samples_high"], strict=True)),
-        xlabel="throughput, samples/s",
-        title="Throughput by NIC environment" + (f"\n{omitted}" if omitted else ""),
-    )
+    bounds = list(zip(head["samples_low"], head["samples_high"], strict=True))
+    title = "Throughput by NIC environment" + (f"\n{omitted}" if omitted else "")
+    return _single_bars(labels(head), head["samples_per_s"].tolist(), "throughput, samples/s", title, bounds=bounds)
 
 
 def ablation(cells: pd.DataFrame, reference: Any) -> Figure:
     """Draw the throughput of every cell in percent of that of the cell with the index `reference`."""
     shares = (100 * cells["samples_per_s"] / float(cells.loc[reference, "samples_per_s"])).tolist()
-    names, ends = list(map(str, cells["system"])), [f"{share:.0f}%" for share in shares]
     xlabel, title = "throughput, % of the complete system", "Contribution of each part"
-    figure = _bars(names, [[share] for share in shares], ["%"], ends, xlabel=xlabel, title=title)
+    figure = _single_bars(list(map(str, cells["system"])), shares, xlabel, title, end="{:.0f}%")
     figure.axes[0].axvline(100, color="black", linestyle=":", linewidth=1)
     return figure
 
@@ -176,11 +162,8 @@ def scaling(cells: pd.DataFrame) -> Figure:
 
     Dotted lines show linear scaling from the smallest number."""
     groups = scaled(cells)
-    distinctions = [
-        key
-        for key in SAME_WORK
-        if key not in ("nodes", "sizes") and len({as_text(first[key]) for first, _ in groups}) > 1
-    ]
+    keys = [key for key in SAME_WORK if key not in ("nodes", "sizes")]
+    distinctions = [key for key in keys if len({as_text(first[key]) for first, _ in groups}) > 1]
     figure, axes = _axes(3.2 + 0.25 * len(groups))
     for index, (first, group) in enumerate(groups):
         name = [first[key] for key in ("environment", "system", "varied") if has_value(first[key]) and first[key]]
@@ -207,20 +190,13 @@ def nic_bytes(traffic: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the bytes sent per step by network: planned payload, and NIC counters if there are any.
 
     `traffic`: of :func:`holmes_hpc.results.tables.traffic`."""
-    megabytes = {
-        f"{row['kind']}: {source}": float(row[key] or 0) / 1e6
-        for row in traffic
-        for source, key in (("planned", "planned_bytes"), ("counted, with headers", "counted_bytes"))
-        if key == "planned_bytes" or has_value(row[key])
-    }
-    return _bars(
-        list(megabytes),
-        [[value] for value in megabytes.values()],
-        ["MB"],
-        [f"{value:.3g}" for value in megabytes.values()],
-        xlabel="sent in a step by all nodes, MB (1e6 bytes)",
-        title="Bytes by network",
-    )
+    megabytes = {}
+    for row in traffic:
+        megabytes[f"{row['kind']}: planned"] = float(row["planned_bytes"] or 0) / 1e6
+        if has_value(row["counted_bytes"]):
+            megabytes[f"{row['kind']}: counted, with headers"] = float(row["counted_bytes"]) / 1e6
+    xlabel = "sent in a step by all nodes, MB (1e6 bytes)"
+    return _single_bars(list(megabytes), list(megabytes.values()), xlabel, "Bytes by network")
 
 
 def predicted_measured(runs: pd.DataFrame) -> Figure:
@@ -236,9 +212,8 @@ def predicted_measured(runs: pd.DataFrame) -> Figure:
         axes.fill_between(ends, 0.9 * ends, 1.1 * ends, color="#dddddd", zorder=0)
         axes.set(xlim=ends, ylim=ends)
         _legend(figure, columns=2)
-    axes.set(
-        xlabel="measured step time, s", ylabel="predicted step time, s", title="Predicted against measured (band: 10%)"
-    )
+    title = "Predicted against measured (band: 10%)"
+    axes.set(xlabel="measured step time, s", ylabel="predicted step time, s", title=title)
     return figure
 
 
@@ -258,11 +233,8 @@ def loss(steps: pd.DataFrame, by: str = "step", tokens: Mapping[str, float] | No
             axes.plot(progress[validated], run["validation_loss"][validated], **hollow)
         for restart in progress[run["attempt"].diff() > 0]:
             axes.axvline(restart, color=colour, linestyle=":", linewidth=1)
-    axes.set(
-        xlabel={"step": "step", "tokens": "tokens"}.get(by, "time of the run, minutes"),
-        ylabel="loss, nats a token",
-        title="Loss (markers: validation; dotted: restarts)",
-    )
+    xlabel, title = "time of the run, minutes" if by == "time" else by, "Loss (markers: validation; dotted: restarts)"
+    axes.set(xlabel=xlabel, ylabel="loss, nats a token", title=title)
     if 1 < steps["run"].nunique() <= 8:
         _legend(figure)
     return figure
@@ -297,7 +269,7 @@ def timeline(measured: pd.DataFrame, simulated: pd.DataFrame | None = None) -> F
     :func:`holmes_hpc.results.timeline.typical_step`; `simulated`: with the same columns."""
     panels = [("measured", measured)] + ([("simulated", simulated)] if simulated is not None and len(simulated) else [])
     stages = int(max((frame["stage"].max() for _, frame in panels if len(frame)), default=0)) + 1
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(WIDTH, 1.2 + len(panels) * (0.5 + 0.4 * stages)), layout="constrained")
         all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     styles = {"forward": {"facecolor": COLOURS[4], "hatch": ""}, "backward": {"facecolor": COLOURS[0], "hatch": "////"}}

@@ -22,13 +22,8 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> None:
 
 def render_html(report: Report) -> str:
     """Return the text of the HTML report."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("holmes_hpc.results", "."),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    options: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("holmes_hpc.results", "."), **options)
     title = f"Run {report.run['name']}" if report.single else f"{len(report.runs)} runs"
     return environment.get_template("report.html").render(
         title=title,
@@ -44,10 +39,9 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     """Return (value, meaning) of the few figures that the report shows in large type."""
     if report.by == "loss" and not report.single:
         return _facts_by_loss(report.comparison.cells)
-    pair = answers.winner(report.comparison)
-    if pair is None:
+    best, base = answers.winner(report.comparison) or ({}, None)
+    if not best:
         return []
-    best, base = pair
     facts = [(tables.format_number(best["samples_per_s"]), "samples/s" if report.single else "samples/s, the fastest")]
     if tables.has_value(best["tokens_per_s"]):
         facts.append((tables.format_number(best["tokens_per_s"]), "tokens/s"))
@@ -105,11 +99,9 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
         if runs["predicted_step_time_s"].notna().any():
             captioned.append((pace_notes, figures.predicted_measured(runs[runs["cell"] >= 0])))
     if report.steps["loss"].notna().any() and report.steps["run"].nunique() <= 8:
-        tokens_per_step = {
-            str(row["run"]): float(row["global_batch"]) * float(row["sequence_length"])
-            for _, row in compare.entries(runs)
-            if tables.has_value(row["global_batch"]) and tables.has_value(row["sequence_length"])
-        }
+        known = runs.dropna(subset=["global_batch", "sequence_length"])
+        tokens = (known["global_batch"] * known["sequence_length"]).astype(float)
+        tokens_per_step = dict(zip(map(str, known["run"]), tokens, strict=True))
         by = "tokens" if len(set(tokens_per_step.values())) > 1 else "step"  # steps of different batches do not compare
         captioned.append((f"by {by}s", figures.loss(report.steps, by, tokens_per_step)))
         if report.steps["time"].notna().any():
@@ -120,11 +112,9 @@ def _figures(report: Report) -> list[tuple[str, Any]]:
 def _notes(report: Report) -> list[str]:
     """Return lines with the commits, devices, sites and start times of runs, and the fields that their files lack."""
     runs = report.runs
-    notes = [
-        f"{name}: {', '.join(values)}"
-        for name, column in (("commit", "git_commit"), ("device", "device"), ("site", "site"))
-        if (values := sorted({str(value) for value in runs[column].dropna()}))
-    ]
+    columns = {"commit": "git_commit", "device": "device", "site": "site"}
+    values = {name: sorted(set(map(str, runs[column].dropna()))) for name, column in columns.items()}
+    notes = [f"{name}: {', '.join(texts)}" for name, texts in values.items() if texts]
     started = runs["started"].dropna().sort_values().dt.strftime("%Y-%m-%d %H:%M UTC").tolist()
     if started:
         notes.append(f"started {started[0]}" + (f" to {started[-1]}" if len(started) > 1 else ""))

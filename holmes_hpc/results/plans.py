@@ -12,35 +12,12 @@ from holmes_hpc.records.files import to_json
 from holmes_hpc.records.rates import number
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import from_yaml, read_file
+from holmes_hpc.tables import read_table
 
-NIC_WORDS = {
-    "ib": "IB",
-    "roce": "RoCE",
-    "efa": "EFA",
-    "slingshot": "Slingshot",
-    "omnipath": "Omni-Path",
-    "ethernet": "Ethernet",
-}
+NIC_WORDS = {"ib": "IB", "roce": "RoCE", "efa": "EFA", "slingshot": "Slingshot", "omnipath": "Omni-Path"}
+NIC_WORDS["ethernet"] = "Ethernet"  # the last one in lists
 
-SHAPE: dict[str, Any] = {  # an example of a plan, with the values that this package computes with
-    "model": {},
-    "batch": {},
-    "parallel": {},
-    "schedule": {},
-    "site": {"fabrics": [{}]},
-    "stages": [{}],
-    "components": [{"nodes": 0, "gpus_per_node": 0}],
-    "transports": [{"ranks": [0]}],
-    "predicted": {
-        "step_time_s": 0.0,
-        "samples_per_s": 0.0,
-        "model_tflops_per_gpu": 0.0,
-        "hardware_tflops_per_gpu": 0.0,
-        "share_of_limit": 0.0,
-        "memory_bytes_per_gpu": [0],
-        "nic_bytes_per_step": {},
-    },
-}
+SHAPE: dict[str, Any] = read_table(__file__)
 
 
 def read_plan(run: RunDirectory) -> dict[str, Any]:
@@ -64,15 +41,9 @@ def _shaped(value: Any, shape: Any) -> Any:
     if isinstance(shape, dict):
         return {key: _shaped(element, shape.get(key)) for key, element in mapping(value).items()}
     if isinstance(shape, list):
-        return (
-            [
-                _shaped(element, shape[0])
-                for element in value
-                if isinstance(element, type(shape[0])) and not isinstance(element, bool)
-            ]
-            if isinstance(value, list)
-            else []
-        )
+        elements = value if isinstance(value, list) else []
+        alike = [e for e in elements if isinstance(e, type(shape[0])) and not isinstance(e, bool)]
+        return [_shaped(element, shape[0]) for element in alike]
     if isinstance(shape, int):
         return integer(value)
     return number(value) if isinstance(shape, float) else value
@@ -86,11 +57,9 @@ def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
     nodes = _nodes_by(components, ("pool", "fabric"))
     stages = [s.get("layers") for s in plan.get("stages") or [] if isinstance(s, dict)]
     return {
-        "strategy": text(plan.get("strategy")),
+        **{name: text(plan.get(name)) for name in ("strategy", "recompute", "edge_dtype")},
         "transport": text(plan.get("transport_mode")),
         "schedule": text(mapping(plan.get("schedule")).get("kind")),
-        "recompute": text(plan.get("recompute")),
-        "edge_dtype": text(plan.get("edge_dtype")),
         "site": text(site.get("name")),
         "environment": environment(_nodes_by(components, ("fabric",)), nic_types(plan)) if nodes else None,
         "placement": " ".join(f"{name}:{count}" for name, count in nodes.items()) or None,
@@ -102,8 +71,7 @@ def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
         "global_batch": integer(batch.get("global_size")),
         "micro_batch": integer(batch.get("micro_size")),
         "sequence_length": integer(batch.get("sequence_length")),
-        "virtual_stages": integer(parallel.get("virtual_stages")),
-        **{name: integer(parallel.get(name)) for name in ("tp", "pp", "dp")},
+        **{name: integer(parallel.get(name)) for name in ("tp", "pp", "dp", "virtual_stages")},
         "predicted_step_time_s": number(predicted.get("step_time_s")),
         "predicted_samples_per_s": number(predicted.get("samples_per_s")),
     }

@@ -11,7 +11,7 @@ import pandas as pd
 from holmes_hpc.errors import RecordError, counted
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.results import answers, compare, headline, tables
+from holmes_hpc.results import answers, compare, tables
 from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family_values, has_value, stage_breakdown
 from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
@@ -55,12 +55,12 @@ class Report:
         if self.single:
             return _one_run_answer(self.run, self.plan)
         if self.by == "throughput":
-            return [*headline.headline(self.comparison), *answers.answer(self.comparison)]
+            return [*answers.headline(self.comparison), *answers.answer(self.comparison)]
         return answers.ranking(self.comparison)
 
     def bars(self) -> list[tuple[str, float]]:
         """Return (name, samples/s) of each setting for a bar chart; empty for one run, or if ranked by loss."""
-        return [] if self.single or self.by != "throughput" else headline.bars(self.comparison)
+        return [] if self.single or self.by != "throughput" else answers.bars(self.comparison)
 
     def tables(self) -> list[Table]:
         """Return all tables, the most important first."""
@@ -70,12 +70,9 @@ class Report:
         """Return the report as JSON values, in seconds and bytes; null if unknown."""
         data: dict[str, Any] = {"answer": self.answer(), "runs": _records(self.comparison.runs)}
         if self.single:
-            data.update(
-                traffic=tables.traffic(self.run, self.plan),
-                transports=tables.transports(self.plan),
-                stages=stage_breakdown(self.run),
-                setup_tx_bytes=family_values(self.run, "setup_tx_bytes"),
-            )
+            data |= {"traffic": tables.traffic(self.run, self.plan), "transports": tables.transports(self.plan)}
+            data["stages"] = stage_breakdown(self.run)
+            data["setup_tx_bytes"] = family_values(self.run, "setup_tx_bytes")
         else:
             data["cells"] = _records(self.comparison.cells.reset_index(), ("model_spec", *compare.MEDIAN_RUN_FAMILIES))
         return data
@@ -120,7 +117,7 @@ def load_report(
         hint = "give run directories, their names, or directories that hold runs"
         raise RecordError("no runs found", where=", ".join(map(str, paths)) or "load_report", hint=hint)
     runs = pd.concat(frames, ignore_index=True)
-    steps = _concat_steps([_steps(*selection) for selection in selections] if len(runs) <= MAX_RUNS_WITH_STEPS else [])
+    steps = _steps(selections if len(runs) <= MAX_RUNS_WITH_STEPS else [])
     comparison = compare.compare(runs, by)
     if len(runs) > 1:
         return Report(runs, steps, {}, comparison, pd.DataFrame(), by=by)
@@ -130,19 +127,15 @@ def load_report(
     return Report(runs, steps, read_plan(run), comparison, trace, simulated)
 
 
-def _steps(path: str | os.PathLike[str], runs: set[str], names: dict[str, str]) -> pd.DataFrame:
-    """Return the steps of those runs below `path` that are in `runs`. `names`: {run: its name in the report}."""
-    steps = load_steps(path, runs=runs)
-    return steps.assign(run=steps["run"].cat.remove_unused_categories().cat.rename_categories(names))
-
-
-def _concat_steps(steps: list[pd.DataFrame]) -> pd.DataFrame:
-    """Return the tables `steps` as one, whose column `run` is a category as theirs."""
-    if not steps:
-        return pd.DataFrame(columns=list(STEP_COLUMNS))
-    run_names = [str(name) for frame in steps for name in frame["run"].cat.categories]
-    table = pd.concat([frame.assign(run=frame["run"].astype("object")) for frame in steps], ignore_index=True)
-    return table.assign(run=pd.Categorical(table["run"], categories=list(dict.fromkeys(run_names))))
+def _steps(selections: Sequence[tuple[str | os.PathLike[str], set[str], dict[str, str]]]) -> pd.DataFrame:
+    """Return the steps of the selected runs as one table. `selections`: of each path, the runs below it that count, and
+    {run: its name in the report}."""
+    tables = [pd.DataFrame(columns=list(STEP_COLUMNS))] if not selections else []
+    for path, runs, names in selections:
+        steps = load_steps(path, runs=runs)
+        tables.append(steps.assign(run=steps["run"].astype("object").map(names)))
+    table = pd.concat(tables, ignore_index=True)
+    return table.assign(run=pd.Categorical(table["run"], categories=table["run"].unique()))
 
 
 def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
@@ -158,17 +151,14 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     ]
     if has_value(run["predicted_step_time_s"]):
         error = 100 * (run["predicted_step_time_s"] / run["step_time_s"] - 1)
-        sentences.append(
-            f"Its plan predicted a step of {tables.format_number(run['predicted_step_time_s'])} s "
-            f"({abs(error):.1f}% {'less' if error < 0 else 'more'} than measured)."
-        )
+        comparison = f"{abs(error):.1f}% {'less' if error < 0 else 'more'} than measured"
+        predicted = tables.format_number(run["predicted_step_time_s"])
+        sentences.append(f"Its plan predicted a step of {predicted} s ({comparison}).")
     parts = {part: float(run[part]) for part in PARTS if has_value(run[part])}
     planned_s = mapping(mapping(plan.get("predicted")).get("breakdown")).get("compute_s")
     if planned_s and has_value(run.get("pace_layer_ms")) and parts.get("compute_s", 0.0) > SLOW * planned_s:
-        sentences.append(
-            f"Emulated computing took {parts['compute_s'] / planned_s:.2f} times its time: this machine is busy, or"
-            " slower than train.pace_layer_ms, so the step time says little."
-        )
+        cause = "this machine is busy, or slower than train.pace_layer_ms, so the step time says little"
+        sentences.append(f"Emulated computing took {parts['compute_s'] / planned_s:.2f} times its time: {cause}.")
     if parts and run["step_time_s"]:
         largest = sorted(parts, key=lambda part: -parts[part])[:2]
         shares = " and ".join(f"{parts[p] / run['step_time_s']:.0%} {PART_NAMES[p]}" for p in largest)
@@ -192,11 +182,8 @@ def _run_summary(run: dict[str, Any]) -> str:
         parts.append(", ".join(f"{run[name]} {name if run[name] != 1 else name[:-1]}" for name in ("nodes", "ranks")))
     if has_value(run["global_batch"]):
         parts.append(f"batch {run['global_batch']} x {run['sequence_length']} tokens")
-    parts += [
-        f"{name.replace('_', ' ')} {run[f'config.train.{name}']:g}"
-        for name in HYPERPARAMETERS
-        if isinstance(run.get(f"config.train.{name}"), int | float)
-    ]
+    values = {name: run.get(f"config.train.{name}") for name in HYPERPARAMETERS}
+    parts += [f"{name.replace('_', ' ')} {v:g}" for name, v in values.items() if isinstance(v, int | float)]
     text = ", ".join(parts)
     return f"{text[0].upper()}{text[1:]}."
 
@@ -222,12 +209,9 @@ def _records(frame: pd.DataFrame, families: Iterable[str] = FAMILIES) -> list[di
 def _config(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration in a row of the table of runs as {group: {key: value}}. Missing values are None."""
     config: dict[str, Any] = {}
-    for name, value in family_values(row, "config").items():
+    values = family_values(row, "config")
+    names = [key.removeprefix("config.") for key in row if key.startswith("config.")]
+    for name in sorted(names, key=values.__contains__):  # those without a value first
         group, _, key = name.partition(".")
-        config |= {group: {**config.get(group, {}), key: value} if key else value}
-    for name in (key.removeprefix("config.") for key in row if key.startswith("config.")):
-        group, _, key = name.partition(".")
-        keys = config.setdefault(group, {} if key else None)
-        if key and isinstance(keys, dict):
-            keys.setdefault(key, None)
+        config[group] = {**(config.get(group) or {}), key: values.get(name)} if key else values.get(name)
     return config

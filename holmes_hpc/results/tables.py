@@ -12,24 +12,9 @@ from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.columns import family_values, has_value, stage_breakdown
 from holmes_hpc.results.plans import NIC_WORDS, nic_types
 from holmes_hpc.results.statistics import percentage_errors
+from holmes_hpc.tables import read_table
 
-GROUP_NAMES = {
-    "world": "all ranks",
-    "tp": "tensor parallel",
-    "dp": "data parallel",
-    "pp": "pipeline",
-    "mp": "model parallel",
-    "embd": "embeddings",
-    "intra_dp": "data parallel, inside",
-    "inter_dp": "data parallel, across",
-    "cp": "context parallel",
-    "ep": "expert parallel",
-    "expt_dp": "data parallel, experts",
-    "tp_ep_pp": "model parallel, experts",
-    "edge": "edge between stages",
-    "control": "control, host memory",
-}
-MODES = {"single": "one transport for all groups, as plain Megatron-LM", "holmes": "the best transport of each group"}
+_TABLE: dict[str, dict[str, str]] = read_table(__file__)
 
 
 class Table(NamedTuple):
@@ -97,49 +82,21 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     predicted = plan.get("predicted") or {}
     # A plan predicts GPU memory, not the memory of a process.
     memory = predicted.get("memory_bytes_per_gpu") if run["device"] != "cpu" else None
-    rates = {
-        "samples/s (harmonic mean)": "samples_per_s",
-        "tokens/s": "tokens_per_s",
-        "model TFLOP/s per GPU": "model_tflops_per_gpu",
-        "hardware TFLOP/s per GPU": "hardware_tflops_per_gpu",
-    }
-    bounds = run["step_time_low_s"], run["step_time_high_s"]
+    bounds, peak = (run["step_time_low_s"], run["step_time_high_s"]), run["peak_memory_bytes"]
+    rows = [_figure("step time, s (median)", run["step_time_s"], predicted.get("step_time_s"), bounds)]
+    for text, name in _TABLE["rates"].items():
+        rows.append(_figure(text, run[name], predicted.get(name), hide_error=name != "tokens_per_s"))
+    rows.append(_figure("peak memory, GiB (maximum over ranks)", _gib(peak), _gib(max(memory or [math.nan]))))
     losses = f"{format_number(run['first_loss'], 4)} to {format_number(run['loss'], 4)}"
-    rows = [
-        _figure("step time, s (median)", run["step_time_s"], bounds, predicted.get("step_time_s")),
-        *(
-            _figure(text, run[name], predicted=predicted.get(name), hide_error=name != "tokens_per_s")
-            for text, name in rates.items()
-        ),
-        _figure(
-            "share of the limit (no rank waits)",
-            run["share_of_limit"],
-            predicted=predicted.get("share_of_limit"),
-            hide_error=True,
-        ),
-        _figure(
-            "peak memory, GiB (maximum over ranks)",
-            _gib(run["peak_memory_bytes"]),
-            predicted=_gib(max(memory or [math.nan])),
-        ),
-        ["loss, first to last step", losses, "", "", ""],
-    ]
+    rows.append(["loss, first to last step", losses, "", "", ""])
     if has_value(run["validation_loss"]):
         rows.append(["validation loss, last", format_number(run["validation_loss"], 4), "", "", ""])
-    return Table(
-        f"Throughput of {run['name']}",
-        ["figure", "measured", "95% interval", "predicted", "error of prediction"],
-        rows,
-        basis_note(run),
-    )
+    columns = ["figure", "measured", "95% interval", "predicted", "error of prediction"]
+    return Table(f"Throughput of {run['name']}", columns, rows, basis_note(run))
 
 
 def _figure(
-    name: str,
-    value: Any,
-    bounds: tuple[Any, Any] = (math.nan, math.nan),
-    predicted: Any = None,
-    hide_error: bool = False,
+    name: str, value: Any, predicted: Any, bounds: tuple[Any, Any] = (None, None), hide_error: bool = False
 ) -> list[str]:
     """Return a row of :func:`throughput`. `bounds`: of the interval. `hide_error`: for rates, whose error would have
     the opposite sign of that of the step time."""
@@ -179,20 +136,13 @@ def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, A
     rows = []
     for kind in sorted({*planned, *counted}, key=lambda k: (k == "ethernet", k)):
         factor = factors.get(kind, run.get("header_factor"))
-        sent = counted.get(kind, 0.0 if counted else None)
-        payload = sent / factor if has_value(sent) and has_value(factor) and factor else None
-        plan_bytes = planned.get(kind)
-        rows.append(
-            {
-                "kind": kind,
-                "nic": types.get(kind, kind if kind == "ethernet" else None),
-                "planned_bytes": plan_bytes,
-                "counted_bytes": sent,
-                "header_factor": factor if has_value(factor) else None,
-                "payload_bytes": payload,
-                "difference_percent": 100 * (payload / plan_bytes - 1) if payload is not None and plan_bytes else None,
-            }
-        )
+        factor = factor if has_value(factor) else None
+        sent, plan_bytes = counted.get(kind, 0.0 if counted else None), planned.get(kind)
+        payload = sent / factor if has_value(sent) and factor else None
+        difference = 100 * (payload / plan_bytes - 1) if payload is not None and plan_bytes else None
+        row = {"kind": kind, "nic": types.get(kind, kind if kind == "ethernet" else None)}
+        row |= {"planned_bytes": plan_bytes, "counted_bytes": sent, "header_factor": factor}
+        rows.append(row | {"payload_bytes": payload, "difference_percent": difference})
     return rows
 
 
@@ -201,17 +151,11 @@ def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     title, note = "Bytes sent per step, all nodes together", basis_note(run)
     no_plan_bytes = "none" if plan.get("predicted") else NONE
     setup = {k: v for k, v in family_values(run, "setup_tx_bytes").items() if v}
-    rows = [
-        [
-            _nic_name(r),
-            no_plan_bytes if r["planned_bytes"] is None else data_size(r["planned_bytes"]),
-            data_size(r["counted_bytes"]),
-            format_number(r["header_factor"], 4),
-            data_size(r["payload_bytes"]),
-            format_percent(r["difference_percent"]),
-        ]
-        for r in traffic(run, plan)
-    ]
+    rows = []
+    for r in traffic(run, plan):
+        planned = no_plan_bytes if r["planned_bytes"] is None else data_size(r["planned_bytes"])
+        counted = [data_size(r["counted_bytes"]), format_number(r["header_factor"], 4), data_size(r["payload_bytes"])]
+        rows.append([_nic_name(r), planned, *counted, format_percent(r["difference_percent"])])
     if not rows and not setup:
         node_count = sum(int(component.get("nodes") or 0) for component in plan.get("components") or [])
         reason = "none: all ranks were on one node" if node_count < 2 else "no counters"
@@ -219,10 +163,8 @@ def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     setup_bytes = data_size(sum(setup.values()) if setup else None)
     rows.append(["rendezvous and control, once", NONE, setup_bytes, NONE, NONE, NONE])
     parts = ", ".join(f"{kind} {data_size(count)}" for kind, count in sorted(setup.items()))
-    caption = (
-        f"medians over {note}; header factor: bytes on the wire per byte of payload, measured in this run"
-        + f"; rendezvous and control, before the first step: {parts}" * bool(parts)
-    )
+    caption = f"medians over {note}; header factor: bytes on the wire per byte of payload, measured in this run"
+    caption += f"; rendezvous and control, before the first step: {parts}" if parts else ""
     columns = ["network", "planned", "counted", "header factor", "counted / factor", "difference"]
     return Table(title, columns, rows, caption)
 
@@ -254,9 +196,9 @@ def transports_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     columns = ["groups", "number", "transport", "fabric", "ranks of the first"]
     rows = []
     for t in transports(plan):
-        group = GROUP_NAMES.get(t["kind"], t["kind"])
+        group = _TABLE["groups"].get(t["kind"], t["kind"])
         rows.append([group, str(t["groups"]), _carrier(t, run["device"]), t["fabric"] or NONE, _ranks(t["ranks"])])
-    caption = f"{MODES.get(str(run['transport']))}; {pace_note(run)}"
+    caption = f"{_TABLE['modes'].get(str(run['transport']))}; {pace_note(run)}"
     return Table("Transport of each process group", columns, rows, caption)
 
 
@@ -275,13 +217,10 @@ def incomplete_table(run: Mapping[str, Any]) -> Table | None:
     """Return the table of how an incomplete run ended: state, error, failed rank, steps; None for a completed run."""
     if run["state"] == "completed":
         return None
-    rows = [
-        ["state", str(run["state"])],
-        *([["error", str(run["error"])]] if has_value(run["error"]) else []),
-        *([["rank", f"{run['failed_rank']} on {run['failed_node']}"]] if has_value(run["failed_rank"]) else []),
-        ["attempts", as_text(run["attempts"])],
-        ["steps recorded", as_text(run["steps"])],
-    ]
+    rank = f"{run['failed_rank']} on {run['failed_node']}" if has_value(run["failed_rank"]) else None
+    records = {"state": run["state"], "error": run["error"], "rank": rank}
+    rows = [[name, str(value)] for name, value in records.items() if has_value(value)]
+    rows += [["attempts", as_text(run["attempts"])], ["steps recorded", as_text(run["steps"])]]
     status = "has not ended" if run["state"] == "unfinished" else "did not complete"
     return Table(f"{run['name']} {status}", ["", "record"], rows, "")
 

@@ -5,7 +5,6 @@ It can be written in the Chrome trace format, which Perfetto (ui.perfetto.dev) a
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,11 @@ from holmes_hpc.records.untrusted import MAX_LINES_BYTES, from_json, read_file
 from holmes_hpc.results.plans import integer
 
 TYPES = {
-    "rank": "int64",
-    "step": "int64",
-    "stage": "int64",
+    **dict.fromkeys(("rank", "step", "stage"), "int64"),
     "kind": "object",
     "micro_batch": "float64",
     "chunk": "int64",
-    "start_s": "float64",
-    "end_s": "float64",
-    "held": "float64",
+    **dict.fromkeys(("start_s", "end_s", "held"), "float64"),
 }
 
 
@@ -66,15 +61,10 @@ def _event(line: bytes, rank: int) -> dict[str, Any] | None:
     """Return the event in a line of a rank's trace as {column: value}; None for a broken line."""
     try:
         fields = from_json(line)
-        event: dict[str, Any] = {
-            "rank": rank,
-            **{key: integer(fields[key]) for key in ("step", "stage")},
-            "kind": str(fields["kind"]),
-            "micro_batch": integer(fields.get("micro_batch")),
-            "chunk": integer(fields.get("chunk", 0)),
-            **{key: float(fields[key]) for key in ("start_s", "end_s")},
-            "held": integer(fields.get("held")),
-        }
+        event: dict[str, Any] = {"rank": rank, "kind": str(fields["kind"]), "chunk": integer(fields.get("chunk", 0))}
+        event |= {key: integer(fields[key]) for key in ("step", "stage")}
+        event |= {key: integer(fields.get(key)) for key in ("micro_batch", "held")}
+        event |= {key: float(fields[key]) for key in ("start_s", "end_s")}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
     required = (event["step"], event["stage"], event["chunk"])
@@ -94,47 +84,29 @@ def typical_step(trace: pd.DataFrame) -> pd.DataFrame:
     return events.assign(start_s=events["start_s"] - start, end_s=events["end_s"] - start).reset_index(drop=True)
 
 
-def chrome_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return events (`stage, kind, micro_batch, start_s, end_s`; `rank` if measured) as a Chrome trace.
+def chrome_trace(trace: pd.DataFrame) -> dict[str, Any]:
+    """Return the events of :func:`read_trace` as a Chrome trace.
 
-    A process of the trace is a rank, or a stage if simulated; its threads are computing, waiting and each kind of
-    transfer. Times are in microseconds since the first event."""
-    rows = sorted((dict(e) for e in events), key=lambda e: (e["stage"], e.get("rank", 0), e["start_s"]))
-    first_s = min((e["start_s"] for e in rows), default=0.0)
-    trace_events: list[dict[str, Any]] = []
-    pids: dict[tuple[int, int], int] = {}
-    threads: dict[tuple[int, str], int] = {}
-    for event in rows:
-        stage_rank = (int(event["stage"]), int(event.get("rank", 0)))
-        if stage_rank not in pids:
-            pids[stage_rank] = len(pids)
-            rank_note = f", rank {stage_rank[1]}" if "rank" in event else ""
-            stage_name = f"measured: stage {stage_rank[0]}{rank_note}"
-            trace_events.append(_naming_event("process_name", pids[stage_rank], 0, stage_name))
-        pid, kind = pids[stage_rank], event["kind"]
-        thread = "compute" if kind in COMPUTING else "wait" if kind.startswith("wait") else kind
-        if (pid, thread) not in threads:
-            threads[pid, thread] = len([t for t in threads if t[0] == pid])
-            trace_events.append(_naming_event("thread_name", pid, threads[pid, thread], thread))
-        micro_batch = event.get("micro_batch")
-        label = kind if micro_batch is None or pd.isna(micro_batch) else f"{kind} {int(micro_batch)}"
-        trace_events.append(
-            {
-                "ph": "X",
-                "pid": pid,
-                "tid": threads[pid, thread],
-                "name": label,
-                "cat": kind,
-                "ts": round((event["start_s"] - first_s) * 1e6, 3),
-                "dur": round((event["end_s"] - event["start_s"]) * 1e6, 3),
-            }
-        )
+    A process of the trace is a rank; its threads are computing, waiting and each kind of transfer. Times are in
+    microseconds since the first event."""
+    first_s, trace_events = trace["start_s"].min(), list[dict[str, Any]]()
+
+    def add_name(key: str, pid: int, tid: int, name: str) -> None:
+        trace_events.append({"ph": "M", "pid": pid, "tid": tid, "name": key, "args": {"name": name}})
+
+    for pid, ((stage, rank), rank_events) in enumerate(trace.groupby(["stage", "rank"])):
+        add_name("process_name", pid, 0, f"measured: stage {stage}, rank {rank}")
+        kinds = rank_events["kind"]
+        thread_names = kinds.mask(kinds.isin(COMPUTING), "compute").mask(kinds.str.startswith("wait"), "wait")
+        for tid, (thread, events) in enumerate(rank_events.groupby(thread_names, sort=False)):
+            add_name("thread_name", pid, tid, str(thread))
+            for event in events.to_dict("records"):
+                kind, micro_batch = event["kind"], event["micro_batch"]
+                name = kind if math.isnan(micro_batch) else f"{kind} {micro_batch:.0f}"
+                start_us, length_us = (event["start_s"] - first_s) * 1e6, (event["end_s"] - event["start_s"]) * 1e6
+                times = {"ts": round(start_us, 3), "dur": round(length_us, 3)}
+                trace_events.append({"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, **times})
     return {"traceEvents": trace_events, "displayTimeUnit": "ms"}
-
-
-def _naming_event(key: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    """Return the event of a Chrome trace that names a process or a thread (`key`: process_name or thread_name)."""
-    return {"ph": "M", "pid": pid, "tid": tid, "name": key, "args": {"name": name}}
 
 
 def write_perfetto(run: RunDirectory, path: str | os.PathLike[str]) -> int:
@@ -143,6 +115,5 @@ def write_perfetto(run: RunDirectory, path: str | os.PathLike[str]) -> int:
     trace = read_trace(run)
     if trace.empty:
         raise RecordError("no trace was recorded", where=str(run.path), hint="repeat the run with train.trace=true")
-    rows: list[dict[Any, Any]] = trace.to_dict("records")
-    write_whole(Path(path), json.dumps(chrome_trace(rows)))
-    return len(rows)
+    write_whole(Path(path), json.dumps(chrome_trace(trace)))
+    return len(trace)

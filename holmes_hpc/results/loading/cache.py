@@ -93,21 +93,14 @@ def load(folder: Path, run_dirs: Sequence[tuple[str, str]]) -> Loaded:
     Raise OSError or ArrowException if another process removed files meanwhile, or if the disk is full."""
     fingerprints = {key: fingerprint(directory) for key, directory in run_dirs}
     pairs = _cached_pairs(folder)
-    cached = {
-        key for pair in pairs for key, cached_print in _fingerprints(pair.runs) if fingerprints.get(key) == cached_print
-    }
-    missing = [(key, directory) for key, directory in run_dirs if key not in cached]
+    cached = {key_and_print for pair in pairs for key_and_print in _fingerprints(pair.runs)}
+    missing = [(key, directory) for key, directory in run_dirs if (key, fingerprints[key]) not in cached]
     with ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0)))) as pool:
         for start in range(0, len(missing), RUNS_PER_PAIR):
             batch = missing[start : start + RUNS_PER_PAIR]
             rows, steps = zip(*pool.map(lambda run_dir: _read(*run_dir), batch), strict=True)
-            pairs.append(
-                _write(
-                    folder,
-                    pa.Table.from_pylist(rows, SCHEMA),
-                    pa.concat_tables(steps, promote_options="default").combine_chunks(),
-                )
-            )
+            steps_table = pa.concat_tables(steps, promote_options="default").combine_chunks()
+            pairs.append(_write(folder, pa.Table.from_pylist(rows, SCHEMA), steps_table))
     loaded, used = _select(pairs, fingerprints, {key for key, _ in missing})
     if len(used) > MAX_PAIRS + 2 * len(run_dirs) // RUNS_PER_PAIR:
         pairs = used = [_write(folder, loaded.runs, loaded.steps_of(range(len(run_dirs))))]
@@ -131,11 +124,8 @@ def _select(pairs: list[_Pair], fingerprints: dict[str, str], new_keys: set[str]
         return Loaded(SCHEMA.empty_table(), NO_STEPS.table(), np.zeros(0, dtype=np.int64)), []
     runs = pa.concat_tables([pair.runs for pair in pairs])
     steps = pa.concat_tables([pair.steps for pair in pairs], promote_options="default")
-    row_of = {
-        key: row
-        for row, (key, stamp) in enumerate(_fingerprints(runs))
-        if key in new_keys or fingerprints.get(key) == stamp
-    }
+    stamps = enumerate(_fingerprints(runs))
+    row_of = {key: row for row, (key, stamp) in stamps if key in new_keys or fingerprints.get(key) == stamp}
     rows = np.array([row_of[key] for key in fingerprints])
     ends = np.cumsum([len(pair.runs) for pair in pairs])
     used = [pairs[index] for index in np.unique(np.searchsorted(ends, rows, side="right"))]

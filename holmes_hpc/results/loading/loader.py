@@ -23,7 +23,6 @@ from holmes_hpc.records.ownership import other_writers
 from holmes_hpc.records.schema import SKIPPED
 from holmes_hpc.results.columns import (
     FAMILIES,
-    PARTS,
     RUN_COLUMNS,
     STAGE_COLUMNS,
     STEP_COLUMNS,
@@ -42,8 +41,7 @@ def load_runs(path: PathLike, cache: bool = True) -> pd.DataFrame:
     """Return one row per run at or below `path`, in order of path, with RUN_COLUMNS and the columns of FAMILIES.
 
     `path`: a run, a directory of runs or a sweep; `cache`: whether to use `.holmes-cache/` below it. Raise RecordError
-    if `path` does not exist.
-    """
+    if `path` does not exist."""
     run_dirs = _directories(Path(path))
     table = _load(Path(path), run_dirs, cache).runs
     frame = table.select(list(RUN_COLUMNS)).to_pandas(
@@ -65,8 +63,7 @@ def load_steps(
     """Return one row per step of every run at or below `path`, in order, with STEP_COLUMNS and bytes per network.
 
     `columns`: only these, besides `run` and `step`; `runs`: only these (values of the column `run`); `path`, `cache`:
-    see :func:`load_runs`. Raise ConfigError for an unknown run or column.
-    """
+    see :func:`load_runs`. Raise ConfigError for an unknown run or column."""
     run_dirs = _directories(Path(path))
     loaded = _load(Path(path), run_dirs, cache)
     keys = [key for key, _ in run_dirs]
@@ -100,15 +97,11 @@ def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
     `path`, `cache`: see :func:`load_runs`."""
     runs = load_runs(path, cache).filter(regex=f"^(run$|{FAMILIES['stage_breakdown'].prefix})")
     records: list[dict[Any, Any]] = runs.to_dict("records")
-    rows = [
-        {"run": run["run"], "stage": stage, **parts}
-        for run in records
-        for stage, parts in enumerate(stage_breakdown(run))
-    ]
+    stages = [(run["run"], stage, parts) for run in records for stage, parts in enumerate(stage_breakdown(run))]
+    rows = [{"run": name, "stage": stage, **parts} for name, stage, parts in stages]
     frame = pd.DataFrame(rows, columns=list(STAGE_COLUMNS))
-    return frame.astype(
-        {"run": pd.CategoricalDtype(list(runs["run"])), "stage": "int64", **dict.fromkeys(PARTS, "float64")}
-    )
+    kinds = {name: kind for name, (kind, _) in STAGE_COLUMNS.items()}
+    return frame.astype({**kinds, "run": pd.CategoricalDtype(list(runs["run"]))})
 
 
 def _load(root: Path, run_dirs: Sequence[tuple[str, str]], cache: bool) -> run_cache.Loaded:
@@ -138,9 +131,7 @@ def _directories(root: Path) -> list[tuple[str, str]]:
         if has_record or (".hydra" in subdirectories and "multirun.yaml" not in files and os.fspath(root) != directory):
             key = plain_name(os.path.relpath(directory, root))
             run_dirs.append((plain_name(root.resolve().name) if key == "." else key.replace(os.sep, "/"), directory))
-        if has_record:
-            subdirectories.clear()
-        subdirectories[:] = [name for name in subdirectories if name not in SKIPPED and name != CACHE]
+        subdirectories[:] = [name for name in subdirectories if name not in {*SKIPPED, CACHE} and not has_record]
     return sorted(
         run_dirs, key=lambda run: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in run[0].split("/")]
     )

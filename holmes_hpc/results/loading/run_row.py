@@ -35,12 +35,10 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
     try:
         record = run.read_run()
     except HolmesError as e:
-        has_no_record = not run.exists()
-        row.update(state="not-started" if has_no_record else "unreadable", error=str(e))
-        if has_no_record:
-            row.update(
-                error="no run.yaml: the job ended before it recorded the run", overrides=_read_hydra_overrides(run.path)
-            )
+        row.update(state="unreadable", error=str(e))
+        if not run.exists():
+            row.update(state="not-started", error="no run.yaml: the job ended before it recorded the run")
+            row["overrides"] = _read_hydra_overrides(run.path)
         return row, NO_STEPS
     plan = read_plan(run)
     result = (read_object(run.result_path) or {}) if run.result_path.exists() else None  # empty: unreadable
@@ -62,12 +60,9 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
     row["header_factors"] = to_json(mapping(traffic.get("header_factors")))
     setup = mapping(traffic.get("setup"))
     row["setup_tx_bytes"] = to_json({name: mapping(pair).get("tx") for name, pair in setup.items()})
+    planned = mapping(mapping(plan.get("predicted")).get("nic_bytes_per_step"))
     row["planned_bytes_per_step"] = to_json(
-        {
-            kind: byte_count
-            for kind, byte_count in mapping(mapping(plan.get("predicted")).get("nic_bytes_per_step")).items()
-            if isinstance(byte_count, (int, float))
-        }
+        {k: count for k, count in planned.items() if isinstance(count, int | float)}
     )
     return row, steps
 
@@ -109,26 +104,13 @@ def _identity(record: dict[str, Any], steps: Steps, result: dict[str, Any]) -> d
     queue_s = max(0.0, _between(submitted, next_start)) if next_start else math.nan
     ended = _time(latest.get("time")) if latest else None
     state = latest.get("state") if latest else "unfinished" if attempts or len(steps) else "not-started"
-    return {
-        "state": str(state),
-        "error": text(latest.get("error")),
-        "exit_code": integer(latest.get("exit_code")),
-        "failed_rank": integer(latest.get("failed_rank")),
-        "failed_node": text(latest.get("failed_node")),
-        "version": integer(record["version"]),
-        "created": _time(record["created"]),
-        "submitted": submitted,
-        "started": started,
-        "ended": ended,
-        "queue_s": queue_s,
-        "wall_s": _between(started, ended),
-        "attempts": len(attempts),
-        "job_id": integer(slurm.get("job_id")),
-        "session": text(record.get("session") or labels.get("session")),
-        "labels": to_json(labels),
-        "git_commit": text(record.get("git_commit")),
-        "device": text(record.get("device")),
-    }
+    columns: dict[str, Any] = {"state": str(state), "attempts": len(attempts), "job_id": integer(slurm.get("job_id"))}
+    columns |= {name: text(latest.get(name)) for name in ("error", "failed_node")}
+    columns |= {name: integer(latest.get(name)) for name in ("exit_code", "failed_rank")}
+    columns |= {"created": _time(record["created"]), "submitted": submitted, "started": started, "ended": ended}
+    columns |= {"queue_s": queue_s, "wall_s": _between(started, ended), "version": integer(record["version"])}
+    columns |= {"session": text(record.get("session") or labels.get("session")), "labels": to_json(labels)}
+    return columns | {name: text(record.get(name)) for name in ("git_commit", "device")}
 
 
 def _configuration(record: dict[str, Any]) -> dict[str, Any]:
@@ -159,38 +141,23 @@ def figures(steps: Steps) -> dict[str, Any]:
         return {"steps": count, "earlier_steps": steps.earlier, "warmup_steps": 0}
     times = median_interval(steps.scalars["step_time_s"][counted])
     stages, kinds = steps.breakdown.shape[1], list(steps.tx)
-    series = np.concatenate(
-        [
-            steps.means,
-            steps.breakdown.reshape(len(PARTS) * stages, count),
-            *(v[None] for v in steps.tx.values()),
-            *(v[None] for v in steps.rx.values()),
-        ]
-    )[:, counted]
+    traffic = [v[None] for v in (*steps.tx.values(), *steps.rx.values())]
+    series = np.concatenate([steps.means, steps.breakdown.reshape(len(PARTS) * stages, count), *traffic])[:, counted]
     parts, of_stages, tx, rx = np.split(_medians(series), np.cumsum([len(PARTS), len(PARTS) * stages, len(kinds)]))
     by_stage = of_stages.reshape(len(PARTS), stages).T
     while len(by_stage) and np.isnan(by_stage[-1]).all():
         by_stage = by_stage[:-1]  # only an earlier plan had this stage
-    return {
-        "steps": count,
-        "earlier_steps": steps.earlier,
-        "warmup_steps": steps.warmup,
-        "step_time_s": times.median,
-        "step_time_low_s": times.low,
-        "step_time_high_s": times.high,
-        **{name: harmonic_mean(steps.scalars[name][counted]) for name in RATES},
-        "first_loss": float(steps.scalars["loss"][0]),
-        "loss": float(steps.scalars["loss"][-1]),
-        "validation_loss": _last(steps.scalars["validation_loss"]),
-        "grad_norm": float(steps.scalars["grad_norm"][-1]),
-        **{part: float(parts[i]) for i, part in enumerate(PARTS)},
-        "stage_breakdown": to_json(
-            {f"{n}.{part}": float(v) for n, row in enumerate(by_stage) for part, v in zip(PARTS, row, strict=True)}
-        ),
-        "tx_bytes_per_step": to_json(dict(zip(kinds, tx.tolist(), strict=True))),
-        "rx_bytes_per_step": to_json(dict(zip(kinds, rx.tolist(), strict=True))),
-        "peak_memory_bytes": steps.peak,
-    }
+    stage_parts = {f"{n}.{part}": float(row[i]) for n, row in enumerate(by_stage) for i, part in enumerate(PARTS)}
+    columns: dict[str, Any] = {"steps": count, "earlier_steps": steps.earlier, "warmup_steps": steps.warmup}
+    columns |= {"step_time_s": times.median, "step_time_low_s": times.low, "step_time_high_s": times.high}
+    columns |= {name: harmonic_mean(steps.scalars[name][counted]) for name in RATES}
+    columns |= {name: float(steps.scalars[name][-1]) for name in ("loss", "grad_norm")}
+    columns |= {"first_loss": float(steps.scalars["loss"][0]), "peak_memory_bytes": steps.peak}
+    columns["validation_loss"] = _last(steps.scalars["validation_loss"])
+    columns |= {part: float(parts[i]) for i, part in enumerate(PARTS)}
+    columns["stage_breakdown"] = to_json(stage_parts)
+    columns["tx_bytes_per_step"] = to_json(dict(zip(kinds, tx.tolist(), strict=True)))
+    return columns | {"rx_bytes_per_step": to_json(dict(zip(kinds, rx.tolist(), strict=True)))}
 
 
 def _last(values: Floats) -> float:

@@ -3,7 +3,7 @@
 pyarrow reads metrics.jsonl, or the slower reader of `records` if a line is broken or unusual."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,16 +73,10 @@ class Steps:
 
     def table(self) -> pa.Table:
         """Return the steps as a table with STEP_COLUMNS, except `run`, and bytes per network."""
-        columns: dict[str, Any] = {
-            "step": self.step,
-            "attempt": self.attempt,
-            "warmup": np.arange(len(self)) < self.left_out,
-            **self.scalars,
-            **dict(zip(PARTS, self.means, strict=True)),
-        }
-        arrays = {
-            name: pa.array(columns[name]).cast(ARROW[kind]) for name, (kind, _) in STEP_COLUMNS.items() if name != "run"
-        }
+        columns: dict[str, Any] = {**self.scalars, **dict(zip(PARTS, self.means, strict=True))}
+        columns |= {"step": self.step, "attempt": self.attempt, "warmup": np.arange(len(self)) < self.left_out}
+        kinds = {name: ARROW[kind] for name, (kind, _) in STEP_COLUMNS.items() if name != "run"}
+        arrays = {name: pa.array(columns[name]).cast(kind) for name, kind in kinds.items()}
         for direction, values in (("tx", self.tx), ("rx", self.rx)):
             arrays |= {f"{direction}_bytes_{name}": pa.array(values[name]) for name in sorted(values)}
         return pa.table(arrays)
@@ -118,31 +112,19 @@ def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
 
     Raise ArrowException if a line is broken or has a value of another type, _UnusualLines if a step is repeated or
     missing."""
-    lines = (
-        arrow_json.read_json(
-            pa.BufferReader(data),
-            arrow_json.ReadOptions(use_threads=False, block_size=max(len(data), 1)),
-            arrow_json.ParseOptions(explicit_schema=LINE),
-        ).combine_chunks()
-        if data
-        else LINE.empty_table()
-    )
+    lines = LINE.empty_table()
+    if data:
+        options = arrow_json.ReadOptions(use_threads=False, block_size=len(data))
+        parse_options = arrow_json.ParseOptions(explicit_schema=LINE)
+        lines = arrow_json.read_json(pa.BufferReader(data), options, parse_options).combine_chunks()
     step, attempt = lines["step"].to_numpy(), lines["attempt"].fill_null(1).to_numpy()
     if lines["step"].null_count or (np.diff(step) <= 0).any() or (np.diff(attempt) < 0).any():
         raise _UnusualLines
-    nic_bytes, breakdown = _nic_bytes(lines), _breakdown(lines)
-    return Steps(
-        step,
-        attempt,
-        scalars={name: lines[name].to_numpy() for name in SCALARS},
-        breakdown=breakdown,
-        tx=nic_bytes["tx"],
-        rx=nic_bytes["rx"],
-        peak=_maximum(lines["peak_memory_bytes"]),
-        earlier=int((attempt < first_attempt).sum()),
-        broken=broken,
-        missing=tuple(_missing(lines, breakdown)),
-    )
+    scalars, breakdown = {name: lines[name].to_numpy() for name in SCALARS}, _breakdown(lines)
+    peak, missing = _maximum(lines["peak_memory_bytes"]), tuple(_missing(lines, breakdown))
+    earlier = int((attempt < first_attempt).sum())
+    tx, rx = _nic_bytes(lines).values()
+    return Steps(step, attempt, scalars, breakdown, tx, rx, peak, earlier, broken, missing)
 
 
 def _missing(lines: pa.Table, breakdown: Floats) -> Iterator[str]:
@@ -151,9 +133,8 @@ def _missing(lines: pa.Table, breakdown: Floats) -> Iterator[str]:
         if definition.always and (name not in lines.column_names or lines[name].null_count == len(lines)):
             yield name
     if breakdown.shape[1]:
-        yield from (
-            f"breakdown.{part}" for part, values in zip(PARTS, breakdown, strict=True) if np.isnan(values).all()
-        )
+        is_missing = np.asarray(np.isnan(breakdown).all(axis=(1, 2)))
+        yield from (f"breakdown.{part}" for part, missing in zip(PARTS, is_missing, strict=True) if missing)
 
 
 def _breakdown(lines: pa.Table) -> Floats:
@@ -176,9 +157,8 @@ def _nic_bytes(lines: pa.Table) -> dict[str, dict[str, Floats]]:
     nics = lines["nic_bytes"].combine_chunks()
     for name, network in zip((f.name for f in nics.type), nics.flatten(), strict=True):
         is_idle = pc.and_(nics.is_valid(), network.is_null())
-        by_direction = (
-            dict(zip((f.name for f in network.type), network.flatten(), strict=True)) if network.type.num_fields else {}
-        )
+        directions = [f.name for f in network.type] if network.type.num_fields else []
+        by_direction = dict(zip(directions, network.flatten() if directions else [], strict=True))
         for direction in DIRECTIONS:
             counted = by_direction.get(direction, pa.nulls(len(network))).cast(pa.float64())
             counts[direction][name] = pc.if_else(is_idle, 0.0, counted).to_numpy(zero_copy_only=False)
@@ -201,21 +181,18 @@ def _readable(line: bytes) -> bool:
 def _regular(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line of metrics.jsonl in which every field has a value of the right type, or None."""
     stages, nics, peaks = line.get("breakdown"), line.get("nic_bytes"), line.get("peak_memory_bytes")
-    return {
-        "step": int(line["step"]),
-        "attempt": int(line.get("attempt") or 1),
-        **{name: _number(line.get(name)) for name in SCALARS},
-        "breakdown": [{part: _number(mapping(stage).get(part)) for part in PARTS} for stage in stages]
-        if isinstance(stages, list)
-        else None,
-        "nic_bytes": {
-            name: {direction: _number(mapping(pair).get(direction)) for direction in DIRECTIONS}
-            for name, pair in nics.items()
-        }
-        if isinstance(nics, dict)
-        else None,
-        "peak_memory_bytes": [_number(peak) for peak in (peaks if isinstance(peaks, list) else [peaks])],
-    }
+    regular: dict[str, Any] = {"step": int(line["step"]), "attempt": int(line.get("attempt") or 1)}
+    regular |= {name: _number(line.get(name)) for name in SCALARS}
+    regular["peak_memory_bytes"] = [_number(peak) for peak in (peaks if isinstance(peaks, list) else [peaks])]
+    if isinstance(stages, list):
+        regular["breakdown"] = [_numbers(stage, PARTS) for stage in stages]
+    if isinstance(nics, dict):
+        regular["nic_bytes"] = {name: _numbers(pair, DIRECTIONS) for name, pair in nics.items()}
+    return regular
+
+
+def _numbers(values: Any, keys: Sequence[str]) -> dict[str, float | None]:
+    return {key: _number(mapping(values).get(key)) for key in keys}
 
 
 def _number(value: Any) -> float | None:
