@@ -33,13 +33,9 @@ class LocalRankTask(RankTask):
 
     def __call__(self) -> Any:
         environment = submitit.JobEnvironment()
-        os.environ.update(
-            RANK=str(environment.global_rank),
-            WORLD_SIZE=str(environment.num_tasks),
-            LOCAL_RANK=str(environment.local_rank),
-            LOCAL_WORLD_SIZE=str(environment.num_tasks),
-            TORCHELASTIC_RUN_ID=self.launch_id,
-        )
+        ranks, size = (environment.global_rank, environment.local_rank), str(environment.num_tasks)
+        os.environ.update(zip(("RANK", "LOCAL_RANK"), map(str, ranks), strict=True))
+        os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, TORCHELASTIC_RUN_ID=self.launch_id)
         for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
             os.environ.pop(name, None)
         return super().__call__()
@@ -72,12 +68,8 @@ def run_plan_locally(
     gpus = sum(c.gpus_per_node for c in plan.components if plan.site.pool(c.pool).gres)
     folder, is_forked = run.path / "submission", sys.platform == "linux"
     executor = _ForkingExecutor(folder, ranks, gpus > 0) if is_forked else LocalTaskExecutor(folder)
-    executor.update_parameters(
-        tasks_per_node=1 if is_forked else ranks,
-        gpus_per_node=gpus,
-        stderr_to_stdout=True,
-        timeout_min=int(minutes(settings.timeout_min) or 60),
-    )
+    limits = {"timeout_min": int(minutes(settings.timeout_min) or 60), "stderr_to_stdout": True}
+    executor.update_parameters(tasks_per_node=1 if is_forked else ranks, gpus_per_node=gpus, **limits)
     started = time.time()
     config = {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}
     task = LocalRankTask(function, config, secrets.token_hex(8))

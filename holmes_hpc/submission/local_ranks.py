@@ -79,13 +79,10 @@ def _fork_ranks(ranks: int, folder: Path) -> int | None:
 def _become_rank(rank: int, ranks: int, paths: JobPaths, parent: int) -> None:
     """Turn this fork into submitit's task `rank`: variables and output files. Make it end when `parent` ends."""
     end_with(parent)
-    os.environ.update(
-        SUBMITIT_LOCAL_NTASKS=str(ranks), SUBMITIT_LOCAL_LOCALID=str(rank), SUBMITIT_LOCAL_GLOBALID=str(rank)
-    )
-    for number, path in (
-        (1, paths.stdout),
-        (2, paths.stdout if os.environ["SUBMITIT_STDERR_TO_STDOUT"] else paths.stderr),
-    ):
+    ids = dict.fromkeys(("SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_GLOBALID"), str(rank))
+    os.environ.update(ids, SUBMITIT_LOCAL_NTASKS=str(ranks))
+    stderr = paths.stdout if os.environ["SUBMITIT_STDERR_TO_STDOUT"] else paths.stderr
+    for number, path in ((1, paths.stdout), (2, stderr)):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(handle, number)
         os.close(handle)

@@ -80,35 +80,22 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
     requests = []
     for index, part in enumerate(plan.components):
         pool_settings = pools.get(part.pool) or PoolSettings()
-        values = {
-            **settings.specified(),
-            **pool_settings.specified(),
-            "additional": {**(settings.additional or {}), **(pool_settings.additional or {})},
-        }
+        additional: dict[str, Any] = {**(settings.additional or {}), **(pool_settings.additional or {})}
+        values: dict[str, Any] = {**settings.specified(), **pool_settings.specified(), "additional": additional}
         pool = plan.site.pool(part.pool)
         gpus: int | str | None = part.gpus_per_node if pool.gres and not values.get("gres") else None
         gpus = f"{pool.gres_type}:{gpus}" if gpus and pool.gres_type else gpus
         if pool.gres and (settings.share if pool_settings.share is None else pool_settings.share) is not False:
-            specified = {str(k).lstrip("-").replace("-", "_").partition("_per_")[0] for k in values["additional"]}
-            share = node_share(
-                part.gpus_per_node,
-                pool.node_gpus or pool.gpus_per_node,
-                pool.node_cpus,
-                pool.node_memory_gib,
-                part.gpus_per_node,
-                values.get("exclusive") is True,
-            )
+            specified = {str(k).lstrip("-").replace("-", "_").partition("_per_")[0] for k in additional}
+            node = (pool.node_gpus or pool.gpus_per_node, pool.node_cpus, pool.node_memory_gib)
+            is_exclusive = values.get("exclusive") is True
+            share = node_share(part.gpus_per_node, *node, ranks=part.gpus_per_node, exclusive=is_exclusive)
             values = {**{k: v for k, v in share.items() if k.partition("_per_")[0] not in specified}, **values}
         if pool_settings.container is not None and pool_settings.python is None:  # the image's, or this Python
             values["python"] = "python3" if pool_settings.container else shlex.quote(sys.executable)
-        values |= {
-            "partition": part.partition or None,
-            "constraint": part.constraint or None,
-            "exclude": _joined_hosts(pool.exclude, values.get("exclude"), values["additional"].pop("exclude", None)),
-            "nodes": part.nodes,
-            "tasks_per_node": part.gpus_per_node,
-            "gpus_per_node": gpus,
-        }
+        values |= {"partition": part.partition or None, "constraint": part.constraint or None}
+        values["exclude"] = _joined_hosts(pool.exclude, values.get("exclude"), additional.pop("exclude", None))
+        values |= {"nodes": part.nodes, "tasks_per_node": part.gpus_per_node, "gpus_per_node": gpus}
         requests.append(parse_component(values, index))
     return tuple(requests)
 
@@ -131,14 +118,9 @@ class PlanExecutor(SlurmHetExecutor):
             python="python3" if settings.container else None,  # the image's
             max_num_timeout=MAX_TIMEOUTS,
         )
-        self._internal_update_parameters(
-            job_name=name,
-            time=settings.timeout_min,
-            setup=list(settings.setup),
-            container=settings.container,
-            requeue=True,
-            distribution=settings.distribution,
-        )
+        limits = {"time": settings.timeout_min, "distribution": settings.distribution, "requeue": True}
+        environment = {"setup": list(settings.setup), "container": settings.container}
+        self._internal_update_parameters(job_name=name, **limits, **environment)
 
     @classmethod
     def name(cls) -> str:
@@ -152,17 +134,11 @@ class PlanExecutor(SlurmHetExecutor):
         """Return the job that `parameters` request, with logs in the run directory and the signal that training
         handles."""
         request, logs = super()._request(parameters, token), self.run_path / "logs"
-        return replace(
-            request,
-            environment=(*request.environment, ("SUBMITIT_LOG_LEVEL", "ERROR")),
-            signal=USER_SIGNAL,
-            output=str(logs / "batch.txt"),
-            error=None,
-            rank_output=str(logs / "rank-%t.txt"),
-            rank_error=None,
-            step_errors=str(logs / "srun.txt"),
-            directories=(*request.directories, str(logs)),
-        )
+        files: dict[str, Any] = {"output": str(logs / "batch.txt"), "rank_output": str(logs / "rank-%t.txt")}
+        files |= {"error": None, "rank_error": None, "step_errors": str(logs / "srun.txt")}
+        environment = (*request.environment, ("SUBMITIT_LOG_LEVEL", "ERROR"))
+        directories = (*request.directories, str(logs))
+        return replace(request, environment=environment, signal=USER_SIGNAL, directories=directories, **files)
 
     def _text(self, request: JobRequest, command: str) -> str:
         end, lost = end_command(self.run_path), run_command("lost_step", self.run_path)
@@ -211,8 +187,7 @@ def submit_plan(
     `run_dir`: directory of a created run (RunDirectory.create), whose run.yaml gets the job's id; `config` gets the
     keys `plan_file` and `run_dir`; `name`: of the job, by default made from the run's; `throttle`: the limit on running
     jobs of its sweep; `test`: False checks only that each component fits. If a component is infeasible or Slurm
-    refuses, raise SubmissionError; then there is no job.
-    """
+    refuses, raise SubmissionError; then there is no job."""
     run = RunDirectory(Path(run_dir).absolute())
     executor = plan_executor(plan, run.path, settings, name)
     executor.throttle, executor.parameters["preflight"] = throttle, test
@@ -223,14 +198,8 @@ def submit_plan(
     with uninterrupted():
         job: SlurmHetJob = executor.submit(task)
         with cancel_on_error(job.job_id):
-            run.update_run(
-                slurm={
-                    "job_id": int(job.job_id),
-                    "components": len(plan.components),
-                    "name": request.name,
-                    "submitted": time.time(),
-                }
-            )
+            record = {"job_id": int(job.job_id), "components": len(plan.components), "name": request.name}
+            run.update_run(slurm={**record, "submitted": time.time()})
         with contextlib.suppress(OSError):  # the job is submitted: an error here must not look like a refusal
             for rank in range(plan.world_size):  # links where submitit looks for a task's output
                 link = job.paths.folder / f"{job.job_id}_{rank}_log.out"

@@ -46,16 +46,10 @@ class QueueEstimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as JSON values, with times as ISO 8601 in this machine's time zone."""
-        return {
-            "plan_id": self.plan.id,
-            "nodes": {c.pool: c.nodes for c in self.plan.components},
-            "start": iso(self.start),
-            "duration_s": self.duration_s,
-            "end": iso(self.end),
-            "timeout_min": self.timeout_min,
-            "reason": self.reason or None,
-            "why_not": self.reason or None,  # deprecated: the former name
-        }
+        times = {"start": iso(self.start), "duration_s": self.duration_s, "end": iso(self.end)}
+        reason = {"reason": self.reason or None, "why_not": self.reason or None}  # the second one is deprecated
+        nodes = {c.pool: c.nodes for c in self.plan.components}
+        return {"plan_id": self.plan.id, "nodes": nodes, **times, "timeout_min": self.timeout_min, **reason}
 
 
 def iso(seconds: float | None) -> str | None:
@@ -69,12 +63,8 @@ def candidate_plans(plan_for: Callable[[dict[str, int] | None], Plan], site: Sit
     A part is any set of pools with all, half or a quarter of their nodes. `plan_for`: returns the best plan for
     {pool: number of nodes}, or for the whole site (None). Parts for which it raises an error are skipped."""
     plans = {(best := plan_for(None)).id: best}
-    parts = {
-        tuple((f.name, max(1, f.nodes // share)) for f in pools)
-        for share in (1, 2, 4)
-        for size in range(1, len(site.pools) + 1)
-        for pools in combinations(site.pools, size)
-    }
+    sets = [pools for size in range(1, len(site.pools) + 1) for pools in combinations(site.pools, size)]
+    parts = {tuple((f.name, max(1, f.nodes // share)) for f in pools) for pools in sets for share in (1, 2, 4)}
     for part in sorted(parts, key=lambda part: (-sum(nodes for _, nodes in part), part)):
         if len(plans) >= max_plans:
             break
@@ -109,12 +99,9 @@ def slurm_start_time(requests: Sequence[ComponentRequest], timeout_min: int | st
     start, where = start_time(answer), "sbatch --test-only"
     if not start:
         raise SubmissionError(answer.reason, where=where, hint="request fewer resources")
-    try:
+    problem, hint = f"the start time {start!r} is not in ISO 8601", "unset SLURM_TIME_FORMAT"
+    with SubmissionError.instead_of(ValueError, where=where, hint=hint, what=problem):
         return max(datetime.fromisoformat(start).timestamp(), time.time())  # a time in the past means now
-    except ValueError as e:
-        raise SubmissionError(
-            f"the start time {start!r} is not in ISO 8601", where=where, hint="unset SLURM_TIME_FORMAT"
-        ) from e
 
 
 def expected_start(plan: Plan, settings: SlurmSettings) -> tuple[float | None, str]:
@@ -143,9 +130,8 @@ def estimate_ends(plans: Sequence[Plan], steps: int, settings: SlurmSettings) ->
         timeout_min = timeout_min if max_minutes is None else min(int(max_minutes), timeout_min)
         try:
             if max_minutes is not None and duration_s > 60 * max_minutes:
-                raise SubmissionError(
-                    f"training needs {duration_s / 60:.0f} min", where="slurm.timeout_min", hint="increase it"
-                )
+                problem = f"training needs {duration_s / 60:.0f} min"
+                raise SubmissionError(problem, where="slurm.timeout_min", hint="increase it")
             requests = plan_components(plan, settings)
             check_components(requests, timeout_min=timeout_min)
             start = slurm_start_time(requests, timeout_min)
@@ -162,18 +148,13 @@ def clock(seconds: float) -> str:
 
 def estimate_rows(estimates: Sequence[QueueEstimate]) -> tuple[list[str], list[list[str]]]:
     """Return (columns, rows) of a table of the plans that can run."""
-    rows = [
-        [
-            nodes_text(e.plan),
-            f"TP {p.tp} PP {p.pp} DP {p.replicas}" if p.is_even else f"PP {p.pp}, TP and DP per stage",
-            clock(e.start),
-            f"{e.duration_s / 60:.1f} min",
-            clock(e.end),
-        ]
-        for e in estimates
-        for p in [e.plan.parallel]
-        if e.start is not None and e.end is not None
-    ]
+    rows = []
+    for e in estimates:
+        p = e.plan.parallel
+        layout = f"TP {p.tp} PP {p.pp} DP {p.replicas}" if p.is_even else f"PP {p.pp}, TP and DP per stage"
+        if e.start is not None and e.end is not None:
+            times = [clock(e.start), f"{e.duration_s / 60:.1f} min", clock(e.end)]
+            rows.append([nodes_text(e.plan), layout, *times])
     return ["nodes", "layout", "start", "duration", "end"], rows
 
 

@@ -19,41 +19,10 @@ from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.environment import LEADER, tasks_per_node
 from holmes_hpc.submission.plan_job import plan_components
+from holmes_hpc.tables import read_table
 
 RUN, PLAN, PYTHON = "@RUN@", "@PLAN@", "@PYTHON@"  # placeholders for variables of the script
-IB = ComponentRequest(2, 1, "ib", "nic_ib")
-ROCE = ComponentRequest(2, 1, "roce", "nic_roce")
-ETH = ComponentRequest(2, 1, "eth", "nic_ethernet")
-
-USAGE = """\
-# {summary}
-#
-#     PLAN=plan.yaml RUN=runs/mine sbatch {name} [KEY=VALUE...]
-#
-# KEY=VALUE sets a key of the configuration. The job checks it only when it starts. To check it before the job is
-# queued, run `holmes submit plan.yaml KEY=VALUE... --dry-run >/dev/null`.
-#
-# Replace the components below (#SBATCH lines from --partition on) by those of your plan, in the plan's order (`holmes
-# plan -o plan.yaml` prints them): partition, constraint, nodes, and one task per GPU (--ntasks-per-node,
-# --gpus-per-node). Repeat these options in each component, because Slurm resets them.
-#
-# RUN: the run directory, on a file system that all nodes share. PYTHON: a Python with holmes_hpc, at the same path on
-# every node (default: python3). Written by `python -m holmes_hpc.submission.templates slurm`; change it there.
-"""
-
-
-USAGE_OF_PLAN = """\
-# Batch script of {plan}. Submit it without the `holmes` command:
-#
-#     sbatch FILE [KEY=VALUE...]
-#
-# KEY=VALUE sets a key of the configuration. The job checks it only when it starts. To check it before the job is
-# queued, run `holmes submit PLAN KEY=VALUE... --dry-run >/dev/null`, or write this script again with KEY=VALUE
-# (`holmes submit PLAN KEY=VALUE... --template FILE`).
-#
-# The script reads these environment variables: PLAN, RUN (the run directory, on a file system that all nodes share)
-# and PYTHON (a Python with holmes_hpc, at the same path on every node). Defaults are set below #SBATCH:
-"""
+_TABLE: dict[str, Any] = read_table(__file__)
 
 
 def plan_script(
@@ -61,18 +30,12 @@ def plan_script(
 ) -> str:
     """Return a batch script for a plan, which creates its run directory itself. Its own output goes into the folder in
     which sbatch is called. `restarts`: train.max_restarts. Raise SubmissionError as :func:`plan_components` does."""
-    text = _script(
-        plan_components(plan, settings),
-        restarts=restarts,
-        container=settings.container,
-        overrides=overrides,
-        timeout_min=settings.timeout_min,
-        setup=settings.setup,
-        distribution=settings.distribution,
-    )
+    names = ("container", "timeout_min", "setup", "distribution")
+    options: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    text = _script(plan_components(plan, settings), restarts=restarts, overrides=overrides, **options)
     text = text.replace("run=${RUN:-runs/$SLURM_JOB_ID}", f'run="${{RUN:-{_quoted(run_dir)}}}"')
     plan_default, python_default = _quoted(str(plan_path.absolute())), _quoted(sys.executable)
-    usage = USAGE_OF_PLAN.format(plan=f"plan {plan.id}")
+    usage = _TABLE["usage_of_plan"].format(plan=f"plan {plan.id}")
     return _filled_in(text, usage, f"${{PLAN:-{plan_default}}}", f"${{PYTHON:-{python_default}}}")
 
 
@@ -87,44 +50,30 @@ def _filled_in(text: str, usage: str, plan: str, python: str) -> str:
 def _quoted(value: str) -> str:
     """Return `value` escaped for use between double quotes in a shell. Raise SubmissionError if it cannot be."""
     if "}" in value or not value.isprintable():
-        raise SubmissionError(
-            f"the path {value!r} contains a brace or a control character", where="template", hint="use another path"
-        )
+        problem = f"the path {value!r} contains a brace or a control character"
+        raise SubmissionError(problem, where="template", hint="use another path")
     return re.sub(r'([\\"$`])', r"\\\1", value)
 
 
 def _script(
-    parts: tuple[ComponentRequest, ...],
-    *,
-    restarts: int = 0,
-    container: str | None = None,
-    timeout_min: int | str = 60,
-    setup: Sequence[str] = (),
-    distribution: str = "block:block",
-    overrides: Sequence[str] = (),
+    parts: tuple[ComponentRequest, ...], *, restarts: int = 0, overrides: Sequence[str] = (), **options: Any
 ) -> str:
-    """Return a batch script with placeholders for run directory, plan and Python."""
+    """Return a batch script with placeholders for run directory, plan and Python. `options`: fields of JobRequest."""
     job = JobRequest(
         parts,
-        name="holmes",
-        timeout_min=timeout_min,
-        setup=tuple(setup),
-        distribution=distribution,
         output="holmes-%j.txt",
         rank_output=f"{RUN}/logs/rank-%t.txt",
         step_errors=f"{RUN}/logs/srun.txt",
         requeue=True,
         environment=((LEADER, "%j"), *tasks_per_node(parts)),
-        container=container,
+        **options,
     )
     start = f'{PYTHON} -c "$start" holmes_hpc.submission.lifecycle'
     end = f'{start}.batch_end {RUN} "$status" "$signalled"'
     overrides = [o for o in overrides if not o.startswith(("run_dir=", "name=", "plan_file="))]  # the script sets these
-    set_overrides = [
-        "# shellcheck disable=SC2016 # single quotes prevent expansion on purpose",
-        f'set -- {shlex.join(overrides)} "$@"',
-    ]
-    python = "python3" if container else PYTHON
+    expansion_note = "# shellcheck disable=SC2016 # single quotes prevent expansion on purpose"
+    set_overrides = [expansion_note, f'set -- {shlex.join(overrides)} "$@"']
+    python = "python3" if job.container else PYTHON
     return script_text(
         job,
         f'{python} -c "$start" holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
@@ -143,37 +92,15 @@ def _script(
 
 def templates() -> dict[str, str]:
     """Return the text of every template by file name."""
-    several = "fabrics: one heterogeneous job, one step."
-    templates: dict[str, tuple[str, tuple[ComponentRequest, ...], dict[str, Any]]] = {  # summary, components, settings
-        "one_fabric": ("A plan on one fabric: a plain job.", (IB,), {}),
-        "two_components": (f"A plan over two {several}", (IB, ROCE), {}),
-        "three_components": (f"A plan over three {several}", (IB, ROCE, ETH), {}),
-        "requeue": (
-            "As two_components.sbatch, and also restarts after a failed rank or node: at most 3 times, as long as it"
-            "\n# makes new steps. (All templates restart after preemption and the time limit.)",
-            (IB, ROCE),
-            {"restarts": 3},
-        ),
-        "container_pyxis": (
-            "As two_components.sbatch, in a container of pyxis (srun --container-image).",
-            (IB, ROCE),
-            {"container": "holmes_hpc:latest"},
-        ),
-        "container_apptainer": (
-            "As two_components.sbatch, in an apptainer image.",
-            (IB, ROCE),
-            {"container": "holmes_hpc.sif"},
-        ),
-    }
-    return {
-        f"{name}.sbatch": _filled_in(
-            _script(parts, **settings),
-            USAGE.format(name=f"{name}.sbatch", summary=summary),
-            "${PLAN:-plan.yaml}",
-            "${PYTHON:-python3}",
-        )
-        for name, (summary, parts, settings) in templates.items()
-    }
+    nodes = {name: ComponentRequest(2, 1, *selection) for name, selection in _TABLE["components"].items()}
+    templates = {}
+    for name, settings in _TABLE["templates"].items():
+        usage = _TABLE["usage"].format(name=f"{name}.sbatch", summary=settings["summary"])
+        parts = tuple(nodes[component] for component in settings["components"])
+        arguments = {k: v for k, v in settings.items() if k not in ("summary", "components")}
+        script = _script(parts, **arguments)
+        templates[f"{name}.sbatch"] = _filled_in(script, usage, "${PLAN:-plan.yaml}", "${PYTHON:-python3}")
+    return templates
 
 
 def main(arguments: list[str]) -> int:

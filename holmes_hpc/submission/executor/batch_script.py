@@ -4,22 +4,16 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.interpreter import module_arguments
 from holmes_hpc.schema import refuse
-from holmes_hpc.submission.executor.component import (
-    TABLE,
-    ComponentRequest,
-    Value,
-    as_list,
-    option_name,
-    sbatch_word,
-    shell_word,
-)
+from holmes_hpc.submission.executor import component
+from holmes_hpc.submission.executor.component import TABLE, ComponentRequest, Value
 
 USER_SIGNAL = "USR2"  # submitit's; NCCL may catch USR1
 SIGNAL_DELAY_S = 90  # submitit's
@@ -40,8 +34,7 @@ class JobRequest:
     `array`: as for sbatch; ``%j`` is then ARRAY-ID_INDEX.
     `throttle_file`: the file of the Throttle that learns of the job's end.
     `distribution`: of ranks over nodes and sockets, as for srun; over nodes it must be block, so that ranks follow the
-    order of components.
-    """
+    order of components."""
 
     components: tuple[ComponentRequest, ...]
     name: str = "holmes"
@@ -76,35 +69,23 @@ class JobRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "components", tuple(self.components))
         for name in ("setup", "teardown", "srun_args", "directories"):
-            object.__setattr__(self, name, as_list(getattr(self, name), name, "job"))
-        is_het = len(self.components) > 1
-        dependency, keys = self.dependency or "", [option_name(key, "job") for key, _ in self.additional]
-        refuse(
-            "job",
-            (not self.components, "no component", "give at least one"),
-            (not self.use_srun and self.ranks > 1, "use_srun=False with more than one task", "use srun"),
-            (
-                isinstance(self.timeout_min, int) and (self.timeout_min is True or self.timeout_min < 1),
-                f"timeout_min is {self.timeout_min}",
-                "use minutes above 0",
-            ),
-            (
-                self.dependency is not None and not _DEPENDENCY.fullmatch(dependency),
-                f"invalid dependency {self.dependency!r}",
-                "write afterany:JOBID,…",
-            ),
-            (
-                is_het and "singleton" in dependency,
-                "dependency singleton makes a heterogeneous job wait for itself",
-                "use afterany:JOBID",
-            ),
-            (
-                is_het and "array" in keys,
-                "a heterogeneous job cannot be an array",
-                "use executor.batch() or map_array, which submit throttled jobs",
-            ),
-            error=SubmissionError,
-        )
+            object.__setattr__(self, name, component.as_list(getattr(self, name), name, "job"))
+        refuse("job", *self._mistakes(), error=SubmissionError)
+
+    def _mistakes(self) -> Iterator[tuple[Any, str, str]]:
+        """Yield (whether the mistake is there, what it is, a hint)."""
+        yield not self.components, "no component", "give at least one"
+        yield not self.use_srun and self.ranks > 1, "use_srun=False with more than one task", "use srun"
+        limit = self.timeout_min
+        has_no_time = isinstance(limit, int) and (limit is True or limit < 1)
+        yield has_no_time, f"timeout_min is {limit}", "use minutes above 0"
+        is_odd = self.dependency is not None and not _DEPENDENCY.fullmatch(self.dependency)
+        yield is_odd, f"invalid dependency {self.dependency!r}", "write afterany:JOBID,…"
+        is_het, keys = len(self.components) > 1, [component.option_name(key, "job") for key, _ in self.additional]
+        problem = "dependency singleton makes a heterogeneous job wait for itself"
+        yield is_het and "singleton" in (self.dependency or ""), problem, "use afterany:JOBID"
+        hint = "use executor.batch() or map_array, which submit throttled jobs"
+        yield is_het and "array" in keys, "a heterogeneous job cannot be an array", hint
 
     @property
     def ranks(self) -> int:
@@ -118,7 +99,7 @@ class JobRequest:
     def quote(self, text: str) -> str:
         """Return `text` quoted as one word of the batch script, with the job id in place of ``%j``."""
         job_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if self.array else '"$SLURM_JOB_ID"'
-        return shell_word(text, job_id)
+        return component.shell_word(text, job_id)
 
     def _file_pattern(self, path: str) -> str:
         """Return a path as a file name pattern of sbatch that replaces only ``%j``. Raise SubmissionError for a
@@ -129,26 +110,16 @@ class JobRequest:
 
     def options(self) -> list[tuple[str, Value]]:
         """Return (name, value) of the sbatch options of the whole job, which the script has at its first component."""
-        options: list[tuple[str, Value | None]] = [
-            ("job-name", self.name),
-            ("time", self.timeout_min),
-            ("output", self._file_pattern(self.output)),
-            ("error", None if self.error is None else self._file_pattern(self.error)),
-            ("open-mode", "append"),
-            ("array", self.array),
-            ("signal", self._signal_option()),
-            ("no-requeue" if self.requeue is False else "requeue", True if self.requeue is not None else None),
-            ("dependency", self.dependency),
-            ("comment", self.comment),
-            ("mail-type", self.mail_type),
-            ("mail-user", self.mail_user),
-            ("wckey", self.wckey),
-        ]
-        extra = {option_name(k, "job"): v for k, v in self.additional if v is not None}
-        return [
-            *((k, v) for k, v in options if v is not None and k not in extra),
-            *((k, v) for k, v in extra.items() if v is not False),
-        ]
+        options: dict[str, Value | None] = {"job-name": self.name, "time": self.timeout_min}
+        options["output"] = self._file_pattern(self.output)
+        options["error"] = None if self.error is None else self._file_pattern(self.error)
+        options |= {"open-mode": "append", "array": self.array, "signal": self._signal_option()}
+        options["no-requeue" if self.requeue is False else "requeue"] = None if self.requeue is None else True
+        texts = ("dependency", "comment", "mail_type", "mail_user", "wckey")
+        options |= {name.replace("_", "-"): getattr(self, name) for name in texts}
+        extra = {component.option_name(k, "job"): v for k, v in self.additional if v is not None}
+        own_options = [(k, v) for k, v in options.items() if v is not None and k not in extra]
+        return [*own_options, *((k, v) for k, v in extra.items() if v is not False)]
 
     def _signal_option(self) -> str | None:
         """Return the value of ``--signal``; None for no signal.
@@ -181,7 +152,7 @@ def directives(job: JobRequest) -> list[str]:
         if index:
             lines.append("#SBATCH hetjob")
         options = [*(job.options() if not index else []), *part.options()]
-        lines += [f"#SBATCH --{k}" if v is True else f"#SBATCH --{k}={sbatch_word(v, k)}" for k, v in options]
+        lines += [f"#SBATCH --{k}" if v is True else f"#SBATCH --{k}={component.sbatch_word(v, k)}" for k, v in options]
     return lines
 
 
@@ -193,10 +164,9 @@ def _step(job: JobRequest, commands: Sequence[str]) -> str:
     if len(set(parts)) == 1:
         groups = [(",".join(index for index, _ in groups), parts[0])]
     is_het = len(job.components) > 1
-    group_arguments = [
-        " \\\n  ".join([f"--het-group={group} {options}" if is_het else options, *program])
-        for group, (options, *program) in groups
-    ]
+    group_arguments = []
+    for group, (options, *program) in groups:
+        group_arguments.append(" \\\n  ".join([f"--het-group={group} {options}" if is_het else options, *program]))
     return "srun " + " : \\\n  ".join(group_arguments)
 
 
@@ -238,22 +208,18 @@ def wrap_container(job: JobRequest, part: ComponentRequest, command: str) -> str
     return f"apptainer exec{gpu_option}{mounts} {shlex.quote(image.removeprefix('apptainer:'))} {command}"
 
 
-def _exit_record_line(record: str, status: str, signal: str = "-") -> str:
-    """Return the line of shell that writes ``STATUS EPOCH SIGNAL`` into the file `record`. The arguments are shell
-    words."""
-    return f"printf '%s %s %s\\n' {status} \"$(date +%s)\" {signal} > {record}"
+def _exit_record_lines(record: str | None, status: str, signal: str = "-", indent: str = "") -> list[str]:
+    """Return the line of shell that writes ``STATUS EPOCH SIGNAL`` into the file `record`; none without a file. The
+    arguments are shell words."""
+    return [f"{indent}printf '%s %s %s\\n' {status} \"$(date +%s)\" {signal} > {record}"] if record else []
 
 
 def _requeue_limit_lines(max_requeues: int, record: str | None) -> list[str]:
     """Return the lines of shell that end a job if Slurm requeued it more than `max_requeues` times; none for 0."""
-    lines = [
-        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {max_requeues} ]; then',
-        f'  echo "holmes: not started: requeued $SLURM_RESTART_COUNT times, max_requeues is {max_requeues}" >&2',
-        *([f"  {_exit_record_line(record, '1')}"] if record else []),
-        "  exit 1",
-        "fi",
-    ]
-    return lines if max_requeues else []
+    condition = f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {max_requeues} ]; then'
+    reason = f"requeued $SLURM_RESTART_COUNT times, max_requeues is {max_requeues}"
+    lines = [condition, f'  echo "holmes: not started: {reason}" >&2', *_exit_record_lines(record, "1", indent="  ")]
+    return [*lines, "  exit 1", "fi"] if max_requeues else []
 
 
 def script_text(
@@ -277,10 +243,9 @@ def script_text(
     errors = job.quote(job.step_errors) if job.step_errors else ""
     unset_names = " \\\n  ".join(textwrap.wrap(" ".join(TABLE["first_component_variables"]), 100))
     release = shlex.join([sys.executable, *module_arguments("holmes_hpc.submission.executor.throttle")])
-    lines = [
-        "#!/bin/bash",
-        *directives(job),
-        "",
+    unset = ["# These describe component 0 only; srun would apply them to all components.", f"unset {unset_names}"]
+    watch = [f"{beside} &", "beside=$!", 'disown "$beside" # no message when it is killed']
+    before = [
         *(f"export {key}={job.quote(value)}" for key, value in job.environment),
         *(["mkdir -p -- " + " ".join(map(job.quote, job.directories))] if job.directories else []),
         *([f"rm -f -- {record}"] if record else []),
@@ -288,39 +253,32 @@ def script_text(
         *([mark] if mark else []),
         *(["# setup", *job.setup] if job.setup else []),
         *begin,
-        *(
-            ["# These describe component 0 only; srun would apply them to all components.", f"unset {unset_names}"]
-            if len(job.components) > 1
-            else []
-        ),
-        "",
+        *(unset if len(job.components) > 1 else []),
+    ]
+    during = [
         "# Start the step over all components in the background, so that the script can handle signals.",
         "signalled=",
         "trap 'signalled=TERM' TERM",
         "# shellcheck disable=SC2016 # sh -c in each task expands the variables, not this shell",
         f"{step}{f' 2> {errors}' if errors else ''} &",
         "step=$!",
-        *([f"{beside} &", "beside=$!", 'disown "$beside" # no message when it is killed'] if beside else []),
+        *(watch if beside else []),
         "while :; do",
         '  wait "$step"; status=$?',
         '  kill -0 "$step" 2>/dev/null || break',
         *(f"  {line}" for line in on_signal),
         "done",
         *(['kill "$beside" 2>/dev/null'] if beside else []),
-        "",
+    ]
+    after = [
         *([f"cat -- {errors} >&2"] if errors else []),
-        *([_exit_record_line(record, '"$status"', '"${signalled:--}"')] if record else []),
+        *_exit_record_lines(record, '"$status"', '"${signalled:--}"'),
         *finish,
         *(["# teardown", *job.teardown] if job.teardown else []),
         *([f"{release} {job.quote(job.throttle_file)} {job.quote('%j')}"] if job.throttle_file else []),
-        'exit "$status"',
-        "",
     ]
-    text = "\n".join(lines)
+    text = "\n".join(["#!/bin/bash", *directives(job), "", *before, "", *during, "", *after, 'exit "$status"', ""])
     if "\0" in text:
-        raise SubmissionError(
-            "the batch script contains a zero byte",
-            where="job",
-            hint="remove it from setup, teardown, environment or another parameter",
-        )
+        hint = "remove it from setup, teardown, environment or another parameter"
+        raise SubmissionError("the batch script contains a zero byte", where="job", hint=hint)
     return text

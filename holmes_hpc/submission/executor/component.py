@@ -79,8 +79,7 @@ class ComponentRequest:
 
     Settings of its tasks, for sites whose partitions differ: `container` (None: the job's; empty: none), `mounts`
     (``HOST:CONTAINER``), `environment` (variables), `setup` (lines of shell in each task before the program), `python`
-    (shell; None: the job's), `srun_args`.
-    """
+    (shell; None: the job's), `srun_args`."""
 
     nodes: int = 1
     tasks_per_node: int = 1
@@ -121,10 +120,9 @@ class ComponentRequest:
         }
         for key, value in checked.items():
             object.__setattr__(self, key, value)
-        for name, _ in self.environment:
-            if not _VARIABLE.fullmatch(name):
-                problem = f"environment: {name!r} is not the name of a variable"
-                raise SubmissionError(problem, where="component", hint="write {NAME: value}")
+        for name in (name for name, _ in self.environment if not _VARIABLE.fullmatch(name)):
+            problem = f"environment: {name!r} is not the name of a variable"
+            raise SubmissionError(problem, where="component", hint="write {NAME: value}")
         for key, value in self.options():
             check_value(str(value), key)
 
@@ -134,23 +132,16 @@ class ComponentRequest:
 
     def options(self) -> list[tuple[str, Value]]:
         """Return (name, value) of this component's sbatch options, in a fixed order. The value of a flag is True."""
-        options: dict[str, Value] = {
-            "ntasks-per-node" if f.name == "tasks_per_node" else f.name.replace("_", "-"): value
-            for f in fields(self)
-            if f.name not in (*TASK_SETTINGS, "additional")
-            and (value := getattr(self, f.name)) is not None
-            and value is not False
-            and value != ""
-        }
+        names = [f.name for f in fields(self) if f.name not in (*TASK_SETTINGS, "additional")]
+        values = {name.replace("_", "-"): getattr(self, name) for name in names}
+        options: dict[str, Value] = {k: v for k, v in values.items() if v is not None and v is not False and v != ""}
         if options.get("gpus-per-node") == 0:
             del options["gpus-per-node"]
+        options = {"ntasks-per-node" if k == "tasks-per-node" else k: v for k, v in options.items()}
         first_options = [(k, options.pop(k)) for k in ("partition", "constraint") if k in options]
         extra = dict(self.additional)
-        return [
-            *first_options,
-            *((k, v) for k, v in options.items() if k not in extra),
-            *((k, v) for k, v in extra.items() if v is not False),
-        ]
+        remaining = [(k, v) for k, v in options.items() if k not in extra]
+        return [*first_options, *remaining, *((k, v) for k, v in extra.items() if v is not False)]
 
     def with_defaults(self, options: Mapping[str, Value]) -> "ComponentRequest":
         """Return this request with those sbatch `options` of the job that it does not set itself. It must repeat them,

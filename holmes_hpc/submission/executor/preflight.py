@@ -197,16 +197,16 @@ def eligible_nodes(request: ComponentRequest, nodes: Iterable[Node]) -> frozense
     partitions = set((request.partition or "").split(",")) - {""}
     node_list = set(expand(request.nodelist)) if request.nodelist and "/" not in request.nodelist else None
     excluded = set(expand(request.exclude)) if request.exclude and "/" not in request.exclude else set()
-    gpu_type = _gpu_type(request)
-    return frozenset(
-        n.name
-        for n in nodes
-        if (not partitions or partitions & set(n.partitions))
-        and (has_features is None or has_features(frozenset(n.features)))
-        and n.name not in excluded
-        and (not gpu_type or gpu_type in n.gpu_types)
-        and (node_list is None or len(node_list) < request.nodes or n.name in node_list)
-    )
+    gpu_type, is_short_list = _gpu_type(request), node_list is not None and len(node_list) < request.nodes
+
+    def is_eligible(n: Node) -> bool:
+        is_listed = node_list is None or is_short_list or n.name in node_list
+        is_in_partition = not partitions or bool(partitions & set(n.partitions))
+        is_alike = has_features is None or has_features(frozenset(n.features))
+        has_gpus = not gpu_type or gpu_type in n.gpu_types
+        return is_in_partition and is_alike and n.name not in excluded and has_gpus and is_listed
+
+    return frozenset(n.name for n in nodes if is_eligible(n))
 
 
 def _gpu_type(request: ComponentRequest) -> str:
@@ -236,11 +236,10 @@ def shortages(requests: Sequence[ComponentRequest]) -> list[str]:
     """Return a line for each component for which this Slurm has too few nodes, else for all together; none without
     Slurm."""
     nodes = _nodes()
-    lines = [
-        f"{describe(index, request)}: {count} nodes of this Slurm satisfy its conditions"
-        for index, request in enumerate(requests)
-        if nodes and (count := len(eligible_nodes(request, nodes))) < request.nodes
-    ]
+    lines = []
+    for index, request in enumerate(requests if nodes else ()):
+        if (count := len(eligible_nodes(request, nodes))) < request.nodes:
+            lines.append(f"{describe(index, request)}: {count} nodes of this Slurm satisfy its conditions")
     try:
         check_fit(requests, nodes)
     except SubmissionError as e:
@@ -255,28 +254,17 @@ def find_warnings(
     `config`: None if Slurm does not report it; `limits`: {name: number} of the limits on the user's jobs."""
     if len(requests) < 2:
         return []
-    shared = {
-        (i, j): sorted(eligible_nodes(requests[i], nodes) & eligible_nodes(requests[j], nodes))
-        for i, j in combinations(range(len(requests)), 2)
-        if requests[i].partition != requests[j].partition
-    }
-    return [
-        *(problem for problem, _ in (config.hetjob_obstacles() if config is not None else ())),
-        *(
-            f"{key} is {limit}, and each of the {len(requests)} components counts as a job"
-            for key, limit in limits.items()
-            if limit < len(requests)
-        ),
-        *(
-            f"component {index} has no constraint: it may get any node of "
-            + (f"partition {request.partition}" if request.partition else "the default partition")
-            for index, request in enumerate(requests)
-            if not request.constraint and not request.nodelist and not _gpu_type(request)
-        ),
-        *(
-            f"components {i} and {j} can get the same nodes ({', '.join(names[:3])}{', …' * (len(names) > 3)}):"
-            " partitions overlap"
-            for (i, j), names in shared.items()
-            if names
-        ),
-    ]
+    warnings = [problem for problem, _ in (config.hetjob_obstacles() if config is not None else ())]
+    for key, limit in limits.items():
+        if limit < len(requests):
+            warnings.append(f"{key} is {limit}, and each of the {len(requests)} components counts as a job")
+    for index, request in enumerate(requests):
+        if not request.constraint and not request.nodelist and not _gpu_type(request):
+            partition = f"partition {request.partition}" if request.partition else "the default partition"
+            warnings.append(f"component {index} has no constraint: it may get any node of {partition}")
+    for (i, one), (j, other) in combinations(enumerate(requests), 2):
+        names = sorted(eligible_nodes(one, nodes) & eligible_nodes(other, nodes))
+        if names and one.partition != other.partition:
+            excerpt = ", ".join(names[:3]) + ", …" * (len(names) > 3)
+            warnings.append(f"components {i} and {j} can get the same nodes ({excerpt}): partitions overlap")
+    return warnings

@@ -23,6 +23,7 @@ from submitit.core import core, utils
 
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
+from holmes_hpc.submission.executor import environment
 from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text
 from holmes_hpc.submission.executor.component import (
     COMPONENT_KEYS,
@@ -31,13 +32,7 @@ from holmes_hpc.submission.executor.component import (
     option_name,
     parse_component,
 )
-from holmes_hpc.submission.executor.environment import (
-    LEADER,
-    MAX_REQUEUES,
-    PREEMPT_SIGNAL,
-    preempt_signal,
-    tasks_per_node,
-)
+from holmes_hpc.submission.executor.environment import LEADER, MAX_REQUEUES, PREEMPT_SIGNAL
 from holmes_hpc.submission.executor.job import SlurmHetJob, batch_log
 from holmes_hpc.submission.executor.preflight import preflight
 from holmes_hpc.submission.executor.submit import Refused, cancel_on_error, errors_as_refused, submit_file
@@ -79,8 +74,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
     `max_num_timeout`: maximum number of requeues of a checkpointable function after its time limit.
     `max_requeues`: maximum number of restarts of any kind, after which a job ends; 0: only `max_num_timeout` applies.
     `python`: the command that starts Python on the nodes (shell, as in submitit).
-    `preflight`: test each component alone before a heterogeneous job is submitted, and log warnings.
-    """
+    `preflight`: test each component alone before a heterogeneous job is submitted, and log warnings."""
 
     job_class = SlurmHetJob
 
@@ -145,10 +139,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
         Raise ValueError for an unknown name, SubmissionError for an impossible request."""
         unknown = sorted(k for k in kwargs if k not in PARAMETERS)
         if unknown:
-            raise ValueError(
-                f"Unavailable parameter(s): {unknown}; {nearest(unknown[0], PARAMETERS)}; valid are "
-                + ", ".join(sorted(PARAMETERS))
-            )
+            valid, hint = ", ".join(sorted(PARAMETERS)), nearest(unknown[0], PARAMETERS)
+            raise ValueError(f"Unavailable parameter(s): {unknown}; {hint}; valid are {valid}")
         kwargs = {_CANONICAL.get(k, k): v for k, v in kwargs.items()}
         self._request({**self.parameters, **kwargs})  # only for its checks
         super()._internal_update_parameters(**kwargs)
@@ -165,33 +157,26 @@ class SlurmHetExecutor(core.PicklingExecutor):
         job_fields = {_JOB_KEYS[k]: v for k, v in settings.items() if k in _JOB_KEYS}
         options = {option_name(k, "job"): v for k, v in (job_fields.get("additional") or {}).items()}
         job_fields["additional"] = tuple((k, v) for k, v in options.items() if k in JOB_OPTIONS)
-        parts = [
-            parse_component(part, i, defaults).with_defaults(options)
-            for i, part in enumerate(settings.get("components") or [{}])
-        ]
-        paths = utils.JobPaths(folder=self.folder)
-        has_stderr = not settings.get("stderr_to_stdout", False)
-        batch_output = batch_log(self.folder)
+        components = enumerate(settings.get("components") or [{}])
+        parts = [parse_component(part, i, defaults).with_defaults(options) for i, part in components]
+        paths, batch_output = utils.JobPaths(folder=self.folder), batch_log(self.folder)
+        stdout, stderr = str(paths.stdout), None if settings.get("stderr_to_stdout") else str(paths.stderr)
         if token:
             job_fields["comment"] = " ".join(w for w in (job_fields.get("comment"), token) if w)
         max_requeues = int(settings.get("max_requeues") or 0)
+        variables, signal = {"SUBMITIT_EXECUTOR": self.name(), LEADER: "%j"}, environment.preempt_signal()
+        variables |= {MAX_REQUEUES: str(max_requeues), **({PREEMPT_SIGNAL: signal} if signal != USER_SIGNAL else {})}
         return JobRequest(
             components=tuple(parts),
-            output=str(batch_output or str(paths.stdout).replace("%t", "0")),
-            error=str(paths.stderr).replace("%t", "0") if batch_output is None and has_stderr else None,
-            rank_output=str(paths.stdout),
-            rank_error=str(paths.stderr) if has_stderr else None,
+            output=str(batch_output or stdout.replace("%t", "0")),
+            error=stderr.replace("%t", "0") if batch_output is None and stderr else None,
+            rank_output=stdout,
+            rank_error=stderr,
             directories=(str(self.folder),),
             exit_record=str(self.folder / "%j_exit"),
             max_requeues=max_requeues,
-            environment=(
-                ("SUBMITIT_EXECUTOR", self.name()),
-                (LEADER, "%j"),
-                (MAX_REQUEUES, str(max_requeues)),
-                *(((PREEMPT_SIGNAL, preempt_signal()),) if preempt_signal() != USER_SIGNAL else ()),
-                *tasks_per_node(parts),
-            ),
-            signal=preempt_signal(),
+            environment=(*variables.items(), *environment.tasks_per_node(parts)),
+            signal=signal,
             **{"name": "submitit", "timeout_min": 5, **job_fields},
         )
 
@@ -288,11 +273,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
         try:
             for batch in [delayed_submissions] if is_single else [[delayed] for delayed in delayed_submissions]:
                 with uninterrupted():
-                    jobs += (
-                        self._submit_array(batch, limit)
-                        if len(batch) > 1
-                        else super()._internal_process_submissions(batch)
-                    )
+                    is_array, submit_one = len(batch) > 1, super()._internal_process_submissions
+                    jobs += self._submit_array(batch, limit) if is_array else submit_one(batch)
         except BaseException:
             for job in reversed(jobs):  # submit all functions or none
                 slurm("scancel", job.job_id)
@@ -332,8 +314,5 @@ def _locals_of_auto_executor(function: str) -> Mapping[str, Any]:
 
 def _slurm_parameters(frame_locals: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters ``slurm_NAME`` in AutoExecutor's local variables as {NAME: value}. It would drop them."""
-    return {
-        k[len("slurm_") :]: v
-        for k, v in frame_locals.get("kwargs", {}).items()
-        if k.startswith("slurm_") and v is not None
-    }
+    values = {k: v for k, v in frame_locals.get("kwargs", {}).items() if v is not None}
+    return {k.removeprefix("slurm_"): v for k, v in values.items() if k.startswith("slurm_")}

@@ -19,8 +19,6 @@ from holmes_hpc.records.files import locked, write_whole
 from holmes_hpc.records.untrusted import read_file
 from holmes_hpc.slurm.commands import slurm
 
-_COMMON_KEY = "own"  # the key of JobQueue.common_dependency in the file
-
 
 @dataclass
 class JobQueue:
@@ -31,17 +29,6 @@ class JobQueue:
     waits: dict[str, str] = field(default_factory=dict)
     ended: list[str] = field(default_factory=list)
     common_dependency: str = ""
-
-    @classmethod
-    def from_json(cls, text: str) -> "JobQueue":
-        data = json.loads(text)
-        data["common_dependency"] = data.pop(_COMMON_KEY, "")
-        return cls(**data)
-
-    def to_json(self) -> str:
-        data = asdict(self)
-        data[_COMMON_KEY] = data.pop("common_dependency")
-        return json.dumps(data)
 
     def next_predecessor(self, limit: int) -> str | None:
         """Return the job on which the next submitted job must depend; None if it need not wait.
@@ -87,11 +74,11 @@ def _locked_queue(path: Path) -> Iterator[JobQueue]:
     """Load the queue from its file, and save it after the block. The file is locked for all nodes."""
     with locked(path.with_name(f"{path.name}.lock"), wait_s=60):
         try:
-            queue = JobQueue.from_json(read_file(path).decode("utf-8"))
+            queue = JobQueue(**json.loads(read_file(path)))
         except FileNotFoundError:
             queue = JobQueue()
         yield queue
-        write_whole(path, queue.to_json())
+        write_whole(path, json.dumps(asdict(queue)))
 
 
 def release_next(path: Path, job: str) -> None:
@@ -123,7 +110,7 @@ def _set_dependency(job: str, dependency: str) -> bool:
 def main(arguments: list[str]) -> int:
     try:
         release_next(Path(arguments[0]), arguments[1])
-    except (HolmesError, OSError, ValueError) as e:  # the queue continues without it, only slower
+    except (HolmesError, OSError, ValueError, TypeError) as e:  # the queue continues without it, only slower
         print(f"holmes: {e}", file=sys.stderr)
     return 0
 

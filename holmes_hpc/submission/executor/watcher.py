@@ -16,15 +16,8 @@ from submitit.core import core
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.records.ownership import is_own
 from holmes_hpc.records.untrusted import read_file
+from holmes_hpc.slurm import job_queries
 from holmes_hpc.slurm.commands import Answer, slurm
-from holmes_hpc.slurm.job_queries import (
-    parse_sacct,
-    parse_scontrol,
-    parse_squeue,
-    sacct_command,
-    scontrol_command,
-    squeue_command,
-)
 from holmes_hpc.slurm.job_states import CONTROLLER, REQUEUED, UNKNOWN, JobState, Row, SlurmState, join
 
 _SLACK_S = 120  # clocks of client and controller may differ by this much
@@ -49,11 +42,11 @@ class JobIdentity:
         """Return whether the two are certainly different jobs."""
         if self.token and other.token:
             return self.token != other.token
-        return (None not in (self.name, other.name) and self.name != other.name) or (
-            self.submitted is not None
-            and other.submitted is not None
-            and abs(self.submitted - other.submitted) > _SLACK_S
-        )
+        if None not in (self.name, other.name) and self.name != other.name:
+            return True
+        if self.submitted is None or other.submitted is None:
+            return False
+        return abs(self.submitted - other.submitted) > _SLACK_S
 
     def matches(self, row: Row) -> bool:
         """Return whether `row`, which has the same job id, may belong to this job."""
@@ -87,8 +80,7 @@ def read_exit_record(path: Path, since: float | None = None) -> JobState | None:
 class StateWatcher(core.InfoWatcher):
     """A watcher as in submitit that queries the states of all jobs of this process at once.
 
-    While no command answers, pauses between queries grow up to `delay_s`, except with mode ``force``.
-    """
+    While no command answers, pauses between queries grow up to `delay_s`, except with mode ``force``."""
 
     def __init__(self, delay_s: int = 20) -> None:
         super().__init__(delay_s)
@@ -209,9 +201,9 @@ class StateWatcher(core.InfoWatcher):
         the earlier ones do not list, or whose state in the database is doubtful. squeue comes first if jobs wait (only
         it has the reason) or may be too new for the database."""
         sources = [
-            ("sacct", sacct_command, parse_sacct),
-            ("squeue", squeue_command, parse_squeue),
-            ("scontrol", scontrol_command, parse_scontrol),
+            ("sacct", job_queries.sacct_command, job_queries.parse_sacct),
+            ("squeue", job_queries.squeue_command, job_queries.parse_squeue),
+            ("scontrol", job_queries.scontrol_command, job_queries.parse_scontrol),
         ]
         if any(self._is_young(j) or self._states.get(j, JobState()).waits for j in job_ids):
             sources.insert(0, sources.pop(1))

@@ -44,15 +44,14 @@ def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, re
         return status or 1
     messages = end_messages(run)
     state = (read_cancellation(messages) or ending_state(job_id)) if status or signalled else None
-    result = build_result(
-        run, status, signalled=signalled, slurm=state, srun_errors=parse_srun_errors(messages, ranks_of_job(os.environ))
-    )
+    srun_errors = parse_srun_errors(messages, ranks_of_job(os.environ))
+    result = build_result(run, status, signalled=signalled, slurm=state, srun_errors=srun_errors)
     attempt, is_preempted = f"{job_id}/{restarts}", state is not None and state.state == "PREEMPTED"
     if result["state"] == "failed" and has_recorded_end(run, attempt):  # rank 0 requested the requeue that ended it
         result |= {"state": "preempted", "error": "preempted", "failed_rank": None, "failed_node": None}
-    stop_reason = (
-        reason_to_stop(run, result["state"], attempt, slurm_requeues=is_preempted) if job_id else "not in a job"
-    )
+    stop_reason: str | None = "not in a job"
+    if job_id:
+        stop_reason = reason_to_stop(run, result["state"], attempt, slurm_requeues=is_preempted)
     if stop_reason is None:
         with contextlib.suppress(HolmesError, OSError):
             record_attempt_end(run, attempt, result["state"])

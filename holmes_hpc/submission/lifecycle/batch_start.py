@@ -36,13 +36,8 @@ def prepare_run(directory: Path, plan_path: Path, max_restarts: int = 0, overrid
             create_run(config.with_data(), plan, all_overrides)
         if job_id.isdecimal():
             _check_earlier_job(run, job_id)
-            run.update_run(
-                slurm={
-                    "job_id": int(job_id),
-                    "components": int(os.environ.get("SLURM_HET_SIZE") or 1),
-                    "name": os.environ.get("SLURM_JOB_NAME", ""),
-                }
-            )
+            count, name = int(os.environ.get("SLURM_HET_SIZE") or 1), os.environ.get("SLURM_JOB_NAME", "")
+            run.update_run(slurm={"job_id": int(job_id), "components": count, "name": name})
     return run
 
 
@@ -54,11 +49,9 @@ def _check_earlier_job(run: RunDirectory, job_id: str) -> None:
     earlier_job = job_of(run)
     state = earlier_job.state("force")
     if not state.ended and not state.forgotten:
-        raise RecordError(
-            f"job {earlier_job.id} of this run is still {state.state}",
-            where=str(run.path),
-            hint=f"wait for its end, or `scancel {earlier_job.id}`; or set RUN to another directory",
-        )
+        problem = f"job {earlier_job.id} of this run is still {state.state}"
+        hint = f"wait for its end, or `scancel {earlier_job.id}`; or set RUN to another directory"
+        raise RecordError(problem, where=str(run.path), hint=hint)
 
 
 def _check_components(plan: Plan, where: str) -> None:
@@ -68,21 +61,16 @@ def _check_components(plan: Plan, where: str) -> None:
         return
     hint = "write the script for this plan: `holmes submit PLAN --template FILE`"
     if count != len(plan.components):
-        raise ConfigError(
-            f"the plan has {len(plan.components)} components, this job has {count}", where=where, hint=hint
-        )
+        problem = f"the plan has {len(plan.components)} components, this job has {count}"
+        raise ConfigError(problem, where=where, hint=hint)
     for index, part in enumerate(plan.components):
-        nodes = os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{index}") or (
-            os.environ.get("SLURM_JOB_NUM_NODES") if count == 1 else None
-        )
-        ranks = os.environ.get(TASKS_PER_NODE.format(index))
-        if (nodes or str(part.nodes), ranks or str(part.gpus_per_node)) != (str(part.nodes), str(part.gpus_per_node)):
-            raise ConfigError(
-                f"component {index} ({part.pool}) of the plan has {part.nodes} nodes with"
-                f" {part.gpus_per_node} ranks each, that of this job has {nodes} with {ranks}",
-                where=where,
-                hint=hint,
-            )
+        plain_nodes = os.environ.get("SLURM_JOB_NUM_NODES") if count == 1 else None
+        nodes = os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{index}") or plain_nodes
+        ranks, planned = os.environ.get(TASKS_PER_NODE.format(index)), (str(part.nodes), str(part.gpus_per_node))
+        if (nodes or planned[0], ranks or planned[1]) != planned:
+            planned_text = f"component {index} ({part.pool}) of the plan has {planned[0]} nodes with {planned[1]} ranks"
+            problem = f"{planned_text} each, that of this job has {nodes} with {ranks}"
+            raise ConfigError(problem, where=where, hint=hint)
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from holmes_hpc.config.composition import check_overrides, with_overrides
 from holmes_hpc.config.configuration import Configuration, recorded
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError
 from holmes_hpc.fabric.site import auto_dtype
+from holmes_hpc.fabric.software import installed_version
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import check_site, pace, site
 from holmes_hpc.records.find import runs_root
@@ -26,7 +27,7 @@ from holmes_hpc.records.schema import OWN_FILES
 from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
 from holmes_hpc.submission.lifecycle.outcome import is_final
-from holmes_hpc.submission.lifecycle.requirements import check_megatron_core, installed_version
+from holmes_hpc.submission.lifecycle.requirements import check_megatron_core
 from holmes_hpc.submission.lifecycle.status import run_status, submission_time
 
 PACKAGES = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
@@ -39,15 +40,9 @@ def hold_submission_lock(path: Path, command: str) -> Iterator[int]:
     Yield the descriptor of the lock file.
     Raise RecordError if another process holds the lock, or if other users may write into the directory."""
     refuse_other_writers(path)
-    is_new = not path.exists()
-    try:
+    is_new, hint = not path.exists(), "give a directory that you can create, on a file system all nodes share"
+    with RecordError.instead_of(OSError, where=path, hint=hint):
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
-    except OSError as e:
-        raise RecordError(
-            e.strerror or str(e),
-            where=str(path),
-            hint="give a directory that you can create, on a file system all nodes share",
-        ) from e
     # Again: in a folder open to all, another user may have created it first. Pickles are run from `submission`, and
     # run.yaml names commands; a copy of another user's run keeps its owners and modes.
     for name in sorted(OWN_FILES - {"checkpoints", "data"}):  # these hold no code, and may be on a group's file system
@@ -82,18 +77,14 @@ def run_directory_path(config: Configuration, plan: Plan) -> Path:
     name = config.name
     name = str(name) if name is not None else f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.model.name}-{plan.id[:6]}"
     path = (Path(config.run_dir) if config.run_dir else runs_root() / name).absolute()
+    is_wrong_name = not name or "/" in name or name[:1] == "-" or name in (".", "..") or len(name.encode()) > 200
+    name_hint = "use 1 to 200 bytes, no '/', no '-' in front, or give run_dir=PATH"
+    is_wrong_path = "%" in str(path) or not str(path).isprintable()
+    path_hint = "leave out control characters and '%', which Slurm replaces in paths"
     refuse(
         "configuration",
-        (
-            not name or "/" in name or name[:1] == "-" or name in (".", "..") or len(name.encode()) > 200,
-            f"name is {name[:80]!r}",
-            "use 1 to 200 bytes, no '/', no '-' in front, or give run_dir=PATH",
-        ),
-        (
-            "%" in str(path) or not str(path).isprintable(),
-            f"the run directory is {str(path)!r}",
-            "leave out control characters and '%', which Slurm replaces in paths",
-        ),
+        (is_wrong_name, f"name is {name[:80]!r}", name_hint),
+        (is_wrong_path, f"the run directory is {str(path)!r}", path_hint),
     )
     return path
 
@@ -108,14 +99,9 @@ def create_run(
         raise ConfigError("the directory is not empty", where=str(path), hint="give the run a new or empty directory")
     if RunDirectory(path).exists() and config.name is not None and path == (runs_root() / str(config.name)).absolute():
         raise _name_taken(path)
-    return RunDirectory.create(
-        path,
-        plan_text=plan.to_yaml(),
-        config=replace(config, run_dir=str(path), plan_file=str(path / "plan.yaml")).to_dict(),
-        overrides=list(overrides),
-        plan_id=plan.id,
-        **record_fields(config, plan),
-    )
+    settings = replace(config, run_dir=str(path), plan_file=str(path / "plan.yaml")).to_dict()
+    ids = {"plan_id": plan.id, **record_fields(config, plan)}
+    return RunDirectory.create(path, plan.to_yaml(), settings, overrides, **ids)
 
 
 def refuse_taken_name(config: Configuration) -> None:
@@ -137,20 +123,11 @@ def record_fields(config: Configuration, plan: Plan) -> dict[str, Any]:
     train, gpus = config.train, [plan.site.pool(c.pool).gpu for c in plan.components]
     check_megatron_core(train.optimizer)
     lacks_bf16 = train.dtype == "auto" and train.device != "cpu" and auto_dtype(gpus) == "fp16"
-    refuse(
-        "train.optimizer",
-        (
-            train.optimizer == "muon" and lacks_bf16,
-            "Megatron-Core's Muon lacks fp16, which train.dtype=auto means on GPUs without bf16",
-            "use train.optimizer=adam, or train.dtype=fp32",
-        ),
-    )
-    return {
-        "components": plan.layout,
-        "pace_layer_ms": pace(config, plan),
-        "versions": package_versions(),
-        "git_commit": git_commit(),
-    }
+    problem = "Megatron-Core's Muon lacks fp16, which train.dtype=auto means on GPUs without bf16"
+    hint = "use train.optimizer=adam, or train.dtype=fp32"
+    refuse("train.optimizer", (train.optimizer == "muon" and lacks_bf16, problem, hint))
+    installation = {"versions": package_versions(), "git_commit": git_commit()}
+    return {"components": plan.layout, "pace_layer_ms": pace(config, plan), **installation}
 
 
 @functools.cache
@@ -182,15 +159,12 @@ def remove_unused_run(run: RunDirectory) -> None:
 def refuse_unless_ended(run: RunDirectory, state: str) -> None:
     """Raise ConfigError if a run may still be active: a process trains into its directory, or its `state`, as tables
     show it, is not final, or is not known and ranks lack exit records."""
-    is_known = state != UNKNOWN.lower()
-    if is_locked(run.path / TRAINING_LOCK) or not (_is_over(state) if is_known else _all_ranks_exited(run)):
-        raise ConfigError(
-            f"the run is {state}" if is_known else "whether the run has ended is not known",
-            where=str(run.path),
-            hint="wait for its end, or `holmes cancel` it"
-            if is_known
-            else "remove it on the machine that it ran on, or on one whose Slurm knows its job",
-        )
+    problem, hint, is_over = f"the run is {state}", "wait for its end, or `holmes cancel` it", _is_over(state)
+    if state == UNKNOWN.lower():
+        problem, is_over = "whether the run has ended is not known", _all_ranks_exited(run)
+        hint = "remove it on the machine that it ran on, or on one whose Slurm knows its job"
+    if is_locked(run.path / TRAINING_LOCK) or not is_over:
+        raise ConfigError(problem, where=str(run.path), hint=hint)
 
 
 def _all_ranks_exited(run: RunDirectory) -> bool:
@@ -260,31 +234,23 @@ def prepare_continuation(
     if not _is_over(state):
         raise ConfigError(f"the run is {state}", where=str(run.path), hint="wait for its end, or `holmes cancel` it")
     if not {"launcher", "train", "slurm"} <= run.config.keys():
-        raise RecordError(
-            "run.yaml has no complete configuration",
-            where=str(run.path),
-            hint="submit a new run with its plan: `holmes submit`",
-        )
+        hint = "submit a new run with its plan: `holmes submit`"
+        raise RecordError("run.yaml has no complete configuration", where=str(run.path), hint=hint)
     recorded_config, missing_keys = recorded(run.config)
     check_overrides(overrides)
     paths: dict[str, Any] = {key: getattr(recorded_config, key) for key in ("run_dir", "plan_file", "site_file")}
     config = replace(with_overrides(recorded_config, overrides), **paths) if overrides else recorded_config
     if state == "completed" and config.train.steps <= recorded_config.train.steps:
-        raise ConfigError(
-            f"the run has made all of its {recorded_config.train.steps} steps",
-            where=str(run.path),
-            hint=f"for more: holmes resume {run.name} train.steps=N",
-        )
+        problem = f"the run has made all of its {recorded_config.train.steps} steps"
+        raise ConfigError(problem, where=str(run.path), hint=f"for more: holmes resume {run.name} train.steps=N")
     plan, recorded_plan = Plan.read(plan_path or run.plan_path), Plan.read(run.plan_path)
     batch_size, length = recorded_plan.batch.global_size, recorded_plan.batch.sequence_length  # they order the data
+    has_other_batch = (plan.batch.global_size, plan.batch.sequence_length) != (batch_size, length)
+    batch_hint = f"plan with batch.global_size={batch_size} batch.sequence_length={length}"
     refuse(
         plan_path or "",
         (plan.model != recorded_plan.model, "the plan is for another model", "plan for this run's model"),
-        (
-            (plan.batch.global_size, plan.batch.sequence_length) != (batch_size, length),
-            "the plan has another batch",
-            f"plan with batch.global_size={batch_size} batch.sequence_length={length}",
-        ),
+        (has_other_batch, "the plan has another batch", batch_hint),
     )
     if not config.local:
         check_site(plan, site(config))

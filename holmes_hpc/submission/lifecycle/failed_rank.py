@@ -23,26 +23,15 @@ from holmes_hpc.slurm.hostlist import expand, numbers
 from holmes_hpc.slurm.job_states import out_of_memory
 from holmes_hpc.submission.executor.environment import ComponentRanks
 
-_SRUN_ERROR = re.compile(
-    r"^(?:\d+: )?srun: error: ([^:\s]+): tasks? ([\d,\-\[\]]+): (.+?)\s*$"
-    r"|^srun: error: Node failure on (\S+)\s*$",
-    re.MULTILINE,
-)
+_TASK_ERROR = r"^(?:\d+: )?srun: error: ([^:\s]+): tasks? ([\d,\-\[\]]+): (.+?)\s*$"
+_SRUN_ERROR = re.compile(rf"{_TASK_ERROR}|^srun: error: Node failure on (\S+)\s*$", re.MULTILINE)
 MAX_TASKS = 10_000  # of a message; a rank can print one about any number of tasks
 _NODE_FAILED = "node failure"
 _BY_SIGNAL = "killed by signal"  # message for a local rank; the others in _SIGNALS are srun's most frequent ones
 SIGKILL_CAUSES = "kill -9, or the kernel for lack of memory"
 _SIGNALS = (
-    _BY_SIGNAL,
-    "Killed",
-    "Segmentation fault",
-    "Aborted",
-    "Bus error",
-    "Floating point",
-    "Out Of Memory",
-    "Illegal instruction",
-    "Hangup",
-    "Interrupt",
+    *(_BY_SIGNAL, "Killed", "Segmentation fault", "Aborted", "Bus error", "Floating point", "Out Of Memory"),
+    *("Illegal instruction", "Hangup", "Interrupt"),
 )
 # Errors that a rank has because another one failed first.
 _PEER_ERRORS = ("NetworkError", "Connection", "connection", "Broken pipe", "reset by peer", "timed out", "Timed out")
@@ -84,16 +73,13 @@ def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> l
 
     In a step over several components, srun counts tasks from 0 in each component (measured on 22.05). `components`
     shows which one a node belongs to, so that the tasks become global ranks. If `text` reports a lack of memory, that
-    becomes the message of killed tasks.
-    """
+    becomes the message of killed tasks."""
     errors, memory = [], out_of_memory(text)
     for match in _SRUN_ERROR.finditer(text):
-        if match[4]:
-            errors += [
-                SrunError(match[4], (c.first_rank + c.nodes.index(match[4]) * c.tasks_per_node,), _NODE_FAILED)
-                for c in components
-                if match[4] in c.nodes
-            ][:1]
+        if node := match[4]:
+            for c in [c for c in components if node in c.nodes][:1]:
+                rank = c.first_rank + c.nodes.index(node) * c.tasks_per_node
+                errors.append(SrunError(node, (rank,), _NODE_FAILED))
             continue
         if tasks := numbers(match[2].strip("[]"), MAX_TASKS):
             killed = f"{_BY_SIGNAL} 9 (SIGKILL): out of memory ({memory})" if memory else signal_message(signal.SIGKILL)
@@ -136,24 +122,16 @@ def find_failed_rank(
        terminated by srun itself
     3. a rank without an exit record, if others have one; its error includes the earliest recorded failure
     4. the earliest recorded failure
-    5. srun's first error
-    """
+    5. srun's first error"""
     recorded_ranks = {int(e["rank"]) for e in exits if "rank" in e}
-    failures = [
-        FailedRank(int(e["rank"]), e.get("host"), str(e.get("error") or f"rank {e['rank']} failed"))
-        for e in exits
-        if e.get("state") == "failed"
-    ]
+    failures = []
+    for e in (e for e in exits if e.get("state") == "failed"):
+        failures.append(FailedRank(int(e["rank"]), e.get("host"), str(e.get("error") or f"rank {e['rank']} failed")))
     for failure in failures:
         if not any(text in str(failure.error) for text in _PEER_ERRORS):
             return failure
-    unrecorded = [
-        (error, task)
-        for error in srun_errors
-        if error.message != "Terminated"
-        for task in error.tasks
-        if task not in recorded_ranks
-    ]
+    own_errors = [error for error in srun_errors if error.message != "Terminated"]
+    unrecorded = [(error, task) for error in own_errors for task in error.tasks if task not in recorded_ranks]
     if unrecorded:
         error, task = min(unrecorded, key=lambda pair: not (pair[0].is_signal or pair[0].message == _NODE_FAILED))
         is_node = error.message == _NODE_FAILED
@@ -186,26 +164,22 @@ class LocalExits:
 
     def srun_errors(self, node: str) -> list[SrunError]:
         """Return the errors that srun would report about these ranks."""
-        return [
-            SrunError(node, (rank,), f"exited with exit code {code}" if code > 0 else signal_message(-code))
-            for rank, code in self.codes
-            if code
-        ]
+        messages = {r: f"exited with exit code {c}" if c > 0 else signal_message(-c) for r, c in self.codes if c}
+        return [SrunError(node, (rank,), message) for rank, message in messages.items()]
 
 
 def record_local_exits(folder: Path, job_id: str, terminated: bool, codes: Sequence[tuple[int, int]]) -> None:
     """Record how the ranks of a local job exited. Their parent process calls this after the last exit.
     `terminated`, `codes`: as `is_terminated` and `codes` of :class:`LocalExits`."""
     with contextlib.suppress(HolmesError):
-        write_whole(_exits_path(folder, job_id), to_json({"told": terminated, "codes": codes}) + "\n")
+        write_whole(_exits_path(folder, job_id), to_json({"is_terminated": terminated, "codes": codes}) + "\n")
 
 
 def read_local_exits(folder: Path, job_id: str) -> LocalExits:
     """Return how the ranks of a local job exited; an empty LocalExits if no parent process recorded it."""
     record = read_object(_exits_path(folder, job_id)) or {}
     with contextlib.suppress(msgspec.ValidationError):
-        fields = {"is_terminated": record.get("told", False), "codes": record.get("codes", ())}
-        return msgspec.convert(fields, LocalExits, strict=False)
+        return msgspec.convert(record, LocalExits, strict=False)
     return LocalExits()
 
 

@@ -24,28 +24,14 @@ from holmes_hpc.submission.lifecycle.failed_rank import SIGKILL_CAUSES, FailedRa
 
 TAIL_LINES = 20
 FINAL_FIGURES = (
-    "step",
-    "loss",
-    "step_time_s",
-    "tokens_per_s",
-    "samples_per_s",
-    "model_tflops_per_gpu",
-    "hardware_tflops_per_gpu",
+    *("step", "loss", "step_time_s", "tokens_per_s", "samples_per_s"),
+    *("model_tflops_per_gpu", "hardware_tflops_per_gpu"),
 )
 _STEP = re.compile(r" step \d+: ")
 # Every final state of a job. If several map to one state of a run, the first one stands for it.
-RUN_STATES: dict[SlurmState, RunState] = {
-    "COMPLETED": "completed",
-    "CANCELLED": "cancelled",
-    "TIMEOUT": "timeout",
-    "DEADLINE": "timeout",
-    "PREEMPTED": "preempted",
-    "FAILED": "failed",
-    "REVOKED": "failed",
-    "NODE_FAIL": "failed",
-    "BOOT_FAIL": "failed",
-    "OUT_OF_MEMORY": "failed",
-}
+RUN_STATES: dict[SlurmState, RunState] = {"COMPLETED": "completed", "CANCELLED": "cancelled", "TIMEOUT": "timeout"}
+RUN_STATES |= {"DEADLINE": "timeout", "PREEMPTED": "preempted", "FAILED": "failed", "REVOKED": "failed"}
+RUN_STATES |= {"NODE_FAIL": "failed", "BOOT_FAIL": "failed", "OUT_OF_MEMORY": "failed"}
 _SLURM_STATES: dict[RunState, SlurmState] = {run: job for job, run in reversed(RUN_STATES.items())}
 
 
@@ -122,27 +108,18 @@ def build_result(
     failure, is_local = FailedRank(), slurm is not None and slurm.source == "process"
     if state == "failed":
         hosts = run.read_run().get("hosts")
-        failure = find_failed_rank(
-            exits, list(srun_errors), _count_ranks(run), [str(h) for h in hosts] if isinstance(hosts, list) else ()
-        )
-        if is_full(run.path) and not any(e.get("state") == "failed" for e in exits):  # no rank could record its error
+        rank_hosts = [str(host) for host in hosts] if isinstance(hosts, list) else []
+        failure = find_failed_rank(exits, list(srun_errors), _count_ranks(run), rank_hosts)
+        has_slurm_cause = slurm is not None and slurm.ended and (slurm.state != "FAILED" or not slurm.source)
+        if is_full(run.path) and "failed" not in rank_states:  # no rank could record its error
             failure = FailedRank(error=f"{run.path}: {os.strerror(errno.ENOSPC)}; free some space and try again")
-        elif (
-            failure.rank is None and slurm is not None and slurm.ended and (slurm.state != "FAILED" or not slurm.source)
-        ):
-            failure = FailedRank(
-                error=f"Slurm reports {slurm.state}{f' ({slurm.reason})' if slurm.reason else ''}"
-                f"{f' on {slurm.nodes}' if slurm.nodes else ''}"
-            )
-    return {
-        "state": state,
-        "exit_code": 0 if state == "completed" else status or 1,
-        "error": failure.error or _error_without_rank(run, state, status, exits, is_local),
-        "failed_rank": failure.rank,
-        "failed_node": failure.node,
-        "log_tail": _log_tail(run, failure.rank, state),
-        "final": final_figures(run),
-    }
+        elif failure.rank is None and slurm is not None and has_slurm_cause:
+            details = (f" ({slurm.reason})" if slurm.reason else "") + (f" on {slurm.nodes}" if slurm.nodes else "")
+            failure = FailedRank(error=f"Slurm reports {slurm.state}{details}")
+    error = failure.error or _error_without_rank(run, state, status, exits, is_local)
+    result = {"state": state, "exit_code": 0 if state == "completed" else status or 1, "error": error}
+    result |= {"failed_rank": failure.rank, "failed_node": failure.node}
+    return {**result, "log_tail": _log_tail(run, failure.rank, state), "final": final_figures(run)}
 
 
 def _count_ranks(run: RunDirectory) -> int:

@@ -83,8 +83,7 @@ def report_progress(
     Read the run directory every `poll_s`; query Slurm at growing intervals up to `slurm_every_s`. Ctrl-C calls
     `ask_user`, which returns ``cancel``, ``detach`` or ``go on``. By default it asks on the terminal; without a
     terminal, Ctrl-C detaches. `show`: called with each line of the log of rank 0. If the job ends without result.json,
-    write it.
-    """
+    write it."""
     display = _Display(run, job, show)
     queried_at, interval_s = 0.0, 1.0
     state = JobState()
@@ -112,10 +111,8 @@ def report_progress(
                 console.note(f"cancelling job {job.id}")
                 job.cancel()
             elif answer == "detach":
-                console.note(
-                    f"job {job.id} continues; `holmes logs {run.path} --follow` shows it, "
-                    f"`holmes cancel {run.path}` ends it"
-                )
+                logs, cancel = f"`holmes logs {run.path} --follow` shows it", f"`holmes cancel {run.path}` ends it"
+                console.note(f"job {job.id} continues; {logs}, {cancel}")
                 return 130
     if result is None or (state.ended and is_outdated(result, last_step(run))):
         result = record_end(run, state)

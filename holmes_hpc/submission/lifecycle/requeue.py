@@ -34,11 +34,8 @@ def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
     Slurm itself requeues a job whose node failed. If the batch script ran on that node, nobody recorded the end of the
     last attempt. This function then records it, as a failure."""
     attempts, result = run.read_run()["attempts"], run.read_result()
-    if (
-        not attempts
-        or "start" in attempts[-1]
-        or (result is not None and (result["writer"] == "batch" or result["state"] == "preempted"))
-    ):
+    has_recorded_end = result is not None and (result["writer"] == "batch" or result["state"] == "preempted")
+    if not attempts or "start" in attempts[-1] or has_recorded_end:
         return 0
     last_attempt = f"{job_id}/{restarts - 1}"
     stop_reason = reason_to_stop(run, "failed", last_attempt)
@@ -46,9 +43,8 @@ def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
         record_attempt_end(run, last_attempt, "failed")
         return 0
     error = "the batch script exited without a record, as when its node fails"
-    run.write_result(
-        {**build_result(run, 1), "state": "failed", "error": error, "failed_rank": None, "failed_node": None}
-    )
+    cause = {"state": "failed", "error": error, "failed_rank": None, "failed_node": None}
+    run.write_result({**build_result(run, 1), **cause})
     log_batch_line(f"failed: {error}")
     log_batch_line(f"not restarted: {stop_reason}")
     disable_requeue(job_id)
@@ -59,8 +55,7 @@ def watch_batch_script(run: RunDirectory) -> None:
     """Start a thread that requeues this job if its batch script is killed, unless :func:`reason_to_stop` has a reason.
 
     Rank 0 calls this. When the script is killed, Slurm also sends rank 0 SIGTERM, and SIGKILL after KillWait. The
-    thread requeues at once, since rank 0 may be killed while it still saves its checkpoint.
-    """
+    thread requeues at once, since rank 0 may be killed while it still saves its checkpoint."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)  # gets a byte for each signal that has a handler

@@ -5,6 +5,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.fabric.software import installed_version
 
 # Since 0.18 Megatron-Core has an option for Muon, whose code is in another package. Before, Muon was a separate module.
 MUON = {"megatron-core": ">=0.18", "emerging-optimizers": ">=0.2"}
@@ -25,19 +26,14 @@ def check_megatron_core(optimizer: str = "adam") -> None:
     for requirement in requirements:
         if requirement.name == "megatron-core" and not requirement.specifier.contains(installed, prereleases=True):
             supported = ",".join(sorted((str(part) for part in requirement.specifier), reverse=True))
-            raise ConfigError(
-                f"{installed} is installed, holmes_hpc supports {supported}",
-                where="megatron-core",
-                hint=f"pip install 'megatron-core{supported}'",
-            )
+            problem = f"{installed} is installed, holmes_hpc supports {supported}"
+            raise ConfigError(problem, where="megatron-core", hint=f"pip install 'megatron-core{supported}'")
     for package, supported in MUON.items() if optimizer == "muon" else ():
         package_version = installed_version(package)
         if package_version is None or not SpecifierSet(supported).contains(package_version, prereleases=True):
-            raise ConfigError(
-                f"muon needs {package}{supported}, {package_version or 'none'} is installed",
-                where="train.optimizer",
-                hint=f"pip install '{package}{supported}', which needs Python 3.12, or use train.optimizer=adam",
-            )
+            problem = f"muon needs {package}{supported}, {package_version or 'none'} is installed"
+            hint = f"pip install '{package}{supported}', which needs Python 3.12, or use train.optimizer=adam"
+            raise ConfigError(problem, where="train.optimizer", hint=hint)
 
 
 def allow_open_files(ranks: int) -> None:
@@ -46,17 +42,7 @@ def allow_open_files(ranks: int) -> None:
     needed = 64 + 4 * ranks  # at least; 8 ranks on one machine opened 101 files each
     if soft != resource.RLIM_INFINITY and soft < needed:
         if hard != resource.RLIM_INFINITY and hard < needed:
-            raise ConfigError(
-                f"a process may open {hard} files, a rank needs {needed} or more",
-                where="ulimit -n",
-                hint="set `ulimit -n 4096`, or ask for more in /etc/security/limits.conf; Slurm passes the limit on",
-            )
+            problem = f"a process may open {hard} files, a rank needs {needed} or more"
+            hint = "set `ulimit -n 4096`, or ask for more in /etc/security/limits.conf; Slurm passes the limit on"
+            raise ConfigError(problem, where="ulimit -n", hint=hint)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def installed_version(package: str) -> str | None:
-    """Return the version of an installed package; None if it is missing."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -22,14 +22,9 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import job_script, job_uid
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState
 from holmes_hpc.submission.executor.job import SlurmHetJob
+from holmes_hpc.submission.lifecycle import failed_rank
 from holmes_hpc.submission.lifecycle.attempts import last_metrics, latest_attempt_log, state_detail
-from holmes_hpc.submission.lifecycle.failed_rank import (
-    LocalExits,
-    SrunError,
-    component_ranks,
-    parse_srun_errors,
-    read_local_exits,
-)
+from holmes_hpc.submission.lifecycle.failed_rank import LocalExits, SrunError
 from holmes_hpc.submission.lifecycle.outcome import StateRow, build_result, job_state
 
 T = TypeVar("T", int, float)
@@ -61,11 +56,9 @@ class SlurmJob:
         # A run that the user's own batch script started has no script in its directory.
         script = job_script(self.id) if any(folder.glob("*.sh")) else None
         if script is not None and os.path.realpath(os.path.dirname(script)) != os.path.realpath(folder):
-            raise SubmissionError(
-                f"the batch script of job {self.id} is not in this run's directory: it may be of another run",
-                where=str(folder.parent),
-                hint=f"if the directory was moved meanwhile, use `scancel {self.id}`",
-            )
+            problem = f"the batch script of job {self.id} is not in this run's directory: it may be of another run"
+            hint = f"if the directory was moved meanwhile, use `scancel {self.id}`"
+            raise SubmissionError(problem, where=str(folder.parent), hint=hint)
         self._job.cancel()
 
 
@@ -103,19 +96,14 @@ class LocalJob:
 
     def _final_state(self) -> SlurmState:
         """Return the Slurm state that corresponds to how the job ended."""
-        results = list(self._folder.glob(f"{self._pid}_*_result.pkl"))
+        results, logs = (len([*self._folder.glob(f"{self._pid}_*_{end}")]) for end in ("result.pkl", "log.out"))
         exits = self._run.read_exits() if self._run.exists() else []  # a plain job of a sweep has no run directory
-        if (
-            results
-            and len(results) == len(list(self._folder.glob(f"{self._pid}_*_log.out")))
-            and all(e.get("state") == "completed" for e in exits)
-        ):
+        if results and results == logs and all(e.get("state") == "completed" for e in exits):
             return "COMPLETED"
         preempted = [e for e in exits if e.get("state") == "preempted"]
         has_failed = any(e.get("state") == "failed" for e in exits)
-        is_terminated = read_local_exits(self._folder, self.id).is_terminated or any(
-            e.get("signal") == signal.SIGTERM.name for e in preempted
-        )
+        has_sigterm = any(e.get("signal") == signal.SIGTERM.name for e in preempted)
+        is_terminated = has_sigterm or failed_rank.read_local_exits(self._folder, self.id).is_terminated
         if self._cancelled.exists() or (is_terminated and not has_failed):
             return "CANCELLED"
         return "PREEMPTED" if preempted and not is_terminated else "FAILED"
@@ -126,11 +114,9 @@ class LocalJob:
         if not self._is_alive():
             return
         if str(self._folder) not in psutil.Process(self._pid).cmdline():
-            raise SubmissionError(
-                f"the command line of process {self._pid} lacks this run's directory: it may be another program",
-                where=str(self._run.path),
-                hint=f"if the directory was moved meanwhile, end the process with `kill {self._pid}`",
-            )
+            problem = f"the command line of process {self._pid} lacks this run's directory: it may be another program"
+            hint = f"if the directory was moved meanwhile, end the process with `kill {self._pid}`"
+            raise SubmissionError(problem, where=str(self._run.path), hint=hint)
         if other_writers(self._folder) is None:  # else their links could redirect what root writes
             self._cancelled.touch()
         children = psutil.Process(self._pid).children(recursive=True)
@@ -272,26 +258,15 @@ def _status(
     if state.ended and job is not None and is_outdated(result, step):
         result = record_end(run, state)
     final_result = result if result is not None and (state.ended or state.state == UNKNOWN) else {}
-    return Status(
-        name=name_of(run),
-        path=str(run.path),
-        job_id=_job_id(record),
-        state=str(final_result.get("state") or state.state.lower()),
-        reason=state.reason,
-        nodes=state.nodes,
-        components=state.components,
-        source=state.source,
-        attempt=len(record["attempts"]),
-        step=step,
-        steps=_number(steps, int),
-        loss=_number(last.get("loss"), float),
-        step_time_s=_number(last.get("step_time_s"), float),
-        error=None if final_result.get("error") is None else str(final_result["error"]),
-        failed_rank=_number(final_result.get("failed_rank"), int),
-        failed_node=None if final_result.get("failed_node") is None else str(final_result["failed_node"]),
-        log_tail=tuple(map(str, final_result.get("log_tail") or ())),
-        why=state_detail(run, state, step),
-    )
+    shown_state = str(final_result.get("state") or state.state.lower())
+    fields: dict[str, Any] = {key: getattr(state, key) for key in ("reason", "nodes", "components", "source")}
+    fields |= {"step": step, "steps": _number(steps, int), "attempt": len(record["attempts"])}
+    fields |= {key: _number(last.get(key), float) for key in ("loss", "step_time_s")}
+    fields |= {key: str(final_result[key]) for key in ("error", "failed_node") if final_result.get(key) is not None}
+    fields["failed_rank"] = _number(final_result.get("failed_rank"), int)
+    fields["log_tail"] = tuple(map(str, final_result.get("log_tail") or ()))
+    why = state_detail(run, state, step)
+    return Status(name_of(run), str(run.path), _job_id(record), shown_state, why=why, **fields)
 
 
 def _number(value: Any, kind: type[T]) -> T | None:
@@ -307,11 +282,10 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
     with contextlib.suppress(HolmesError, OSError):
         batch_log = latest_attempt_log(run)
         lines = [] if batch_log is None else [*batch_log, *tail(run.logs / "srun.txt", 200)]
-        srun_errors = parse_srun_errors(
-            "\n".join(lines), component_ranks(Plan.read(run.plan_path), state.component_nodes)
-        )
+        components = failed_rank.component_ranks(Plan.read(run.plan_path), state.component_nodes)
+        srun_errors = failed_rank.parse_srun_errors("\n".join(lines), components)
         if state.source == "process" and (job_id := _job_id(run.read_run())) is not None:
-            local = read_local_exits(run.path / "submission", job_id)
+            local = failed_rank.read_local_exits(run.path / "submission", job_id)
     srun_errors += local.srun_errors(state.nodes)
     result = build_result(run, code, signalled=local.is_terminated, slurm=state, srun_errors=srun_errors)
     with contextlib.suppress(HolmesError):
@@ -340,11 +314,8 @@ def refuse_other_owner(record: Path, job: Job) -> None:
     """Raise SubmissionError if another user owns `record`, the file that names `job`, a folder above it or a link to
     it: that user may have chosen any job. Root may cancel a job of the user who owns the record."""
     if (owners := other_owners(record)) and (os.getuid() or owners != {job.uid()}):
-        raise SubmissionError(
-            "it belongs to another user, and its job may belong to somebody else",
-            where=str(record.parent),
-            hint="only its owner can cancel it",
-        )
+        problem = "it belongs to another user, and its job may belong to somebody else"
+        raise SubmissionError(problem, where=str(record.parent), hint="only its owner can cancel it")
 
 
 def log_paths(run: RunDirectory) -> list[Path]:

@@ -100,22 +100,17 @@ def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], N
         value = RunFailed(problem, where=str(run.path), hint=f"see `holmes logs {run.path}`")
     with read_write(job.config.hydra.runtime), open_dict(job.config.hydra.runtime):
         job.config.hydra.runtime.output_dir = str(run.path)
-    return JobReturn(
-        overrides=list(job.config.hydra.overrides.task),
-        cfg=task_config(job.config),
-        hydra_cfg=OmegaConf.masked_copy(job.config, "hydra"),
-        working_dir=str(run.path),
-        task_name=str(job.config.hydra.job.name),
-        status=JobStatus.COMPLETED if has_completed else JobStatus.FAILED,
-        _return_value=value,
-    )
+    overrides, hydra_config = list(job.config.hydra.overrides.task), OmegaConf.masked_copy(job.config, "hydra")
+    names = {"working_dir": str(run.path), "task_name": str(job.config.hydra.job.name)}
+    status = JobStatus.COMPLETED if has_completed else JobStatus.FAILED
+    return JobReturn(overrides, task_config(job.config), hydra_config, **names, status=status, _return_value=value)
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
     """The display of the progress of the jobs in `launched`, a list that may grow. It ends with the block."""
 
-    def __init__(self, manifest: Manifest, launched: Sequence[LaunchedJob]) -> None:
-        self._manifest, self._launched = manifest, launched
+    def __init__(self, manifest: Manifest, launched: list[LaunchedJob]) -> None:
+        self.manifest, self.launched = manifest, launched
         self._polled_at = self._logged_at = time.monotonic()
         self._logged_states: list[str] = []
         self._live: Any = None
@@ -126,8 +121,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             self._live = None
 
     def rows(self, mode: str = "standard") -> list[SweepRow]:
-        jobs = [job.entry for job in self._launched]
-        return [row_of(self._manifest, job, state) for job, state in job_states(self._manifest, jobs, mode).items()]
+        jobs = [job.entry for job in self.launched]
+        return [row_of(self.manifest, job, state) for job, state in job_states(self.manifest, jobs, mode).items()]
 
     def show(self) -> None:
         """Query and show the states of the jobs, unless the last time was less than POLL_S ago."""
@@ -140,7 +135,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             if self._live is None:
                 self._live = live_display()
                 self._live.start()
-            table = live_table(str(self._manifest.path.parent), rows, self._live.console.height)
+            table = live_table(str(self.manifest.path.parent), rows, self._live.console.height)
             self._live.update(table, refresh=True)
         elif (states := [row.state for row in rows]) != self._logged_states or now - self._logged_at >= LOG_INTERVAL_S:
             self._logged_states, self._logged_at = states, now
@@ -150,23 +145,22 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         """End the display and print the final table of the jobs."""
         self.__exit__(None, None, None)
         with contextlib.suppress(OSError):
-            rows = self.rows("cache")
-            console.table(str(self._manifest.path.parent), *table_cells(rows))
-            if any(job.entry.kind == "plan" for job in self._launched):
+            rows, folder = self.rows("cache"), self.manifest.path.parent
+            console.table(str(folder), *table_cells(rows))
+            if any(job.entry.kind == "plan" for job in self.launched):
                 by_loss = " --by loss" if len({row.loss for row in rows} - {None}) > 1 else ""
-                console.note(f"`holmes report {self._manifest.path.parent}{by_loss}` compares them")
+                console.note(f"`holmes report {folder}{by_loss}` compares them")
 
 
 def summary_line(rows: Sequence[SweepRow]) -> str:
     """Return ``2 running, 1 pending: #0 step 5, loss 3.21; #1 step 4, loss 3.3; #2 waits (Resources)``."""
     counts = ", ".join(f"{count} {state}" for state, count in Counter(row.state for row in rows).most_common())
-    jobs = [
-        f"#{row.num} waits ({row.why})"
-        if row.why
-        else f"#{row.num} step {row.step}" + ("" if row.loss is None else f", loss {row.loss:.4g}")
-        for row in rows
-        if row.why or (not row.ended and row.step is not None)
-    ]
+    jobs = []
+    for row in rows:
+        if row.why:
+            jobs.append(f"#{row.num} waits ({row.why})")
+        elif not row.ended and row.step is not None:
+            jobs.append(f"#{row.num} step {row.step}" + ("" if row.loss is None else f", loss {row.loss:.4g}"))
     remainder = f"; and {len(jobs) - 4} more" if len(jobs) > 4 else ""
     return counts + (": " + "; ".join(jobs[:4]) + remainder if jobs else "")
 
@@ -185,10 +179,9 @@ def handle_interrupt(manifest: Manifest, jobs: list[SweepJob], unsubmitted: int)
         cancel_sweep(manifest, jobs)
         log.info("cancelled")
     else:
-        log.info(
-            f"the jobs continue: `holmes sweep status {manifest.path.parent}` shows them; the same command with "
-            f"hydra.sweep.dir={manifest.path.parent} continues the sweep"
-        )
+        folder = manifest.path.parent
+        status, again = f"`holmes sweep status {folder}` shows them", f"hydra.sweep.dir={folder} continues the sweep"
+        log.info(f"the jobs continue: {status}; the same command with {again}")
 
 
 def write_hydra_files(config: DictConfig, directory: Path) -> None:

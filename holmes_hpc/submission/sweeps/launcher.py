@@ -12,6 +12,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmitit
 from omegaconf import DictConfig, open_dict
 
 from holmes_hpc import console
-from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, HolmesError, RunFailed, SubmissionError, counted
 from holmes_hpc.records.files import locked
 from holmes_hpc.records.ownership import careful_umask, refuse_other_writers
@@ -33,15 +33,8 @@ from holmes_hpc.submission.executor.throttle import Throttle
 from holmes_hpc.submission.lifecycle.status import Job, SlurmJob
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import PlannedJob, submit_plan
-from holmes_hpc.submission.sweeps.job_waiting import (
-    PAUSE_S,
-    LaunchedJob,
-    Progress,
-    handle_interrupt,
-    reattach,
-    wait,
-    write_hydra_files,
-)
+from holmes_hpc.submission.sweeps import job_waiting
+from holmes_hpc.submission.sweeps.job_waiting import LaunchedJob, Progress
 from holmes_hpc.submission.sweeps.jobs import cancel_sweep, job_states, untrusted_reason, write_outcome
 from holmes_hpc.submission.sweeps.launcher_settings import create_executor, plan_job_settings
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, job_key, open_manifest
@@ -51,6 +44,7 @@ from holmes_hpc.submission.sweeps.reuse import (
     PROCESS_START,
     Candidate,
     EarlierJob,
+    EarlierJobs,
     find_earlier_jobs,
     parse_reuse,
     refuse_active_jobs,
@@ -104,29 +98,27 @@ class HolmesLauncher(BaseSubmititLauncher):
             candidates = self._plan_all(job_overrides, initial_job_idx)
         shared = [c for c in candidates if c.planned is not None and c.planned.settings.exclusive is False]
         if self.WHERE == "slurm" and len(shared) > 1:
-            log.warning(
-                "slurm.exclusive=false: jobs may share nodes; NIC bytes and step times then include those of all jobs "
-                "on a node"
-            )
+            effect = "NIC bytes and step times then include those of all jobs on a node"
+            log.warning(f"slurm.exclusive=false: jobs may share nodes; {effect}")
         launched: list[LaunchedJob] = []
         try:
             # concurrent launches would submit the same jobs
             with locked(sweep_dir / ".sweep.lock", wait_s=5), _removed_if_refused(sweep_dir):
                 manifest = open_manifest(sweep_dir, time.time())
                 with Progress(manifest, launched) as progress:
-                    self._launch_all(manifest, candidates, launched, reuse, progress)
+                    self._launch_all(candidates, reuse, progress)
             if detach:
                 log.info(f"detached; `holmes sweep status {sweep_dir}` shows the jobs, `collect` their results")
                 return []
             with Progress(manifest, launched) as progress:
-                job_returns = [wait(manifest, job, progress.show) for job in launched]
+                job_returns = [job_waiting.wait(manifest, job, progress.show) for job in launched]
                 if sweeper == BASIC_SWEEPER:
                     progress.conclude()
             return job_returns
         except KeyboardInterrupt:
             new_jobs = [job.entry for job in launched if not job.is_cached]
             unsubmitted = len(candidates) - len(launched)
-            handle_interrupt(open_manifest(sweep_dir), new_jobs, unsubmitted)
+            job_waiting.handle_interrupt(open_manifest(sweep_dir), new_jobs, unsubmitted)
             raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> JobReturn:
@@ -145,16 +137,10 @@ class HolmesLauncher(BaseSubmititLauncher):
                 os.chmod(sweep_dir, int(str(self.config.hydra.sweep.mode), 8))
         refuse_other_writers(sweep_dir / NAME)
 
-    def _launch_all(
-        self,
-        manifest: Manifest,
-        candidates: Sequence[Candidate],
-        launched: list[LaunchedJob],
-        reuse: bool | str,
-        progress: Progress,
-    ) -> None:
-        """Submit the candidates, except those for which an earlier job is reused, and add all jobs to `launched`.
-        Raise SubmissionError or ConfigError if earlier jobs into this directory do not allow it."""
+    def _launch_all(self, candidates: Sequence[Candidate], reuse: bool | str, progress: Progress) -> None:
+        """Submit the candidates, except those for which an earlier job is reused, and add all jobs to those of
+        `progress`. Raise SubmissionError or ConfigError if earlier jobs into this directory do not allow it."""
+        manifest = progress.manifest
         for job in manifest.jobs:
             if (reason := untrusted_reason(manifest, job)) is not None:
                 hint = "set hydra.sweep.dir to a directory of your own"
@@ -162,27 +148,27 @@ class HolmesLauncher(BaseSubmititLauncher):
         states = job_states(manifest, [job for job in manifest.jobs if job.submitted < PROCESS_START])
         for job, state in states.items():
             if state.state == UNKNOWN and not state.forgotten:  # it may still run
-                silent = "Slurm does not answer, and jobs of an earlier launch may still run"
-                hint = "launch again there, or use another hydra.sweep.dir"
-                SubmissionError.refuse(
-                    (job.where == "local", f"job {job.num} {state.reason}", str(manifest.path), hint),
-                    (True, silent, str(manifest.path), "wait for it (`scontrol ping`), then launch again"),
-                )
+                problem = "Slurm does not answer, and jobs of an earlier launch may still run"
+                hint = "wait for it (`scontrol ping`), then launch again"
+                if job.where == "local":
+                    problem = f"job {job.num} {state.reason}"
+                    hint = "launch again there, or use another hydra.sweep.dir"
+                raise SubmissionError(problem, where=str(manifest.path), hint=hint)
         programs = {c.program.digest: c.program for c in candidates if c.program is not None}
         if programs and reuse and manifest.jobs:
             log.info(f"comparing jobs of earlier launches by configuration, {next(iter(programs.values()))}")
-        earlier = find_earlier_jobs(manifest, {c.key: (c.digest, c.program) for c in candidates}, states)
+        earlier = find_earlier_jobs(manifest, candidates, states)
         reused = select_reused(earlier, reuse)
-        directories = [str(c.directory) for c in candidates]
-        refuse_active_jobs(manifest, states, [c.key for c in candidates], directories, reused)
-        self._refuse_other_runs(manifest, earlier, reused, candidates, can_resume=bool(reuse))
+        refuse_active_jobs(manifest, states, candidates, reused)
+        new = [c for c in candidates if c.key not in reused]
+        self._refuse_other_runs(manifest, earlier, new, can_resume=bool(reuse))
         manifest.programs.update({digest: program.to_dict() for digest, program in programs.items()})
         limit = int(self.params.get("array_parallelism") or 256)
         is_throttled = self.WHERE == "slurm" and len(candidates) - len(reused) > limit
         throttle_path = manifest.path.with_name(f".throttle-{time.time():.6f}.json")
         self._throttle = Throttle(throttle_path, limit) if is_throttled else None
         for candidate in candidates:
-            self._launch_one(manifest, reused.get(candidate.key), candidate, launched, progress)
+            self._launch_one(reused.get(candidate.key), candidate, progress)
 
     # -- one job ----------------------------------------------------------------------------------------------------
 
@@ -211,21 +197,15 @@ class HolmesLauncher(BaseSubmititLauncher):
         return candidates
 
     def _refuse_other_runs(
-        self,
-        manifest: Manifest,
-        earlier: dict[tuple[str, ...], EarlierJob],
-        reused: dict[tuple[str, ...], EarlierJob],
-        candidates: Sequence[Candidate],
-        *,
-        can_resume: bool,
+        self, manifest: Manifest, earlier: EarlierJobs, candidates: Sequence[Candidate], *, can_resume: bool
     ) -> None:
         """Raise ConfigError if a job's directory has a run of another configuration or program.
-        `earlier`, `reused`: by key, of :func:`find_earlier_jobs` and :func:`select_reused`; `can_resume`: whether a run
-        of the same configuration and program may continue from its last checkpoint."""
+        `earlier`: of :func:`find_earlier_jobs`; `can_resume`: whether a run of the same configuration and program may
+        continue from its last checkpoint."""
         for job in candidates:
             run, old = RunDirectory(job.directory), manifest.find(job.key, job.digest)
             is_same_directory = old is not None and manifest.resolve(old.directory) == job.directory
-            if job.key in reused or (can_resume and is_same_directory and job.key not in earlier):
+            if can_resume and is_same_directory and job.key not in earlier:
                 continue
             record = run.read_run() if job.planned is not None and run.exists() else {}
             if record.get("attempts") or record.get("slurm") or record.get("local"):
@@ -234,20 +214,14 @@ class HolmesLauncher(BaseSubmititLauncher):
                 reason = f"({change})" if change else reason
                 raise ConfigError(f"it holds a run {reason}", where=str(run.path), hint="use another hydra.sweep.dir")
 
-    def _launch_one(
-        self,
-        manifest: Manifest,
-        old: EarlierJob | None,
-        job: Candidate,
-        launched: list[LaunchedJob],
-        progress: Progress,
-    ) -> None:
-        """Reuse the earlier job `old`, or submit `job` if it is None. Add the job to `launched`."""
+    def _launch_one(self, old: EarlierJob | None, job: Candidate, progress: Progress) -> None:
+        """Reuse the earlier job `old`, or submit `job` if it is None. Add the job to those of `progress`."""
+        manifest, launched = progress.manifest, progress.launched
         if old is not None:
-            handles: tuple[Any, Any] = (None, None) if old.is_completed else reattach(manifest, old.job)
+            handles: tuple[Any, Any] = (None, None) if old.is_completed else job_waiting.reattach(manifest, old.job)
             launched.append(LaunchedJob(old.job, job.config, *handles, is_cached=old.is_completed))
             return
-        self._wait_for_slot(launched, progress, planned=job.planned is not None)
+        self._wait_for_slot(progress, planned=job.planned is not None)
         log.info(str(job))
         with uninterrupted():
             new = self._submit_plain(manifest, job) if job.planned is None else self._submit_planned(manifest, job)
@@ -270,57 +244,41 @@ class HolmesLauncher(BaseSubmititLauncher):
         """Submit a job without a plan: submitit pickles this launcher, which calls the task function."""
         executor = create_executor(job.config, self._EXECUTOR)
         refuse_other_writers(executor.folder)
-        executor._executor.throttle = self._throttle
-        submitted = time.time()
+        executor._executor.throttle, settings = self._throttle, job.config.hydra.launcher
+        details = {"submitted": time.time(), "where": self.WHERE, "name": str(settings.name)}
         with self._shield():
             arguments = (job.overrides, "hydra.sweep.dir", job.num, f"job_id_for_{job.num}", Singleton.get_state())
             submitit_job = executor.submit(self, *arguments)
-        entry = job.entry(
-            manifest,
-            Path(submitit_job.paths.folder),
-            where=self.WHERE,
-            job_id=submitit_job.job_id,
-            tasks=max(1, submitit_job.num_tasks),
-            name=str(job.config.hydra.launcher.name),
-            submitted=submitted,
-            components=len(job.config.hydra.launcher.get("components") or [None]),
-        )
+        details |= {"tasks": max(1, submitit_job.num_tasks), "components": len(settings.get("components") or [None])}
+        folder = Path(submitit_job.paths.folder)
+        entry = job.entry(manifest, folder, job_id=submitit_job.job_id, **details)
         return LaunchedJob(entry, job.config, submitit_job=submitit_job)
 
     def _submit_planned(self, manifest: Manifest, job: Candidate) -> LaunchedJob:
         """Submit a job with a plan as a run, whose directory is the job's. An earlier run in it continues."""
         assert job.planned is not None
         plan, run = job.planned.plan, RunDirectory(job.directory)
-        settings = plan_job_settings(job.config, job.planned.settings, self.WHERE)
         config = {**job.planned.config, "run_dir": str(run.path), "plan_file": str(run.plan_path)}
+        settings = plan_job_settings(job.config, job.planned.settings, self.WHERE)
+        planned = replace(job.planned, config=config, settings=settings)
         if run.exists():  # a run of an earlier launch continues from its last checkpoint
             run.reopen(None if run.read_run().get("plan_id") == plan.id else plan.to_yaml())
             run.update_run(config=config, plan_id=plan.id, components=plan.layout)
         else:
             ids = {"plan_id": plan.id, **job.planned.record}
             RunDirectory.create(run.path, plan.to_yaml(), config, job.overrides, **ids)
-        write_hydra_files(job.config, run.path)
-        submitted = time.time()
+        job_waiting.write_hydra_files(job.config, run.path)
         name = f"holmes-{manifest.path.parent.name}-{run.path.name}"  # the job name in squeue
-        handle = self._start(job.planned, run, config, settings, name)
-        entry = job.entry(
-            manifest,
-            run.path / "submission",
-            where=self.WHERE,
-            job_id=handle.id,
-            tasks=plan.world_size,
-            name=name,
-            submitted=submitted,
-            components=len(plan.components),
-        )
+        details = {"submitted": time.time(), "where": self.WHERE, "name": name}
+        handle = self._start(planned, run, name)
+        details |= {"tasks": plan.world_size, "components": len(plan.components)}
+        entry = job.entry(manifest, run.path / "submission", job_id=handle.id, **details)
         return LaunchedJob(entry, job.config, handle=handle)
 
-    def _start(
-        self, planned: PlannedJob, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
-    ) -> Job:
+    def _start(self, planned: PlannedJob, run: RunDirectory, name: str) -> Job:
         raise TypeError("use SlurmLauncher or LocalLauncher")
 
-    def _wait_for_slot(self, launched: list[LaunchedJob], progress: Progress, *, planned: bool) -> None:
+    def _wait_for_slot(self, progress: Progress, *, planned: bool) -> None:
         """Wait until another job may start. By default do nothing, because Slurm itself limits its jobs.
         `planned`: whether the job has a plan."""
 
@@ -330,11 +288,9 @@ class SlurmLauncher(HolmesLauncher):
 
     _EXECUTOR, WHERE = "slurmhet", "slurm"
 
-    def _start(
-        self, planned: PlannedJob, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
-    ) -> Job:
-        plan, throttle = planned.plan, self._throttle
-        job = submit_plan(plan, run.path, planned.function, config, settings, name=name, throttle=throttle)
+    def _start(self, planned: PlannedJob, run: RunDirectory, name: str) -> Job:
+        job_arguments = (planned.plan, run.path, planned.function, planned.config, planned.settings)
+        job = submit_plan(*job_arguments, name=name, throttle=self._throttle)
         return SlurmJob(run.path / "submission", job.job_id)
 
 
@@ -344,15 +300,13 @@ class LocalLauncher(HolmesLauncher):
     _EXECUTOR, WHERE = "local", "local"
     _shield = staticmethod(ignore_interrupts)
 
-    def _wait_for_slot(self, launched: list[LaunchedJob], progress: Progress, *, planned: bool) -> None:
+    def _wait_for_slot(self, progress: Progress, *, planned: bool) -> None:
         limit = int(self.params.get("array_parallelism") or 0) or (1 if planned else 0)
         while limit and not self.params.get("detach"):
-            if sum(not job.done() for job in launched) < limit:
+            if sum(not job.done() for job in progress.launched) < limit:
                 break
             progress.show()
-            time.sleep(PAUSE_S)
+            time.sleep(job_waiting.PAUSE_S)
 
-    def _start(
-        self, planned: PlannedJob, run: RunDirectory, config: dict[str, Any], settings: SlurmSettings, name: str
-    ) -> Job:
-        return run_plan_locally(planned.plan, run.path, planned.function, config, settings)
+    def _start(self, planned: PlannedJob, run: RunDirectory, name: str) -> Job:
+        return run_plan_locally(planned.plan, run.path, planned.function, planned.config, planned.settings)

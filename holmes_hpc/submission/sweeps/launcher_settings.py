@@ -76,11 +76,8 @@ def plan_job_settings(config: DictConfig, settings: SlurmSettings, where: str) -
     """Return the settings of a job with a plan: `settings` (group slurm), replaced by launcher keys that the user set.
     `where`: slurm or local. Raise ConfigError for a launcher key whose value comes from the plan."""
     default = OmegaConf.structured(SlurmLauncherConf if where == "slurm" else LocalLauncherConf)
-    changed = {
-        str(k): v
-        for k, v in config.hydra.launcher.items()
-        if k in default and k not in (*LAUNCHER_KEYS, "name", "_target_", "components") and v != default[k]
-    }
+    keys = {str(k) for k in default} - {*LAUNCHER_KEYS, "name", "_target_", "components"}
+    changed = {str(k): v for k, v in config.hydra.launcher.items() if k in keys and v != default[k]}
     for key in changed.keys() - set(PLAN_JOB_KEYS):
         hint = "remove this setting; use keys of the groups plan and slurm instead"
         raise ConfigError(f"{key} comes from the plan", where=f"hydra.launcher.{key}", hint=hint)

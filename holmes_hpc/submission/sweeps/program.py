@@ -88,13 +88,8 @@ def _read_program(path: str, package: str) -> Program:
 
 
 def _package_versions() -> tuple[str, ...]:
-    versions = {
-        info.name.rpartition(".")[0]
-        for folder in sys.path
-        if folder
-        for info in Path(folder).glob("*.*-info")
-        if info.suffix in (".dist-info", ".egg-info")
-    }
+    folders = [Path(folder) for folder in sys.path if folder]
+    versions = {p.stem for folder in folders for suffix in ("dist", "egg") for p in folder.glob(f"*.{suffix}-info")}
     return (f"Python-{sys.version.split()[0]}", *sorted(versions))
 
 

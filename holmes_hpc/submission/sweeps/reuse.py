@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,18 +62,10 @@ class Candidate:
 
     def entry(self, manifest: Manifest, folder: Path, **submission_fields: Any) -> SweepJob:
         """Return the job's entry in `manifest`. `submission_fields`: fields of SweepJob known after its submission."""
-        return SweepJob(
-            num=self.num,
-            overrides=tuple(self.overrides),
-            directory=manifest.relative(self.directory),
-            kind="plain" if self.planned is None else "plan",
-            folder=manifest.relative(folder),
-            digest=self.digest,
-            copy=self.copy,
-            host=os.uname().nodename,
-            program=self.program.digest if self.program else "",
-            **submission_fields,
-        )
+        fields = submission_fields | {"num": self.num, "overrides": tuple(self.overrides), "copy": self.copy}
+        fields |= {"directory": manifest.relative(self.directory), "folder": manifest.relative(folder)}
+        fields |= {"kind": "plain" if self.planned is None else "plan", "host": os.uname().nodename}
+        return SweepJob(digest=self.digest, program=self.program.digest if self.program else "", **fields)
 
     def __str__(self) -> str:
         return f"\t#{self.num} : {' '.join(filter_overrides(self.overrides))}"
@@ -89,11 +81,12 @@ class EarlierJob:
     program_change: str
 
     def __str__(self) -> str:
-        status = "completed as" if self.is_completed else "still"
-        return (
-            f"#{self.job.num} : {' '.join(self.job.overrides)} ({status} job {self.job.job_id}"
-            f"{', ' + self.program_change if self.program_change else ''})"
-        )
+        status = f"{'completed as' if self.is_completed else 'still'} job {self.job.job_id}"
+        change = f", {self.program_change}" if self.program_change else ""
+        return f"#{self.job.num} : {' '.join(self.job.overrides)} ({status}{change})"
+
+
+EarlierJobs = dict[tuple[str, ...], EarlierJob]  # by key
 
 
 def parse_reuse(value: Any, sweeper: str) -> bool | str:
@@ -112,14 +105,12 @@ def parse_reuse(value: Any, sweeper: str) -> bool | str:
 
 
 def find_earlier_jobs(
-    manifest: Manifest,
-    candidates: Mapping[tuple[str, ...], tuple[str, Program | None]],
-    states: Mapping[SweepJob, JobState],
-) -> dict[tuple[str, ...], EarlierJob]:
+    manifest: Manifest, candidates: Sequence[Candidate], states: Mapping[SweepJob, JobState]
+) -> EarlierJobs:
     """Return {key: job of an earlier launch} for the candidates of which such a job completed or is active.
-    `candidates`: {key: (digest of the configuration, program)}; `states`: of jobs in the manifest."""
+    `states`: of jobs in the manifest."""
     earlier_jobs = {}
-    for key, (digest, program) in candidates.items():
+    for key, digest, program in ((c.key, c.digest, c.program) for c in candidates):
         job = manifest.find(key, digest)
         if job is None or job.submitted >= PROCESS_START:
             continue
@@ -134,9 +125,7 @@ def find_earlier_jobs(
     return earlier_jobs
 
 
-def select_reused(
-    earlier_jobs: Mapping[tuple[str, ...], EarlierJob], reuse: bool | str
-) -> dict[tuple[str, ...], EarlierJob]:
+def select_reused(earlier_jobs: EarlierJobs, reuse: bool | str) -> EarlierJobs:
     """Return those of `earlier_jobs` that this launch reuses. Log for each whether it is reused."""
     if reuse == "ask":
         lines = "\n".join(f"  {earlier}" for earlier in earlier_jobs.values())
@@ -150,15 +139,11 @@ def select_reused(
 
 
 def refuse_active_jobs(
-    manifest: Manifest,
-    states: Mapping[SweepJob, JobState],
-    keys: Iterable[tuple[str, ...]],
-    directories: Iterable[str],
-    reused: Mapping[tuple[str, ...], EarlierJob],
+    manifest: Manifest, states: Mapping[SweepJob, JobState], candidates: Sequence[Candidate], reused: EarlierJobs
 ) -> None:
     """Raise SubmissionError if another active job of an earlier launch has the key or the directory of a job of
-    this launch. `keys`, `directories`: of the jobs of this launch. Jobs in `reused` are allowed."""
-    new_keys, new_directories = set(keys), set(directories)
+    this launch. Jobs in `reused` are allowed."""
+    new_keys, new_directories = {c.key for c in candidates}, {str(c.directory) for c in candidates}
     for job, state in states.items():
         if not is_active(state) or (job.key in reused and reused[job.key].job == job):
             continue

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from holmes_hpc import console
 from holmes_hpc.errors import HolmesError, counted
 from holmes_hpc.records.rates import first_attempt_of_plan, mean_rates
 from holmes_hpc.records.run import RunDirectory
@@ -75,19 +76,8 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
             shown_state, error = run_state(state.state), f"Slurm reports {state.state}"
             if shown_state == "completed":
                 error = untrusted_reason(manifest, job) or "it recorded no outcome"
-    return SweepRow(
-        num=job.num,
-        overrides=job.overrides,
-        job_id=job.job_id,
-        state=shown_state,
-        reason=state.reason,
-        step=step,
-        loss=loss,
-        tokens_per_s=rate,
-        error=error,
-        directory=str(manifest.resolve(job.directory)),
-        why=why,
-    )
+    identity, directory = (job.num, job.overrides, job.job_id), str(manifest.resolve(job.directory))
+    return SweepRow(*identity, shown_state, state.reason, step, loss, rate, error, directory, why)
 
 
 def run_rates(run: RunDirectory) -> dict[str, float]:
@@ -114,16 +104,12 @@ def _read_rates(directory: Path, size: int, _: int, has_ended: bool) -> dict[str
 def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return a mapping for each job of a sweep: `num, overrides, job_id, state, error, directory, final`.
     `final`: for a plan's job, the last step's figures and mean rates by name; else the function's value."""
-    manifest = read_manifest(directory)
-    return [
-        {
-            **{name: getattr(row, name) for name in ("num", "job_id", "state", "error", "directory")},
-            "overrides": list(row.overrides),
-            "final": _final(manifest, job),
-        }
-        for job, state in job_states(manifest, manifest.jobs).items()
-        for row in [row_of(manifest, job, state)]
-    ]
+    manifest, results = read_manifest(directory), []
+    for job, state in job_states(manifest, manifest.jobs).items():
+        row = row_of(manifest, job, state)
+        fields = {name: getattr(row, name) for name in ("num", "job_id", "state", "error", "directory")}
+        results.append({**fields, "overrides": list(row.overrides), "final": _final(manifest, job)})
+    return results
 
 
 def _final(manifest: Manifest, job: SweepJob) -> Any:
@@ -138,32 +124,24 @@ def _final(manifest: Manifest, job: SweepJob) -> Any:
 
 def table_cells(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
     """Return (columns, rows) of a sweep's table."""
-    cells = [
-        [
-            r.num,
-            " ".join(r.overrides),
-            r.job_id,
-            r.state + (f" ({r.why})" if r.why else ""),
-            r.step,
-            None if r.loss is None else f"{r.loss:.4f}",
-            None if r.tokens_per_s is None else f"{r.tokens_per_s:,.0f}",
-            r.error,
-        ]
-        for r in rows
-    ]
+    cells: list[list[Any]] = []
+    for r in rows:
+        loss = None if r.loss is None else f"{r.loss:.4f}"
+        rate = None if r.tokens_per_s is None else f"{r.tokens_per_s:,.0f}"
+        state = f"{r.state} ({r.why})" if r.why else r.state
+        cells.append([r.num, " ".join(r.overrides), r.job_id, state, r.step, loss, rate, r.error])
     return ["job", "overrides", "id", "state", "step", "loss", "tokens/s", "error"], cells
 
 
 def select_rows(rows: Sequence[SweepRow], limit: int) -> list[SweepRow]:
     """Return all rows if they are at most `limit`; else that many, of failed jobs first, then of running, waiting and
     completed ones."""
-    if len(rows) <= limit:
-        return list(rows)
 
-    def priority(row: SweepRow) -> int:
-        return (row.ended and row.state != "completed") * 3 or {"pending": 1, "completed": 0}.get(row.state, 2)
+    def position(row: SweepRow) -> int:
+        is_failed = row.ended and row.state != "completed"
+        return 0 if is_failed else {"pending": 2, "completed": 3}.get(row.state, 1)
 
-    return sorted(rows, key=lambda row: -priority(row))[:limit]
+    return list(rows) if len(rows) <= limit else sorted(rows, key=position)[:limit]
 
 
 def live_table(title: str, rows: Sequence[SweepRow], height: int) -> Table:
@@ -173,8 +151,7 @@ def live_table(title: str, rows: Sequence[SweepRow], height: int) -> Table:
     counts = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in rows).most_common())
     num_hidden = len(rows) - len(selected)
     caption = f"{num_hidden} more: enlarge the terminal, or use --json" if num_hidden else None
-    style: Any = {"title_justify": "left", "caption_justify": "left", "box": None}
-    table = Table(title=f"{title}: {counted(len(rows), 'job')}: {counts}", caption=caption, **style)
+    table = console.left_aligned_table(f"{title}: {counted(len(rows), 'job')}: {counts}", caption)
     for name in columns:
         table.add_column(name, overflow="fold")
     for row in cells:

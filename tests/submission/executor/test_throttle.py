@@ -114,4 +114,6 @@ def test_later_job_replaces_an_ended_one(tmp_path: Path) -> None:
         )
     assert dependencies == ["afterok:7", "afterok:7", "afterok:7", "afterok:7,afterany:0", "afterok:7,afterany:2"]
     queue = json.loads(throttle.path.read_text())  # batch scripts of other releases read these keys
-    assert queue.keys() == {"order", "waits", "ended", "own"} and queue["own"] == "afterok:7"
+    assert (
+        queue.keys() == {"order", "waits", "ended", "common_dependency"} and queue["common_dependency"] == "afterok:7"
+    )

@@ -25,7 +25,9 @@ def test_failed_exits_become_srun_errors_in_their_order(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"told": true, "codes": [1]}', '{"told": 1, "codes": [["a", 1]]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"is_terminated": true, "codes": [1]}', '{"is_terminated": 1, "codes": [["a", 1]]}']
+)
 def test_a_damaged_record_counts_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "7_ends.json").write_text(text)
     assert read_local_exits(tmp_path, "7") == LocalExits() == read_local_exits(tmp_path, "8")

@@ -62,7 +62,8 @@ def test_muon_is_refused_if_it_is_not_installed(
             raise requirements.PackageNotFoundError(package)
         return installed[package]
 
-    monkeypatch.setattr(requirements, "version", version)
+    for module in ("submission.lifecycle.requirements", "fabric.software"):
+        monkeypatch.setattr(f"holmes_hpc.{module}.version", version)
     monkeypatch.setattr(requirements, "requires", lambda package: REQUIRED)
     requirements.check_megatron_core()
     if message is None:

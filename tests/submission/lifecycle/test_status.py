@@ -30,6 +30,7 @@ from holmes_hpc.submission.lifecycle import status as track
 from holmes_hpc.submission.lifecycle.outcome import build_result
 from holmes_hpc.submission.plan_job import plan_executor
 from holmes_hpc.submission.sweeps import jobs as sweep
+from holmes_hpc.submission.sweeps.job_waiting import Progress
 from holmes_hpc.submission.sweeps.launcher import HolmesLauncher
 from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 from holmes_hpc.submission.sweeps.sweep_table import row_of
@@ -178,7 +179,7 @@ def test_a_result_that_other_users_may_write_is_not_unpickled(tmp_path: Path) ->
     assert (row.state, row.error) == ("completed", why)
     path.unlink()  # another user could replace it
     with pytest.raises(SubmissionError, match=f"job 0: {why}"):
-        HolmesLauncher._launch_all(SimpleNamespace(), made, [], [], True, None)  # type: ignore[arg-type]
+        HolmesLauncher._launch_all(SimpleNamespace(), [], True, Progress(made, []))  # type: ignore[arg-type]
 
 
 def test_the_state_of_a_local_job_is_known_only_on_its_machine(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_the_state_of_a_local_job_is_known_only_on_its_machine(tmp_path: Path) -
         sweep.job_handle(made, entry).cancel()
     made.put(replace(entry, submitted=1.0))  # by an earlier launch
     with pytest.raises(SubmissionError, match="runs on elsewhere"):
-        HolmesLauncher._launch_all(SimpleNamespace(), made, [], [], True, None)  # type: ignore[arg-type]
+        HolmesLauncher._launch_all(SimpleNamespace(), [], True, Progress(made, []))  # type: ignore[arg-type]
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------

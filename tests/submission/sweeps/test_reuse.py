@@ -39,6 +39,11 @@ def test_reuse_needs_the_basic_sweeper() -> None:
         parse_reuse("yes", BASIC_SWEEPER)
 
 
+def candidate(num: int, program: Any = None, folder: Path = Path()) -> Any:
+    """Return a job that a launch is to submit, with the override x=`num`."""
+    return types.SimpleNamespace(key=(f"x={num}",), digest="d", program=program, directory=folder)
+
+
 def make_function(folder: Path, text: str, name: str = "app") -> Any:
     """Return a task function from the file `folder`/`name`.py, as Hydra gets it."""
     (folder / f"{name}.py").write_text(text)
@@ -93,7 +98,7 @@ def test_function_without_source_file_reuses_nothing(tmp_path: Path) -> None:
     assert program_of(scope["run"]) is None
     manifest = open_manifest(tmp_path)
     manifest.put(SweepJob(0, ("x=1",), "0", "plain", "slurm", "41", "x", digest="d"))
-    earlier = find_earlier_jobs(manifest, {("x=1",): ("d", None)}, {manifest.jobs[0]: JobState("RUNNING")})
+    earlier = find_earlier_jobs(manifest, [candidate(1)], {manifest.jobs[0]: JobState("RUNNING")})
     assert "without a source file" in str(earlier[("x=1",)]) and select_reused(earlier, True) == {}
 
 
@@ -123,7 +128,7 @@ def test_only_jobs_of_earlier_processes_are_reused(tmp_path: Path, monkeypatch: 
             )
         )
     running = {job: JobState("RUNNING") for job in manifest.jobs}
-    earlier = find_earlier_jobs(manifest, {job.key: ("d", program) for job in manifest.jobs}, running)
+    earlier = find_earlier_jobs(manifest, [candidate(num, program) for num in range(3)], running)
     assert list(earlier) == [("x=0",), ("x=2",)]
     assert list(select_reused(earlier, True)) == [("x=0",)] and select_reused(earlier, False) == {}
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
@@ -131,8 +136,8 @@ def test_only_jobs_of_earlier_processes_are_reused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert list(select_reused(earlier, "ask")) == [("x=0",), ("x=2",)]
     with pytest.raises(SubmissionError, match=r"job 2 of an earlier launch is running .*sweep cancel"):
-        refuse_active_jobs(manifest, running, [("x=0",)], [str(tmp_path / "2")], select_reused(earlier, True))
-    refuse_active_jobs(manifest, running, [("x=0",)], [str(tmp_path / "0")], select_reused(earlier, True))
+        refuse_active_jobs(manifest, running, [candidate(0, folder=tmp_path / "2")], select_reused(earlier, True))
+    refuse_active_jobs(manifest, running, [candidate(0, folder=tmp_path / "0")], select_reused(earlier, True))
 
 
 def test_sweep_directory_writable_by_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +168,8 @@ def test_jobs_of_an_older_manifest_are_not_reused(tmp_path: Path) -> None:
         ' "where": "local", "job_id": "4", "folder": "x", "digest": "d"}]}'
     )
     manifest = open_manifest(tmp_path)
-    earlier = find_earlier_jobs(
-        manifest, {("x=1",): ("d", program_of(program_of))}, {manifest.jobs[0]: JobState("RUNNING")}
-    )
+    running = {manifest.jobs[0]: JobState("RUNNING")}
+    earlier = find_earlier_jobs(manifest, [candidate(1, program_of(program_of))], running)
     assert select_reused(earlier, True) == {} and job_states(manifest, []) == {}
 
 
