@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from holmes_hpc import console
 from holmes_hpc.config.flags import FLAGS, Flag
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.schema import refuse
 
 if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
@@ -53,11 +54,8 @@ def with_options(
         chosen = {**{name: FLAGS[name] for name in names or FLAGS}, **more}
         flags = {name.strip("-").replace("-", "_"): flag for name, flag in chosen.items()}
         hints = get_type_hints(function, include_extras=True)
-        parameters = [
-            p.replace(annotation=hints[name])
-            for name, p in inspect.signature(function).parameters.items()
-            if name != "flags"
-        ]
+        own_parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "flags"]
+        parameters = [p.replace(annotation=hints[p.name]) for p in own_parameters]
         options = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(flag))
             for name, flag in flags.items()
@@ -81,9 +79,8 @@ def _annotation(flag: Flag) -> Any:
     if flag.is_switch or flag.type in (int, float, str):
         return Annotated[flag.type | None, typer.Option(names, help=flag.help, show_default=False)]
     metavar = {bool: "yes|no", tuple: "N,N,…", dict: "POOL=N,…"}[flag.type]
-    return Annotated[
-        str | None, typer.Option(names, help=flag.help, metavar=metavar, parser=flag.value, show_default=False)
-    ]
+    option = typer.Option(names, help=flag.help, metavar=metavar, parser=flag.value, show_default=False)
+    return Annotated[str | None, option]
 
 
 class _Commands(TyperGroup):
@@ -106,18 +103,12 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Configuration overrides, KEY=VALUE.", show_default=False)]
-Earliest = Annotated[
-    bool,
-    typer.Option(
-        "--earliest", help="Plan for parts of the site too, and choose the plan that ends first in Slurm's estimate."
-    ),
-]
-Tokens = Annotated[
-    str | None, typer.Option("--tokens", metavar="T", help="Print how long so many tokens take: 2e12, 300B.")
-]
-Explain = Annotated[
-    bool, typer.Option("--explain", help="Print the parts of the step, runners-up and assumptions too.")
-]
+_EARLIEST = "Plan for parts of the site too, and choose the plan that ends first in Slurm's estimate."
+_TOKENS = "Print how long so many tokens take: 2e12, 300B."
+_EXPLAIN = "Print the parts of the step, runners-up and assumptions too."
+Earliest = Annotated[bool, typer.Option("--earliest", help=_EARLIEST)]
+Tokens = Annotated[str | None, typer.Option("--tokens", metavar="T", help=_TOKENS)]
+Explain = Annotated[bool, typer.Option("--explain", help=_EXPLAIN)]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name under runs/, or its Slurm job id.")]
 
 
@@ -151,12 +142,10 @@ def show_plan(plan: Plan, costs: Costs, steps: int | None, explain: bool) -> Non
 def check_output(file: str | None) -> None:
     """Raise ConfigError if `file` cannot be written. Called before any work is done."""
     path = Path(file or os.devnull).absolute()
-    why = (
-        ("it is a directory" if path.is_dir() else None)
-        or (None if path.parent.is_dir() else "its directory does not exist")
-        or (None if os.access(path if path.exists() else path.parent, os.W_OK) else "permission denied")
-    )
-    ConfigError.refuse((why, f"cannot be written: {why}", str(path), "give another FILE"))
+    is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    reasons = {"it is a directory": path.is_dir(), "its directory does not exist": not path.parent.is_dir()}
+    for reason, applies in {**reasons, "permission denied": not is_writable}.items():
+        refuse(str(path), (applies, f"cannot be written: {reason}", "give another FILE"))
 
 
 def is_file_argument(argument: str) -> bool:

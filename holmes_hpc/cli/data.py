@@ -1,6 +1,6 @@
 """Commands for data sets: data prepare."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,30 +30,20 @@ def data_prepare(
 
     Example: holmes data prepare a.jsonl.gz texts/ -o d/a
     """
+    problem = "FILES and --stdlib are mutually exclusive" if files else "no input"
     refuse(
         "data prepare",
         (not output, "no output", "give -o PREFIX"),
-        (
-            bool(files) == stdlib,
-            "FILES and --stdlib are mutually exclusive" if files else "no input",
-            "give either FILES or --stdlib",
-        ),
+        (bool(files) == stdlib, problem, "give either FILES or --stdlib"),
     )
     need("torch")  # check before tokenizing, because Megatron-Core joins the parts
     need("megatron")
     from holmes_hpc.training.data import prepare
 
-    summary = (
-        prepare.demo_corpus(output, progress=console.Progress(), force=force)
-        if stdlib
-        else prepare.prepare(
-            files or [],
-            output,
-            tokenizer=tokenizer,
-            workers=workers,
-            json_key=json_key,
-            progress=console.Progress(),
-            force=force,
-        )
-    )
+    options: Any = {"progress": console.Progress(), "force": force}
+    if stdlib:
+        summary = prepare.demo_corpus(output, **options)
+    else:
+        options |= {"tokenizer": tokenizer, "workers": workers, "json_key": json_key}
+        summary = prepare.prepare(files or [], output, **options)
     console.outcome(summary, json)

@@ -25,31 +25,19 @@ def page() -> str:
     """Return the manual page, written in the macros of man(7)."""
     root = typer.main.get_command(load())
     summary = " ".join((root.help or "").split()).rstrip(".")
-    key_entries = [
-        (f"{group}.{key.name}" if group else key.name, f"{key.spec.help} [{allowed(key).removeprefix('use ')}]")
-        for group, group_class in (("", Configuration), *GROUPS.items())
-        for key in keys(group_class).values()
-        if group or key.name not in GROUPS
-    ]
-    lines = [
-        f'.TH HOLMES 1 "" "holmes_hpc {__version__}"',
-        ".SH NAME",
-        f"holmes \\- {_text(summary[0].lower() + summary[1:])}",
-        ".SH SYNOPSIS",
-        ".B holmes",
-        ".I COMMAND",
-        "[OPTIONS] [ARGUMENTS]",
-        ".SH COMMANDS",
-        *(line for name, command in _commands(root) for line in _command_lines(name, command)),
-        ".SH KEYS",
-        "Write KEY=VALUE on the command line of commands that accept OVERRIDES.",
-        *_entries(key_entries),
-        ".SH EXIT STATUS",
-        *_entries(_EXIT),
-        ".SH FILES",
-        *_entries(_FILES),
-    ]
-    return "\n".join(lines) + "\n"
+    named_keys = {name: key for name, key in keys(Configuration).items() if name not in GROUPS}
+    named_keys |= {f"{group}.{name}": key for group, cls in GROUPS.items() for name, key in keys(cls).items()}
+    key_entries = [(n, f"{key.spec.help} [{allowed(key).removeprefix('use ')}]") for n, key in named_keys.items()]
+    sections = {
+        "NAME": [f"holmes \\- {_text(summary[0].lower() + summary[1:])}"],
+        "SYNOPSIS": [".B holmes", ".I COMMAND", "[OPTIONS] [ARGUMENTS]"],
+        "COMMANDS": [line for name, command in _commands(root) for line in _command_lines(name, command)],
+        "KEYS": ["Write KEY=VALUE on the command line of commands that accept OVERRIDES.", *_entries(key_entries)],
+        "EXIT STATUS": _entries(_EXIT),
+        "FILES": _entries(_FILES),
+    }
+    lines = [line for title, section in sections.items() for line in (f".SH {title}", *section)]
+    return "\n".join([f'.TH HOLMES 1 "" "holmes_hpc {__version__}"', *lines, ""])
 
 
 def _entries(entries: Iterable[tuple[str, str]]) -> list[str]:
@@ -70,12 +58,10 @@ def _command_lines(name: str, command: Any) -> list[str]:
     """Return the lines of a command's section: arguments, description, example and options."""
     arguments = " ".join(_argument(p) for p in command.params if p.param_type_name == "argument")
     description, _, example = " ".join((command.help or "").split()).partition("Example: ")
-    return [
-        f'.SS "{_text(f"holmes {name} [OPTIONS] {arguments}")}"',
-        _text(description.strip()),
-        *([".PP", ".nf", f".RS\n{_text(example)}\n.RE", ".fi"] if example else []),
-        *_entries(_option(p) for p in command.params if p.param_type_name == "option" and "--help" not in p.opts),
-    ]
+    lines = [f'.SS "{_text(f"holmes {name} [OPTIONS] {arguments}")}"', _text(description.strip())]
+    lines += [".PP", ".nf", f".RS\n{_text(example)}\n.RE", ".fi"] if example else []
+    options = [p for p in command.params if p.param_type_name == "option" and "--help" not in p.opts]
+    return [*lines, *_entries(map(_option, options))]
 
 
 def _option(param: Any) -> tuple[str, str]:

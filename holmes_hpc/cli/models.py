@@ -20,23 +20,15 @@ def models(json: Json = False) -> None:
 
     Example: holmes models
     """
-    rows = [
-        (
-            *(m.name, m.layers, m.hidden, m.heads, m.kv_heads, m.ffn, f"{m.vocab:,}"),
-            *((f"{b.global_size:,}", f"{b.sequence_length:,}") if (b := BATCHES.get(m.name)) else (console.NONE,) * 2),
-        )
-        for m in MODELS.values()
-    ]
-    console.output(
-        json,
-        [{**asdict(m), "batch": asdict(BATCHES[m.name]) if m.name in BATCHES else None} for m in MODELS.values()],
-        (
-            "",
-            ("model", "layers", "hidden", "heads", "KV heads", "FFN", "vocabulary", "batch", "sequence"),
-            rows,
-            "batch: sequences per step; sequence: tokens per sequence",
-        ),
-    )
+    rows, documents = [], []
+    for m in MODELS.values():
+        batch = BATCHES.get(m.name)
+        batch_cells = (f"{batch.global_size:,}", f"{batch.sequence_length:,}") if batch else (console.NONE,) * 2
+        rows.append((m.name, m.layers, m.hidden, m.heads, m.kv_heads, m.ffn, f"{m.vocab:,}", *batch_cells))
+        documents.append({**asdict(m), "batch": asdict(batch) if batch else None})
+    columns = ("model", "layers", "hidden", "heads", "KV heads", "FFN", "vocabulary", "batch", "sequence")
+    caption = "batch: sequences per step; sequence: tokens per sequence"
+    console.output(json, documents, ("", columns, rows, caption))
 
 
 @app.command()
@@ -45,15 +37,11 @@ def batches(json: Json = False) -> None:
 
     Example: holmes batches
     """
-    rows = [
-        (name, f"{b.global_size:,}", f"{b.micro_size:,}", f"{b.sequence_length:,}", f"{b.tokens:,}")
-        for name, b in BATCHES.items()
-    ]
-    console.output(
-        json,
-        {name: {**asdict(b), "tokens": b.tokens} for name, b in BATCHES.items()},
-        ("", ("batch", "sequences per step", "per micro-batch", "tokens per sequence", "tokens per step"), rows),
-    )
+    sizes = {name: (b.global_size, b.micro_size, b.sequence_length, b.tokens) for name, b in BATCHES.items()}
+    rows = [(name, *(f"{size:,}" for size in batch)) for name, batch in sizes.items()]
+    columns = ("batch", "sequences per step", "per micro-batch", "tokens per sequence", "tokens per step")
+    document = {name: {**asdict(b), "tokens": b.tokens} for name, b in BATCHES.items()}
+    console.output(json, document, ("", columns, rows))
 
 
 def _require_checkpoint(run: str) -> None:

@@ -28,7 +28,7 @@ from holmes_hpc.cli.app import (
 )
 from holmes_hpc.config.composition import load, with_flags
 from holmes_hpc.config.configuration import Configuration
-from holmes_hpc.errors import ConfigError, counted
+from holmes_hpc.errors import counted
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.calibration import NO_CORRECTIONS, Calibration, Corrections, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs
@@ -37,18 +37,17 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import throughput
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.records.files import read_yaml, write_whole
+from holmes_hpc.schema import refuse
 
 if TYPE_CHECKING:
     from holmes_hpc.submission.queue_estimate import QueueEstimate
 
 # Overrides for the short run of `holmes calibrate`. The user's overrides come after them and win.
-CALIBRATION = (
-    "train.measure=true",
-    "train.steps=10",
-    "slurm.timeout_min=15",
-    "plan.recompute=none",
-    "plan.schedule=1f1b",
-)
+CALIBRATION: tuple[str, ...] = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "plan.recompute=none")
+CALIBRATION += ("plan.schedule=1f1b",)
+
+
+_SECONDS = "Limit the search to S seconds. The plan shows how much a full search could gain."
 
 
 @app.command(cls=command_with_keys("plan", "batch"))
@@ -59,12 +58,7 @@ def plan(
     flags: Mapping[str, Any],
     output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = None,
     earliest: Earliest = False,
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S", help="Limit the search to S seconds. The plan shows how much a full search could gain."
-        ),
-    ] = None,
+    seconds: Annotated[float | None, typer.Option(metavar="S", help=_SECONDS)] = None,
     tokens: Tokens = None,
     learn: Annotated[
         str | None, typer.Option(metavar="RUNS", help="Correct compute and network costs by these runs.")
@@ -87,10 +81,9 @@ def plan(
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
     check_output(output)
-    if learn is not None and config.plan_file:
-        raise ConfigError(
-            "it cannot change the finished plan of plan_file", where="--learn", hint="leave out --learn or plan_file"
-        )
+    is_finished = learn is not None and config.plan_file
+    problem = "it cannot change the finished plan of plan_file"
+    refuse("--learn", (is_finished, problem, "leave out --learn or plan_file"))
     default_model = None if config.plan_file or any(o.startswith("model=") for o in overrides) else config.model.name
     corrections = _learned_corrections(config, learn) if learn is not None else NO_CORRECTIONS
     search_costs = None if config.plan_file else replace(request.costs(config), corrections=corrections)
@@ -124,13 +117,10 @@ _NO_MODEL = "no model is given: this plans {}; model=NAME plans another (`holmes
 def _document(chosen: Plan, costs: Costs, steps: int | None, estimates: Sequence[QueueEstimate]) -> dict[str, Any]:
     """Return the JSON document of `holmes plan`."""
     slowest = stage_transfer_cost(chosen, costs)
-    return {
-        **chosen.to_dict(),
-        "stage_transfer": slowest.to_dict() if slowest else None,
-        "hop": slowest.to_dict() if slowest else None,  # deprecated: the former name
-        "throughput": throughput(chosen, steps),
-        **({"earliest": [estimate.to_dict() for estimate in estimates]} if estimates else {}),
-    }
+    transfer = slowest.to_dict() if slowest else None
+    document = {**chosen.to_dict(), "stage_transfer": transfer, "hop": transfer}  # hop is deprecated: the former name
+    document["throughput"] = throughput(chosen, steps)
+    return document | ({"earliest": [estimate.to_dict() for estimate in estimates]} if estimates else {})
 
 
 @app.command()
@@ -179,47 +169,31 @@ def calibrate(
 def _show_pool(pool: MeasuredPool, title: str) -> None:
     """Print a table of a pool's measurements. Note on stderr links faster than the site's rate, except inside nodes
     without GPUs: nobody gave that rate."""
-    rows = [
-        (
-            f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens",
-            f"{p.forward_s * 1e3:.4g} ms",
-            f"{p.backward_s * 1e3:.4g} ms",
-        )
-        for p in pool.parts
-    ]
+    rows = []
+    for p in pool.parts:
+        name = f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens"
+        rows.append((name, f"{p.forward_s * 1e3:.4g} ms", f"{p.backward_s * 1e3:.4g} ms"))
     rows += [(name, f"{x.latency_s * 1e6:.4g} us", f"{x.efficiency:.3g}") for name, x in pool.links.items()]
     if pool.optimizer_s is not None:
         rows.append(("optimizer, a million parameters", f"{pool.optimizer_s * 1e9:.4g} ms", ""))
-    console.table(
-        title,
-        ("measured", "forward or latency", "backward or efficiency"),
-        [*rows, ("remaining pass time", f"{(pool.pass_s or 0.0) * 1e3:.4g} ms", "")],
-        caption="efficiency: payload rate divided by the site's rate",
-    )
-    too_fast = [
-        f"{name} {link.efficiency:.3g}"
-        for name, link in pool.links.items()
-        if link.efficiency > 1 and not (pool.device == "cpu" and name.startswith("local"))
-    ]
-    if too_fast:
-        console.note(
-            f"{pool.fabric}: {', '.join(too_fast)} times the site's rate: correct that rate if the network is faster,"
-            " or check whether the ranks share a node"
-        )
+    rows.append(("remaining pass time", f"{(pool.pass_s or 0.0) * 1e3:.4g} ms", ""))
+    columns = ("measured", "forward or latency", "backward or efficiency")
+    console.table(title, columns, rows, caption="efficiency: payload rate divided by the site's rate")
+    known = {n: x for n, x in pool.links.items() if not (pool.device == "cpu" and n.startswith("local"))}
+    if too_fast := ", ".join(f"{name} {x.efficiency:.3g}" for name, x in known.items() if x.efficiency > 1):
+        advice = "correct that rate if the network is faster, or check whether the ranks share a node"
+        console.note(f"{pool.fabric}: {too_fast} times the site's rate: {advice}")
 
 
 def _compare(measured_s: float, predicted_s: float, unattributed_s: float) -> None:
     """Print the measured step time beside the predicted one, and a note if they differ much.
     `unattributed_s`: the share of the predicted step that no measured layer or link explains."""
-    console.text(
-        f"Measured step time: {measured_s:.4g} s; predicted from this calibration: {predicted_s:.4g} s,"
-        f" of which {unattributed_s * 1e3:.4g} ms belong to no measured part."
-    )
+    unattributed = f"of which {unattributed_s * 1e3:.4g} ms belong to no measured part"
+    predicted = f"predicted from this calibration: {predicted_s:.4g} s, {unattributed}"
+    console.text(f"Measured step time: {measured_s:.4g} s; {predicted}.")
     if not 0.8 < predicted_s / measured_s < 1.25:
-        console.note(
-            "measured and predicted step time differ much: the nodes had other work during a measurement, or steps wait"
-            " for something that is not measured; calibrate again on idle nodes"
-        )
+        causes = "the nodes had other work during a measurement, or steps wait for something that is not measured"
+        console.note(f"measured and predicted step time differ much: {causes}; calibrate again on idle nodes")
 
 
 def _learned_corrections(config: Configuration, runs: str) -> Corrections:

@@ -40,7 +40,7 @@ from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import throughput
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
-from holmes_hpc.schema import Key, keys
+from holmes_hpc.schema import Key, keys, refuse
 
 _FP8 = {"none": "no", **dict.fromkeys(("delayed", "current", "mxfp8"), "yes")}  # recipes, predicted alike
 
@@ -61,12 +61,10 @@ class _SoftwareFlag(Flag):
         return super().value(_FP8.get(text, text) if self.key == "fp8" else text)
 
 
-SOFTWARE_FLAGS = {
-    flag.name: flag
-    for key in ("attention", "fused_norm", "fused_wgrad", "overlap_tp", "aligned_gather", "fp8")
-    + ("sharding", "recompute_parts", "recompute_layers")
-    for flag in [_SoftwareFlag("--" + key.replace("_", "-"), key)]
-}
+_SOFTWARE_KEYS = ["attention", "fused_norm", "fused_wgrad", "overlap_tp", "aligned_gather", "fp8"]
+_SOFTWARE_KEYS += ["sharding", "recompute_parts", "recompute_layers"]
+_SOFTWARE_FLAGS = [_SoftwareFlag("--" + key.replace("_", "-"), key) for key in _SOFTWARE_KEYS]
+SOFTWARE_FLAGS = {flag.name: flag for flag in _SOFTWARE_FLAGS}
 
 
 @app.command(cls=command_with_keys("plan"))
@@ -126,15 +124,8 @@ def predict(
         Path(trace).write_text(json_text.dumps(timeline), encoding="utf-8")
         console.note(f"written: {trace}")
     if json:
-        console.as_json(
-            {
-                **asdict(predicted),
-                "stage_breakdown": simulation.stage_breakdown_of(plan, costs),
-                "throughput": throughput(plan, steps),
-                "strategy": plan.strategy,
-                "components": plan.layout,
-            }
-        )
+        times = {"stage_breakdown": simulation.stage_breakdown_of(plan, costs), "throughput": throughput(plan, steps)}
+        console.as_json({**asdict(predicted), **times, "strategy": plan.strategy, "components": plan.layout})
     else:
         show_plan(plan, costs, steps, explain)
 
@@ -160,21 +151,13 @@ class _Software:
         ConfigError if they contradict the GPUs of `pools` (of all pools without any)."""
         site = request.with_gpu(site, self.gpu) if self.gpu else site
         attention, gpus = self.facts.get("attention"), {p.gpu for p in site.pools if not pools or p.name in pools}
-        without_flash = sorted(gpu.name for gpu in gpus if not gpu.has_bf16)
-        without_flash3 = sorted(gpu.name for gpu in gpus if kind(gpu).generation != "hopper")
-        ConfigError.refuse(
-            (
-                attention in ("flash", "flash1") and without_flash,
-                f"{', '.join(without_flash)} has no FlashAttention",
-                "--attention",
-                "use sdpa or softmax",
-            ),
-            (
-                attention == "flash3" and without_flash3,
-                f"{', '.join(without_flash3)} cannot run flash3, which is for Hopper",
-                "--attention",
-                "use flash",
-            ),
+        without_flash = ", ".join(sorted(gpu.name for gpu in gpus if not gpu.has_bf16))
+        without_flash3 = ", ".join(sorted(gpu.name for gpu in gpus if kind(gpu).generation != "hopper"))
+        is_flash, is_flash3 = attention in ("flash", "flash1"), attention == "flash3"
+        refuse(
+            "--attention",
+            (is_flash and without_flash, f"{without_flash} has no FlashAttention", "use sdpa or softmax"),
+            (is_flash3 and without_flash3, f"{without_flash3} cannot run flash3, which is for Hopper", "use flash"),
         )
         if attention == TRANSFORMER_ENGINE:
             attention = "flash" if without_flash3 else "flash3"
@@ -184,29 +167,15 @@ class _Software:
         """Return the costs of compute and communication with this software.
         Raise ConfigError for an option without an effect on a layout with `sequence_parallel` and `recompute`."""
         fields = {k: v for k, v in self.facts.items() if k not in ("attention", "fused_norm")}
-        ConfigError.refuse(
-            *(
-                (
-                    f"recompute_{name}" in fields and recompute != needed,
-                    f"it has no effect, because recomputation is {recompute}",
-                    f"--recompute-{name}",
-                    f"give --recompute {needed} too, or leave it out",
-                )
-                for name, needed in (("parts", "selective"), ("layers", "full"))
-            ),
-            (
-                fields.get("overlap_tp") and not sequence_parallel,
-                "it requires TP above 1 with sequence parallelism",
-                "--overlap-tp",
-                "give --tp and --sequence-parallel too, or leave it out",
-            ),
-            (
-                fields.get("aligned_gather") and not config.train.overlap_param_gather,
-                "it requires --overlap-param-gather yes",
-                "--aligned-gather",
-                "leave one of them out",
-            ),
-        )
+        for name, needed in (("parts", "selective"), ("layers", "full")):
+            problem, is_useless = f"it has no effect, because recomputation is {recompute}", recompute != needed
+            hint = f"give --recompute {needed} too, or leave it out"
+            refuse(f"--recompute-{name}", (f"recompute_{name}" in fields and is_useless, problem, hint))
+        needs_tp = fields.get("overlap_tp") and not sequence_parallel
+        problem, hint = "it requires TP above 1 with sequence parallelism", "give --tp and --sequence-parallel too"
+        refuse("--overlap-tp", (needs_tp, problem, f"{hint}, or leave it out"))
+        needs_overlap = fields.get("aligned_gather") and not config.train.overlap_param_gather
+        refuse("--aligned-gather", (needs_overlap, "it requires --overlap-param-gather yes", "leave one of them out"))
         if fields.get("sharding") in ("none", "optimizer"):  # of the layout
             del fields["sharding"]
         return request.costs(config, plan, fields)
@@ -232,16 +201,13 @@ def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configura
     plan_file, site = plan_path or data["plan_file"], data["site_file"]
     if plan_file is None and site is None:
         site = data["site_file"] = os.environ.get("HOLMES_SITE") or None
-    if data["plan_file"] not in (None, plan_file):
-        raise ConfigError(
-            f"PLAN is {plan_path}, but plan_file is {data['plan_file']}", where="predict", hint="leave one of them out"
-        )
-    if (plan_file is None) == (site is None):
-        raise ConfigError(
-            "PLAN and --site are mutually exclusive" if site else "neither PLAN nor --site is given",
-            where="predict",
-            hint="give PLAN, or --site FILE with a layout",
-        )
+    two_plans = f"PLAN is {plan_path}, but plan_file is {data['plan_file']}"
+    both_or_none = "PLAN and --site are mutually exclusive" if site else "neither PLAN nor --site is given"
+    refuse(
+        "predict",
+        (data["plan_file"] not in (None, plan_file), two_plans, "leave one of them out"),
+        ((plan_file is None) == (site is None), both_or_none, "give PLAN, or --site FILE with a layout"),
+    )
     keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     if plan_file is None and "model" not in keys:
         data |= _gpt_of_sizes(data, keys)
@@ -255,15 +221,13 @@ def _gpt_of_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     sizes, batch = ({k: v for k, v in data[g].items() if f"{g}.{k}" in set_keys} for g in ("model", "batch"))
     if "batch" in keys:
         batch = data["batch"]
-    if not {"global_size", "sequence_length"} <= batch.keys():
-        raise ConfigError(
-            "a model without a name has no default batch", where="predict", hint="give --global-batch and --sequence"
-        )
-    missing = [f"--{name}" for name in ("layers", "hidden", "heads") if name not in sizes]
-    if missing:
-        raise ConfigError(
-            f"the model lacks {', '.join(missing)}", where="predict", hint="give --model NAME, or the model's sizes"
-        )
+    has_batch = {"global_size", "sequence_length"} <= batch.keys()
+    missing = ", ".join(f"--{name}" for name in ("layers", "hidden", "heads") if name not in sizes)
+    refuse(
+        "predict",
+        (not has_batch, "a model without a name has no default batch", "give --global-batch and --sequence"),
+        (missing, f"the model lacks {missing}", "give --model NAME, or the model's sizes"),
+    )
     if sizes.get("swiglu"):
         sizes = {"ffn": gated_ffn(sizes["hidden"]), **sizes}
     nested = {name: sizes.pop(name) for name in ("experts", "rope_scaling") if name in sizes}
@@ -276,9 +240,8 @@ def _refuse_layout(names: Sequence[str], overrides: Sequence[str]) -> None:
     """Raise ConfigError if the user set a part of the layout (by an option in `names` or an override) beside a PLAN."""
     fixed = [name for name in names if name not in FLAGS or is_fixed_by_plan(f"{FLAGS[name].key}=")]
     for name in [*fixed, *filter(is_fixed_by_plan, overrides)]:
-        raise ConfigError(
-            "the PLAN already contains it", where=name, hint="leave it out, or give --site FILE with a layout"
-        )
+        hint = "leave it out, or give --site FILE with a layout"
+        raise ConfigError("the PLAN already contains it", where=name, hint=hint)
 
 
 def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Costs]:
@@ -291,21 +254,13 @@ def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Cost
         replicas = _replicas(plan, cp, site)
         element = BYTES[config.train.grad_dtype or "fp32"]
         bucket_bytes = bucket_bytes or max(40_000_000, 1_000_000 * replicas * cp) * element
-    config = replace(
-        config,
-        model=replace(config.model, max_positions=max(config.batch.sequence_length, config.model.max_positions)),
-        plan=replace(
-            plan,
-            tp=tp,
-            pp=plan.pp or 1,
-            dp=replicas,
-            virtual_stages=plan.virtual_stages or 1,
-            bucket_bytes=bucket_bytes,
-            sequence_parallel=tp > 1 and length % tp == 0 if plan.sequence_parallel is None else plan.sequence_parallel,
-            distributed_optimizer=_is_sharded(plan.distributed_optimizer, software.facts.get("sharding")),
-        ),
-    )
-    costs = software.costs(config, bool(config.plan.sequence_parallel), plan.recompute)
+    model = replace(config.model, max_positions=max(config.batch.sequence_length, config.model.max_positions))
+    is_sharded = _is_sharded(plan.distributed_optimizer, software.facts.get("sharding"))
+    has_sp = tp > 1 and length % tp == 0 if plan.sequence_parallel is None else plan.sequence_parallel
+    layout = replace(plan, tp=tp, pp=plan.pp or 1, dp=replicas, virtual_stages=plan.virtual_stages or 1)
+    layout = replace(layout, bucket_bytes=bucket_bytes, sequence_parallel=has_sp, distributed_optimizer=is_sharded)
+    config = replace(config, model=model, plan=layout)
+    costs = software.costs(config, bool(has_sp), plan.recompute)
     return _fastest_plan(config, site, costs), costs
 
 
@@ -326,11 +281,8 @@ def _is_sharded(distributed: bool | None, sharding: str | None) -> bool:
     if sharding is None:
         return distributed is not False
     if distributed == (sharding == "none"):
-        raise ConfigError(
-            f"--sharding {sharding} contradicts plan.distributed_optimizer={str(distributed).lower()}",
-            where="predict",
-            hint="leave one of them out",
-        )
+        problem = f"--sharding {sharding} contradicts plan.distributed_optimizer={str(distributed).lower()}"
+        raise ConfigError(problem, where="predict", hint="leave one of them out")
     return sharding != "none"
 
 

@@ -30,16 +30,12 @@ _RUN, _STATE = 0, 3  # columns whose texts are cut
 
 def cells(status: Status) -> list[str]:
     """Return the cells of a run's row, one for each of COLUMNS."""
-    return [
-        status.name,
-        time.strftime("%m-%d %H:%M", time.localtime(last_change(RunDirectory(status.path)))),
-        status.job_id or "",
-        f"{status.state} ({status.why})" if status.why else status.state,
-        f"{status.step}/{status.steps}" if status.step else "",
-        f"{status.loss:.4f}" if status.loss else "",
-        f"{status.step_time_s:.3f} s" if status.step_time_s else "",
-        str(status.attempt),
-    ]
+    changed = time.strftime("%m-%d %H:%M", time.localtime(last_change(RunDirectory(status.path))))
+    state = f"{status.state} ({status.why})" if status.why else status.state
+    step = f"{status.step}/{status.steps}" if status.step else ""
+    step_time = f"{status.step_time_s:.3f} s" if status.step_time_s else ""
+    loss = f"{status.loss:.4f}" if status.loss else ""
+    return [status.name, changed, status.job_id or "", state, step, loss, step_time, str(status.attempt)]
 
 
 def live_table(statuses: Sequence[Status], width: int, height: int, hidden: int = 0) -> Table:
@@ -48,14 +44,8 @@ def live_table(statuses: Sequence[Status], width: int, height: int, hidden: int 
     rows = sorted(statuses, key=lambda status: status.ended)[: max(1, height - 4)]
     counts = ", ".join(f"{count} {state}" for state, count in Counter(s.state for s in statuses).most_common())
     hidden += len(statuses) - len(rows)
-    table = Table(
-        title=console.visible(f"{time.strftime('%H:%M:%S')}  {counts or 'no runs'}"),
-        caption=f"{hidden} more; q leaves" if hidden else "q leaves",
-        title_justify="left",
-        caption_justify="left",
-        box=None,
-        pad_edge=False,
-    )
+    title = console.visible(f"{time.strftime('%H:%M:%S')}  {counts or 'no runs'}")
+    table = console.left_aligned_table(title, f"{hidden} more; q leaves" if hidden else "q leaves", pad_edge=False)
     shown = [index for index, least in enumerate(COLUMNS.values()) if width >= least]
     texts = [[console.visible(cell) for cell in row] for row in ([*COLUMNS], *map(cells, rows))]
     widths = {index: max(cell_len(row[index]) for row in texts) for index in shown}

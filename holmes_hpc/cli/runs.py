@@ -36,20 +36,14 @@ from holmes_hpc.records.owner import refuse_replaced
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor.preflight import shortages
 from holmes_hpc.submission.executor.submit import SubmissionUnknown
-from holmes_hpc.submission.lifecycle import progress, status
-from holmes_hpc.submission.lifecycle.create import (
-    LOCK,
-    hold_submission_lock,
-    prepare_continuation,
-    refuse_unless_ended,
-    remove_run,
-    run_directory_path,
-)
+from holmes_hpc.submission.lifecycle import create, progress, status
 from holmes_hpc.submission.plan_job import plan_components
 from holmes_hpc.submission.queue_estimate import iso
 from holmes_hpc.submission.sweeps.sweep_table import is_sweep
 from holmes_hpc.submission.templates import plan_script
 from holmes_hpc.training.checkpoint import checkpoint_directory
+
+_TEST = "Ask Slurm when the job could start, and check limits. Else check only that each component fits."
 
 
 @app.command()
@@ -67,13 +61,7 @@ def submit(
     template: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write that script here; submit nothing.")
     ] = None,
-    test: Annotated[
-        bool,
-        typer.Option(
-            "--test/--no-test",
-            help="Ask Slurm when the job could start, and check limits. Else check only that each component fits.",
-        ),
-    ] = True,
+    test: Annotated[bool, typer.Option("--test/--no-test", help=_TEST)] = True,
     json: Json = False,
 ) -> None:
     """Submit a plan as one heterogeneous job.
@@ -81,11 +69,8 @@ def submit(
     Example: holmes submit plan.yaml train.steps=100 slurm.account=ml
     """
     if plan_path is None or not is_file_argument(plan_path):
-        raise ConfigError(
-            "no plan",
-            where="submit",
-            hint="create one with `holmes plan … -o plan.yaml`, then `holmes submit plan.yaml`; `holmes run` does both",
-        )
+        hint = "create one with `holmes plan … -o plan.yaml`, then `holmes submit plan.yaml`; `holmes run` does both"
+        raise ConfigError("no plan", where="submit", hint=hint)
     plan, config = plan_run(with_flags(flags, overrides), plan_file=plan_path)
     tokens = config.train.steps * plan.batch.global_size * plan.batch.sequence_length
     console.note(f"train.steps is {config.train.steps:,}: {tokens:,} tokens")
@@ -94,7 +79,7 @@ def submit(
         for line in shortages(plan_components(plan, config.slurm)):
             console.note(line)
         check_output(template)
-        run_dir = str(run_directory_path(config, plan))
+        run_dir = str(create.run_directory_path(config, plan))
         script = plan_script(plan, Path(plan_path), run_dir, config.slurm, overrides or [], config.train.max_restarts)
         if template:
             Path(template).write_text(script, encoding="utf-8")
@@ -159,41 +144,35 @@ def resume(
     Example: holmes resume my-run train.steps=200 --plan four-ib.yaml
     """
     record = find_run(run)
-    with hold_submission_lock(record.path, "`holmes resume`") as lock:
+    with create.hold_submission_lock(record.path, "`holmes resume`") as lock:
         state = status.run_status(record).state
         checkpoints = checkpoint_directory.complete_checkpoints(record.checkpoints)
         if state == "completed" and not checkpoints:
             if checkpoint_directory.incomplete_checkpoints(record.checkpoints):
                 checkpoint_directory.require_checkpoints(record.checkpoints)  # its error names what is incomplete
-            raise ConfigError(
-                "it made all its steps and has no checkpoint to continue from",
-                where=str(record.path),
-                hint="submit a new run, with train.checkpoint_interval=N",
-            )
-        continuation = prepare_continuation(record, state, overrides or [], plan_path)
+            problem = "it made all its steps and has no checkpoint to continue from"
+            hint = "submit a new run, with train.checkpoint_interval=N"
+            raise ConfigError(problem, where=str(record.path), hint=hint)
+        continuation = create.prepare_continuation(record, state, overrides or [], plan_path)
         plan, config, old_record = continuation.plan, continuation.config, record.read_run()
         if continuation.missing_keys:
             console.note(f"an older version recorded no {', '.join(continuation.missing_keys)}: defaults are used")
         for path, why in checkpoint_directory.incomplete_checkpoints(record.checkpoints):
             console.note(f"warning: checkpoint {path} is incomplete ({why}); skipping it")
         check_inputs(config)
+        last_step = checkpoints[0].step if checkpoints else 0
         if checkpoints:
-            console.note(f"it continues after step {checkpoints[0].step}, from {checkpoints[0].path}")
-            if lr_change := describe_lr_change(
-                continuation.recorded_config.train, config.train, checkpoints[0].step + 1
-            ):
+            console.note(f"it continues after step {last_step}, from {checkpoints[0].path}")
+            if lr_change := describe_lr_change(continuation.recorded_config.train, config.train, last_step + 1):
                 console.note(lr_change)
         else:
             console.note("no complete checkpoint: it starts again with step 1")
-        note_requeues(plan, config, checkpoints[0].step if checkpoints else 0)
-        refuse_replaced(record.path / LOCK, lock, record.path)
+        note_requeues(plan, config, last_step)
+        refuse_replaced(record.path / create.LOCK, lock, record.path)
         reopened = record.reopen(plan.to_yaml() if plan_path else None)
-        record.update_run(
-            config=config.to_dict(),
-            plan_id=plan.id,
-            components=plan.layout,
-            overrides=[*old_record["overrides"], *(overrides or [])],
-        )
+        all_overrides = [*old_record["overrides"], *(overrides or [])]
+        layout = {"plan_id": plan.id, "components": plan.layout}
+        record.update_run(config=config.to_dict(), overrides=all_overrides, **layout)
         try:
             job = submit_run(plan, record, config)
         except SubmissionUnknown:
@@ -230,14 +209,14 @@ def remove(
     with console.waiting("asking Slurm"):
         statuses = status.run_statuses([find_run(name) for name in runs])
     for s in statuses:
-        refuse_unless_ended(RunDirectory(s.path), s.state)
+        create.refuse_unless_ended(RunDirectory(s.path), s.state)
     if not yes and not sys.stdin.isatty():
         raise ConfigError("there is no terminal to ask for confirmation", where="rm", hint="add --yes")
     removed = []
     for s in statuses:
         steps = counted(s.step, "step") if s.step else "no step"
         if yes or typer.confirm(f"{s.path}: {s.state}, {steps}: remove it?", err=True):
-            remove_run(RunDirectory(s.path))
+            create.remove_run(RunDirectory(s.path))
             removed.append(s.path)
     if json:
         console.as_json({"removed": removed})

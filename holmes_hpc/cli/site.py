@@ -106,19 +106,15 @@ def probe(
     Example: holmes probe --check
     """
     if not Path(sysfs, "class").is_dir():
-        raise SiteError(
-            "not a copy of /sys: it has no folder class",
-            where=sysfs,
-            hint="copy /sys/class and /sys/devices from a node",
-        )
+        problem, hint = "not a copy of /sys: it has no folder class", "copy /sys/class and /sys/devices from a node"
+        raise SiteError(problem, where=sysfs, hint=hint)
     nics = probe_node(Path(sysfs))
     findings = []
     if check:
         with console.waiting("asking Slurm"):
             findings = node_facts.check_here(nics, vocabulary, node)
-    console.output(
-        json, {**report.probe_dict(nics), "findings": [f.to_dict() for f in findings]}, *report.probe_tables(nics)
-    )
+    document = {**report.probe_dict(nics), "findings": [f.to_dict() for f in findings]}
+    console.output(json, document, *report.probe_tables(nics))
     if not json:
         console.text(f"features: {','.join(labels.features_of(nics))}")
         if check:

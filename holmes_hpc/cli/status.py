@@ -85,10 +85,9 @@ def status(
         rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
         for line in (f"\n{s.name}: {rank}{s.error}", *quote_log(s.log_tail, s.error or "", s.failed_rank)):
             console.text(line)
-        if s.ended and (checkpoints := checkpoint_directory.complete_checkpoints(RunDirectory(s.path).checkpoints)):
-            console.text(
-                f"continue after step {checkpoints[0].step} with `holmes resume {reference_to(RunDirectory(s.path))}`"
-            )
+        run = RunDirectory(s.path)
+        if s.ended and (checkpoints := checkpoint_directory.complete_checkpoints(run.checkpoints)):
+            console.text(f"continue after step {checkpoints[0].step} with `holmes resume {reference_to(run)}`")
 
 
 @app.command()
@@ -135,11 +134,11 @@ def cancel(run: Run, json: Json = False) -> None:
     with console.waiting("waiting for its ranks to save and exit" if is_local_run else "asking Slurm"):
         state = cancel_run(record)
     if state.state == UNKNOWN:
-        raise ConfigError(
+        problem, hint = (
             "Slurm does not answer, or does not know the job",
-            where=str(record.path),
-            hint="check with `scontrol ping` and `squeue --me`",
+            "check with `scontrol ping` and `squeue --me`",
         )
+        raise ConfigError(problem, where=str(record.path), hint=hint)
     if json:
         console.as_json({"run": str(record.path), "was": state.state.lower(), "cancelled": not state.ended})
         return
@@ -149,10 +148,8 @@ def cancel(run: Run, json: Json = False) -> None:
         nothing_saved = "no checkpoint" if record.metrics_bytes() else "no step and no checkpoint"
         saved = f"its last checkpoint is of step {checkpoints[0].step}" if checkpoints else f"it has {nothing_saved}"
         if not is_local_run:
-            saved = (
-                f"so far {saved}; its ranks finish a step or two and save,"
-                f" if Slurm's KillWait{_kill_wait()} is long enough for both"
-            )
+            condition = f"if Slurm's KillWait{_kill_wait()} is long enough for both"
+            saved = f"so far {saved}; its ranks finish a step or two and save, {condition}"
         console.note(saved)
 
 
@@ -190,15 +187,10 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
     common = [o for o in jobs[0]["overrides"] if all(o in job["overrides"] for job in jobs)] if len(jobs) > 1 else []
     results = [_figures(job["final"]) for job in jobs]
     figures = sorted({name for result in results for name in result}, key=lambda name: (name != "value", name))
-    rows = [
-        [
-            job["num"],
-            " ".join(o for o in job["overrides"] if o not in common),
-            job["state"],
-            *(_short(result[name]) if name in result else "" for name in figures),
-        ]
-        for job, result in zip(jobs, results, strict=True)
-    ]
+    rows = []
+    for job, result in zip(jobs, results, strict=True):
+        texts = (_short(result[name]) if name in result else "" for name in figures)
+        rows.append([job["num"], " ".join(o for o in job["overrides"] if o not in common), job["state"], *texts])
     caption = f"all with {' '.join(common)}" if common else ""
     console.table(directory, ["job", "overrides", "state", *figures], rows, caption)
 

@@ -20,26 +20,14 @@ from holmes_hpc.planning.search.problem import searched_site
 from holmes_hpc.rank import run_rank
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import refuse
+from holmes_hpc.submission import queue_estimate
 from holmes_hpc.submission.executor.submit import SubmissionUnknown
-from holmes_hpc.submission.lifecycle.create import (
-    create_run,
-    hold_submission_lock,
-    refuse_taken_name,
-    remove_unused_run,
-    run_directory_path,
-)
+from holmes_hpc.submission.lifecycle import create
 from holmes_hpc.submission.lifecycle.requirements import allow_open_files
 from holmes_hpc.submission.lifecycle.status import Job, job_of
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import submit_plan
-from holmes_hpc.submission.queue_estimate import (
-    QueueEstimate,
-    candidate_plans,
-    estimate_ends,
-    estimate_rows,
-    expected_start,
-    nodes_text,
-)
+from holmes_hpc.submission.queue_estimate import QueueEstimate
 from holmes_hpc.submission.time_limit import START_UP_S, requeue_warning
 
 
@@ -50,7 +38,7 @@ def plan_run(
     `earliest`: choose the plan with the earliest estimated end, and the time limit of that estimate."""
     config = load(overrides)
     if plan_file is None:
-        refuse_taken_name(config)
+        create.refuse_taken_name(config)
     config = replace(config, plan_file=plan_file or config.plan_file)
     if earliest:
         check_earliest(config)
@@ -83,11 +71,8 @@ def check_inputs(config: Configuration) -> None:
     if config.local:
         allow_open_files(1)
     if config.local and (packages := missing_packages()):
-        raise ConfigError(
-            f"this Python has no {packages}",
-            where="launcher=local",
-            hint="pip install 'holmes-hpc[train]' (without a GPU: docs/install.md, torch's CPU build)",
-        )
+        hint = "pip install 'holmes-hpc[train]' (without a GPU: docs/install.md, torch's CPU build)"
+        raise ConfigError(f"this Python has no {packages}", where="launcher=local", hint=hint)
     for key, path in (("checkpoint", config.checkpoint), ("data.tokenizer", config.data.tokenizer)):
         if path is not None and not path.startswith("hf:") and not Path(path).exists():
             raise ConfigError(f"{path!r} does not exist", where=key, hint="give the path of an existing one")
@@ -114,12 +99,12 @@ def create_and_submit(
 ) -> tuple[RunDirectory, Job]:
     """Create the run directory and submit the run. Return the run and its job. `test`: as in :func:`submit_run`.
     If the submission fails, remove the directory, unless a job exists or may exist."""
-    path = run_directory_path(config, plan)
-    with hold_submission_lock(path, "`holmes submit`"):
+    path = create.run_directory_path(config, plan)
+    with create.hold_submission_lock(path, "`holmes submit`"):
         if config.name is not None or config.run_dir:
-            remove_unused_run(RunDirectory(path))
+            create.remove_unused_run(RunDirectory(path))
         config = replace(config, run_dir=str(path))
-        run = create_run(config, plan, overrides or [], needs_empty_directory=True)
+        run = create.create_run(config, plan, overrides or [], needs_empty_directory=True)
         try:
             job = submit_run(plan, run, config, test)
         except SubmissionUnknown:
@@ -142,14 +127,12 @@ def submit_run(plan: Plan, run: RunDirectory, config: Configuration, test: bool 
     if config.local:
         return run_plan_locally(plan, run.path, run_rank, config.to_dict(), config.slurm)
     if not config.slurm.container and not config.slurm.setup and (packages := missing_packages()):
-        console.note(
-            f"this Python has no {packages}, and the ranks use it too: `holmes doctor` shows what the nodes have;"
-            " pip install 'holmes-hpc[train]' if they have none either"
-        )
+        advice = "`holmes doctor` shows what the nodes have; pip install 'holmes-hpc[train]' if they have none either"
+        console.note(f"this Python has no {packages}, and the ranks use it too: {advice}")
     start = None
     if test:
         with console.waiting("asking Slurm when the job could start"):
-            start, text = expected_start(plan, config.slurm)
+            start, text = queue_estimate.expected_start(plan, config.slurm)
         console.note(text)
     submit_plan(plan, run.path, run_rank, config.to_dict(), config.slurm, test=test)
     job = job_of(run)
@@ -181,22 +164,20 @@ def earliest_ends(config: Configuration, clock: Clock | None = None, costs: Cost
         return make_plan(part_config, whole_site, clock, costs)
 
     with console.waiting("planning for the site and its parts"):
-        plans = candidate_plans(plan_for, whole_site) if config.plan.nodes is None else [plan_for(None)]
+        plans = queue_estimate.candidate_plans(plan_for, whole_site) if config.plan.nodes is None else [plan_for(None)]
     with console.waiting("asking Slurm when each could start"):
-        estimates = estimate_ends(plans, config.train.steps, config.slurm)
+        estimates = queue_estimate.estimate_ends(plans, config.train.steps, config.slurm)
     if estimates[0].end is None:
-        raise SubmissionError(
-            f"none of {len(estimates)} plans can run; the best of them: {estimates[0].reason}",
-            where="--earliest",
-            hint="see `holmes nodes` and `holmes doctor`",
-        )
+        problem = f"none of {len(estimates)} plans can run; the best of them: {estimates[0].reason}"
+        raise SubmissionError(problem, where="--earliest", hint="see `holmes nodes` and `holmes doctor`")
     return estimates
 
 
 def show_estimates(estimates: Sequence[QueueEstimate], steps: int, *, stderr: bool = False) -> None:
     """Print the table of --earliest, then the plans that cannot run."""
-    console.table(f"{steps} steps, including {START_UP_S:.0f} s to start up", *estimate_rows(estimates), stderr=stderr)
+    title = f"{steps} steps, including {START_UP_S:.0f} s to start up"
+    console.table(title, *queue_estimate.estimate_rows(estimates), stderr=stderr)
     for estimate in estimates:
         if estimate.reason:
-            console.note(f"cannot run on {nodes_text(estimate.plan)}: {estimate.reason}")
+            console.note(f"cannot run on {queue_estimate.nodes_text(estimate.plan)}: {estimate.reason}")
     console.note(f"the first start assumes slurm.timeout_min={estimates[0].timeout_min}")

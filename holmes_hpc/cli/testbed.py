@@ -43,22 +43,14 @@ def testbed_status(json: Json = False) -> None:
     elif "nodes" not in status:
         console.text(f"no testbed in {status['state_dir']}")
     else:
-        stopped = [name for name, is_running in status["daemons"].items() if not is_running]
-        console.table(
-            f"{status['topology']}: {status['slurm']} ({status['release']}) in {status['state_dir']}",
-            ("node", "partition", "state", "NICs, Mbit/s", "features"),
-            [
-                (
-                    n["name"],
-                    n["partition"],
-                    n["state"],
-                    ", ".join(f"{k} {v}" if v else k for k, v in n["nics"].items()),
-                    " ".join(n["features"]),
-                )
-                for n in status["nodes"]
-            ],
-            caption=f"not running: {', '.join(stopped)}" if stopped else "",
-        )
+        rows = []
+        for n in status["nodes"]:
+            nics = ", ".join(f"{name} {mbit}" if mbit else name for name, mbit in n["nics"].items())
+            rows.append((n["name"], n["partition"], n["state"], nics, " ".join(n["features"])))
+        title = f"{status['topology']}: {status['slurm']} ({status['release']}) in {status['state_dir']}"
+        stopped = ", ".join(name for name, is_running in status["daemons"].items() if not is_running)
+        columns = ("node", "partition", "state", "NICs, Mbit/s", "features")
+        console.table(title, columns, rows, f"not running: {stopped}" if stopped else "")
     raise typer.Exit(0 if status["up"] else 1)
 
 

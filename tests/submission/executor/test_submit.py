@@ -114,7 +114,7 @@ def test_run_is_kept_unless_slurm_refused_it(
     run = RunDirectory.create(
         tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, "launcher": {"kind": "slurm"}, "slurm": {}}
     )
-    monkeypatch.setattr("holmes_hpc.cli.submission_steps.create_run", lambda *_, **__: run)
+    monkeypatch.setattr("holmes_hpc.cli.submission_steps.create.create_run", lambda *_, **__: run)
     with pytest.raises(KeyboardInterrupt if is_kept else SubmissionError):
         create_and_submit(plan, load(), [])
     assert run.exists() is is_kept
