@@ -28,8 +28,7 @@ def data_prepare(
 ) -> None:
     """Convert text, JSONL or Parquet to Megatron's indexed format. Compressed files are accepted.
 
-    Example: holmes data prepare a.jsonl.gz texts/ -o d/a
-    """
+    Example: holmes data prepare a.jsonl.gz texts/ -o d/a"""
     problem = "FILES and --stdlib are mutually exclusive" if files else "no input"
     refuse(
         "data prepare",

@@ -18,8 +18,7 @@ from holmes_hpc.training.checkpoint import checkpoint_directory
 def models(json: Json = False) -> None:
     """List the named models, each with its default batch.
 
-    Example: holmes models
-    """
+    Example: holmes models"""
     rows, documents = [], []
     for m in MODELS.values():
         batch = BATCHES.get(m.name)
@@ -35,8 +34,7 @@ def models(json: Json = False) -> None:
 def batches(json: Json = False) -> None:
     """List the named batches, including those of models.
 
-    Example: holmes batches
-    """
+    Example: holmes batches"""
     sizes = {name: (b.global_size, b.micro_size, b.sequence_length, b.tokens) for name, b in BATCHES.items()}
     rows = [(name, *(f"{size:,}" for size in batch)) for name, batch in sizes.items()]
     columns = ("batch", "sequences per step", "per micro-batch", "tokens per sequence", "tokens per step")
@@ -59,8 +57,7 @@ def import_weights(
     """Convert a Hugging Face folder to an initial checkpoint. Any layout can load it.
     Nothing is downloaded, and no code of the folder is run.
 
-    Example: holmes import Qwen3-8B -o qwen3-8b
-    """
+    Example: holmes import Qwen3-8B -o qwen3-8b"""
     with console.waiting("reading the weights"):  # includes the slow import of torch
         from holmes_hpc.training.checkpoint.hugging_face_folder import import_folder
 
@@ -76,8 +73,7 @@ def export(
 ) -> None:
     """Write the last good checkpoint as Hugging Face safetensors.
 
-    Example: holmes export my-run --safetensors weights/
-    """
+    Example: holmes export my-run --safetensors weights/"""
     need("torch")
     _require_checkpoint(run)
     with console.waiting("loading and writing the weights"):

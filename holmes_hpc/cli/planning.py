@@ -68,8 +68,7 @@ def plan(
 ) -> None:
     """Find the fastest plan for a model, and explain it. With --earliest, find the plan that ends first in the queue.
 
-    Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml
-    """
+    Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml"""
     overrides = with_flags(flags, overrides)
     config = load(overrides)
     if earliest:
@@ -136,8 +135,7 @@ def calibrate(
 ) -> None:
     """Measure layers and links in a short job. It uses two nodes of each pool; plan and predict read its file.
 
-    Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml
-    """
+    Example: holmes calibrate model=gpt_3_6b -o site.cal.yaml; then holmes plan calibration=site.cal.yaml"""
     from holmes_hpc.cli.submission_steps import create_and_submit
     from holmes_hpc.submission.lifecycle import progress
 

@@ -66,8 +66,7 @@ def submit(
 ) -> None:
     """Submit a plan as one heterogeneous job.
 
-    Example: holmes submit plan.yaml train.steps=100 slurm.account=ml
-    """
+    Example: holmes submit plan.yaml train.steps=100 slurm.account=ml"""
     if plan_path is None or not is_file_argument(plan_path):
         hint = "create one with `holmes plan … -o plan.yaml`, then `holmes submit plan.yaml`; `holmes run` does both"
         raise ConfigError("no plan", where="submit", hint=hint)
@@ -105,8 +104,7 @@ def run(
 ) -> None:
     """Plan, submit, watch and report a run.
 
-    Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'
-    """
+    Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
     overrides = with_flags(flags, overrides)
     plan, config = plan_run(overrides, earliest=earliest)
     console.note(f"plan {plan.id}: {plan.strategy_label}, {placement_text(plan)}")
@@ -141,8 +139,7 @@ def resume(
 ) -> None:
     """Continue a run from its last good checkpoint. The plan may be another one for the same model and batch.
 
-    Example: holmes resume my-run train.steps=200 --plan four-ib.yaml
-    """
+    Example: holmes resume my-run train.steps=200 --plan four-ib.yaml"""
     record = find_run(run)
     with create.hold_submission_lock(record.path, "`holmes resume`") as lock:
         state = status.run_status(record).state
@@ -201,8 +198,7 @@ def remove(
 ) -> None:
     """Remove runs and their checkpoints, after a confirmation.
 
-    Example: holmes rm my-run
-    """
+    Example: holmes rm my-run"""
     for name in runs:
         if is_sweep(name):
             raise ConfigError("it is a sweep, not a run", where=name, hint=f"name its runs: {name}/0 …")
@@ -237,8 +233,7 @@ def report(
 ) -> None:
     """Report throughput, step time and bytes per network. Several runs are compared.
 
-    Example: holmes report a b
-    """
+    Example: holmes report a b"""
     if by not in ("throughput", "loss"):
         raise ConfigError(f"--by is {by!r}", where="report", hint="use throughput or loss")
     for file in (html, trace):

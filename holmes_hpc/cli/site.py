@@ -44,8 +44,7 @@ def nodes(
 ) -> None:
     """List pools, partitions, NICs and GPUs known to Slurm.
 
-    Example: holmes nodes 'partitions=[gpu]' slurm.account=ml
-    """
+    Example: holmes nodes 'partitions=[gpu]' slurm.account=ml"""
     config, settings = _read_settings(with_flags(flags, overrides))
     site = load_site(config) if config.site_file else None
     with console.waiting("asking Slurm"):
@@ -65,8 +64,7 @@ def site(
     An existing FILE is renewed: values edited by hand stay, and only new kinds of node are probed. Exit code 1 if
     something remains unknown: the rest is written.
 
-    Example: holmes site -o site.yaml slurm.account=ml
-    """
+    Example: holmes site -o site.yaml slurm.account=ml"""
     from holmes_hpc.fabric import site_record
     from holmes_hpc.fabric.discovery import discover
     from holmes_hpc.slurm.scontrol import read_topology
@@ -103,8 +101,7 @@ def probe(
 ) -> None:
     """Show this node's NICs and the Slurm features it needs. With --check, exit code 1 for a difference.
 
-    Example: holmes probe --check
-    """
+    Example: holmes probe --check"""
     if not Path(sysfs, "class").is_dir():
         problem, hint = "not a copy of /sys: it has no folder class", "copy /sys/class and /sys/devices from a node"
         raise SiteError(problem, where=sysfs, hint=hint)
@@ -133,8 +130,7 @@ def label(
 ) -> None:
     """Show the Slurm features that nodes need, or set them. The features that nodes have are kept.
 
-    Example: holmes label ib1 ib2 --fabric ib-a
-    """
+    Example: holmes label ib1 ib2 --fabric ib-a"""
     if helper:
         console.text(labels.helper_script())
         return
@@ -171,8 +167,7 @@ def doctor(
 ) -> None:
     """Find what would make runs fail or slow down. Exit code 1 if there is an error.
 
-    Example: holmes doctor --script my-job.sbatch
-    """
+    Example: holmes doctor --script my-job.sbatch"""
     findings = [finding for path in script or [] for finding in checks.read_script(Path(path))]
     with console.waiting("asking Slurm and the nodes"):
         config, settings = _read_settings(with_flags(flags, overrides))

@@ -43,8 +43,7 @@ def status(
 ) -> None:
     """Show the state, step and loss of runs, and why they failed. Failed runs are shown with rank, node and log lines.
 
-    Example: holmes status 20260101-120000-gpt_tiny
-    """
+    Example: holmes status 20260101-120000-gpt_tiny"""
     if watch and json:
         raise ConfigError("--watch and --json are mutually exclusive", where="status", hint="leave one of them out")
     sweeps = [name for name in runs or [] if sweep_table.is_sweep(name)]
@@ -100,8 +99,7 @@ def logs(
 ) -> None:
     """Show the last lines of a run's logs.
 
-    Example: holmes logs my-run --rank 0 -n 50
-    """
+    Example: holmes logs my-run --rank 0 -n 50"""
     record = find_run(run)
     paths = [record.log_path(rank)] if rank is not None else log_paths(record)
     if rank is not None and not paths[0].exists():
@@ -127,8 +125,7 @@ def logs(
 def cancel(run: Run, json: Json = False) -> None:
     """Cancel a run's job with all its components.
 
-    Example: holmes cancel my-run
-    """
+    Example: holmes cancel my-run"""
     record = find_run(run)
     is_local_run = is_local(record.read_run())
     with console.waiting("waiting for its ranks to save and exit" if is_local_run else "asking Slurm"):
@@ -165,8 +162,7 @@ def _kill_wait() -> str:
 def sweep_status(directory: Directory, json: Json = False) -> None:
     """Show a live table of a sweep's jobs.
 
-    Example: holmes sweep status runs/sweep-20260101-120000
-    """
+    Example: holmes sweep status runs/sweep-20260101-120000"""
     if sys.stdout.isatty() and not json:
         sweep_table.show_live(directory)
     else:
@@ -178,8 +174,7 @@ def sweep_status(directory: Directory, json: Json = False) -> None:
 def sweep_collect(directory: Directory, json: Json = False) -> None:
     """Show the results of a sweep's jobs.
 
-    Example: holmes sweep collect runs/sweep-20260101-120000 --json
-    """
+    Example: holmes sweep collect runs/sweep-20260101-120000 --json"""
     jobs = sweep_table.collect(directory)
     if json:
         console.as_json(jobs)
@@ -204,8 +199,7 @@ def _figures(final: Any) -> dict[str, Any]:
 def sweep_cancel(directory: Directory) -> None:
     """Cancel the active jobs of a sweep.
 
-    Example: holmes sweep cancel runs/sweep-20260101-120000
-    """
+    Example: holmes sweep cancel runs/sweep-20260101-120000"""
     manifest = read_manifest(directory)
     active = {row.num for row in sweep_table.sweep_status(directory) if not row.ended}
     jobs = [job for job in manifest.jobs if job.num in active]

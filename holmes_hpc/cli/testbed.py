@@ -24,8 +24,7 @@ def testbed_up(
 ) -> None:
     """Start the testbed, unless it runs already.
 
-    Example: sudo holmes testbed up slurm/testbed/default.yaml
-    """
+    Example: sudo holmes testbed up slurm/testbed/default.yaml"""
     with console.steps("checking the testbed") as report:
         testbed.up(topology, release=release, slurm=slurm, source=slurm_source, progress=report)
     console.note('the testbed runs; to use it in your shell: eval "$(holmes testbed env)"')
@@ -35,8 +34,7 @@ def testbed_up(
 def testbed_status(json: Json = False) -> None:
     """Show which parts of the testbed run. Exit code 1 if one does not.
 
-    Example: holmes testbed status --json
-    """
+    Example: holmes testbed status --json"""
     status = testbed.status()
     if json:
         console.as_json(status)
@@ -58,8 +56,7 @@ def testbed_status(json: Json = False) -> None:
 def testbed_exec(node: str, command: Annotated[list[str], typer.Argument(metavar="-- CMD...")]) -> None:
     """Run a command on a node of the testbed.
 
-    Example: holmes testbed exec ib1 -- ip addr
-    """
+    Example: holmes testbed exec ib1 -- ip addr"""
     raise typer.Exit(testbed.exec_in(node, command).returncode)
 
 
@@ -77,8 +74,7 @@ def testbed_env() -> None:
 def testbed_down() -> None:
     """Stop the testbed and remove its files.
 
-    Example: holmes testbed down
-    """
+    Example: holmes testbed down"""
     with console.steps("checking the testbed") as report:
         if not testbed.down(progress=report):
             report("no testbed is up")
