@@ -16,6 +16,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from holmes_hpc.records.run import RunDirectory
 
 MODEL = ModelSpec("memory", 12, 512, 8, 16000, ffn=1376, kv_heads=8, max_positions=512)
 BATCH = Batch(16, 2, 256)
-STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class Case:
     model: Mapping[str, Any] = field(default_factory=dict)
     batch: Mapping[str, Any] = field(default_factory=dict)
     in_flight: tuple[int, ...] | None = None
+    steps: int = 3
 
     def plan(self) -> Plan:
-        ranks = self.options["tp"] * self.options["pp"] * self.options["dp"]
+        ranks = prod(self.options.get(size, 1) for size in ("tp", "pp", "dp", "cp"))
         fabric = Pool("local", NicType.ETHERNET, "local", 1, ranks, 10.0, replace(CPU, memory_gib=64), gres=False)
         plan = fixed_plan(
             replace(MODEL, **self.model),
@@ -83,6 +84,12 @@ CASES = {
     ),
     "gqa": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4]}, model={"kv_heads": 2}),
     "dropout": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4]}, model={"dropout": 0.1}),
+    "long": Case(  # a quarter of an hour
+        {"tp": 1, "pp": 1, "dp": 1, "cp": 4},
+        model={"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2, "ffn": 256, "vocab": 256, "max_positions": 131072},
+        batch={"global_size": 1, "micro_size": 1, "sequence_length": 131072},
+        steps=1,
+    ),
 }
 
 
@@ -136,11 +143,11 @@ def run_rank_tracked(path: str) -> None:
     Path(config["run_dir"], f"bytes-{os.environ['RANK']}").write_text(str(peak))
 
 
-def measure(plan: Plan, directory: Path) -> list[int]:
-    """Run a plan; return the measured peak bytes of every rank."""
+def measure(plan: Plan, directory: Path, steps: int) -> list[int]:
+    """Run `steps` steps of a plan; return the measured peak bytes of every rank."""
     from holmes_hpc.config.composition import load
 
-    config = load(["data=synthetic", f"train.steps={STEPS}", "train.device=cpu"]).to_dict()
+    config = load(["data=synthetic", f"train.steps={steps}", "train.device=cpu"]).to_dict()
     run = RunDirectory.create(directory / "run", plan.to_yaml(), config, [])
     config |= {"plan_file": str(run.plan_path), "run_dir": str(run.path)}
     path = directory / "config.json"
@@ -177,7 +184,7 @@ def main(names: list[str]) -> None:
     for name in names or list(CASES):
         plan = CASES[name].plan()
         with tempfile.TemporaryDirectory(prefix="holmes-memory-") as folder:
-            measured = measure(plan, Path(folder))
+            measured = measure(plan, Path(folder), CASES[name].steps)
         assert plan.predicted is not None
         per_stage = plan.world_size // plan.parallel.pp
         for stage, predicted in enumerate(plan.predicted.memory_bytes_per_gpu):

@@ -23,7 +23,6 @@ from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
-from holmes_hpc.planning.cost.layer import key_value_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import by_stage
 from holmes_hpc.planning.cost.timing import parameters, recomputed
@@ -67,6 +66,7 @@ def layer_activation_bytes(
     unfused_elementwise: bool = False,
     fp32_scores: bool = False,
     parts: Sequence[str] = ("scores",),
+    cp: int = 1,
 ) -> tuple[float, float]:
     """Return the bytes of one layer and micro-batch on one of `tp` ranks: (held from forward to backward, extra during
     its backward pass).
@@ -75,14 +75,16 @@ def layer_activation_bytes(
     autograd saves (benchmarks/planner_memory.py). Transformer Engine's modules are fused. `flash`: attention keeps
     one number per row of scores. `unfused_norm`, `unfused_elementwise`, `fp32_scores`: on a GPU, autograd saves the
     tensors of norms in fp32, of separate rotary and gate operations, and of a softmax in fp32. `parts`: selective
-    recomputation repeats them and keeps their inputs; of the FFN and norms, it drops all but the input.
+    recomputation repeats them and keeps their inputs; of the FFN and norms, it drops all but the input. The ring of
+    `cp` ranks needs its buffers when the FFN's tensors are gone, which are larger.
     """
     m, h, queries, keys = model, model.hidden, model.query_width, 2 * model.key_width
     norm = 3 if m.rmsnorm and not fused else 2  # input, (normalised input,) output
     mask = 1 if fused else element  # bytes of a dropout mask's element
     hidden_bytes = 2 * norm * h * element + (2 * h * mask if m.dropout else 0)
     if flash:
-        attention = queries + keys + (queries + keys // 2 if m.rope else 0)  # q, k, v and rotated q, k
+        # q, k, v and rotated q, k; the ring of CP joins rotated k and v, so no others are held
+        attention = queries + keys + (queries + keys // 2 if m.rope and cp == 1 else 0)
     elif m.kv_heads < m.heads:
         attention = 3 * queries + (0 if m.rope else queries + keys)  # rotated q; k and v repeated for every head
     else:
@@ -207,8 +209,6 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
             [(activations[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)], axis=1
         )
     transient = np.zeros_like(count) + backward_bytes
-    if layout.batch.cp > 1:  # keys and values of two ranks, and their gradients
-        transient += 4 * key_value_bytes(m, tokens, p.tp, 1.0) * element
     transfer = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
     activations[:, 0] += transfer[0] * layout.order.depths[0] * (1 if m.dropout else 0)
     logits = tokens * m.padded_vocab(p.tp) / (1 if costs.software.gathered_logits else p.tp)
@@ -257,6 +257,7 @@ def _activation_bytes(
         unfused_elementwise=not (software.fused_elementwise or gpu.is_cpu),
         fp32_scores=software.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4,
         parts=software.recompute_parts,
+        cp=batch.cp,
     )
 
 

@@ -66,7 +66,7 @@ def best_plan(
             plans.append(_best_plan(of_contexts(problem, cp), clock))
         except PlanError as e:
             failure = failure or e
-            if not plans and not isinstance(failure, OutOfMemory):
+            if batch.sequence_length < LONG_SEQUENCE and not isinstance(failure, OutOfMemory):
                 raise
     if failure and not plans:
         raise failure

@@ -11,6 +11,7 @@ from pathlib import Path
 import gpu
 import planner_memory
 import pytest
+import thorough
 from sites import H100, one_fabric, two_clusters
 
 from holmes_hpc.config.model import Batch
@@ -25,17 +26,26 @@ from holmes_hpc.planning.search.best import best_plan
 SEQUENCE = 1024  # long enough for unfused scores to dominate the memory
 
 
-@pytest.mark.integration
-def test_memory_with_fused_attention_is_as_predicted(tmp_path: Path) -> None:
-    case = planner_memory.Case(
+CASES = {
+    "PP 2": planner_memory.Case(
         {"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [3, 1]},
         {"layers": 4, "max_positions": SEQUENCE},
         {"sequence_length": SEQUENCE, "micro_size": 1, "global_size": 2},
-    )
-    plan = case.plan()
+    ),
+    "CP 4": replace(
+        planner_memory.CASES["long"], batch={"global_size": 1, "micro_size": 1, "sequence_length": 8 * SEQUENCE}
+    ),
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", thorough.all_but(CASES, "PP 2"))
+def test_memory_with_fused_attention_is_as_predicted(name: str, tmp_path: Path) -> None:
+    plan = CASES[name].plan()
     assert plan.predicted is not None
-    measured = planner_memory.measure(plan, tmp_path)
-    assert measured == pytest.approx(plan.predicted.memory_bytes_per_gpu, rel=0.08)
+    measured = planner_memory.measure(plan, tmp_path, CASES[name].steps)
+    stages = [predicted for predicted in plan.predicted.memory_bytes_per_gpu for _ in range(plan.parallel.dp)]
+    assert measured == pytest.approx(stages, rel=0.08)
 
 
 def test_gpt_3_6b_fits_only_with_fused_attention() -> None:
