@@ -178,7 +178,7 @@ class Batch:
     global_size: Annotated[int, key("sequences per optimizer step, over all replicas", unit="sequences", ge=1)]
     micro_size: Annotated[int, key("sequences per pass through a pipeline stage", unit="sequences", ge=1)]
     sequence_length: Annotated[int, key("tokens per sequence", unit="tokens", ge=1)]
-    cp = 1  # of a PartialBatch, the ranks that share a sequence
+    cp, all_to_all = 1, False  # see PartialBatch
 
     def __post_init__(self) -> None:
         check(self, "batch", PlanError, dotted=True)
@@ -198,7 +198,7 @@ class Batch:
         """The batch of whole sequences."""
         return self if self.cp == 1 else Batch(self.global_size // self.cp, self.micro_size, self.context)
 
-    def split(self, cp: int) -> Batch:
+    def split(self, cp: int, all_to_all: bool = False) -> Batch:
         """Return the batch as one of `cp` context-parallel ranks holds it: its parts of all sequences."""
         refuse(
             "batch",
@@ -209,7 +209,8 @@ class Batch:
             ),
             error=PlanError,
         )
-        return self if cp == 1 else PartialBatch(self.global_size * cp, self.micro_size, self.sequence_length // cp, cp)
+        sizes = self.global_size * cp, self.micro_size, self.sequence_length // cp
+        return self if cp == 1 else PartialBatch(*sizes, cp, all_to_all)
 
     def micro_batches(self, dp: int) -> int:
         """Return the number of micro-batches per pipeline and step. PlanError if the batch cannot be divided."""
@@ -228,6 +229,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class PartialBatch(Batch):
-    """A batch of parts of sequences: each of `cp` ranks holds `sequence_length` tokens of a sequence."""
+    """A batch of parts of sequences: each of `cp` ranks holds `sequence_length` tokens of a sequence.
+    `all_to_all`: the ranks exchange tokens for heads, not keys and values around a ring."""
 
     cp: Annotated[int, key("ranks that share a sequence", ge=1)]
+    all_to_all: bool = False

@@ -27,6 +27,7 @@ _SYNONYMS = {
     "model.vocab": "vocab_size padded_vocab_size",
     "name": "run_name exp_name experiment_name job_name",
     "plan.cp": "context_parallel context_parallel_size cp_size",
+    "plan.cp_comm": "cp_comm_type",
     "plan.dp": "data_parallel data_parallel_size dp_size",
     "plan.ep": "expert_parallel expert_parallel_size expert_model_parallel_size ep_size",
     "plan.gpus_per_node": "gpus ngpus gpus_per_task nproc_per_node ntasks_per_node",
@@ -75,7 +76,7 @@ _ADVICE = {  # pattern -> what to do
     r"(\w+\.)?(gradient_accumulation\w*|grad_accum\w*)": "write batch.global_size=N and batch.micro_size=M: the plan"
     " derives the number of micro-batches from them",
     r"(\w+\.)?(warmup_ratio|lr_warmup_fraction)": "write train.warmup_steps=N",
-    r"(\w+\.)?(ulysses\w*|ring_attention)": "plan.cp shares sequences, with ring attention",
+    r"(\w+\.)?(ulysses\w*|ring_attention)": "plan.cp shares sequences, by plan.cp_comm",
     r"(\w+\.)?(num_(local_)?experts|n_routed_experts|experts|moe(_\w+)?|etp|router\w*)": "write model.experts.KEY=… of"
     " count, top_k, ffn, balance; plan.ep shares experts among ranks",
     r"mixtral.*|deepseek.*|.*_a\d+b|gpt_oss.*|glm4.*": "of mixtures of experts, only mixtral_8x7b and qwen3_30b_a3b"

@@ -328,6 +328,7 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
         pp=p.pp,
         dp=2 * p.replicas,
         cp=p.cp,
+        cp_comm=p.cp_comm,
         virtual_stages=p.virtual_stages,
         layers_per_stage=tuple(stage.layers for stage in plan.stages),
         recompute=plan.recompute,

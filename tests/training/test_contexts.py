@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import thorough
 
 from holmes_hpc.config.model import Experts
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.training.data.prepare import prepare
 from holmes_hpc.training.model import attention
 
 MODEL = replace(spawn.MODEL, layers=4, rope=True)
@@ -27,9 +29,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # DP counts the ranks that share a seque
     "PP 2 x CP 2, interleaved": {"pp": 2, "dp": 2, "cp": 2, "layers": [[1, 1], [1, 1]]},
     "CP 2, full recomputation": {"dp": 2, "cp": 2, "recompute": "full"},
     "CP 2 x EP 2": {"dp": 2, "cp": 2, "ep": 2, "model": EXPERTS},
+    "CP 2, all-to-all": {"dp": 2, "cp": 2, "cp_comm": "a2a"},
+    "CP 2 x DP 2, all-to-all, full recomputation": {"dp": 4, "cp": 2, "cp_comm": "a2a", "recompute": "full"},
+    "PP 2 x CP 2 x TP 2, all-to-all": {
+        "tp": 2,
+        "pp": 2,
+        "dp": 2,
+        "cp": 2,
+        "cp_comm": "a2a",
+        "sequence_parallel": True,
+        "model": replace(MODEL, heads=8, kv_heads=4),
+    },
     "CP 2, learned positions": {"dp": 2, "cp": 2, "model": replace(MODEL, rope=False)},
 }
-QUICK = ("CP 2", "CP 2 x TP 2", "PP 2 x CP 2, eager 1F1B", "CP 2 x EP 2")
+QUICK = ("CP 2", "CP 2 x TP 2", "PP 2 x CP 2, eager 1F1B", "CP 2 x EP 2", "CP 2, all-to-all")
+APART: dict[str, dict[str, Any]] = {  # with a mask
+    "PP 2 x CP 4": {"pp": 2, "dp": 4, "cp": 4},
+    "CP 2, all-to-all": {"dp": 2, "cp": 2, "cp_comm": "a2a"},
+}
 
 
 def train(directory: Path, layout: dict[str, Any], **settings: Any) -> spawn.FinishedRun:
@@ -63,6 +80,27 @@ def test_parts_of_sequences_have_the_losses_and_norms_of_one_process(
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("name", thorough.all_but(APART, "PP 2 x CP 4"))
+def test_documents_are_kept_apart_in_parts_of_sequences(name: str, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"{i} little words"[: 3 + i % 9]}) for i in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    prefix = prepare([tmp_path / "a.jsonl"], tmp_path / "text", workers=1).prefix
+    model, losses = replace(MODEL, vocab=257), dict[str, list[float]]()
+    for case, (layout, documents) in {
+        "parts": (APART[name], "apart"), "whole": ({}, "apart"), "joined": ({}, "joined")
+    }.items():  # fmt: skip
+        data = {"kind": "indexed", "prefix": prefix, "documents": documents, "learnable": False}
+        plan = spawn.plan(**{"model": model, **layout})
+        ended = spawn.train(tmp_path / case, plan, {"train": TRAIN, "data": data})
+        assert set(ended.codes) == {0}, ended.output
+        losses[case] = ended.column("loss")
+        losses[f"{case}, norms"] = ended.column("grad_norm")
+    assert losses["parts"] == pytest.approx(losses["whole"], rel=1e-5)
+    assert losses["parts, norms"] == pytest.approx(losses["whole, norms"], rel=1e-4)
+    assert losses["parts"] != pytest.approx(losses["joined"], rel=1e-5)
+
+
+@pytest.mark.integration
 def test_a_checkpoint_moves_between_parts_and_whole_sequences(one_process: Any, tmp_path: Path) -> None:
     """Each checkpoint after two steps continues with the losses of the run without an interruption."""
     for saved, resumed in (("CP 2", {}), (None, LAYOUTS["CP 2"])):
@@ -80,8 +118,7 @@ def test_a_checkpoint_moves_between_parts_and_whole_sequences(one_process: Any, 
 
 def test_attention_that_lacks_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.contexts, "size", lambda: 2)
-    with pytest.raises(ConfigError, match=r"ring attention is set up without a mask.*plan\.cp=1"):
-        attention.refuse_unsupported(document_end=0, cuda=False)
+    attention.refuse_unsupported(document_end=0, cuda=False)
     monkeypatch.setattr(attention, "has_transformer_engine", lambda: False)
     with pytest.raises(ConfigError, match="context parallelism on GPUs needs Transformer Engine"):
         attention.refuse_unsupported(None, cuda=True)

@@ -161,8 +161,10 @@ class Costs:
             return forward, backward + (forward if recompute == "full" else 0.0)
         measured = self._measured_s("layer", model, batch, tp, pool, sequence_parallel)
         if measured is None and not gpu.is_cpu:
-            # A ring of keys and values that leaves a node shares its NIC with those of the other TP ranks.
+            # An exchange of CP ranks that leaves a node shares its NIC with those of the other TP ranks.
             nic_gbps = pool.data_gbps / tp if tp * batch.cp > pool.gpus_per_node else None
+            if nic_gbps and batch.all_to_all:  # each rank of the node sends to each peer outside
+                nic_gbps *= (batch.cp - 1) / ((inside := max(1, pool.gpus_per_node // tp)) * (batch.cp - inside))
             return self._correct(self._times(model, batch, tp, gpu, sequence_parallel, recompute, ep, nic_gbps)[0], gpu)
         flops, software = layer_flops(model, tokens, sequence), self.software_on(gpu)
         if "norms" in software.recompute_parts and recompute == "selective":
@@ -252,7 +254,7 @@ class Costs:
         sequence_parallel: bool = False,
         recompute: str = "none",
         ep: int = 1,
-        ring_gbps: float | None = None,
+        cp_gbps: float | None = None,
     ) -> tuple[Seconds, Seconds, Seconds]:
         return part_times(
             self._device(gpu),
@@ -264,7 +266,7 @@ class Costs:
             gradient_bytes=self.gradient_size,
             recompute=recompute,
             ep=ep,
-            ring_gbps=ring_gbps,
+            cp_gbps=cp_gbps,
         )
 
     def _device(self, gpu: Gpu) -> Device:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from holmes_hpc.planning.cost import experts
-from holmes_hpc.planning.cost.layer import key_value_bytes
+from holmes_hpc.planning.cost.layer import exchanged_bytes, key_value_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import activation_bytes, embedding_bytes
 from holmes_hpc.planning.cost.timing import parameters
@@ -37,7 +37,7 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
         component = component_of[place_of[group.ranks[0]].pool]
         gpu = layout.pool(component).gpu
         factors, n, stage = costs.collectives(gpu), len(group.ranks), group.stages[0]
-        senders, amount = group.ranks, 0.0
+        senders, amount, peer_bytes = group.ranks, 0.0, 0.0  # of a step; to each peer on another node
         if group.kind == "edge":
             view = layout.views[stage] if layout.is_per_stage else layout
             tensor = activation_bytes(view, transport, component) * _tensor_share(p, group)
@@ -49,17 +49,18 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
             amount = factors.all_reduce * embedding_bytes(layout) / tp * (n - 1) / n
         elif group.kind == "cp":  # keys and values go round once in each forward pass, and with gradients in backward
             parts = {"full": ("scores",), "selective": costs.software.recompute_parts}.get(layout.recompute, ())
-            rounds = (3 + ("scores" in parts)) * float(layers[0, stage].sum()) * layout.order.micro_batches
+            passes, rounds = float(layers[0, stage].sum()) * layout.order.micro_batches, 3 + ("scores" in parts)
             tokens = layout.batch.micro_size * layout.batch.sequence_length
-            amount = rounds * (n - 1) * key_value_bytes(layout.model, tokens, p.tp, costs.weight_bytes(gpu))
+            sizes = layout.model, tokens, p.tp, costs.weight_bytes(gpu)
+            if p.cp_comm == "a2a":
+                peer_bytes = (rounds - 1) * passes * exchanged_bytes(*sizes) / n
+            else:
+                amount = rounds * passes * (n - 1) * key_value_bytes(*sizes)
             senders = tuple(a for a, b in pairwise((*group.ranks, group.ranks[0])) if place_of[a] != place_of[b])
         elif group.kind == "ep":
             passes = 3 if layout.recompute == "full" else 2  # forward, perhaps again, and backward
             calls = passes * layers[0, stage].sum() * layout.order.micro_batches
-            per_rank = calls * experts.exchanged_bytes(layout, component)
-            for rank in group.ranks:
-                peers = sum(place_of[peer] != place_of[rank] for peer in group.ranks)
-                yield GroupTransport(group.kind, group.ranks, transport, group.stages), rank, float(peers * per_rank)
+            peer_bytes = calls * experts.exchanged_bytes(layout, component)
         elif group.kind in ("intra_dp" if p.optimizer_instances > 1 else "dp", "expt_dp"):
             size = float((sparse if group.kind == "expt_dp" else count)[stage])
             senders = first_rank_per_node(group.ranks, place_of)
@@ -70,8 +71,13 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
             amount = per_parameter * size * (n - 1) / n
         elif group.kind == "inter_dp":
             amount = factors.all_reduce * (n - 1) / n * float(count[stage]) * costs.gradient_size / layout.intra_dp_size
-        for rank in senders if amount else ():
-            yield GroupTransport(group.kind, group.ranks, transport, group.stages), rank, amount
+        for rank in group.ranks if peer_bytes else senders if amount else ():
+            peers = sum(place_of[peer] != place_of[rank] for peer in group.ranks) if peer_bytes else 0
+            yield (
+                GroupTransport(group.kind, group.ranks, transport, group.stages),
+                rank,
+                float(amount + peers * peer_bytes),
+            )
 
 
 def first_rank_per_node(ranks: Sequence[int], place_of: Sequence[Place]) -> tuple[int, ...]:

@@ -38,6 +38,11 @@ def key_value_bytes(model: ModelSpec, tokens: int, tp: int, element: float) -> f
     return 2.0 * tokens * model.key_width / tp * element
 
 
+def exchanged_bytes(model: ModelSpec, tokens: int, tp: int, element: float) -> float:
+    """Return the bytes of what all-to-all attention exchanges: queries, keys and values; then its output."""
+    return 2.0 * tokens * (model.query_width + model.key_width) / tp * element
+
+
 def all_reduce_s(device: Device, model: ModelSpec, tokens: int, tp: int, sequence_parallel: bool) -> float:
     """Return the seconds of an all-reduce of T x h over the TP ranks.
     With sequence parallel, a reduce-scatter and an all-gather replace it."""
@@ -50,7 +55,7 @@ def all_reduce_s(device: Device, model: ModelSpec, tokens: int, tp: int, sequenc
 @dataclass(frozen=True)
 class LayerTimes:
     """The times of a model's parts on one of `tp` ranks, for one micro-batch.
-    `gradient_bytes`: of an accumulated element. `ring_gbps`: of keys and values between nodes; None inside a node."""
+    `gradient_bytes`: of an accumulated element. `cp_gbps`: of CP's exchange between nodes; None inside a node."""
 
     device: Device
     software: Software
@@ -62,7 +67,8 @@ class LayerTimes:
     sequence_parallel: bool
     gradient_bytes: int
     ep: int = 1
-    ring_gbps: float | None = None
+    cp_gbps: float | None = None
+    all_to_all: bool = False
 
     @cached_property
     def tokens(self) -> int:
@@ -108,7 +114,7 @@ class LayerTimes:
         blocks = self.micro_size * heads
         if self.software.flash:
             share = self.sequence / self.context
-            return self._with_key_exchange(d.flash_s(share * blocks, self.context, m.head_width, self.attention))
+            return self._with_exchange(d.flash_s(share * blocks, self.context, m.head_width, self.attention))
         pairs = blocks * self.sequence * self.context
         passes = 4.0 * d.element + (2.0 * d.element + 1 if m.dropout else 0)  # write, softmax in and out, read
         if self.attention == "unfused":
@@ -117,17 +123,21 @@ class LayerTimes:
         compute_s = 2 * d.scores_s(pairs, m.head_width)
         return compute_s + moved_s, 2 * (compute_s + moved_s)
 
-    def _with_key_exchange(self, compute_s: Seconds) -> Seconds:
-        """Return the seconds of attention beside CP's ring of keys and values, whose gradients return with them."""
-        cp = self.context // self.sequence
+    def _with_exchange(self, compute_s: Seconds) -> Seconds:
+        """Return the seconds of attention beside CP's ring of keys and values, whose gradients return with them, or
+        after all-to-alls, which nothing hides."""
+        cp, sizes = self.context // self.sequence, (self.model, self.tokens, self.tp, self.device.element)
         if cp == 1:
             return compute_s
-        sent_bytes = (cp - 1) * key_value_bytes(self.model, self.tokens, self.tp, self.device.element)
-        forward, backward = (self.device.ring_s(n * sent_bytes, cp) for n in (1, 2))
-        if self.ring_gbps:
-            forward, backward = (
-                max(s, n * sent_bytes * 8e-9 / self.ring_gbps) for s, n in ((forward, 1), (backward, 2))
-            )
+        sent_bytes = exchanged_bytes(*sizes) / cp if self.all_to_all else key_value_bytes(*sizes)
+
+        def sent_s(count: int) -> float:
+            peers_bytes = count * (cp - 1) * sent_bytes
+            return max(self.device.ring_s(peers_bytes, cp), peers_bytes * 8e-9 / self.cp_gbps if self.cp_gbps else 0.0)
+
+        if self.all_to_all:
+            return compute_s[0] + sent_s(1), compute_s[1] + sent_s(1)
+        forward, backward = sent_s(1), sent_s(2)
         return max(compute_s[0], forward), max(compute_s[1], backward)
 
     def moved(self) -> Seconds:
@@ -255,7 +265,7 @@ def part_times(
     gradient_bytes: int,
     recompute: str,
     ep: int = 1,
-    ring_gbps: float | None = None,
+    cp_gbps: float | None = None,
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Return ((forward, backward) of a layer, of the embedding, of the head), in the order of PARTS."""
     layer_times = LayerTimes(
@@ -269,7 +279,8 @@ def part_times(
         sequence_parallel=sequence_parallel,
         gradient_bytes=gradient_bytes,
         ep=ep,
-        ring_gbps=ring_gbps,
+        cp_gbps=cp_gbps,
+        all_to_all=batch.all_to_all,
     )
     return layer_times.layer(recompute), layer_times.embedding(), layer_times.head()
 

@@ -67,6 +67,7 @@ def layer_activation_bytes(
     fp32_scores: bool = False,
     parts: Sequence[str] = ("scores",),
     cp: int = 1,
+    all_to_all: bool = False,
 ) -> tuple[float, float]:
     """Return the bytes of one layer and micro-batch on one of `tp` ranks: (held from forward to backward, extra during
     its backward pass).
@@ -85,6 +86,7 @@ def layer_activation_bytes(
     if flash:
         # q, k, v and rotated q, k; the ring of CP joins rotated k and v, so no others are held
         attention = queries + keys + (queries + keys // 2 if m.rope and cp == 1 else 0)
+        attention += queries if all_to_all else 0  # attention's output for all tokens
     elif m.kv_heads < m.heads:
         attention = 3 * queries + (0 if m.rope else queries + keys)  # rotated q; k and v repeated for every head
     else:
@@ -258,6 +260,7 @@ def _activation_bytes(
         fp32_scores=software.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4,
         parts=software.recompute_parts,
         cp=batch.cp,
+        all_to_all=batch.all_to_all,
     )
 
 

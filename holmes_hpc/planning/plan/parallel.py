@@ -70,6 +70,7 @@ class Parallel:
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
     ep: Annotated[int, key("expert parallel", ge=1)] = 1
+    cp_comm: Annotated[str, key("how ranks that share a sequence exchange it", one_of=("ring", "a2a"))] = "ring"
 
     @classmethod
     def uniform(cls, tp: int = 1, pp: int = 1, dp: int = 1, **settings: Any) -> Parallel:
@@ -147,8 +148,7 @@ class Parallel:
         return all(stage == self.stages[0] for stage in self.stages)
 
     def is_grid(self, micro_batches: int) -> bool:
-        """Return whether every replica computes equally many of `micro_batches`: then pipelines are rows of the grid
-        of ranks."""
+        """Return whether every replica computes equally many of `micro_batches`: pipelines are rows of all ranks."""
         return self.is_uniform and micro_batches % self.stages[0].dp == 0
 
     @property
@@ -216,14 +216,15 @@ class Parallel:
         return {"tp": self.tp, "pp": self.pp, "dp": self.replicas} | self.settings()
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields other than `stages`, without `ep` if it is 1, as in older versions."""
-        return {k: v for k, v in asdict(self).items() if k != "stages" and (k, v) != ("ep", 1)}
+        """Return the fields other than `stages`, without those that older versions lack if they are the defaults."""
+        return {k: v for k, v in asdict(self).items() if k != "stages" and v != {"ep": 1, "cp_comm": "ring"}.get(k)}
 
     def __str__(self) -> str:
         if self.is_even:
             shares = ", shares of a step by speed" if self.stages[0].weights else ""
             chunks = f" x {self.virtual_stages} virtual" if self.virtual_stages > 1 else ""
             rest = "".join(f", {k.upper()} {n}" for k in ("cp", "ep") if (n := getattr(self, k)) > 1)
+            rest += ", all-to-all attention" if self.cp_comm == "a2a" else ""
             return f"TP {self.tp}, PP {self.pp}{chunks}, DP {self.replicas}{rest}{shares}"
         return f"PP {self.pp} of " + " + ".join(f"TP {stage.tp} x DP {stage.dp}" for stage in self.stages)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
+from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.config.plan_options import SCHEDULES
 from holmes_hpc.errors import PlanError
 from holmes_hpc.schema import Checked, check, key
@@ -102,3 +103,25 @@ class Predicted(Checked, where="predicted", error=PlanError):
     breakdown: dict[str, float]
     interval_s: tuple[float, float] | None = None
     share_of_limit: float | None = None
+
+
+def check_experts_and_contexts(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> None:
+    """Raise PlanError for what experts or context parallelism exclude. `sizes`: has `tp`, `ep`, `cp` and `cp_comm`;
+    None means 1. `used`: whether each of the features is used that both exclude."""
+    count, ep, cp = model.experts.count, sizes.ep or 1, sizes.cp or 1
+    hint = f"use a divisor of {count}" if count else "use 1, or a model with experts"
+    PlanError.refuse(
+        (count % ep if count else ep > 1, f"EP {ep} does not divide {count} experts", "plan.ep", hint),
+        *(
+            (is_given and is_used, f"{feature} not support {name}", "plan", "use only one of them")
+            for is_given, feature in ((count, "experts do"), (cp > 1, "context parallelism does"))
+            for name, is_used in used.items()
+        ),
+        (cp > 1 and model.dropout, "context parallelism does not support dropout", "model.dropout", "use 0"),
+        (
+            cp > 1 and sizes.cp_comm == "a2a" and model.kv_heads % (cp * (sizes.tp or 1)),
+            f"all-to-all attention: TP x CP {cp} does not divide {model.kv_heads} heads of keys and values",
+            "plan.cp_comm",
+            "use ring",
+        ),
+    )

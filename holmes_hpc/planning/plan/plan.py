@@ -23,7 +23,14 @@ from holmes_hpc.planning.plan.parallel import (
     indivisible_sizes,
     tp_across_nodes,
 )
-from holmes_hpc.planning.plan.parts import Component, Predicted, Schedule, Stage, lacks_layers
+from holmes_hpc.planning.plan.parts import (
+    Component,
+    Predicted,
+    Schedule,
+    Stage,
+    check_experts_and_contexts,
+    lacks_layers,
+)
 from holmes_hpc.planning.plan.transport import GroupTransport, Place, Transport, TransportRule, places
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.launches import check_launches
@@ -146,27 +153,20 @@ class Plan:
         )
 
     def _check_experts_and_contexts(self) -> None:
-        count, p = self.model.experts.count, self.parallel
-        hint = "use a divisor of model.experts.count" if count else "use 1, or a model with experts"
-        PlanError.refuse(
-            (count % p.ep if count else p.ep > 1, f"EP {p.ep} does not divide {count} experts", "parallel.ep", hint),
-            *(
-                (is_given and is_used, f"{feature} not support {name}", "plan", f"use {instead}")
-                for is_given, feature in ((count, "experts do"), (p.cp > 1, "context parallelism does"))
-                for is_used, name, instead in (
-                    (self.is_per_stage, "per-stage TP/DP", "the same TP and DP in every stage"),
-                    (p.order == HIERARCHICAL_ORDER, "hierarchical data parallelism", "another strategy"),
-                    (p.optimizer_instances > 1, "optimizer instances", "optimizer_instances=1"),
-                    (self.schedule.kind == "zero_bubble", "zero_bubble", "another schedule"),
-                    (
-                        count and p.tps != (1,) and not p.sequence_parallel,
-                        "TP without sequence parallelism",
-                        "sequence_parallel or TP 1",
-                    ),
-                )
-            ),
-            (p.cp > 1 and self.model.dropout, "context parallelism does not support dropout", "plan", "use dropout=0"),
+        p = self.parallel
+        check_experts_and_contexts(
+            self.model,
+            p,
+            {
+                "per-stage TP/DP": self.is_per_stage,
+                "hierarchical data parallelism": p.order == HIERARCHICAL_ORDER,
+                "optimizer instances": p.optimizer_instances > 1,
+                "zero_bubble": self.schedule.kind == "zero_bubble",
+            },
         )
+        no_sequence_parallel = self.model.experts.count and p.tps != (1,) and not p.sequence_parallel
+        message, hint = "experts do not support TP without sequence parallelism", "use sequence_parallel or TP 1"
+        PlanError.refuse((no_sequence_parallel, message, "plan", hint))
 
     def _check_per_stage(self) -> None:
         p = self.parallel
@@ -280,7 +280,7 @@ class Plan:
     @cached_property
     def parts(self) -> Batch:
         """The batch as its ranks hold it: parts of sequences, if several ranks share one."""
-        return self.batch.split(self.parallel.cp)
+        return self.batch.split(self.parallel.cp, self.parallel.cp_comm == "a2a")
 
     @cached_property
     def is_per_stage(self) -> bool:

@@ -26,7 +26,7 @@ from holmes_hpc.planning.search.problem import (
     LONG_SEQUENCE,
     Problem,
     available_pools,
-    cp_sizes,
+    context_choices,
     of_contexts,
     searched_site,
 )
@@ -59,11 +59,11 @@ def best_plan(
     """
     site = costs.with_measured_links(searched_site(site, options))
     clock, problem, plans, failure = clock or Clock(), Problem(model, batch, site, options, costs), list[Plan](), None
-    for cp in cp_sizes(problem):
-        if plans and (batch.sequence_length < LONG_SEQUENCE or clock.is_over()):
+    for cp, all_to_all in context_choices(problem):
+        if plans and (clock.is_over() or not (options.cp or batch.sequence_length >= LONG_SEQUENCE)):
             break
         try:
-            plans.append(_best_plan(of_contexts(problem, cp), clock))
+            plans.append(_best_plan(of_contexts(problem, cp, all_to_all), clock))
         except PlanError as e:
             failure = failure or e
             if batch.sequence_length < LONG_SEQUENCE and not isinstance(failure, OutOfMemory):
@@ -173,7 +173,8 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     """
     PlanError.refuse(*((not getattr(options, n), f"{n} is missing", "layout", f"give {n}") for n in ("tp", "pp", "dp")))
     site = costs.with_measured_links(searched_site(site, options))
-    _, batch, _, options, _ = of_contexts(Problem(model, batch, site, options, costs), options.cp or 1)
+    problem = Problem(model, batch, site, options, costs)
+    _, batch, _, options, _ = of_contexts(problem, options.cp or 1, options.cp_comm == "a2a")
     chunks = options.virtual_stages or 1
     schedule = megatron_kind(chunks).name if options.schedule == "auto" else options.schedule
     fixed = replace(

@@ -183,6 +183,7 @@ class Evaluator:
             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False,
             ep=ep,
             cp=batch.cp,
+            cp_comm="a2a" if batch.all_to_all else "ring",
         )
         sizes = placement.micro_size, placement.tp, placement.dp, placement.instances, ep
         return Layout(

@@ -12,10 +12,15 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.parallel import indivisible_sizes
+from holmes_hpc.planning.plan.parts import check_experts_and_contexts
 
 MAX_MICRO_SIZE = 32
 LONG_SEQUENCE = 32768  # tokens, from which on all CPs are tried; else only if nothing fits without
-_EXCLUDED = (("strategy", "hierarchical-dp"), ("schedule", "zero_bubble"), ("unequal", "true"))  # by experts and CP
+_EXCLUDED = (  # by experts and CP
+    ("per-stage TP/DP", "unequal", "true"),
+    ("hierarchical data parallelism", "strategy", "hierarchical-dp"),
+    ("zero_bubble", "schedule", "zero_bubble"),
+)
 MAX_POOLS = 10  # of a search: the number of their sets is exponential
 
 
@@ -90,33 +95,18 @@ def searched_site(site: Site, options: PlanOptions) -> Site:
     return replace(site, pools=pools, links=links, assumptions=(*site.assumptions, note))
 
 
-def of_contexts(problem: Problem, cp: int) -> Problem:
+def of_contexts(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
     """Return the problem of ranks of which `cp` share each sequence. It is as if each sequence were `cp` shorter ones
     on as many replicas. Choices that this or experts exclude are gone. PlanError if the user made one of them."""
-    model, batch, options = problem.model, problem.batch, problem.options
-    count, ep, sharding = model.experts.count, options.ep or 1, problem.costs.software.sharding
-    PlanError.refuse(
-        (
-            count % ep if count else ep > 1,
-            f"EP {ep} does not divide {count} experts",
-            "plan.ep",
-            f"choose a divisor of {count}" if count else "remove it, or use a model with experts",
-        ),
-        (
-            count and sharding in ("gradients", "full"),
-            f"experts do not support sharding of {sharding}",
-            "--sharding",
-            "use none or optimizer",
-        ),
-        *(
-            (is_given and getattr(options, name) == value, f"{feature} {value}", f"plan.{name}", "remove it")
-            for is_given, feature in ((count, "experts do not support"), (cp > 1, "CP does not support"))
-            for name, value in _EXCLUDED
-        ),
-        (cp > 1 and model.dropout, "context parallelism does not support dropout", "model.dropout", "use 0"),
-    )
+    model, options, sharding = problem.model, problem.options, problem.costs.software.sharding
+    sizes = replace(options, cp=cp, cp_comm="a2a" if all_to_all else "ring")
+    check_experts_and_contexts(model, sizes, {name: getattr(options, k) == v for name, k, v in _EXCLUDED})
+    count = model.experts.count
+    message = f"experts do not support sharding of {sharding}"
+    is_refused = count and sharding in ("gradients", "full")
+    PlanError.refuse((is_refused, message, "--sharding", "use none or optimizer"))
     return problem._replace(
-        batch=batch.split(cp),
+        batch=problem.batch.split(cp, all_to_all),
         options=replace(
             options,
             dp=options.dp and options.dp * cp,
@@ -126,13 +116,18 @@ def of_contexts(problem: Problem, cp: int) -> Problem:
     )
 
 
-def cp_sizes(problem: Problem) -> list[int]:
-    """Return the CPs to try, ascending: the user's, or all inside a node that divide a sequence."""
-    batch, options = problem.batch, problem.options
-    if options.cp or problem.model.dropout or any(getattr(options, name) == value for name, value in _EXCLUDED):
-        return [options.cp or 1]
+def context_choices(problem: Problem) -> list[tuple[int, bool]]:
+    """Return (CP, whether by all-to-all) to try, ascending: the user's CP, or all inside a node that divide a sequence.
+    An all-to-all is tried unasked only if the user fixes CP: inside a node, attention hides the ring."""
+    batch, options, heads = problem.batch, problem.options, problem.model.kv_heads
+    is_a2a, is_excluded = options.cp_comm == "a2a", any(getattr(options, k) == v for _, k, v in _EXCLUDED)
+    if options.cp or problem.model.dropout or is_excluded:
+        cp = options.cp or 1
+        tries_both = options.cp_comm == "auto" and cp > 1 and heads % (cp * (options.tp or 1)) == 0
+        return [(cp, False), (cp, True)] if tries_both else [(cp, is_a2a)]
     node_gpus = max(a.gpus_per_node for a in available_pools(problem.site, options))
-    return [cp for cp in divisors(node_gpus) if cp == 1 or batch.sequence_length % (2 * cp) == 0]
+    sizes = [cp for cp in divisors(node_gpus) if batch.sequence_length % (2 * cp) == 0 and not (is_a2a and heads % cp)]
+    return [(1, False), *((cp, is_a2a) for cp in sizes if cp > 1)]
 
 
 def ep_sizes(model: ModelSpec, options: PlanOptions, ranks: int) -> list[int]:

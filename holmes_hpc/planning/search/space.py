@@ -59,6 +59,8 @@ class Space:
                     and (batch.sequence_length % tp or options.sequence_parallel is False)
                 ):
                     continue  # experts need sequence parallelism
+                if batch.all_to_all and model.kv_heads % (tp * batch.cp):
+                    continue
                 if usable and (len(usable) == len(self.available) or not any(a.is_fixed for a in self.available)):
                     problem = Problem(model, batch, site, options, costs)
                     self._pool_costs.append(PoolCosts(problem, micro_size, tp, usable))

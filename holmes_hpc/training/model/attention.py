@@ -8,6 +8,7 @@ arXiv 2205.14135; a similar kernel on CPUs) and need only torch.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class SdpaAttention(MegatronModule):
         )
         self._scale = softmax_scale  # None: one over the root of the head's width
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self._exchanges_heads = cp_comm_type == "a2a"
 
     def forward(
         self,
@@ -74,35 +76,42 @@ class SdpaAttention(MegatronModule):
             raise ConfigError(
                 "torch's fused attention supports no bias or packed sequences", where="model", hint="use a mask instead"
             )
-        mask = None if attention_mask is None else ~attention_mask  # Megatron-Core's mask marks the excluded pairs
-        dropout = self._dropout if self.training else 0.0
+        attend = partial(self._attend, hidden=attention_mask)
+        if self._exchanges_heads:  # only with context parallelism
+            attend = partial(contexts.with_all_tokens, attend)
+        return attend(query, key, value).flatten(2)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the attention output, like `query`. `hidden`: the excluded pairs, as in Megatron-Core's mask."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        if contexts.size() > 1:
-            context = contexts.RingAttention.apply(q, k, v, self._scale)
-            return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+        if contexts.size() > 1 and not self._exchanges_heads:
+            return contexts.RingAttention.apply(q, k, v, hidden, self._scale).permute(2, 0, 1, 3)
+        mask = None if hidden is None else ~hidden
+        dropout = self._dropout if self.training else 0.0
         # like Megatron-Core, draw different random numbers on each tensor-parallel rank, which has different heads
         has_own_random_state = dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if has_own_random_state else nullcontext():
             context = F.scaled_dot_product_attention(
                 q, k, v, mask, dropout, mask is None, scale=self._scale, enable_gqa=key.size(2) < query.size(2)
             )
-        return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+        return context.permute(2, 0, 1, 3)
 
 
 def refuse_unsupported(document_end: int | None, cuda: bool) -> None:
     """Raise ConfigError if this rank's attention lacks the mask that `data.documents` needs to keep documents apart, or
     context parallelism. `document_end`: the end-of-document token, None if documents are joined."""
-    fused, cp = cuda and has_transformer_engine(), contexts.size()
-    name = "ring attention" if cp > 1 else "Transformer Engine's attention"
+    fused = cuda and has_transformer_engine()
     ConfigError.refuse(
         (
-            document_end is not None and (fused or cp > 1),
-            f"documents cannot be kept apart: {name} is set up without a mask",
+            document_end is not None and fused,
+            "documents cannot be kept apart: Transformer Engine's attention is set up without a mask",
             "data.documents",
-            "use data.documents=joined" + (", or plan.cp=1" if cp > 1 else ", or no Transformer Engine"),
+            "use data.documents=joined, or no Transformer Engine",
         ),
         (
-            cp > 1 and cuda and not fused,
+            contexts.size() > 1 and cuda and not fused,
             "context parallelism on GPUs needs Transformer Engine",
             "plan.cp",
             "install it, or use plan.cp=1",

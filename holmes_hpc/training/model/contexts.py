@@ -1,5 +1,5 @@
-"""Context parallelism: `cp` ranks share each sequence, and pass keys and values around a ring (Liu et al. 2023, arXiv
-2310.01889).
+"""Context parallelism: `cp` ranks share each sequence. They pass keys and values around a ring (Liu et al. 2023, arXiv
+2310.01889), or exchange tokens for heads before and after attention (Jacobs et al. 2023, arXiv 2309.14509).
 
 A sequence has 2 cp chunks, of which rank i holds chunks i and 2 cp - 1 - i. So causal attention has equal work on every
 rank. With Transformer Engine, its own attention does the same.
@@ -7,6 +7,7 @@ rank. With Transformer Engine, its own attention does the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,35 +24,67 @@ def size() -> int:
 
 def support_cpu() -> None:
     """Make rotary positions work on CPUs."""
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _part
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = lambda whole, dimension, group: _part(whole, dimension)
 
 
-def _part(whole: torch.Tensor, dimension: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's chunks of a tensor with all tokens of a sequence along `dimension`."""
-    chunks = whole.chunk(2 * group.size(), dimension)
-    return torch.cat([chunks[group.rank()], chunks[-1 - group.rank()]], dimension)
+def _part(whole: torch.Tensor, dimension: int, rank: int | None = None) -> torch.Tensor:
+    """Return the chunks of `rank` (None: this one) of a tensor with all tokens of a sequence along `dimension`."""
+    chunks, rank = (
+        whole.chunk(2 * size(), dimension),
+        parallel_state.get_context_parallel_rank() if rank is None else rank,
+    )
+    return torch.cat([chunks[rank], chunks[-1 - rank]], dimension)
 
 
 def part_of(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of a micro-batch of whole sequences. `loss_tokens`: the tokens with a loss, of all ranks.
-    They divide the loss, because the schedules multiply it by the number of ranks."""
+    """Return this rank's part of a micro-batch of whole sequences, with the whole mask. `loss_tokens`: the tokens with
+    a loss, of all ranks. They divide the loss, because the schedules multiply it by the number of ranks."""
     if size() == 1:
         return batch
-    group = parallel_state.get_context_parallel_group()
-    part = {name: None if value is None else _part(value, 1, group) for name, value in batch.items()}
+    part = {name: value if name == "attention_mask" else _part(value, 1) for name, value in batch.items()}
     return part | {"loss_tokens": batch["loss_mask"].sum()}
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of the parts along the first dimension. Gradients return in the same way."""
+
+    @staticmethod
+    def forward(context: Any, sent: torch.Tensor) -> torch.Tensor:
+        sent = sent.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=parallel_state.get_context_parallel_group())
+        return received
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return _Exchange.forward(context, gradient)
+
+
+def with_all_tokens(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """Return the output of `attend` for this rank's tokens. It is called with all tokens, but a part of the heads.
+    Tensors are (tokens, batch, heads, width)."""
+    heads = [tensor.size(2) // size() for tensor in tensors]
+    parts = torch.cat([tensor.unflatten(2, (size(), -1)) for tensor in tensors], 3).movedim(2, 0)
+    early, late = _Exchange.apply(parts).chunk(2, 1)  # of all ranks
+    output = attend(*torch.cat([early.flatten(0, 1), late.flip(0).flatten(0, 1)]).split(heads, 2))
+    return _Exchange.apply(torch.stack([_part(output, 0, rank) for rank in range(size())])).movedim(0, 2).flatten(2, 3)
 
 
 class RingAttention(torch.autograd.Function):
     """Causal attention of this rank's queries over the keys and values of all ranks, which pass around a ring.
 
     In the backward pass, their gradients follow them, up to the rank that they belong to. Tensors are (batch, heads,
-    tokens, width); there may be fewer heads of keys and values.
+    tokens, width); there may be fewer heads of keys and values. `mask`: of all tokens, True for hidden pairs.
     """
 
     @staticmethod
     def forward(
-        context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+        context: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None,
     ) -> torch.Tensor:
         """Return the attention output, like `query`. Pieces are merged by the logarithms of their softmaxes' sums."""
         own = passing = torch.stack([key, value])
@@ -60,7 +93,8 @@ class RingAttention(torch.autograd.Function):
         for step in range(size()):
             pending = _pass_on(passing) if step < size() - 1 else None
             rows, columns = _visible(step, query.size(2))
-            piece, piece_sum = _attend(query[:, :, rows], passing[:, :, :, columns], step == 0, scale)
+            visible = _visibility(mask, step, rows, columns, query.dtype)
+            piece, piece_sum = _attend(query[:, :, rows], passing[:, :, :, columns], visible, scale)
             merged = torch.logaddexp(log_sum[:, :, rows], piece_sum)
             old_share, new_share = ((s - merged).exp().unsqueeze(-1) for s in (log_sum[:, :, rows], piece_sum))
             output[:, :, rows] = output[:, :, rows] * old_share + piece * new_share
@@ -68,11 +102,11 @@ class RingAttention(torch.autograd.Function):
             passing = _arrived(pending) if pending else passing
         output = output.to(query.dtype)
         context.save_for_backward(query, own, output, log_sum)
-        context.scale = scale
+        context.mask, context.scale = mask, scale
         return output
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:  # type: ignore[override, unused-ignore]
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override, unused-ignore]
         query, passing, output, log_sum = context.saved_tensors
         query_gradient = torch.zeros_like(query)
         own_gradient = torch.zeros_like(passing)
@@ -83,7 +117,7 @@ class RingAttention(torch.autograd.Function):
             query_piece, piece = _attend_backward(
                 *(t[:, :, rows] for t in (gradient, query, output, log_sum)),
                 key_value=passing[:, :, :, columns],
-                causal=step == 0,
+                visible=_visibility(context.mask, step, rows, columns, query.dtype),
                 scale=context.scale,
             )
             query_gradient[:, :, rows] += query_piece
@@ -93,7 +127,7 @@ class RingAttention(torch.autograd.Function):
             pending_gradient = _pass_on(sums) if step > 0 else None
             passing = _arrived(pending) if pending else passing
         own_gradient += _arrived(pending_gradient) if pending_gradient else 0
-        return query_gradient, own_gradient[0], own_gradient[1], None
+        return query_gradient, own_gradient[0], own_gradient[1], None, None
 
 
 def _visible(step: int, tokens: int) -> tuple[slice, slice]:
@@ -105,6 +139,18 @@ def _visible(step: int, tokens: int) -> tuple[slice, slice]:
     if step <= parallel_state.get_context_parallel_rank():  # from a rank before this one
         return everything, slice(0, half)
     return slice(half, tokens), everything
+
+
+def _visibility(
+    mask: torch.Tensor | None, step: int, rows: slice, columns: slice, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the kernel's arguments for the pairs that attend in a step. Hidden scores stay finite, because a row of a
+    piece may have no others; the piece then counts nothing beside the rank's own."""
+    if mask is None:
+        return {"is_causal": step == 0}
+    source = (parallel_state.get_context_parallel_rank() - step) % size()
+    hidden = _part(_part(mask, 2), 3, source)[:, :, rows, columns]
+    return {"attn_mask": torch.zeros(hidden.shape, dtype=dtype, device=mask.device).masked_fill_(hidden, -1e9)}
 
 
 def _pass_on(tensor: torch.Tensor) -> Pending:
@@ -127,11 +173,11 @@ def _arrived(pending: Pending) -> torch.Tensor:
 
 
 def _attend(
-    query: torch.Tensor, key_value: torch.Tensor, causal: bool, scale: float | None
+    query: torch.Tensor, key_value: torch.Tensor, visible: dict[str, Any], scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention output and the logarithm of each softmax's sum, by torch's fused kernel."""
     key, value = _for_each_query(key_value, query)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scale, **visible)
 
 
 def _attend_backward(
@@ -141,14 +187,14 @@ def _attend_backward(
     log_sum: torch.Tensor,
     *,
     key_value: torch.Tensor,
-    causal: bool,
+    visible: dict[str, Any],
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of the queries, and of keys and values, of a piece of attention. `output` and `log_sum` are
     those of the whole attention, which give each piece its share."""
     key, value = _for_each_query(key_value, query)
     queries, *key_values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, output, log_sum, 0.0, causal, scale=scale
+        gradient, query, key, value, output, log_sum, 0.0, **{"is_causal": False, **visible}, scale=scale
     )
     return queries, torch.stack(key_values).unflatten(2, (key_value.size(2), -1)).sum(3)
 

@@ -89,6 +89,7 @@ def transformer_config(
         fp16=dtype == torch.float16,
         tensor_model_parallel_size=tp,
         context_parallel_size=p.cp,
+        cp_comm_type="a2a" if p.cp_comm == "a2a" else "p2p",
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,
         pipeline_model_parallel_layout=layout(plan) if p.pp > 1 else None,  # type: ignore[arg-type, unused-ignore]

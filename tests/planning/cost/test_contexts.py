@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import published_contexts
 import pytest
 import spawn
 from sites import A100
@@ -39,6 +40,28 @@ def test_the_ring_sends_keys_and_values_forward_and_with_gradients_backward(reco
     assert {amount for *_, amount in sent} == {passes * 3 * key_values * 6 * 8}  # layers, micro-batches
 
 
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("full", 3)])
+def test_an_all_to_all_sends_queries_keys_values_and_the_output(recompute: str, passes: int) -> None:
+    plan = spawn.plan(dp=2, cp=2, recompute=recompute, cp_comm="a2a")
+    sent = [row for row in sent_bytes(Layout.of(plan, Costs()), layer_array(plan)) if row[0].kind == "cp"]
+    exchanged = (32 + 2 * 16 + 32) * 8 * 4  # of 8 tokens a rank, in fp32
+    assert [rank for _, rank, _ in sent] == [0, 1]
+    assert {amount for *_, amount in sent} == {passes * exchanged / 2 * 6 * 8}  # layers, micro-batches
+
+
+def test_an_all_to_all_is_chosen_where_a_ring_between_nodes_takes_longer() -> None:
+    short, options = replace(LONG, sequence_length=4096), PlanOptions(tp=1, pp=1, dp=1, cp=8, recompute="full")
+    one_gpu = replace(SITE, pools=(replace(SITE.pools[0], nodes=8, gpus_per_node=1, rdma_gbps=25.0),))
+    plans = {}
+    for comm in ("ring", "a2a", "auto"):
+        plans[comm] = best_plan(LLAMA, short, one_gpu, replace(options, cp_comm=comm, max_memory_gib=1e4), Costs())
+    assert [plans[comm].parallel.cp_comm for comm in plans] == ["ring", "a2a", "a2a"]
+    step_s = [plan.predicted.step_time_s for plan in plans.values() if plan.predicted]
+    assert step_s[2] == step_s[1] < step_s[0]
+    inside = best_plan(LLAMA, short, SITE, replace(options, tp=2, cp=4, nodes={"a": 1}), Costs())
+    assert inside.parallel.cp_comm == "ring"
+
+
 def test_a_rank_holds_its_part_of_the_activations_but_one_copy_of_queries_and_keys_less() -> None:
     parts = {cp: layout for cp in (1, 4) for layout in [fixed(2, cp)]}
     held = {cp: memory(layout, layout.all_layers[-1:]).activations[0, 0] for cp, layout in parts.items()}
@@ -64,3 +87,12 @@ def test_a_long_sequence_gets_context_parallelism_unasked() -> None:
     assert one_sequence.parallel.cp == 4  # CP 1 has no placement on whole nodes
     short = best_plan(LLAMA, Batch(16, 1, 4096), SITE, options, Costs())
     assert short.parallel.cp == 1
+
+
+def test_published_runs_with_context_parallelism_are_predicted() -> None:
+    errors = [abs(row.error) for row in published_contexts.llama_rows(fp8=False)]
+    assert len(errors) == 15 and sum(errors) / len(errors) < 0.06
+    rows = published_contexts.long_rows()
+    assert max(abs(row.error) for row in rows) < 0.15
+    predicted = [row.predicted for row in rows]
+    assert predicted == sorted(predicted)  # more tokens, more TFLOP/s, as published

@@ -109,9 +109,9 @@ def test_a_model_that_fits_only_with_its_experts_shared_gets_a_large_ep() -> Non
     ("options", "message"),
     [
         ({"ep": 3}, "EP 3 does not divide 16 experts"),
-        ({"strategy": "hierarchical-dp"}, "experts do not support hierarchical-dp"),
+        ({"strategy": "hierarchical-dp"}, "experts do not support hierarchical data parallelism"),
         ({"schedule": "zero_bubble"}, "experts do not support zero_bubble"),
-        ({"unequal": "true"}, "experts do not support true"),
+        ({"unequal": "true"}, "experts do not support per-stage TP/DP"),
         ({"tp": 1, "dp": 2, "ep": 4}, "EP 4 does not divide TP 1 x DP 2"),
         ({"tp": 2, "sequence_parallel": False}, "experts need sequence parallelism"),
     ],

@@ -28,6 +28,13 @@ def test_a_plan_with_cp_is_read_back(tmp_path: Any) -> None:
     assert data["stages"][0]["dp"] == 2 and data["batch"]["sequence_length"] == 16
 
 
+def test_a_plan_by_all_to_all_is_read_back(tmp_path: Any) -> None:
+    plan = spawn.plan(**CP_2, cp_comm="a2a")
+    plan.write(tmp_path / "plan.yaml")
+    assert Plan.read(tmp_path / "plan.yaml") == plan and plan.parts.all_to_all
+    assert str(plan.parallel) == "TP 1, PP 2, DP 2, CP 2, all-to-all attention" and plan.id != spawn.plan(**CP_2).id
+
+
 def test_users_write_dp_without_the_ranks_that_share_a_sequence() -> None:
     data = spawn.plan(**CP_2).to_dict()
     del data["unused"], data["transports"]
@@ -57,6 +64,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "context parallelism does not support zero_bubble",
     ),
     "dropout": ({"dp": 2, "cp": 2, "model": replace(spawn.MODEL, dropout=0.1)}, "does not support dropout"),
+    "heads": (
+        {"tp": 2, "dp": 2, "cp": 2, "cp_comm": "a2a"},
+        r"all-to-all attention: TP x CP 2 does not divide 2 heads of keys and values",
+    ),
     "instances": ({"dp": 4, "cp": 2, "optimizer_instances": 2}, "does not support optimizer instances"),
 }  # fmt: skip
 
@@ -83,4 +94,5 @@ def test_hierarchical_plans_per_stage_dp_and_groups_across_fabrics_are_refused()
 
 
 def test_cp_is_configured_like_other_sizes() -> None:
+    assert load(["plan.cp_comm=a2a"]).plan.cp_comm == "a2a"
     assert load(["plan.cp=4"]).plan.cp == 4 and load(["plan.cp=auto"]).plan.cp is None
