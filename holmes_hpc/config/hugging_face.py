@@ -6,11 +6,11 @@ read, hugging_face.yaml their keys, and why others cannot. training/checkpoint/w
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from holmes_hpc.config.model import ModelSpec, RopeScaling
+from holmes_hpc.config.model import Experts, ModelSpec, RopeScaling
 from holmes_hpc.errors import ConfigError, DataError, HolmesError, nearest
 from holmes_hpc.records.files import read_json
 from holmes_hpc.tables import read_table
@@ -80,6 +80,12 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
         **dict.fromkeys(("bos_token_id", "eos_token_id"), eod),
         **{key: getattr(spec, field) for field, key in names.items()},
     }
+    if spec.experts.count:
+        routing = asdict(replace(spec.experts, ffn=spec.ffn_width))
+        shared_keys |= {key: routing[field] for field, key in _TABLE["experts"][model_type].items()}
+        shared_keys |= (
+            {"norm_topk_prob": _is_normalised(spec)} if spec.qk_norm else {"intermediate_size": spec.ffn_width}
+        )
     if not spec.rope:
         dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), spec.dropout)
         return {**shared_keys, "activation_function": "gelu_new" if spec.gelu_tanh else "gelu", **dropouts}
@@ -91,21 +97,23 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
         "rope_scaling": _write_scaling(spec.rope_scaling),
         "attention_dropout": spec.dropout,
         **({"attention_bias": spec.bias, "mlp_bias": spec.bias} if model_type == "llama" else {}),
-        **({"attention_bias": False} if model_type == "qwen3" else {}),
+        **({"attention_bias": False} if spec.qk_norm else {}),
         **({"use_sliding_window": False} if model_type != "llama" else {}),
     }
 
 
 def family_of(spec: ModelSpec) -> str:
     """Return the `model_type` of the family that computes the same as this model. ConfigError if there is none."""
-    if spec.experts.count:
-        hint = "use `holmes resume` or checkpoint=DIR, which keep holmes_hpc's own format"
-        raise ConfigError("mixtures of experts have no Hugging Face format yet", where=f"model {spec.name}", hint=hint)
     if not (spec.rope or spec.swiglu or spec.rmsnorm) and (
         spec.kv_heads == spec.heads and spec.query_width == spec.hidden and not spec.qk_norm
     ):
         return "gpt2"
-    if spec.rope and spec.swiglu and spec.rmsnorm:
+    experts = spec.experts
+    if spec.rope and spec.swiglu and spec.rmsnorm and experts.count:
+        routing = Experts(experts.count, experts.top_k, experts.ffn, experts.balance, experts.score)
+        if experts == routing and not spec.qkv_bias and (spec.qk_norm or _is_normalised(spec)):
+            return "qwen3_moe" if spec.qk_norm else "mixtral"
+    elif spec.rope and spec.swiglu and spec.rmsnorm:
         if not (spec.qk_norm or spec.qkv_bias):
             return "llama"
         if spec.qk_norm and not (spec.bias or spec.qkv_bias):
@@ -119,12 +127,18 @@ def family_of(spec: ModelSpec) -> str:
         "RMSNorm," if spec.rmsnorm else "LayerNorm,",
         "QK norm," * spec.qk_norm,
         "biases of queries, keys and values," * spec.qkv_bias,
+        f"{experts}," if experts.count else "",
         f"heads {spec.head_width} wide",
         f"and {spec.kv_heads} of {spec.heads} heads for keys",
     ]
     problem = f"no supported Hugging Face family has {' '.join(filter(None, parts))}"
     hint = "export models like Llama or Qwen (rope, swiglu, rmsnorm) or like GPT-2 (none of them)"
     raise ConfigError(problem, where=f"model {spec.name}", hint=hint)
+
+
+def _is_normalised(spec: ModelSpec) -> bool:
+    """Return whether the probabilities of a token's experts sum to 1."""
+    return spec.experts.score == "softmax" and spec.experts.top_k > 1
 
 
 def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -141,7 +155,7 @@ class _Config:
     """A reader for the keys of a config.json. DataError for a missing key."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config, self.where = config, where
+        self.config, self.where = {"num_experts": config.get("num_local_experts"), **config}, where  # transformers 5
 
     def __call__(self, name: str, *default: Any) -> Any:
         """Return the value of a key. If it is missing or null, return `default`; without one, raise DataError."""
@@ -169,7 +183,7 @@ class _Config:
 
 
 def _read_llama(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
-    """Read Llama 2 and 3, Mistral, Qwen2, Qwen2.5 or Qwen3: rotary positions, SwiGLU, RMSNorm, grouped queries."""
+    """Read Llama, Mistral, Mixtral or Qwen: rotary positions, SwiGLU, RMSNorm, grouped queries."""
     rope = read("rope_parameters", None) or read("rope_scaling", None) or {}
     if not isinstance(rope, Mapping):
         read.refuse(f"rope_scaling is {rope!r}", _HINT)
@@ -192,8 +206,23 @@ def _read_llama(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
         rope_base=rope.get("rope_theta") or read("rope_theta", 10000.0),
         head_dim=read("head_dim", type_keys.get("head_dim")),
         rope_scaling=_read_scaling(read, rope),
+        experts=_read_experts(read, type_keys["experts"]) if "experts" in type_keys else Experts(),
         **model_keys,
     )
+
+
+def _read_experts(read: _Config, family: str) -> Experts:
+    """Read the experts of Mixtral or Qwen3: in every layer, without shared ones."""
+    for name, supported in (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("router_jitter_noise", 0.0)):
+        read.require(name, supported)
+    is_normalised = read("norm_topk_prob", family == "mixtral")
+    experts = Experts(
+        **{field: read(key) for field, key in _TABLE["experts"][family].items()},
+        score="softmax" if is_normalised else "softmax_all",
+    )
+    if is_normalised and experts.top_k == 1:
+        read.refuse("a token has one expert, whose weight is always 1, so the router cannot learn", _HINT)
+    return experts
 
 
 def _refuse_window(read: _Config, type_keys: Mapping[str, Any]) -> None:
@@ -247,5 +276,9 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("MistralForCausalLM", _read_llama, {"window_by_itself": True}),
     "qwen2": Family("Qwen2ForCausalLM", _read_llama, {"qkv_bias": True, "window_by_itself": False}),
     "qwen3": Family("Qwen3ForCausalLM", _read_llama, {"qk_norm": True, "head_dim": 128, "window_by_itself": False}),
+    "mixtral": Family("MixtralForCausalLM", _read_llama, {"experts": "mixtral", "window_by_itself": True}),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", _read_llama, {"experts": "qwen3_moe", "qk_norm": True, "window_by_itself": False}
+    ),
     "gpt2": Family("GPT2LMHeadModel", _read_gpt2, {}),
 }

@@ -41,13 +41,19 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Experts(Checked, where="model.experts", error=PlanError):
-    """The experts of every layer, which replace its feed-forward part. A router sends each token to `top_k` of them.
-    Their scores are the softmax over those of a token, or over all experts if `top_k` is 1."""
+    """The experts of every layer, which replace its feed-forward part. A router sends each token to `top_k` of them."""
 
     count: Annotated[int, key("experts of a layer; 0: a dense model", ge=0)] = 0
     top_k: Annotated[int, key("experts that compute a token", ge=1)] = 2
     ffn: Annotated[int | None, key("inner width of an expert; null: model.ffn", ge=1)] = None
     balance: Annotated[float, key("coefficient of the loss that balances the experts", ge=0)] = 0.01
+    score: Annotated[
+        str,
+        key(
+            "weights of a token's experts: softmax over these (over all with top_k 1), or over all",
+            one_of=("softmax", "softmax_all"),
+        ),
+    ] = "softmax"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_QWEN3_MOE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # name -> model_type, config; LENGTH exceeds the original context of models with scaled RoPE
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
@@ -46,6 +47,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**_SIZES, "sliding_window": None, "head_dim": 16}),
     "qwen2": ("qwen2", {**_SIZES, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {**_SIZES, "head_dim": 16}),
+    "mixtral": ("mixtral", {**_SIZES, "num_local_experts": 4, "sliding_window": None}),
+    "qwen3_moe": ("qwen3_moe", {**_SIZES, **_QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3_moe_all": ("qwen3_moe", {**_SIZES, **_QWEN3_MOE, "norm_topk_prob": False}),
     "gpt2": ("gpt2", {"vocab_size": 61, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}),
 }
 LAYOUTS = {"one process": (1, 1), "tp2 pp2": (2, 2)}
@@ -62,7 +66,8 @@ def make_models(root: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **values)).eval()
         with torch.no_grad():
             for parameter in model.parameters():  # norms of 1 and biases of 0 would hide errors
-                parameter.mul_(3).add_(0.2 * torch.randn(parameter.shape, generator=generator))
+                scale = 0.1 if hasattr(model.config, "num_experts_per_tok") else 0.2  # routers amplify rounding errors
+                parameter.mul_(3).add_(scale * torch.randn(parameter.shape, generator=generator))
             tokens = torch.randint(61, (2, LENGTH), generator=generator)
             logits = model(tokens).logits
         model.save_pretrained(root / name, max_shard_size="30KB")
@@ -86,11 +91,14 @@ def run_rank(rank: int, root: Path, layout: str) -> None:
     tp, pp = LAYOUTS[layout]
     cpu.install()
     dist.init_process_group("gloo", init_method=f"file://{root}/{layout}.store", rank=rank, world_size=tp * pp)
-    parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=True)
+    parallel_state.initialize_model_parallel(
+        tp, pp, expert_model_parallel_size=tp, expert_tensor_parallel_size=1, create_gloo_process_groups=True
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     for name in MODELS:
         spec = read_model(root / name)
-        plan = spawn.plan(tp=tp, pp=pp, model=spec)
+        experts = {"ep": tp, "sequence_parallel": tp > 1} if spec.experts.count else {}
+        plan = spawn.plan(tp=tp, pp=pp, model=spec, **experts)
         config = gpt.transformer_config(plan, torch.float32, cuda=False)
         (model,) = gpt.build(plan, config, None, torch.device("cpu"))
         fill_model(root / name, spec, [model], parallel_state.get_tensor_model_parallel_rank())
@@ -115,7 +123,8 @@ def _logits(model: Any, tokens: torch.Tensor, rank: int, tp: int, pp: int) -> to
 
     with torch.no_grad():
         if rank >= tp:
-            hidden = torch.empty(LENGTH, 2, model.config.hidden_size)
+            length = LENGTH // tp if model.config.sequence_parallel else LENGTH
+            hidden = torch.empty(length, 2, model.config.hidden_size)
             dist.recv(hidden, rank - tp)
             model.set_input_tensor(hidden)
         output: torch.Tensor = model.eval()(tokens, torch.arange(LENGTH).repeat(2, 1), None).contiguous()

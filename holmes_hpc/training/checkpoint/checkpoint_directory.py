@@ -28,7 +28,7 @@ DESCRIPTION = "holmes.json"
 METADATA_FILE = ".metadata"  # PyTorch's index of the saved tensors
 IMPORTED = "hugging_face"  # key of a description: `holmes import` made this directory, whatever its name
 # The model keys that do not change the shapes and the use of the weights.
-_NOT_IDENTITY = ("name", "max_positions", "dropout", "norm_eps")
+_NOT_IDENTITY = ("name", "max_positions", "dropout", "norm_eps", "balance")
 _NAME = re.compile(r"step-(\d{8,})\Z")
 
 
@@ -79,9 +79,13 @@ def unfinished_path(folder: Path, step: int, attempt: int) -> Path:
 
 def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> None:
     """Raise DataError if the `saved` model (plain data) differs from `model`."""
-    expected, defaults = asdict(model), {k: d.default for k, d in keys(ModelSpec).items()}
-    defaults["experts"] = asdict(Experts())
-    saved, hint = {**defaults, **saved}, "use a plan for the model that was trained"  # old checkpoints lack new keys
+    defaults = {k: d.default for k, d in keys(ModelSpec).items()}
+
+    def identity(values: Mapping[str, Any]) -> dict[str, Any]:  # old checkpoints lack new keys
+        experts = {**asdict(Experts()), **values.get("experts", {})}
+        return {**defaults, **values, "experts": {k: v for k, v in experts.items() if k not in _NOT_IDENTITY}}
+
+    saved, expected, hint = identity(saved), identity(asdict(model)), "use a plan for the model that was trained"
     refuse(
         where,
         *(

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holmes_hpc.config.hugging_face import FAMILIES
 from holmes_hpc.errors import ConfigError, DataError
 from holmes_hpc.schema import refuse
 from holmes_hpc.training.checkpoint import export
@@ -63,8 +64,8 @@ def _model(source: export.ExportSource) -> Any:
 
     dtype = next(iter(weights.values())).dtype
     dtype_name = str(dtype).removeprefix("torch.")
-    config = export.hugging_face_config(source.model, dtype_name, source.eod, source.config_folder)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config), dtype=dtype)
-    model.load_state_dict(weights, strict=False, assign=True)
-    model.tie_weights()
+    content = export.hugging_face_config(source.model, dtype_name, source.eod, source.config_folder)
+    model_class = getattr(transformers, FAMILIES[content["model_type"]].architecture)
+    config = transformers.AutoConfig.for_model(**content)
+    model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)  # fuses experts' tensors
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

@@ -57,7 +57,7 @@ class Folder:
         self._open_file: tuple[Path, Any] | None = None  # the last file read
         headers = dict(self._read_headers())
         largest = max((n for _, _, shape, _ in headers.values() for n in shape), default=0)
-        is_too_large = self.model.layers > len(headers) or self.model.heads > largest
+        is_too_large = self.model.layers * max(1, self.model.experts.count) > len(headers) or self.model.heads > largest
         problem = (
             f"has {len(headers)} tensors with dimensions up to {largest}, but config.json has {self.model.layers} "
             f"layers of {self.model.heads} heads"

@@ -48,7 +48,7 @@ class Weight:
 
 def weights(spec: ModelSpec) -> dict[str, Weight]:
     """Return all weights of a model by Megatron-Core's names. Raise ConfigError if the model fits no family."""
-    names = _GPT2 if family_of(spec) == "gpt2" else _LLAMA
+    names = {"gpt2": _GPT2, "mixtral": _MIXTRAL, "qwen3_moe": _QWEN3_MOE}.get(family_of(spec), _LLAMA)
     return {w.name: w for w in _weights(spec, names)}
 
 
@@ -103,7 +103,7 @@ def _by_group(spec: ModelSpec, queries: Rows, keys: Rows, values: Rows) -> tuple
 
 class _Names(NamedTuple):
     """A family's names for Megatron-Core's weights: embedding, layers, norms and linear layers.
-    A linear layer may consist of several tensors, or of several parts of one tensor."""
+    A linear layer may consist of several tensors, or of several parts of one tensor. {}: the number of an expert."""
 
     embedding: str
     layers: str
@@ -138,13 +138,33 @@ _GPT2 = _Names(  # transposed matrices; a bias in every linear layer and norm
 )
 
 
+def _with_experts(prefix: str, gate: str, up: str, down: str) -> _Names:
+    """Return Llama's names with those of a router and of experts."""
+    attention = {name: tensors for name, tensors in _LLAMA.linears.items() if name.startswith("self_attention")}
+    first, second = (f"mlp.experts.local_experts.{{}}.linear_fc{i}" for i in (1, 2))
+    gate, up, down = (f"{prefix}.experts.{{}}.{name}" for name in (gate, up, down))
+    return _LLAMA._replace(linears={**attention, "mlp.router": (f"{prefix}.gate",), first: (gate, up), second: (down,)})
+
+
+_MIXTRAL = _with_experts("block_sparse_moe", "w1", "w3", "w2")
+_QWEN3_MOE = _with_experts("mlp", "gate_proj", "up_proj", "down_proj")
+
+
 def _weights(spec: ModelSpec, names: _Names) -> Iterator[Weight]:
     h, q, k, is_gpt2 = spec.hidden, spec.query_width, spec.key_width, names is _GPT2
-    linears = {  # (first row, rows) of each tensor, columns, and the dimension that tensor parallelism splits
-        "self_attention.linear_qkv": (((0, q), (h, k), (2 * h, k)) if is_gpt2 else ((0, q), (0, k), (0, k)), h, 0),
-        "self_attention.linear_proj": (((0, h),), q, 1),
-        "mlp.linear_fc1": (((0, spec.ffn),) * len(names.linears["mlp.linear_fc1"]), h, 0),
-        "mlp.linear_fc2": (((0, h),), spec.ffn, 1),
+    shapes: dict[str, tuple[tuple[tuple[int, int], ...], int, int | None]] = {
+        # (first row, rows) of each tensor, columns, and the dimension that tensor parallelism splits
+        "linear_qkv": (((0, q), (h, k), (2 * h, k)) if is_gpt2 else ((0, q), (0, k), (0, k)), h, 0),
+        "linear_proj": (((0, h),), q, 1),
+        "router": (((0, spec.experts.count),), h, None),
+        "linear_fc1": (((0, spec.ffn_width),) * (1 if is_gpt2 else 2), h, 0),
+        "linear_fc2": (((0, h),), spec.ffn_width, 1),
+    }
+    linears = {  # no expert is split
+        pattern.format(e): ([t.format(e) for t in tensors], rows, columns, None if "{}" in pattern else split)
+        for pattern, tensors in names.linears.items()
+        for rows, columns, split in [shapes[pattern.rpartition(".")[2]]]
+        for e in range(spec.experts.count if "{}" in pattern else 1)
     }
     kinds = ("weight", "bias") if is_gpt2 else ("weight",)  # of a norm
     yield Weight("embedding.word_embeddings.weight", (_full(f"{names.embedding}.weight", spec.vocab),), h, 0)
@@ -158,12 +178,10 @@ def _weights(spec: ModelSpec, names: _Names) -> Iterator[Weight]:
         for letter in "qk" if spec.qk_norm else "":
             norm_rows = _full(f"{hf_layer}.self_attn.{letter}_norm.weight", spec.head_width)
             yield Weight(f"{layer}.self_attention.{letter}_layernorm.weight", (norm_rows,))
-        for name, (rows, columns, split) in linears.items():
+        for name, (tensors, rows, columns, split) in linears.items():
             is_qkv = name == "self_attention.linear_qkv"
             for kind in ("weight", "bias") if is_gpt2 or spec.bias or (is_qkv and spec.qkv_bias) else ("weight",):
-                parts = [
-                    Rows(f"{hf_layer}.{tensor}.{kind}", *r) for tensor, r in zip(names.linears[name], rows, strict=True)
-                ]
+                parts = [Rows(f"{hf_layer}.{tensor}.{kind}", *r) for tensor, r in zip(tensors, rows, strict=True)]
                 yield Weight(
                     f"{layer}.{name}.{kind}",
                     (_by_group(spec, *parts),) if is_qkv else tuple((part,) for part in parts),

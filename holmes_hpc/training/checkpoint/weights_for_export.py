@@ -1,9 +1,10 @@
 """The weights of a checkpoint by Megatron-Core's names, read one by one without Megatron-Core or a GPU.
 
-Megatron-Core's dist_checkpointing stacks the layers along the first axis, and saves each weight in the pieces that the
-ranks held. :class:`SavedWeights` returns the same for a checkpoint of any layout.
+Megatron-Core's dist_checkpointing stacks layers along the first axis and experts along the next. It saves each weight
+in the pieces that the ranks held. :class:`SavedWeights` returns the same for a checkpoint of any layout.
 """
 
+import itertools
 import math
 import os
 import pickle
@@ -58,15 +59,15 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         prefix = min((key.removesuffix(_MARKER) for key, _ in entries if key.endswith(_MARKER)), key=len, default=None)
         if prefix is None:
             raise DataError("holds no GPT model", where=self.directory, hint="export a checkpoint of a run")
-        self._entries: dict[str, tuple[str, TensorStorageMetadata, int | None]] = {}
+        self._entries: dict[str, tuple[str, TensorStorageMetadata, tuple[int, ...]]] = {}
         tensors = {k: v for k, v in entries if isinstance(v, TensorStorageMetadata) and k.startswith(prefix)}
         for key, tensor in tensors.items():
-            name = key.removeprefix(prefix)
+            name = key.removeprefix(prefix).replace(".experts.experts.", ".experts.local_experts.{}.")
             layer_part = name.removeprefix(_LAYERS)
-            if layer_part == name or layer_part.split(".")[0].isdecimal():
-                self._entries[name] = key, tensor, None
-            else:
-                self._entries |= {f"{_LAYERS}{n}.{layer_part}": (key, tensor, n) for n in range(tensor.size[0])}
+            if layer_part != name and not layer_part.split(".")[0].isdecimal():
+                name = f"{_LAYERS}{{}}.{layer_part}"
+            for index in itertools.product(*map(range, tensor.size[: name.count("{}")])):
+                self._entries[name.format(*index)] = key, tensor, index
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -78,10 +79,9 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         return name in self._entries
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        key, tensor, layer = self._entries[name]
-        size, offsets = list(tensor.size), [0] * len(tensor.size)
-        if layer is not None:
-            size[0], offsets[0] = 1, layer
+        key, tensor, index = self._entries[name]
+        shape = tensor.size[len(index) :]
+        size, offsets = [1] * len(index) + [*shape], [*index] + [0] * len(shape)
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
         pieces = create_read_items_for_chunk_list(key, tensor, [chunk])
         if sum(math.prod(piece.lengths) for piece in pieces) != math.prod(size):
@@ -92,4 +92,4 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         except Exception as e:  # damaged bytes can cause any error of torch.load
             problem = f"{name} cannot be read: {restricted_pickle.error_message(e)}"
             raise DataError(problem, where=self.directory, hint=_HINT) from e
-        return target[0] if layer is not None else target
+        return target.view(shape)

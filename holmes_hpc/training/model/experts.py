@@ -29,7 +29,8 @@ def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.top_k,
-        "moe_router_pre_softmax": experts.top_k == 1,  # over one expert, a softmax would always be 1
+        "moe_router_pre_softmax": experts.score == "softmax_all"
+        or experts.top_k == 1,  # over one expert, a softmax would always be 1
         "moe_ffn_hidden_size": spec.ffn_width,
         "moe_router_load_balancing_type": "aux_loss" if experts.balance else "none",
         "moe_aux_loss_coeff": experts.balance,

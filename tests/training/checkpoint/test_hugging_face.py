@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from holmes_hpc.config.composition import load, with_overrides
 from holmes_hpc.config.hugging_face import config_of, model_of, read_config, read_model
-from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.config.model import Experts, ModelSpec
 from holmes_hpc.errors import ConfigError, DataError
 from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
 from holmes_hpc.training.checkpoint.export import ExportSource, export, find_source
@@ -208,16 +208,17 @@ def test_step_at_learning_rate_0_keeps_the_weights(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.integration
-def test_generate_continues_a_prompt_like_transformers(models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+def test_generate_continues_a_prompt_like_transformers(name: str, models: Path, tmp_path: Path) -> None:
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    shutil.copytree(models / "qwen2", tmp_path / "qwen2")
+    shutil.copytree(models / name, tmp_path / name)
     vocab = {f"w{i}": i for i in range(60)} | {"</s>": 60}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "qwen2" / "tokenizer.json"))
-    import_folder(tmp_path / "qwen2", tmp_path / "ckpt")
+    tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+    import_folder(tmp_path / name, tmp_path / "ckpt")
     text = generate(str(tmp_path / "ckpt"), "w3 w7 w9", tokens=5, temperature=0.0, seed=1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "qwen2")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
     expected = model.generate(torch.tensor([[3, 7, 9]]), max_new_tokens=5, do_sample=False, eos_token_id=60)
     assert text.split() == [f"w{i}" for i in expected[0, 3:].tolist() if i != 60]
     sampled = [generate(str(tmp_path / "ckpt"), "w3", tokens=5, temperature=3.0, seed=seed) for seed in (1, 1, 2)]
@@ -232,6 +233,8 @@ def test_generate_continues_a_prompt_like_transformers(models: Path, tmp_path: P
     [
         {},
         {"qk_norm": False, "bias": True},
+        {"experts": Experts(4, 2, 8)},
+        {"experts": Experts(4, 2), "qk_norm": False},
         {"qk_norm": False, "qkv_bias": True, "head_dim": None},
         {
             "rope": False,
@@ -296,6 +299,11 @@ def _change_shape_in_header(path: Path) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
 
 
+def _make_qwen3_moe(path: Path, **values: object) -> None:
+    keys = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "router_aux_loss_coef": 0.0}
+    _change_config(path, model_type="qwen3_moe", norm_topk_prob=True, **{**keys, **values})
+
+
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "No such file"),
     "missing shard": (lambda p: (p / "model-00002-of-00002.safetensors").unlink(), "1 of 2 shards are missing"),
@@ -307,6 +315,13 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: _change_config(p, rope_scaling={"type": "yarn", "factor": 4}),
         "of type 'yarn', only",
     ),
+    "experts in some layers": (lambda p: _make_qwen3_moe(p, decoder_sparse_step=2), "decoder_sparse_step is 2, only 1"),
+    "one expert with weight 1": (
+        lambda p: _make_qwen3_moe(p, num_experts_per_tok=1),
+        "a token has one expert, whose weight is always 1",
+    ),
+    "more experts than tensors": (lambda p: _make_qwen3_moe(p, num_experts=10**12), "has 25 tensors"),
+    "dense weights": (lambda p: _make_qwen3_moe(p), r"has tensor model.layers.0.mlp.down_proj.*, which a qwen3_moe"),
     "quantized": (lambda p: _change_config(p, quantization_config={"bits": 4}), "quantized"),
     "missing key": (lambda p: _change_config(p, vocab_size=None), "vocab_size is missing"),
     "wrong type": (lambda p: _change_config(p, num_hidden_layers="2"), "layers is '2'"),
