@@ -79,8 +79,8 @@ _ADVICE = {  # pattern -> what to do
     r"(\w+\.)?(ulysses\w*|ring_attention)": "plan.cp shares sequences, by plan.cp_comm",
     r"(\w+\.)?(num_(local_)?experts|n_routed_experts|experts|moe(_\w+)?|etp|router\w*)": "write model.experts.KEY=… of"
     " count, top_k, ffn, balance; plan.ep shares experts among ranks",
-    r"mixtral.*|deepseek.*|.*_a\d+b|gpt_oss.*|glm4.*": "of mixtures of experts, only mixtral_8x7b and qwen3_30b_a3b"
-    " have names: give model.experts.count and the other sizes",
+    r"mixtral.*|deepseek.*|.*_a\d+b|gpt_oss.*|glm4.*": "of mixtures of experts, only mixtral_8x7b, mixtral_8x22b,"
+    " qwen3_30b_a3b and qwen3_235b_a22b have names: give model.experts.count and the other sizes",
     r"(\w+\.)?(zero\w*|fsdp\w*|deepspeed)": "only optimizer states are sharded: plan.distributed_optimizer=true",
     r"(\w+\.)?(lora\w*|peft\w*|load_in_[48]bit)": "adapters and quantised weights are not supported",
     r"(slurm\.)?(ntasks|tasks_per_node|constraint|nodes_per_\w+|het\w*)": "components come from the plan: "

@@ -47,7 +47,13 @@ def test_parameter_counts_match_published_ones(name: str, billions: float) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "total", "active"), [("mixtral_8x7b", 46.703, 12.88), ("qwen3_30b_a3b", 30.532, 3.345)]
+    ("name", "total", "active"),
+    [
+        ("mixtral_8x7b", 46.703, 12.88),
+        ("mixtral_8x22b", 140.621, 39.15),
+        ("qwen3_30b_a3b", 30.532, 3.345),
+        ("qwen3_235b_a22b", 235.094, 22.19),
+    ],
 )
 def test_parameter_counts_of_mixtures_match_published_ones(name: str, total: float, active: float) -> None:
     model = named(name)
