@@ -50,10 +50,28 @@ class Experts(Checked, where="model.experts", error=PlanError):
     score: Annotated[
         str,
         key(
-            "weights of a token's experts: softmax over these (over all with top_k 1), or over all",
-            one_of=("softmax", "softmax_all"),
+            "weights of a token's experts: softmax over these (over all with top_k 1), softmax over all, or sigmoid",
+            one_of=("softmax", "softmax_all", "sigmoid"),
         ),
     ] = "softmax"
+    bias: Annotated[float, key("per step, change of the biases that balance experts without a loss", ge=0)] = 0.0
+    groups: Annotated[int, key("groups of experts; a token's are in top_groups of them", ge=1)] = 1
+    top_groups: Annotated[int, key("groups that contain a token's experts", ge=1)] = 1
+    z_loss: Annotated[float, key("coefficient of the loss that keeps the router's logits small", ge=0)] = 0.0
+    shared: Annotated[int, key("inner width of the experts that compute every token; 0: none", ge=0)] = 0
+    capacity: Annotated[
+        float | None, key("an expert drops tokens beyond this multiple of the mean; null: drops none", gt=0)
+    ] = None
+
+    @property
+    def has_valid_groups(self) -> bool:
+        """Whether the groups are equal, and `top_groups` of them have `top_k` experts, as many of each."""
+        return not (
+            self.count % self.groups
+            or self.top_groups > self.groups
+            or self.top_k % self.top_groups
+            or self.count * self.top_groups < self.top_k * self.groups
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +109,11 @@ class ModelSpec:
     ] = None
     experts: Annotated[
         Experts,
-        key("experts of a layer: count (0: dense), top_k (of a token), ffn (null: model.ffn), balance (coefficient)"),
+        key(
+            "experts of a layer: count (0: dense), top_k (of a token), ffn (null: model.ffn), balance (coefficient), "
+            "score (softmax, softmax_all, sigmoid), bias (change per step), groups, top_groups, z_loss, shared, "
+            "capacity"
+        ),
     ] = Experts()
 
     def __post_init__(self) -> None:
@@ -126,6 +148,16 @@ class ModelSpec:
                 f"experts.top_k is {experts.top_k}, but a layer has {experts.count} experts",
                 f"use at most {experts.count}",
             ),
+            (
+                experts.bias and experts.score != "sigmoid",
+                f"experts.bias is {experts.bias}, but experts.score is {experts.score}",
+                "use experts.score=sigmoid, or balance by experts.balance",
+            ),
+            (
+                experts.count and not experts.has_valid_groups,
+                f"experts.top_groups is {experts.top_groups}, of {experts.groups} groups of {experts.count} experts",
+                "choose groups that divide experts.count, and top_groups that divides experts.top_k",
+            ),
             (experts.count and self.bias, "experts cannot have biases", "use model.bias=false"),
             error=PlanError,
         )
@@ -158,7 +190,12 @@ class ModelSpec:
     @property
     def active_width(self) -> int:
         """The inner width of all feed-forward parts that compute a token."""
-        return self.active_ffns * self.ffn_width
+        return self.active_ffns * self.ffn_width + self.experts.shared
+
+    @property
+    def tp_ffn(self) -> int:
+        """The inner width of the feed-forward part that TP splits: of a dense layer, or of shared experts."""
+        return self.experts.shared if self.experts.count else self.ffn
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, without newer keys that have their defaults, so that older versions can read it."""

@@ -69,7 +69,7 @@ def test_the_right_key_is_named_for_words_of_other_programs_and_mistyped_keys() 
 
 @pytest.mark.parametrize("override", ["model=deepseek_v3", "mixtral_8x3b", "model=qwen3_5_a3b"])
 def test_a_model_with_experts_gets_no_lookalike(override: str) -> None:
-    with pytest.raises(ConfigError, match="only mixtral_8x7b, mixtral_8x22b, qwen3_30b_a3b and .* have names"):
+    with pytest.raises(ConfigError, match="only mixtral_8x7b, mixtral_8x22b, qwen3_30b_a3b and"):
         load([override])
 
 

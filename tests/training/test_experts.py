@@ -6,15 +6,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import spawn
 import thorough
 
-from holmes_hpc.config.model import Experts
+from holmes_hpc.config.model import Experts, ModelSpec
 from holmes_hpc.errors import DataError
 from holmes_hpc.training.checkpoint.checkpoint_directory import check_identity
 
 MODEL = replace(spawn.MODEL, layers=4, experts=Experts(4, top_k=2, ffn=32, balance=0.01))
+# loss-free balancing, groups of experts, shared experts, z-loss
+BALANCED = replace(
+    MODEL, experts=Experts(8, 2, 32, 0.0, "sigmoid", bias=0.01, groups=4, top_groups=2, z_loss=1e-3, shared=16)
+)
 TRAIN = {"steps": 4, "lr": 1e-3}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP 1": {"dp": 2},
@@ -30,8 +35,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(directory: Path, layout: dict[str, Any], **settings: Any) -> spawn.FinishedRun:
-    ended = spawn.train(directory, spawn.plan(model=MODEL, **layout), {"train": {**TRAIN, **settings}})
+def train(directory: Path, layout: dict[str, Any], model: ModelSpec = MODEL, **settings: Any) -> spawn.FinishedRun:
+    ended = spawn.train(directory, spawn.plan(model=model, **layout), {"train": {**TRAIN, **settings}})
     assert set(ended.codes) == {0}, ended.output
     return ended
 
@@ -51,6 +56,64 @@ def test_experts_have_the_losses_and_norms_of_one_process(
     ended = train(tmp_path / "run", LAYOUTS[name], **settings)
     assert ended.column("loss") == pytest.approx(one_process.column("loss"), rel=1e-5)
     assert ended.column("grad_norm") == pytest.approx(one_process.column("grad_norm"), rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def balanced(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun:
+    return train(tmp_path_factory.mktemp("balanced"), {}, BALANCED)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", thorough.all_but(LAYOUTS, "PP 2 x EP 2"))
+def test_loss_free_balancing_is_equal_in_every_layout(name: str, balanced: spawn.FinishedRun, tmp_path: Path) -> None:
+    ended = train(tmp_path / "run", LAYOUTS[name], BALANCED)
+    assert ended.column("loss") == pytest.approx(balanced.column("loss"), rel=1e-5)
+    assert ended.column("grad_norm") == pytest.approx(balanced.column("grad_norm"), rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix, generator = tmp_path_factory.mktemp("corpus") / "text", np.random.default_rng(1)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for _ in range(300):
+        start, stride = generator.integers(250, size=2)
+        builder.add_document((start + stride * np.arange(40)) % 250, [40])
+    builder.finalize(f"{prefix}.idx")
+    return {"kind": "indexed", "prefix": str(prefix)}
+
+
+@pytest.mark.integration
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", [MODEL, BALANCED], ids=["loss", "bias"])
+def test_thirty_steps_of_indexed_data_are_equal(model: ModelSpec, indexed: dict[str, Any], tmp_path: Path) -> None:
+    runs = [
+        spawn.train(
+            tmp_path / name,
+            spawn.plan(model=model, **LAYOUTS[name]),
+            {"train": {**TRAIN, "steps": 30}, "data": indexed},
+        )
+        for name in ("EP 1", "EP 2", "PP 2 x EP 2", "PP 2 x EP 2, eager 1F1B", "TP 2 x EP 2")
+    ]
+    assert all(set(ended.codes) == {0} for ended in runs), [ended.output for ended in runs]
+    assert runs[0].column("loss")[29] < runs[0].column("loss")[0] - 0.2
+    for ended in runs[1:]:
+        assert ended.column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
+        assert ended.column("grad_norm") == pytest.approx(runs[0].column("grad_norm"), rel=1e-4)
+
+
+@pytest.mark.integration
+@pytest.mark.thorough
+def test_biases_change_the_choice_of_experts_and_are_saved(balanced: spawn.FinishedRun, tmp_path: Path) -> None:
+    """The biases of PP 2 x EP 2 continue on EP 1."""
+    unbiased = train(tmp_path / "unbiased", {}, replace(BALANCED, experts=replace(BALANCED.experts, bias=0.0)))
+    assert unbiased.column("loss")[0] == balanced.column("loss")[0]
+    assert unbiased.column("loss")[3] != pytest.approx(balanced.column("loss")[3], rel=1e-5)
+    train(tmp_path / "saved", LAYOUTS["PP 2 x EP 2"], BALANCED, steps=2, checkpoint_interval=2, lr_decay_steps=4)
+    saved = tmp_path / "saved" / "checkpoints" / "step-00000002"
+    ended = spawn.train(tmp_path / "run", spawn.plan(model=BALANCED), {"train": TRAIN, "checkpoint": str(saved)})
+    assert ended.column("loss") == pytest.approx(balanced.column("loss")[2:], rel=1e-6)
 
 
 @pytest.mark.integration

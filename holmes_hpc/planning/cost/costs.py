@@ -379,9 +379,9 @@ class Costs:
 
     def _part_comm_s(self, part: str, all_reduce_s: float, model: ModelSpec, gpu: Gpu) -> Seconds:
         """Return the seconds of a part's collectives in (forward, backward), from those of one all-reduce."""
-        backward, experts = self.software_on(gpu).backward_reductions, model.experts.count > 0
+        backward, unsplit = self.software_on(gpu).backward_reductions, not model.tp_ffn
         return {
-            "layer": ((2 - experts) * all_reduce_s, (backward - experts) * all_reduce_s),
+            "layer": ((2 - unsplit) * all_reduce_s, (backward - unsplit) * all_reduce_s),
             "embedding": (all_reduce_s, 0.0),
             "head": (0.0, all_reduce_s),
         }[part]

@@ -26,14 +26,19 @@ def expert_matrix(m: ModelSpec) -> int:
     return (3 if m.swiglu else 2) * m.hidden * m.ffn_width
 
 
+def split_ffn_matrix(m: ModelSpec) -> int:
+    """Return the weights of one layer's FFN that TP splits: all of a dense layer, or the shared experts."""
+    return (3 if m.swiglu else 2) * m.hidden * m.tp_ffn
+
+
 def expert_parameters(m: ModelSpec, ep: int = 1) -> int:
     """Return the parameters of one layer's experts on one of `ep` ranks; 0 for a dense model."""
     return m.experts.count // ep * expert_matrix(m)
 
 
 def ffn_matrix(m: ModelSpec) -> int:
-    """Return the weights of one layer's FFN that compute a token: with experts, those of `top_k` and of the router."""
-    return m.active_ffns * expert_matrix(m) + m.experts.count * m.hidden
+    """Return the weights of one layer's FFN that compute a token: `top_k` experts, shared ones and the router."""
+    return (3 if m.swiglu else 2) * m.hidden * m.active_width + m.experts.count * m.hidden
 
 
 def permuted_elements(m: ModelSpec) -> float:
@@ -49,7 +54,7 @@ def norm_parameters(m: ModelSpec, width: int | None = None) -> int:
 def layer_parameters(m: ModelSpec, tp: int = 1, ep: int = 1) -> int:
     """Return the parameters of one transformer layer on one of `tp` ranks, with one of `ep` parts of its experts.
     Norms, the router and biases of row-parallel matrices are on every rank."""
-    split = attention_matrix(m) + (0 if m.experts.count else ffn_matrix(m))
+    split = attention_matrix(m) + split_ffn_matrix(m)
     replicated = 2 * norm_parameters(m) + (2 * norm_parameters(m, m.head_width) if m.qk_norm else 0)
     replicated += expert_parameters(m, ep) + m.experts.count * m.hidden
     if m.bias or m.qkv_bias:

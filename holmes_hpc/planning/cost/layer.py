@@ -101,12 +101,17 @@ class LayerTimes:
     def ffn_products(self, fp8: bool = False) -> list[Seconds]:
         """Return the seconds of the FFN's products: up with the gate; down. Tokens are spread evenly over experts, of
         which each rank holds one of `ep` parts."""
-        m, tp, tokens, count = self.model, self.tp, self.tokens, 1
-        if m.experts.count:
-            count, tp = m.experts.count // self.ep, 1
-            tokens = max(1, round(self.tokens / self.tp * m.active_ffns / count))
-        shapes = ((2 if m.swiglu else 1) * m.ffn_width // tp, m.hidden), (m.hidden, m.ffn_width // tp)
-        return [(count * f, count * b) for f, b in (self.product(*shape, fp8, tokens) for shape in shapes)]
+        m, experts = self.model, self.model.experts
+        parts = [(1, m.tp_ffn // self.tp, self.tokens)] if m.tp_ffn else []  # number, width, tokens
+        if experts.count:
+            count = experts.count // self.ep
+            parts.append((count, m.ffn_width, max(1, round(self.tokens / self.tp * experts.top_k / count))))
+        return [
+            (count * forward, count * backward)
+            for count, width, tokens in parts
+            for shape in (((2 if m.swiglu else 1) * width, m.hidden), (m.hidden, width))
+            for forward, backward in [self.product(*shape, fp8, tokens)]
+        ]
 
     def scores(self) -> Seconds:
         """Return the seconds of attention's core: scores, softmax, dropout, product with values."""
@@ -173,8 +178,7 @@ class LayerTimes:
                 self.tokens * 2 * m.hidden * self.norm_bytes / (self.tp if self.sequence_parallel else 1)
             )
         if "ffn" in s.recompute_parts:
-            up, down = self.ffn_products()
-            seconds += up[0] + down[0] + (0 if m.experts.count else self.all_reduce())
+            seconds += sum(forward for forward, _ in self.ffn_products()) + (self.all_reduce() if m.tp_ffn else 0)
             seconds += d.moved_s(self.tokens * (3.0 if m.swiglu else 2.0) * m.active_width * d.element / self.tp)
         return seconds
 
@@ -190,8 +194,8 @@ class LayerTimes:
         """Return the seconds of a layer's TP collectives that no product hides.
         With overlap, a collective goes in one piece per rank, beside the product of the piece before."""
         comm_s = self.all_reduce()
-        experts = self.model.experts.count > 0  # not split over TP
-        seconds = (2 - experts) * comm_s, (self.software.backward_reductions - experts) * comm_s
+        unsplit = not self.model.tp_ffn
+        seconds = (2 - unsplit) * comm_s, (self.software.backward_reductions - unsplit) * comm_s
         if not (self.software.overlap_tp and self.sequence_parallel):
             return seconds
         forward, backward = (max(t / self.tp, t - p) for t, p in zip(seconds, products, strict=True))

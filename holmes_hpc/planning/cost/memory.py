@@ -92,14 +92,15 @@ def layer_activation_bytes(
     else:
         attention = 3 * queries + (2 * queries if m.rope else 0)
     attention += (norm - 1) * (queries + keys // 2) if m.qk_norm else 0
-    ffn = ((3 if fused else 5) if m.swiglu else 2) * m.ffn_width  # before, in and after the FFN's activation
+    held = (3 if fused else 5) if m.swiglu else 2  # of the FFN's width: before, in and after the FFN's activation
     if unfused_norm:
         hidden_bytes += 2 * 8 * h  # input and normalised input in fp32
     if unfused_elementwise and fused:
-        ffn += m.ffn_width if m.swiglu else 0
+        held += m.swiglu
         attention += 2 * (queries + keys // 2) if m.rope else 0  # both halves of the rotation's products
+    ffn = held * m.tp_ffn
     if m.experts.count:  # of each of top_k: the token, its permutations; of all: scores, probabilities and map
-        ffn = m.active_ffns * (h + ffn + (m.ffn_width if m.swiglu else 0) + 4) + h + 9 * m.experts.count // 4
+        ffn += m.active_ffns * (h + (held + m.swiglu) * m.ffn_width + 4) + h + 9 * m.experts.count // 4
     dropout_bytes = element + mask if m.dropout else 0
     fp32_extra = 4 if fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
     scores = m.heads * (4 if flash else sequence * (element + dropout_bytes + fp32_extra))  # fused: one number per row

@@ -374,10 +374,11 @@ Case = tuple[Any, str, str, str]  # an argument of :meth:`PlanError.refuse`
 
 def indivisible_sizes(model: ModelSpec, tp: int) -> list[Case]:
     """Return an error case for each size of the model's layers that `tp` does not divide."""
+    sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.tp_ffn}
     return [
         (True, f"{size} {name} cannot be divided by TP {tp}", f"model {model.name}", f"use a TP that divides {size}")
-        for name in ("heads", "kv_heads", *(() if model.experts.count else ("ffn",)))  # experts are not split
-        if (size := getattr(model, name)) % tp
+        for name, size in sizes.items()
+        if size % tp
     ]
 
 

@@ -28,7 +28,7 @@ DESCRIPTION = "holmes.json"
 METADATA_FILE = ".metadata"  # PyTorch's index of the saved tensors
 IMPORTED = "hugging_face"  # key of a description: `holmes import` made this directory, whatever its name
 # The model keys that do not change the shapes and the use of the weights.
-_NOT_IDENTITY = ("name", "max_positions", "dropout", "norm_eps", "balance")
+_NOT_IDENTITY = ("name", "max_positions", "dropout", "norm_eps", "balance", "z_loss", "capacity")
 _NAME = re.compile(r"step-(\d{8,})\Z")
 
 

@@ -29,6 +29,14 @@ def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.top_k,
+        "moe_router_score_function": "sigmoid" if experts.score == "sigmoid" else "softmax",
+        "moe_router_enable_expert_bias": experts.bias > 0,
+        "moe_router_bias_update_rate": experts.bias,
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.top_groups if experts.groups > 1 else None,
+        "moe_z_loss_coeff": experts.z_loss or None,
+        "moe_shared_expert_intermediate_size": experts.shared or None,
+        "moe_expert_capacity_factor": experts.capacity,
         "moe_router_pre_softmax": experts.score == "softmax_all"
         or experts.top_k == 1,  # over one expert, a softmax would always be 1
         "moe_ffn_hidden_size": spec.ffn_width,

@@ -44,6 +44,27 @@ def test_a_token_uses_top_k_experts_and_the_router() -> None:
     assert parameters(MODEL) > 2 * parameters(dense)
 
 
+def test_shared_experts_compute_every_token_and_are_split_by_tp() -> None:
+    shared = replace(MODEL, experts=replace(MODEL.experts, shared=512))
+    one = 3 * 1024 * 512  # as wide as one expert
+    assert layer_flops(shared, 1, 1024) - layer_flops(MODEL, 1, 1024) == 2 * one
+    assert layer_parameters(shared) - layer_parameters(MODEL) == one
+    assert layer_parameters(shared, 2, 4) - layer_parameters(MODEL, 2, 4) == one // 2
+    plans = [fixed_plan(m, BATCH, SITE, PlanOptions(tp=2, pp=2, dp=8, ep=2), Costs()) for m in (MODEL, shared)]
+    (without, beside) = (predict(p, Costs()) for p in plans)
+    assert beside.step_time_s > without.step_time_s
+    sizes = [float(memory(Layout.of(p, Costs()), layer_array(p)).total().max()) for p in plans]
+    assert sizes[1] > sizes[0]
+    with pytest.raises(PlanError, match="3 ffn cannot be divided by TP 2"):
+        fixed_plan(
+            replace(MODEL, experts=replace(MODEL.experts, shared=3)),
+            BATCH,
+            SITE,
+            PlanOptions(tp=2, pp=2, dp=8),
+            Costs(),
+        )
+
+
 def test_memory_shards_experts_over_ep_and_their_optimizer_over_their_replicas() -> None:
     one, four = (Layout.of(plan(ep), Costs()) for ep in (1, 4))
     layers = layer_array(plan(1))

@@ -90,6 +90,10 @@ def test_experts_are_not_shared_by_replicas_in_unlike_pools() -> None:
     [
         ({"experts": Experts(2, top_k=3)}, r"experts.top_k is 3, but a layer has 2 experts"),
         ({"experts": Experts(2), "bias": True}, "experts cannot have biases"),
+        ({"experts": Experts(2, bias=0.1)}, "experts.bias is 0.1, but experts.score is softmax"),
+        ({"experts": Experts(8, 2, groups=3)}, r"experts.top_groups is 1, of 3 groups of 8"),
+        ({"experts": Experts(8, 4, groups=4, top_groups=1)}, r"experts.top_groups is 1, of 4 groups of 8"),
+        ({"experts": Experts(8, 3, groups=4, top_groups=2)}, r"experts.top_groups is 2, of 4 groups of 8"),
     ],
 )
 def test_wrong_experts_are_refused(fields: dict[str, Any], message: str) -> None:
