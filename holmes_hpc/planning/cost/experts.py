@@ -83,6 +83,8 @@ def _exchange_s(layout: Layout, component: Component) -> float:
     transport = layout.transport_rule.of({component.pool}, nodes == 1)
     seconds = sent_bytes * (inside - 1) / layout.rate(LOCAL, component)
     if nodes > 1:  # all ranks of a node share its NIC
-        ranks = min(component.gpus_per_node, layout.parallel.stages[0].ranks)
+        ranks, k = min(component.gpus_per_node, layout.parallel.stages[0].ranks), layout.model.active_ffns
+        if layout.costs.software.deduplicated:  # over the nodes that a token's experts are on
+            sent_bytes *= nodes * (1 - (1 - 1 / nodes) ** k) / k
         seconds = max(seconds, sent_bytes * (ep - inside) * ranks / layout.rate(transport, component))
     return EXCHANGES * layout.latency(transport, component) + seconds

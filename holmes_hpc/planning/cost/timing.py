@@ -263,7 +263,7 @@ def _replica(
         costs[0, :, None] * (count - sparse) + costs[1, :, None] * buckets for costs in (network.reduce, network.gather)
     )
     if layout.model.experts.count:
-        calls = np.maximum(1, np.ceil(buckets * sparse / count))
+        calls = np.maximum(1, np.ceil(buckets * sparse / np.maximum(1, count)))
         reduce, gather = (
             dense + costs[0, :, None] * sparse + costs[1, :, None] * calls
             for dense, costs in zip((reduce, gather), network.experts, strict=True)

@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
+import published_experts
 from published_fit import sample
 from published_runs import costs as costs_of
 from published_runs import layers, layout, predicted_s, read
@@ -53,3 +54,11 @@ def test_rows_complete_the_figures_of_their_set() -> None:
     assert {r.attention for r in runs if r.set == "aleph"} == {"flash2", "flash1", "softmax", "torch"}
     with pytest.raises(ValueError, match="has no step time"):
         type(runs[0])(**{**vars(runs[0]), "seconds": None, "fits": True})
+
+
+def test_published_layouts_of_experts_are_ranked_and_predicted() -> None:
+    rows = published_experts.read()
+    assert len(rows) == 4 and [r[0] for r in sorted(rows, key=lambda r: r[1])] == [
+        r[0] for r in sorted(rows, key=lambda r: r[2])
+    ]
+    assert all(abs(predicted / measured - 1) < 0.2 for _, measured, predicted in rows)
