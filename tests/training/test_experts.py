@@ -71,6 +71,16 @@ def test_loss_free_balancing_is_equal_in_every_layout(name: str, balanced: spawn
     assert ended.column("grad_norm") == pytest.approx(balanced.column("grad_norm"), rel=1e-4)
 
 
+@pytest.mark.integration
+@pytest.mark.thorough
+def test_a_capacity_drops_the_same_tokens_in_every_layout(one_process: spawn.FinishedRun, tmp_path: Path) -> None:
+    model = replace(MODEL, experts=replace(MODEL.experts, capacity=0.75))
+    runs = [train(tmp_path / name, LAYOUTS[name], model) for name in ("EP 1", "EP 2", "PP 2 x EP 2")]
+    for ended in runs[1:]:
+        assert ended.column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
+    assert runs[0].column("loss")[3] != pytest.approx(one_process.column("loss")[3], rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def indexed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
