@@ -101,7 +101,7 @@ def test_a_run_goes_on_under_another_plan_on_other_nodes(testbed, runs, tmp_path
     row = load_runs(moved.path).iloc[0]  # its figures are those of the four InfiniBand nodes
     assert (row["placement"], row["earlier_steps"], row["steps"]) == ("ib-a:4", 6, 12) and row["queue_s"] >= 0
     again = holmes("resume", "moved", HOLMES_RUNS=str(runs))
-    assert again.returncode == 2 and "the run has made all of its 12 steps; for more: holmes resume" in again.stderr
+    assert again.returncode == 2 and "the run has made all of its 12 steps; to train further: holmes" in again.stderr
 
 
 @pytest.mark.slurm

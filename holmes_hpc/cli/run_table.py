@@ -1,4 +1,4 @@
-"""The live table of `holmes status --watch`: as wide as the terminal, redrawn until a key ends it."""
+"""The table of `holmes status`, also live (`--watch`): as wide as the terminal, redrawn until a key ends it."""
 
 import contextlib
 import select

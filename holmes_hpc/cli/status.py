@@ -12,12 +12,12 @@ from holmes_hpc.cli.app import Json, Run, app
 from holmes_hpc.cli.run_table import COLUMNS, cells
 from holmes_hpc.cli.run_table import watch as watch_runs
 from holmes_hpc.errors import ConfigError, HolmesError, counted
-from holmes_hpc.records.find import find_run, last_change, recent_runs, reference_to, runs_root
+from holmes_hpc.records.find import find_run, last_change, recent_runs, runs_root
 from holmes_hpc.records.logs import follow_logs, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.job_states import UNKNOWN
-from holmes_hpc.submission.lifecycle.outcome import quote_log
+from holmes_hpc.submission.lifecycle.outcome import quote_log, resume_advice
 from holmes_hpc.submission.lifecycle.status import cancel_run, end_detector, is_local, log_paths, run_statuses
 from holmes_hpc.submission.sweeps import sweep_table
 from holmes_hpc.submission.sweeps.jobs import cancel_sweep
@@ -82,11 +82,11 @@ def status(
         failed = recent
     for s in failed:
         rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
-        for line in (f"\n{s.name}: {rank}{s.error}", *quote_log(s.log_tail, s.error or "", s.failed_rank)):
-            console.text(line)
         run = RunDirectory(s.path)
-        if s.ended and (checkpoints := checkpoint_directory.complete_checkpoints(run.checkpoints)):
-            console.text(f"continue after step {checkpoints[0].step} with `holmes resume {reference_to(run)}`")
+        saved = checkpoint_directory.complete_checkpoints(run.checkpoints) if s.ended else []
+        advice = resume_advice(run, [checkpoint.step for checkpoint in saved])
+        for line in (f"\n{s.name}: {rank}{s.error}", *quote_log(s.log_tail, s.error or "", s.failed_rank), *advice):
+            console.text(line)
 
 
 @app.command()

@@ -48,8 +48,8 @@ def probe(
 ) -> NodeNics:
     """Return this node's NICs, or those in a copy of its sysfs (`cp -a /sys/class/net /sys/class/infiniband …`).
 
-    `ipv4`: interface -> (address, prefix length); by default this machine's if `sysfs` is ``/sys``, else none, because
-    a copy has only the addresses in RoCE's GIDs. `read`: reads one file (tests make it fail as kernels do). `dev`: the
+    `ipv4`: interface -> (address, prefix length); by default this machine's for ``/sys``, and none for a copy, which
+    has only the addresses in RoCE's GIDs. `read`: reads one file (tests make it fail as kernels do). `dev`: the
     folder of device files, by default ``/dev`` if `sysfs` is ``/sys``."""
     notes: list[str] = []
     tree = _Tree(sysfs, read)
@@ -74,11 +74,11 @@ def probe(
             reason = virtual if gbps == best_gbps else f"runs at {gbps:g} Gb/s, others at {best_gbps:g}"
             notes.append(f"{p.name} {reason}: not used")
     usable = [n for n in candidates(nics, NicType.ETHERNET) if n.up and (n.address or not nics.addressed)]
-    plain_nic = next((n for n in usable if n.type is NicType.ETHERNET and n.role == "data"), None)
-    if plain_nic is not None and usable[0].type is NicType.ROCE:
-        name = plain_nic.name
-        advice = f"if other fabrics reach this node only by {name}, set ethernet: {name} (docs/nics.md)"
-        notes.append(f"{usable[0].name} also carries TCP, because {name} is slower: {advice}")
+    ethernet_only_nic = next((n for n in usable if n.type is NicType.ETHERNET and n.role == "data"), None)
+    if ethernet_only_nic is not None and usable[0].type is NicType.ROCE:
+        name = ethernet_only_nic.name
+        advice = f"if other fabrics reach this node only over {name}, set ethernet: {name} (docs/nics.md)"
+        notes.append(f"{usable[0].name} carries TCP, because {name} is slower: {advice}")
     if verbs and not ports:
         place = "no /sys/class/infiniband here, but devices in /dev/infiniband (a container)"
         notes.append(f"{place}: NCCL finds its ports itself")

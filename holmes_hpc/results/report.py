@@ -115,7 +115,7 @@ def load_report(
         selections.append((path, set(runs["run"]), names))
     if not frames or not sum(map(len, frames)):
         hint = "give run directories, their names, or directories that hold runs"
-        raise RecordError("no runs found", where=", ".join(map(str, paths)) or "load_report", hint=hint)
+        raise RecordError("no runs found", where=", ".join(map(str, paths)) or "runs", hint=hint)
     runs = pd.concat(frames, ignore_index=True)
     steps = _steps(selections if len(runs) <= MAX_RUNS_WITH_STEPS else [])
     comparison = compare.compare(runs, by)

@@ -82,8 +82,8 @@ def ignore_interrupts() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _handle_interrupts(handler: Any) -> Iterator[None]:
-    """Handle SIGINT and SIGHUP by `handler` in the block. Change nothing outside the main thread, nor a signal that is
-    ignored."""
+    """Handle SIGINT and SIGHUP by `handler` in the block. Outside the main thread do nothing. Ignored
+    signals stay ignored."""
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP) if is_main}
     previous = {number: h for number, h in handlers.items() if h not in (None, signal.SIG_IGN, handler)}

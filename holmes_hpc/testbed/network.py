@@ -246,8 +246,8 @@ def netns_folder_state() -> str:
 def remove(namespaces: Iterable[str], uplink: str, run_netns: str) -> None:
     """Delete the namespaces, with their bridges and NICs, and the uplink. Skip those that do not exist.
 
-    `run_netns`: the state of /run/netns before `create` (:func:`netns_folder_state`), which is restored unless other
-    namespaces are there."""
+    `run_netns`: the state of /run/netns before `create` (:func:`netns_folder_state`). It is restored if
+    /run/netns has no other namespaces."""
     for name in namespaces:
         if (RUN_NETNS / name).exists():
             run(["ip", "netns", "del", name])

@@ -44,7 +44,7 @@ def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], Non
         progress(f"installing {', '.join(names)}")
         return ", ".join(names), _apt(["install", "--no-install-recommends", *names], progress)
 
-    with _no_services():
+    with _services_held_back():
         names, error = install_missing()
         if error is not None:
             progress("fetching apt's package lists")
@@ -69,7 +69,7 @@ def _apt(arguments: list[str], progress: Callable[[str], None]) -> str | None:
 
 
 @contextlib.contextmanager
-def _no_services() -> Iterator[None]:
+def _services_held_back() -> Iterator[None]:
     """Keep packages that are installed in the block from starting services, by a policy-rc.d of our own."""
     restore_policy()
     backup = POLICY.with_name(POLICY.name + _BACKUP_SUFFIX)
@@ -84,7 +84,7 @@ def _no_services() -> Iterator[None]:
 
 
 def restore_policy() -> None:
-    """Restore the machine's own policy-rc.d after `_no_services`, also if an earlier `up` was killed in it."""
+    """Restore the machine's own policy-rc.d after `_services_held_back`, also if an earlier `up` was killed in it."""
     backup = POLICY.with_name(POLICY.name + _BACKUP_SUFFIX)
     with contextlib.suppress(OSError):
         if POLICY.is_file() and not POLICY.is_symlink() and POLICY.read_text(encoding="utf-8") == _DENY:

@@ -46,7 +46,7 @@ def check_prefix(prefix: Path) -> str:
     Raise TestbedError if there is none, or if its release is not tested."""
     missing = [name for name in PROGRAMS if not (prefix / name).is_file()]
     if missing:
-        hint = "give the --prefix of Slurm's configure, after its `make install`"
+        hint = "give the directory that Slurm's `./configure --prefix` named, after `make install`"
         raise TestbedError(f"contains no {missing[0]}", where=f"--slurm {prefix}", hint=hint)
     version = run([str(prefix / "sbin/slurmd"), "-V"]).strip()
     if not OLDEST <= parse_release(version) <= NEWEST:

@@ -50,7 +50,7 @@ def data_parallel(layout: Layout, replica: int, stage: int) -> tuple[Transport, 
     return transport, nodes, (ranks, min(layout.parallel.ep, component.gpus_per_node))
 
 
-def exchanged_bytes(layout: Layout, component: Component) -> float:
+def bytes_to_each_rank(layout: Layout, component: Component) -> float:
     """Return the bytes that a rank sends to each other rank of its EP group in a layer's forward pass.
     These are tokens with their probabilities (fp32), and results. Experts are balanced. Backward sends as many."""
     p, m = layout.parallel, layout.model
@@ -79,7 +79,7 @@ def exchange_s(layout: Layout, replica: int) -> np.ndarray:
 
 def _exchange_s(layout: Layout, component: Component) -> float:
     ep, nodes = layout.parallel.ep, ep_nodes(layout, component)
-    sent_bytes, inside = exchanged_bytes(layout, component), ep // nodes
+    sent_bytes, inside = bytes_to_each_rank(layout, component), ep // nodes
     transport = layout.transport_rule.of({component.pool}, nodes == 1)
     seconds = sent_bytes * (inside - 1) / layout.rate(LOCAL, component)
     if nodes > 1:  # all ranks of a node share its NIC

@@ -306,8 +306,7 @@ def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool
     `inter_dp` (all-reduce across). An `edge` is two ranks of neighbouring stages that exchange, in forward direction;
     interleaved stages have a wrap-around edge. In a grid, `mp` carries the gradient norm, `pp` is a pipeline, and
     `embd` its two ends. Otherwise the norm goes over `world`, and `embd` holds all ranks of the first and last stage if
-    the embedding is `tied`.
-    """
+    the embedding is `tied`."""
     grid, pp = parallel.grid(), parallel.pp
     is_grid = parallel.is_grid(micro_batches)
     yield from _group("world", np.arange(parallel.world_size), tuple(range(pp)))

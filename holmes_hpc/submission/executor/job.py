@@ -44,7 +44,7 @@ def read_ticket(folder: Path, job_id: str) -> dict[str, Any]:
 
 class SlurmHetJob(core.Job[Any]):
     """A job of one or more components. Its id is the leader's; its tasks are the ranks of all components.
-    `tasks`: indices of the tasks; None: of all tasks that its ticket counts."""
+    `tasks`: indices of the tasks; None: all, as many as its ticket states."""
 
     _cancel_command = "scancel"
     _results_timeout_s = 15

@@ -226,8 +226,8 @@ class Continuation:
 def prepare_continuation(
     run: RunDirectory, state: str, overrides: Sequence[str], plan_path: str | None
 ) -> Continuation:
-    """Return how `run`, whose state in a table is `state`, continues with `overrides` and the plan at `plan_path`, by
-    default its own.
+    """Return the configuration and plan with which `run` continues. `state`: as tables show it; `plan_path`: of another
+    plan than its own.
 
     Raise ConfigError if the run is active or has made all its steps, or if the plan is for another model or batch;
     PlanError if the plan is for another site; RecordError if run.yaml has no complete configuration."""
@@ -242,7 +242,9 @@ def prepare_continuation(
     config = replace(with_overrides(recorded_config, overrides), **paths) if overrides else recorded_config
     if state == "completed" and config.train.steps <= recorded_config.train.steps:
         problem = f"the run has made all of its {recorded_config.train.steps} steps"
-        raise ConfigError(problem, where=str(run.path), hint=f"for more: holmes resume {run.name} train.steps=N")
+        raise ConfigError(
+            problem, where=str(run.path), hint=f"to train further: holmes resume {run.name} train.steps=N"
+        )
     plan, recorded_plan = Plan.read(plan_path or run.plan_path), Plan.read(run.plan_path)
     batch_size, length = recorded_plan.batch.global_size, recorded_plan.batch.sequence_length  # they order the data
     has_other_batch = (plan.batch.global_size, plan.batch.sequence_length) != (batch_size, length)

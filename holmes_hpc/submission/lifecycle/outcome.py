@@ -15,6 +15,7 @@ from typing import Any
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import is_full
+from holmes_hpc.records.find import reference_to
 from holmes_hpc.records.logs import SPARSE_STEPS, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import STATES, RunState
@@ -80,6 +81,11 @@ def quote_log(lines: Iterable[str], error: str, rank: int | None = None) -> list
     if rank and any(_STEP.search(line) for line in quotation):
         quotation.append(f"  (ranks other than 0 log every {SPARSE_STEPS}th step: it may have made more)")
     return quotation
+
+
+def resume_advice(run: RunDirectory, steps: Iterable[int]) -> list[str]:
+    """Return a line with the command that continues an ended run after the last of the saved `steps`, if any."""
+    return [f"continue after step {step} with `holmes resume {reference_to(run)}`" for step in sorted(steps)[-1:]]
 
 
 def build_result(

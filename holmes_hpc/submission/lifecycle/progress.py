@@ -6,12 +6,11 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from holmes_hpc import console
-from holmes_hpc.records.find import reference_to
 from holmes_hpc.records.logs import GrowingFile
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState
 from holmes_hpc.submission.lifecycle.attempts import last_step, startup_phase
-from holmes_hpc.submission.lifecycle.outcome import quote_log
+from holmes_hpc.submission.lifecycle.outcome import quote_log, resume_advice
 from holmes_hpc.submission.lifecycle.status import Job, is_conclusive, is_outdated, record_end
 
 # The longest time without a line on the terminal: in the first EARLY_S after a change of state, and later.
@@ -32,7 +31,7 @@ class _Display:
         self._silent_since = self._state_since = time.monotonic()
 
     def show_state(self, state: JobState) -> bool:
-        """Show the job's state if it or its details (reason, nodes) changed. Return whether the state itself did."""
+        """Show the job's state if it or its details (reason, nodes) changed. Return whether the state changed."""
         last = self._state
         if (state.state, state.why, state.nodes) == (last.state, last.why, last.nodes):
             return False
@@ -132,10 +131,10 @@ def report_end(run: RunDirectory, result: dict[str, object], shown_lines: Collec
     console.note(f"{run.name}: {result['state']}" + (f": {where}{why}" if where or why else ""))
     tail = result.get("log_tail")
     new_lines = [line for line in tail if line not in shown_lines] if isinstance(tail, list) else []
-    for line in quote_log(new_lines, str(result.get("error") or ""), rank if isinstance(rank, int) else None):
+    log = quote_log(new_lines, str(result.get("error") or ""), rank if isinstance(rank, int) else None)
+    saved = [int(path.parent.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*/holmes.json")]
+    for line in (*log, *resume_advice(run, saved)):
         console.note(line)
-    if any(run.checkpoints.glob("step-*/holmes.json")):
-        console.note(f"continue it with `holmes resume {reference_to(run)}`")
     return 1
 
 

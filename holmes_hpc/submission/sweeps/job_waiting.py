@@ -107,7 +107,7 @@ def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], N
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-    """The display of the progress of the jobs in `launched`, a list that may grow. It ends with the block."""
+    """The display of the progress of the jobs in `launched`, a list that may grow, until the end of the block."""
 
     def __init__(self, manifest: Manifest, launched: list[LaunchedJob]) -> None:
         self.manifest, self.launched = manifest, launched
@@ -185,8 +185,8 @@ def handle_interrupt(manifest: Manifest, jobs: list[SweepJob], unsubmitted: int)
 
 
 def write_hydra_files(config: DictConfig, directory: Path) -> None:
-    """Write the files that Hydra keeps of each job (.hydra/) for the job of a plan. For others, Hydra writes them in
-    the task. `directory`: the job's run directory."""
+    """Write .hydra/ for a job with a plan. For jobs without one, Hydra writes it in the task.
+    `directory`: the job's run directory."""
     if config.hydra.output_subdir is None:
         return
     target = directory / str(config.hydra.output_subdir)

@@ -139,7 +139,7 @@ class HolmesLauncher(BaseSubmititLauncher):
 
     def _launch_all(self, candidates: Sequence[Candidate], reuse: bool | str, progress: Progress) -> None:
         """Submit the candidates, except those for which an earlier job is reused, and add all jobs to those of
-        `progress`. Raise SubmissionError or ConfigError if earlier jobs into this directory do not allow it."""
+        `progress`. Raise SubmissionError or ConfigError if earlier jobs in this directory forbid it."""
         manifest = progress.manifest
         for job in manifest.jobs:
             if (reason := untrusted_reason(manifest, job)) is not None:
@@ -192,8 +192,8 @@ class HolmesLauncher(BaseSubmititLauncher):
                 problem = f"the run directory {str(candidates[-1].directory)!r} contains '%'"
                 raise ConfigError(problem, where="hydra.sweep", hint="remove '%', which Slurm replaces in paths")
         if errors:
-            problem = f"{len(errors)} of {len(job_overrides)} jobs are impossible; {errors[0]}"
-            raise ConfigError(problem, where="sweep", hint="correct it; nothing was submitted")
+            problem = f"{len(errors)} of {len(job_overrides)} jobs cannot be planned; the first: {errors[0]}"
+            raise ConfigError(problem, where="sweep", hint="correct this job or leave it out; nothing was submitted")
         return candidates
 
     def _refuse_other_runs(
@@ -215,7 +215,7 @@ class HolmesLauncher(BaseSubmititLauncher):
                 raise ConfigError(f"it holds a run {reason}", where=str(run.path), hint="use another hydra.sweep.dir")
 
     def _launch_one(self, old: EarlierJob | None, job: Candidate, progress: Progress) -> None:
-        """Reuse the earlier job `old`, or submit `job` if it is None. Add the job to those of `progress`."""
+        """Reuse the earlier job `old`; if `old` is None, submit `job`. Add the job to those of `progress`."""
         manifest, launched = progress.manifest, progress.launched
         if old is not None:
             handles: tuple[Any, Any] = (None, None) if old.is_completed else job_waiting.reattach(manifest, old.job)

@@ -73,8 +73,8 @@ def create_executor(config: DictConfig, prefix: str) -> Any:
 
 
 def plan_job_settings(config: DictConfig, settings: SlurmSettings, where: str) -> SlurmSettings:
-    """Return the settings of a job with a plan: `settings` (group slurm), replaced by launcher keys that the user set.
-    `where`: slurm or local. Raise ConfigError for a launcher key whose value comes from the plan."""
+    """Return the settings of a job with a plan: `settings` (group slurm), overridden by launcher keys that the user
+    set. `where`: slurm or local. Raise ConfigError for a launcher key whose value comes from the plan."""
     default = OmegaConf.structured(SlurmLauncherConf if where == "slurm" else LocalLauncherConf)
     keys = {str(k) for k in default} - {*LAUNCHER_KEYS, "name", "_target_", "components"}
     changed = {str(k): v for k, v in config.hydra.launcher.items() if k in keys and v != default[k]}

@@ -126,7 +126,7 @@ def test_job_does_not_resume_the_run_of_another_job(tmp_path: Path) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "xs, overrides, error",
-    [("1,9", (), "1 of 2 jobs are impossible"), ("1", ("hydra.launcher.nodes=2",), "nodes comes from the plan")],
+    [("1,9", (), "1 of 2 jobs cannot be planned"), ("1", ("hydra.launcher.nodes=2",), "nodes comes from the plan")],
 )
 def test_impossible_job_prevents_all_submissions(
     tmp_path: Path, xs: str, overrides: tuple[str, ...], error: str
