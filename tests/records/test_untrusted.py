@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,8 @@ def test_a_configuration_file_that_never_ends_is_refused_at_once(name: str, tmp_
         os.truncate(path, MAX_TEXT_BYTES + 1)
     else:
         path.write_text({"deep": "[" * DEEP, "wide": f"[{'0,' * (1 << 20)}]"}.get(name, "[]"))
-    readers: list[Callable[[Path], object]] = [read_json, read_yaml, Plan.read, read_vocabulary]
+    read_object = partial(read_json, error=RecordError, hint="correct it")
+    readers: list[Callable[[Path], object]] = [read_object, read_yaml, Plan.read, read_vocabulary]
     for read in readers:
         with pytest.raises(HolmesError, match=f"{path}: ") as error:
             read(path)
