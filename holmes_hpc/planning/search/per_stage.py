@@ -92,6 +92,10 @@ class Variant:
         return "one-fabric" if len(self.layout.components) == 1 else "pipeline"
 
     @property
+    def pools(self) -> frozenset[int]:
+        return frozenset(pool for pool, *_ in self.shape.stages)
+
+    @property
     def passes(self) -> int:
         """The number of passes that one simulation takes."""
         return 2 * self.layout.parallel.pp * self.layout.order.micro_batches
@@ -146,6 +150,10 @@ def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOR
         if done.is_over(max_passes) or best.seconds > NEAR * least_s:
             break
         expanded.add(best.shape)
+        if best.seconds <= least_s:  # estimates do not tell whether a pool is worth its transfers
+            for shape in best.shape.on_other_pools():
+                if shape not in done.shapes and not done.is_over(max_passes):
+                    simulate(shape)
         for shape in best.shape.neighbours():
             expected_s = shape.estimate * best.seconds / best.shape.estimate
             if shape not in done.shapes and expected_s < NEAR * least_s and not done.is_over(max_passes):
@@ -154,11 +162,16 @@ def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOR
 
 
 def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock, effort: Effort) -> list[Variant]:
-    """Return the candidates, and refined versions of those near the best, the shortest first."""
+    """Return the candidates, and refined versions of those near the best, the shortest first.
+
+    The best on each set of pools is refined before the others."""
     refined, passes_left = list[Variant](), effort.refinement
-    for candidate in candidates:
-        if passes_left <= 0 or clock.is_over() or (refined and candidate.seconds > FAR * refined[0].seconds):
+    first_on_pools = {v.pools: v for v in reversed(candidates)}
+    for candidate in sorted(candidates, key=lambda v: first_on_pools[v.pools] is not v):
+        if passes_left <= 0 or clock.is_over():
             break
+        if refined and candidate.seconds > FAR * refined[0].seconds:
+            continue
         variant, passes = _refine(candidate, options, effort.per_variant)
         passes_left -= passes
         refined = sorted([*refined, variant], key=lambda v: v.seconds)
@@ -285,7 +298,9 @@ def _exposed_s(layout: Layout, layers: np.ndarray) -> float:
 
 
 def _layer_moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
-    """Yield moves of one layer to another stage that fit in memory, ordered by the busiest stage after the move."""
+    """Yield moves of one layer to another stage, ordered by the busiest stage after the move.
+
+    A move that does not fit in memory changes the passes in flight to those that hide the transfers."""
     busy_s, counts = busy_seconds(variant.layout)[0], variant.layers[0, :, 0].tolist()
 
     def busiest_first(layers: list[int]) -> list[float]:
@@ -296,6 +311,8 @@ def _layer_moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, A
         for source, target in permutations(range(len(counts)), 2)
         if counts[source] > 1
     ]
-    for layers in sorted(moves, key=busiest_first):
-        if fits(variant.layout, layer_array(layers), options.max_memory_gib)[0]:
-            yield {"layers": layer_array(layers)}
+    for layers in map(layer_array, sorted(moves, key=busiest_first)):
+        for schedule in (variant.layout.schedule, _deepen(variant.layout, layers, 0).schedule):
+            if fits(variant.layout.with_settings(schedule), layers, options.max_memory_gib)[0]:
+                yield {"layers": layers, "schedule": schedule}
+                break

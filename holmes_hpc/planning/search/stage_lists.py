@@ -4,7 +4,7 @@ A table holds how many layers the stages on one pool can compute in a given time
 pool's nodes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, permutations, product
 
 import numpy as np
@@ -13,7 +13,8 @@ from holmes_hpc.planning.search.problem import AvailablePool
 
 FEW_FABRICS = 3  # up to this number, all orders are tried
 MAX_UNITS = 128  # a larger pool is divided into this many units of several nodes
-Stages = tuple[tuple[int, int, int], ...]
+Stage = tuple[int, int, int]
+Stages = tuple[Stage, ...]
 
 
 def stage_orders(stages: list[tuple[int, int, int]]) -> Iterator[Stages]:
@@ -42,6 +43,29 @@ def neighbours(stages: Stages) -> Iterator[Stages]:
             if target == f and i != j:
                 changed = {i: (f, nodes - 1, tp), j: (target, target_nodes + 1, target_tp)}
                 yield tuple(changed.get(s, stage) for s, stage in enumerate(stages))
+
+
+def other_pools(stages: Stages, single_stages: Iterable[Stage]) -> Iterator[Stages]:
+    """Yield the stages without one of their pools, and with another pool as the first or the last stage.
+
+    `single_stages`: the stages that hold all nodes of a pool."""
+    used = {f for f, *_ in stages}
+    for f in used if len(used) > 1 else ():
+        yield tuple(stage for stage in stages if stage[0] != f)
+    for stage in single_stages:
+        if stage[0] not in used:
+            yield (stage, *stages)
+            yield (*stages, stage)
+
+
+def lists_on(pool: int, available: AvailablePool, tps: Sequence[int]) -> list[Stages]:
+    """Return every list of stages on one pool, including the empty one. `tps`: those that a stage may have."""
+    by_nodes: list[list[Stages]] = [[()]]  # by the number of nodes
+    for nodes in range(1, available.nodes + 1):
+        by_nodes.append(
+            [(*above, (pool, n, tp)) for n in range(1, nodes + 1) for above in by_nodes[nodes - n] for tp in tps]
+        )
+    return by_nodes[-1] if available.is_fixed else [stages for lists in by_nodes for stages in lists]
 
 
 class StageTable:

@@ -7,7 +7,7 @@ computed. Filling and draining the pipeline adds to the step.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import combinations, permutations, product
@@ -26,11 +26,19 @@ from holmes_hpc.planning.search.problem import (
     micro_sizes,
     tp_sizes,
 )
-from holmes_hpc.planning.search.stage_lists import Stages, StageTable, neighbours, stage_orders
+from holmes_hpc.planning.search.stage_lists import (
+    Stage,
+    Stages,
+    StageTable,
+    lists_on,
+    neighbours,
+    other_pools,
+    stage_orders,
+)
 
 TAU_STEP, TAU_RANGE = 1.006, 1.8  # ratio of each tau to the one before, and of the last of a choice to its first
 MAX_TAU_RANGE = 8.0  # ratio of the last tau of all choices of pools to the first
-MAX_CHOICES = 8  # of pools, besides all of them
+MAX_CHOICES = 16  # of pools, besides all of them
 MAX_STAGES = 12  # on one pool
 MAX_COMBINATIONS = 8000  # of stage counts of all pools
 EQUAL_TP_FIRST, EQUAL_TP_MARGIN = 12, 1.3  # shapes per TP that come first, up to this many times the best estimate
@@ -59,8 +67,15 @@ class Shape:
 
     def neighbours(self) -> "list[Shape]":
         """Return the shapes one change away, the shortest estimate first."""
-        lists = (stages for stages in dict.fromkeys(neighbours(self.stages)) if self.estimator.is_allowed(stages))
-        shapes = (replace(self, stages=stages, estimate=self.estimator.estimate(stages)) for stages in lists)
+        return self._with_stages(neighbours(self.stages))
+
+    def on_other_pools(self) -> "list[Shape]":
+        """Return the shapes with a pool less or more, the shortest estimate first."""
+        return self._with_stages(other_pools(self.stages, self.estimator.single_stages()))
+
+    def _with_stages(self, lists: Iterable[Stages]) -> "list[Shape]":
+        allowed = (stages for stages in dict.fromkeys(lists) if self.estimator.is_allowed(stages))
+        shapes = (replace(self, stages=stages, estimate=self.estimator.estimate(stages)) for stages in allowed)
         return sorted((s for s in shapes if s.estimate < inf), key=lambda s: (s.estimate, s.stages))
 
 
@@ -290,27 +305,15 @@ class _ShapeEstimator:
             count *= tps * (tps + 1) ** (available.nodes - 1) if available.is_fixed else (tps + 1) ** available.nodes
             if count > MAX_LISTED:
                 return None
-            per_pool.append(self._lists_on(f))
+            per_pool.append(lists_on(f, available, [tp for g, tp in self._stage_costs if g == f]))
         lists = list[Stages]()
         for order in permutations(range(len(self.available))):
             lists += [sum(parts, ()) for parts in product(*(per_pool[f] for f in order))]
         return [stages for stages in dict.fromkeys(lists) if self.is_allowed(stages)]
 
-    def _lists_on(self, pool: int) -> list[Stages]:
-        """Return every list of stages on one pool, including the empty one."""
-        available = self.available[pool]
-        by_nodes: list[list[Stages]] = [[()]]  # by the number of nodes
-        for nodes in range(1, available.nodes + 1):
-            by_nodes.append(
-                [
-                    (*above, (pool, n, tp))
-                    for n in range(1, nodes + 1)
-                    for above in by_nodes[nodes - n]
-                    for tp in self.costs_by_tp
-                    if (pool, tp) in self._stage_costs
-                ]
-            )
-        return by_nodes[-1] if available.is_fixed else [stages for lists in by_nodes for stages in lists]
+    def single_stages(self) -> list[Stage]:
+        """Return the stages that hold all nodes of a pool."""
+        return [(f, self.available[f].nodes, tp) for f, tp in self._stage_costs]
 
     def is_allowed(self, stages: Stages) -> bool:
         """Return whether the options allow such stages."""
