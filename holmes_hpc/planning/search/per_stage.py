@@ -36,6 +36,7 @@ from holmes_hpc.planning.search.problem import AvailablePool, Problem, available
 from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 
 MAX_SHAPES = 400  # the most whose memory is checked
+MIN_SHAPES = 8  # simulated before their neighbours
 NEAR = 1.04  # neighbours of shapes up to this many times as slow as the best are tried
 FAR = 1.12  # variants up to this many times as slow as the best are refined
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
@@ -140,7 +141,7 @@ def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOR
         clock.report(f"planning: layouts with per-stage TP/DP, {len(done.variants)} simulated so far")
 
     for shape in best_shapes(problem, MAX_OVERESTIMATE * max_s)[:MAX_SHAPES]:
-        if done.is_over(effort.shapes):
+        if done.is_over(effort.shapes) and len(done.shapes) >= MIN_SHAPES:
             break
         if shape.estimate <= MAX_OVERESTIMATE * done.least_s(max_s):
             simulate(shape)

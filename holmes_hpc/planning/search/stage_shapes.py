@@ -82,7 +82,8 @@ class Shape:
 def best_shapes(problem: Problem, max_s: float = inf) -> list[Shape]:
     """Return the shapes whose step is estimated to take at most `max_s` seconds, the shortest first.
 
-    The best few with one TP for all stages come before them, because estimates of unequal TPs are too short.
+    The best on each set of pools come before them, because an estimate ignores much of what a set costs. Then come the
+    best few with one TP for all stages, because estimates of unequal TPs are too short.
     """
     options, batch, shapes = problem.options, problem.batch, list[Shape]()
     available = available_pools(problem.site, options)
@@ -91,13 +92,14 @@ def best_shapes(problem: Problem, max_s: float = inf) -> list[Shape]:
     for micro_size, recompute in product(sizes, modes):
         shapes += _ShapeEstimator(problem, available, micro_size, recompute, max_s).shapes()
     shapes.sort(key=lambda s: (s.estimate, len(s.stages), s.stages))
+    first = {frozenset(f for f, *_ in shape.stages): shape for shape in reversed(shapes)}
     equal_tp, counts = list[Shape](), Counter[int]()
     for shape in dict.fromkeys(shapes):
         tps = {tp for *_, tp in shape.stages}
         if len(tps) == 1 and shape.estimate < EQUAL_TP_MARGIN * shapes[0].estimate:
             counts.update(tps)
             equal_tp += [shape] if counts[tps.pop()] <= EQUAL_TP_FIRST else []
-    return [*equal_tp, *(shape for shape in shapes if shape not in set(equal_tp))]
+    return list(dict.fromkeys([*sorted(first.values(), key=lambda s: s.estimate), *equal_tp, *shapes]))
 
 
 class _ShapeEstimator:
