@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.site import Gpu, Pool, Site
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import make, refuse
+from holmes_hpc.slurm.constraint import matcher
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Node, read_config, read_nodes
 
@@ -198,13 +199,24 @@ def changes_since_written(path: str, site: Site) -> list[str]:
         if names:
             warnings.append(f"{path}: nodes {compress(sorted(names))} {text}; {rerun_hint}")
     gpus = {node: entry["gpu"]["name"] for entry in found.get("pools") or () for node in _nodes(entry)}
-    for pool in (p for p in site.pools if p.node_names):
-        members = [nodes[name] for name in pool.node_names if name in nodes]
+    for pool in (p for p in site.pools if p.node_names or found):
+        members = [nodes[name] for name in pool.node_names if name in nodes] or _candidates(pool, nodes.values())
         refuse(f"{path}: pool {pool.name}", *_contradictions(pool, members, gpus, rerun_hint), error=SiteError)
         usable = sum(n.usable for n in members)
         if usable < pool.nodes:
             warnings.append(f"{path}: {usable} of the {pool.nodes} nodes of pool {pool.name} can be used now")
     return warnings
+
+
+def _candidates(pool: Pool, nodes: Iterable[Node]) -> list[Node]:
+    """Return the nodes that Slurm may give to a pool without node names."""
+    meets = matcher(pool.constraint) or (lambda features: True)
+    return [
+        node
+        for node in nodes
+        if pool.partition in node.partitions and meets(frozenset(node.features))
+        if not pool.gres_type or pool.gres_type in node.gpu_types
+    ]
 
 
 def _contradictions(
@@ -215,11 +227,14 @@ def _contradictions(
     hint, kind_of = f"correct the file, or {rerun_hint}", read_vocabulary().gpu
     yield len(members) < pool.nodes, f"nodes is {pool.nodes}, Slurm has {len(members)} of them", hint
     kind, count = kind_of(pool.gpu.name), pool.node_gpus or pool.gpus_per_node
+    meets = matcher(pool.constraint) or (lambda features: True)
     for node in members:
         of_node = f"Slurm's {node.name} has"
         partitions, types = ", ".join(node.partitions), ", ".join(filter(None, node.gpu_types)) or "no type"
         is_elsewhere = pool.partition not in node.partitions
         yield is_elsewhere, f"partition is {pool.partition}, Slurm's {node.name} is in {partitions or 'none'}", hint
+        lacks = not meets(frozenset(node.features))
+        yield lacks, f"constraint is {pool.constraint}, {of_node} features {','.join(node.features) or 'none'}", hint
         yield (pool.node_cpus or 0) > node.cpus, f"node_cpus is {pool.node_cpus}, {of_node} {node.cpus}", hint
         memory_gib = node.memory_mib / 1024
         has_less = (pool.node_memory_gib or 0) > memory_gib * 1.01

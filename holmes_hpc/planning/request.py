@@ -20,6 +20,7 @@ from holmes_hpc.planning.cost.corrections import CorrectionFit, ObservedRun, fit
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.kernels import kind
 from holmes_hpc.planning.cost.profile import from_csv, from_sailor, is_sailor_profile
+from holmes_hpc.planning.plan.parts import check_sequence_length
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
 from holmes_hpc.planning.search.explore import Clock
@@ -174,6 +175,7 @@ def make_plan(
     Site and cost model default to those of `config`; `clock` as in :func:`best_plan`."""
     if config.plan_file:
         return Plan.read(config.plan_file)
+    check_sequence_length(config.model, config.batch.sequence_length)
     cost_model, target_site = cost_model or costs(config), target_site or site(config)
     check_fp8(target_site, config.plan.nodes or (), cost_model)
     plan = best_plan(config.model, config.batch, target_site, config.plan, cost_model, clock)

@@ -271,6 +271,12 @@ def test_plan_nodes_and_doctor_compare_the_file_with_slurm(slurm, holmes, monkey
         (("node_cpus: ", "node_cpus: 99"), ("node_cpus is 99", "Slurm's h1 has")),
         (("node_memory_gib: ", "node_memory_gib: 99"), ("node_memory_gib is 99", "Slurm's h1 has")),
         (("partition: gpu", "partition: old"), ("partition is old, Slurm's h1 is in gpu",)),
+        (
+            ("gpus_per_node: 4", "gpus_per_node: 4\n    constraint: nosuch"),
+            ("constraint is nosuch, Slurm's h1 has features",),
+        ),
+        (("nodes: 3  # usable in Slurm now\n    node_names: ['h[1-3]']", "nodes: 6"), ("nodes is 6, Slurm has 3",)),
+        (("node_names: ['h[1-3]']", "constraint: nosuch"), ("nodes is 3, Slurm has 0",)),
     ],
 )
 def test_a_file_that_contradicts_slurm_is_refused(slurm, holmes, edit, fragments) -> None:

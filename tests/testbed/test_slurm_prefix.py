@@ -30,9 +30,7 @@ def make_prefix(folder: Path, version: str, *plugins: str) -> Path:
 
 
 def test_folder_without_slurmctld_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        TestbedError, match=r"--slurm .*: contains no sbin/slurmctld; give the --prefix of Slurm's configure"
-    ):
+    with pytest.raises(TestbedError, match=r"--slurm .*: contains no sbin/slurmctld; give the directory that Slurm's"):
         slurm_prefix.check_prefix(tmp_path)
 
 

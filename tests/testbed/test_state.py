@@ -212,7 +212,7 @@ def test_policy_of_the_machine_is_restored(policy: Path, kind: str) -> None:
         (p.name, p.lstat().st_mode, os.readlink(p) if p.is_symlink() else p.read_text())
         for p in policy.parent.iterdir()
     ]
-    with packages._no_services():
+    with packages._services_held_back():
         assert subprocess.run([policy]).returncode == 101
     new_files = [
         (p.name, p.lstat().st_mode, os.readlink(p) if p.is_symlink() else p.read_text())
@@ -223,7 +223,7 @@ def test_policy_of_the_machine_is_restored(policy: Path, kind: str) -> None:
 
 def test_policy_is_restored_after_a_killed_installation(policy: Path) -> None:
     policy.write_text("own")
-    packages._no_services().__enter__()  # as in a killed process, without exit
+    packages._services_held_back().__enter__()  # as in a killed process, without exit
     packages.restore_policy()
     assert policy.read_text() == "own" and len(os.listdir(policy.parent)) == 1
 

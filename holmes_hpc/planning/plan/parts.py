@@ -105,13 +105,20 @@ class Predicted(Checked, where="predicted", error=PlanError):
     share_of_limit: float | None = None
 
 
+def check_sequence_length(model: ModelSpec, length: int) -> None:
+    """Raise PlanError if a sequence of `length` tokens is longer than the model allows."""
+    message = f"sequence_length {length} is above the model's {model.max_positions}"
+    hint = "shorten the sequence or raise model.max_positions"
+    PlanError.refuse((length > model.max_positions, message, "batch", hint))
+
+
 def check_experts_and_contexts(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> None:
     """Raise PlanError for what experts or context parallelism exclude. `sizes`: has `tp`, `ep`, `cp` and `cp_comm`;
     None means 1. `used`: whether each of the features is used that both exclude."""
     count, ep, cp = model.experts.count, sizes.ep or 1, sizes.cp or 1
-    hint = f"use a divisor of {count}" if count else "use 1, or a model with experts"
     PlanError.refuse(
-        (count % ep if count else ep > 1, f"EP {ep} does not divide {count} experts", "plan.ep", hint),
+        (ep > 1 and not count, f"EP is {ep}, the model has no experts", "plan.ep", "use 1, or a model with experts"),
+        (count % ep, f"EP {ep} does not divide {count} experts", "plan.ep", f"use a divisor of {count}"),
         *(
             (is_given and is_used, f"{feature} not support {name}", "plan", "use only one of them")
             for is_given, feature in ((count, "experts do"), (cp > 1, "context parallelism does"))

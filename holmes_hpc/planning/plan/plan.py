@@ -29,6 +29,7 @@ from holmes_hpc.planning.plan.parts import (
     Schedule,
     Stage,
     check_experts_and_contexts,
+    check_sequence_length,
     lacks_layers,
 )
 from holmes_hpc.planning.plan.transport import GroupTransport, Place, Transport, TransportRule, places
@@ -144,13 +145,8 @@ class Plan:
                 "stages",
                 "use fewer stages",
             ),
-            (
-                self.batch.sequence_length > m.max_positions,
-                f"sequence_length {self.batch.sequence_length} is above the model's {m.max_positions}",
-                "batch",
-                "shorten the sequence or raise model.max_positions",
-            ),
         )
+        check_sequence_length(m, self.batch.sequence_length)
 
     def _check_experts_and_contexts(self) -> None:
         p = self.parallel
