@@ -117,8 +117,8 @@ def of_contexts(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
 
 
 def context_choices(problem: Problem) -> list[tuple[int, bool]]:
-    """Return (CP, whether by all-to-all) to try, ascending: the user's CP, or all inside a node that divide a sequence.
-    An all-to-all is tried unasked only if the user fixes CP: inside a node, attention hides the ring."""
+    """Return (CP, whether by all-to-all) to try, ascending: the user's CP, or all up to a node's GPUs that
+    divide a sequence. An all-to-all is tried unasked only if the user fixes CP: attention mostly hides the ring."""
     batch, options, heads = problem.batch, problem.options, problem.model.kv_heads
     is_a2a, is_excluded = options.cp_comm == "a2a", any(getattr(options, k) == v for _, k, v in _EXCLUDED)
     if options.cp or problem.model.dropout or is_excluded:

@@ -51,8 +51,7 @@ class Space:
         self._pool_costs: list[PoolCosts] = []
         for micro_size in micro_sizes(batch, options):
             for tp in tp_sizes(model, options, self.available) if batch.global_size % micro_size == 0 else ():
-                block = tp if options.cp else tp * batch.cp  # unless the user fixes CP, it stays inside a node
-                usable = [a for a in self.available if a.gpus_per_node % block == 0]
+                usable = [a for a in self.available if a.gpus_per_node % tp == 0]
                 if (
                     model.experts.count
                     and tp > 1
