@@ -61,7 +61,8 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
 
 def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
     batch, notes, placements = plan.batch, plan.assumptions, _placements(plan)
-    details = f"{len(plan.alternatives)} runners-up, {len(notes)} assumptions"
+    runners_up = len(plan.alternatives)
+    details = f"{runners_up} runner{'s' * (runners_up != 1)}-up, {counted(len(notes), 'assumption')}"
     if len(placements) > MAX_PLACEMENTS:
         rest = plan.components[MAX_PLACEMENTS - 1 :]
         layers = sum(plan.stages[s].layers for s in {s for c in rest for s in c.stages})

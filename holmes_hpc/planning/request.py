@@ -284,7 +284,8 @@ def check_site(plan: Plan, target_site: Site) -> None:
             *(
                 (
                     getattr(planned, key) != getattr(actual, key),
-                    f"the plan was made for {key} {getattr(planned, key)}, this site has {getattr(actual, key)}",
+                    f"the plan was made for {key} {getattr(planned, key) or 'none'}, this site has"
+                    f" {getattr(actual, key) or 'none'}",
                     where,
                     hint,
                 )
