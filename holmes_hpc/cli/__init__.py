@@ -20,10 +20,16 @@ from holmes_hpc.records.ownership import careful_umask
 __all__ = ["load", "main"]
 
 # Module -> the commands that its import adds to `app`. Only the module of the given command is imported, for speed.
-MODULES = {"data": ["data"], "models": ["models", "batches", "import", "export", "generate"], "predict": ["predict"]}
-MODULES |= {"planning": ["plan", "calibrate"], "runs": ["submit", "run", "resume", "rm", "report"]}
-MODULES |= {"site": ["nodes", "site", "probe", "label", "doctor"], "testbed": ["testbed"]}
-MODULES |= {"status": ["status", "logs", "cancel", "sweep"]}
+MODULES = {
+    "data": ("data",),
+    "models": ("models", "batches", "import", "export", "generate"),
+    "planning": ("plan", "calibrate"),
+    "predict": ("predict",),
+    "runs": ("submit", "run", "resume", "rm", "report"),
+    "site": ("nodes", "site", "probe", "label", "doctor"),
+    "testbed": ("testbed",),
+    "status": ("status", "logs", "cancel", "sweep"),
+}
 
 
 def load(command: str = "") -> typer.Typer:

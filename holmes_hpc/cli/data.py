@@ -1,6 +1,6 @@
 """Commands for data sets: data prepare."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -39,10 +39,17 @@ def data_prepare(
     need("megatron")
     from holmes_hpc.training.data import prepare
 
-    options: Any = {"progress": console.Progress(), "force": force}
-    if stdlib:
-        summary = prepare.demo_corpus(output, **options)
-    else:
-        options |= {"tokenizer": tokenizer, "workers": workers, "json_key": json_key}
-        summary = prepare.prepare(files or [], output, **options)
+    summary = (
+        prepare.demo_corpus(output, progress=console.Progress(), force=force)
+        if stdlib
+        else prepare.prepare(
+            files or [],
+            output,
+            tokenizer=tokenizer,
+            workers=workers,
+            json_key=json_key,
+            progress=console.Progress(),
+            force=force,
+        )
+    )
     console.outcome(summary, json)

@@ -105,8 +105,12 @@ def discover(
         old_kind = pool.gpu.name
         pool, gpu_source, gpu_is_known = _with_driver(pool, answers, settings.vocabulary)
         members = _members(pool, listing.nodes)
-        sources = {**_nic_sources(pool, members, answers), "fabric": _fabric_source(pool, members, tree)}
-        sources |= {"gpu": gpu_source, **({} if pool.gres else {"gpus_per_node": gpu_source.partition(";")[0]})}
+        sources = {
+            **_nic_sources(pool, members, answers),
+            "fabric": _fabric_source(pool, members, tree),
+            "gpu": gpu_source,
+            **({} if pool.gres else {"gpus_per_node": gpu_source.partition(";")[0]}),
+        }
         settled = [_BY_KEY, *[_GPU_GUESS] * any(p.gpu for p in answers), *[_NIC_GUESS] * bool(answers)]
         assumptions = _assumptions(grouping, names, settled)
         name = pool.name.removesuffix(old_kind) + pool.gpu.name if pool.name in kind_names else pool.name

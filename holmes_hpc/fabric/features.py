@@ -44,13 +44,21 @@ class Meaning:
     @property
     def text(self) -> str:
         """The meaning in words, for display."""
-        names, hcas, storage = self.names, ", ".join(self.names.hca), ", ".join(self.names.storage)
-        parts: list[tuple[Any, str]] = [(self.nic, "{}")]
-        parts += [(self.rate, "{:g} Gb/s per node"), (self.port, "{:g} Gb/s per port")]
-        parts += [(self.ethernet, "Ethernet {:g} Gb/s"), (self.fabric, "fabric {}"), (self.gpu, "GPU {}")]
-        parts += [(self.ranks, "{} CPU ranks"), (names.ethernet, "sockets over {}"), (hcas, "HCA {}")]
-        parts += [(storage, "storage {}"), (self.unsupported, "{}")]
-        return ", ".join(text.format(value) for value, text in parts if value) or "nothing about NICs"
+        names = self.names
+        parts = (
+            (self.nic, f"{self.nic}"),
+            (self.rate, f"{self.rate or 0:g} Gb/s per node"),
+            (self.port, f"{self.port or 0:g} Gb/s per port"),
+            (self.ethernet, f"Ethernet {self.ethernet or 0:g} Gb/s"),
+            (self.fabric, f"fabric {self.fabric}"),
+            (self.gpu, f"GPU {self.gpu}"),
+            (self.ranks, f"{self.ranks} CPU ranks"),
+            (names.ethernet, f"sockets over {names.ethernet}"),
+            (names.hca, f"HCA {', '.join(names.hca)}"),
+            (names.storage, f"storage {', '.join(names.storage)}"),
+            (self.unsupported, self.unsupported),
+        )
+        return ", ".join(str(text) for value, text in parts if value) or "nothing about NICs"
 
 
 @dataclass(frozen=True)
@@ -99,10 +107,19 @@ class Vocabulary:
             return None
         if not all(0 < number < float("inf") for number in numbers.values()):
             return None
-        arguments: dict[str, Any] = {key: numbers.get(key) for key in ("rate", "port", "ethernet")}
-        arguments |= {"fabric": facts.get("fabric"), "gpu": facts.get("gpu"), "names": _names_in(facts)}
-        arguments |= {"unsupported": rule.unsupported, "is_label": rule.own, "ranks": int(numbers.get("ranks", 0))}
-        return Meaning(feature, nic, **arguments)
+        return Meaning(
+            feature,
+            nic=nic,
+            rate=numbers.get("rate"),
+            port=numbers.get("port"),
+            ethernet=numbers.get("ethernet"),
+            fabric=facts.get("fabric"),
+            gpu=facts.get("gpu"),
+            unsupported=rule.unsupported,
+            is_label=rule.own,
+            names=_names_in(facts),
+            ranks=int(numbers.get("ranks", 0)),
+        )
 
     def gpu(self, name: str) -> Gpu | None:
         """Return the GPU that a GRES type or a feature names; None if it is unknown."""
@@ -160,10 +177,20 @@ def _read_features(features: tuple[str, ...], vocabulary: Vocabulary) -> Reading
         elif nic is NicType.ROCE and ethernet is not None and not any(m.is_label and m.ethernet for m in meanings):
             rate = ethernet
             assumptions.append(f"the Ethernet rate {rate:g} Gb/s also serves RoCE; label nic_<rate>g and eth_<rate>g")
-    gpu, fabric = next((m.gpu for m in meanings if m.gpu), None), fabrics[0] if len(fabrics) == 1 else None
+    gpu = next((m.gpu for m in meanings if m.gpu), None)
     names = _merge_names(meanings, problems)
-    notes = (tuple(assumptions), tuple(problems))
-    return Reading(nic, rate, ethernet, fabric, gpu, tuple(meanings), unknown, *notes, names)
+    return Reading(
+        nic,
+        rdma_gbps=rate,
+        ethernet_gbps=ethernet,
+        fabric=fabrics[0] if len(fabrics) == 1 else None,
+        gpu=gpu,
+        meanings=tuple(meanings),
+        unknown=unknown,
+        assumptions=tuple(assumptions),
+        problems=tuple(problems),
+        names=names,
+    )
 
 
 def _merge_names(meanings: list[Meaning], problems: list[str]) -> NicNames:

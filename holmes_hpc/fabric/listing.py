@@ -79,24 +79,39 @@ class Listing:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
         pools = [{**asdict(p), "nic": str(p.nic), "fabric": p.fabric_name} for p in self.grouping.pools]
-        nodes = []
-        for n in self.nodes:
-            pool = self.pool_of.get(n.name)
-            node = {key: getattr(n, key) for key in _NODE_KEYS}
-            node |= {key: getattr(n.reading, key) for key in ("rdma_gbps", "ethernet_gbps", "unknown")}
-            node |= {"pool": pool.name if pool else None, "fabric": pool.fabric_name if pool else None}
-            node |= {"nic": str(n.reading.nic) if n.reading.nic else None, "remarks": self.remarks(n)}
-            nodes.append(node | {"understood": {m.feature: m.text for m in n.reading.meanings}})
-        fabrics = []
-        for name, of_fabric in grouped((p["fabric"], p) for p in pools):
-            pool_keys = of_fabric[0] if len(of_fabric) == 1 else {}  # a fabric of one pool also has the pool's keys
-            names = [p["name"] for p in of_fabric]
-            fabrics.append({**pool_keys, "name": name, "nic": of_fabric[0]["nic"], "pools": names})
-        partition_keys = ("name", "default", "up", "max_time", "nodes")
-        partitions = [{key: getattr(p, key) for key in partition_keys} for p in self.partitions]
-        hardware = {"pools": pools, "fabrics": fabrics, "partitions": partitions, "nodes": nodes}
-        notes = {"assumptions": self.grouping.assumptions, "left_out": self.grouping.left_out}
-        return {"cluster": self.cluster, **hardware, **notes}
+        nodes = [
+            {
+                **{key: getattr(n, key) for key in _NODE_KEYS},
+                "nic": str(n.reading.nic) if n.reading.nic else None,
+                "rdma_gbps": n.reading.rdma_gbps,
+                "ethernet_gbps": n.reading.ethernet_gbps,
+                "pool": pool.name if pool else None,
+                "fabric": pool.fabric_name if pool else None,
+                "understood": {m.feature: m.text for m in n.reading.meanings},
+                "unknown": n.reading.unknown,
+                "remarks": self.remarks(n),
+            }
+            for n in self.nodes
+            for pool in [self.pool_of.get(n.name)]
+        ]
+        partitions = [
+            {"name": p.name, "default": p.default, "up": p.up, "max_time": p.max_time, "nodes": p.nodes}
+            for p in self.partitions
+        ]
+        return {
+            "cluster": self.cluster,
+            "pools": pools,
+            # a fabric of one pool also has the keys of the pool
+            "fabrics": [
+                {**(of_fabric[0] if len(of_fabric) == 1 else {}), "name": name, "nic": of_fabric[0]["nic"]}
+                | {"pools": [p["name"] for p in of_fabric]}
+                for name, of_fabric in grouped((p["fabric"], p) for p in pools)
+            ],
+            "partitions": partitions,
+            "nodes": nodes,
+            "assumptions": self.grouping.assumptions,
+            "left_out": self.grouping.left_out,
+        }
 
 
 def listing_of(

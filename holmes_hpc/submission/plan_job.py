@@ -93,9 +93,14 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
             values = {**{k: v for k, v in share.items() if k.partition("_per_")[0] not in specified}, **values}
         if pool_settings.container is not None and pool_settings.python is None:  # the image's, or this Python
             values["python"] = "python3" if pool_settings.container else shlex.quote(sys.executable)
-        values |= {"partition": part.partition or None, "constraint": part.constraint or None}
-        values["exclude"] = _joined_hosts(pool.exclude, values.get("exclude"), additional.pop("exclude", None))
-        values |= {"nodes": part.nodes, "tasks_per_node": part.gpus_per_node, "gpus_per_node": gpus}
+        values |= {
+            "partition": part.partition or None,
+            "constraint": part.constraint or None,
+            "exclude": _joined_hosts(pool.exclude, values.get("exclude"), values["additional"].pop("exclude", None)),
+            "nodes": part.nodes,
+            "tasks_per_node": part.gpus_per_node,
+            "gpus_per_node": gpus,
+        }
         requests.append(parse_component(values, index))
     return tuple(requests)
 
@@ -118,9 +123,14 @@ class PlanExecutor(SlurmHetExecutor):
             python="python3" if settings.container else None,  # the image's
             max_num_timeout=MAX_TIMEOUTS,
         )
-        limits = {"time": settings.timeout_min, "distribution": settings.distribution, "requeue": True}
-        environment = {"setup": list(settings.setup), "container": settings.container}
-        self._internal_update_parameters(job_name=name, **limits, **environment)
+        self._internal_update_parameters(
+            job_name=name,
+            time=settings.timeout_min,
+            setup=list(settings.setup),
+            container=settings.container,
+            requeue=True,
+            distribution=settings.distribution,
+        )
 
     @classmethod
     def name(cls) -> str:
@@ -134,11 +144,17 @@ class PlanExecutor(SlurmHetExecutor):
         """Return the job that `parameters` request, with logs in the run directory and the signal that training
         handles."""
         request, logs = super()._request(parameters, token), self.run_path / "logs"
-        files: dict[str, Any] = {"output": str(logs / "batch.txt"), "rank_output": str(logs / "rank-%t.txt")}
-        files |= {"error": None, "rank_error": None, "step_errors": str(logs / "srun.txt")}
-        environment = (*request.environment, ("SUBMITIT_LOG_LEVEL", "ERROR"))
-        directories = (*request.directories, str(logs))
-        return replace(request, environment=environment, signal=USER_SIGNAL, directories=directories, **files)
+        return replace(
+            request,
+            environment=(*request.environment, ("SUBMITIT_LOG_LEVEL", "ERROR")),
+            signal=USER_SIGNAL,
+            output=str(logs / "batch.txt"),
+            error=None,
+            rank_output=str(logs / "rank-%t.txt"),
+            rank_error=None,
+            step_errors=str(logs / "srun.txt"),
+            directories=(*request.directories, str(logs)),
+        )
 
     def _text(self, request: JobRequest, command: str) -> str:
         end, lost = end_command(self.run_path), run_command("lost_step", self.run_path)

@@ -110,16 +110,26 @@ class JobRequest:
 
     def options(self) -> list[tuple[str, Value]]:
         """Return (name, value) of the sbatch options of the whole job, which the script has at its first component."""
-        options: dict[str, Value | None] = {"job-name": self.name, "time": self.timeout_min}
-        options["output"] = self._file_pattern(self.output)
-        options["error"] = None if self.error is None else self._file_pattern(self.error)
-        options |= {"open-mode": "append", "array": self.array, "signal": self._signal_option()}
-        options["no-requeue" if self.requeue is False else "requeue"] = None if self.requeue is None else True
-        texts = ("dependency", "comment", "mail_type", "mail_user", "wckey")
-        options |= {name.replace("_", "-"): getattr(self, name) for name in texts}
+        options: list[tuple[str, Value | None]] = [
+            ("job-name", self.name),
+            ("time", self.timeout_min),
+            ("output", self._file_pattern(self.output)),
+            ("error", None if self.error is None else self._file_pattern(self.error)),
+            ("open-mode", "append"),
+            ("array", self.array),
+            ("signal", self._signal_option()),
+            ("no-requeue" if self.requeue is False else "requeue", True if self.requeue is not None else None),
+            ("dependency", self.dependency),
+            ("comment", self.comment),
+            ("mail-type", self.mail_type),
+            ("mail-user", self.mail_user),
+            ("wckey", self.wckey),
+        ]
         extra = {component.option_name(k, "job"): v for k, v in self.additional if v is not None}
-        own_options = [(k, v) for k, v in options.items() if v is not None and k not in extra]
-        return [*own_options, *((k, v) for k, v in extra.items() if v is not False)]
+        return [
+            *((k, v) for k, v in options if v is not None and k not in extra),
+            *((k, v) for k, v in extra.items() if v is not False),
+        ]
 
     def _signal_option(self) -> str | None:
         """Return the value of ``--signal``; None for no signal.

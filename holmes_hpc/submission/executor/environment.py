@@ -90,8 +90,14 @@ class TaskCount(int):
 class SlurmHetJobEnvironment(job_environment.JobEnvironment):
     """submitit's environment of a task of a (heterogeneous) job. Ranks, nodes and ids are those of the whole job."""
 
-    _env = {"job_id": LEADER, "num_tasks": "SLURM_NTASKS", "num_nodes": "SLURM_NNODES", "node": "SLURM_NODEID"}
-    _env |= {"global_rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID"}
+    _env = {
+        "job_id": LEADER,
+        "num_tasks": "SLURM_NTASKS",
+        "num_nodes": "SLURM_NNODES",
+        "node": "SLURM_NODEID",
+        "global_rank": "SLURM_PROCID",
+        "local_rank": "SLURM_LOCALID",
+    }
 
     @property
     def hostnames(self) -> Sequence[str]:

@@ -30,9 +30,18 @@ FINAL_FIGURES = (
 )
 _STEP = re.compile(r" step \d+: ")
 # Every final state of a job. If several map to one state of a run, the first one stands for it.
-RUN_STATES: dict[SlurmState, RunState] = {"COMPLETED": "completed", "CANCELLED": "cancelled", "TIMEOUT": "timeout"}
-RUN_STATES |= {"DEADLINE": "timeout", "PREEMPTED": "preempted", "FAILED": "failed", "REVOKED": "failed"}
-RUN_STATES |= {"NODE_FAIL": "failed", "BOOT_FAIL": "failed", "OUT_OF_MEMORY": "failed"}
+RUN_STATES: dict[SlurmState, RunState] = {
+    "COMPLETED": "completed",
+    "CANCELLED": "cancelled",
+    "TIMEOUT": "timeout",
+    "DEADLINE": "timeout",
+    "PREEMPTED": "preempted",
+    "FAILED": "failed",
+    "REVOKED": "failed",
+    "NODE_FAIL": "failed",
+    "BOOT_FAIL": "failed",
+    "OUT_OF_MEMORY": "failed",
+}
 _SLURM_STATES: dict[RunState, SlurmState] = {run: job for job, run in reversed(RUN_STATES.items())}
 
 

@@ -258,15 +258,26 @@ def _status(
     if state.ended and job is not None and is_outdated(result, step):
         result = record_end(run, state)
     final_result = result if result is not None and (state.ended or state.state == UNKNOWN) else {}
-    shown_state = str(final_result.get("state") or state.state.lower())
-    fields: dict[str, Any] = {key: getattr(state, key) for key in ("reason", "nodes", "components", "source")}
-    fields |= {"step": step, "steps": _number(steps, int), "attempt": len(record["attempts"])}
-    fields |= {key: _number(last.get(key), float) for key in ("loss", "step_time_s")}
-    fields |= {key: str(final_result[key]) for key in ("error", "failed_node") if final_result.get(key) is not None}
-    fields["failed_rank"] = _number(final_result.get("failed_rank"), int)
-    fields["log_tail"] = tuple(map(str, final_result.get("log_tail") or ()))
-    why = state_detail(run, state, step)
-    return Status(name_of(run), str(run.path), _job_id(record), shown_state, why=why, **fields)
+    return Status(
+        name=name_of(run),
+        path=str(run.path),
+        job_id=_job_id(record),
+        state=str(final_result.get("state") or state.state.lower()),
+        reason=state.reason,
+        nodes=state.nodes,
+        components=state.components,
+        source=state.source,
+        attempt=len(record["attempts"]),
+        step=step,
+        steps=_number(steps, int),
+        loss=_number(last.get("loss"), float),
+        step_time_s=_number(last.get("step_time_s"), float),
+        error=None if final_result.get("error") is None else str(final_result["error"]),
+        failed_rank=_number(final_result.get("failed_rank"), int),
+        failed_node=None if final_result.get("failed_node") is None else str(final_result["failed_node"]),
+        log_tail=tuple(map(str, final_result.get("log_tail") or ())),
+        why=state_detail(run, state, step),
+    )
 
 
 def _number(value: Any, kind: type[T]) -> T | None:

@@ -100,10 +100,15 @@ def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], N
         value = RunFailed(problem, where=str(run.path), hint=f"see `holmes logs {run.path}`")
     with read_write(job.config.hydra.runtime), open_dict(job.config.hydra.runtime):
         job.config.hydra.runtime.output_dir = str(run.path)
-    overrides, hydra_config = list(job.config.hydra.overrides.task), OmegaConf.masked_copy(job.config, "hydra")
-    names = {"working_dir": str(run.path), "task_name": str(job.config.hydra.job.name)}
-    status = JobStatus.COMPLETED if has_completed else JobStatus.FAILED
-    return JobReturn(overrides, task_config(job.config), hydra_config, **names, status=status, _return_value=value)
+    return JobReturn(
+        overrides=list(job.config.hydra.overrides.task),
+        cfg=task_config(job.config),
+        hydra_cfg=OmegaConf.masked_copy(job.config, "hydra"),
+        working_dir=str(run.path),
+        task_name=str(job.config.hydra.job.name),
+        status=JobStatus.COMPLETED if has_completed else JobStatus.FAILED,
+        _return_value=value,
+    )
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):

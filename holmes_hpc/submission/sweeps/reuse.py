@@ -62,10 +62,18 @@ class Candidate:
 
     def entry(self, manifest: Manifest, folder: Path, **submission_fields: Any) -> SweepJob:
         """Return the job's entry in `manifest`. `submission_fields`: fields of SweepJob known after its submission."""
-        fields = submission_fields | {"num": self.num, "overrides": tuple(self.overrides), "copy": self.copy}
-        fields |= {"directory": manifest.relative(self.directory), "folder": manifest.relative(folder)}
-        fields |= {"kind": "plain" if self.planned is None else "plan", "host": os.uname().nodename}
-        return SweepJob(digest=self.digest, program=self.program.digest if self.program else "", **fields)
+        return SweepJob(
+            num=self.num,
+            overrides=tuple(self.overrides),
+            directory=manifest.relative(self.directory),
+            kind="plain" if self.planned is None else "plan",
+            folder=manifest.relative(folder),
+            digest=self.digest,
+            copy=self.copy,
+            host=os.uname().nodename,
+            program=self.program.digest if self.program else "",
+            **submission_fields,
+        )
 
     def __str__(self) -> str:
         return f"\t#{self.num} : {' '.join(filter_overrides(self.overrides))}"

@@ -76,8 +76,19 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
             shown_state, error = run_state(state.state), f"Slurm reports {state.state}"
             if shown_state == "completed":
                 error = untrusted_reason(manifest, job) or "it recorded no outcome"
-    identity, directory = (job.num, job.overrides, job.job_id), str(manifest.resolve(job.directory))
-    return SweepRow(*identity, shown_state, state.reason, step, loss, rate, error, directory, why)
+    return SweepRow(
+        num=job.num,
+        overrides=job.overrides,
+        job_id=job.job_id,
+        state=shown_state,
+        reason=state.reason,
+        step=step,
+        loss=loss,
+        tokens_per_s=rate,
+        error=error,
+        directory=str(manifest.resolve(job.directory)),
+        why=why,
+    )
 
 
 def run_rates(run: RunDirectory) -> dict[str, float]:
