@@ -9,22 +9,21 @@ is not stated; the prediction assumes none, whose memory would not suffice.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
 import published_runs
 
-from holmes_hpc.config.model import Batch, Experts, ModelSpec
+from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.search.best import fixed_plan
 
-QWEN = ModelSpec(
-    "qwen3_235b", 94, 4096, 64, 151936, ffn=12288, kv_heads=4, head_dim=128, qk_norm=True, max_positions=131072,
-    experts=Experts(128, top_k=8, ffn=1536),
-)  # fmt: skip
+QWEN = replace(named("qwen3_235b_a22b"), max_positions=131072)
 LONG = {16384: (1, 295.0), 32768: (2, 335.0), 65536: (4, 368.0), 131072: (8, 389.0)}  # tokens: CP, TFLOP/s a GPU
 GPUS = 256
 

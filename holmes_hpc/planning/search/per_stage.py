@@ -33,6 +33,7 @@ from holmes_hpc.planning.search.layers import (
 )
 from holmes_hpc.planning.search.placement import component
 from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools
+from holmes_hpc.planning.search.stage_lists import pools_of
 from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 
 MAX_SHAPES = 400  # the most whose memory is checked
@@ -91,10 +92,6 @@ class Variant:
     @property
     def strategy(self) -> str:
         return "one-fabric" if len(self.layout.components) == 1 else "pipeline"
-
-    @property
-    def pools(self) -> frozenset[int]:
-        return frozenset(pool for pool, *_ in self.shape.stages)
 
     @property
     def passes(self) -> int:
@@ -167,8 +164,8 @@ def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock, e
 
     The best on each set of pools is refined before the others."""
     refined, passes_left = list[Variant](), effort.refinement
-    first_on_pools = {v.pools: v for v in reversed(candidates)}
-    for candidate in sorted(candidates, key=lambda v: first_on_pools[v.pools] is not v):
+    first_on_pools = {pools_of(v.shape.stages): v for v in reversed(candidates)}
+    for candidate in sorted(candidates, key=lambda v: first_on_pools[pools_of(v.shape.stages)] is not v):
         if passes_left <= 0 or clock.is_over():
             break
         if refined and candidate.seconds > FAR * refined[0].seconds:

@@ -17,6 +17,11 @@ Stage = tuple[int, int, int]
 Stages = tuple[Stage, ...]
 
 
+def pools_of(stages: Stages) -> frozenset[int]:
+    """Return the indices of the pools that hold the stages."""
+    return frozenset(pool for pool, *_ in stages)
+
+
 def stage_orders(stages: list[tuple[int, int, int]]) -> Iterator[Stages]:
     """Yield the stages with the pools in other orders, and with each pool's stages forward or reversed.
 
@@ -49,7 +54,7 @@ def other_pools(stages: Stages, single_stages: Iterable[Stage]) -> Iterator[Stag
     """Yield the stages without one of their pools, and with another pool as the first or the last stage.
 
     `single_stages`: the stages that hold all nodes of a pool."""
-    used = {f for f, *_ in stages}
+    used = pools_of(stages)
     for f in used if len(used) > 1 else ():
         yield tuple(stage for stage in stages if stage[0] != f)
     for stage in single_stages:

@@ -33,6 +33,7 @@ from holmes_hpc.planning.search.stage_lists import (
     lists_on,
     neighbours,
     other_pools,
+    pools_of,
     stage_orders,
 )
 
@@ -92,7 +93,7 @@ def best_shapes(problem: Problem, max_s: float = inf) -> list[Shape]:
     for micro_size, recompute in product(sizes, modes):
         shapes += _ShapeEstimator(problem, available, micro_size, recompute, max_s).shapes()
     shapes.sort(key=lambda s: (s.estimate, len(s.stages), s.stages))
-    first = {frozenset(f for f, *_ in shape.stages): shape for shape in reversed(shapes)}
+    first = {pools_of(shape.stages): shape for shape in reversed(shapes)}
     equal_tp, counts = list[Shape](), Counter[int]()
     for shape in dict.fromkeys(shapes):
         tps = {tp for *_, tp in shape.stages}
@@ -319,7 +320,7 @@ class _ShapeEstimator:
 
     def is_allowed(self, stages: Stages) -> bool:
         """Return whether the options allow such stages."""
-        return bool(is_allowed(self.options, self.model.layers, len(stages), len({f for f, *_ in stages})))
+        return bool(is_allowed(self.options, self.model.layers, len(stages), len(pools_of(stages))))
 
     def estimate(self, stages: Stages) -> float:
         """Return the estimated seconds of the step; infinite if the layers do not fit, or if it exceeds `max_s`.
