@@ -112,7 +112,7 @@ class Trainer:
         if session.cuda:
             watchdog.start_set_up("warming up")
             warm_up.connect(self.groups, session.device)
-            warm_up.local_passes(self.models, self.model_config, plan.parts, session.device)
+            warm_up.local_passes(self.models, self.model_config, plan.parts, session.device, self.weights)
         watchdog.start_set_up("comparing weights between replicas")
         replica_check.check(chunks, plan.model.tied, session.groups.embedding_group)
         self.control_flags = ControlAllReduce(self.control)
@@ -138,7 +138,7 @@ class Trainer:
             plan, dtype, cuda=session.cuda, fp8=train.fp8, timers=self.breakdown, stage=pipeline_rank
         )
         attention.refuse_unfused(plan, session.launch.rank, session.device, dtype, self.document_end is not None)
-        attention.refuse_unsupported(self.document_end, session.cuda)
+        attention.refuse_unsupported(self.document_end, session.cuda, self.model_config)
         chunks = gpt.build(plan, self.model_config, seed, session.device)
         self.weights = eager_1f1b.weight_gradients(plan, chunks, self.breakdown)
         if train.pace_layer_ms:

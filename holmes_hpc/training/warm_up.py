@@ -14,8 +14,10 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from holmes_hpc.config.model import Batch
-from holmes_hpc.training.model import gpt
+from holmes_hpc.planning.schedule.kinds import WeightPass
+from holmes_hpc.training.model import experts, gpt
 from holmes_hpc.training.model.gpt import generators, set_generators
+from holmes_hpc.training.model.weight_gradients import WeightGradients
 
 # Megatron-Core's names of the groups whose communicators a step uses; several names may mean one group.
 GROUPS = (
@@ -30,6 +32,11 @@ GROUPS = (
     "mp",
     "intra_dist_opt",
     "tp_dp_cp",
+    "ep",
+    "tp_ep",
+    "tp_ep_pp",
+    "expt_dp",
+    "intra_expt_dp",
 )
 
 
@@ -49,8 +56,10 @@ def connect(groups: ProcessGroupCollection, device: torch.device) -> list[str]:
     return list(names.values())
 
 
-def local_passes(models: Sequence[Any], config: Any, batch: Batch, device: torch.device) -> None:
-    """Run one forward and one backward pass of each model chunk on dummy data.
+def local_passes(
+    models: Sequence[Any], config: Any, batch: Batch, device: torch.device, weights: WeightGradients | None = None
+) -> None:
+    """Run one forward and one backward pass of each model chunk on dummy data, and its weight pass with `weights`.
 
     Gradients are zeroed afterwards, random states and buffers restored, except fp8 scales. `models`: wrapped in
     Megatron-Core's DDP, which neither gathers nor reduces meanwhile. `config`: Megatron-Core's. All ranks of a
@@ -60,7 +69,7 @@ def local_passes(models: Sequence[Any], config: Any, batch: Batch, device: torch
     tokens = torch.zeros(micro_size, sequence_length, dtype=torch.int64, device=device)
     positions = torch.arange(sequence_length, device=device).repeat(micro_size, 1)
     rows = sequence_length // (parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1)
-    for wrapped in models:
+    for number, wrapped in enumerate(models):
         chunk = gpt.unwrap(wrapped)
         buffers = [(buffer, buffer.clone()) for buffer in wrapped.module.buffers()]
         gathers = wrapped.ddp_config.overlap_param_gather
@@ -75,8 +84,12 @@ def local_passes(models: Sequence[Any], config: Any, batch: Batch, device: torch
         )
         chunk.set_input_tensor([hidden])
         with wrapped.no_sync():
+            if weights is not None:
+                weights.start_backward(0, number)
             output = wrapped(tokens, positions, None, labels=tokens if chunk.post_process else None)
             output.float().sum().backward()
+            if weights is not None:
+                weights.compute(models, [WeightPass(0, number)], last=False)
         chunk.set_input_tensor([None])
         wrapped.zero_grad_buffer()
         if gathers:
@@ -84,4 +97,5 @@ def local_passes(models: Sequence[Any], config: Any, batch: Batch, device: torch
         with torch.no_grad():
             for buffer, saved_value in buffers:
                 buffer.copy_(saved_value)
+    experts.forget_loss_scale()
     set_generators(states)

@@ -292,6 +292,7 @@ def run(case: Case) -> dict[str, Any]:
             "p2p_communicator": communicator(case, config),
             "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
         }
+    weights = None
     if case.schedule in SCHEDULES:
         order = Order(
             case.schedule,
@@ -302,12 +303,10 @@ def run(case: Case) -> dict[str, Any]:
             deferred=tuple(case.deferred),
             final=tuple(case.final),
         )
-        splits = order.schedule.splits
+        if order.schedule.splits:
+            weights = WeightGradients([model.module for model in models], Breakdown())
         schedule = functools.partial(
-            run_eager_1f1b,
-            order=order,
-            tracer=events.append if case.trace else None,
-            weights=WeightGradients([model.module for model in models], Breakdown()) if splits else None,
+            run_eager_1f1b, order=order, tracer=events.append if case.trace else None, weights=weights
         )
     losses, digests, times, ends = [], [], [], []
     if case.as_on_gpu:
@@ -315,7 +314,7 @@ def run(case: Case) -> dict[str, Any]:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         connected = warm_up.connect(groups, torch.device(case.device))
         assert ("tp" in connected) == (case.tp > 1) and ("dp_cp" in connected) == (case.dp > 1)
-        warm_up.local_passes(models, config, Batch(MICRO, MICRO, SEQUENCE), torch.device(case.device))
+        warm_up.local_passes(models, config, Batch(MICRO, MICRO, SEQUENCE), torch.device(case.device), weights)
     for step in range(case.steps):
         for model in models:
             model.zero_grad_buffer()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import spawn
 import thorough
+import torch
+from megatron.core.transformer import TransformerConfig
 
 from holmes_hpc.config.model import Experts
 from holmes_hpc.errors import ConfigError
@@ -118,7 +121,14 @@ def test_a_checkpoint_moves_between_parts_and_whole_sequences(one_process: Any, 
 
 def test_attention_that_lacks_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.contexts, "size", lambda: 2)
-    attention.refuse_unsupported(document_end=0, cuda=False)
     monkeypatch.setattr(attention, "has_transformer_engine", lambda: False)
-    with pytest.raises(ConfigError, match="context parallelism on GPUs needs Transformer Engine"):
-        attention.refuse_unsupported(None, cuda=True)
+    bf16, fp32, exchanged = (
+        cast(TransformerConfig, SimpleNamespace(cp_comm_type=kind, params_dtype=dtype))
+        for kind, dtype in (("p2p", torch.bfloat16), ("p2p", torch.float32), ("a2a", torch.float32))
+    )
+    attention.refuse_unsupported(None, cuda=True, config=bf16)
+    attention.refuse_unsupported(0, cuda=False, config=fp32)
+    attention.refuse_unsupported(0, cuda=True, config=exchanged)
+    for document_end, config in ((0, bf16), (None, fp32)):
+        with pytest.raises(ConfigError, match="ring attention on GPUs supports neither fp32 nor documents"):
+            attention.refuse_unsupported(document_end, cuda=True, config=config)

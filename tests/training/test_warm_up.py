@@ -19,6 +19,7 @@ cpu.install()
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe import moe_utils
 from dataclasses import replace
 from unittest import mock
 
@@ -28,6 +29,7 @@ from holmes_hpc.training import warm_up
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model import gpt, optimizer
 from holmes_hpc.training.model.gpt import generators
+from holmes_hpc.training.model.weight_gradients import WeightGradients
 
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
 parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=True)
@@ -56,14 +58,18 @@ def equal_parts(a, b):
 
 old_state, hooks = state(), len(wrapped.remove_forward_pre_hook_handles)
 gathers = [g.param_gather_dispatched for g in wrapped.bucket_groups]
+weights = WeightGradients([chunk], Breakdown())
+moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)  # as an experts' backward pass sets it
 assert warm_up.connect(ProcessGroupCollection.use_mpu_process_groups(), device) == []  # no group has several ranks
-warm_up.local_passes(models, config, plan.batch, device)
+warm_up.local_passes(models, config, plan.batch, device, weights)
 assert all(equal_parts(old_state, state()).values()), equal_parts(old_state, state())
 assert len(wrapped.remove_forward_pre_hook_handles) == hooks > 0
 assert [g.param_gather_dispatched for g in wrapped.bucket_groups] == gathers
 assert all(g.is_last_microbatch and not g.per_param_grad_ready_counts for g in wrapped.bucket_groups)
 assert all(p.grad is None for p in wrapped.parameters()) and not any(p.main_grad.any() for p in wrapped.parameters())
 assert chunk.decoder.input_tensor is None
+assert not weights._pending  # products would count as those of the first step
+assert moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale is None
 print("the state is restored")
 """
 

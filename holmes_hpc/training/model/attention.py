@@ -99,10 +99,11 @@ class SdpaAttention(MegatronModule):
         return context.permute(2, 0, 1, 3)
 
 
-def refuse_unsupported(document_end: int | None, cuda: bool) -> None:
+def refuse_unsupported(document_end: int | None, cuda: bool, config: TransformerConfig) -> None:
     """Raise ConfigError if this rank's attention lacks the mask that `data.documents` needs to keep documents apart, or
     context parallelism. `document_end`: the end-of-document token, None if documents are joined."""
     fused = cuda and has_transformer_engine()
+    rings = contexts.size() > 1 and config.cp_comm_type == "p2p" and cuda and not fused
     ConfigError.refuse(
         (
             document_end is not None and fused,
@@ -111,10 +112,10 @@ def refuse_unsupported(document_end: int | None, cuda: bool) -> None:
             "use data.documents=joined, or no Transformer Engine",
         ),
         (
-            contexts.size() > 1 and cuda and not fused,
-            "context parallelism on GPUs needs Transformer Engine",
-            "plan.cp",
-            "install it, or use plan.cp=1",
+            rings and (document_end is not None or config.params_dtype == torch.float32),
+            "ring attention on GPUs supports neither fp32 nor documents that are kept apart",
+            "plan.cp_comm",
+            "use plan.cp_comm=a2a",
         ),
     )
 

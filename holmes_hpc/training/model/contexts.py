@@ -177,6 +177,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention output and the logarithm of each softmax's sum, by torch's fused kernel."""
     key, value = _for_each_query(key_value, query)
+    if query.is_cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, **visible, scale=scale)[:2]
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scale, **visible)
 
 
@@ -193,9 +195,17 @@ def _attend_backward(
     """Return the gradients of the queries, and of keys and values, of a piece of attention. `output` and `log_sum` are
     those of the whole attention, which give each piece its share."""
     key, value = _for_each_query(key_value, query)
-    queries, *key_values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, output, log_sum, 0.0, **{"is_causal": False, **visible}, scale=scale
-    )
+    passed = gradient, query, key, value, output, log_sum.contiguous()
+    if query.is_cuda:
+        random_state = [torch.empty(n, dtype=torch.uint64, device=query.device) for n in (2, 0)]  # of no dropout
+        lengths = None, None, query.size(2), key.size(2)
+        queries, *key_values = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *passed, *lengths, 0.0, visible["is_causal"], *random_state, scale=scale
+        )
+    else:
+        queries, *key_values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *passed, 0.0, **{"is_causal": False, **visible}, scale=scale
+        )
     return queries, torch.stack(key_values).unflatten(2, (key_value.size(2), -1)).sum(3)
 
 

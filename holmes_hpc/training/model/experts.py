@@ -65,6 +65,12 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return host_tensor.numpy() if as_numpy else host_tensor
 
 
+def forget_loss_scale() -> None:
+    """Make the next forward pass set the scale of the balancing loss, after passes outside a schedule. Backward passes
+    there set one of another shape."""
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
 def time_exchanges(add: Callable[[float], None]) -> None:
     """Call `add` with the seconds of every all-to-all, in forward and backward passes. They do not contain the wait for
     ranks that still compute."""

@@ -136,6 +136,9 @@ def variant_cases() -> dict[tuple[str, str], Case]:
         cases[name, "deeper"] = Case(schedule="ahead", in_flight=[4, 1], **common)
         cases[name, "starved"] = Case(schedule="ahead", in_flight=[1, 1], **common)
         cases[name, "as on a GPU"] = Case(schedule="ahead", in_flight=[4, 1], as_on_gpu=True, **common)
+        cases[name, "zero bubble as on a GPU"] = Case(
+            schedule="zero_bubble", in_flight=[4, 1], deferred=[1, 0], final=[1, 1], as_on_gpu=True, **common
+        )
         cases[name, "1f1b as on a GPU"] = Case(schedule="edges", as_on_gpu=True, **common)
     for stages, chunks, dp in ((2, 2, 2), (2, 3, 1), (3, 2, 1)):
         depths_1f1b = list(in_flight(stages, 2 * stages, chunks))
