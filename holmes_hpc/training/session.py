@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Traffic
 from holmes_hpc.training.network.peer_watch import watch_next_nodes
 from holmes_hpc.training.rank import affinity, cpu, cuda_check
-from holmes_hpc.training.rank.failure import RankExit, Watchdog
+from holmes_hpc.training.rank.failure import RankExit, Watchdog, exit_failed
 from holmes_hpc.training.rank.launch import Launch, check_launch, job_nodes, read_launch
 from holmes_hpc.training.rank.log import RankLog, log_line
 from holmes_hpc.training.rank.signals import Signals
@@ -132,7 +131,7 @@ def run_in_session(
             rank_exit.record_end("completed")
         return result
     except Exception as e:
-        sys.exit(rank_exit.record_failure(e))
+        exit_failed(rank_exit.record_failure(e))
     finally:
         log.close()
         gc.unfreeze()  # otherwise Triton's bindings report every object that is not freed at exit

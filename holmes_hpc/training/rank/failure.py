@@ -4,6 +4,7 @@ The other ranks exit with the same code, and their logs name the rank that faile
 nothing: on Slurm, srun then ends the others (`--kill-on-bad-exit`, submission/executor/batch_script.py).
 """
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -15,9 +16,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from torch.distributed import DistError
+import torch
+import torch.distributed as dist
 
 from holmes_hpc.errors import HolmesError, RunFailed
 from holmes_hpc.records.run import RunDirectory
@@ -39,6 +41,14 @@ def end_process(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def exit_failed(code: int) -> NoReturn:
+    """Exit from the main thread of a failed rank. With CUDA, skip the destructors: NCCL's waits for its monitor thread,
+    which waits for the store behind a thread of Python that no longer runs."""
+    if torch.cuda.is_initialized() and dist.is_initialized():
+        atexit.register(end_process, code)
+    sys.exit(code)
 
 
 def _failure_line(failure: dict[str, Any]) -> str:
@@ -151,7 +161,7 @@ class RankExit:
                 while (failure := self._read_failure()) is None and time.monotonic() < end:
                     time.sleep(0.1)
             except Exception as e:
-                failure = _rank_0_failure(e) if isinstance(error, DistError) else None
+                failure = _rank_0_failure(e) if isinstance(error, dist.DistError) else None
             failures.append(failure)
 
         if self._store is not None:

@@ -20,11 +20,13 @@ from typing import Any
 import pytest
 import spawn
 import thorough
+import torch
 import torch.distributed as dist
 
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.interfaces import NodeTransports, links_of_rank
+from holmes_hpc.training.rank import failure
 from holmes_hpc.training.rank.failure import RankExit
 from holmes_hpc.training.rank.launch import Launch
 
@@ -317,3 +319,15 @@ def test_the_watchdogs_dump_has_nccls_flight_recorder(tmp_path: Path, monkeypatc
     monkeypatch.delattr(library, "_dump_nccl_trace")  # on a CPU, torch has none
     RankExit(run, Launch(1, 4, 0, "srun", "ib2", "slurm-1-0-0", False)).dump_stacks()
     assert len(list(run.trace.iterdir())) == 1
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_rank_that_fails_on_a_gpu_ends_without_destructors(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's would wait for ever."""
+    registered: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(failure.atexit, "register", lambda *call: registered.append(call))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(SystemExit) as ended:
+        failure.exit_failed(7)
+    assert ended.value.code == 7 and registered == ([(failure.end_process, 7)] if on_gpu else [])
