@@ -86,6 +86,7 @@ def run_minimal(overrides: list[str]) -> Figures:
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.module import Float16Module
+        from megatron.core.transformer.moe import moe_utils
 
     config = load(overrides)
     train, plan = config.train, make_plan(config, local_site(1, config.train.device))
@@ -102,6 +103,17 @@ def run_minimal(overrides: list[str]) -> Figures:
     model_parallel_cuda_manual_seed(train.seed)
 
     spec, half = plan.model, train.dtype == "bf16"
+    experts: dict[str, Any] = {}
+    if spec.experts.count:
+        moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # 0.16 reads it without TE
+        experts = {
+            "num_moe_experts": spec.experts.count,
+            "moe_router_topk": spec.experts.top_k,
+            "moe_aux_loss_coeff": spec.experts.balance,
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_ffn_hidden_size": spec.ffn,
+        }
     fused = cuda and importlib.util.find_spec("transformer_engine") is not None
     compiles = cuda and cuda_check.can_compile()
     settings = TransformerConfig(
@@ -123,10 +135,11 @@ def run_minimal(overrides: list[str]) -> Figures:
         bias_dropout_fusion=compiles,
         apply_rope_fusion=fused and spec.rope,
         gradient_accumulation_fusion=False,
+        **experts,
     )
     model: Any = GPTModel(
         settings,
-        layer_spec(fused, spec.rmsnorm),
+        layer_spec(fused, spec.rmsnorm, spec.experts.count or None),
         spec.padded_vocab(1),
         spec.max_positions,
         share_embeddings_and_output_weights=spec.tied,
@@ -193,14 +206,15 @@ def run_minimal(overrides: list[str]) -> Figures:
     return statistics.median(times[WARM_UP:]), peak_memory_bytes(cuda), first_loss
 
 
-def layer_spec(fused: bool, rmsnorm: bool) -> Any:
-    """Return Megatron-Core's layer spec: Transformer Engine's, or the local one with torch's fused attention."""
+def layer_spec(fused: bool, rmsnorm: bool, experts: int | None) -> Any:
+    """Return Megatron-Core's layer spec: Transformer Engine's, or the local one with torch's fused attention.
+    `experts`: of a layer, None for a dense model."""
     import torch
     import torch.nn.functional as F
     from megatron.core.models.gpt import gpt_layer_specs
 
     if fused:
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(experts)
 
     class Attention(torch.nn.Module):
         def __init__(self, config: Any, *_: Any, **__: Any) -> None:
@@ -216,7 +230,7 @@ def layer_spec(fused: bool, rmsnorm: bool) -> Any:
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
             return out.permute(2, 0, 1, 3).flatten(2)
 
-    layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm" if rmsnorm else None)
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(experts, normalization="RMSNorm" if rmsnorm else None)
     layer.submodules.self_attention.submodules.core_attention = Attention
     return layer
 

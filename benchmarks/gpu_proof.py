@@ -52,6 +52,8 @@ PARTS = {
     ),
     "profile": Part("synchronizations and pageable copies per micro-batch", AT_ONCE_S, cpu=False),
     "resume": Part("a resumed run has the losses of an uninterrupted one", AT_ONCE_S),
+    "layouts": Part("ranks that share the GPU have the losses of one process", AT_ONCE_S),
+    "failure": Part("a rank whose step fails ends at once", AT_ONCE_S),
     "weights": Part("initial weights equal the CPU's, bit by bit", AT_ONCE_S),
     "kernels": Part("times of a layer's kernels against the planner's", 60, timed=True),
     "speed": Part("TFLOP/s and memory against a minimal Megatron-Core loop", 220, timed=True),

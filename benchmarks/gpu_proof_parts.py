@@ -6,11 +6,10 @@ writes its figures after each step, so that a time limit does not lose them.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import json
-import os
+import math
 import re
 import subprocess
 import sys
@@ -18,58 +17,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
+from gpu_proof_models import BILLION, LAYERS_8B, LAYOUTS, MIXTURE, SMALL, TINY
+from gpu_proof_processes import ROOT, last_line, run_script, train_ranks
+
+from holmes_hpc.records.run import RunDirectory
 
 FOLDER = Path(__file__).resolve().parent
-ROOT = FOLDER.parent
-TINY = [
-    "model=gpt_tiny",
-    "model.layers=2",
-    "model.hidden=64",
-    "model.heads=4",
-    "model.kv_heads=4",
-    "model.ffn=128",
-    "model.vocab=500",
-    "batch.global_size=4",
-    "batch.micro_size=1",
-    "batch.sequence_length=64",
-    "data.learnable=false",
-]
-SMALL = [
-    "model=gpt_small",
-    "data=synthetic",
-    "batch.global_size=32",
-    "batch.micro_size=8",
-    "batch.sequence_length=1024",
-    "train.dtype=bf16",
-]
-BILLION = [
-    "model=gpt_small",
-    "data=synthetic",
-    "model.name=gpt_1b",
-    "model.layers=20",
-    "model.hidden=2048",
-    "model.heads=16",
-    "model.kv_heads=16",
-    "model.ffn=8192",
-    "model.max_positions=2048",
-    "batch.global_size=16",
-    "batch.micro_size=4",
-    "batch.sequence_length=2048",
-    "train.dtype=bf16",
-]
-LAYERS_8B = [
-    "model=llama3_1_8b",
-    "data=synthetic",
-    "model.layers=4",
-    "batch.global_size=8",
-    "batch.micro_size=1",
-    "batch.sequence_length=8192",
-    "train.dtype=bf16",
-]
 Figures = dict[str, Any]
 NOISE = 1e-4  # relative, of a loss: a GPU sums attention's gradients in any order
 SHAPES_S = 8.0  # for calibrate's other shapes; a real calibration takes longer
@@ -98,14 +55,14 @@ def start(device: str) -> Figures:
     )
     for backend, loading in backends:
         start_s = time.monotonic()
-        process = _run_script(
+        process = run_script(
             _START.format(device=device, backend=backend, limit_s=40 if device == "cuda" else 280),
             45 if device == "cuda" else 300,  # four fit into the part's limit
             {"CUDA_MODULE_LOADING": loading},
         )
         figures["seconds"][f"{backend} {loading.lower()}"] = round(time.monotonic() - start_s, 1)
         if process.returncode:
-            figures["wrong"].append(f"{backend}, {loading.lower()} loading: {_last_line(process)}")
+            figures["wrong"].append(f"{backend}, {loading.lower()} loading: {last_line(process)}")
         write_figures(figures)
     return figures
 
@@ -143,15 +100,15 @@ def tests(device: str) -> Figures:
 
 def network(device: str) -> Figures:
     """Report NCCL's network for a communicator over sockets, and its error for InfiniBand without an adapter."""
-    sockets = _run_script(_NETWORK.format(kind="TCP"), 60, {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"})
+    sockets = run_script(_NETWORK.format(kind="TCP"), 60, {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"})
     networks = re.findall(r"Using network (\S+)", sockets.stdout)
     figures: Figures = {"asked for sockets": sorted(set(networks)), "wrong": []}
     if sockets.returncode or set(networks) != {"Socket"}:
-        figures["wrong"].append(f"expected NCCL to use sockets: {_last_line(sockets)}")
+        figures["wrong"].append(f"expected NCCL to use sockets: {last_line(sockets)}")
     write_figures(figures)
     if not Path("/sys/class/infiniband").is_dir() or not any(Path("/sys/class/infiniband").iterdir()):
-        rdma = _run_script(_NETWORK.format(kind='Transport("rdma", NicType.IB, "a")'), 60, {"NCCL_SOCKET_IFNAME": "lo"})
-        figures["InfiniBand without an adapter"] = _last_line(rdma)
+        rdma = run_script(_NETWORK.format(kind='Transport("rdma", NicType.IB, "a")'), 60, {"NCCL_SOCKET_IFNAME": "lo"})
+        figures["InfiniBand without an adapter"] = last_line(rdma)
         if rdma.returncode == 0:
             figures["wrong"].append("NCCL made a communicator over InfiniBand without an adapter")
     return figures
@@ -174,9 +131,14 @@ torch.cuda.synchronize()
 
 
 def speed(device: str) -> Figures:
-    """Run benchmarks/gpu.py on gpt_small, on a model of a billion parameters and on four layers of Llama 3.1 8B."""
+    """Run benchmarks/gpu.py on dense models of 100 million parameters to layers of Llama 3.1 8B, and on a mixture."""
     sizes = (
-        {"gpt_small": (SMALL, 1, 30), "gpt_1b": (BILLION, 1, 15), "layers_8b": (LAYERS_8B, 1, 12)}
+        {
+            "gpt_1b": (BILLION, 1, 15),
+            "layers_8b": (LAYERS_8B, 1, 12),
+            "mixture": (MIXTURE, 1, 12),
+            "gpt_small": (SMALL, 1, 30),
+        }
         if device == "cuda"
         else {"tiny": (TINY, 1, 7)}
     )
@@ -187,7 +149,7 @@ def speed(device: str) -> Figures:
             [sys.executable, str(FOLDER / "gpu.py"), *arguments], capture_output=True, text=True, check=False
         )
         if process.returncode:
-            figures["wrong"].append(f"{name}: {_last_line(process)}")
+            figures["wrong"].append(f"{name}: {last_line(process)}")
             continue
         result = figures[name] = json.loads(process.stdout.splitlines()[-1])
         if device == "cuda" and result["speed_ratio"] < 0.97:
@@ -235,9 +197,9 @@ def profile(device: str) -> Figures:
 
 def _count_waits(overrides: list[str]) -> Counter[str]:
     """Count synchronizations and copies from pageable memory of a run with torch's profiler."""
-    process = _run_script(_PROFILE, 60, {"HOLMES_PROOF": json.dumps(overrides)})
+    process = run_script(_PROFILE, 60, {"HOLMES_PROOF": json.dumps(overrides)})
     if process.returncode:
-        raise SystemExit(f"profile: {_last_line(process)}")
+        raise SystemExit(f"profile: {last_line(process)}")
     return Counter(json.loads(process.stdout.splitlines()[-1]))
 
 
@@ -282,6 +244,62 @@ def resume(device: str) -> Figures:
     return {"losses": losses[0], "apart": largest_error, **counts, "wrong": failures}
 
 
+def layouts(device: str) -> Figures:
+    """Compare the losses of layouts with those of one process. NCCL treats ranks that share a GPU as hosts."""
+    figures: Figures = {"wrong": []}
+    tiny = [*TINY, f"train.device={device}", "train.steps=4", "train.lr=1e-3"]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(4) as pool:
+
+        def losses(number: int, ranks: int, overrides: list[str]) -> list[float]:
+            run = Path(folder, str(number))
+            train_ranks(ranks, [*tiny, f"run_dir={run}", *overrides])
+            return [line["loss"] for line in RunDirectory(run).metrics()]
+
+        numbers = {json.dumps(n): n for _, _, n in LAYOUTS.values()}
+        expected = {key: pool.submit(losses, -n, 1, numbers[key]) for n, key in enumerate(numbers, 1)}
+        found = {
+            name: pool.submit(losses, n, ranks, [*layout, *LAYOUTS[name][2]])
+            for n, (name, (ranks, layout, _)) in enumerate(LAYOUTS.items())
+        }
+        for name, job in found.items():
+            limit = 1e-3 if LAYOUTS[name][2] == ["train.dtype=bf16"] else 1e-4 if device == "cuda" else 1e-6
+            try:
+                one_process = expected[json.dumps(LAYOUTS[name][2])].result()
+                figures[name] = max(abs(b / a - 1) for a, b in zip(one_process, job.result(), strict=True))
+                if figures[name] > limit:
+                    figures["wrong"].append(f"{name}: losses {job.result()}, one process {one_process}")
+            except RuntimeError as e:
+                figures["wrong"].append(f"{name}: {e}")
+            write_figures(figures)
+    return figures
+
+
+def failure(device: str) -> Figures:
+    """Make a step fail, and measure how long the rank takes to end after its log line."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [*TINY, f"run_dir={folder}/run", f"train.device={device}", "train.steps=4"]
+        process = run_script(_FAILURE, 100, {"HOLMES_PROOF": json.dumps(overrides)})
+    failed_at = [float(line) for line in process.stderr.splitlines() if re.fullmatch(r"[\d.]+", line)]
+    ended_after_s = round(time.time() - failed_at[0], 1) if failed_at else math.inf
+    is_wrong = process.returncode != 1 or ended_after_s > 10
+    return {"ended_after_s": ended_after_s, "wrong": [last_line(process)] if is_wrong else []}
+
+
+_FAILURE = """
+import json, os, sys, time
+from holmes_hpc import train
+from holmes_hpc.training import loop
+
+def fail(*_):
+    print(time.time(), file=sys.stderr, flush=True)
+    raise RuntimeError("on purpose")
+
+loop.Trainer._one_step = fail
+sys.argv = ["train", *json.loads(os.environ["HOLMES_PROOF"])]
+train.main()
+"""
+
+
 def calibrate(device: str) -> Figures:
     """Calibrate one rank, and compare the step time predicted from it with the measured one."""
     with tempfile.TemporaryDirectory() as folder:
@@ -292,9 +310,9 @@ def calibrate(device: str) -> Figures:
             "train.steps=8",
             "train.measure=true",
         ]
-        process = _run_script(_CALIBRATE, 400, {"HOLMES_PROOF": json.dumps(overrides)})
+        process = run_script(_CALIBRATE, 400, {"HOLMES_PROOF": json.dumps(overrides)})
         if process.returncode:
-            raise SystemExit(f"calibrate: {_last_line(process)}")
+            raise SystemExit(f"calibrate: {last_line(process)}")
         run = (Path(folder, "run", "run.yaml")).read_text()
         _keep("calibration.yaml", Path(folder, "run", "calibration.yaml").read_text())
     figures = {name: float(value) for name, value in re.findall(r"(\w*step_time_s): ([\d.e-]+)", run)}
@@ -332,42 +350,20 @@ def weights(device: str) -> Figures:
 # -- Shared by the parts -----------------------------------------------------------------------------------------------
 
 
-def _run_script(script: str, limit_s: float, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a script in a new process; at the time limit kill it and return exit code 124."""
-    environment = {**os.environ, **variables, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-X", "faulthandler", "-c", script]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        output, errors = process.communicate(timeout=limit_s)
-        return subprocess.CompletedProcess(command, process.returncode, output, errors)
-    except subprocess.TimeoutExpired:
-        for member in (*psutil.Process(process.pid).children(recursive=True), process):  # ranks spin on the GPU
-            with contextlib.suppress(psutil.Error):
-                member.kill()
-        output, _ = process.communicate()
-        return subprocess.CompletedProcess(command, 124, output, f"time limit of {limit_s:g} s reached")
-
-
-def _last_line(process: subprocess.CompletedProcess[str]) -> str:
-    lines = [line for line in (process.stdout + process.stderr).strip().splitlines() if "Warning" not in line]
-    return lines[-1][:300] if lines else f"exit code {process.returncode}, no output"
-
-
 def _train(overrides: list[str]) -> list[dict[str, Any]]:
     """Train as a user would; return the lines of metrics.jsonl."""
-    from holmes_hpc.records.run import RunDirectory
-
     process = subprocess.run(
         [sys.executable, "-m", "holmes_hpc.train", *overrides], capture_output=True, text=True, cwd=ROOT, check=False
     )
     if process.returncode:
-        raise SystemExit(f"holmes_hpc.train: {_last_line(process)}")
+        raise SystemExit(f"holmes_hpc.train: {last_line(process)}")
     folder = next(o.partition("=")[2] for o in overrides if o.startswith("run_dir="))
     return RunDirectory(folder).metrics()
 
 
 PARTS: dict[str, Callable[[str], Figures]] = {
-    f.__name__: f for f in (start, tests, network, kernels, speed, profile, resume, calibrate, weights)
+    f.__name__: f
+    for f in (start, tests, network, layouts, failure, kernels, speed, profile, resume, calibrate, weights)
 }
 
 if __name__ == "__main__":

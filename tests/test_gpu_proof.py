@@ -13,7 +13,7 @@ from typing import Any
 
 import gpu
 import gpu_proof
-import gpu_proof_parts
+import gpu_proof_processes
 import pipelines
 import psutil
 import pytest
@@ -113,7 +113,7 @@ def test_a_script_at_its_limit_is_killed_with_its_children(tmp_path: Path, monke
         f"pathlib.Path({str(file)!r}).write_text('{{\"pid\": %d}}' % child); time.sleep(600)"
     )
     end_limit_with(file, "communicate", monkeypatch)
-    assert gpu_proof_parts._run_script(text, 100, {}).returncode == 124
+    assert gpu_proof_processes.run_script(text, 100, {}).returncode == 124
     assert has_ended(json.loads(file.read_text())["pid"])
 
 
