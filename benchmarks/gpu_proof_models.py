@@ -65,6 +65,7 @@ LAYOUTS = {  # name: (ranks, layout, model and numbers). All ranks share the GPU
     "CP 2, all-to-all": (2, ["plan.cp=2", "plan.cp_comm=a2a"], []),
     "CP 2, ring": (2, ["plan.cp=2", "plan.cp_comm=ring"], ["train.dtype=bf16"]),
     "EP 2": (2, ["plan.ep=2"], EXPERTS),
+    "EP 2, bf16: products of experts together": (2, ["plan.ep=2"], [*EXPERTS, "train.dtype=bf16"]),
     "PP 2, EP 2": (4, ["plan.pp=2", "plan.ep=2"], EXPERTS),
     "TP 2, CP 2, ring": (4, ["plan.tp=2", "plan.cp=2", "plan.cp_comm=ring"], ["train.dtype=bf16"]),
 }

@@ -262,7 +262,7 @@ def layouts(device: str) -> Figures:
             for n, (name, (ranks, layout, _)) in enumerate(LAYOUTS.items())
         }
         for name, job in found.items():
-            limit = 1e-3 if LAYOUTS[name][2] == ["train.dtype=bf16"] else 1e-4 if device == "cuda" else 1e-6
+            limit = 1e-3 if "train.dtype=bf16" in LAYOUTS[name][2] else 1e-4 if device == "cuda" else 1e-6
             try:
                 one_process = expected[json.dumps(LAYOUTS[name][2])].result()
                 figures[name] = max(abs(b / a - 1) for a, b in zip(one_process, job.result(), strict=True))

@@ -28,7 +28,7 @@ PARTS = ("layer", "embedding", "head")
 # Each unfused operation adds one. Backward has about twice as many. TP adds two collectives, which wait for the
 # slowest rank: their cost grows with the number of ranks.
 KERNELS, KERNELS_NORM, KERNELS_UNFUSED, KERNELS_TP = 16, 5, 6, 3
-# Unmeasured: the router with its permutations, and each expert of a rank, which computes them one after the other.
+# Unmeasured: the router with its permutations, and what a rank does for each of its experts.
 KERNELS_ROUTER, KERNELS_EXPERT = 24, 4
 KERNELS_ATTENTION = {"flash": 4, "flash1": 4, "flash3": 4, "sdpa": 4, "softmax": 8, "unfused": 14}
 

@@ -1,22 +1,26 @@
 """Megatron-Core's mixture-of-experts layers: their options, and the changes that they need to train on CPUs.
 
-Each expert is on one rank as a whole (its tensor parallelism is 1), and each rank computes its experts one after the
-other. An all-to-all inside the `ep` group brings every token to its experts and back.
+Each expert is on one rank as a whole (its tensor parallelism is 1). A rank computes its experts one after the other, or
+in bf16 on GPUs together. An all-to-all inside the `ep` group brings every token to its experts and back.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.experts import SequentialMLP
 
 from holmes_hpc.config.model import ModelSpec
 
@@ -47,6 +51,53 @@ def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": 1,
     }
+
+
+def group_products(chunks: Iterable[torch.nn.Module], config: TransformerConfig) -> None:
+    """Make each layer compute the matrix products of all its experts together, where torch has a kernel for it.
+
+    One expert after the other, launches take longer than the products (benchmarks/results/gpu.md)."""
+    widths = (config.hidden_size, config.moe_ffn_hidden_size or 0)
+    if config.params_dtype != torch.bfloat16 or config.fp8 or any(width % 8 for width in widths):
+        return
+    if hasattr(F, "grouped_mm"):  # from torch 2.10 on
+        for module in (m for chunk in chunks for m in chunk.modules() if isinstance(m, SequentialMLP)):
+            if module.num_local_experts > 1:
+                module.forward = partial(_all_experts, module)
+
+
+def _all_experts(
+    module: SequentialMLP, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, None]:
+    """Return the output of all experts of a rank, (tokens, hidden), and no bias. `tokens`: sorted by their expert;
+    `weights`: the router's, of each token."""
+    config, experts = module.config, module.local_experts
+    ends = tokens_per_expert.to(tokens.device, torch.int32).cumsum(0, dtype=torch.int32)
+    inner = _Products.apply(tokens, ends, *(expert.linear_fc1.weight for expert in experts))
+    if config.bias_activation_fusion:
+        inner = weighted_bias_swiglu_impl(inner, None, weights.unsqueeze(-1))
+    else:
+        gate, factor = inner.chunk(2, -1) if config.gated_linear_unit else (inner, 1)
+        inner = (config.activation_func(gate) * factor * weights.unsqueeze(-1)).to(tokens.dtype)
+    return _Products.apply(inner, ends, *(expert.linear_fc2.weight for expert in experts)), None
+
+
+class _Products(torch.autograd.Function):
+    """The products of each expert's tokens with the transpose of its weight, of shape (outputs, inputs)."""
+
+    @staticmethod
+    def forward(context: Any, tokens: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(tokens, ends, *weights)
+        return F.grouped_mm(tokens, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tokens, ends, *weights = context.saved_tensors
+        gradient = gradient.contiguous()
+        weight_gradients = F.grouped_mm(gradient.t(), tokens, offs=ends)
+        is_idle = ends.diff(prepend=ends.new_zeros(1)) == 0  # an expert without tokens, whose rows no kernel may write
+        weight_gradients.masked_fill_(is_idle[:, None, None], 0)
+        return F.grouped_mm(gradient, torch.stack(weights), offs=ends), None, *weight_gradients.unbind()
 
 
 def support_cpu() -> None:

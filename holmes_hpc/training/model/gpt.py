@@ -174,6 +174,8 @@ def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch
         chunks.append(model.to(device))
         if seed is not None:
             initialize(model, plan, seed)
+    if device.type == "cuda":
+        experts.group_products(chunks, config)
     return chunks
 
 

@@ -1,0 +1,76 @@
+"""The products of all experts together equal those of one expert after the other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+from dataclasses import replace
+
+import torch
+from holmes_hpc.training.rank import cpu
+
+cpu.install()
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+import spawn
+from holmes_hpc.config.model import Experts
+from holmes_hpc.training.model import experts, gpt
+
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=True)
+model_parallel_cuda_manual_seed(3)
+torch.manual_seed(3)
+model = replace(spawn.MODEL, layers=1, experts=Experts(4, top_k=2, ffn=48))
+
+def results(module, forward):
+    counts = torch.tensor([3, 0, 5, 8])  # the second expert has no tokens
+    tokens = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    weights = torch.rand(16, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    module.zero_grad()
+    output, bias = forward(tokens, counts, weights)
+    assert bias is None
+    output.float().square().sum().backward()
+    return [output, tokens.grad, weights.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+    for swiglu, fused in ((False, False), (True, False), (True, True)):
+        plan = spawn.plan(model=replace(model, swiglu=swiglu))
+        config = gpt.transformer_config(plan, dtype, cuda=False)
+        config.bias_activation_fusion = fused
+        (chunk,) = gpt.build(plan, config, 5, torch.device("cpu"))
+        (module,) = (m for m in chunk.modules() if isinstance(m, experts.SequentialMLP))
+        expected = results(module, module)
+        idle = module.local_experts[1]
+        experts.group_products([chunk], config)
+        is_grouped = "forward" in vars(module)
+        assert is_grouped == (dtype == torch.bfloat16)
+        grouped = results(module, module if is_grouped else lambda *passed: experts._all_experts(module, *passed))
+        assert not any(p.grad.any() for p in idle.parameters())
+        grouped = [*grouped[:3], *(p.grad for p in module.parameters() if p.grad.any())]
+        expected = [tensor for tensor in expected if tensor.any()]
+        assert len(expected) == len(grouped) == 3 + 2 * 3
+        for one_by_one, together in zip(expected, grouped):
+            torch.testing.assert_close(together, one_by_one, rtol=limit, atol=limit * float(one_by_one.abs().max()))
+print("equal")
+"""
+
+
+@pytest.mark.integration
+def test_products_together_equal_one_expert_after_the_other(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path), "TORCHDYNAMO_DISABLE": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.splitlines()[-1] == "equal"
