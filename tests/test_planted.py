@@ -91,7 +91,7 @@ def test_cancel_ends_no_process_that_another_users_record_names(holmes: Any, tmp
     with subprocess.Popen(["sleep", "60"]) as process:
         local = {"pid": process.pid, "host": socket.gethostname(), "started": time.time()}
         run.update_run(slurm=None, local=local)
-        for owner, reason in ((SOMEBODY, "belongs to another user"), (0, "it may be another program")):
+        for owner, reason in ((SOMEBODY, "belongs to another user"), (0, "may be another program")):
             planted(run.path, owner)
             code, _, err = holmes("cancel", str(run.path))
             assert code in (1, 2) and process.poll() is None and reason in err

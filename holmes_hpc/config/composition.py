@@ -69,7 +69,7 @@ def with_overrides(config: Configuration, overrides: Sequence[str]) -> Configura
                 raise ConfigError(f"{line!r} sets no value", where="overrides", hint="write KEY=VALUE")
             if key in GROUPS:
                 group_overrides = [str(o.input_line) for o in parsed if re.match(rf"\+*{key}[.=]", str(o.input_line))]
-                group_overrides += [] if key == "batch" else ["batch=tiny"]  # only this group is used
+                group_overrides += [] if key == "batch" else ["batch=tiny"]  # composing needs a batch; it is not used
                 OmegaConf.update(result, key, composed(group_overrides)[key], merge=False, force_add=True)
             else:
                 is_known = OmegaConf.select(defaults, key, default=...) is not ...

@@ -319,7 +319,7 @@ def _parse_rules(entries: Any, where: str) -> list[Rule]:
     for entry in _as_list(entries, where):
         section = f"{where}: features"
         if not isinstance(entry, dict) or "match" not in entry:
-            raise SiteError(f"{entry!r} has no match", where=section, hint="write {match: 'REGEX', nic: ib}")
+            raise SiteError(f"rule {entry!r} lacks 'match'", where=section, hint="write {match: 'REGEX', nic: ib}")
         _refuse_unknown("key {!r}", entry, _RULE_KEYS, section)
         pattern = _compile(entry["match"], section)
         _refuse_unknown("group {!r}", pattern.groupindex, _GROUPS, f"{section}: {entry['match']}")

@@ -115,10 +115,10 @@ def _is_storage(nics: NodeNics, port: RdmaPort, storage: Sequence[str]) -> bool:
 def environment(nics: NodeNics, nic: NicType, node: str = "") -> dict[str, str]:
     """Return the variables (name -> value) that a rank on this node sets before its first NCCL call.
 
-    `nic`: the NIC type of its fabric. NCCL reads the variables once per process, for all groups. Values have exact
-    matches, because ``mlx5_1`` would also match ``mlx5_10``. There is no NCCL_IB_HCA if the node shows no RDMA device
-    (CPU nodes of the testbed, some containers) and the site names none. SiteError if there are devices, but no usable
-    port of that type."""
+    `nic`: the NIC type of its fabric. NCCL reads the variables once per process, for all groups. A value starts with
+    ``=``, because ``mlx5_1`` alone would also match ``mlx5_10``. There is no NCCL_IB_HCA if the node shows no RDMA
+    device (CPU nodes of the testbed, some containers) and the site names none. SiteError if there are devices, but no
+    usable port of that type."""
     interface = data_interface(nics, NicType.ETHERNET, node).name
     values = {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
     if nic.verbs and not nics.ports and nics.hcas:

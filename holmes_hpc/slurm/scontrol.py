@@ -41,7 +41,7 @@ class Node:
 
     @property
     def usable(self) -> bool:
-        """True if the node can take a job, now, when its present one ends, or when power saving starts it again."""
+        """True if the node takes jobs: at once, after its present job, or after power saving has started it again."""
         return is_usable(self.states)
 
     @property

@@ -180,7 +180,7 @@ def test_the_sites_own_file_comes_first(vocabulary, tmp_path: Path) -> None:
         ("features: [{match: '(', nic: ib}]", "not a regular expression"),
         ("features: [{match: x, nic: token-ring}]", "choose one of: efa, ethernet, ib, omnipath, roce"),
         ("features: [{match: '(?P<speed>x)'}]", "unknown group 'speed'"),
-        ("features: [{nic: ib}]", "no match"),
+        ("features: [{nic: ib}]", "lacks 'match'"),
         ("features: {a: b}", "not a list"),
         ("rates: {a: fast}", "not a map of names to rates"),
         ("gpus: [{match: x, name: y}]", "is not a GPU"),

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.planning.cost.flops import expert_parameters
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.plan.parts import Component
@@ -34,6 +35,14 @@ def updated(layout: Layout, layers: np.ndarray, count: np.ndarray) -> np.ndarray
         return count
     experts = weights(layout, layers).sum(axis=2)
     return (count - experts) / layout.intra_dp_size + experts / replicas(layout)
+
+
+def joined_bytes(model: ModelSpec, ep: int, element: float) -> float:
+    """Return the bytes of copies that a rank needs to compute the products of all its experts together: the first
+    matrices of a layer and their gradients. GPUs do so in half precision."""
+    count = model.experts.count // ep
+    widths = (2 if model.swiglu else 1) * model.ffn_width * model.hidden
+    return 2 * element * count * widths if count > 1 and element == 2 else 0.0
 
 
 def ep_nodes(layout: Layout, component: Component) -> int:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from holmes_hpc.planning.cost import experts
-from holmes_hpc.planning.cost.layer import exchanged_bytes, key_value_bytes
+from holmes_hpc.planning.cost.layer_times import exchanged_bytes, key_value_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import activation_bytes, embedding_bytes
 from holmes_hpc.planning.cost.timing import parameters

@@ -170,7 +170,7 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
             costs.weight_bytes(gpu),
             costs.gradient_size,
             moment_bytes(costs, gpu),
-            0 if gpu.is_cpu else CUDA_BYTES,
+            0 if gpu.is_cpu else CUDA_BYTES + experts.joined_bytes(m, p.ep, costs.weight_bytes(gpu)),
             costs.gradient_size * _is_received(layout, replica, component),
             *_activation_bytes(
                 m,

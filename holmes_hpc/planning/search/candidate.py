@@ -34,7 +34,7 @@ from holmes_hpc.planning.search.layers import (
 )
 from holmes_hpc.planning.search.placement import Block, Placement, component, other_orders
 from holmes_hpc.planning.search.problem import ep_sizes
-from holmes_hpc.planning.search.weight_passes import defer
+from holmes_hpc.planning.search.weight_pass_lags import defer
 
 BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))

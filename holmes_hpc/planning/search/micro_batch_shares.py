@@ -116,7 +116,7 @@ def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float
 def _layout(
     problem: Problem, pools: Sequence[AvailablePool], micro_size: int, tp: int, pp: int, recompute: str
 ) -> Layout | None:
-    """Return the layout with as many pipelines as fill whole nodes of each pool.
+    """Return the layout with the most pipelines such that those of each pool fill whole nodes.
 
     None if a pool gets no pipeline, or a pipeline no micro-batch."""
     model, batch, site, options, costs = problem

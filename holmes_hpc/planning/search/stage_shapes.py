@@ -135,7 +135,7 @@ class _ShapeEstimator:
         layer_s = costs.layer_s_list[index]
 
         def whole_tensor_s(sample_dp: int) -> list[float]:
-            """Return the seconds to (reduce, gather) on n ranks, over (n - 1) / n."""
+            """Return the seconds to (reduce, gather) if a rank sent the whole tensor, not (n - 1) / n of it."""
             return [float(s[index]) / max(1, sample_dp - 1) * sample_dp for s in costs.sync_s(sample_dp)]
 
         reduce, gather = (
@@ -144,7 +144,7 @@ class _ShapeEstimator:
                 whole_tensor_s(replicas_per_node), whole_tensor_s(2 * replicas_per_node), strict=True
             )
         )
-        exposed = np.maximum(0, reduce - layer_s * 2 / 3) + np.maximum(0, gather - layer_s / 3)
+        exposed = np.maximum(0, reduce - (1 - FORWARD) * layer_s) + np.maximum(0, gather - FORWARD * layer_s)
         step_s = -(-self.micro_batches // dp) * layer_s + exposed
         sequence_parallel = tp > 1 and self.options.sequence_parallel is not False
         fit = np.array(
@@ -166,7 +166,7 @@ class _ShapeEstimator:
                 for d in dp
             ]
         )
-        return np.where(dp <= self.micro_batches, step_s, np.inf), fit, layer_s
+        return np.where(dp <= self.micro_batches, step_s, np.inf), fit, layer_s  # a replica needs a micro-batch
 
     @cached_property
     def _stage_costs(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray, float]]:

@@ -43,8 +43,8 @@ def hold_submission_lock(path: Path, command: str) -> Iterator[int]:
     is_new, hint = not path.exists(), "give a directory that you can create, on a file system all nodes share"
     with RecordError.instead_of(OSError, where=path, hint=hint):
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
-    # Again: in a folder open to all, another user may have created it first. Pickles are run from `submission`, and
-    # run.yaml names commands; a copy of another user's run keeps its owners and modes.
+    # Check again, with the files below: in a folder open to all, another user may have created it first. Pickles are
+    # run from `submission`, and run.yaml names commands; a copy of another user's run keeps its owners and modes.
     for name in sorted(OWN_FILES - {"checkpoints", "data"}):  # these hold no code, and may be on a group's file system
         refuse_other_writers(path / name)
     try:

@@ -114,7 +114,7 @@ class LocalJob:
         if not self._is_alive():
             return
         if str(self._folder) not in psutil.Process(self._pid).cmdline():
-            problem = f"the command line of process {self._pid} lacks this run's directory: it may be another program"
+            problem = f"process {self._pid} may be another program: its command line does not name this run"
             hint = f"if the directory was moved meanwhile, end the process with `kill {self._pid}`"
             raise SubmissionError(problem, where=str(self._run.path), hint=hint)
         if other_writers(self._folder) is None:  # else their links could redirect what root writes

@@ -171,7 +171,7 @@ def _list_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
         for file in files_below:
             if leaves_folder(file, path):
                 hint = "name that file, or copy it into the folder"
-                raise DataError(f"it is a link to {file.resolve()}, outside this folder", where=str(file), hint=hint)
+                raise DataError(f"links to {file.resolve()}, outside folder {path}", where=str(file), hint=hint)
         if not files_below and path.is_dir():
             raise DataError("no file in this folder", where=str(path), hint="give text files, or folders of them")
         files += files_below or [path]

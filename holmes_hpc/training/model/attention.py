@@ -74,21 +74,23 @@ class SdpaAttention(MegatronModule):
         """
         if attention_bias is not None or packed_seq_params is not None:
             raise ConfigError(
-                "torch's fused attention supports no bias or packed sequences", where="model", hint="use a mask instead"
+                "torch's fused attention supports neither a bias nor packed sequences",
+                where="model",
+                hint="pass a mask",
             )
-        attend = partial(self._attend, hidden=attention_mask)
+        attend = partial(self._attend, masked=attention_mask)
         if self._exchanges_heads:  # only with context parallelism
             attend = partial(contexts.with_all_tokens, attend)
         return attend(query, key, value).flatten(2)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the attention output, like `query`. `hidden`: the excluded pairs, as in Megatron-Core's mask."""
+        """Return the attention output, like `query`. `masked`: True for excluded pairs, as in Megatron-Core's mask."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if contexts.size() > 1 and not self._exchanges_heads:
-            return contexts.RingAttention.apply(q, k, v, hidden, self._scale).permute(2, 0, 1, 3)
-        mask = None if hidden is None else ~hidden
+            return contexts.RingAttention.apply(q, k, v, masked, self._scale).permute(2, 0, 1, 3)
+        mask = None if masked is None else ~masked
         dropout = self._dropout if self.training else 0.0
         # like Megatron-Core, draw different random numbers on each tensor-parallel rank, which has different heads
         has_own_random_state = dropout and not self.config.sequence_parallel

@@ -20,13 +20,15 @@ _DP = ("dp", "intra_dp", "inter_dp")
 
 
 class SlowLinkDetector:
-    """A comparison of the seconds that each link is busy per step, over windows of steps, with its fastest window so
-    far and with `expected_s`, the planned seconds.
+    """Finds links that are busy for too long per step.
+
+    A link is slow in a window of steps if its median time exceeds MIN_S, and SLOWDOWN times both `expected_s`, the
+    planned seconds, and its fastest window so far. It is reported once, and again after it has recovered. Of its two
+    directions the slower one is reported, because acknowledgements slow the other one too.
 
     `columns`: for each link, the columns of a step's values that `reduce` makes its seconds; `describe`: returns the
-    finding for (link, its median seconds, its earlier seconds). A slow link is reported once, and again after it has
-    recovered. Only the slower direction is: acknowledgements of the other one share it. `slow`: the links that are slow
-    now, by name, and their slowdown.
+    finding for (link, its median seconds, its earlier seconds). `slow`: the links that are slow now, by name, and their
+    slowdown.
     """
 
     def __init__(
@@ -111,8 +113,8 @@ def slow_link_detector(
 def slow_edge_detector(plan: Plan, nodes: Sequence[NodeTransports], dtype: str | None) -> SlowLinkDetector:
     """Return the detector of pipeline edges over slow TCP connections, for a plan whose ranks run on `nodes`.
 
-    It takes :meth:`Destinations.edge_seconds`. A link is the pair of NICs of two nodes; its busiest connection counts.
-    Edges over RDMA without TCP are not seen.
+    Its values are those of :meth:`Destinations.edge_seconds`. A link is the pair of NICs of two nodes; its time is that
+    of its busiest connection. Edges over RDMA carry no TCP traffic, so they are not monitored.
     """
 
     def addresses(sender: int, receiver: int, kind: str) -> tuple[str, str]:

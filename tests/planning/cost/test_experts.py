@@ -158,3 +158,10 @@ def test_the_activations_of_experts_are_those_that_autograd_saves() -> None:
     dense, one, two = size(Experts()), size(Experts(16, 1)), size(Experts(16, 2))
     assert two - one == 1024 + 6 * 512 + 4
     assert one - (dense - 5 * 512) == 1024 + 6 * 512 + 4 + 1024 + 2.25 * 16
+
+
+def test_joined_products_hold_the_first_matrices_and_their_gradients() -> None:
+    model = replace(MODEL, swiglu=True, experts=Experts(8, top_k=2, ffn=48))
+    assert experts.joined_bytes(model, ep=2, element=2) == 2 * 2 * 4 * 2 * 48 * model.hidden
+    assert experts.joined_bytes(model, ep=8, element=2) == 0  # one expert per rank
+    assert experts.joined_bytes(model, ep=2, element=4) == 0  # computed one after the other
