@@ -52,7 +52,7 @@ def read_arguments(source: str, user_keys: Collection[str] = ()) -> MegatronArgu
             if re.fullmatch(pattern, name) and value not in harmless:
                 raise _error(f"--{name} {value}".rstrip(), f"{reason}: leave it out")
     keys: dict[str, Any] = {key: values.number(name) for name, key in _TABLE["numbers"].items() if values.has(name)}
-    keys |= {**_model(values, user_keys), **_layers(values, keys)}
+    keys |= {**_model(values, user_keys), **_experts(values), **_layers(values, keys)}
     keys |= _layout(values, keys.get("plan.virtual_stages", 1))
     return MegatronArguments(
         keys,
@@ -179,6 +179,27 @@ def _model(a: _Values, user_keys: Collection[str]) -> dict[str, Any]:
     return keys
 
 
+def _experts(a: _Values) -> dict[str, Any]:
+    """Return the keys of a mixture of experts; none for a dense model. By default, Megatron-LM splits experts over the
+    tensor-parallel ranks, and does not balance experts."""
+    if a.number("num-experts", 1) <= 1:
+        return {}
+    if a.number("tensor-model-parallel-size", 1) > 1 and not a.has("expert-tensor-parallel-size"):
+        raise _error("experts that TP splits cannot be predicted", "use --expert-tensor-parallel-size 1")
+    sigmoid = a.text("moe-router-score-function", "softmax", "sigmoid") == "sigmoid"
+    has_bias = a.has("moe-router-enable-expert-bias")
+    keys: dict[str, Any] = {
+        "balance": 0.0,
+        "score": "sigmoid" if sigmoid else "softmax_all" if a.has("moe-router-pre-softmax") else "softmax",
+        "bias": a.fraction("moe-router-bias-update-rate", 1e-3) if has_bias else 0.0,
+    }
+    for name, key in _TABLE["experts"].items():
+        if a.has(name):
+            number = a.fraction(name, 0.0)
+            keys[key] = int(number) if number.is_integer() else number
+    return {f"model.experts.{key}": value for key, value in keys.items()}
+
+
 def _layers(a: _Values, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of layers per stage and of virtual stages. `sizes`: the keys that are numbers."""
     keys, layers, pp = dict[str, Any](), sizes.get("model.layers", 0), sizes.get("plan.pp", 1)
@@ -227,6 +248,7 @@ def _facts(a: _Values, recompute: str) -> Iterator[tuple[str, Any]]:
     yield "fused_wgrad", not a.has("no-gradient-accumulation-fusion")
     yield "aligned_gather", a.has("overlap-param-gather") and not a.has("no-align-param-gather")
     yield "fused_elementwise", not a.has("no-bias-gelu-fusion", "no-bias-swiglu-fusion", "no-bias-dropout-fusion")
+    yield "deduplicated", a.has("moe-enable-deepep")
     if a.has(*_FSDP):
         yield "sharding", _SHARDING[a.text("data-parallel-sharding-strategy", "optim_grads_params", *_SHARDING)]
     if recompute == "full" and a.text("recompute-method", "uniform", "block") == "block":

@@ -72,6 +72,29 @@ def test_facts_about_software(words: str, facts: dict[str, object]) -> None:
     assert read(words).facts.items() >= facts.items()
 
 
+def test_a_mixture_of_experts() -> None:
+    """Those of Megatron-LM's script for Qwen3-30B-A3B, and the defaults of a mixture."""
+    words = (
+        "--num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8 --moe-aux-loss-coeff 1e-3 --moe-grouped-gemm "
+        "--moe-router-load-balancing-type aux_loss --moe-router-pre-softmax --expert-model-parallel-size 8 "
+        "--moe-token-dispatcher-type flex --moe-enable-deepep --moe-router-enable-expert-bias --moe-z-loss-coeff 1e-4"
+    )
+    keys = read(words).keys
+    assert {name.removeprefix("model.experts."): value for name, value in keys.items() if "experts" in name} == {
+        "count": 128,
+        "ffn": 768,
+        "top_k": 8,
+        "balance": 1e-3,
+        "score": "softmax_all",
+        "bias": 1e-3,
+        "z_loss": 1e-4,
+    }
+    assert keys["plan.ep"] == 8 and read(words).facts["deduplicated"]
+    defaults = read("--num-experts 8").keys
+    assert defaults["model.experts.balance"] == 0 and defaults["model.experts.score"] == "softmax"
+    assert not any("experts" in name for name in read("--num-experts 1 --moe-router-topk 1").keys)
+
+
 def test_a_file_of_the_functional_tests(tmp_path: Path) -> None:
     path = tmp_path / "model_config.yaml"
     values = {"--num-layers": 12, "--hidden-size": 512, "--num-attention-heads": 8, "--micro-batch-size": 1}
@@ -90,7 +113,9 @@ def test_a_file_of_the_functional_tests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--num-experts 8", "mixtures of experts are not modelled"),
+        ("--num-experts 8 --tensor-model-parallel-size 2", "use --expert-tensor-parallel-size 1"),
+        ("--num-experts 8 --moe-layer-freq ([0]*3+[1]*58)", "dense layers in a mixture are not modelled"),
+        ("--num-experts 8 --moe-token-dispatcher-type allgather", "only the all-to-all is modelled"),
         ("--multi-latent-attention", "not modelled"),
         ("--num-distributed-optimizer-instances 2", "several instances"),
         ("--optimizer sgd", "only Adam"),
