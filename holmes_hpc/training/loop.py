@@ -28,7 +28,7 @@ from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers
 from holmes_hpc.training.metrics.monitors import Monitors
 from holmes_hpc.training.metrics.openmetrics import GpuFigures
 from holmes_hpc.training.metrics.profiler import Profiler
-from holmes_hpc.training.model import attention, contexts, emulated_layers, gpt, optimizer, replica_check
+from holmes_hpc.training.model import attention, contexts, emulated_layers, experts, gpt, optimizer, replica_check
 from holmes_hpc.training.network import nic_bytes
 from holmes_hpc.training.network.destinations import Destinations
 from holmes_hpc.training.pipeline import eager_1f1b
@@ -78,6 +78,7 @@ class Trainer:
         self.document_end = document_end(config.data)
         checkpoint = config.checkpoint
         chunks = self._build_model(pipeline_rank, None if checkpoint else train.seed)
+        self.expert_tokens = experts.TokenCounter(chunks)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.edges = eager_1f1b.communicator(
             plan, session.groups.edge, session.launch.rank, self.groups, self.model_config, session.device
@@ -346,9 +347,9 @@ class Trainer:
         """Start the gather of this step's metrics to rank 0, after writing those of the previous step."""
         self._finish_record()
         session, traffic = self.session, self.session.traffic
-        nic, memory = traffic.take(), metrics_line.peak_memory_bytes(session.cuda)
+        nic, tokens, memory = traffic.take(), self.expert_tokens.take(), metrics_line.peak_memory_bytes(session.cuda)
         sent = [*self.destinations.row(session.launch.rank, traffic), *self.gpu_figures.read()]
-        row = metrics_line.rank_row(sum(losses), len(losses), step_time_s, parts, nic, memory, sent)
+        row = metrics_line.rank_row(sum(losses), len(losses), step_time_s, parts, nic, memory, sent, tokens)
         self.nic_log.add(self.step, traffic.by_nic)
         self._gathering = metrics_line.Gathering(
             row, session.launch.rank, self.plan.world_size, self.control, self.step, fields

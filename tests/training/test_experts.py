@@ -54,6 +54,7 @@ def test_experts_have_the_losses_and_norms_of_one_process(
     overlap = "without overlap" not in name
     settings = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     ended = train(tmp_path / "run", LAYOUTS[name], **settings)
+    assert all(1 <= share < 2 for share in ended.column("expert_imbalance"))
     assert ended.column("loss") == pytest.approx(one_process.column("loss"), rel=1e-5)
     assert ended.column("grad_norm") == pytest.approx(one_process.column("grad_norm"), rel=1e-4)
 
@@ -75,9 +76,12 @@ def test_loss_free_balancing_is_equal_in_every_layout(name: str, balanced: spawn
 @pytest.mark.thorough
 def test_a_capacity_drops_the_same_tokens_in_every_layout(one_process: spawn.FinishedRun, tmp_path: Path) -> None:
     model = replace(MODEL, experts=replace(MODEL.experts, capacity=0.75))
-    runs = [train(tmp_path / name, LAYOUTS[name], model) for name in ("EP 1", "EP 2", "PP 2 x EP 2")]
+    layouts = ("EP 1", "EP 2", "PP 2 x EP 2", "EP 2 with full recomputation")
+    runs = [train(tmp_path / name, LAYOUTS[name], model) for name in layouts]
+    assert all(0.1 < share < 0.5 for share in runs[0].column("dropped_tokens"))
     for ended in runs[1:]:
         assert ended.column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
+        assert ended.column("dropped_tokens") == pytest.approx(runs[0].column("dropped_tokens"), abs=1e-9)
     assert runs[0].column("loss")[3] != pytest.approx(one_process.column("loss")[3], rel=1e-5)
 
 

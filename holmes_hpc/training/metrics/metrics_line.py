@@ -26,9 +26,9 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.nic_bytes import sum_by_kind
 
 Write = Callable[[int, Mapping[str, float]], None]
-# The columns of a rank's row: loss sum, loss count, peak memory, step time, seven byte counts, the parts of the step,
-# and what the rank has sent to each of its destinations.
-_LOSS, _COUNT, _MEMORY, _STEP, _NIC = 0, 1, 2, 3, 4
+# The columns of a rank's row: loss sum, loss count, peak memory, step time, tokens of its experts, seven byte counts,
+# the parts of the step, and what the rank has sent to each of its destinations.
+_LOSS, _COUNT, _MEMORY, _STEP, _EXPERT_TOKENS, _NIC = 0, 1, 2, 3, 4, 5
 _PARTS = _NIC + 7
 _SENT = _PARTS + len(PARTS)
 
@@ -46,13 +46,13 @@ def rank_row(
     nic: tuple[float, ...],
     memory: int,
     sent: Sequence[float] = (),
+    expert_tokens: int = 0,
 ) -> torch.Tensor:
     """Return one rank's row for one step, a vector in fp64. `loss_sum`, `loss_count`: of its micro-batches on the first
     TP rank of the last stage, else 0; `nic`: see :meth:`Traffic.take`; `memory`: bytes; `sent`: see
-    :meth:`Destinations.row`."""
-    return torch.tensor(
-        [loss_sum, loss_count, memory, step_time_s, *nic, *(parts[p] for p in PARTS), *sent], dtype=torch.float64
-    )
+    :meth:`Destinations.row`; `expert_tokens`: see :class:`holmes_hpc.training.model.experts.TokenCounter`."""
+    first = loss_sum, loss_count, memory, step_time_s, expert_tokens
+    return torch.tensor([*first, *nic, *(parts[p] for p in PARTS), *sent], dtype=torch.float64)
 
 
 def metrics_line(
@@ -83,6 +83,7 @@ def metrics_line(
         "step_time_s": step_time_s,
         "loss": losses / count if count else math.nan,
         **fields,
+        **(_experts(plan, [row[_EXPERT_TOKENS] for row in rows]) if plan.model.experts.count else {}),
         "tokens_per_s": samples_per_s * plan.batch.sequence_length,
         "samples_per_s": samples_per_s,
         "model_tflops_per_gpu": model_flops_per_step(plan.model, plan.batch) / per_gpu,
@@ -95,6 +96,16 @@ def metrics_line(
         "nic_bytes": sum_by_kind(plan, nic_rows(tensors)),
         "peak_memory_bytes": [int(r[_MEMORY]) for r in rows],
     }
+
+
+def _experts(plan: Plan, tokens: Sequence[float]) -> dict[str, float]:
+    """Return the load of the experts. `tokens`: of a step, which the experts of each rank computed."""
+    per_stage = [[tokens[rank] for rank in ranks] for ranks in plan.parallel.stage_ranks]
+    fields = {"expert_imbalance": max(max(counts) * len(counts) / max(1, sum(counts)) for counts in per_stage)}
+    if plan.model.experts.capacity is not None:
+        routed = plan.batch.tokens * plan.model.experts.top_k * plan.model.layers
+        fields["dropped_tokens"] = 1 - sum(tokens) / routed
+    return fields
 
 
 def speeds_of(plan: Plan, train: TrainConfig) -> list[float]:

@@ -137,6 +137,23 @@ def time_exchanges(add: Callable[[float], None]) -> None:
     mappings._AllToAll.forward = staticmethod(timed_exchange)
 
 
+class TokenCounter:
+    """Counts the tokens that the experts of this rank compute in training, each once per expert and layer."""
+
+    def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
+        self._count = 0
+        for module in (m for chunk in chunks for m in chunk.modules() if isinstance(m, SequentialMLP)):
+            module.register_forward_pre_hook(self._add)
+
+    def _add(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        self._count += len(inputs[0]) * torch.is_grad_enabled()  # with recomputation, the first pass has no gradients
+
+    def take(self) -> int:
+        """Return the number of tokens since the last call."""
+        count, self._count = self._count, 0
+        return count
+
+
 def mark(model: torch.nn.Module) -> None:
     """Give the experts' weights buffers and optimizers of their own, also at EP 1: data parallelism differs, and
     checkpoints move between EP sizes."""
