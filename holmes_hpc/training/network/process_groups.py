@@ -26,6 +26,7 @@ from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.rendezvous import exchange
 
 GLOO = "holmes_gloo"
+MAX_MESH = 64  # ranks of a gloo group that connect pairwise at once; in larger ones, at the first use of each pair
 # Megatron-Core's names of groups that exchange while gradients are reduced; the last two mean one group.
 _EXCHANGES = ("context parallel", "expert model parallel", "expert tensor and model parallel")
 
@@ -37,7 +38,8 @@ def _create_gloo(options: Any, interface: dict[str, str]) -> Any:
     more than 15 letters, such as a coalesced gather's, is then freed twice if two collectives end at once.
     """
     gloo_options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo_options._devices = [dist.ProcessGroupGloo.create_device(interface=interface["interface"])]
+    lazy = {"lazy_init": True} if options.group_size > MAX_MESH else {}
+    gloo_options._devices = [dist.ProcessGroupGloo.create_device(interface=interface["interface"], **lazy)]
     gloo_options._timeout = options.timeout
     gloo_options._threads = 1
     return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, gloo_options)

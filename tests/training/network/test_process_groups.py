@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,3 +165,32 @@ def test_concurrent_gathers_do_not_crash_the_process(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.integration
+def test_a_large_gloo_group_connects_only_the_pairs_that_it_needs() -> None:
+    """All pairs of 72 ranks would need over 5,000 sockets. The ranks are threads of this process."""
+    ranks, store, results = 72, dist.HashStore(), dict[int, tuple[float, float]]()
+    groups = []
+
+    def use(rank: int) -> None:
+        options = SimpleNamespace(store=store, group_rank=rank, group_size=ranks, timeout=timedelta(seconds=60))
+        group = process_groups._create_gloo(options, {"interface": "lo"})
+        total, first = torch.tensor([1.0]), torch.tensor([float(rank)])
+        group.allreduce([total]).wait()
+        group.broadcast([first], dist.BroadcastOptions()).wait()
+        gathered = [[torch.empty(1) for _ in range(ranks)]] if rank == 0 else []
+        group.gather(gathered, [torch.tensor([float(rank)])], dist.GatherOptions()).wait()
+        if rank == 0:
+            assert [float(t) for t in gathered[0]] == list(range(ranks))
+        results[rank] = float(total), float(first)
+        groups.append(group)
+
+    before = len(os.listdir("/proc/self/fd"))
+    threads = [threading.Thread(target=use, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == dict.fromkeys(range(ranks), (ranks, 0.0))
+    assert len(os.listdir("/proc/self/fd")) - before < 30 * ranks
