@@ -220,6 +220,7 @@ def test_steps_of_a_checkpoint_need_no_time(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slurm
+@pytest.mark.thorough  # see also test_earliest_asks_slurm_for_the_nodes_of_a_site_file
 @pytest.mark.usefixtures("busy_roce")
 def test_a_long_training_waits_for_the_better_nodes(holmes: Holmes, tmp_path: Path) -> None:
     """For a long training, waiting for the better nodes pays."""
