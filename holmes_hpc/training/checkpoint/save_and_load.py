@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import CheckpointException
 
@@ -73,7 +74,10 @@ class Checkpoints:
         self._has_uniform_tp = len(plan.parallel.tps) == 1
         if self._rank == 0:
             checkpoint_directory.create_folder(folder, checkpoint_dir)
-        self._calls = AsyncCallsQueue()
+        self._calls, self._strategy = AsyncCallsQueue(), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+        if self._has_uniform_tp:  # replicas share the writing
+            replicas = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
+            self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, replicas, do_cache_distribution=True)
         self._save_start, self._unfinished = 0.0, folder
         self.saved_step = 0  # of the last checkpoint that this attempt loaded or, on rank 0, completed
         filesystem_async._results_queue = writer.Results()  # Megatron-Core has no argument for its queue
@@ -108,11 +112,8 @@ class Checkpoints:
             **extra,
         }
         try:
-            state, strategy = (
-                self._state(is_loading=False),
-                TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
-            )
-            request = megatron_versions.save(state, path, strategy, METADATA, self._has_uniform_tp)
+            state = self._state(is_loading=False)
+            request = megatron_versions.save(state, path, self._strategy, METADATA, self._has_uniform_tp)
             request.add_finalize_fn(lambda: self._finish(path, step, description))
             writer.start(self._calls, request, path, self._rank)
         except (OSError, RuntimeError, *_ERRORS) as e:
@@ -286,7 +287,12 @@ class Checkpoints:
             fp32 = all(w.dtype == torch.float32 for model in self.models for w in model.parameters())
             state["tensors"] = optimizer_kinds.tensors_to_load(converted, fp32)
         try:
-            loaded = megatron_versions.load(state, checkpoint.path, self._has_uniform_tp)
+            loaded = megatron_versions.load(
+                state,
+                checkpoint.path,
+                self._has_uniform_tp,
+                parallel_state.get_data_parallel_group(with_context_parallel=True),
+            )
             if converted is not None:
                 optimizer_kinds.fill(converted, self.optimizer, loaded["tensors"], loaded["optimizer"])
                 loaded["optimizer"] = converted

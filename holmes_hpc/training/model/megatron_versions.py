@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from torch.distributed.checkpoint import FileSystemReader
@@ -67,14 +69,17 @@ def save(state: dict[str, Any], path: Path, strategy: Any, content: dict[str, An
     )
 
 
-def load(state: dict[str, Any], path: Path, equal_shapes: bool) -> dict[str, Any]:
-    """Load a checkpoint of any supported version. `equal_shapes`: see :func:`save`.
+def load(state: dict[str, Any], path: Path, equal_shapes: bool, replicas: Any) -> dict[str, Any]:
+    """Load a checkpoint of any supported version. `equal_shapes`: see :func:`save`; `replicas`: the group of ranks that
+    share the reading and exchange what they have read, if the shapes are equal.
 
     Later versions of Megatron-Core can read the checkpoints of earlier ones.
     """
     options: dict[str, Any] = {"validate_access_integrity": equal_shapes}
     if _takes(dist_checkpointing.load, "common_strategy") and not (path / "common.pt").exists():
         options["common_strategy"] = _common_state_reader()
+    if equal_shapes:
+        options["sharded_strategy"] = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), replicas)
     return dist_checkpointing.load(state, os.fspath(path), **options)
 
 

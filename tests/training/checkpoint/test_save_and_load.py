@@ -226,6 +226,13 @@ def copy_run(finished: spawn.FinishedRun, target: Path) -> None:
         path.unlink()
 
 
+def test_replicas_share_the_writing_of_a_checkpoint(uninterrupted: spawn.FinishedRun) -> None:
+    """Ranks 0 and 1 are the replicas of stage 0, ranks 2 and 3 those of stage 1. One also writes random states."""
+    files = (uninterrupted.run.checkpoints / "step-00000010").glob("*.distcp")
+    sizes = {int(path.name.split("_")[2]): path.stat().st_size for path in files}
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.15) and sizes[2] == pytest.approx(sizes[3], rel=0.15), sizes
+
+
 def test_damaged_checkpoint_is_skipped(uninterrupted: spawn.FinishedRun, tmp_path: Path) -> None:
     copy_run(uninterrupted, tmp_path / "run")
     shard = max((tmp_path / "run/checkpoints/step-00000010").glob("*.distcp"), key=lambda p: p.stat().st_size)
