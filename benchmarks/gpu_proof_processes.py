@@ -1,4 +1,4 @@
-"""Processes of gpu_proof_parts.py: scripts with a time limit, and ranks that share a GPU."""
+"""Processes of benchmarks: scripts with a time limit, and local ranks, which may share a GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -37,17 +39,21 @@ def last_line(process: subprocess.CompletedProcess[str]) -> str:
     return lines[-1][:300] if lines else f"exit code {process.returncode}, no output"
 
 
-def train_ranks(ranks: int, overrides: list[str]) -> None:
-    """Train with ranks that share the GPU. Raise RuntimeError with the last line of the first rank that fails."""
+def train_ranks(
+    ranks: int, overrides: list[str], prelude: str = "", variables: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Train with local ranks. Raise RuntimeError with the last line of the first rank that fails. `prelude`: code that
+    a rank runs before; `variables`: for its environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with ThreadPoolExecutor(ranks) as pool:
         processes = pool.map(
             lambda rank: run_script(
-                _RANK,
+                prelude + _RANK,
                 100 if "train.device=cuda" in overrides else 280,
                 {
+                    **variables,
                     "HOLMES_PROOF": json.dumps(overrides),
                     "OMP_NUM_THREADS": "1",
                     "NCCL_HOSTID": f"host-{rank}",
