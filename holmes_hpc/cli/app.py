@@ -156,7 +156,7 @@ def is_file_argument(argument: str) -> bool:
 def load_site(config: Configuration) -> Site:
     """Return the site of a configuration. Note on stderr what a site file assumes, how Slurm has changed since it was
     written, and a long wait for Slurm. SiteError if a file of `holmes site` contradicts Slurm."""
-    from holmes_hpc.fabric.site_record import changes_since_written
+    from holmes_hpc.fabric.site_file_check import changes_since_written
     from holmes_hpc.planning.request import site
 
     with console.waiting("asking Slurm"):

@@ -18,7 +18,7 @@ from holmes_hpc.fabric.node_facts import Facts, ask_nodes
 from holmes_hpc.fabric.nodes import SiteNode, grouped, read_nodes
 from holmes_hpc.fabric.partitions import with_associations
 from holmes_hpc.fabric.site_file import read_site_file
-from holmes_hpc.fabric.site_record import changes_since_written
+from holmes_hpc.fabric.site_file_check import changes_since_written
 from holmes_hpc.fabric.software import check_software, software
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.untrusted import read_file

@@ -1,8 +1,7 @@
 """The site file that `holmes site` writes: sources as comments, and a record of what was found, so that edits stay."""
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,10 @@ import yaml
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.discovery import Discovery, Origin, Probe
-from holmes_hpc.fabric.features import read_vocabulary
-from holmes_hpc.fabric.site import Gpu, Pool, Site
+from holmes_hpc.fabric.site import Pool
 from holmes_hpc.records.files import read_yaml
-from holmes_hpc.schema import make, refuse
-from holmes_hpc.slurm.constraint import matcher
+from holmes_hpc.schema import make
 from holmes_hpc.slurm.hostlist import compress, expand
-from holmes_hpc.slurm.scontrol import Node, read_config, read_nodes
 
 HEADER = """\
 # Site file of the Slurm cluster {}, written by `holmes site`. A comment beside a value says where it is from.
@@ -99,10 +95,10 @@ def _lasting_names(pools: Sequence[Pool], before: Entries) -> dict[str, str]:
 
 def pools_by_node(entries: Entries) -> dict[str, str]:
     """Return node -> its pool among the `entries` of a file."""
-    return {node: entry["name"] for entry in entries for node in _nodes(entry)}
+    return {node: entry["name"] for entry in entries for node in node_names(entry)}
 
 
-def _nodes(entry: Mapping[str, Any]) -> set[str]:
+def node_names(entry: Mapping[str, Any]) -> set[str]:
     return {name for text in entry.get("node_names") or () for name in expand(str(text))}
 
 
@@ -178,81 +174,3 @@ def _flow(value: Any) -> str:
 
 def _line(text: str) -> str:
     return " ".join(text.split())
-
-
-def changes_since_written(path: str, site: Site) -> list[str]:
-    """Return warnings about a file of `holmes site` whose Slurm has changed since; none for another file or Slurm.
-    Raise SiteError if the file, even a handwritten one that names nodes of this Slurm, contradicts it."""
-    found = read_yaml(path, SiteError, "").get("found") or {}
-    try:
-        if found and not (isinstance(found, Mapping) and read_config().cluster == found.get("cluster")):
-            return []
-        nodes = {n.name: n for n in read_nodes()}
-    except SiteError:  # a machine without Slurm
-        return []
-    rerun_hint = f"run `holmes site -o {path}` again"
-    warnings = []
-    known = set(expand(str(found.get("nodes") or ""))) if found else set(nodes)
-    if not found and not {name for pool in site.pools for name in pool.node_names} <= known:
-        return []
-    for names, text in ((set(nodes) - known, "are new in Slurm"), (known - set(nodes), "are gone from Slurm")):
-        if names:
-            warnings.append(f"{path}: nodes {compress(sorted(names))} {text}; {rerun_hint}")
-    gpus = {node: entry["gpu"]["name"] for entry in found.get("pools") or () for node in _nodes(entry)}
-    for pool in (p for p in site.pools if p.node_names or found):
-        members = [nodes[name] for name in pool.node_names if name in nodes] or _candidates(pool, nodes.values())
-        refuse(f"{path}: pool {pool.name}", *_contradictions(pool, members, gpus, rerun_hint), error=SiteError)
-        usable = sum(n.usable for n in members)
-        if usable < pool.nodes:
-            warnings.append(f"{path}: {usable} of the {pool.nodes} nodes of pool {pool.name} can be used now")
-    return warnings
-
-
-def _meets_constraint(pool: Pool, node: Node) -> bool:
-    """Return whether a node may meet a pool's constraint; True for one that only Slurm can evaluate."""
-    is_met = matcher(pool.constraint)
-    return is_met is None or is_met(frozenset(node.features))
-
-
-def _candidates(pool: Pool, nodes: Iterable[Node]) -> list[Node]:
-    """Return the nodes that Slurm may give to a pool without node names."""
-    return [
-        node
-        for node in nodes
-        if pool.partition in node.partitions and _meets_constraint(pool, node)
-        if not pool.gres_type or pool.gres_type in node.gpu_types
-    ]
-
-
-def _contradictions(
-    pool: Pool, members: Sequence[Node], gpus: Mapping[str, str], rerun_hint: str
-) -> Iterator[tuple[bool, str, str]]:
-    """Yield (whether Slurm contradicts the file, what, hint). `members`: Slurm's nodes; `gpus`: node -> its kind of GPU
-    by the driver, which may differ from GRES."""
-    hint, kind_of = f"correct the file, or {rerun_hint}", read_vocabulary().gpu
-    yield len(members) < pool.nodes, f"nodes is {pool.nodes}, Slurm has {len(members)} of them", hint
-    kind, count = kind_of(pool.gpu.name), pool.node_gpus or pool.gpus_per_node
-    for node in members:
-        of_node = f"Slurm's {node.name} has"
-        partitions, types = ", ".join(node.partitions), ", ".join(filter(None, node.gpu_types)) or "no type"
-        is_elsewhere = pool.partition not in node.partitions
-        yield is_elsewhere, f"partition is {pool.partition}, Slurm's {node.name} is in {partitions or 'none'}", hint
-        lacks = not _meets_constraint(pool, node)
-        yield lacks, f"constraint is {pool.constraint}, {of_node} features {','.join(node.features) or 'none'}", hint
-        yield (pool.node_cpus or 0) > node.cpus, f"node_cpus is {pool.node_cpus}, {of_node} {node.cpus}", hint
-        memory_gib = node.memory_mib / 1024
-        has_less = (pool.node_memory_gib or 0) > memory_gib * 1.01
-        yield has_less, f"node_memory_gib is {pool.node_memory_gib}, {of_node} {memory_gib:.4g}", hint
-        if not pool.gres:
-            continue
-        yield node.gpus < count, f"gpus_per_node is {count}, {of_node} {node.gpus}", hint
-        is_other_type = bool(pool.gres_type) and pool.gres_type not in node.gpu_types
-        yield is_other_type, f"gres_type is {pool.gres_type}, {of_node} {types}", hint
-        actual = [_family(gpu) for name in node.gpu_types if (gpu := kind_of(name))]
-        is_other_kind = kind is not None and bool(actual) and _family(kind) not in actual
-        yield is_other_kind and pool.gpu.name != gpus.get(node.name), f"gpu is {pool.gpu.name}, {of_node} {types}", hint
-
-
-def _family(gpu: Gpu) -> str:
-    """Return the kind without its variant, which GRES may leave open."""
-    return re.sub(r"-(\d+gb|pcie|gcd)\b.*", "", gpu.name)

@@ -110,7 +110,8 @@ def test_one_job_per_kind_finds_the_testbed_and_a_second_run_needs_none(testbed,
     from holmes_hpc.fabric.discovery import discover, kind_of
     from holmes_hpc.fabric.partitions import NodeSettings
     from holmes_hpc.fabric.site_file import read_site_file
-    from holmes_hpc.fabric.site_record import changes_since_written, probes_of, read_record, site_text
+    from holmes_hpc.fabric.site_file_check import changes_since_written
+    from holmes_hpc.fabric.site_record import probes_of, read_record, site_text
 
     listing, path = report.listing(), tmp_path / "site.yaml"
     kinds = {kind_of(n, n.partitions[0]) for n in listing.nodes}
