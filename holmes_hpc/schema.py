@@ -5,8 +5,8 @@ A field is declared once, with its type, range, unit and help:
     steps: Annotated[int, key("optimizer steps to make", ge=1)] = 20
 
 The declaration yields the check of a value (:func:`check`, :func:`make`), the text of allowed values
-(:func:`allowed`), the files under conf/, ``--help`` and docs/configuration.md (config/document.py). A range applies
-to every number in a value: to each element of ``tuple[int, ...] | None``. msgspec checks types."""
+(:func:`allowed`), the files under generated_conf/, ``--help`` and docs/configuration.md (config/document.py). A range
+applies to every number in a value: to each element of ``tuple[int, ...] | None``. msgspec checks types."""
 
 import dataclasses
 import difflib

@@ -102,7 +102,7 @@ def main() -> None:
     try:
         check_working_directory()
         sys.argv[1:] = for_hydra(sys.argv[1:])
-        hydra.main(config_path="pkg://holmes_hpc.conf", config_name="config", version_base="1.3")(app)()
+        hydra.main(config_path="pkg://holmes_hpc.generated_conf", config_name="config", version_base="1.3")(app)()
     except HydraException as e:
         _exit_with(explained(e))
     except HolmesError as e:

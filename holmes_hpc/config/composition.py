@@ -232,12 +232,12 @@ def _compose_declared(overrides: Sequence[Any]) -> DictConfig | None:
 
 
 def _compose_by_hydra(overrides: Sequence[str]) -> DictConfig:
-    """Return the configuration that Hydra composes from `overrides` and the files under conf/."""
+    """Return the configuration that Hydra composes from `overrides` and the files under generated_conf/."""
     GlobalHydra.instance().clear()
     base = VersionBase.instance()
     previous_version = base.version_base  # this process may itself be a Hydra application
     try:
-        with initialize_config_module("holmes_hpc.conf", version_base="1.3"):
+        with initialize_config_module("holmes_hpc.generated_conf", version_base="1.3"):
             return compose("config", overrides=list(overrides))
     finally:
         base.version_base = previous_version

@@ -1,4 +1,4 @@
-"""Generator of the files under conf/, of docs/configuration.md and of the keys in ``--help``.
+"""Generator of the files under generated_conf/, of docs/configuration.md and of the keys in ``--help``.
 
 ``python -m holmes_hpc.config.document`` writes the files. A test checks that the repository has the current ones.
 """
@@ -44,7 +44,7 @@ hydra:
 
 
 def conf_files() -> dict[str, str]:
-    """Return the text of each file under conf/, by its path there."""
+    """Return the text of each file under generated_conf/, by its path there."""
     files = {"config.yaml": _main_file()}
     for name, model in MODELS.items():
         files[f"model/{name}.yaml"] = _values_file("models.py", asdict(model))
@@ -149,7 +149,7 @@ def _format(value: Any) -> str:
 
 def write() -> list[Path]:
     """Write all generated files and return their paths."""
-    files = {PACKAGE / "conf" / path: text for path, text in conf_files().items()}
+    files = {PACKAGE / "generated_conf" / path: text for path, text in conf_files().items()}
     if PAGE.parent.is_dir():
         files[PAGE] = page()
     for path, text in files.items():

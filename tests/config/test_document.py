@@ -18,13 +18,16 @@ pytestmark = pytest.mark.integration
 
 def test_files_of_the_configuration_are_those_of_the_declared_keys() -> None:
     for path, text in document.conf_files().items():
-        kept = files("holmes_hpc.conf").joinpath(path).read_text(encoding="utf-8")
+        kept = files("holmes_hpc.generated_conf").joinpath(path).read_text(encoding="utf-8")
         assert kept == text, f"{path}: run python -m holmes_hpc.config.document"
     assert document.PAGE.read_text(encoding="utf-8") == document.page(), "run python -m holmes_hpc.config.document"
 
 
 def test_no_file_of_the_configuration_is_written_by_hand() -> None:
-    kept = {str(p.relative_to(document.PACKAGE / "conf")) for p in (document.PACKAGE / "conf").rglob("*.yaml")}
+    kept = {
+        str(p.relative_to(document.PACKAGE / "generated_conf"))
+        for p in (document.PACKAGE / "generated_conf").rglob("*.yaml")
+    }
     assert kept == set(document.conf_files())
 
 
