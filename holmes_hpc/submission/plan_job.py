@@ -85,7 +85,10 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
         pool = plan.site.pool(part.pool)
         gpus: int | str | None = part.gpus_per_node if pool.gres and not values.get("gres") else None
         gpus = f"{pool.gres_type}:{gpus}" if gpus and pool.gres_type else gpus
-        if pool.gres and (settings.share if pool_settings.share is None else pool_settings.share) is not False:
+        has_share = (settings.share if pool_settings.share is None else pool_settings.share) is not False
+        if has_share and not pool.gres and not pool.gpu.is_cpu:  # Slurm cannot divide GPUs that it does not list
+            values = {"exclusive": True, **values}
+        if has_share and pool.gres:
             specified = {str(k).lstrip("-").replace("-", "_").partition("_per_")[0] for k in additional}
             node = (pool.node_gpus or pool.gpus_per_node, pool.node_cpus, pool.node_memory_gib)
             is_exclusive = values.get("exclusive") is True

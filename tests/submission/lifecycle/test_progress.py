@@ -16,6 +16,7 @@ import cloudpickle
 import plans
 import psutil
 import pytest
+from sites import A100
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError, RecordError, RunFailed, SubmissionError
@@ -380,6 +381,14 @@ def test_a_job_requests_the_share_of_cpus_and_memory_of_its_gpus(
 def test_a_job_without_gpus_requests_no_cpus_or_memory() -> None:
     (part,) = plan_components(plans.plan("ib-a"), SlurmSettings())
     assert part.cpus_per_task is None and part.mem is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_exclusive"), [({}, True), ({"exclusive": False}, False), ({"share": False}, False)]
+)
+def test_a_job_gets_whole_nodes_if_slurm_lists_no_gpus_of_theirs(settings: dict[str, Any], is_exclusive: bool) -> None:
+    (part,) = plan_components(one_node_plan(gres=False, gpu=A100), make(SlurmSettings, settings, "slurm"))
+    assert ("--exclusive" in part.arguments()) == is_exclusive and part.mem is None
 
 
 def test_a_job_avoids_the_nodes_that_the_pool_and_the_settings_exclude() -> None:
