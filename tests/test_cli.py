@@ -806,7 +806,7 @@ def test_the_planner_assumes_the_dtype_of_training(holmes, site):
             "plan.recompute=none",
             "plan.schedule=1f1b",
             "plan.layers_per_stage=[15,15]",
-            "plan.max_memory_gib=1000",
+            "plan.max_memory_gib=inf",
             "batch.micro_size=1",
             f"train.dtype={dtype}",
             "--json",

@@ -95,7 +95,7 @@ class PlanOptions:
     edge_connections: Annotated[int, key("TCP connections for each activation", ge=1)] = 1
     search_micro_size: Annotated[bool, key("the planner may change batch.micro_size")] = False
     max_memory_gib: Annotated[
-        float | None, key("memory of one GPU, instead of the site's value", unit="GiB", gt=0, infinite=True)
+        float | None, key("memory of one GPU, if less than the site's value", unit="GiB", gt=0, infinite=True)
     ] = None
     pool_order: Annotated[tuple[str, ...] | None, key("order of pools along the pipeline: [ib-a, roce-a]")] = None
     fabric_order: Annotated[tuple[str, ...] | None, key("deprecated: the former name of `pool_order`")] = None

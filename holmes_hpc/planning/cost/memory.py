@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -322,8 +323,9 @@ def _transfer_buffers(order: Order) -> tuple[int, ...]:
 
 
 def capacity(gpu: Gpu, max_gib: float | None = None) -> float:
-    """Return the bytes of a GPU that a plan may use: all but fragmentation."""
-    return (max_gib or gpu.memory_gib) * 2**30 * USABLE_SHARE
+    """Return the bytes of a GPU that a plan may use: all but fragmentation. `max_gib`: infinity lifts the limit."""
+    gib = max_gib or gpu.memory_gib
+    return (gib if gpu.is_cpu or gib == inf else min(gib, gpu.memory_gib)) * 2**30 * USABLE_SHARE
 
 
 def fits(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> np.ndarray:

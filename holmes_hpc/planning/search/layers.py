@@ -173,7 +173,7 @@ def _max_layers(layout: Layout, max_gib: float | None) -> np.ndarray:
     with_one, with_two = memory(layout, _one_and_two_layers(layout)).total()
     per_layer = (with_two - with_one) / chunks
     available = stage_capacity(layout, max_gib) - (with_one - per_layer * chunks)
-    return np.floor(available / per_layer).astype(int)
+    return np.floor(np.minimum(available / per_layer, layout.model.layers + 1)).astype(int)
 
 
 def exact_layers(layout: Layout, start: np.ndarray, max_gib: float | None = None, max_moves: int = 50) -> np.ndarray:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd
+from math import gcd, inf
 from typing import Any, NamedTuple
 
 from holmes_hpc.config.model import Batch, ModelSpec
@@ -58,7 +58,14 @@ def available_pools(site: Site, options: PlanOptions) -> list[AvailablePool]:
         for f in pools
     ]
     unused = [name for name in options.pool_order or () if name not in node_limits]
+    largest_gib, limit_gib = max(inf if f.gpu.is_cpu else f.gpu.memory_gib for f in pools), options.max_memory_gib or 0
     PlanError.refuse(
+        (
+            largest_gib < limit_gib < inf,
+            f"it is {limit_gib:g}, the GPUs have {largest_gib:g} GiB",
+            "plan.max_memory_gib",
+            f"use at most {largest_gib:g}, or correct memory_gib in the site file",
+        ),
         (unused, f"it names {', '.join(unused)}", "plan.pool_order", f"choose from {', '.join(node_limits)}"),
         *(
             (

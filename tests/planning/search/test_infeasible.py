@@ -51,6 +51,22 @@ def test_user_option_that_keeps_the_model_from_fitting_is_named(options: dict[st
     assert best_plan(MODEL, BATCH, site, PlanOptions(**others), Costs()).predicted is not None
 
 
+def test_more_memory_than_the_gpus_have_is_refused() -> None:
+    error = plan_error(make_site(memory_gib=40), max_memory_gib=53.0)
+    assert str(error).startswith("plan.max_memory_gib: it is 53, the GPUs have 40 GiB; use at most 40")
+
+
+def test_the_memory_limit_of_a_plan_does_not_add_to_a_smaller_gpus() -> None:
+    """80 GiB are the larger GPU's memory, and twice the smaller one's."""
+    larger = make_site().pools[0]
+    smaller = replace(larger, name="old", fabric="ib", partition="old", gpu=replace(A100, name="old", memory_gib=20))
+    site = Site("two", (replace(larger, fabric="ib", name="new"), smaller))
+    plan = best_plan(MODEL, BATCH, site, PlanOptions(max_memory_gib=80.0, strategy="pipeline"), Costs())
+    assert plan.predicted is not None
+    used = {p: max(plan.predicted.memory_bytes_per_gpu[s] for s in c.stages) for c in plan.components for p in [c.pool]}
+    assert used["old"] <= 20 * 2**30 < used["new"]
+
+
 def test_pipeline_strategy_needs_two_fabrics() -> None:
     error = plan_error(make_site(), strategy="pipeline")
     assert "there is only ib" in error.what and error.where == "plan.strategy"
