@@ -1,5 +1,6 @@
 """Site files: planning without a Slurm, or for hardware not bought yet (docs/howto.md)."""
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import CPU, FabricLink, Gpu, Pool, Site
 from holmes_hpc.records.files import read_yaml
-from holmes_hpc.schema import Checked, key, keys, make
+from holmes_hpc.schema import Checked, key, keys, make, refuse
 from holmes_hpc.slurm.hostlist import expand
 
 ETHERNET_GBYTES = (1.25, 3.125, 6.25, 12.5)  # GB/s of Ethernet of 10, 25, 50 and 100 Gb/s
@@ -21,6 +22,7 @@ IB_GBYTES = (12.5, 25.0)  # GB/s of EDR and HDR; NDR's 50 is left out, because t
 MAX_VALUES = {"ethernet_gbps": 6400, "rdma_gbps": 25600, "gbps": 6400, "total_gbps": 1e5, "intra_node_gbps": 1e5}
 MAX_VALUES |= {"peak_tflops": 1e5, "memory_gib": 4096, "delay_ms": 1e4, "gpus_per_node": 1024}
 MAX_VALUES["nodes"] = 65_533  # of a Slurm cluster
+MIN_GBPS = 0.001
 FIGURES = ("peak_tflops", "memory_gib", "intra_node_gbps")  # from a GPU kind's data sheet
 _HINT = "see docs/site-file.md"
 
@@ -69,7 +71,11 @@ def parse_site(data: Mapping[str, Any]) -> Site:
         _refuse_implausible(pool, f"pool {pool.name}")
         _refuse_implausible(pool.gpu, f"gpu {pool.gpu.name}")
     for link in site_file.links:
-        _refuse_implausible(link, f"link {' - '.join(link.between)}")
+        _refuse_implausible(link, where := f"link {' - '.join(link.between)}")
+        for name in link.between:
+            gbps = max((p.ethernet_gbps for p in pools if p.fabric_name == name), default=math.inf)
+            problem = f"gbps is {link.gbps or 0:g}, but the Ethernet of {name} has {gbps:g} Gb/s"
+            refuse(where, ((link.gbps or 0) > gbps, problem, "correct it, or ethernet_gbps"), error=SiteError)
     for gpu in dict.fromkeys(p.gpu for p in pools):
         known_kind = read_vocabulary().gpu(gpu.name)
         if gpu.attention == "flash" and known_kind is not None and not known_kind.has_bf16:
@@ -196,6 +202,9 @@ def _refuse_implausible(part: Pool | Gpu | FabricLink, where: str) -> None:
             unit = f" {declared.spec.unit}".rstrip()
             hint = f"give at most {MAX_VALUES[name]:g}{unit}"
             raise SiteError(f"{name} is {value:g}{unit}, more than any machine has", where=where, hint=hint)
+        if name.endswith("gbps") and value is not None and value < MIN_GBPS:
+            hint = f"give at least {MIN_GBPS:g} Gb/s"
+            raise SiteError(f"{name} is {value:g} Gb/s, less than any machine has", where=where, hint=hint)
 
 
 def _warnings(pools: Sequence[Pool]) -> Iterator[str]:

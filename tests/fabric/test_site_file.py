@@ -168,6 +168,12 @@ def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> Non
         ("fabrics:", "links: {between: [ib-a, roce-a], gbps: 1}\nfabrics:", "links"),
         ("ethernet_gbps: 25", "ethernet_gbps: 25000", "ethernet_gbps is 25000 Gb/s, more than any machine has"),
         ("rdma_gbps: 200", "rdma_gbps: 2.0e+11", "pool ib-a: rdma_gbps is 2e+11 Gb/s, more than any machine"),
+        ("ethernet_gbps: 25", "ethernet_gbps: 1.0e-9", "pool ib-a: ethernet_gbps is 1e-09 Gb/s, less than any machine"),
+        (
+            "fabrics:",
+            "links: [{between: [ib-a, roce-a], gbps: 11}]\nfabrics:",
+            "link ib-a - roce-a: gbps is 11, but the Ethernet of roce-a has 10 Gb/s; correct it, or ethernet_gbps",
+        ),
         ("peak_tflops: 312", "peak_tflops: 312000", "gpu a100-80gb: peak_tflops is 312000 TFLOP/s, more than"),
         ("memory_gib: 80", "memory_gib: 81920", "memory_gib is 81920 GiB, more than any machine has"),
         (
