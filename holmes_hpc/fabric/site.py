@@ -148,6 +148,8 @@ class Pool:
             f"{count} node names for {self.nodes} nodes",
             "give the names of all nodes, or none",
         )
+        problem = f"node_gpus is {self.node_gpus}, less than gpus_per_node, {self.gpus_per_node}"
+        yield (self.node_gpus or math.inf) < self.gpus_per_node, problem, "correct one of them"
         has_hca = any(names.hca for names in (self._common_nics, *(self.node_nics or {}).values()))
         values = {"rdma_gbps": self.rdma_gbps, "rdma_efficiency": self.rdma_efficiency, "hca": has_hca}
         for name in (name for name, value in values.items() if value and not self.nic.rdma):

@@ -24,6 +24,8 @@ MAX_VALUES |= {"peak_tflops": 1e5, "memory_gib": 4096, "delay_ms": 1e4, "gpus_pe
 MAX_VALUES["nodes"] = 65_533  # of a Slurm cluster
 MIN_GBPS = 0.001
 FIGURES = ("peak_tflops", "memory_gib", "intra_node_gbps")  # from a GPU kind's data sheet
+# Values for the keys that a fabric leaves to its pools, to check its other keys.
+_STAND_INS = {"nic": "ib", "partition": "p", "nodes": 1, "gpus_per_node": 1, "ethernet_gbps": 1.0, "gpu": CPU}
 _HINT = "see docs/site-file.md"
 
 
@@ -111,24 +113,43 @@ def _entries(data: Mapping[str, Any], name: str) -> tuple[Any, ...]:
 def _pools(site_file: SiteFile, errors: list[HolmesError]) -> list[Pool]:
     """Return the pools of a site file, without those that are wrong, whose mistakes are added to `errors`."""
     defaults = {k: v for k, v in (("ethernet_gbps", site_file.ethernet_gbps), ("gpu", site_file.gpu)) if v is not None}
-    fabrics, pools = list[tuple[str, Any]](), list[Pool]()
-    split_fabrics: dict[str, Mapping[str, Any]] = {}
+    fabrics, pools, fabric_of = list[tuple[str, Any]](), list[Pool](), dict[int, str]()
     for position, entry in enumerate(site_file.fabrics, 1):
         with collected(errors):
             fabrics.append(_with_defaults(entry, "fabric", position, defaults))
-    if len(fabrics) == len(site_file.fabrics):
-        with collected(errors):
-            split_fabrics = _fabrics_with_pools(site_file.pools, fabrics)
-    for where, values in fabrics:
-        with collected(errors):
-            pools += [make(Pool, values, where, SiteError)] if where not in split_fabrics else []
+    places, are_listed = [where for where, _ in fabrics], len(fabrics) == len(site_file.fabrics)
     for position, entry in enumerate(site_file.pools, 1):
-        name = f"fabric {entry.get('fabric')}" if isinstance(entry, Mapping) else ""
-        of_fabric = {k: v for k, v in split_fabrics.get(name, defaults).items() if k != "name"}
         with collected(errors):
-            where, values = _with_defaults(entry, "pool", position, of_fabric)
-            pools.append(make(Pool, values, where, SiteError))
+            fabric_of[position] = _fabric_place(entry, position, places if are_listed else ())
+    mistakes = list[HolmesError]()  # in fabrics with pools, which would show again in each of their pools
+    for where, values in fabrics:
+        entries = [e for n, e in enumerate(site_file.pools, 1) if fabric_of.get(n) == where and isinstance(e, Mapping)]
+        with collected(mistakes if entries else errors):
+            if entries and isinstance(values, Mapping):
+                _check_shared_keys(values, entries, where)
+            elif not site_file.pools or (are_listed and len(fabric_of) == len(site_file.pools)):
+                pools.append(make(Pool, values, where, SiteError))
+    errors += mistakes
+    for position, place in fabric_of.items():
+        values_of, new_errors = dict(fabrics).get(place), list[HolmesError]()
+        of_fabric = {k: v for k, v in values_of.items() if k != "name"} if isinstance(values_of, Mapping) else defaults
+        with collected(new_errors):
+            where, values = _with_defaults(site_file.pools[position - 1], "pool", position, of_fabric)
+            pools += [make(Pool, values, where, SiteError)] if place in places or not place else []
+        errors += [e for e in new_errors if e.what not in {mistake.what for mistake in mistakes}]
     return pools
+
+
+def _check_shared_keys(values: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raise SiteError for mistakes in the keys of a fabric with pools `entries`, and for nodes of its own."""
+    hint = "make a pool of them, or remove nodes from the fabric"
+    has_nodes = "nodes" in values and all("nodes" in entry for entry in entries)
+    refuse(where, (has_nodes, "it has nodes of its own, and pools", hint), error=SiteError)
+    stand_ins = {**_STAND_INS, **({} if values.get("nic") == NicType.ETHERNET else {"rdma_gbps": 1})}
+    try:
+        make(Pool, {**stand_ins, **values}, where, SiteError)
+    except SiteError as e:
+        raise e.moved(lambda place: re.sub("^pool", "fabric", place)) from None
 
 
 def _with_defaults(entry: Any, kind: str, position: int, defaults: Mapping[str, Any]) -> tuple[str, Any]:
@@ -144,19 +165,17 @@ def _with_defaults(entry: Any, kind: str, position: int, defaults: Mapping[str, 
     return where, values
 
 
-def _fabrics_with_pools(pools: Sequence[Any], fabrics: Sequence[tuple[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Return the fabrics that consist of the `pools`, by place. SiteError if a pool names none, or an unlisted one."""
-    listed = dict(fabrics)
-    places = []
-    for position, entry in enumerate(pools, 1):
-        if isinstance(entry, Mapping):
-            places.append(f"fabric {entry.get('fabric')}")
-            if places[-1] not in listed:
-                names = [where.removeprefix("fabric ") for where in listed]
-                value, hint = entry.get("fabric"), f"give one of {', '.join(names)}, or list it under fabrics"
-                problem = "fabric is missing" if value is None else f"fabric is {value!r}, which is not under fabrics"
-                raise SiteError(problem, where=f"pool {entry.get('name', position)}", hint=hint)
-    return {where: listed[where] for where in places if isinstance(listed[where], Mapping)}
+def _fabric_place(entry: Any, position: int, places: Sequence[str]) -> str:
+    """Return the place of a pool's fabric; empty if the pool has no keys. SiteError unless it is one of `places`, if
+    there are any."""
+    if not isinstance(entry, Mapping):
+        return ""
+    name = entry.get("fabric")
+    names = ", ".join(place.removeprefix("fabric ") for place in places)
+    problem = "fabric is missing" if name is None else f"fabric is {name!r}, which is not under fabrics"
+    is_unlisted, hint = places and f"fabric {name}" not in places, f"give one of {names}, or list it under fabrics"
+    refuse(f"pool {entry.get('name', position)}", (is_unlisted, problem, hint), error=SiteError)
+    return f"fabric {name}"
 
 
 def _with_figures(entry: Mapping[str, Any], where: str = "gpu") -> dict[str, Any]:

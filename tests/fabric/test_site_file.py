@@ -66,6 +66,31 @@ links: [{between: [ib-a, roce-a], gbps: -10}]
     assert lines[0].startswith("site: unknown key 'ethernet_gpbs'") and "gbps is -10" in lines[1] and len(lines) == 7
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("fabric: ib, partition: new", "fabric: ibx, partition: new", "pool h100: fabric is 'ibx', which is not under"),
+        ("fabric: ib, partition: new", "partition: new", "pool h100: fabric is missing; give one of ib"),
+        ("nic: ib,", "nic: ibb,", "fabric ib: nic is 'ibb'; use ib, roce"),
+        ("nic: ib,", "nic: infiniband,", "fabric ib: nic is 'infiniband'"),
+        ("rdma_gbps: 200", "rdma_gpbs: 200", "fabric ib: unknown key 'rdma_gpbs'; did you mean 'rdma_gbps'?"),
+        ("rdma_gbps: 200", "rdma_gbps: -200", "fabric ib: rdma_gbps is -200; use a number above 0"),
+        ("nodes: 2", "nodes: 0", "pool h100: nodes is 0"),
+        ("nic: ib, rdma_gbps: 200", "nic: ib", "pool a100: rdma_gbps is missing"),
+    ],
+)
+def test_a_mistake_about_the_fabric_of_pools_is_one_line(tmp_path: Path, old: str, new: str, line: str) -> None:
+    text = """name: mixed
+ethernet_gbps: 25
+fabrics: [{name: ib, nic: ib, rdma_gbps: 200}]
+pools:
+  - {name: h100, fabric: ib, partition: new, nodes: 2, gpus_per_node: 8, gpu: {name: h100}, rdma_gbps: 400}
+  - {name: a100, fabric: ib, partition: old, nodes: 4, gpus_per_node: 8, gpu: {name: a100-80gb}}
+"""
+    (text_of_mistake,) = mistakes(tmp_path, text.replace(old, new))
+    assert text_of_mistake.startswith(line)
+
+
 def mistakes(tmp_path: Path, text: str) -> list[str]:
     with pytest.raises(SiteError) as refused:
         read(tmp_path, text)
@@ -133,6 +158,12 @@ def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> Non
         ("nic: ib,", "nic: ib, node_nics: {ib1: {ethernt: x}},", "did you mean 'ethernet'"),
         ("nic: ethernet,", "nic: ethernet, rdma_efficiency: 0.5,", "Ethernet-only pool has rdma_efficiency"),
         ("nic: roce,", "nic: roce, rdma_efficiency: 1.5,", "rdma_efficiency is 1.5"),
+        ("gpus_per_node: 8}", "gpus_per_node: 8, node_gpus: 4}", "node_gpus is 4, less than gpus_per_node, 8"),
+        (
+            "fabrics:",
+            "pools: [{name: p, fabric: ib-a, nodes: 1}]\nfabrics:",
+            "fabric ib-a: it has nodes of its own, and pools; make a pool of them, or remove nodes",
+        ),
         ("nodes: 4, gpus_per_node: 8}", "nodes: 4.5, gpus_per_node: 8}", "nodes is 4.5"),
         ("gpus_per_node: 8}", "gpu_per_node: 8}", "did you mean 'gpus_per_node'"),
         ("partition: gpu-ib,", "", "partition is missing"),
@@ -142,8 +173,8 @@ def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> Non
         ("name: roce-a", "name: ib-a", "two pools are named 'ib-a'"),
         (
             "fabrics:",
-            "pools: [{name: p, fabric: ib-a, nodes: 1, node_names: [n1]},"
-            " {name: q, fabric: ib-a, nodes: 1, node_names: [n1]}]\nfabrics:",
+            "pools: [{name: p, fabric: ib-a, node_names: ['n[1-4]']}, {name: q, fabric: ib-a, node_names: ['n[1,5-7]']}]"
+            "\nfabrics:",
             "node n1 is in pools p and q; leave it in one",
         ),
         (
