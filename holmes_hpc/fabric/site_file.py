@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Annotated, Any
 
 from holmes_hpc.errors import HolmesError, SiteError, collected, nearest, raise_all
@@ -227,8 +228,8 @@ def _refuse_implausible(part: Pool | Gpu | FabricLink, where: str) -> None:
 
 
 def _warnings(pools: Sequence[Pool]) -> Iterator[str]:
-    """Yield warnings about GPU names treated as a known kind, figures far from their data sheet, and rates in GB/s.
-    A rate is likely in GB/s if no Ethernet or InfiniBand has it in Gb/s."""
+    """Yield warnings about GPU names treated as a known kind, figures far from their data sheet, rates in GB/s, and
+    pools that the same request selects. A rate is likely in GB/s if no Ethernet or InfiniBand has it in Gb/s."""
     for gpu in dict.fromkeys(p.gpu for p in pools):
         known_kind = read_vocabulary().gpu(gpu.name)
         if known_kind is not None:
@@ -242,6 +243,10 @@ def _warnings(pools: Sequence[Pool]) -> Iterator[str]:
         for name, network, gbps in rates:
             rate = f"{name} of {pool.name} is {gbps:g}, which no {network} has"
             yield f"{rate}; if that is in GB/s, give Gb/s: {8 * gbps:g}"
+    for a, b in combinations(pools, 2):
+        if all(getattr(a, key) == getattr(b, key) for key in ("partition", "constraint", "exclude", "gres_type")):
+            problem = f"jobs on {a.name} and {b.name} may get each other's nodes of partition {a.partition}"
+            yield f"{problem}: give them constraint, exclude or gres_type"
 
 
 def _data_sheet_warnings(gpu: Gpu, kind: Gpu) -> Iterator[str]:

@@ -97,6 +97,13 @@ def mistakes(tmp_path: Path, text: str) -> list[str]:
     return [str(error).removeprefix(f"{tmp_path / 'site.yaml'}: ") for error in (refused.value, *refused.value.others)]
 
 
+@pytest.mark.parametrize("key", ["", "constraint: a100, ", "gres_type: a100, ", "exclude: 'n[1-4]', "])
+def test_pools_that_one_request_selects_are_warned_about(tmp_path: Path, key: str) -> None:
+    text = GOOD.replace("partition: gpu-roce, ", f"partition: gpu-ib, {key}")
+    warning = "jobs on ib-a and roce-a may get each other's nodes of partition gpu-ib: give them constraint"
+    assert any(line.startswith(warning) for line in read(tmp_path, text).assumptions) == (not key)
+
+
 def test_the_page_has_every_key_gpu_kind_and_factor() -> None:
     page = (Path(__file__).parents[2] / "docs/site-file.md").read_text()
     for cls in (SiteFile, Pool, Gpu, FabricLink):
