@@ -124,6 +124,11 @@ def is_typo(word: str, name: str) -> bool:
     return is_swapped or any(word[i + a :] == name[i + b :] for a, b in tails)
 
 
+def rounded(number: float) -> str:
+    """Return a number with three digits, or as a whole number from 1,000 on: "0.0123", "56.2", "1,104"."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: "1 node", "2 nodes", "3 micro-batches"."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.errors import HolmesError, counted
+from holmes_hpc.errors import HolmesError, counted, rounded
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, predict, stage_breakdown_of
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
@@ -35,6 +35,7 @@ MAX_STAGES_LISTED = 8  # stages whose parts are listed
 MAX_PLACEMENTS = 4  # the most lines on pools in a summary
 # Assumptions that a summary shows.
 _NOTED = re.compile(r"the 90% interval|the search was stopped|\S+ has no (bf16|FlashAttention)|a global batch of")
+_NIC_ASSUMED = re.compile(r"Ethernet only is assumed|assumed by `holmes site`: .*\bnic\b")
 TOO_CLOSE = 0.03  # layouts further apart are in the right order in 93% of pairs (docs/planner.md)
 
 
@@ -75,7 +76,7 @@ def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
     ]
     if plan.predicted is not None:
         lines += [*_times(plan, plan.predicted, steps), _memory(plan, plan.predicted, notes)]
-        lines += [_best_improvement(_improvements(plan, plan.predicted, costs))]
+        lines += [_best_improvement(plan, _improvements(plan, plan.predicted, costs))]
     lines += [f"Note: {note}" for note in notes if _NOTED.match(note)]
     if any("assumed" in note for note in plan.site.assumptions):
         lines.append("Note: NICs, rates or GPUs are assumed (see --explain); `holmes site` can ask the nodes")
@@ -86,12 +87,12 @@ def _times(plan: Plan, predicted: Predicted, steps: int | None) -> list[str]:
     """Return the lines on step time and duration. Without `steps`, the duration is that of a billion tokens."""
     seconds, rates = predicted.step_time_s, throughput(plan, steps)
     low, high = predicted.interval_s or (seconds, seconds)
-    interval = f" (90% interval: {low:.3g} to {high:.3g} s)" if predicted.interval_s else ""
+    interval = f" (90% interval: {rounded(low)} to {rounded(high)} s)" if predicted.interval_s else ""
     days = rates["days"] if steps is not None else 1e9 / rates["tokens_per_s"] / 86400
     length = f"{steps:,} steps ({rates['tokens']:.3g} tokens)" if steps is not None else "1e+09 tokens"
     spread = f" ({duration(days * low / seconds)} to {duration(days * high / seconds)})" if predicted.interval_s else ""
     return [
-        f"Step time: {seconds:.3g} s{interval}, {predicted.samples_per_s:.4g} samples/s,"
+        f"Step time: {rounded(seconds)} s{interval}, {predicted.samples_per_s:.4g} samples/s,"
         f" {rates['tokens_per_s']:,.0f} tokens/s",
         f"Duration: {length} take {duration(days)}{spread}",
     ]
@@ -114,13 +115,15 @@ def _memory(plan: Plan, predicted: Predicted, notes: Iterable[str]) -> str:
     return f"Memory: {used_gib:.3g} of {gib:g} GiB per GPU, on stage {stage}{suffix}{misfit}"
 
 
-def _best_improvement(gains: Sequence[tuple[float, str]]) -> str:
-    """Return the line on what would help most, with more nodes and without."""
-    if not gains:
-        return _NO_HELP
+def _best_improvement(plan: Plan, gains: Sequence[tuple[float, str]]) -> str:
+    """Return the line on what would help most, with more nodes and without; first, to know NICs that are assumed."""
     texts = [f"{change}, {gain:+.1%} samples/s" for gain, change in gains]
-    other = [f" (without more nodes: {texts[1]})"] if gains[0][1] == MORE_NODES and len(gains) > 1 else []
-    return f"What would help most: {texts[0]}{''.join(other)}"
+    other = f" (without more nodes: {texts[1]})" if gains and gains[0][1] == MORE_NODES and len(gains) > 1 else ""
+    if not any(map(_NIC_ASSUMED.search, plan.site.assumptions)):
+        return f"What would help most: {texts[0]}{other}" if gains else _NO_HELP
+    idle = ", ".join(f"{counted(n, 'node')} of {pool}" for pool, n in plan.unused.items())
+    first = f"settle the NICs by `holmes site`: Ethernet is assumed{idle and f', and {idle} stay idle'}"
+    return f"What would help most: first {first}{f'. Then: {texts[0]}{other}' if gains else ''}"
 
 
 def _folded(line: str, width: int) -> list[str]:
@@ -205,9 +208,9 @@ def _step(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     share = predicted.share_of_limit  # None in older plans
     limit = f" It reaches {share:.0%} of the limit, a step in which no GPU ever waits." if share else ""
     return [
-        f"Parts of the step of {total:.4g} s and {plan.batch.tokens:,} tokens:",
+        f"Parts of the step of {rounded(total)} s and {plan.batch.tokens:,} tokens:",
         *(
-            f"  {PART_NAMES[name]:<16} {s:9.3g} s  "
+            f"  {PART_NAMES[name]:<16} {rounded(s):>9} s  "
             + (f"{s / total:4.0%}" if s >= BELOW_ONE_PERCENT * total else f"{'<1%':>4}")
             for s, name in parts
             if s > ROUNDING_ERROR * total
@@ -258,14 +261,15 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
     cost = stage_transfer_cost(plan, costs)
     if cost is None:
         return []
+    one_way, wire, exposed = map(rounded, (cost.one_way_s, cost.wire_s, max(0.0, cost.exposed_s)))
     text = (
         f"Stage transfers: the slowest, from stage {cost.stages[0]} to {cost.stages[1]} by {cost.transport}, takes "
-        f"{cost.one_way_s:.3g} s one way, {cost.ratio:.2g} times a stage's compute time per micro-batch. The transfers "
-        f"of a step take {cost.wire_s:.3g} s, both directions added. {cost.hidden:.0%} of that overlaps with compute "
-        f"or other transfers: the step is {max(0.0, cost.exposed_s):.3g} s longer than without transfers"
+        f"{one_way} s one way, {cost.ratio:.2g} times a stage's compute time per micro-batch. The transfers of a step "
+        f"take {wire} s, both directions added. {cost.hidden:.0%} of that overlaps with compute or other transfers: "
+        f"the step is {exposed} s longer than without transfers"
     )
     if plan.order.schedule.megatron is None:
-        text += f" ({cost.waiting_s:.3g} s with Megatron's {megatron_kind(plan.parallel.virtual_stages).label})"
+        text += f" ({rounded(cost.waiting_s)} s with Megatron's {megatron_kind(plan.parallel.virtual_stages).label})"
     return [f"{text}."]
 
 
@@ -309,12 +313,8 @@ def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[tuple[
 
 def _improvement_lines(gains: Sequence[tuple[float, str]]) -> list[str]:
     """Return the lines on what would help."""
-    if not gains:
-        return [_NO_HELP]
-    return [
-        "What would help, each change alone and with this layout (a new plan may gain more):",
-        *(f"  {gain:+7.1%} samples/s  {change}" for gain, change in gains),
-    ]
+    title = "What would help, each change alone and with this layout (a new plan may gain more):"
+    return [title, *(f"  {gain:+7.1%} samples/s  {change}" for gain, change in gains)] if gains else [_NO_HELP]
 
 
 def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tuple[float, str]]:

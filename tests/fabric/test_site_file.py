@@ -180,7 +180,8 @@ def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> Non
         ("name: roce-a", "name: ib-a", "two pools are named 'ib-a'"),
         (
             "fabrics:",
-            "pools: [{name: p, fabric: ib-a, node_names: ['n[1-4]']}, {name: q, fabric: ib-a, node_names: ['n[1,5-7]']}]"
+            "pools: [{name: p, fabric: ib-a, node_names: ['n[1-4]']},"
+            " {name: q, fabric: ib-a, node_names: ['n[1,5-7]']}]"
             "\nfabrics:",
             "node n1 is in pools p and q; leave it in one",
         ),

@@ -106,6 +106,34 @@ def test_the_summary_answers_in_ten_lines() -> None:
     assert "  and 3 more pools, 15 layers" in summary(spread, Costs())
 
 
+@pytest.mark.parametrize(
+    ("assumption", "is_first"),
+    [
+        ("n[1-6]: no feature names a NIC: Ethernet only is assumed", True),
+        ("assumed by `holmes site`: nic, rdma_gbps of a", True),
+        ("assumed by `holmes site`: gpu of a", False),
+        ("n[1-6]: Ethernet rate not in the features: 10 Gb/s assumed; label eth_<rate>g", False),
+    ],
+)
+def test_assumed_nics_are_what_would_help_most(assumption: str, is_first: bool) -> None:
+    pool = Pool("a", NicType.ETHERNET, "a", 6, 8, 10.0, A100)
+    plan = fixed_plan(
+        MODEL, BATCH, Site("one", (pool,), (assumption,)), PlanOptions(tp=1, pp=2, dp=16, nodes={"a": 4}), Costs()
+    )
+    (line,) = (line for line in summary(plan, Costs(), width=1000) if line.startswith("What would help most"))
+    first = (
+        "What would help most: first settle the NICs by `holmes site`: Ethernet is assumed, and 2 nodes of a stay idle"
+    )
+    assert line.startswith(f"{first}. Then: ") == is_first
+
+
+def test_steps_of_1000_seconds_and_more_are_whole_numbers() -> None:
+    plan = fixed_plan(named("gpt_39b"), Batch(4096, 1, 2048), SITE, PlanOptions(tp=8, pp=2, dp=2), Costs())
+    assert plan.predicted is not None and plan.predicted.step_time_s > 1500
+    text = "\n".join(explain(plan, Costs()))
+    assert f"Step time: {plan.predicted.step_time_s:,.0f} s (90%" in text and not re.search(r"e\+\d+ s\b", text)
+
+
 def test_a_layout_that_does_not_fit_is_in_the_summary() -> None:
     plan = fixed_plan(named("gpt_39b"), BATCH, SITE, PlanOptions(tp=1, pp=1, dp=16), Costs())
     assert any("; it does not fit: " in line for line in summary(plan, Costs(), width=1000))

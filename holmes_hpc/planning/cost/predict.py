@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from holmes_hpc.errors import rounded
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, head_flops, layer_flops, model_flops_per_step
@@ -281,7 +282,7 @@ def slowest_parts(extra_s: Mapping[str, float]) -> str:
     `extra_s`: the seconds by which each part of the step is longer than in the best plan (negative: shorter).
     """
     first, second = sorted(extra_s, key=lambda name: -extra_s[name])[:2]
-    text = f"{PART_NAMES[first]} takes {extra_s[first]:.3g} s longer"
+    text = f"{PART_NAMES[first]} takes {rounded(extra_s[first])} s longer"
     return text + (
-        f", {PART_NAMES[second]} {extra_s[second]:.3g} s" if extra_s[second] >= extra_s[first] / 3 > 0 else ""
+        f", {PART_NAMES[second]} {rounded(extra_s[second])} s" if extra_s[second] >= extra_s[first] / 3 > 0 else ""
     )

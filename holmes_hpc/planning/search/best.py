@@ -7,7 +7,7 @@ from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.errors import PlanError, counted
+from holmes_hpc.errors import PlanError, counted, rounded
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.assumptions import assumptions
 from holmes_hpc.planning.cost.costs import Costs
@@ -299,7 +299,7 @@ def _refine(evaluator: Evaluator, exploration: Exploration, clock: Clock) -> lis
         kind_gains.append(1 - refined[-1].seconds / candidate.seconds)
         clock.report(
             f"planning: {counted(len(refined), 'candidate')} refined, the best takes"
-            f" {min(c.seconds for c in refined):.4g} s a step"
+            f" {rounded(min(c.seconds for c in refined))} s a step"
         )
     refined.sort(key=Candidate.sort_key)
     gap = 1 - exploration.bound_s / refined[0].seconds

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from holmes_hpc.errors import ConfigError
+from holmes_hpc.errors import ConfigError, rounded
 from holmes_hpc.planning.schedule.simulation import ROUGH
 from holmes_hpc.planning.search.candidate import Candidate, Evaluator
 from holmes_hpc.planning.search.estimate import is_always_tried
@@ -29,22 +29,23 @@ class Clock:
     """The time limit and the progress log of a search.
 
     `seconds`: the time limit; None: search until nothing can be gained. `report`: is called with a line of progress
-    at most every PROGRESS_INTERVAL_S seconds.
+    at most every PROGRESS_INTERVAL_S seconds, and not twice in a row with the same line.
     """
 
     def __init__(self, seconds: float | None = None, report: Callable[[str], None] | None = None) -> None:
         if seconds is not None and not seconds > 0:
             raise ConfigError(f"time limit is {seconds:g} s", where="--seconds", hint="give a number above 0")
         self._start = self._last_report = time.monotonic()
-        self._seconds, self._report = seconds, report
+        self._seconds, self._report, self._last_line = seconds, report, ""
 
     def is_over(self) -> bool:
         return self._seconds is not None and time.monotonic() - self._start > self._seconds
 
     def report(self, line: str) -> None:
         now = time.monotonic()
-        if self._report is not None and now - self._last_report > PROGRESS_INTERVAL_S:
-            self._last_report = now
+        is_due = line != self._last_line and now - self._last_report > PROGRESS_INTERVAL_S
+        if self._report is not None and is_due:
+            self._last_report, self._last_line = now, line
             self._report(line)
 
 
@@ -106,8 +107,8 @@ def explore(evaluator: Evaluator, space: Space, placements: list[Placement], clo
             simulated.append(evaluator.simulate(entry, ROUGH))
             least_s = min(least_s, simulated[-1].seconds)
         clock.report(
-            f"planning: {len(simulated)} candidates simulated, the best takes {least_s:.4g} s a step, lower bound of"
-            f" the others {bound_s:.4g} s"
+            f"planning: {len(simulated)} candidates simulated, the best takes {rounded(least_s)} s a step, lower bound"
+            f" of the others {rounded(bound_s)} s"
         )
     return Exploration(sorted(simulated, key=Candidate.sort_key), bound_s if queue else inf)
 

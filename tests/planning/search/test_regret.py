@@ -211,4 +211,13 @@ def test_progress_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, site = FOUR_FABRICS
     best = search(model, batch, site, PlanOptions(), Costs(), Clock(report=lines.append))[0]
     assert len(lines) > 2 and all(line.startswith("planning: ") for line in lines)
-    assert f"{best.seconds:.4g} s a step" in lines[-1]
+    assert f"{best.seconds:.3g} s a step" in lines[-1]
+
+
+def test_progress_does_not_repeat_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holmes_hpc.planning.search.explore.PROGRESS_INTERVAL_S", 0)
+    lines: list[str] = []
+    clock = Clock(report=lines.append)
+    for line in ("0 simulated", "0 simulated", "1 simulated"):
+        clock.report(line)
+    assert lines == ["0 simulated", "1 simulated"]
