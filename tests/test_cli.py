@@ -369,6 +369,10 @@ def test_predict_shows_the_placement_and_uses_sequence_parallelism_as_plan_does(
     )
     assert default == split and unsplit["step_time_s"] > default["step_time_s"]
     assert default["strategy"] == "pipeline" and [c["fabric"] for c in default["components"]] == ["ib-a", "roce-a"]
+    sizes = (*layout[:8], "--json")
+    (only,) = json.loads(holmes("predict", *sizes, "--nodes", "ib-a=2")[1])["components"]
+    assert (only["fabric"], only["nodes"]) == ("ib-a", 2)  # DP is as the nodes have GPUs
+    refused(holmes("predict", *sizes, "--nodes", "ib-a=2", "--pp", "3"), "TP x PP x CP is 6, which does not divide 16")
     across = json.loads(holmes("predict", *layout, "--strategy", "hierarchical-dp")[1])
     assert across["strategy"] == "hierarchical-dp" and across["nic_bytes_per_step"] != default["nic_bytes_per_step"]
     assert "  ib-a: 4 nodes x 8 a100-80gb, stage 0, " in holmes("predict", *layout[:-1])[1]

@@ -92,8 +92,8 @@ def predict(
     explain: Explain = False,
     json: Json = False,
 ) -> None:
-    """Predict step time, throughput and memory of a layout. Defaults: 1 for TP, PP, DP and model chunks, the model's
-    batch, equal layers per stage; the rest is chosen as by `plan`.
+    """Predict step time, throughput and memory of a layout. Defaults: 1 for TP, PP, DP (with --nodes, as they have
+    GPUs) and model chunks, the model's batch, equal layers per stage; the rest is chosen as by `plan`.
 
     Example: holmes predict --site site.yaml --model gpt_3_6b --tp 1 --pp 2 --dp 32 --micro-batch 4 --global-batch 768
     """
@@ -249,9 +249,9 @@ def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Cost
     plan, cp, site = config.plan, config.plan.cp or 1, request.site(config)
     site = software.applied_to(site, plan.nodes or ())
     tp, length = plan.tp or 1, config.batch.split(cp).sequence_length
-    replicas, bucket_bytes = plan.dp or 1, plan.bucket_bytes
+    is_filled, bucket_bytes = software.is_megatron or plan.nodes, plan.bucket_bytes
+    replicas = _replicas(plan, cp, site) if is_filled else plan.dp or 1
     if software.is_megatron:
-        replicas = _replicas(plan, cp, site)
         element = BYTES[config.train.grad_dtype or "fp32"]
         bucket_bytes = bucket_bytes or max(40_000_000, 1_000_000 * replicas * cp) * element
     model = replace(config.model, max_positions=max(config.batch.sequence_length, config.model.max_positions))
@@ -268,10 +268,12 @@ def _replicas(plan: PlanOptions, cp: int, site: Site) -> int:
     """Return the data-parallel size that uses all GPUs of the site, or of the nodes that the user set.
     ConfigError if the other sizes do not divide their number."""
     nodes = plan.nodes or {pool.name: pool.nodes for pool in site.pools}
-    gpus = sum(n * (plan.gpus_per_node or site.pool(name).gpus_per_node) for name, n in nodes.items() if n)
+    gpus = sum(
+        (n or p.nodes) * (plan.gpus_per_node or p.gpus_per_node) for k, n in nodes.items() for p in [site.pool(k)]
+    )
     size = (plan.tp or 1) * (plan.pp or 1) * cp
     message = f"TP x PP x CP is {size}, which does not divide {gpus} GPUs"
-    ConfigError.refuse((not plan.dp and gpus % size, message, "--megatron-args", "choose the nodes by --nodes"))
+    ConfigError.refuse((not plan.dp and gpus % size, message, "predict", "choose the nodes by --nodes, or give --dp"))
     return plan.dp or gpus // size
 
 
