@@ -244,11 +244,11 @@ class Batch:
     def split(self, cp: int, all_to_all: bool = False) -> Batch:
         """Return the batch as one of `cp` context-parallel ranks holds it: its parts of all sequences."""
         refuse(
-            "batch",
+            "plan.cp",
             (
                 self.sequence_length % (2 * cp) and cp > 1,
                 f"sequence_length {self.sequence_length} is not a multiple of 2 x CP {cp}",
-                f"use a multiple of {2 * cp}",
+                f"use another CP, or a sequence_length that {2 * cp} divides",
             ),
             error=PlanError,
         )

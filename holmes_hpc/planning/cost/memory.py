@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -355,6 +355,11 @@ class Shortage(NamedTuple):
     needed_bytes: float
     stage: int
 
+    @property
+    def gpu_gib(self) -> int:
+        """The memory of a GPU that suffices."""
+        return ceil(self.needed_bytes / 2**30 / USABLE_SHARE)
+
     def __str__(self) -> str:
         gib = 2.0**30
         needed, missing = self.needed_bytes / gib, self.missing_bytes / gib
@@ -377,6 +382,5 @@ def check_memory(layout: Layout, layers: np.ndarray) -> None:
         raise PlanError(
             f"{missing} than {min(gpus, key=lambda gpu: gpu.memory_gib).name} provides",
             where="memory",
-            hint=f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of"
-            f" {missing.needed_bytes / 2**30 / USABLE_SHARE:.0f} GiB",
+            hint=f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of {missing.gpu_gib} GiB",
         )

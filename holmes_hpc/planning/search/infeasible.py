@@ -8,7 +8,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError, counted
 from holmes_hpc.fabric.site import Site
-from holmes_hpc.planning.cost.memory import USABLE_SHARE, Shortage, shortage
+from holmes_hpc.planning.cost.memory import Shortage, shortage
 from holmes_hpc.planning.plan.parallel import abbreviated, indivisible_sizes, tp_across_nodes
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.planning.search.candidate import Evaluator
@@ -26,16 +26,19 @@ class OutOfMemory(PlanError):
 
 def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:
     """Raise PlanError for the first size that is not divisible as needed. Call it if no placement is possible."""
-    size, micro_size, available = batch.global_size, batch.micro_size, available_pools(site, options)
-    tp, dp, pp = (n or 1 for n in (options.tp, options.dp, options.stages))
+    size, micro_size, available = batch.whole.global_size, batch.micro_size, available_pools(site, options)
+    cp, tp, pp = batch.cp, options.tp or 1, options.stages or 1
+    dp = (options.dp or cp) // cp  # with contexts, those of the options include CP
     micro_batches, is_fixed = size // micro_size, not options.search_micro_size
+    of_contexts = f" x CP {cp}" * (cp > 1)
     ranks = sum(a.nodes * a.gpus_per_node for a in available)
     fixed_options = ", ".join(
         f"{name} {value}"
         for name, value in (
             ("TP", options.tp),
             ("PP", options.stages),
-            ("DP", options.dp),
+            ("DP", options.dp and dp),
+            ("CP", cp if cp > 1 else None),
             ("EP", options.ep if model.experts.count else None),
             ("strategy", options.strategy),
         )
@@ -58,8 +61,8 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
             f"use a DP that divides {micro_batches}: {abbreviated(divisors(micro_batches))}",
         ),
         (
-            options.tp and options.dp and not ep_sizes(model, options, tp * dp),
-            f"EP {options.ep} does not divide TP {tp} x DP {dp}",
+            options.tp and options.dp and not ep_sizes(model, options, tp * dp * cp),
+            f"EP {options.ep} does not divide TP {tp} x DP {dp}{of_contexts}",
             "plan.ep",
             "choose a divisor of both TP x DP and the experts",
         ),
@@ -76,9 +79,9 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
             f"use at most {counted(model.layers, 'stage')}",
         ),
         (
-            tp * dp * pp > ranks,
-            f"TP {tp} x PP {pp} x DP {dp} needs {tp * dp * pp} GPUs, there are {ranks}",
-            "plan",
+            tp * dp * pp * cp > ranks,
+            f"TP {tp} x PP {pp} x DP {dp}{of_contexts} needs {tp * dp * pp * cp} GPUs, there are {ranks}",
+            "plan.cp" if cp > 1 else "plan",
             "use smaller sizes or more nodes",
         ),
     )
@@ -86,7 +89,8 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
         f"no placement of {counted(model.layers, 'layer')} and {counted(micro_batches, 'micro-batch')} on"
         f" {nodes} nodes has the same TP and DP in all stages{fixed_options and ' and ' + fixed_options}",
         where="plan",
-        hint="change nodes, gpus_per_node, tp, pp, dp or the batch, so that TP x DP GPUs per stage fill whole nodes",
+        hint=f"change nodes, gpus_per_node, tp, pp, dp or the batch, so that TP x DP{' x CP' * (cp > 1)} GPUs per stage"
+        " fill whole nodes",
     )
 
 
@@ -139,7 +143,7 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
     else:
         free = replace(o, **DEFAULTS)
         free_shortage = _search_shortage(evaluator, batch, evaluator.site, free) or least
-        hint = f"use GPUs of {free_shortage.memory.needed_bytes / 2**30 / USABLE_SHARE:.0f} GiB" + "".join(
+        hint = f"use GPUs of {free_shortage.memory.gpu_gib} GiB" + "".join(
             f", or {change}" for change in _fitting_changes(evaluator, free, free_shortage.memory)
         )
         if cpus := [pool.name for pool in evaluator.site.pools if pool.gpu.is_cpu]:

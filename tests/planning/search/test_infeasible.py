@@ -78,8 +78,30 @@ def test_too_small_site_gets_changes_that_work() -> None:
     times = re.search(r"(\d+) times as many nodes", error.hint)
     gib = re.search(r"GPUs of (\d+) GiB", error.hint)
     assert times is not None and gib is not None, error.hint
-    for site in (make_site(int(times[1]), memory_gib=12), make_site(1, memory_gib=float(gib[1]) + 1)):
+    for site in (make_site(int(times[1]), memory_gib=12), make_site(1, memory_gib=float(gib[1]))):
         assert best_plan(MODEL, BATCH, site, PlanOptions(), Costs()).predicted is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        ({"cp": 1024}, "plan.cp: TP 1 x PP 1 x DP 1 x CP 1024 needs 1024 GPUs, there are 16"),
+        ({"cp": 4, "dp": 2, "pp": 4}, "plan.cp: TP 1 x PP 4 x DP 2 x CP 4 needs 32 GPUs, there are 16"),
+        (
+            {"cp": 4, "dp": 3},
+            "batch: global_size 64 is not a multiple of micro_size 1 x DP 3; use a DP that divides 64",
+        ),
+        (
+            {"cp": 2, "pp": 3, "dp": 1},
+            "plan: no placement of 36 layers and 64 micro-batches on 2 ib nodes has the same",
+        ),
+        ({"cp": 3}, "plan.cp: sequence_length 2048 is not a multiple of 2 x CP 3; use another CP, or a"),
+    ],
+)
+def test_contexts_are_named_in_the_sizes_that_the_user_gave(options: dict[str, Any], start: str) -> None:
+    error = str(plan_error(make_site(), **options))
+    assert error.startswith(start)
+    assert f"CP {options['cp']}" in error or "dp" in options
 
 
 def test_a_pool_without_gpus_is_named_if_a_model_does_not_fit() -> None:
