@@ -11,8 +11,10 @@ applies to every number in a value: to each element of ``tuple[int, ...] | None`
 import dataclasses
 import difflib
 import math
+import re
 import types
 from collections.abc import Hashable, Iterator, Mapping
+from decimal import Decimal
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -187,7 +189,11 @@ def allowed(declared: Key, value: Any = None) -> str:
     else:
         text = "use " + " or ".join(dict.fromkeys(_type_text(m, declared.spec) for m in _members(declared.type)))
     text += f" ({declared.spec.unit})" if declared.spec.unit else ""
-    return text + (", or null" if type(None) in _all_members(declared.type) else "")
+    text += ", or null" if type(None) in _all_members(declared.type) else ""
+    is_exponent = isinstance(value, str) and re.fullmatch(r"[+-]?\d+\.?\d*e[+-]?\d+", value, re.IGNORECASE)
+    if is_exponent and not {int, float}.isdisjoint(kinds(declared.type)):
+        text += f"; YAML reads {value} as text: write {Decimal(value):f}"
+    return text
 
 
 def _type_text(member: Any, spec: KeySpec) -> str:

@@ -142,6 +142,8 @@ def test_nics_are_named_for_a_fabric_and_for_single_nodes(tmp_path: Path) -> Non
     ("old", "new", "says"),
     [
         ("ethernet_gbps: 25", "ethernet_gbps: -25", "ethernet_gbps is -25"),
+        ("ethernet_gbps: 25", "ethernet_gbps: 1e-3", "or null; YAML reads 1e-3 as text: write 0.001"),
+        ("nodes: 4", "nodes: 9e4", "use a whole number from 1; YAML reads 9e4 as text: write 90000"),
         ("ethernet_gbps: 25", "ethernet_gbps: .nan", "ethernet_gbps is nan; use a number above 0 (Gb/s)"),
         ("ethernet_gbps: 25", "", "fabric ib-a: ethernet_gbps is missing"),
         ("ethernet_gbps: 25", "ethernet_gpbs: 25", "did you mean 'ethernet_gbps'"),
