@@ -145,7 +145,7 @@ def _groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes
             while remaining:
                 options = _partitions(remaining, open_)
                 ranked = ranked_partitions(remaining, eligible, options, purest=label is None)
-                partition = ranked[0]
+                best = partition = next(iter(ranked))
                 if label is None:
                     partition = next((p for p in ranked if keeps_others_selectable(p, remaining, open_)), partition)
                     base = partition.name if partition.name == str(nic) else f"{nic}-{partition.name}"
@@ -156,6 +156,10 @@ def _groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes
                     kind = "Ethernet-only nodes" if nic is NicType.ETHERNET else f"{nic} nodes"
                     text = f"all {kind} of partition {partition.name} are assumed to be one fabric {name}"
                     notes.assume(selected, f"no fabric label: {text}")
+                for p, reason in ranked.items():
+                    if reason and partition is best:
+                        text = f"partition {p.name} is skipped for {best.name}: {reason}"
+                        notes.assume(selected, f"{text}; partitions=[{p.name}] uses it")
                 groups.append(_Group(name, nic, partition, tuple(selected)))
     return groups
 

@@ -125,10 +125,16 @@ def keeps_others_selectable(chosen: Partition, nodes: Sequence[SiteNode], open_:
     return all(not free.isdisjoint(n.partitions) for n in nodes if n.name not in selected)
 
 
+# Why one partition ranks behind another, by the position at which their ranks differ first.
+_BEHIND = ("it allows a job fewer of them", "it has other nodes too", "", "its time limit is shorter")
+_BEHIND += ("its node limit is lower", "its priority is lower", "it is the default", "its name sorts later")
+
+
 def ranked_partitions(
     members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition], purest: bool = False
-) -> list[Partition]:
-    """Return the partitions `options` through which jobs can select `members`, the best first.
+) -> dict[Partition, str]:
+    """Return the partitions `options` through which jobs can select `members`, the best first, each with the reason why
+    it ranks behind the best; no reason for the best, and for those without some of its members.
 
     The best has most members that one job may use, then fewest other nodes, most members, the longest time limit, the
     highest node limit and priority, is not the default partition, and comes first by name. `purest`: the best allows a
@@ -144,4 +150,8 @@ def ranked_partitions(
         limits = (-(float("inf") if time is None else time), -p.node_limit)
         return (*counts, *limits, -p.priority, p.default, p.name)
 
-    return sorted(options, key=rank)
+    best, *others = sorted(options, key=rank)
+    holds_all = [(names & set(best.nodes)).issubset(p.nodes) for p in others]
+    differences = [next(i for i, (a, b) in enumerate(zip(rank(best), rank(p), strict=True)) if a != b) for p in others]
+    reasons = [_BEHIND[i] if holds else "" for i, holds in zip(differences, holds_all, strict=True)]
+    return {best: "", **dict(zip(others, reasons, strict=True))}

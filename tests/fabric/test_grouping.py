@@ -329,6 +329,45 @@ def test_nodes_with_shards_only_are_left_out() -> None:
     assert "shards" in grouped(nodes, [partition("ib", "n[1-2]")]).left_out["n1"]
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"default": True}, "it is the default"),
+        ({"max_nodes": "1"}, "it allows a job fewer of them"),
+        ({"nodes": ("n1", "n2", "n3")}, "it has other nodes too"),
+        ({"priority": 0}, "its priority is lower"),
+        ({"nodes": ("n1",)}, None),
+    ],
+)
+@pytest.mark.parametrize("label", ["fabric_x", "x"])
+def test_a_partition_that_holds_the_same_nodes_is_passed_over_with_its_reason(
+    change: dict[str, object], reason: str | None, label: str
+) -> None:
+    nodes = [node(f"n{i}", f"nic_ib,{label}", "general,htc") for i in (1, 2)]
+    nodes.append(node("n3", "nic_roce,fabric_y", "roce,general" if "nodes" in change else "roce"))
+    partitions = [partition("htc", "n[1-2]"), partition("roce", "n3")]
+    grouping = grouped(nodes, [replace(partition("general", "n[1-2]"), **change), *partitions])
+    assert {p.partition for p in grouping.pools} == {"htc", "roce"}
+    line = f"n[1-2]: partition general is skipped for htc: {reason}; partitions=[general] uses it"
+    assert (line in grouping.assumptions) == (reason is not None) == any("skipped" in a for a in grouping.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("gres", "features", "is_open"),
+    [
+        ("gpu:a100:4", "", True),
+        ("gpu:h100:8", "", True),
+        ("gpu:a100:4", "gpu_a100_sxm4_80gb", False),
+        ("gpu:a100_pcie_80gb:2", "", False),
+        ("gpu:h200:8", "", False),
+    ],
+)
+def test_an_open_form_factor_is_reported(gres: str, features: str, is_open: bool) -> None:
+    grouping = grouped([node("n1", f"nic_ib,fabric_a,{features}", gres=gres)], [partition("ib", "n1")])
+    lines = [line for line in grouping.assumptions if "SXM assumed" in line]
+    assert bool(lines) == is_open and all("may be SXM or PCIe" in line and "-pcie" in line for line in lines)
+
+
 def test_special_partitions_serve_only_if_asked_for() -> None:
     nodes = [node("n1", "nic_ib,fabric_x", "backfill,batch,long,cheap")]
     partitions = [
@@ -342,6 +381,7 @@ def test_special_partitions_serve_only_if_asked_for() -> None:
     text = " ".join(grouping.assumptions)
     assert "partition backfill is skipped: its name contains backfill" in text
     assert "partition cheap is skipped: its jobs are preempted" in text
+    assert "partition batch is skipped for long: its time limit is shorter; partitions=[batch] uses it" in text
     asked = grouped(nodes, partitions, NodeSettings(partitions=("backfill",)))
     assert asked.pools[0].partition == "backfill"
     only = grouped([node("n1", "nic_ib,fabric_x", "debug")], [partition("debug", "n1")])
