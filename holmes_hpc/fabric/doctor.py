@@ -87,9 +87,9 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
         level, hint = "info", "label them with `holmes label`"
         if "no fabric label" in assumption:
             level, hint = "warning", "label them: holmes label --fabric NAME, one name for nodes that share a network"
-        if "skipped" in assumption or "GiB assumed" in assumption:
+        if "skipped" in assumption or assumption.startswith("GPU "):
             hint = "see `holmes nodes`"
-        if "left out" not in assumption and "CPU rank" not in assumption:
+        if not any(text in assumption for text in ("left out", "CPU rank", "SXM assumed")):
             findings.append(Finding(level, f"nodes {nodes_text}", assumption, hint))
     return findings
 

@@ -11,6 +11,7 @@ from holmes_hpc.fabric.site import CPU, Gpu
 # A feature with a size only: 80gb, gpu80, hbm80g, gpu_mem:80GB. A plain number or 40g may be anything.
 _SIZE = re.compile(r"(?:(?:gpu|hbm|v?ram|mem)[\W_]?)+(\d+)(?:gi?b?)?|(\d+)gi?b", re.IGNORECASE)
 _HOST_MEMORY = re.compile(r"(mem|ram)", re.IGNORECASE)
+_FORM_FACTOR = re.compile("pcie|sxm|nvl|hgx|dgx", re.IGNORECASE)
 _KIND = re.compile(r"(.*)-(\d+)gb")  # a kind of the table with several sizes
 
 
@@ -41,13 +42,24 @@ def node_gpus(node: SiteNode, vocabulary: Vocabulary) -> NodeGpus:
             figures = f"{gpu.peak_tflops:g} TFLOP/s, {gpu.memory_gib:g} GiB assumed; give its figures in a site file"
             assumption = f"GPU type {name or '(none given)'} is not in the vocabulary: {figures}"
         gpus.append(gpu)
-        assumptions += [assumption] if assumption else []
+        assumptions += [line for line in (assumption, _form_factor_assumption(gpu, name, node, vocabulary)) if line]
     slowest = min(gpus, key=lambda gpu: gpu.peak_tflops)
     if len({gpu.name for gpu in gpus}) > 1:
         assumptions.append(f"GPU types differ inside a node: all are counted as {slowest.name}")
     gpu = replace(slowest, memory_gib=min(gpu.memory_gib for gpu in gpus))
     gres_type = node.gpu_types[0] or None if len(set(node.gpu_types)) == 1 else None
     return NodeGpus(gpu, node.gpus, gres_type, tuple(dict.fromkeys(assumptions)))
+
+
+def _form_factor_assumption(gpu: Gpu, name: str, node: SiteNode, vocabulary: Vocabulary) -> str | None:
+    """Return the assumption about a kind that also exists with PCIe, if neither `name` nor the features tell."""
+    pcie = next(
+        (kind.name for _, kind in vocabulary.gpus if kind.name.startswith(f"{gpu.name.split('-')[0]}-pcie")), ""
+    )
+    if not pcie or "-pcie" in gpu.name or _FORM_FACTOR.search(" ".join((name, *node.features))):
+        return None
+    problem = f"GPU {name} may be SXM or PCIe, and GRES and features do not show which: SXM assumed"
+    return f"{problem}; PCIe has the kind {pcie} in a site file"
 
 
 def _gpu_feature(node: SiteNode, vocabulary: Vocabulary) -> str:
