@@ -1,6 +1,7 @@
 """The output of `holmes nodes` and `holmes probe`, as tables and as one JSON document."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -176,9 +177,23 @@ def probe_dict(nics: NodeNics) -> dict[str, Any]:
 
 
 def findings_table(title: str, findings: Sequence[Finding]) -> Table:
-    """Return a table of findings, one per row. On narrow terminals each part of the table repeats its first column."""
-    rows = [[f.where, f.level, f.what, f.hint] for f in findings]
+    """Return a table of findings, with equal ones of several nodes in one row. On narrow terminals each part of the
+    table repeats its first column."""
+    rows = []
+    for (where, level, what, hint), nodes in grouped((_without_node(f), f.node) for f in findings):
+        place = where.replace(f"node {_NODE}", f"nodes {_NODE}") if len(nodes) > 1 else where
+        rows.append([text.replace(_NODE, compress(filter(None, nodes))) for text in (place, level, what, hint)])
     return title, ["where", "level", "what", "hint"], rows, "" if findings else "nothing found"
+
+
+_NODE = "\0"  # a finding's node, in texts that are compared
+
+
+def _without_node(finding: Finding) -> tuple[str, str, str, str]:
+    """Return the texts of a finding, with its node's name replaced by _NODE."""
+    texts, name = (finding.where, finding.what, finding.hint), rf"(?<![\w-]){re.escape(finding.node)}(?![\w-])"
+    where, what, hint = (t if not finding.node else re.sub(name, _NODE, t) for t in texts)
+    return where, finding.level, what, hint
 
 
 def _format_gbps(rate: float | None) -> str:

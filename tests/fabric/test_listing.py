@@ -105,3 +105,14 @@ def test_findings_are_rows() -> None:
     title, columns, rows, caption = findings_table("Doctor", [Finding("error", "here", "it", "this")])
     assert rows == [["here", "error", "it", "this"]] and len(columns) == 4 and caption == ""
     assert findings_table("Doctor", [])[3] == "nothing found" and title == "Doctor"
+
+
+def test_equal_findings_of_several_nodes_are_one_row() -> None:
+    findings = [Finding("warning", f"node n{i}", "no rate", f"holmes label n{i}", f"n{i}") for i in (1, 2, 3, 12)]
+    findings.insert(1, Finding("warning", "node n4", "its clock is off", "start chrony on n4", "n4"))
+    findings.append(Finding("warning", "slurm.conf", "no rate", "set it"))
+    assert findings_table("Doctor", findings)[2] == [
+        ["nodes n[1-3,12]", "warning", "no rate", "holmes label n[1-3,12]"],
+        ["node n4", "warning", "its clock is off", "start chrony on n4"],
+        ["slurm.conf", "warning", "no rate", "set it"],
+    ]
