@@ -8,10 +8,11 @@ from statistics import median
 from typing import Any
 
 from holmes_hpc.config.configuration import Configuration, recorded
-from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RecordError, counted, nearest
+from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RecordError, SiteError, counted, nearest
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.listing import read_site
 from holmes_hpc.fabric.local_gpus import local_gpus
+from holmes_hpc.fabric.node_gpus import UNKNOWN_GPU
 from holmes_hpc.fabric.partitions import NodeSettings, PoolJob
 from holmes_hpc.fabric.site import CPU, Gpu, NicType, Pool, Site
 from holmes_hpc.fabric.site_file import read_site_file
@@ -27,7 +28,7 @@ from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.records.files import read_text, read_yaml
 from holmes_hpc.records.find import run_directories
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.schema import make
+from holmes_hpc.schema import make, refuse
 from holmes_hpc.slurm.hostlist import compress, expand
 
 WARM_UP = 3  # the first steps of a run, which are not measured
@@ -177,9 +178,24 @@ def make_plan(
         return Plan.read(config.plan_file)
     check_sequence_length(config.model, config.batch.sequence_length)
     cost_model, target_site = cost_model or costs(config), target_site or site(config)
+    target_site = target_site if config.site_file else with_known_gpus(target_site, config.plan.nodes or ())
     check_fp8(target_site, config.plan.nodes or (), cost_model)
     plan = best_plan(config.model, config.batch, target_site, config.plan, cost_model, clock)
     return replace(plan, assumptions=(*plan.assumptions, *_shared_cores(config, plan)))
+
+
+def with_known_gpus(target_site: Site, pools: Collection[str]) -> Site:
+    """Return the site without pools whose GPU kind nobody knows, with a line for each.
+    SiteError if there is no other pool, or if `pools` names one of them."""
+    unknown = [p for p in target_site.pools if p.gpu == replace(UNKNOWN_GPU, name=p.gpu.name)]
+    hint = "ask its driver by `holmes site -o site.yaml`, or write its figures there under gpu; then give --site FILE"
+    for pool in unknown:
+        is_needed = pool.name in pools or len(unknown) == len(target_site.pools)
+        problem = f"GPU kind {pool.gpu.name} is not known"
+        refuse(f"pool {pool.name}", (is_needed, problem, hint), error=SiteError)
+    lines = [f"{compress(p.node_names)}: left out: GPU kind {p.gpu.name} is not known; {hint}" for p in unknown]
+    pools_left = tuple(pool for pool in target_site.pools if pool not in unknown)
+    return replace(target_site, pools=pools_left, assumptions=(*target_site.assumptions, *lines))
 
 
 def check_fp8(target_site: Site, pools: Collection[str], cost_model: Costs) -> None:

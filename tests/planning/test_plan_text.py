@@ -13,6 +13,8 @@ from holmes_hpc.config.composition import load
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.errors import SiteError
+from holmes_hpc.fabric.node_gpus import UNKNOWN_GPU
 from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.costs import Costs
@@ -170,3 +172,15 @@ def test_local_ranks_that_share_cores_are_an_assumption(monkeypatch: pytest.Monk
     for cores, is_noted in ((2, True), (4, False)):
         monkeypatch.setattr(request.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         assert (line in request.make_plan(config).assumptions) is is_noted
+
+
+def test_a_pool_of_gpus_that_nobody_knows_is_not_planned_on_a_guess() -> None:
+    known, unknown = (replace(p, node_names=(p.name + "1", p.name + "2")) for p in SITE.pools)
+    unknown = replace(unknown, gpu=replace(UNKNOWN_GPU, name="warp9"))
+    site = replace(SITE, pools=(known, unknown))
+    plan = request.make_plan(load(["model=gpt_3_6b"]), site)
+    assert {c.pool for c in plan.components} == {"a"}
+    assert any(line.startswith("b[1-2]: left out: GPU kind warp9 is not known; ask") for line in plan.site.assumptions)
+    for words, pools in ((["plan.nodes={b: 2}"], site.pools), ([], (unknown,))):
+        with pytest.raises(SiteError, match=r"^pool b: GPU kind warp9 is not known; ask its driver by `holmes site"):
+            request.make_plan(load(["model=gpt_3_6b", *words]), replace(site, pools=pools))
