@@ -126,8 +126,10 @@ def keeps_others_selectable(chosen: Partition, nodes: Sequence[SiteNode], open_:
 
 
 # Why one partition ranks behind another, by the position at which their ranks differ first.
-_BEHIND = ("it allows a job fewer of them", "it has other nodes too", "", "its time limit is shorter")
-_BEHIND += ("its node limit is lower", "its priority is lower", "it is the default", "its name sorts later")
+_BEHIND = (
+    *("it allows a job fewer of them", "it has other nodes too", "", "its time limit is shorter"),
+    *("its node limit is lower", "its priority is lower", "it is the default", "its name sorts later"),
+)
 
 
 def ranked_partitions(
