@@ -390,7 +390,8 @@ def test_out_of_memory_errors_name_stage_and_shortage() -> None:
     with pytest.raises(PlanError, match=r"stage [01] needs .* GiB a GPU, .* GiB more than a100-80gb"):
         check_memory(layout, layers)
     assert any("does not fit" in line for line in made.assumptions)
-    assert fits(layout, layers, max_gib=500)[0]
+    assert not fits(layout, layers, max_gib=500)[0]  # a GPU has no more than its memory
+    assert fits(layout, layers, max_gib=float("inf"))[0]
 
 
 def test_a_model_too_large_for_the_site_names_the_shortage() -> None:
