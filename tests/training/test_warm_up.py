@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
+import one_process
 import pytest
 
 SCRIPT = """
@@ -77,15 +75,7 @@ print("the state is restored")
 @pytest.mark.integration
 def test_a_warm_up_restores_weights_gradients_buffers_and_random_states(tmp_path: Path) -> None:
     """The model has dropout and a buffer, and Megatron-Core's DDP overlaps gathers and reductions as in training."""
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.splitlines()[-1] == "the state is restored"
+    assert one_process.last_line(SCRIPT, tmp_path) == "the state is restored"
 
 
 def test_all_group_names_are_megatrons() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import one_process
 import pytest
 
 SCRIPT = """
@@ -65,12 +63,4 @@ print("equal")
 
 @pytest.mark.integration
 def test_products_together_equal_one_expert_after_the_other(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": ":".join(sys.path), "TORCHDYNAMO_DISABLE": "1"},
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.splitlines()[-1] == "equal"
+    assert one_process.last_line(SCRIPT, tmp_path) == "equal"
