@@ -107,6 +107,7 @@ _EARLIEST = "Plan for parts of the site too, and choose the plan that ends first
 _TOKENS = "Print how long so many tokens take: 2e12, 300B."
 _EXPLAIN = "Print the parts of the step, runners-up and assumptions too."
 Earliest = Annotated[bool, typer.Option("--earliest", help=_EARLIEST)]
+Elastic = Annotated[bool, typer.Option("--elastic", help="Request spare nodes, and continue on one if a node is lost.")]
 Tokens = Annotated[str | None, typer.Option("--tokens", metavar="T", help=_TOKENS)]
 Explain = Annotated[bool, typer.Option("--explain", help=_EXPLAIN)]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name under runs/, or its Slurm job id.")]

@@ -11,6 +11,7 @@ import typer
 from holmes_hpc import console
 from holmes_hpc.cli.app import (
     Earliest,
+    Elastic,
     Json,
     Overrides,
     Run,
@@ -34,6 +35,7 @@ from holmes_hpc.planning.request import costs
 from holmes_hpc.records.find import find_run, runs_root
 from holmes_hpc.records.owner import refuse_replaced
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.schema import refuse
 from holmes_hpc.submission.executor.preflight import shortages
 from holmes_hpc.submission.executor.submit import SubmissionUnknown
 from holmes_hpc.submission.lifecycle import create, progress, status
@@ -62,6 +64,7 @@ def submit(
         str | None, typer.Option(metavar="FILE", help="Write that script here; submit nothing.")
     ] = None,
     test: Annotated[bool, typer.Option("--test/--no-test", help=_TEST)] = True,
+    elastic: Elastic = False,
     json: Json = False,
 ) -> None:
     """Submit a plan as one heterogeneous job.
@@ -70,10 +73,12 @@ def submit(
     if plan_path is None or not is_file_argument(plan_path):
         hint = "create one with `holmes plan … -o plan.yaml`, then `holmes submit plan.yaml`; `holmes run` does both"
         raise ConfigError("no plan", where="submit", hint=hint)
-    plan, config = plan_run(with_flags(flags, overrides), plan_file=plan_path)
+    plan, config = plan_run([*with_flags(flags, overrides), *["elastic.enabled=true"] * elastic], plan_file=plan_path)
     tokens = config.train.steps * plan.batch.global_size * plan.batch.sequence_length
     console.note(f"train.steps is {config.train.steps:,}: {tokens:,} tokens")
     if dry_run or template:
+        hint = "submit the plan without --dry-run and --template"
+        refuse("submit", (config.elastic.enabled, "an elastic run has no script for sbatch yet", hint))
         note_partition_limits(plan, config)
         for line in shortages(plan_components(plan, config.slurm)):
             console.note(line)
@@ -97,15 +102,20 @@ def submit(
         console.note(f"next: `holmes status {name}`, `holmes logs {name} -f`")
 
 
-@app.command(cls=command_with_keys("train", "data", "slurm"))
+@app.command(cls=command_with_keys("train", "data", "slurm", "elastic"))
 @with_options("--site", "--steps")
 def run(
-    *, overrides: Overrides = None, flags: Mapping[str, Any], earliest: Earliest = False, json: Json = False
+    *,
+    overrides: Overrides = None,
+    flags: Mapping[str, Any],
+    earliest: Earliest = False,
+    elastic: Elastic = False,
+    json: Json = False,
 ) -> None:
     """Plan, submit, watch and report a run.
 
     Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
-    overrides = with_flags(flags, overrides)
+    overrides = [*with_flags(flags, overrides), *["elastic.enabled=true"] * elastic]
     plan, config = plan_run(overrides, earliest=earliest)
     console.note(f"plan {plan.id}: {plan.strategy_label}, {placement_text(plan)}")
     record, job = create_and_submit(plan, config, overrides)

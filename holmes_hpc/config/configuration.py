@@ -27,6 +27,18 @@ class LauncherConfig:
 
 
 @dataclass(frozen=True)
+class ElasticConfig:
+    """The configuration group `elastic`: a job that survives the loss of a node."""
+
+    enabled: Annotated[bool, key("continue on a spare node if a node is lost: `--elastic`")] = False
+    spares: Annotated[int, key("spare nodes of each component", ge=0)] = 1
+    dead_s: Annotated[float, key("silence after which a node is lost", unit="s", ge=1)] = 3.0
+
+    def __post_init__(self) -> None:
+        check(self, "elastic", dotted=True)
+
+
+@dataclass(frozen=True)
 class Configuration:
     """All settings of a run. They are checked at construction and need no later check."""
 
@@ -36,6 +48,7 @@ class Configuration:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     name: Annotated[str | int | float | None, key("name of the run directory; null: from time, model and plan")] = None
     site_file: Annotated[str | None, key("plan for this site file instead of asking Slurm")] = None
@@ -71,6 +84,8 @@ class Configuration:
             ),
             (is_muon and self.train.dtype == "fp16", "Megatron-Core's Muon lacks fp16", "use train.dtype=bf16"),
         )
+        is_local = self.elastic.enabled and self.local
+        refuse("elastic", (is_local, "one machine has no spare node", "leave out --elastic, or launcher=local"))
 
     @property
     def local(self) -> bool:
@@ -109,6 +124,7 @@ GROUPS: dict[str, type[Any]] = {
     "data": DataConfig,
     "train": TrainConfig,
     "slurm": SlurmSettings,
+    "elastic": ElasticConfig,
     "launcher": LauncherConfig,
 }
 

@@ -18,6 +18,7 @@ DEFAULTS = {
     "data": "default",
     "train": "default",
     "slurm": "default",
+    "elastic": "default",
     "launcher": "slurm",
 }
 # group -> option -> the values that differ from the keys' defaults
@@ -25,6 +26,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "plan": {"default": {}},
     "train": {"default": {}},
     "slurm": {"default": {}},
+    "elastic": {"default": {}},
     "data": {
         "default": {},
         "synthetic": {"kind": "synthetic"},

@@ -36,11 +36,13 @@ def preload_with(load: Callable[[dict[str, Any]], object]) -> Callable[[F], F]:
     return mark
 
 
-def _preload(pickle: Path) -> None:
-    """Import the modules that the job's ranks need. Ignore errors, because each rank reports them."""
+def preload(pickle: Path) -> dict[str, Any]:
+    """Import the modules that the job's ranks need, and return the configuration of its task. Ignore errors of the
+    imports, because each rank reports them."""
+    task = DelayedSubmission.load(pickle).function
     with contextlib.suppress(Exception):
-        task = DelayedSubmission.load(pickle).function
         getattr(task.function, "load", lambda _: None)(task.config)
+    return dict(task.config)
 
 
 def _fork_ranks(ranks: int, folder: Path) -> int | None:
@@ -81,8 +83,12 @@ def _become_rank(rank: int, ranks: int, paths: JobPaths, parent: int) -> None:
     end_with(parent)
     ids = dict.fromkeys(("SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_GLOBALID"), str(rank))
     os.environ.update(ids, SUBMITIT_LOCAL_NTASKS=str(ranks))
-    stderr = paths.stdout if os.environ["SUBMITIT_STDERR_TO_STDOUT"] else paths.stderr
-    for number, path in ((1, paths.stdout), (2, stderr)):
+    redirect_output(paths.stdout, paths.stdout if os.environ["SUBMITIT_STDERR_TO_STDOUT"] else paths.stderr)
+
+
+def redirect_output(stdout: Path, stderr: Path) -> None:
+    """Append the standard output and error of this process to files."""
+    for number, path in ((1, stdout), (2, stderr)):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(handle, number)
         os.close(handle)
@@ -92,7 +98,7 @@ def main(folder: Path, import_path: str, working_directory: str, ranks: int, has
     end_with(os.getppid())
     pickle = prepare(folder, import_path, working_directory)
     if not has_gpus:
-        _preload(pickle)
+        preload(pickle)
     sys.stdout.flush()
     sys.stderr.flush()
     exit_code = _fork_ranks(ranks, folder)

@@ -28,6 +28,7 @@ from holmes_hpc.submission.executor.submit import cancel_on_error, errors_as_ref
 from holmes_hpc.submission.executor.throttle import Throttle
 from holmes_hpc.submission.lifecycle.attempts import START_MARK, attempt_id, has_new_steps, record_attempt_end
 
+_SURVIVE = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")  # srun's options of a step that outlives its nodes
 MAX_TIMEOUTS = 10**6  # for submitit; RankTask.checkpoint decides whether the job is requeued
 
 
@@ -108,6 +109,21 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
     return tuple(requests)
 
 
+def agent_components(parts: Sequence[ComponentRequest], spares: int) -> tuple[ComponentRequest, ...]:
+    """Return the requests of an elastic run: `spares` more nodes, and one task per node, with the CPUs of its ranks."""
+    return tuple(
+        replace(
+            part,
+            nodes=part.nodes + spares,
+            tasks_per_node=1,
+            cpus_per_task=part.cpus_per_task and part.cpus_per_task * part.tasks_per_node,
+            additional=(*part.additional, ("no-kill", True)),
+            srun_args=(*part.srun_args, *_SURVIVE),
+        )
+        for part in parts
+    )
+
+
 def _joined_hosts(*host_lists: str | Sequence[str] | None) -> str | None:
     """Return one host list of all `host_lists`; None if they are empty."""
     return ",".join(text if isinstance(text, str) else ",".join(text) for text in host_lists if text) or None
@@ -115,6 +131,8 @@ def _joined_hosts(*host_lists: str | Sequence[str] | None) -> str | None:
 
 class PlanExecutor(SlurmHetExecutor):
     """The executor for the job of a run: its ranks log to logs/rank-N.txt, and its batch script writes result.json."""
+
+    is_elastic = False  # agents and a coordinator start the ranks
 
     def __init__(
         self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: SlurmSettings
@@ -153,21 +171,22 @@ class PlanExecutor(SlurmHetExecutor):
             signal=USER_SIGNAL,
             output=str(logs / "batch.txt"),
             error=None,
-            rank_output=str(logs / "rank-%t.txt"),
+            rank_output=str(logs / ("agent-%t.txt" if self.is_elastic else "rank-%t.txt")),
             rank_error=None,
             step_errors=str(logs / "srun.txt"),
             directories=(*request.directories, str(logs)),
         )
 
     def _text(self, request: JobRequest, command: str) -> str:
-        end, lost = end_command(self.run_path), run_command("lost_step", self.run_path)
+        end, lost = end_command(self.run_path), run_command("lifecycle.lost_step", self.run_path)
         again = f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {end_command(self.run_path, "1", "")} --again || exit'
         return script_text(
             request,
             self._commands(request, command),
             mark=f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}",
             begin=[again],
-            beside=f'{lost} {request.ranks} "$step"',
+            beside="" if self.is_elastic else f'{lost} {request.ranks} "$step"',
+            coordinator=run_command("elastic.coordinator", self.run_path) if self.is_elastic else "",
             on_signal=[f"{end} --so-far"],
             finish=[f"{end}; status=$?"],
         )
@@ -175,19 +194,26 @@ class PlanExecutor(SlurmHetExecutor):
 
 def end_command(run_path: Path, status: str = "$status", signalled: str = "$signalled") -> str:
     """Return the shell command that requeues the job or records the run's end. Its exit status is the job's."""
-    return f'{run_command("batch_end", run_path)} "{status}" "{signalled}"'
+    return f'{run_command("lifecycle.batch_end", run_path)} "{status}" "{signalled}"'
 
 
 def run_command(module: str, run_path: Path) -> str:
-    """Return the shell command of a module of `lifecycle`, run outside any container."""
-    arguments = module_arguments(f"holmes_hpc.submission.lifecycle.{module}")
+    """Return the shell command of a module of `submission`, run outside any container."""
+    arguments = module_arguments(f"holmes_hpc.submission.{module}")
     return shlex.join([sys.executable, *arguments, str(run_path)])
 
 
-def plan_executor(plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None) -> PlanExecutor:
-    """Return the executor that submits `plan` as the run in `run_dir`. Its `job_script()` returns the batch script."""
-    run = RunDirectory(run_dir)
-    return PlanExecutor(run, plan_components(plan, settings), name or f"holmes-{run.name}", settings)
+def plan_executor(
+    plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None, spares: int | None = None
+) -> PlanExecutor:
+    """Return the executor that submits `plan` as the run in `run_dir`. Its `job_script()` returns the batch script.
+    `spares`: of each component of an elastic run; None: the run is not elastic."""
+    run, parts = RunDirectory(run_dir), plan_components(plan, settings)
+    parts = parts if spares is None else agent_components(parts, spares)
+    executor = PlanExecutor(run, parts, name or f"holmes-{run.name}", settings)
+    if spares is not None:
+        executor.is_elastic, executor.task_module = True, "holmes_hpc.submission.elastic.agent"
+    return executor
 
 
 def submit_plan(
@@ -208,7 +234,8 @@ def submit_plan(
     jobs of its sweep; `test`: False checks only that each component fits. If a component is infeasible or Slurm
     refuses, raise SubmissionError; then there is no job."""
     run = RunDirectory(Path(run_dir).absolute())
-    executor = plan_executor(plan, run.path, settings, name)
+    elastic = config.get("elastic", {})
+    executor = plan_executor(plan, run.path, settings, name, elastic["spares"] if elastic.get("enabled") else None)
     executor.throttle, executor.parameters["preflight"] = throttle, test
     with errors_as_refused():  # test a single component too, because a refused sbatch leaves a failed job behind
         request = executor.request()

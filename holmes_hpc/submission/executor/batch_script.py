@@ -239,6 +239,7 @@ def script_text(
     mark: str = "",
     begin: Sequence[str] = (),
     beside: str = "",
+    coordinator: str = "",
     on_signal: Sequence[str] = (),
     finish: Sequence[str] = (),
 ) -> str:
@@ -246,11 +247,14 @@ def script_text(
     Lines of shell: `mark` before the set-up, `begin` after it; `on_signal` after a signal, while the step still runs;
     `finish` after the step. In the last two ``$status`` is the step's exit status so far, and ``$signalled`` the signal
     received.
-    `beside`: a command that runs as long as the step, whose process id is ``$step``."""
+    `beside`: a command that runs as long as the step, whose process id is ``$step``. `coordinator`: the command that
+    takes the step's place as the parent of srun, whose process id is its last argument."""
     commands = [command] * len(job.components) if isinstance(command, str) else command
     step = _step(job, commands) if job.use_srun else " ".join(_program(job, job.components[0], commands[0]))
     record = None if job.exit_record is None else job.quote(job.exit_record)
     errors = job.quote(job.step_errors) if job.step_errors else ""
+    step += f" 2> {errors}" if errors else ""
+    step = f"({step} & exec {coordinator} $!)" if coordinator else step
     unset_names = " \\\n  ".join(textwrap.wrap(" ".join(TABLE["first_component_variables"]), 100))
     release = shlex.join([sys.executable, *module_arguments("holmes_hpc.submission.executor.throttle")])
     unset = ["# These describe component 0 only; srun would apply them to all components.", f"unset {unset_names}"]
@@ -270,7 +274,7 @@ def script_text(
         "signalled=",
         "trap 'signalled=TERM' TERM",
         "# shellcheck disable=SC2016 # sh -c in each task expands the variables, not this shell",
-        f"{step}{f' 2> {errors}' if errors else ''} &",
+        f"{step} &",
         "step=$!",
         *(watch if beside else []),
         "while :; do",

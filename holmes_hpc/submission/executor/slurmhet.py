@@ -77,6 +77,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
     `preflight`: test each component alone before a heterogeneous job is submitted, and log warnings."""
 
     job_class = SlurmHetJob
+    task_module = "holmes_hpc.submission.executor.task"
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     def _command(self, python: str) -> str:
         is_other_python = python != shlex.quote(sys.executable)
-        return f"{python} {shlex.join(task_arguments(self.folder, any_version=is_other_python))}"
+        return f"{python} {shlex.join(task_arguments(self.folder, self.task_module, any_version=is_other_python))}"
 
     def _commands(self, request: JobRequest, command: str) -> list[str]:
         """Return the command of each component's tasks: `command`, or the same with the component's own Python."""

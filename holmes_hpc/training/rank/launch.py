@@ -80,6 +80,7 @@ def _slurm(environ: Mapping[str, str], host: str) -> Launch:
     node = environ.get("SLURMD_NODENAME") or host
     job = environ.get("SLURM_HET_JOB_ID") or environ.get("HOLMES_LEADER_JOB_ID") or environ.get("SLURM_JOB_ID", "0")
     key = f"slurm-{job}-{environ.get('SLURM_STEP_ID', '0')}-{environ.get('SLURM_RESTART_COUNT', '0')}"
+    key += f"-{environ['HOLMES_START']}" if "HOLMES_START" in environ else ""  # an elastic run starts ranks again
     return Launch(
         _number(environ, "SLURM_PROCID"),
         _number(environ, "SLURM_NTASKS"),

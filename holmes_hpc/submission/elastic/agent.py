@@ -1,0 +1,118 @@
+"""The agent of a node: the program of the only task on each node of an elastic run. It forks the node's ranks.
+
+It loads torch and Megatron-Core once, but never uses a GPU, so that its forks can. It reports to the coordinator and
+obeys its orders. If the coordinator is silent, it kills its ranks, because a spare may take their place.
+"""
+
+import os
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+
+from msgspec import json
+from submitit.core.submission import process_job
+
+from holmes_hpc.lifetime import end_with
+from holmes_hpc.records.logs import log_batch_line
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.job_queries import has_lost_node, requeue
+from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, connect, published_path
+from holmes_hpc.submission.elastic.decision import JOIN_S, Beat
+from holmes_hpc.submission.executor.environment import LEADER, ranks_of_job
+from holmes_hpc.submission.executor.task import prepare
+from holmes_hpc.submission.local_ranks import preload, redirect_output
+from holmes_hpc.waiting import attempts
+
+BEAT_S = 0.25
+QUERY_S = 2.0  # between queries of Slurm
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # which ranks handle
+
+
+class Agent:
+    """The agent of this node, whose ranks log into `run`. It gives up a coordinator that is silent for `dead_s`."""
+
+    def __init__(self, run: RunDirectory, dead_s: float) -> None:
+        self._run, self._dead_s, self._start, self._is_forked = run, dead_s, 0, False
+        self._ranks, self._codes = dict[int, int](), dict[int, int]()  # process id -> rank; rank -> exit code
+        for number in SIGNALS:
+            signal.signal(number, self._forward)
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        """Pass a signal on to the ranks, which stop after a step. Without ranks, end."""
+        if not self._ranks and number == signal.SIGTERM:
+            os._exit(1)
+        for pid in self._ranks:
+            os.kill(pid, number)
+
+    def obey(self, connection: Connection) -> bool:
+        """Report and obey until the coordinator ends the run. Return True in a forked rank.
+        Raise OSError or EOFError if the coordinator is silent, or ends the connection."""
+        while True:
+            self._reap(os.WNOHANG)
+            beat = Beat(os.environ["SLURMD_NODENAME"], self._start, len(self._ranks), self._codes)
+            connection.send_bytes(json.encode(beat))
+            if not connection.poll(self._dead_s):
+                raise TimeoutError(f"silent for {self._dead_s:g} s")
+            order = json.decode(connection.recv_bytes(MAX_BYTES), type=Order)
+            if order.is_end or order.start != self._start:
+                self.end_ranks()
+                self._start, self._is_forked, self._codes = order.start, False, {}
+            if order.is_end:
+                return False
+            if order.is_go and not self._is_forked:
+                self._is_forked, agent = True, os.getpid()
+                for index in range(order.ranks):
+                    if not (pid := os.fork()):
+                        connection.close()
+                        self._become_rank(order, index, agent)
+                        return True
+                    self._ranks[pid] = order.first_rank + index
+            time.sleep(BEAT_S)
+
+    def _reap(self, option: int) -> None:
+        while self._ranks and (ended := os.waitpid(-1, option))[0]:
+            self._codes[self._ranks.pop(ended[0])] = os.waitstatus_to_exitcode(ended[1])
+
+    def end_ranks(self) -> None:
+        for pid in self._ranks:
+            os.kill(pid, signal.SIGKILL)
+        self._reap(0)
+
+    def _become_rank(self, order: Order, index: int, agent: int) -> None:
+        """Turn this fork into the task of a rank, as srun would start it. It ends with the process `agent`."""
+        end_with(agent)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        rank, cpus = order.first_rank + index, int(os.environ.get("SLURM_CPUS_PER_TASK") or order.ranks)
+        values = {"PROCID": rank, "NTASKS": order.world_size, "LOCALID": index, "NNODES": order.num_nodes}
+        values |= {"CPUS_PER_TASK": cpus // order.ranks} if "SLURM_CPUS_PER_TASK" in os.environ else {}
+        os.environ.update({f"SLURM_{name}": str(value) for name, value in values.items()})
+        os.environ["HOLMES_START"] = str(order.start)
+        redirect_output(self._run.log_path(rank), self._run.log_path(rank))
+
+
+def main(folder: Path, import_path: str = "") -> None:
+    config = preload(prepare(folder, import_path))
+    agent = Agent(RunDirectory(config["run_dir"]), float(config["elastic"]["dead_s"]))
+    connection = next(filter(None, (connect(published_path(folder)) for _ in attempts(JOIN_S, 0.1))), None)
+    if connection is None:
+        sys.exit(f"holmes: no coordinator answers at {published_path(folder)}")
+    try:
+        is_rank = agent.obey(connection)
+    except (OSError, EOFError) as e:
+        log_batch_line(f"lost the coordinator: {str(e) or 'it ended the connection'}")
+        agent.end_ranks()
+        job_id, batch_node = os.environ[LEADER], ranks_of_job()[0].nodes[0]
+        while not has_lost_node(job_id, batch_node):  # else Slurm ends this process after the batch script
+            time.sleep(QUERY_S)
+        requeue(job_id)
+    else:
+        if is_rank:
+            process_job(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

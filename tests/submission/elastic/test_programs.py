@@ -1,0 +1,203 @@
+"""Agent, coordinator and batch script of an elastic run, without Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any
+
+import plans
+import pytest
+from msgspec import json
+
+from holmes_hpc.config.composition import load
+from holmes_hpc.config.slurm_settings import SlurmSettings
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.elastic.agent import Agent
+from holmes_hpc.submission.elastic.connection import Order, connect, listen
+from holmes_hpc.submission.elastic.coordinator import Coordinator, first_state
+from holmes_hpc.submission.elastic.decision import Beat
+from holmes_hpc.submission.executor.environment import ComponentRanks
+from holmes_hpc.submission.plan_job import plan_executor
+from holmes_hpc.waiting import wait_until
+
+
+def send(connection: Connection, message: Beat | Order) -> None:
+    connection.send_bytes(json.encode(message))
+
+
+def receive(connection: Connection, kind: Any) -> Any:
+    return json.decode(connection.recv_bytes(), type=kind)
+
+
+JOB = [ComponentRanks(("ib1", "ib2", "ib3"), 0, 1), ComponentRanks(("roce1", "roce2", "roce3"), 3, 1)]
+NODES = [node for part in JOB for node in part.nodes]
+
+
+def script(tmp_path: Path, **arguments: Any) -> str:
+    return plan_executor(plans.plan("ib-a", "roce-a"), tmp_path / "x", SlurmSettings(), **arguments).job_script()
+
+
+PLAIN_STEP = """\
+srun --het-group=0,1 --export=ALL --unbuffered --kill-on-bad-exit=1 --distribution=block:block \\
+  sh -c 'exec >>"${1}$SLURM_PROCID${2}" 2>&1; shift 2; exec "$@"' task RUN/logs/rank- .txt \\
+  PYTHON holmes_hpc.submission.executor.task RUN/submission IMPORTS 2> RUN/logs/srun.txt &
+step=$!
+PYTHON holmes_hpc.submission.lifecycle.lost_step RUN 4 "$step" &
+"""
+
+
+def test_without_elastic_the_batch_script_is_the_same_byte_by_byte(tmp_path: Path) -> None:
+    text = script(tmp_path)
+    step = text[text.index("\nsrun") + 1 : text.index("beside=$!")].replace(str(tmp_path / "x"), "RUN")
+    step = re.sub(r"/\S*python\S* .*(?= holmes_hpc)", "PYTHON", step)
+    assert re.sub("(?<=submission) (''|/.*)(?= 2>)", " IMPORTS", step) == PLAIN_STEP
+    directives = text[: text.index("\nexport")].replace(str(tmp_path), "")
+    assert not re.search("no-kill|elastic", directives) and directives.count("#SBATCH --nodes=2\n") == 2
+
+
+def test_an_elastic_job_has_spares_and_one_agent_per_node_and_survives(tmp_path: Path) -> None:
+    text = script(tmp_path, spares=2)
+    assert text.count("#SBATCH --nodes=4\n") == text.count("#SBATCH --no-kill\n") == 2
+    assert text.count("#SBATCH --ntasks-per-node=1\n") == 2
+    step = next(line for line in text.splitlines() if "srun --" in line)
+    assert step.startswith("(srun") and step.index("exit=1") < step.index("--no-kill --kill-on-bad-exit=0 --wait=0")
+    assert "elastic.agent" in text and "elastic.coordinator" in text and "lost_step" not in text
+
+
+def test_one_machine_has_no_spares() -> None:
+    with pytest.raises(ConfigError, match="one machine has no spare node"):
+        load(["elastic.enabled=true", "launcher=local"])
+
+
+def test_plan_and_job_give_ranks_and_spares() -> None:
+    placement = first_state(plans.plan("ib-a", "roce-a"), JOB, 3.0).placement
+    assert placement.nodes == ["ib1", "ib2", "roce1", "roce2"] and placement.spares == (("ib3",), ("roce3",))
+    assert [[*placement.ranks_on(node)] for node in NODES] == [[0], [1], [], [2], [3], []]
+
+
+def test_only_who_knows_the_secret_is_admitted(tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.json"
+    listener, secret = listen("127.0.0.1", path)
+    served: list[Connection] = []
+
+    def serve() -> None:
+        for _ in range(2):
+            peer = listener.accept()
+            try:
+                deliver_challenge(peer, secret)
+                answer_challenge(peer, secret)
+                served.append(peer)
+            except AuthenticationError:
+                peer.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises((AuthenticationError, EOFError, OSError)):
+        Client(listener.address, authkey=b"guess")
+    peer = connect(path)
+    thread.join()
+    assert peer is not None and len(served) == 1 and path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    assert connect(path) is None  # others could have written it
+    for closed in (peer, served[0], listener):
+        closed.close()
+
+
+class Site:
+    """A coordinator, and connections of six agents that do as they are told."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        plan = plans.plan("ib-a", "roce-a")
+        self.run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
+        self.coordinator = Coordinator(self.run, first_state(plan, JOB, dead_s=0.3))
+        for name in ("deliver_challenge", "answer_challenge"):
+            monkeypatch.setattr(f"holmes_hpc.submission.elastic.coordinator.{name}", lambda *_: None)
+        monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "7")
+        self.agents = dict[str, Connection]()
+        for node in NODES:
+            self.agents[node], end = Pipe()
+            threading.Thread(target=self.coordinator.serve, args=(end, b""), daemon=True).start()
+
+    def beat(self, running: int = 0, without: tuple[str, ...] = (), codes: dict[int, int] | None = None) -> dict:
+        """Exchange one beat per agent. `running`: the start whose ranks run, 0 if none do. Return the orders."""
+        orders = {}
+        for node in (n for n in NODES if n not in without):
+            has_ranks = bool(self.coordinator.state.placement.ranks_on(node))
+            send(self.agents[node], Beat(node, self.coordinator.state.start, int(running and has_ranks), codes or {}))
+            orders[node] = receive(self.agents[node], Order)
+        return orders
+
+
+def test_a_silent_node_is_replaced_and_the_attempt_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(tmp_path, monkeypatch)
+    assert not any(order.is_go for order in site.beat().values())
+    assert site.coordinator.step() is None
+    assert site.beat()["roce2"] == Order(1, first_rank=3, ranks=1, world_size=4, num_nodes=4, is_go=True)
+    site.run.start_attempt()
+    deadline = time.monotonic() + 10
+    while site.beat(1, without=("ib2",))["ib3"].start == 1:
+        assert site.coordinator.step() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not site.beat(without=("ib2",))["ib3"].is_go  # until old ranks have ended
+    assert site.coordinator.step() is None
+    assert site.beat(without=("ib2",))["ib3"] == Order(2, first_rank=1, ranks=1, world_size=4, num_nodes=4, is_go=True)
+    assert site.run.read_run()["attempts"][0]["ended"] == "node lost"
+    site.beat(without=("ib2",), codes=dict.fromkeys(range(4), 0))
+    assert site.coordinator.step() == 0 and site.beat(without=("ib2",))["ib1"].is_end
+
+
+def test_without_a_spare_the_lost_node_is_the_cause_of_the_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, monkeypatch)
+    site.beat()
+    site.coordinator.step()
+    for node in ("roce2", "roce3"):
+        site.agents[node].close()
+    assert wait_until(lambda: site.coordinator.state.left == {"roce2", "roce3"}, 10, 0.01)
+    code = site.coordinator.step()
+    (record,) = [e for e in site.run.read_exits() if e["state"] == "failed"]
+    assert (code, record["rank"], record["host"]) == (
+        1,
+        3,
+        "roce2",
+    ) and "no spare node of its component is left" in record["error"]
+
+
+@pytest.mark.integration
+def test_an_agent_forks_reports_and_ends_ranks_on_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "ib1")
+    become: Callable[..., None] = lambda _, order, index, __: os._exit(5) if index else time.sleep(60)  # noqa: E731
+    monkeypatch.setattr(Agent, "_become_rank", become)
+    agent, (mine, its) = Agent(RunDirectory(tmp_path), dead_s=1.0), Pipe()
+    beats: list[Beat] = []
+
+    def coordinate() -> None:
+        first = Order(1, first_rank=4, ranks=2, world_size=6, num_nodes=3, is_go=True)
+        for order in (first, first, first, Order(2), Order(2, is_end=True)):
+            beats.append(receive(mine, Beat))
+            send(mine, order)
+
+    thread = threading.Thread(target=coordinate)
+    thread.start()
+    assert not agent.obey(its)
+    thread.join()
+    assert [(beat.start, beat.running) for beat in beats] == [(0, 0), (1, 1), (1, 1), (1, 1), (2, 0)]
+    assert beats[2].codes == {5: 5}
+
+
+def test_an_agent_gives_up_a_silent_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "ib1")
+    _, its = ends = Pipe()
+    with pytest.raises(TimeoutError, match=r"silent for 0\.2 s"):
+        Agent(RunDirectory(tmp_path), dead_s=0.2).obey(its)
+    for end in ends:
+        end.close()
