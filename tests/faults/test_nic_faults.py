@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from faults import silent
 
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.testbed import packages
-from holmes_hpc.testbed import testbed as testbed_module
 from holmes_hpc.testbed.network import tbf_line
 
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking]
@@ -250,33 +250,14 @@ def test_nic_down_in_mid_run(testbed, runs, kind) -> None:
     note(f"{kind} NIC down in mid-run", "stops", line)
 
 
-@contextlib.contextmanager
-def silent(node: str, nics: list[str]) -> Iterator[None]:
-    """Take a node's NICs off their bridges: their links stay up, and nobody answers."""
-    wiring = testbed_module._current().wiring
-    spec = next(spec for spec in wiring.topology.nodes if spec.name == node)
-    bridges = {nic.port: nic.bridge for nic in wiring.nics(spec) if nic.name in nics}
-
-    def link(*words: str) -> None:
-        must(subprocess.run(["ip", "-n", wiring.switch, "link", "set", *words], capture_output=True, text=True))
-
-    try:
-        for port in bridges:
-            link(port, "nomaster")
-        yield
-    finally:
-        for port, bridge in bridges.items():
-            link(port, "master", bridge)
-
-
 @pytest.mark.parametrize("part", ["RDMA NIC", "Node"])
 def test_silence_in_mid_run(testbed, runs, part) -> None:
     """No link goes down and no process ends. Without a watch the ranks would wait for train.net_timeout_s."""
     node = draw(f"{part} silent in mid-run", NODES)
-    nics = [rdma(node)] if part == "RDMA NIC" else [rdma(node), "eth0"]
+    nics = [rdma(node)] if part == "RDMA NIC" else []
     trial = Trial(runs, f"silent-{part.split()[0]}", *HYBRID, "train.steps=2000")
     trial.stepped()
-    with silent(node, nics):
+    with silent(node, *nics):
         start = time.monotonic()
         peer = NODES[NODES.index(node) ^ 1]  # the other node of its fabric
         watcher = peer if part == "RDMA NIC" else NODES[NODES.index(node) - 1]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from holmes_hpc import testbed as beds
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.status import cancel_run
+from holmes_hpc.testbed import testbed as testbed_module
 
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 STEPS, RANKS = 40, 4
@@ -147,6 +148,25 @@ def on_node(node: str, command: str) -> None:
 
 def scontrol(*arguments: str) -> None:
     subprocess.run(["scontrol", *arguments], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def silent(node: str, *nics: str) -> Iterator[None]:
+    """Take a node's NICs, by default all, off their bridges: their links stay up, and nobody answers."""
+    wiring = testbed_module._current().wiring
+    spec = next(spec for spec in wiring.topology.nodes if spec.name == node)
+    bridges = {nic.port: nic.bridge for nic in wiring.nics(spec) if not nics or nic.name in nics}
+
+    def link(*words: str) -> None:
+        subprocess.run(["ip", "-n", wiring.switch, "link", "set", *words], check=True, capture_output=True)
+
+    try:
+        for port in bridges:
+            link(port, "nomaster")
+        yield
+    finally:
+        for port, bridge in bridges.items():
+            link(port, "master", bridge)
 
 
 # -- the faults: each injects one and returns what repairs the site ---------------------------------------------------
