@@ -18,17 +18,6 @@ from holmes_hpc.records.run import RunDirectory
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking]
 LIMIT_S = 12.0  # from the loss to the first step after it, on an idle machine
 HIT = 10  # the step after which the node is lost
-Figures = dict[int, tuple[float, float]]
-
-
-@pytest.fixture(scope="module")
-def root(testbed: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("elastic")
-
-
-@pytest.fixture(scope="module")
-def whole(root: Path) -> Figures:
-    return interruptions.undisturbed_figures(root)
 
 
 def first_step_of(run: RunDirectory, attempt: int) -> dict:
@@ -36,7 +25,7 @@ def first_step_of(run: RunDirectory, attempt: int) -> dict:
     return next((line for line in lines if line["attempt"] == attempt), {})
 
 
-def test_an_undisturbed_elastic_run_trains_as_a_plain_one(root: Path, whole: Figures) -> None:
+def test_an_undisturbed_elastic_run_trains_as_a_plain_one(root: Path, whole: interruptions.Figures) -> None:
     run = interruptions.submit(root / "undisturbed", "elastic.enabled=true")
     interruptions.follow_to_end(run)
     assert interruptions.figures(run) == whole and run.attempt == 1
@@ -46,7 +35,7 @@ def test_an_undisturbed_elastic_run_trains_as_a_plain_one(root: Path, whole: Fig
 
 
 @pytest.mark.parametrize(("kind", "node"), [("killed", "ib2"), ("silent", "roce2")])
-def test_a_spare_takes_over(kind: str, node: str, root: Path, whole: Figures) -> None:
+def test_a_spare_takes_over(kind: str, node: str, root: Path, whole: interruptions.Figures) -> None:
     run = interruptions.submit(
         root / f"{kind}-{time.time():.0f}", "elastic.enabled=true", "train.checkpoint_async=false"
     )

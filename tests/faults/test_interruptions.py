@@ -9,8 +9,6 @@ import interruptions
 import pytest
 from faults import KINDS, RANKS, Fault, draw_faults
 
-Figures = dict[int, tuple[float, float]]
-
 
 def test_faults_are_drawn_from_the_seed_each_kind_alike() -> None:
     drawn = draw_faults(7, 24)
@@ -19,22 +17,12 @@ def test_faults_are_drawn_from_the_seed_each_kind_alike() -> None:
     assert len({f.rank for f in drawn}) == RANKS and len({f.step for f in drawn}) > 8
 
 
-@pytest.fixture(scope="module")
-def root(testbed: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("interrupted")
-
-
-@pytest.fixture(scope="module")
-def whole(root: Path) -> Figures:
-    return interruptions.undisturbed_figures(root)
-
-
 @pytest.mark.slurm
 @pytest.mark.breaking
 @pytest.mark.parametrize(
     ("kind", "rank", "step"), [("node killed", 0, 10), ("RDMA link cut", 3, 12), ("slurmctld restarted", 1, 6)]
 )
-def test_the_run_goes_on_bit_by_bit(kind: str, rank: int, step: int, root: Path, whole: Figures) -> None:
+def test_the_run_goes_on_bit_by_bit(kind: str, rank: int, step: int, root: Path, whole: interruptions.Figures) -> None:
     fault = Fault(list(KINDS).index(kind), kind, rank, step, background=True)
     outcome = interruptions.run_with_fault(fault, root, whole)
     assert not outcome.problem, interruptions.line_of(outcome)

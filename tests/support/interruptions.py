@@ -44,6 +44,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.status import cancel_run, run_status
 
 INTERVAL = 8
+Figures = dict[int, tuple[float, float]]  # of each step: loss and gradient norm
 PLAN = (
     "plan.nodes={ib-a: 2, roce-a: 2}",
     "plan.pp=2",
@@ -80,7 +81,7 @@ class Outcome:
     problem: str
 
 
-def figures(run: RunDirectory) -> dict[int, tuple[float, float]]:
+def figures(run: RunDirectory) -> Figures:
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in run.metrics()}
 
 
@@ -126,7 +127,7 @@ def inject(fault: Fault, kind: Kind, run: RunDirectory) -> tuple[str, int, int, 
 # -- one run ----------------------------------------------------------------------------------------------------------
 
 
-def run_with_fault(fault: Fault, root: Path, expected: dict[int, tuple[float, float]]) -> Outcome:
+def run_with_fault(fault: Fault, root: Path, expected: Figures) -> Outcome:
     """Run with a fault, to the end."""
     start_s, directory = time.monotonic(), root / fault.name
     if directory.exists():  # left by an interrupted driver
@@ -206,7 +207,7 @@ def site(root: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(disk)], check=False)
 
 
-def undisturbed_figures(root: Path) -> dict[int, tuple[float, float]]:
+def undisturbed_figures(root: Path) -> Figures:
     """Return the figures of a run without faults."""
     run = RunDirectory(root / "whole")
     if not run.exists() or last_step(run) < STEPS:
