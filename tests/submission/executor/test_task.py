@@ -42,7 +42,8 @@ def test_modules_of_a_folder_of_others_are_not_offered(tmp_path: Path, monkeypat
     assert task_arguments(tmp_path)[-1] == ""
 
 
-def test_another_python_gets_a_start_that_any_version_has(tmp_path: Path) -> None:
+def test_another_python_gets_a_start_that_any_version_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlurmHetExecutor, "affinity", lambda _: 1)  # as if this machine had sbatch
     own = SlurmHetExecutor(tmp_path / "own").job_script()
     assert " -u -P -m holmes_hpc.submission.executor.task " in own or sys.version_info < (3, 11)
     other = SlurmHetExecutor(tmp_path / "other", python="python3").job_script()
