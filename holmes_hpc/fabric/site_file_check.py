@@ -13,6 +13,8 @@ from holmes_hpc.slurm.constraint import matcher
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Node, read_config, read_nodes
 
+ROUNDED = 1.01  # by so much `node_memory_gib` may exceed Slurm's memory
+
 
 def changes_since_written(path: str, site: Site) -> list[str]:
     """Return warnings about a file of `holmes site` whose Slurm has changed since; none for another file or Slurm.
@@ -75,7 +77,7 @@ def _contradictions(
         yield lacks, f"constraint is {pool.constraint}, {of_node} features {','.join(node.features) or 'none'}", hint
         yield (pool.node_cpus or 0) > node.cpus, f"node_cpus is {pool.node_cpus}, {of_node} {node.cpus}", hint
         memory_gib = node.memory_mib / 1024
-        has_less = (pool.node_memory_gib or 0) > memory_gib * 1.01
+        has_less = (pool.node_memory_gib or 0) > memory_gib * ROUNDED
         yield has_less, f"node_memory_gib is {pool.node_memory_gib}, {of_node} {memory_gib:.4g}", hint
         if not pool.gres:
             continue
