@@ -1,7 +1,7 @@
 """Repeat the paper's evaluation on the testbed's shaped NICs, with emulated compute.
 
     holmes testbed up slurm/testbed/evaluation.yaml; eval "$(holmes testbed env)"
-    python benchmarks/evaluation.py [--part headline|pairs|demo|four-nodes|full] [--runs DIR] [--minutes N]
+    python benchmarks/evaluation.py [--part headline|pairs|demo|four-nodes|full] [--runs DIR] [KEY=VALUE ...]
 
 Runs the experiments of a part one job at a time, repeat by repeat. Within a repeat the systems alternate, so that drift
 of the machine affects all of them alike. A restart continues and repeats incomplete runs.
@@ -84,8 +84,9 @@ to these runs.
   choice."""
 
 
-def run(experiment: Experiment, repeat: int, runs: Path, progress: str) -> None:
-    """Run one job unless a complete run exists; `progress` precedes its log lines."""
+def run(experiment: Experiment, repeat: int, runs: Path, overrides: list[str], progress: str) -> None:
+    """Run one job unless a complete run exists; `progress` precedes its log lines.
+    `overrides`: settings in place of those of the experiment."""
     name = experiment.run_name(repeat)
     record = RunDirectory(runs / name)
     if record.exists():
@@ -98,7 +99,7 @@ def run(experiment: Experiment, repeat: int, runs: Path, progress: str) -> None:
         HOLMES,
         "run",
         f"name={name}",
-        *experiment.overrides,
+        *{text.partition("=")[0]: text for text in (*experiment.overrides, *overrides)}.values(),
         f'+labels.system="{experiment.system}"',
         f"+labels.session={repeat}",
     ]
@@ -361,17 +362,19 @@ def main() -> None:
     parser.add_argument(
         "--page", type=Path, help="also write tables and figures: benchmarks/results/evaluation-tables.md"
     )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all runs")
     arguments = parser.parse_args()
     planned = parts()[arguments.part]
     arguments.runs.mkdir(parents=True, exist_ok=True)
-    print(f"{len({experiment for _, experiment in planned})} experiments, {len(planned)} runs; {' '.join(COMMON)}")
+    settings = " ".join((*COMMON, *arguments.overrides))
+    print(f"{len({experiment for _, experiment in planned})} experiments, {len(planned)} runs; {settings}")
     for name in dict.fromkeys(experiment.regime for _, experiment in planned):
         print(f"{name}: {' '.join(REGIMES[name].overrides)}")
     print(f"{platform.node()}: {len(os.sched_getaffinity(0))} CPUs, load average {os.getloadavg()[0]:.1f}", flush=True)
     deadline = time.monotonic() + 60 * arguments.minutes
     for nth, (repeat, experiment) in enumerate(planned, 1):
         if time.monotonic() < deadline:
-            run(experiment, repeat, arguments.runs, f"[{nth}/{len(planned)}]")
+            run(experiment, repeat, arguments.runs, arguments.overrides, f"[{nth}/{len(planned)}]")
     frame = load_measured(planned, arguments.runs)
     names = set(frame.get("name", ()))
     missing = [name for name in (experiment.run_name(repeat) for repeat, experiment in planned) if name not in names]

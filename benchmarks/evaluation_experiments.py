@@ -205,7 +205,7 @@ def parts() -> dict[str, list[tuple[int, Experiment]]]:
     named_parts = {
         "headline": _repeat(headline, REPEATS),
         "pairs": _repeat(pairs, PAIRS),
-        "demo": _repeat(demo, 2),
+        "demo": _repeat(demo, 1),
         "four-nodes": _repeat(four_nodes, REPEATS),
     }
     remaining = [

@@ -32,8 +32,8 @@ say "2 InfiniBand + 2 RoCE + 2 Ethernet-only nodes: three stages, one heterogene
 holmes run name="demo-three-$$" "plan.nodes={ib-a: 2, roce-a: 2, eth-a: 2}" plan.pp=3 "${MODEL[@]}" "${TEXT[@]}" \
   batch.micro_size=7 batch.global_size=168 train.steps=8
 
-say "4 nodes each, in turn, twice: 2 InfiniBand + 2 RoCE; InfiniBand; RoCE; 2 + 2 by plain Megatron-LM"
-python benchmarks/evaluation.py --part demo --runs "$SIDE_BY_SIDE"
+say "4 nodes each, in turn: 2 InfiniBand + 2 RoCE; InfiniBand; RoCE; 2 + 2 by plain Megatron-LM"
+python benchmarks/evaluation.py --part demo --runs "$SIDE_BY_SIDE" "${TEXT[@]}" train.steps=8 train.lr=0.01
 
 say "side by side"
 holmes report "$SIDE_BY_SIDE" --html "$SIDE_BY_SIDE/report.html"
