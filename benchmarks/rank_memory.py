@@ -47,17 +47,13 @@ def main() -> None:
             )
             plan, peak_bytes = Plan.read(run.plan_path), run.metrics()[-1]["peak_memory_bytes"]
         assert plan.predicted is not None
-        model_bytes = [
-            plan.predicted.memory_bytes_per_gpu[stage]
-            for stage in range(plan.parallel.pp)
-            for _ in range(plan.world_size // plan.parallel.pp)
-        ]
-        difference, rank = max(
-            (peak - model, r) for r, (peak, model) in enumerate(zip(peak_bytes, model_bytes, strict=True))
+        model_bytes = plan.predicted.memory_bytes_per_gpu
+        difference, stage = max(
+            (peak - model, stage) for stage, (peak, model) in enumerate(zip(peak_bytes, model_bytes, strict=True))
         )
         print(
-            f"{name}: rank {rank} has {peak_bytes[rank] / 2**20:.0f} MiB, the model's share is "
-            f"{model_bytes[rank] / 2**20:.0f} MiB; difference {difference / 2**20:.0f} MiB (at most {LIMIT_MIB})",
+            f"{name}: stage {stage} has {peak_bytes[stage] / 2**20:.0f} MiB, the model's share is "
+            f"{model_bytes[stage] / 2**20:.0f} MiB; difference {difference / 2**20:.0f} MiB (at most {LIMIT_MIB})",
             flush=True,
         )
 

@@ -152,6 +152,10 @@ class RunDirectory:
             raise RecordError(problem, where=str(self.metrics_path), hint="use a whole number")
         append_line(self.metrics_path, to_json(rounded(line)))
 
+    def append_ranks(self, line: Mapping[str, Any]) -> None:
+        """Append a step's numbers of all ranks to ranks.jsonl. Raise RunFailed if they cannot be written."""
+        append_line(self.path / "ranks.jsonl", to_json(line))
+
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of each step as a mapping, in order of steps, without those that a restart undid.
 

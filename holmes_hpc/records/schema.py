@@ -3,6 +3,7 @@
 `run.yaml`: the run's settings, attempts and hardware (:data:`RUN_FIELDS`).
 `plan.yaml`: the Plan, as `holmes plan` writes it (schema: holmes_hpc/planning/plan/plan.py).
 `metrics.jsonl`: a line per step (schema: holmes_hpc/records/metrics.py).
+`ranks.jsonl`: a line every 100 steps: `step, attempt`, and of every rank `compute_s[], peak_memory_bytes[]`.
 `nics/NODE.jsonl`: a line per step of each node, in bytes: `step, attempt, node, nics{NIC: {tx, rx}}`. A NIC is named by
 its interface, or as device:port.
 `logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`: the ranks' output, their timelines, the checkpoints.
@@ -28,7 +29,7 @@ VERSION = 1
 SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # contain no runs, and possibly many files
 _FOLDERS = ("checkpoints", "logs", "trace", "exits", "nics", "submission", "data")
 # A run directory may have these before the run's first step.
-OWN_FILES = {"run.yaml", "plan.yaml", "metrics.jsonl", "result.json", ".lock", ".training", *_FOLDERS}
+OWN_FILES = {"run.yaml", "plan.yaml", "metrics.jsonl", "ranks.jsonl", "result.json", ".lock", ".training", *_FOLDERS}
 RunState = Literal["completed", "failed", "cancelled", "timeout", "preempted"]  # of result.json
 STATES: tuple[RunState, ...] = get_args(RunState)
 BLANK_RESULT: dict[str, Any] = {"error": None, "failed_rank": None, "failed_node": None, "log_tail": [], "final": {}}

@@ -312,9 +312,7 @@ class Trainer:
         factor_rows = self._gather_all(traffic.take())
         if session.launch.rank > 0:
             return
-        setup_bytes = nic_bytes.sum_by_kind(
-            plan, [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(setup_rows, factor_rows, strict=True)]
-        )
+        setup_bytes = nic_bytes.sum_by_kind(plan, setup_rows + factor_rows)
         session.run.update_run(
             **describe(session),
             pace_layer_ms=self.settings.pace_layer_ms,
@@ -337,11 +335,11 @@ class Trainer:
             + (f"; emulated compute: {self.settings.pace_layer_ms} ms a layer" if self.settings.pace_layer_ms else "")
         )
 
-    def _gather_all(self, values: tuple[float, ...]) -> list[list[float]]:
+    def _gather_all(self, values: tuple[float, ...]) -> nic_bytes.Rows:
         row = torch.tensor(values, dtype=torch.float64)
-        rows = [torch.empty_like(row) for _ in range(self.plan.world_size)]
-        torch.distributed.all_gather(rows, row, group=self.control)
-        return [r.tolist() for r in rows]
+        rows = row.new_empty(self.plan.world_size, len(row))
+        torch.distributed.all_gather(list(rows), row, group=self.control)
+        return rows.numpy()
 
     def _record(self, losses: list[float], fields: dict[str, Any], step_time_s: float, parts: dict[str, float]) -> None:
         """Start the gather of this step's metrics to rank 0, after writing those of the previous step."""
@@ -377,6 +375,8 @@ class Trainer:
         entry = metrics_line.metrics_line(self.plan, rows, step, gathering.unix_time_s, gathering.fields, self._speeds)
         self.last_metrics = entry = {**entry, "attempt": self.session.attempt}
         self.session.run.append_metrics(entry)
+        if step % metrics_line.RANKS_EVERY == 1:
+            self.session.run.append_ranks({**metrics_line.rank_line(rows, step), "attempt": self.session.attempt})
         if self.loggers is not None:
             self.loggers.write(entry)
         if self.monitors is not None:

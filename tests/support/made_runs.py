@@ -112,7 +112,7 @@ def make_line(plan: Plan, step: int, step_time_s: float, rng: random.Random, att
             name: {"tx": int(count * 1.05), "rx": int(count * 1.05)}
             for name, count in plan.predicted.nic_bytes_per_step.items()
         },
-        "peak_memory_bytes": [812_646_400 + rank for rank in range(plan.world_size)],
+        "peak_memory_bytes": [812_646_400 + max(ranks) for ranks in plan.parallel.stage_ranks],
         "attempt": attempt,
     }
 

@@ -23,10 +23,11 @@ from holmes_hpc.planning.cost.limit import limit_s, stage_speeds
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training.network.nic_bytes import sum_by_kind
+from holmes_hpc.training.network.nic_bytes import Rows, sum_by_kind
 
 Write = Callable[[int, Mapping[str, float]], None]
-# The columns of a rank's row: loss sum, loss count, peak memory, step time, tokens of its experts, seven byte counts,
+RANKS_EVERY = 100  # steps between the lines of ranks.jsonl
+# The columns of a row: loss sum, loss count, peak memory, step time, tokens of its experts, seven byte counts,
 # the parts of the step, and what the rank has sent to each of its destinations.
 _LOSS, _COUNT, _MEMORY, _STEP, _EXPERT_TOKENS, _NIC = 0, 1, 2, 3, 4, 5
 _PARTS = _NIC + 7
@@ -56,26 +57,19 @@ def rank_row(
 
 
 def metrics_line(
-    plan: Plan,
-    tensors: Sequence[torch.Tensor],
-    step: int,
-    unix_time_s: float,
-    fields: Mapping[str, Any],
-    speeds: Sequence[float],
+    plan: Plan, rows: Rows, step: int, unix_time_s: float, fields: Mapping[str, Any], speeds: Sequence[float]
 ) -> dict[str, Any]:
     """Return a line of metrics.jsonl, unrounded. holmes_hpc/records/metrics.py has its schema.
 
-    `tensors`: every rank's row; `fields`: further fields of the line; `speeds`: see
-    :func:`speeds_of`.
+    `fields`: further fields of the line; `speeds`: see :func:`speeds_of`.
     """
-    rows = [tensor.tolist() for tensor in tensors]
-    losses, count = sum(r[_LOSS] for r in rows), sum(r[_COUNT] for r in rows)
-    step_time_s = rows[0][_STEP]
+    losses, count = sum(rows[:, _LOSS].tolist()), rows[:, _COUNT].sum()  # rank after rank, as recorded losses are
+    step_time_s = float(rows[0, _STEP])
     samples_per_s = plan.batch.global_size / step_time_s
     per_gpu = 1e12 * plan.world_size * step_time_s
-    stages = [  # for each stage the mean over its ranks, in seconds; the parts add up to the step's time
-        {part: sum(rows[r][_PARTS + i] for r in ranks) / len(ranks) for i, part in enumerate(PARTS)}
-        for ranks in plan.parallel.stage_ranks
+    rows_of_stage = [rows[ranks] for ranks in map(list, plan.parallel.stage_ranks)]
+    stages = [  # the mean over the stage's ranks, in seconds; the parts add up to the step's time
+        dict(zip(PARTS, stage_rows[:, _PARTS:_SENT].mean(axis=0).tolist(), strict=True)) for stage_rows in rows_of_stage
     ]
     return {
         "step": step,
@@ -83,7 +77,7 @@ def metrics_line(
         "step_time_s": step_time_s,
         "loss": losses / count if count else math.nan,
         **fields,
-        **(_experts(plan, [row[_EXPERT_TOKENS] for row in rows]) if plan.model.experts.count else {}),
+        **(_experts(plan, [r[:, _EXPERT_TOKENS] for r in rows_of_stage]) if plan.model.experts.count else {}),
         "tokens_per_s": samples_per_s * plan.batch.sequence_length,
         "samples_per_s": samples_per_s,
         "model_tflops_per_gpu": model_flops_per_step(plan.model, plan.batch) / per_gpu,
@@ -93,18 +87,17 @@ def metrics_line(
         / per_gpu,
         "breakdown": stages,
         "share_of_limit": limit_s([stage["compute_s"] for stage in stages], speeds) / step_time_s,
-        "nic_bytes": sum_by_kind(plan, nic_rows(tensors)),
-        "peak_memory_bytes": [int(r[_MEMORY]) for r in rows],
+        "nic_bytes": sum_by_kind(plan, nic_rows(rows)),
+        "peak_memory_bytes": [int(stage_rows[:, _MEMORY].max()) for stage_rows in rows_of_stage],
     }
 
 
-def _experts(plan: Plan, tokens: Sequence[float]) -> dict[str, float]:
-    """Return the load of the experts. `tokens`: of a step, which the experts of each rank computed."""
-    per_stage = [[tokens[rank] for rank in ranks] for ranks in plan.parallel.stage_ranks]
-    fields = {"expert_imbalance": max(max(counts) * len(counts) / max(1, sum(counts)) for counts in per_stage)}
+def _experts(plan: Plan, tokens: Sequence[Rows]) -> dict[str, float]:
+    """Return the load of the experts. `tokens`: for each stage, the tokens that the experts of each rank computed."""
+    fields = {"expert_imbalance": max(float(counts.max() * len(counts) / max(1, counts.sum())) for counts in tokens)}
     if plan.model.experts.capacity is not None:
         routed = plan.batch.tokens * plan.model.experts.top_k * plan.model.layers
-        fields["dropped_tokens"] = 1 - sum(tokens) / routed
+        fields["dropped_tokens"] = 1 - float(sum(counts.sum() for counts in tokens)) / routed
     return fields
 
 
@@ -123,20 +116,28 @@ def log_text(line: Mapping[str, Any], last_step: int) -> str:
     )
 
 
-def nic_rows(rows: Sequence[torch.Tensor]) -> list[list[float]]:
+def rank_line(rows: Rows, step: int) -> dict[str, Any]:
+    """Return a line of ranks.jsonl: what the metrics line holds of each stage only, of every rank."""
+    return {
+        "step": step,
+        "compute_s": part_by_rank(rows, "compute_s").tolist(),
+        "peak_memory_bytes": rows[:, _MEMORY].astype(int).tolist(),
+    }
+
+
+def nic_rows(rows: Rows) -> Rows:
     """Return every rank's byte counts, as :meth:`Traffic.take` returned them."""
-    return [r[_NIC:_PARTS].tolist() for r in rows]
+    return rows[:, _NIC:_PARTS]
 
 
-def sent_rows(rows: Sequence[torch.Tensor]) -> list[list[float]]:
+def sent_rows(rows: Rows) -> Rows:
     """Return what every rank has sent to its destinations, as :meth:`Destinations.row` returned it."""
-    return [r[_SENT:].tolist() for r in rows]
+    return rows[:, _SENT:]
 
 
-def part_by_rank(rows: list[torch.Tensor], part: str) -> list[float]:
-    """Return every rank's seconds in a part of the step (one of PARTS)."""
-    column = _PARTS + PARTS.index(part)
-    return [float(r[column]) for r in rows]
+def part_by_rank(rows: Rows, part: str) -> Rows:
+    """Return every rank's seconds in a part of the step (one of PARTS), (ranks,)."""
+    return rows[:, _PARTS + PARTS.index(part)]
 
 
 class Gathering:
@@ -147,8 +148,9 @@ class Gathering:
     ) -> None:
         self.step, self.fields, self.unix_time_s = step, dict(fields), time.time()
         self._row = row  # must live until the gather ends
-        self.rows = [torch.empty_like(row) for _ in range(world_size)] if rank == 0 else None
-        self._work = dist.gather(row, self.rows, dst=0, group=group, async_op=True)
+        self._rows = row.new_empty(world_size, len(row)) if rank == 0 else None
+        targets = None if self._rows is None else list(self._rows)
+        self._work = dist.gather(row, targets, dst=0, group=group, async_op=True)
 
     def ready(self, wait_s: float) -> bool:
         """Return whether the gather is complete; wait for it at most `wait_s` seconds."""
@@ -157,10 +159,10 @@ class Gathering:
             time.sleep(wait_s / 10)
         return bool(is_complete)
 
-    def finish(self) -> list[torch.Tensor] | None:
+    def finish(self) -> Rows | None:
         """Wait for the gather. Return every rank's row on rank 0, None on other ranks."""
         self._work.wait()
-        return self.rows
+        return None if self._rows is None else self._rows.numpy()
 
 
 def flatten(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.training.metrics.metrics_line import nic_rows, part_by_rank, sent_rows
 from holmes_hpc.training.metrics.openmetrics import Exporter
 from holmes_hpc.training.network.audit import Audit
 from holmes_hpc.training.network.destinations import Destinations
+from holmes_hpc.training.network.nic_bytes import Rows
 from holmes_hpc.training.network.slow_links import slow_edge_detector, slow_link_detector
 from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
 
@@ -46,19 +45,19 @@ class Monitors:
             self._edges = slow_edge_detector(plan, nodes, train.dtype)
         self._exporter = None if train.openmetrics is None else Exporter(session, train, factors, checkpoints)
 
-    def add(self, rows: list[torch.Tensor], line: Mapping[str, Any], is_step_only: bool) -> Iterator[object]:
+    def add(self, rows: Rows, line: Mapping[str, Any], is_step_only: bool) -> Iterator[object]:
         """Add a step; yield warnings. `line`: its line of metrics.jsonl; `is_step_only`: no checkpoint or validation
         has added traffic or time."""
         sent = sent_rows(rows)
         if not self.one_host:
             yield from self._audit.add(nic_rows(rows), is_step_only)
             if is_step_only:
-                yield from self._links.add(part_by_rank(rows, "grad_sync_s"))
-                yield from self._edges.add(self._destinations.edge_seconds(sent))
+                yield from self._links.add(part_by_rank(rows, "grad_sync_s").tolist())
+                yield from self._edges.add(self._destinations.edge_seconds(sent).tolist())
         yield from self._stragglers.add(part_by_rank(rows, "compute_s"))
         if self._exporter is not None:
             slow = {} if self.one_host else {**self._links.slow, **self._edges.slow}
-            self._exporter.add(line, slow, [row[self._destinations.width :] for row in sent])
+            self._exporter.add(line, slow, sent[:, self._destinations.width :].tolist())
 
     def close(self) -> None:
         """Write the metrics of the last step."""

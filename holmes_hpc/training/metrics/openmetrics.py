@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {  # kind, labels, help
     "slow_links": ("gauge", (), "number of links that are slow"),
     "slow_link_ratio": ("gauge", ("link",), "time that a slow link takes by its planned or earlier time"),
     "part_seconds": ("gauge", ("stage", "part"), "parts of the last step, means over the ranks of the stage"),
-    "peak_memory_bytes": ("gauge", ("rank",), "peak so far"),
+    "peak_memory_bytes": ("gauge", ("stage",), "largest peak so far of its ranks"),
     "nic_bytes": ("counter", ("network", "direction"), "counted on the NICs of all nodes"),
     "nic_planned_bytes": ("counter", ("network",), "planned to be sent in the same steps, with headers"),
     "fabric_bytes": ("counter", ("sender", "receiver"), "payload of TCP between two fabrics"),
@@ -171,7 +171,7 @@ class Exporter:
                 for stage, parts in enumerate(line["breakdown"])
                 for part, seconds in parts.items()
             ),
-            *(("peak_memory_bytes", (rank,), amount) for rank, amount in enumerate(line["peak_memory_bytes"])),
+            *(("peak_memory_bytes", (stage,), amount) for stage, amount in enumerate(line["peak_memory_bytes"])),
             *(
                 (name, (rank,), figure)
                 for rank, figures in enumerate(gpus)

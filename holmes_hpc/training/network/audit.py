@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.planning.cost.costs import Costs
@@ -14,6 +16,7 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.plan.plan import GroupTransport, Plan
 from holmes_hpc.training.network.interfaces import NodeTransports, short_ranks
+from holmes_hpc.training.network.nic_bytes import Rows
 
 EVERY_STEPS = 10  # per comparison; wrong traffic that starts during one is reported by the next, within 20 steps
 TOLERANCE = 0.10  # share of the planned bytes
@@ -183,51 +186,60 @@ class Audit:
     def __init__(
         self, plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float], dtype: str | None = None
     ) -> None:
-        self._nodes = [n.node for n in nodes]
-        self._kinds = [str(plan.site.fabrics[n.fabric][0].nic) for n in nodes]
+        by_name = {n.node: n for n in nodes}
+        self._node_names, numbers = list(by_name), {name: number for number, name in enumerate(by_name)}
+        self._node_of_rank = np.array([numbers[n.node] for n in nodes])
+        self._kinds = {name: str(plan.site.fabrics[n.fabric][0].nic) for name, n in by_name.items()}
         self._factors = {
-            n.node: {rdma: factors.get(n.fabric, 1.0), "ethernet": factors.get("ethernet", 1.0)}
-            for n, rdma in zip(nodes, self._kinds, strict=True)
+            name: {self._kinds[name]: factors.get(n.fabric, 1.0), "ethernet": factors.get("ethernet", 1.0)}
+            for name, n in by_name.items()
         }
         self._loads = [
             replace(load, bytes=load.bytes * self._factors[load.node][load.kind])
-            for load in planned_loads(plan, self._nodes, dtype)
+            for load in planned_loads(plan, [n.node for n in nodes], dtype)
         ]
         self._names = {
-            n.node: {
-                "other": f"that the plan does not use (nics/{n.node}.jsonl names it)",
+            name: {
+                "other": f"that the plan does not use (nics/{name}.jsonl names it)",
                 **{
                     kind: n.interfaces[transport][0]
-                    for kind, transport in (("ethernet", "tcp"), (rdma, "rdma"))
+                    for kind, transport in (("ethernet", "tcp"), (self._kinds[name], "rdma"))
                     if transport in n.interfaces
                 },
             }
-            for n, rdma in zip(nodes, self._kinds, strict=True)
+            for name, n in by_name.items()
         }
-        self._counted, self._own_bytes, self._steps = _zero_sums(), _zero_sums(), 0
+        self._planned = np.zeros((3, len(by_name)))  # bytes per step: Ethernet, RDMA, other
+        for load in self._loads:
+            self._planned[int(load.kind != "ethernet"), numbers[load.node]] += load.bytes
+        self._sums, self._steps = np.zeros((len(nodes), 7)), 0
         self._reported: set[tuple[str, str]] = set()
 
-    def add(self, rows: Sequence[Sequence[float]], is_step_only: bool = True) -> list[Finding]:
+    def add(self, rows: Rows, is_step_only: bool = True) -> list[Finding]:
         """Add one step's byte counts of every rank (see :meth:`Traffic.take`). Return findings after ten steps.
         Each NIC is reported once. `is_step_only`: the counts hold only the step's traffic, no checkpoint or validation;
         otherwise they are dropped."""
         if not is_step_only:
             return []
         self._steps += 1
-        for rank, (ethernet, _, rdma, _, unplanned, *own_sent) in enumerate(rows):
-            node, kinds = self._nodes[rank], ("ethernet", self._kinds[rank], "other")
-            for kind, sent in zip(kinds, (ethernet, rdma, unplanned), strict=True):
-                self._counted[node][kind] += sent
-            for kind, sent in zip(kinds[:2], own_sent, strict=True):
-                self._own_bytes[node][kind] += sent * self._factors[node][kind]
+        self._sums += rows
         if self._steps < EVERY_STEPS:
             return []
-        counted, own_bytes = (
-            {node: {kind: sent / self._steps for kind, sent in kinds.items()} for node, kinds in sums.items()}
-            for sums in (self._counted, self._own_bytes)
+        ethernet, _, rdma, _, unplanned, *own_sent = (
+            np.bincount(self._node_of_rank, column) for column in (self._sums / self._steps).T
         )
-        findings = audit_bytes(counted, self._loads, names=self._names, own_bytes=own_bytes)
-        self._counted, self._own_bytes, self._steps = _zero_sums(), _zero_sums(), 0
+        sent, counted, own_bytes = np.array([ethernet, rdma, unplanned]), {}, {}
+        is_off = (np.abs(sent - self._planned) > TOLERANCE * self._planned + FLOOR_BYTES).any(axis=0)
+        for number in np.flatnonzero(is_off):
+            node = self._node_names[number]
+            kinds = ("ethernet", self._kinds[node], "other")
+            counted[node] = dict(zip(kinds, sent[:, number].tolist(), strict=True))
+            own_bytes[node] = {
+                kind: float(of_nodes[number]) * self._factors[node][kind]
+                for kind, of_nodes in zip(kinds, own_sent, strict=False)
+            }
+        findings = audit_bytes(counted, self._loads, names=self._names, own_bytes=own_bytes) if counted else []
+        self._sums, self._steps = np.zeros_like(self._sums), 0
         new_findings = [f for f in findings if (f.node, f.nic) not in self._reported]
         self._reported.update((f.node, f.nic) for f in new_findings)
         return new_findings

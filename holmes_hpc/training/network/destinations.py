@@ -3,10 +3,12 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.network.audit import planned_bytes
 from holmes_hpc.training.network.interfaces import NodeTransports
-from holmes_hpc.training.network.nic_bytes import Traffic
+from holmes_hpc.training.network.nic_bytes import Rows, Traffic
 
 
 def edge_receivers(plan: Plan, nodes: Sequence[NodeTransports]) -> list[dict[str, tuple[int, str]]]:
@@ -42,10 +44,12 @@ class Destinations:
 
     def __init__(self, plan: Plan, nodes: Sequence[NodeTransports]) -> None:
         self._edges = [list(receivers) for receivers in edge_receivers(plan, nodes)]
-        self._fabric_of_rank, self._fabrics = [n.fabric for n in nodes], defaultdict[str, set[str]](set)
+        self._fabric_of_rank, self._fabrics = np.array([n.fabric for n in nodes]), defaultdict[str, set[str]](set)
         for node in nodes:
             self._fabrics[node.fabric].update(address for _, address, _ in node.interfaces.values())
         self.width = len(self._fabrics) + max(map(len, self._edges), default=0)  # of a row
+        columns = [(rank, len(self._fabrics) + i) for rank, edges in enumerate(self._edges) for i in range(len(edges))]
+        self._seconds_at = tuple(np.array(columns, dtype=int).reshape(-1, 2).T)  # ranks and columns of all edges
 
     def row(self, rank: int, traffic: Traffic) -> list[float]:
         """Return what a rank has sent since :meth:`Traffic.take` was last called: bytes to each fabric, and the seconds
@@ -54,16 +58,14 @@ class Destinations:
         sent = [*(traffic.sent_to(addresses)[0] for addresses in self._fabrics.values()), *seconds]
         return sent + [0.0] * (self.width - len(sent))
 
-    def edge_seconds(self, rows: Sequence[Sequence[float]]) -> list[float]:
+    def edge_seconds(self, rows: Rows) -> Rows:
         """Return the seconds of every rank's edges, from all rows."""
-        first = len(self._fabrics)
-        return [s for row, edges in zip(rows, self._edges, strict=True) for s in row[first : first + len(edges)]]
+        return rows[self._seconds_at]
 
-    def fabric_bytes(self, rows: Sequence[Sequence[float]]) -> dict[str, dict[str, int]]:
+    def fabric_bytes(self, rows: Rows) -> dict[str, dict[str, int]]:
         """Return the bytes between fabrics, from all rows: sending fabric -> receiving fabric -> bytes."""
-        sums = {a: {b: 0 for b in self._fabrics if b != a} for a in self._fabrics if len(self._fabrics) > 1}
-        for sender, row in zip(self._fabric_of_rank, rows, strict=True):
-            for receiver, sent in zip(self._fabrics, row, strict=False):
-                if receiver != sender:
-                    sums[sender][receiver] += int(sent)
-        return sums
+        sums = {a: rows[self._fabric_of_rank == a].sum(axis=0) for a in self._fabrics if len(self._fabrics) > 1}
+        return {
+            a: {b: int(sent) for b, sent in zip(self._fabrics, of_sender, strict=False) if b != a}
+            for a, of_sender in sums.items()
+        }

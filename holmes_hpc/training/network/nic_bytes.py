@@ -8,11 +8,14 @@ import struct
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from holmes_hpc.fabric.nics import NodeNics, candidates, role_of
 from holmes_hpc.fabric.site import NicType
@@ -21,6 +24,7 @@ from holmes_hpc.records.files import append_line, to_json
 from holmes_hpc.training.rank.launch import Launch
 
 SAMPLE_BYTES = 1 << 20
+Rows = NDArray[np.float64]  # numbers of every rank in a step, (ranks, columns)
 Counters = dict[str, tuple[int, int]]  # NIC -> bytes (sent, received)
 # port_xmit_data and port_rcv_data count 4-byte words (kernel: Documentation/ABI/stable/sysfs-class-infiniband)
 WORD_BYTES = 4
@@ -209,18 +213,18 @@ class NicLog:
         self._lines, self._last_write = [], time.monotonic()
 
 
-def sum_by_kind(plan: Plan, rows: Any) -> dict[str, dict[str, int]]:
+def sum_by_kind(plan: Plan, rows: Rows) -> dict[str, dict[str, int]]:
     """Return the bytes of all nodes: fabric name or ``ethernet`` -> {tx, rx}. `rows`: every rank's
     :meth:`Traffic.take`."""
     total: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"tx": 0, "rx": 0})
-    for rank, (tx, rx, rdma_tx, rdma_rx, *_) in enumerate(rows):
-        for kind, sent, received in (
-            ("ethernet", tx, rx),
-            (plan.site.pool(plan.places[rank].pool).fabric_name, rdma_tx, rdma_rx),
-        ):
+    ends = list(accumulate(c.ranks for c in plan.components))
+    for component, ranks in zip(plan.components, np.split(rows, ends[:-1]), strict=True):
+        tx, rx, rdma_tx, rdma_rx = map(int, ranks[:, :4].sum(axis=0))
+        fabric = plan.site.pool(component.pool).fabric_name
+        for kind, sent, received in (("ethernet", tx, rx), (fabric, rdma_tx, rdma_rx)):
             if sent or received:
-                total[kind]["tx"] += int(sent)
-                total[kind]["rx"] += int(received)
+                total[kind]["tx"] += sent
+                total[kind]["rx"] += received
     return dict(total)
 
 

@@ -1,9 +1,10 @@
 """Detection of links that become slow during a run: from the time of each stage's gradient synchronization, and from
 the time for which TCP connections of pipeline edges send."""
 
-import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.planning.plan.plan import Plan
@@ -26,9 +27,9 @@ class SlowLinkDetector:
     planned seconds, and its fastest window so far. It is reported once, and again after it has recovered. Of its two
     directions the slower one is reported, because acknowledgements slow the other one too.
 
-    `columns`: for each link, the columns of a step's values that `reduce` makes its seconds; `describe`: returns the
-    finding for (link, its median seconds, its earlier seconds). `slow`: the links that are slow now, by name, and their
-    slowdown.
+    `columns`: for each link, the columns of a step's values, of which `reduce` makes its seconds; `describe`: returns
+    the finding for (link, its median seconds, its earlier seconds). `slow`: the links that are slow now, by name, and
+    their slowdown.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class SlowLinkDetector:
         columns: Sequence[Sequence[int]],
         expected_s: Sequence[float],
         describe: Callable[[int, float, float], Finding],
-        reduce: Callable[[Iterable[float]], float],
+        reduce: np.ufunc,
     ) -> None:
-        self._columns, self.expected_s, self.describe, self._reduce = columns, expected_s, describe, reduce
+        self.expected_s, self.describe, self._reduce = expected_s, describe, reduce
+        self._columns = np.array([column for of_link in columns for column in of_link], dtype=int)
+        self._first_columns = np.cumsum([0, *map(len, columns)])[:-1]  # of each link, in `_columns`
         self._window: list[Sequence[float]] = []
         self._baseline_s: list[float] = []
         self.slow: dict[str, float] = {}
@@ -48,10 +51,8 @@ class SlowLinkDetector:
         self._window.append(seconds)
         if len(self._window) < WINDOW:
             return []
-        medians_s = [
-            statistics.median(self._reduce(step[column] for column in columns) for step in self._window)
-            for columns in self._columns
-        ]
+        link_s = self._reduce.reduceat(np.array(self._window)[:, self._columns], self._first_columns, axis=1)
+        medians_s = np.median(link_s, axis=0).tolist()
         self._window.clear()
         self._baseline_s = self._baseline_s or medians_s
         slowdowns: list[tuple[float, int, float]] = []
@@ -81,17 +82,20 @@ def slow_link_detector(
     `factors`, `dtype`: see :class:`holmes_hpc.training.network.audit.Audit`."""
     stages = plan.parallel.stage_ranks
     groups = {f"{g.kind} of ranks {short_ranks(g.ranks)}": g for g in plan.transports() if g.kind in _DP}
+    senders = {kind: len({plan.places[g.ranks[0]] for g in groups.values() if g.kind == kind}) for kind in _DP}
     expected_s, names = [0.0] * len(stages), []
     for load in planned_loads(plan, [n.node for n in nodes], dtype):
         if (group := groups.get(load.label)) is not None:
             ring = [plan.places[rank].pool for rank in group.ranks]
-            senders = {plan.places[g.ranks[0]] for g in groups.values() if g.kind == group.kind}  # to the next fabric
-            gbps = plan.site.slowest_gbps(group.transport.kind, ring, len(senders))
+            gbps = plan.site.slowest_gbps(group.transport.kind, ring, senders[group.kind])  # to the next fabric
             factor = factors.get("ethernet" if group.transport.kind == "tcp" else ring[0], 1.0)
             for stage in group.stages:
                 expected_s[stage] = max(expected_s[stage], 8 * load.bytes * factor / (gbps * 1e9))
-    for ranks in stages:
-        kinds = sorted({g.transport.kind for g in groups.values() if set(g.ranks) <= set(ranks)} - {"local"})
+    kinds_of_stage = defaultdict[int, set[str]](set)
+    for group in groups.values():
+        kinds_of_stage[group.stages[0]].add(group.transport.kind)
+    for stage, ranks in enumerate(stages):
+        kinds = sorted(kinds_of_stage[stage] - {"local"})
         interfaces = [nodes[r].interfaces[kind][0] for r in ranks for kind in kinds if kind in nodes[r].interfaces]
         hosts = list(dict.fromkeys(nodes[r].node for r in ranks))
         nics = f" (NIC {', '.join(dict.fromkeys(interfaces))})" if interfaces else ""
@@ -107,7 +111,7 @@ def slow_link_detector(
             "(ethtool, ibstat), and its other users; `holmes resume` measures every link again",
         )
 
-    return SlowLinkDetector(stages, expected_s, describe, min)
+    return SlowLinkDetector(stages, expected_s, describe, np.minimum)
 
 
 def slow_edge_detector(plan: Plan, nodes: Sequence[NodeTransports], dtype: str | None) -> SlowLinkDetector:
@@ -141,4 +145,4 @@ def slow_edge_detector(plan: Plan, nodes: Sequence[NodeTransports], dtype: str |
         nics = [Endpoint(*nodes[rank].interfaces[kind][:2]) for rank in (sender, receiver)]
         return slow_link(link, gbps[number] * expected_s[number] / median_s, gbps[number], "warning", nics)
 
-    return SlowLinkDetector(list(columns.values()), expected_s, describe, max)
+    return SlowLinkDetector(list(columns.values()), expected_s, describe, np.maximum)

@@ -4,6 +4,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from holmes_hpc.planning.cost.flops import head_flops, layer_flops
 from holmes_hpc.planning.plan.plan import Plan
 
@@ -28,14 +31,14 @@ class Stragglers:
         every: int = 20,
     ) -> None:
         self._stages, self._nodes, self._work, self._gpus, self._every = stages, nodes, work, gpus, every
-        self._steps: list[Sequence[float]] = []
+        self._steps: list[NDArray[np.float64]] = []
 
-    def add(self, compute_s: Sequence[float]) -> list[str]:
+    def add(self, compute_s: Sequence[float] | NDArray[np.float64]) -> list[str]:
         """Add one step's compute seconds of every rank. Return warnings about slow ranks after `every` steps."""
-        self._steps.append(compute_s)
+        self._steps.append(np.array(compute_s))  # a copy, because a view would keep the whole step
         if len(self._steps) < self._every:
             return []
-        times = [statistics.median(step[rank] for step in self._steps) for rank in range(len(compute_s))]
+        times = np.median(self._steps, axis=0).tolist()
         self._steps.clear()
         warnings = []
         for number, ranks in enumerate(self._stages):

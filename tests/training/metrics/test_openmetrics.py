@@ -37,7 +37,7 @@ def line(step: int, time_s: float = 0.0) -> dict:
         "breakdown": [dict.fromkeys(PARTS, 0.25), dict.fromkeys(PARTS, 0.5)],
         "nic_bytes": {"ethernet": {"tx": 7, "rx": 5}},
         "fabric_bytes": {"ib-0": {"roce-1": 30}, "roce-1": {"ib-0": 40}},
-        "peak_memory_bytes": [10, 20, 30, 40],
+        "peak_memory_bytes": [20, 40],
     }
 
 
@@ -88,7 +88,7 @@ def test_the_file_has_the_last_steps_figures_and_the_attempts_sums(run: RunDirec
         for a, b in (("ib-0", "roce-1"), ("roce-1", "ib-0"))
     }
     assert values["slow_links{}"] == 1 and values['slow_link_ratio{link="nodes ib1 and roce1"}'] == 20
-    assert values["checkpoint_step{}"] == 2 and values['peak_memory_bytes{rank="3"}'] == 40
+    assert values["checkpoint_step{}"] == 2 and values['peak_memory_bytes{stage="1"}'] == 40
     assert values['gpu_power_watts{rank="2"}'] == 200 and 'gpu_power_watts{rank="1"}' not in values
     assert sorted(path.parent.glob(".holmes.prom*")) == []  # no temporary file stays
 

@@ -275,8 +275,10 @@ def test_a_run_records_hosts_versions_and_breakdowns(tmp_path: Path) -> None:
     record = ended.run.read_run()
     assert record["plan_id"] == plan.id and record["device"] == "cpu" and record["pace_layer_ms"] is None
     assert len(record["hosts"]) == 4 and record["versions"]["torch"] and record["attempts"][0]["attempt"] == 1
+    (of_ranks,) = map(json.loads, (ended.run.path / "ranks.jsonl").read_text().splitlines())
+    assert [len(of_ranks[key]) for key in ("compute_s", "peak_memory_bytes")] == [4, 4] and of_ranks["step"] == 1
     for line in ended.run.metrics():
-        assert [len(line["breakdown"]), len(line["peak_memory_bytes"])] == [2, 4]
+        assert [len(line["breakdown"]), len(line["peak_memory_bytes"])] == [2, 2]
         for stage in line["breakdown"]:
             assert sum(stage.values()) == pytest.approx(line["step_time_s"], rel=0.2)
             assert stage["compute_s"] > 0 and stage["grad_sync_s"] > 0
