@@ -199,10 +199,10 @@ class RunDirectory:
         """Record how a rank ended, in exits/. Ranks never write result.json.
 
         `rank`: the global rank; `state`: one of STATES; `error`: the cause in one line; `host`: its node, by default
-        this one; `extra`: more keys."""
+        this one; `extra`: more keys. With the key `attempt` it does not read run.yaml."""
         self.exits.mkdir(mode=0o755, parents=True, exist_ok=True)
         data = {"rank": rank, "state": state, "error": error, "host": host or os.uname().nodename}
-        data |= {"attempt": self.attempt, "time": time.time(), **extra}
+        data |= {"attempt": extra.get("attempt") or self.attempt, "time": time.time(), **extra}
         write_whole(self.exits / f"rank-{rank}.json", to_json(data) + "\n")
 
     def read_exits(self) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from holmes_hpc.training.network.link_diagnosis import (
     peer_links,
 )
 from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
-from holmes_hpc.training.network.rendezvous import exchange
+from holmes_hpc.training.network.rendezvous import exchange, set_outcome
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -51,11 +51,12 @@ class Limits:
 
 def publish_error(store: Store, error: HolmesError) -> None:
     """Publish this node's error as the outcome of the check, so that the other nodes do not wait for it."""
-    text = json.dumps({"what": error.what, "where": error.where, "hint": error.hint})
+    arguments = {"what": error.what, "where": error.where, "hint": error.hint}
     with contextlib.suppress(RuntimeError, TimeoutError):
-        for key in (f"{_BASE}/nodes/all", _DONE):
-            if not store.check([key]):
-                store.set(key, text)
+        if not store.check([f"{_BASE}/nodes/all"]):
+            set_outcome(store, f"{_BASE}/nodes", arguments)
+        if not store.check([_DONE]):
+            store.set(_DONE, json.dumps(arguments))
 
 
 def run_link_check(

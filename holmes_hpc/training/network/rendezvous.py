@@ -11,7 +11,9 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -226,13 +228,13 @@ def exchange(
     """Publish this member's `value`, and return all members' values as plain data, in the order of `members`.
 
     `members`: ranks or nodes, all of which call it; `kind`: their plural, for messages. The last member puts all values
-    into one entry, so that N ranks make N reads, not N². Raise NetworkError that names missing members, or with the
-    error that a member stored in place of the values.
+    into one entry, so that N ranks make N reads, not N²; compressed, alike values take little. Raise NetworkError that
+    names missing members, or with the error that a member stored in place of the values (:func:`set_outcome`).
     """
     store.set(f"{name}/{member}", msgspec.json.encode(value).decode())
     if store.add(f"{name}/count", 1) == len(members):
         texts = store.multi_get([f"{name}/{m}" for m in members])
-        store.set(f"{name}/all", json.dumps([json.loads(text) for text in texts]))
+        set_outcome(store, name, [json.loads(text) for text in texts])
     timeout = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
     try:
         store.wait([f"{name}/all"], *timeout)
@@ -244,10 +246,15 @@ def exchange(
             where=where,
             hint="look at their logs; they started late, died, or cannot reach rank 0",
         ) from e
-    values = json.loads(store.get(f"{name}/all"))
+    values = json.loads(zlib.decompress(b64decode(store.get(f"{name}/all"))))
     if isinstance(values, dict):
         raise NetworkError(**values)
     return list(values)
+
+
+def set_outcome(store: dist.Store, name: str, values: Sequence[Any] | Mapping[str, str]) -> None:
+    """End the exchange `name`: with all members' values, or with the arguments of the NetworkError that all raise."""
+    store.set(f"{name}/all", b64encode(zlib.compress(json.dumps(values).encode())).decode())
 
 
 def unpublish(run_dir: Path, launch: Launch) -> None:
