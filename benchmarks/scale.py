@@ -4,8 +4,9 @@
 
 For each size it plans gpt_7_5b on two fabrics (8 GPUs per node, TP 8, PP 16). It gives rank 0 made-up rows of all
 ranks, and times its work of a step: the metrics line, and the monitors of NICs, links and nodes. Then it writes a
-run directory with that line for each of many steps, and starts `holmes status` on it. Prints medians, the largest
-memory, and the growth exponents between the smallest and the largest size.
+run directory with that line for each of many steps, and starts `holmes status` on it. At last it counts the bytes by
+which the ranks of a node learn the transports of all ranks. Prints the growth exponents between the smallest and the
+largest size, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +41,7 @@ from holmes_hpc.training.metrics.monitors import Monitors
 from holmes_hpc.training.network.audit import planned_bytes
 from holmes_hpc.training.network.destinations import Destinations
 from holmes_hpc.training.network.interfaces import NodeTransports
+from holmes_hpc.training.network.rendezvous import set_outcome
 
 # In a small process of its own: memory counts from before a child's program is loaded.
 STATUS = """
@@ -70,6 +73,22 @@ def nodes_of(plan: Plan) -> list[NodeTransports]:
         interfaces = {"tcp": ("eth0", addresses[0], 24), "rdma": ("ib0", addresses[1], 24)}
         nodes.append(NodeTransports(f"node{number}", fabric, interfaces, {}, False))
     return nodes
+
+
+class Memory(dict):
+    """A store that keeps values in this process."""
+
+    set = dict.__setitem__
+
+
+def exchanged_bytes(plan: Plan) -> int:
+    """Return the bytes that a node of 8 ranks reads from rank 0's store to know the transports of all ranks."""
+    hcas = ",".join(f"mlx5_{i}:1" for i in range(8))
+    variables = {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_HCA": f"={hcas}"}
+    rows = [{"node": asdict(replace(node, environment=variables)), "device": "a GPU"} for node in nodes_of(plan)]
+    store = Memory()
+    set_outcome(store, "node", rows)  # type: ignore[arg-type]
+    return 8 * len(store["node/all"])
 
 
 def time_steps(plan: Plan) -> tuple[list[float], dict]:
@@ -128,7 +147,8 @@ def main() -> None:
         seconds, line = time_steps(plan)
         status_s, megabytes, size = time_status(plan, line, arguments.steps)
         step_ms = 1000 * statistics.fmean(seconds)
-        figures.append((ranks, step_ms, size, status_s))
+        exchanged = exchanged_bytes(plan)
+        figures.append((ranks, step_ms, size, status_s, exchanged))
         rows.append(
             [
                 str(ranks),
@@ -137,13 +157,22 @@ def main() -> None:
                 str(size),
                 f"{status_s:.2f}",
                 f"{megabytes:.0f}",
+                f"{exchanged / 1e3:.0f}",
             ]
         )
     first, last = figures[0], figures[-1]
     if last[0] > first[0]:
         growth = [math.log(b / a) / math.log(last[0] / first[0]) for a, b in zip(first[1:], last[1:], strict=True)]
-        rows.append(["growth", f"{growth[0]:.2f}", "", f"{growth[1]:.2f}", f"{growth[2]:.2f}", ""])
-    columns = ["ranks", "CPU of a step, ms (mean)", "ms (most)", "line, bytes", "status, s", "status, MB"]
+        rows.append(["growth", f"{growth[0]:.2f}", "", f"{growth[1]:.2f}", f"{growth[2]:.2f}", "", f"{growth[3]:.2f}"])
+    columns = [
+        "ranks",
+        "CPU of a step, ms (mean)",
+        "ms (most)",
+        "line, bytes",
+        "status, s",
+        "status, MB",
+        "exchange, kB",
+    ]
     table("Rank 0's work and `holmes status`", columns, rows)
 
 
