@@ -22,8 +22,8 @@ from holmes_hpc.planning.cost.timing import timing
 from holmes_hpc.planning.schedule.simulation import ROUGH, Durations, step_seconds
 
 NAMES = tuple(f.name for f in fields(Stack))
-# Fitted constants. The others are measured (`local`, `ib`: nccl-tests on DGX A100, hardware.py), or fitted apart:
-# `chunk_s` to the 12 pairs of zero_bubble, 1F1B and interleaved.
+# Fitted constants. The others are measured (`local`, `ib`: nccl-tests on DGX A100, network_figures.py), or fitted
+# apart: `chunk_s` to the 12 pairs of zero_bubble, 1F1B and interleaved.
 FREE = tuple(n for n in NAMES if n not in ("ring_s", "rank_s", "memory", "flash", "local", "ib", "transfer", "chunk_s"))
 # Start values of a fit: round figures. A constant without influence on any row keeps its value.
 START = Stack(
@@ -50,7 +50,7 @@ START = Stack(
     roce=0.6,
     transfer=0.9,
 )
-# Limits of shares of a rate: the share that a pure benchmark of it reaches, such as nccl-tests (hardware.py).
+# Limits of shares of a rate: the share that a pure benchmark of it reaches, such as nccl-tests (network_figures.py).
 LIMITS = {"product": 1.0, "stream": 1.0, "flash1": 1.0, "flash3": 1.75, "fp8": 1.0, "roce": 0.92}
 # Of a constant's logarithm: step of the difference quotient, weight of the start value.
 STEP, START_WEIGHT = 0.02, 0.03

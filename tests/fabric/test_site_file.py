@@ -9,7 +9,7 @@ from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.site import FabricLink, Gpu, NicNames, Pool
 from holmes_hpc.fabric.site_file import SiteFile, read_site_file
-from holmes_hpc.planning.cost.hardware import GLOO_LINKS, NCCL_LINKS
+from holmes_hpc.planning.cost.network_figures import GLOO_LINKS, NCCL_LINKS
 
 GOOD = """
 name: two-clusters

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from holmes_hpc.fabric.site import Pool
-from holmes_hpc.planning.cost.hardware import UNMEASURED_NICS
 from holmes_hpc.planning.cost.kernels import kind, kinds
 from holmes_hpc.planning.cost.layout import Layout, window_rate
+from holmes_hpc.planning.cost.network_figures import UNMEASURED_NICS
 from holmes_hpc.planning.cost.uncertainty import interval_notes
 
 

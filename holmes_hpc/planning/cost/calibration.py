@@ -15,7 +15,7 @@ from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import FabricLink, Gpu, Pool, Site
 from holmes_hpc.planning.cost.flops import layer_flops
-from holmes_hpc.planning.cost.hardware import Link
+from holmes_hpc.planning.cost.network_figures import Link
 from holmes_hpc.schema import Checked, check, key, keys, make, refuse
 
 NETWORKS = ("local", *map(str, NicType))

@@ -28,9 +28,9 @@ from holmes_hpc.planning.cost.calibration import (
     interpolate,
 )
 from holmes_hpc.planning.cost.flops import ffn_matrix, layer_flops, layer_parameters, layer_score_flops, part_flops
-from holmes_hpc.planning.cost.hardware import GLOO_LINKS, NCCL_LINKS, Collectives, Link, collectives
 from holmes_hpc.planning.cost.kernels import STACK, Device, Stack
 from holmes_hpc.planning.cost.layer_times import PARTS, Cpu, Seconds, all_reduce_s, part_times
+from holmes_hpc.planning.cost.network_figures import GLOO_LINKS, NCCL_LINKS, Collectives, Link, collectives
 from holmes_hpc.planning.cost.software import CURRENT, Software
 from holmes_hpc.planning.plan.transport import Transport
 from holmes_hpc.schema import refuse

@@ -18,7 +18,6 @@ from functools import cached_property, lru_cache
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.flops import head_flops, head_parameters, layer_parameters, permuted_elements
-from holmes_hpc.planning.cost.hardware import CPU_MEMORY_GBPS, FITTED
 from holmes_hpc.planning.cost.kernels import Device, kind
 from holmes_hpc.planning.cost.software import Software
 
@@ -31,6 +30,10 @@ KERNELS, KERNELS_NORM, KERNELS_UNFUSED, KERNELS_TP = 16, 5, 6, 3
 # Unmeasured: the router with its permutations, and what a rank does for each of its experts.
 KERNELS_ROUTER, KERNELS_EXPERT = 24, 4
 KERNELS_ATTENTION = {"flash": 4, "flash1": 4, "flash3": 4, "sdpa": 4, "softmax": 8, "unfused": 14}
+# Of a CPU, and for gaps in a calibration: the share of the peak that all products reach, and of the memory bandwidth
+# that other work reaches. Fitted to the 13 runs of Narayanan et al. (SC'21) and Yang et al. (arXiv 2312.03549).
+MATRIX_SHARE, MEMORY_SHARE = 0.762, 0.825
+CPU_MEMORY_GBPS = 10.0  # of one rank: a core's share of a server's DDR4
 
 
 def key_value_bytes(model: ModelSpec, tokens: int, tp: int, element: float) -> float:
@@ -303,12 +306,12 @@ class Cpu:
         return self.memory_s(2.0 * weights * (self.weight_bytes + self.gradient_bytes))
 
     def matrix_s(self, flops: float) -> float:
-        return flops / (self.gpu.peak_tflops * 1e12 * FITTED.matrix)
+        return flops / (self.gpu.peak_tflops * 1e12 * MATRIX_SHARE)
 
     def memory_s(self, moved_bytes: float) -> float:
         # Emulated layers of a GPU use its table.
         gbps = CPU_MEMORY_GBPS if self.gpu.is_cpu else kind(self.gpu).memory_gbps
-        return moved_bytes / (gbps * 1e9 * FITTED.memory)
+        return moved_bytes / (gbps * 1e9 * MEMORY_SHARE)
 
     def embedding_s(self, model: ModelSpec, tokens: int) -> Seconds:
         """Return the seconds of (forward, backward), which read and write rows of T x h."""

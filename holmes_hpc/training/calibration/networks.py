@@ -21,7 +21,7 @@ from megatron.core.distributed.reduce_scatter_with_fp32_accumulation import redu
 
 from holmes_hpc.fabric.site import FabricLink, Site
 from holmes_hpc.planning.cost.calibration import Calibration
-from holmes_hpc.planning.cost.hardware import Link, collectives
+from holmes_hpc.planning.cost.network_figures import Link, collectives
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, Transport
 from holmes_hpc.training.network import interfaces

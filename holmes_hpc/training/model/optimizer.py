@@ -20,7 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.planning.cost.costs import BYTES
-from holmes_hpc.planning.cost.hardware import collectives
+from holmes_hpc.planning.cost.network_figures import collectives
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.schema import refuse
 from holmes_hpc.training.metrics.breakdown import Breakdown

@@ -21,8 +21,8 @@ from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool, interpolate
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import head_flops, layer_flops
-from holmes_hpc.planning.cost.hardware import Link
 from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.network_figures import Link
 from holmes_hpc.planning.cost.network_times import transfers_s
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, Transport
 from holmes_hpc.planning.search.best import best_plan, fixed_plan

@@ -1,4 +1,7 @@
-"""Published figures for hardware without measurements. A plan names each one it uses as an assumption."""
+"""Latency and efficiency of networks without measurements, and the traffic of NCCL's and gloo's collectives.
+
+A plan names each figure that it uses as an assumption. GPU figures: fabric/gpu_kinds.yaml, kernel_figures.yaml.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,8 +11,6 @@ from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.kernels import STACK
 from holmes_hpc.schema import Checked, key
-
-CPU_MEMORY_GBPS = 10.0  # of one rank: a core's share of a server's DDR4
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,6 @@ GLOO = Collectives(2.0, 1.0, 2.0, gather_fill=0.6)
 def collectives(gpu: Gpu) -> Collectives:
     """Return the collectives of a rank's library: gloo on CPUs, NCCL on GPUs."""
     return GLOO if gpu.is_cpu else NCCL
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """Two constants fitted to the 13 runs of Narayanan et al.
-    (SC'21) and Yang et al. (arXiv 2312.03549). The fitted model has one share of the peak for all products,
-    `matrix`. `memory` is the share of the memory bandwidth that the other work reaches. Both serve CPUs and gaps in
-    a calibration; for unmeasured GPUs see kernels.py."""
-
-    matrix: float = 0.762
-    memory: float = 0.825
-
-
-FITTED = Fitted()
 
 
 UNMEASURED_NICS = tuple(str(nic) for nic in NicType if nic.rdma and not nic.verbs)
