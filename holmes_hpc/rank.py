@@ -15,7 +15,7 @@ from holmes_hpc.extras import missing
 from holmes_hpc.records.ownership import careful_umask
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor.environment import LEADER
-from holmes_hpc.submission.lifecycle.requeue import watch_batch_script
+from holmes_hpc.submission.lifecycle.requeue_decision import watch_batch_script
 from holmes_hpc.submission.lifecycle.requirements import allow_open_files, check_megatron_core
 from holmes_hpc.submission.local_ranks import preload_with
 from holmes_hpc.training.rank.log import one_line

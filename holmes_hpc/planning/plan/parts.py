@@ -112,7 +112,7 @@ def check_sequence_length(model: ModelSpec, length: int) -> None:
     PlanError.refuse((length > model.max_positions, message, "batch", hint))
 
 
-def check_experts_and_contexts(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> None:
+def check_experts_and_cp(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> None:
     """Raise PlanError for what experts or context parallelism exclude. `sizes`: has `tp`, `ep`, `cp` and `cp_comm`;
     None means 1. `used`: whether each of the features is used that both exclude."""
     count, ep, cp = model.experts.count, sizes.ep or 1, sizes.cp or 1

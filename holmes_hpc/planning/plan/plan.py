@@ -28,7 +28,7 @@ from holmes_hpc.planning.plan.parts import (
     Predicted,
     Schedule,
     Stage,
-    check_experts_and_contexts,
+    check_experts_and_cp,
     check_sequence_length,
     lacks_layers,
 )
@@ -77,7 +77,7 @@ class Plan:
         PlanError.refuse((ignored, str(ignored), "plan", hint))
         self._check_nodes()
         self._check_model()
-        self._check_experts_and_contexts()
+        self._check_experts_and_cp()
         if self.is_per_stage:
             self._check_per_stage()
         self._place()
@@ -148,9 +148,9 @@ class Plan:
         )
         check_sequence_length(m, self.batch.sequence_length)
 
-    def _check_experts_and_contexts(self) -> None:
+    def _check_experts_and_cp(self) -> None:
         p = self.parallel
-        check_experts_and_contexts(
+        check_experts_and_cp(
             self.model,
             p,
             {

@@ -26,8 +26,8 @@ from holmes_hpc.planning.search.problem import (
     LONG_SEQUENCE,
     Problem,
     available_pools,
-    context_choices,
-    of_contexts,
+    cp_choices,
+    with_cp,
     searched_site,
 )
 from holmes_hpc.planning.search.space import MIN_BATCH_GAIN, Space, nearby_batch
@@ -59,11 +59,11 @@ def best_plan(
     """
     site = costs.with_measured_links(searched_site(site, options))
     clock, problem, plans, failure = clock or Clock(), Problem(model, batch, site, options, costs), list[Plan](), None
-    for cp, all_to_all in context_choices(problem):
+    for cp, all_to_all in cp_choices(problem):
         if plans and (clock.is_over() or not (options.cp or batch.sequence_length >= LONG_SEQUENCE)):
             break
         try:
-            plans.append(_best_plan(of_contexts(problem, cp, all_to_all), clock))
+            plans.append(_best_plan(with_cp(problem, cp, all_to_all), clock))
         except PlanError as e:
             failure = failure or e
             if batch.sequence_length < LONG_SEQUENCE and not isinstance(failure, OutOfMemory):
@@ -174,7 +174,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     PlanError.refuse(*((not getattr(options, n), f"{n} is missing", "layout", f"give {n}") for n in ("tp", "pp", "dp")))
     site = costs.with_measured_links(searched_site(site, options))
     problem = Problem(model, batch, site, options, costs)
-    _, batch, _, options, _ = of_contexts(problem, options.cp or 1, options.cp_comm == "a2a")
+    _, batch, _, options, _ = with_cp(problem, options.cp or 1, options.cp_comm == "a2a")
     chunks = options.virtual_stages or 1
     schedule = megatron_kind(chunks).name if options.schedule == "auto" else options.schedule
     fixed = replace(

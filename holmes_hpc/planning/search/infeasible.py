@@ -28,9 +28,9 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
     """Raise PlanError for the first size that is not divisible as needed. Call it if no placement is possible."""
     size, micro_size, available = batch.whole.global_size, batch.micro_size, available_pools(site, options)
     cp, tp, pp = batch.cp, options.tp or 1, options.stages or 1
-    dp = (options.dp or cp) // cp  # with contexts, those of the options include CP
+    dp = (options.dp or cp) // cp  # options.dp includes CP
     micro_batches, is_fixed = size // micro_size, not options.search_micro_size
-    of_contexts = f" x CP {cp}" * (cp > 1)
+    cp_factor = f" x CP {cp}" * (cp > 1)
     ranks = sum(a.nodes * a.gpus_per_node for a in available)
     fixed_options = ", ".join(
         f"{name} {value}"
@@ -62,7 +62,7 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
         ),
         (
             options.tp and options.dp and not ep_sizes(model, options, tp * dp * cp),
-            f"EP {options.ep} does not divide TP {tp} x DP {dp}{of_contexts}",
+            f"EP {options.ep} does not divide TP {tp} x DP {dp}{cp_factor}",
             "plan.ep",
             "choose a divisor of both TP x DP and the experts",
         ),
@@ -80,7 +80,7 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
         ),
         (
             tp * dp * pp * cp > ranks,
-            f"TP {tp} x PP {pp} x DP {dp}{of_contexts} needs {tp * dp * pp * cp} GPUs, there are {ranks}",
+            f"TP {tp} x PP {pp} x DP {dp}{cp_factor} needs {tp * dp * pp * cp} GPUs, there are {ranks}",
             "plan.cp" if cp > 1 else "plan",
             "use smaller sizes or more nodes",
         ),

@@ -12,7 +12,7 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.parallel import indivisible_sizes
-from holmes_hpc.planning.plan.parts import check_experts_and_contexts
+from holmes_hpc.planning.plan.parts import check_experts_and_cp
 
 MAX_MICRO_SIZE = 32
 LONG_SEQUENCE = 32768  # tokens, from which on all CPs are tried; else only if nothing fits without
@@ -102,12 +102,13 @@ def searched_site(site: Site, options: PlanOptions) -> Site:
     return replace(site, pools=pools, links=links, assumptions=(*site.assumptions, note))
 
 
-def of_contexts(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
-    """Return the problem of ranks of which `cp` share each sequence. It is as if each sequence were `cp` shorter ones
-    on as many replicas. Choices that this or experts exclude are gone. PlanError if the user made one of them."""
+def with_cp(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
+    """Return the problem for `cp` ranks per sequence: each sequence becomes `cp` shorter ones, on as many replicas.
+
+    What experts or CP exclude is no longer a choice. Raise PlanError if the user chose it."""
     model, options, sharding = problem.model, problem.options, problem.costs.software.sharding
     sizes = replace(options, cp=cp, cp_comm="a2a" if all_to_all else "ring")
-    check_experts_and_contexts(model, sizes, {name: getattr(options, k) == v for name, k, v in _EXCLUDED})
+    check_experts_and_cp(model, sizes, {name: getattr(options, k) == v for name, k, v in _EXCLUDED})
     count = model.experts.count
     message = f"experts do not support sharding of {sharding}"
     is_refused = count and sharding in ("gradients", "full")
@@ -123,7 +124,7 @@ def of_contexts(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
     )
 
 
-def context_choices(problem: Problem) -> list[tuple[int, bool]]:
+def cp_choices(problem: Problem) -> list[tuple[int, bool]]:
     """Return (CP, whether by all-to-all) to try, ascending: the user's CP, or all up to a node's GPUs that
     divide a sequence. An all-to-all is tried unasked only if the user fixes CP: attention mostly hides the ring."""
     batch, options, heads = problem.batch, problem.options, problem.model.kv_heads

@@ -26,7 +26,7 @@ from holmes_hpc.submission.lifecycle.attempts import has_recorded_end, latest_at
 from holmes_hpc.submission.lifecycle.create import is_being_submitted
 from holmes_hpc.submission.lifecycle.failed_rank import parse_srun_errors
 from holmes_hpc.submission.lifecycle.outcome import build_result
-from holmes_hpc.submission.lifecycle.requeue import check_requeued_job, reason_to_stop
+from holmes_hpc.submission.lifecycle.requeue_decision import check_requeued_job, reason_to_stop
 
 JOB_RECORD_WAIT_S = 30.0  # the longest time from sbatch's answer until run.yaml has the job id
 

@@ -3,7 +3,7 @@
 
 It creates the run directory of a plan, with the configuration that the ranks will have, and records the job's id. After
 a requeue the directory exists and stays as it is. MAX_RESTARTS is the value of train.max_restarts, unless an override
-sets it. A requeued job may end here: see :func:`holmes_hpc.submission.lifecycle.requeue.check_requeued_job`.
+sets it. A requeued job may end here: see :func:`holmes_hpc.submission.lifecycle.requeue_decision.check_requeued_job`.
 """
 
 import os
@@ -19,7 +19,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor.environment import TASKS_PER_NODE
 from holmes_hpc.submission.lifecycle.create import create_run, hold_submission_lock
-from holmes_hpc.submission.lifecycle.requeue import check_requeued_job
+from holmes_hpc.submission.lifecycle.requeue_decision import check_requeued_job
 from holmes_hpc.submission.lifecycle.status import job_of
 
 

@@ -23,7 +23,7 @@ from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import FUSED_ATTENTION
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.schema import refuse
-from holmes_hpc.training.model import contexts
+from holmes_hpc.training.model import context_parallel
 from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
 
@@ -80,7 +80,7 @@ class SdpaAttention(MegatronModule):
             )
         attend = partial(self._attend, masked=attention_mask)
         if self._exchanges_heads:  # only with context parallelism
-            attend = partial(contexts.with_all_tokens, attend)
+            attend = partial(context_parallel.with_all_tokens, attend)
         return attend(query, key, value).flatten(2)
 
     def _attend(
@@ -88,8 +88,8 @@ class SdpaAttention(MegatronModule):
     ) -> torch.Tensor:
         """Return the attention output, like `query`. `masked`: True for excluded pairs, as in Megatron-Core's mask."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        if contexts.size() > 1 and not self._exchanges_heads:
-            return contexts.RingAttention.apply(q, k, v, masked, self._scale).permute(2, 0, 1, 3)
+        if context_parallel.size() > 1 and not self._exchanges_heads:
+            return context_parallel.RingAttention.apply(q, k, v, masked, self._scale).permute(2, 0, 1, 3)
         mask = None if masked is None else ~masked
         dropout = self._dropout if self.training else 0.0
         # like Megatron-Core, draw different random numbers on each tensor-parallel rank, which has different heads
@@ -105,7 +105,7 @@ def refuse_unsupported(document_end: int | None, cuda: bool, config: Transformer
     """Raise ConfigError if this rank's attention lacks the mask that `data.documents` needs to keep documents apart, or
     context parallelism. `document_end`: the end-of-document token, None if documents are joined."""
     fused = cuda and has_transformer_engine()
-    rings = contexts.size() > 1 and config.cp_comm_type == "p2p" and cuda and not fused
+    rings = context_parallel.size() > 1 and config.cp_comm_type == "p2p" and cuda and not fused
     ConfigError.refuse(
         (
             document_end is not None and fused,

@@ -20,7 +20,7 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import auto_dtype
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.training.model import contexts, experts, initial_weights, megatron_versions
+from holmes_hpc.training.model import context_parallel, experts, initial_weights, megatron_versions
 from holmes_hpc.training.model.attention import SdpaAttention
 from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
@@ -147,7 +147,7 @@ def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch
     otherwise a checkpoint must replace the weights."""
     megatron_versions.filter_logs()
     experts.support_cpu()
-    contexts.support_cpu()
+    context_parallel.support_cpu()
     m, p = plan.model, plan.parallel
     vocabulary = m.padded_vocab(p.vocabulary_parts)
     chunks = []
@@ -300,11 +300,11 @@ def _loss(
     mask: torch.Tensor | None, tokens: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the mean of the `losses` that `mask` includes, and a copy of it under the key "loss".
-    `tokens`: see :func:`contexts.part_of`. The copies of the ranks that share a sequence then have the mean."""
+    `tokens`: see :func:`context_parallel.part_of`. The copies of the ranks that share a sequence then have the mean."""
     assert mask is not None  # the last stage, which computes losses, reads the batch
     mask = mask.float()
     loss = (losses.float() * mask).sum() / (mask.sum() if tokens is None else tokens).clamp(min=1)
-    return loss, {"loss": loss.detach() * contexts.size()}
+    return loss, {"loss": loss.detach() * context_parallel.size()}
 
 
 def generators() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from holmes_hpc.submission.lifecycle.batch_end import end_attempt
 from holmes_hpc.submission.lifecycle.failed_rank import find_failed_rank, parse_srun_errors
 from holmes_hpc.submission.lifecycle.outcome import build_result, last_log_lines, quote_log
 from holmes_hpc.submission.lifecycle.progress import report_end
-from holmes_hpc.submission.lifecycle.requeue import reason_to_stop
+from holmes_hpc.submission.lifecycle.requeue_decision import reason_to_stop
 from holmes_hpc.submission.lifecycle.status import record_end
 
 UNREACHABLE_TWICE = """

@@ -120,7 +120,7 @@ def test_a_checkpoint_moves_between_parts_and_whole_sequences(one_process: Any, 
 
 
 def test_attention_that_lacks_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention.contexts, "size", lambda: 2)
+    monkeypatch.setattr(attention.context_parallel, "size", lambda: 2)
     monkeypatch.setattr(attention, "has_transformer_engine", lambda: False)
     bf16, fp32, exchanged = (
         cast(TransformerConfig, SimpleNamespace(cp_comm_type=kind, params_dtype=dtype))
