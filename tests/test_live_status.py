@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from holmes_hpc.cli.status_table import live_table
+from holmes_hpc.cli.live_status import live_table
 from holmes_hpc.records.find import recent_runs
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.attempts import last_metrics

@@ -1,4 +1,4 @@
-"""The table of `holmes status`, also live (`--watch`): as wide as the terminal, redrawn until a key ends it."""
+"""The live table of `holmes status --watch`, and the columns of `holmes status`."""
 
 import contextlib
 import select
@@ -17,10 +17,9 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.find import last_change
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.status import Status, run_statuses
-from holmes_hpc.submission.sweeps.sweep_table import live_display
+from holmes_hpc.submission.sweeps.sweep_table import REFRESH_S, live_display
 
-REFRESH_S = 2.0
-SCAN_SHARE = 0.1  # of the time may be spent on looking for new runs
+SCAN_SHARE = 0.1  # the share of time that looking for new runs may take
 # column -> the terminal's least width for it
 COLUMNS = {"run": 0, "last change": 100, "job": 80, "state": 0, "step": 0, "loss": 0, "step time": 0, "attempt": 100}
 
@@ -39,8 +38,8 @@ def cells(status: Status) -> list[str]:
 
 
 def live_table(statuses: Sequence[Status], width: int, height: int, hidden: int = 0) -> Table:
-    """Return the table for a terminal of that size: active runs first, then the others in their order.
-    `hidden`: number of runs that `statuses` leaves out."""
+    """Return the table for a terminal of `width` columns and `height` lines: active runs first, then the others in
+    their order. `hidden`: number of runs that `statuses` leaves out."""
     rows = sorted(statuses, key=lambda status: status.ended)[: max(1, height - 4)]
     counts = ", ".join(f"{count} {state}" for state, count in Counter(s.state for s in statuses).most_common())
     hidden += len(statuses) - len(rows)
