@@ -11,7 +11,7 @@ from holmes_hpc.schema import check, key
 STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
 RECOMPUTE = ("none", "selective", "full")
 MEGATRON_SCHEDULES = ("1f1b", "interleaved")  # run by Megatron-Core's own functions
-SCHEDULES = (*MEGATRON_SCHEDULES, "ahead", "zero_bubble")  # names in plan.yaml; defined in planning/schedule/kinds.py
+SCHEDULE_NAMES = (*MEGATRON_SCHEDULES, "ahead", "zero_bubble")  # in plan.yaml; defined in planning/schedule/kinds.py
 OPTION_NAMES = {"ahead": "eager_1f1b"}  # names of plan.schedule that differ from those in plan.yaml
 TRANSPORT_MODES = ("holmes", "single")
 EDGE_DTYPES = ("same", "bf16", "fp16", "fp8")
@@ -73,7 +73,7 @@ class PlanOptions:
             "1f1b or interleaved (Megatron-Core's), eager_1f1b (sends and receives in the background) or zero_bubble "
             "(also computes weight gradients later); "
             "`ahead`: another name of eager_1f1b",
-            one_of=("auto", *SCHEDULES, *OPTION_NAMES.values()),
+            one_of=("auto", *SCHEDULE_NAMES, *OPTION_NAMES.values()),
         ),
     ] = "auto"
     transport: Annotated[

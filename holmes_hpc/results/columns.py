@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 from pandas.api.types import infer_dtype
 
-from holmes_hpc.config.plan_options import SCHEDULES
+from holmes_hpc.config.plan_options import SCHEDULE_NAMES
 from holmes_hpc.records.metrics import BREAKDOWN, FIELDS, PARTS
 from holmes_hpc.tables import read_table
 
@@ -26,7 +26,7 @@ _TABLES = read_table(__file__)
 def _columns(table: str) -> dict[str, tuple[str, str]]:
     """Return {name: (type, meaning)} of the columns of a table in columns.yaml, in their order."""
     names = {"PART": PARTS, "FIELD": _TABLES["step_fields"]}
-    texts = {"schedules": ", ".join(SCHEDULES), "fields": FIELDS}
+    texts = {"schedules": ", ".join(SCHEDULE_NAMES), "fields": FIELDS}
     return {
         name: (kind, text.format(field=FIELDS.get(name), part=BREAKDOWN.get(name), **texts).removeprefix(": "))
         for key, (kind, text) in _TABLES[table].items()

@@ -28,7 +28,15 @@ from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers
 from holmes_hpc.training.metrics.monitors import Monitors
 from holmes_hpc.training.metrics.openmetrics import GpuFigures
 from holmes_hpc.training.metrics.profiler import Profiler
-from holmes_hpc.training.model import attention, context_parallel, emulated_layers, experts, gpt, optimizer, replica_check
+from holmes_hpc.training.model import (
+    attention,
+    context_parallel,
+    emulated_layers,
+    experts,
+    gpt,
+    optimizer,
+    replica_check,
+)
 from holmes_hpc.training.network import nic_bytes
 from holmes_hpc.training.network.destinations import Destinations
 from holmes_hpc.training.pipeline import eager_1f1b

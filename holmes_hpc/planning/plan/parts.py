@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from holmes_hpc.config.model import ModelSpec
-from holmes_hpc.config.plan_options import SCHEDULES
+from holmes_hpc.config.plan_options import SCHEDULE_NAMES
 from holmes_hpc.errors import PlanError
 from holmes_hpc.schema import Checked, check, key
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule. `kind`: one of SCHEDULES.
+    """A pipeline schedule. `kind`: one of SCHEDULE_NAMES.
     `in_flight`: per stage, the most micro-batches whose activations it holds (chunk passes if interleaved).
     With zero_bubble, per stage, `deferred`: the backward passes by which weight passes lag behind; `final`: the weight
     passes left for the end of the step."""
 
-    kind: Annotated[str, key("name of the pipeline schedule", one_of=SCHEDULES)]
+    kind: Annotated[str, key("name of the pipeline schedule", one_of=SCHEDULE_NAMES)]
     in_flight: tuple[int, ...]
     deferred: tuple[int, ...] = ()
     final: tuple[int, ...] = ()

@@ -27,8 +27,8 @@ from holmes_hpc.planning.search.problem import (
     Problem,
     available_pools,
     cp_choices,
-    with_cp,
     searched_site,
+    with_cp,
 )
 from holmes_hpc.planning.search.space import MIN_BATCH_GAIN, Space, nearby_batch
 from holmes_hpc.records.metrics import PARTS

@@ -36,7 +36,7 @@ def orders(draw: st.DrawFn, kind: ScheduleKind) -> Order:
 
 
 def test_the_configuration_has_the_same_schedules() -> None:
-    assert set(SCHEDULES) == set(plan_options.SCHEDULES)
+    assert set(SCHEDULES) == set(plan_options.SCHEDULE_NAMES)
     assert {k.name for k in SCHEDULES.values() if k.megatron} == set(plan_options.MEGATRON_SCHEDULES)
 
 
