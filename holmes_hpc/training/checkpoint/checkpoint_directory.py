@@ -1,9 +1,9 @@
-"""The checkpoint directories of a run: find complete ones, verify them, remove old ones.
+"""The checkpoint directories of a run: find complete ones, complete new ones, remove old ones.
 
 A checkpoint is a directory ``checkpoints/step-00000120``. It gets this name by one rename, after all its files were
-written and synced. Its ``holmes.json`` describes it and lists its files with sizes and CRC-32. Directories named
-``.saving-…`` are unfinished and never loaded. This module does not import torch, since `holmes resume` uses it.
-save_and_load.py chooses the checkpoint that a run loads.
+written and synced. Its ``holmes.json`` describes it and lists its files with sizes and CRC-32 (file_checksums.py).
+Directories named ``.saving-…`` are unfinished and never loaded. This module does not import torch, since
+`holmes resume` uses it. save_and_load.py chooses the checkpoint that a run loads.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 from holmes_hpc.config.model import Experts, ModelSpec
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.records.files import DISK_FULL, write_whole
-from holmes_hpc.records.untrusted import from_json, open_file, read_file
+from holmes_hpc.records.untrusted import from_json, read_file
 from holmes_hpc.schema import keys, refuse
 from holmes_hpc.waiting import attempts
 
@@ -182,29 +181,6 @@ def _is_file_entry(name: str, entry: Any) -> bool:
         and len(entry) == 2
         and all(type(number) is int and number >= 0 for number in entry)
     )
-
-
-def checksum(path: Path) -> tuple[int, int]:
-    """Return the size and CRC-32 of a file."""
-    crc, size = 0, 0
-    with open_file(path) as file:
-        while block := file.read(1 << 22):
-            crc, size = zlib.crc32(block, crc), size + len(block)
-    return size, crc
-
-
-def find_damage(checkpoint: Checkpoint, reader: int = 0, readers: int = 1) -> str | None:
-    """Return the first problem of a checkpoint's files, or None.
-    Each of `readers` processes, of which this is number `reader`, checks a share of the files."""
-    for name, (size, crc) in sorted(checkpoint.description["files"].items())[reader::readers]:
-        try:
-            if os.stat(checkpoint.path / name).st_size != size:
-                return f"{name} is not {size} bytes long"
-            if checksum(checkpoint.path / name)[1] != crc:
-                return f"{name} has a wrong checksum"
-        except OSError as e:
-            return f"{name}: {e.strerror}"
-    return None
 
 
 def finish(unfinished: Path, step: int, description: Mapping[str, Any], files: Mapping[str, tuple[int, int]]) -> Path:

@@ -23,7 +23,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import refuse
-from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
+from holmes_hpc.training.checkpoint import checkpoint_directory, file_checksums, weight_names
 from holmes_hpc.training.checkpoint.hugging_face_folder import (
     CONFIG_COPY,
     Folder,
@@ -86,7 +86,7 @@ def find_source(name: str) -> ExportSource:
     Raise DataError if there is none. Checksums are verified, which reads all files."""
     if (Path(name) / checkpoint_directory.DESCRIPTION).is_file():
         checkpoint = checkpoint_directory.open_checkpoint(Path(name))
-        if (damage := checkpoint_directory.find_damage(checkpoint)) is not None:
+        if (damage := file_checksums.find_damage(checkpoint)) is not None:
             hint = "restore it from a copy, or name another checkpoint"
             raise DataError(f"the checkpoint is damaged ({damage})", where=name, hint=hint)
         if checkpoint.description.get(checkpoint_directory.IMPORTED):
@@ -95,7 +95,7 @@ def find_source(name: str) -> ExportSource:
         return run_source(RunDirectory(checkpoint.path.resolve().parents[1]), checkpoint.path, checkpoint.step)
     run = find_run(name)
     for checkpoint in checkpoint_directory.require_checkpoints(run.checkpoints):
-        if (damage := checkpoint_directory.find_damage(checkpoint)) is None:
+        if (damage := file_checksums.find_damage(checkpoint)) is None:
             return run_source(run, checkpoint.path, checkpoint.step)
         console.note(f"warning: checkpoint {checkpoint.path} is damaged ({damage}); trying an earlier one")
     raise DataError("all checkpoints are damaged", where=str(run.checkpoints), hint="restore one from a copy")

@@ -25,7 +25,7 @@ from holmes_hpc.errors import DataError
 from holmes_hpc.records.files import DISK_FULL, read_json
 from holmes_hpc.records.untrusted import leaves_folder, open_file
 from holmes_hpc.schema import refuse
-from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
+from holmes_hpc.training.checkpoint import checkpoint_directory, file_checksums, weight_names
 from holmes_hpc.training.checkpoint.weight_names import Weight
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def import_folder(source: Path, out: Path) -> ImportSummary:
         files = {}
         for path in (*folder.files, *small_files):
             copy_file(path, temporary / path.name)
-            files[path.name] = list(checkpoint_directory.checksum(temporary / path.name))
+            files[path.name] = list(file_checksums.checksum(temporary / path.name))
         description = {checkpoint_directory.IMPORTED: True, "step": 0, "model": folder.model.to_dict(), "files": files}
         (temporary / checkpoint_directory.DESCRIPTION).write_text(json.dumps(description, indent=1), encoding="utf-8")
     return ImportSummary(str(out), folder.model.name, folder.parameters, len(folder.files))

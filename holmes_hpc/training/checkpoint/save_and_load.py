@@ -32,7 +32,13 @@ from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import DataError, HolmesError, RunFailed
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import is_full
-from holmes_hpc.training.checkpoint import checkpoint_directory, optimizer_kinds, restricted_pickle, writer
+from holmes_hpc.training.checkpoint import (
+    checkpoint_directory,
+    file_checksums,
+    optimizer_kinds,
+    restricted_pickle,
+    writer,
+)
 from holmes_hpc.training.model import gpt, megatron_versions
 from holmes_hpc.training.rank.log import log_line
 
@@ -166,12 +172,7 @@ class Checkpoints:
     def _finish(self, path: Path, step: int, description: Mapping[str, Any]) -> None:
         """Complete the checkpoint on rank 0, after all ranks have written. All ranks call it."""
         if self._rank == 0:
-            files = {}
-            for checksums in sorted(path.glob(".crc-*.json")):
-                files.update({k: tuple(v) for k, v in json.loads(checksums.read_text()).items()})
-                checksums.unlink()
-            for file in path.iterdir():
-                files.setdefault(file.name, checkpoint_directory.checksum(file))
+            files = file_checksums.collect_checksums(path)
             checkpoint_directory.finish(path, step, description, files)
             checkpoint_directory.prune(self.folder, self.keep)
             self.saved_step = step
@@ -247,7 +248,7 @@ class Checkpoints:
         def check_files() -> str | None:
             if checkpoint is None:
                 return f"not visible on rank {self._rank}"
-            damage = checkpoint_directory.find_damage(checkpoint, self._rank, dist.get_world_size())
+            damage = file_checksums.find_damage(checkpoint, self._rank, dist.get_world_size())
             if damage is None and self._rank == 0 and not checkpoint.description.get(checkpoint_directory.IMPORTED):
                 return restricted_pickle.find_problem(checkpoint.path)
             return damage

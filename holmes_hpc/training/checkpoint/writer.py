@@ -1,7 +1,6 @@
 """The process that writes a rank's part of a checkpoint: a fork of the rank, which forks again for each file."""
 
 import contextlib
-import json
 import multiprocessing
 import os
 import queue
@@ -19,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from holmes_hpc.errors import RunFailed
 from holmes_hpc.fabric.node_facts import node_name
 from holmes_hpc.lifetime import end_with
-from holmes_hpc.training.checkpoint import checkpoint_directory
+from holmes_hpc.training.checkpoint.file_checksums import write_checksums
 from holmes_hpc.training.rank.log import log_line
 
 RESULT_WAIT_S = 30  # after the writer has exited
@@ -89,9 +88,7 @@ def _write(
     except RuntimeError as e:
         filesystem_async._results_queue.put(RuntimeError(f"rank {rank} on {node_name()}: {e}"))
         return
-    checksums = {p.name: checkpoint_directory.checksum(p) for p in path.glob(f"__{rank}_*")}
-    with contextlib.suppress(OSError):  # the writer itself reports a full disk
-        (path / f".crc-{rank}.json").write_text(json.dumps(checksums))
+    write_checksums(path, rank)
 
 
 def _check_children(*_: object) -> None:

@@ -21,7 +21,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 22  # elements at a time, which bounds the memory
 
 
-def checksum(parameter: torch.Tensor, offset: int = 0) -> torch.Tensor:
+def replica_checksum(parameter: torch.Tensor, offset: int = 0) -> torch.Tensor:
     """Return a 64-bit checksum of all bits and the order of the elements, a scalar on the parameter's device.
 
     `offset`: of this part in a larger parameter. The checksums of the parts add up to that of the parameter.
@@ -59,14 +59,14 @@ def check(chunks: Sequence[Any], tied: bool, tied_group: dist.ProcessGroup | Non
         _compare({"the tied embedding": embedding}, parallel_state.get_embedding_group())
         return
     # the stages hold parts of different sizes, but the checksums of all parts add up to that of the embedding
-    total = checksum(embedding, parallel_state.get_tensor_model_parallel_rank() * embedding.numel())
+    total = replica_checksum(embedding, parallel_state.get_tensor_model_parallel_rank() * embedding.numel())
     dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
     _compare_checksums({"the tied embedding": total}, tied_group)
 
 
 def _compare(parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
     if dist.get_world_size(group) > 1 and parameters:
-        _compare_checksums({name: checksum(parameter) for name, parameter in parameters.items()}, group)
+        _compare_checksums({name: replica_checksum(parameter) for name, parameter in parameters.items()}, group)
 
 
 def _compare_checksums(checksums: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from holmes_hpc.errors import DataError, RecordError, RunFailed
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training.checkpoint import checkpoint_directory, save_and_load
+from holmes_hpc.training.checkpoint import checkpoint_directory, file_checksums, save_and_load
 
 GOOD = {"files": {".metadata": [2, 2659403885]}, "model": {}, "parallel": {}}
 
@@ -74,9 +74,9 @@ def test_incomplete_checkpoint_does_not_count_towards_those_to_keep(tmp_path: Pa
 
 def test_changed_byte_gives_a_wrong_checksum(tmp_path: Path) -> None:
     checkpoint = checkpoint_directory.open_checkpoint(create(tmp_path, 4))
-    assert checkpoint_directory.find_damage(checkpoint) is None
+    assert file_checksums.find_damage(checkpoint) is None
     (checkpoint.path / ".metadata").write_bytes(b"ac")
-    assert checkpoint_directory.find_damage(checkpoint) == ".metadata has a wrong checksum"
+    assert file_checksums.find_damage(checkpoint) == ".metadata has a wrong checksum"
 
 
 def test_checkpoint_dir_puts_checkpoints_on_another_file_system(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from holmes_hpc.config.composition import load, with_overrides
 from holmes_hpc.config.hugging_face import config_of, model_of, read_config, read_model
 from holmes_hpc.config.model import Experts, ModelSpec
 from holmes_hpc.errors import ConfigError, DataError
-from holmes_hpc.training.checkpoint import checkpoint_directory, weight_names
+from holmes_hpc.training.checkpoint import checkpoint_directory, file_checksums, weight_names
 from holmes_hpc.training.checkpoint.export import ExportSource, export, find_source
 from holmes_hpc.training.checkpoint.generate import generate
 from holmes_hpc.training.checkpoint.hugging_face_folder import Folder, FolderWeights, copy_small_files, import_folder
@@ -418,11 +418,11 @@ def test_folder_of_another_model_is_refused(folder: Path) -> None:
 def test_damage_of_an_imported_checkpoint_is_found(folder: Path, tmp_path: Path) -> None:
     import_folder(folder, tmp_path / "ckpt")
     checkpoint = checkpoint_directory.open_checkpoint(tmp_path / "ckpt")
-    assert checkpoint.step == 0 and checkpoint_directory.find_damage(checkpoint) is None
+    assert checkpoint.step == 0 and file_checksums.find_damage(checkpoint) is None
     with open(tmp_path / "ckpt" / "model-00001-of-00002.safetensors", "r+b") as file:
         file.seek(-3, os.SEEK_END)
         file.write(b"xyz")
-    assert checkpoint_directory.find_damage(checkpoint) == "model-00001-of-00002.safetensors has a wrong checksum"
+    assert file_checksums.find_damage(checkpoint) == "model-00001-of-00002.safetensors has a wrong checksum"
 
 
 def test_published_gpt2_is_read(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import spawn
 import thorough
 
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.training.checkpoint import checkpoint_directory
+from holmes_hpc.training.checkpoint import checkpoint_directory, file_checksums
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
 
 pytestmark = pytest.mark.integration
@@ -45,7 +45,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun
 def test_latest_checkpoints_stay_with_their_description(uninterrupted: spawn.FinishedRun) -> None:
     checkpoints = checkpoint_directory.complete_checkpoints(uninterrupted.run.checkpoints)
     assert [c.step for c in checkpoints] == [10, 8]
-    assert all(checkpoint_directory.find_damage(c) is None for c in checkpoints)
+    assert all(file_checksums.find_damage(c) is None for c in checkpoints)
     description = checkpoints[0].description
     assert description["model"]["hidden"] == spawn.MODEL.hidden and description["device"] == "cpu"
     assert sorted(p.name for p in uninterrupted.run.checkpoints.iterdir()) == ["step-00000008", "step-00000010"]
@@ -250,7 +250,7 @@ def test_all_ranks_exit_with_2_if_all_checkpoints_are_damaged(uninterrupted: spa
     (truncated / ".metadata").write_bytes((truncated / ".metadata").read_bytes()[:-1])
     (malicious / ".metadata").write_bytes(b"cos\nmkdir\n(V" + str(tmp_path / "ran").encode() + b"\ntR.")
     description = json.loads((malicious / "holmes.json").read_text())
-    description["files"][".metadata"] = checkpoint_directory.checksum(malicious / ".metadata")
+    description["files"][".metadata"] = file_checksums.checksum(malicious / ".metadata")
     (malicious / "holmes.json").write_text(json.dumps(description))
     finished = spawn.train(tmp_path / "run", PLAN, {"train": STEPS})
     assert set(finished.codes) == {2}, finished.output
@@ -331,7 +331,7 @@ def test_unfinished_save_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step-00000013").mkdir()
     assert checkpoint_directory.complete_checkpoints(tmp_path) == []
     (unfinished / ".metadata").write_bytes(b"index of the tensors")
-    checksums = {p.name: checkpoint_directory.checksum(p) for p in unfinished.iterdir()}
+    checksums = {p.name: file_checksums.checksum(p) for p in unfinished.iterdir()}
     checkpoint_directory.finish(unfinished, 12, {}, checksums)
     assert [c.step for c in checkpoint_directory.complete_checkpoints(tmp_path)] == [12]
     (tmp_path / ".saving-step-00000014-1").mkdir()

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from holmes_hpc.errors import RunFailed
-from holmes_hpc.training.checkpoint import checkpoint_directory, writer
+from holmes_hpc.training.checkpoint import file_checksums, writer
 
 pytestmark = pytest.mark.integration
 FORK = multiprocessing.get_context("fork")
@@ -53,7 +53,7 @@ def test_fork_that_hangs_at_its_start_is_replaced(
     second.join()
     assert (first.exitcode, second.exitcode) == (-signal.SIGKILL, 0) and "hung" in capsys.readouterr().out
     checksums = json.loads((tmp_path / ".crc-2.json").read_text())
-    assert checksums == {shard.name: list(checkpoint_directory.checksum(shard))}
+    assert checksums == {shard.name: list(file_checksums.checksum(shard))}
 
 
 def test_forks_that_all_hang_end_the_save_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
