@@ -125,18 +125,14 @@ def keeps_others_selectable(chosen: Partition, nodes: Sequence[SiteNode], open_:
     return all(not free.isdisjoint(n.partitions) for n in nodes if n.name not in selected)
 
 
-# Why one partition ranks behind another, by the position at which their ranks differ first.
-_BEHIND = (
-    *("it allows a job fewer of them", "it has other nodes too", "", "its time limit is shorter"),
-    *("its node limit is lower", "its priority is lower", "it is the default", "its name sorts later"),
-)
+_Criterion = tuple[float | bool | str, str]  # a value, better if smaller; why a partition with a larger one is worse
 
 
 def ranked_partitions(
     members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition], purest: bool = False
 ) -> dict[Partition, str]:
-    """Return the partitions `options` through which jobs can select `members`, the best first, each with the reason why
-    it ranks behind the best; no reason for the best, and for those without some of its members.
+    """Return {partition: why it ranks behind the best} of `options`, in which jobs can select `members`; the best first.
+    The reason is empty for the best, and for partitions without some of its members.
 
     The best has most members that one job may use, then fewest other nodes, most members, the longest time limit, the
     highest node limit and priority, is not the default partition, and comes first by name. `purest`: the best allows a
@@ -144,16 +140,26 @@ def ranked_partitions(
     names, nic = {n.name for n in members}, members[0].reading.nic
     other_names = {n.name for n in everyone if (n.reading.nic is not nic if purest else n.name not in names)}
 
-    def rank(p: Partition) -> tuple[float | bool | str, ...]:
+    def criteria(p: Partition) -> list[_Criterion]:
         inside, outside = len(names & set(p.nodes)), len(other_names & set(p.nodes))
         allowed = int(min(inside, p.node_limit))
-        counts = (allowed < inside, outside, -inside) if purest else (-allowed, outside, -inside)
-        time = p.time_limit_min
-        limits = (-(float("inf") if time is None else time), -p.node_limit)
-        return (*counts, *limits, -p.priority, p.default, p.name)
+        return [
+            (allowed < inside if purest else -allowed, "it allows a job fewer of them"),
+            (outside, "it has other nodes too"),
+            (-inside, ""),
+            (-float("inf") if p.time_limit_min is None else -p.time_limit_min, "its time limit is shorter"),
+            (-p.node_limit, "its node limit is lower"),
+            (-p.priority, "its priority is lower"),
+            (p.default, "it is the default"),
+            (p.name, "its name sorts later"),
+        ]
 
-    best, *others = sorted(options, key=rank)
-    holds_all = [(names & set(best.nodes)).issubset(p.nodes) for p in others]
-    differences = [next(i for i, (a, b) in enumerate(zip(rank(best), rank(p), strict=True)) if a != b) for p in others]
-    reasons = [_BEHIND[i] if holds else "" for i, holds in zip(differences, holds_all, strict=True)]
-    return {best: "", **dict(zip(others, reasons, strict=True))}
+    def reason(p: Partition) -> str:
+        if p is best or not (names & set(best.nodes)).issubset(p.nodes):
+            return ""
+        return next(
+            reason for (value, reason), (least, _) in zip(criteria(p), criteria(best), strict=True) if value != least
+        )
+
+    best, *_ = ranked = sorted(options, key=criteria)
+    return {p: reason(p) for p in ranked}
