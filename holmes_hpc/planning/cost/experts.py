@@ -29,8 +29,8 @@ def weights(layout: Layout, layers: np.ndarray) -> np.ndarray:
     return layers.astype(np.float64) * expert_parameters(layout.model, layout.parallel.ep)
 
 
-def updated(layout: Layout, layers: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Return how many of the parameters `count` of a stage the optimizer of one rank holds and updates, (plans, S)."""
+def optimizer_share(layout: Layout, layers: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Return the number of parameters, of a stage's `count`, that one rank's optimizer updates, (plans, S)."""
     if not layout.parallel.distributed_optimizer:
         return count
     experts = weights(layout, layers).sum(axis=2)
@@ -59,11 +59,17 @@ def data_parallel(layout: Layout, replica: int, stage: int) -> tuple[Transport, 
     return transport, nodes, (ranks, min(layout.parallel.ep, component.gpus_per_node))
 
 
-def bytes_to_each_rank(layout: Layout, component: Component) -> float:
+def bytes_to_each_rank(layout: Layout, component: Component, between_nodes: bool) -> float:
     """Return the bytes that a rank sends to each other rank of its EP group in a layer's forward pass.
-    These are tokens with their probabilities (fp32), and results. Experts are balanced. Backward sends as many."""
+
+    These are tokens with their probabilities (fp32), and results. Experts are balanced. Backward sends as many.
+    `between_nodes`: to a rank on another node, where software may send a token once for all its experts."""
     p, m = layout.parallel, layout.model
-    tokens = layout.batch.micro_size * layout.batch.sequence_length / p.tp * m.active_ffns
+    copies = m.active_ffns  # of a token
+    if between_nodes and layout.costs.software.deduplicated:
+        nodes = ep_nodes(layout, component)
+        copies = nodes * (1 - (1 - 1 / nodes) ** m.active_ffns)  # the expected number of nodes with its experts
+    tokens = layout.batch.micro_size * layout.batch.sequence_length / p.tp * copies
     return tokens / p.ep * (2 * m.hidden * layout.costs.weight_bytes(layout.pool(component).gpu) + 4)
 
 
@@ -88,12 +94,10 @@ def exchange_s(layout: Layout, replica: int) -> np.ndarray:
 
 def _exchange_s(layout: Layout, component: Component) -> float:
     ep, nodes = layout.parallel.ep, ep_nodes(layout, component)
-    sent_bytes, inside = bytes_to_each_rank(layout, component), ep // nodes
-    transport = layout.transport_rule.of({component.pool}, nodes == 1)
-    seconds = sent_bytes * (inside - 1) / layout.rate(LOCAL, component)
+    inside, transport = ep // nodes, layout.transport_rule.of({component.pool}, nodes == 1)
+    seconds = bytes_to_each_rank(layout, component, False) * (inside - 1) / layout.rate(LOCAL, component)
     if nodes > 1:  # all ranks of a node share its NIC
-        ranks, k = min(component.gpus_per_node, layout.parallel.stages[0].ranks), layout.model.active_ffns
-        if layout.costs.software.deduplicated:  # over the nodes that a token's experts are on
-            sent_bytes *= nodes * (1 - (1 - 1 / nodes) ** k) / k
-        seconds = max(seconds, sent_bytes * (ep - inside) * ranks / layout.rate(transport, component))
+        ranks = min(component.gpus_per_node, layout.parallel.stages[0].ranks)
+        sent_bytes = bytes_to_each_rank(layout, component, True) * (ep - inside) * ranks
+        seconds = max(seconds, sent_bytes / layout.rate(transport, component))
     return EXCHANGES * layout.latency(transport, component) + seconds

@@ -60,7 +60,7 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
         elif group.kind == "ep":
             passes = 3 if layout.recompute == "full" else 2  # forward, perhaps again, and backward
             calls = passes * layers[0, stage].sum() * layout.order.micro_batches
-            peer_bytes = calls * experts.bytes_to_each_rank(layout, component)
+            peer_bytes = calls * experts.bytes_to_each_rank(layout, component, between_nodes=True)
         elif group.kind in ("intra_dp" if p.optimizer_instances > 1 else "dp", "expt_dp"):
             size = float((sparse if group.kind == "expt_dp" else count)[stage])
             senders = first_rank_per_node(group.ranks, place_of)

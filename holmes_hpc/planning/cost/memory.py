@@ -192,7 +192,7 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
         compute=lambda: by_stage(layout, replica, ("memory", layout.recompute), component_bytes).T,
     )
     weights, gradients = count * element, count * gradient
-    optimizer = experts.updated(layout, layers, count) * moments
+    optimizer = experts.optimizer_share(layout, layers, count) * moments
     gathered = np.zeros_like(count)
     if costs.software.sharding in ("gradients", "full"):  # FSDP: shards, and two complete layers at a time
         two_layers = 2 * layer_parameters(m, p.tp, p.ep) * element

@@ -92,7 +92,7 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
         _replica(layout, network, compute, layers, count, sizes)
         for network, compute in zip(networks.replicas, compute_times(layout), strict=True)
     ]
-    updated = experts.updated(layout, layers, count.sum(axis=2))
+    updated = experts.optimizer_share(layout, layers, count.sum(axis=2))
     return Timing(
         tuple(durations for durations, _ in replica_times),
         _shared_nics(layout),

@@ -18,6 +18,7 @@ from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import layer_activation_bytes, memory
 from holmes_hpc.planning.cost.predict import layer_array, predict
+from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
 
@@ -74,7 +75,10 @@ def test_memory_shards_experts_over_ep_and_their_optimizer_over_their_replicas()
     assert float((parts[0].gradients - parts[1].gradients)[0, 0]) == 4 * moved
     # an expert has 16 replicas at EP 1, which hold all 16 experts, and 4 at EP 4, which hold 4
     assert parts[0].optimizer == pytest.approx(parts[1].optimizer)
-    assert float(experts.updated(one, layers, experts.weights(one, layers).sum(axis=2))[0, 0]) == 4 * 3 * 1024 * 512
+    assert (
+        float(experts.optimizer_share(one, layers, experts.weights(one, layers).sum(axis=2))[0, 0])
+        == 4 * 3 * 1024 * 512
+    )
 
 
 @pytest.mark.parametrize(("ep", "nodes"), [(8, 1), (16, 2)])
@@ -90,6 +94,10 @@ def test_all_to_all_bytes_cross_nodes_only_if_a_group_does(ep: int, nodes: int) 
     per_micro_batch = 8 * 2 * 1024 / 16 * (2 * 1024 * 2 + 4)
     assert {amount for _, amount in sent} == {2 * 4 * 8 * per_micro_batch} and len(sent) == 32
     assert {group.transport.fabric for group, _ in sent} == {"ib-a", "roce-a"}
+    once = Layout.of(made, Costs(software=Software(deduplicated=True)))  # a token's two experts are on 1.5 nodes
+    fewer = {amount for group, _, amount in sent_bytes(once, layer_array(made)) if group.kind == "ep"}
+    assert fewer == {0.75 * amount for _, amount in sent}
+    assert (experts.exchange_s(once, 0) < 0.8 * experts.exchange_s(layout, 0)).all()
 
 
 def test_no_byte_of_experts_crosses_fabrics() -> None:
