@@ -1,7 +1,8 @@
 """The agent of a node: the program of the only task on each node of an elastic run. It forks the node's ranks.
 
 It loads torch and Megatron-Core once, but never uses a GPU, so that its forks can. It reports to the coordinator and
-obeys its orders. If the coordinator is silent, it kills its ranks, because a spare may take their place.
+obeys its orders. On a spare node it waits for an order with ranks. If the coordinator is silent, it kills its ranks,
+because a spare may take their place.
 """
 
 import os
