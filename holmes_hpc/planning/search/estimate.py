@@ -68,8 +68,8 @@ class Estimate:
 class Limit:
     """The pruning limit: `margin` times the least estimate so far.
 
-    Each pool alone, each pair and all pools have least estimates of their own, since the best placement on each is
-    always tried. The first FEW_PLACEMENTS placements are all kept.
+    Placements on one pool, on a pair and on all pools are compared only with others on the same pools. The first
+    FEW_PLACEMENTS placements are all kept.
     """
 
     def __init__(self, pool_count: int, margin: float) -> None:

@@ -59,7 +59,7 @@ def pipelines(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
 def _shortest(counts: np.ndarray, seconds: np.ndarray) -> list[int]:
     """Return the indices of the shortest estimates, and of the best of each pool, each pair and all, shortest first.
 
-    `counts`: the stages of each pool, (placements, F). `seconds`: the estimates, (placements,).
+    `counts`: the stages of each pool, (placements, P). `seconds`: the estimates, (placements,).
     """
     order, used, pool_count = np.argsort(seconds, kind="stable"), counts > 0, counts.shape[1]
     selected = [order[:MAX_PLACEMENTS]]
@@ -75,7 +75,7 @@ def _shortest(counts: np.ndarray, seconds: np.ndarray) -> list[int]:
 def _filled(
     costs: PoolCosts, dp: int, maxima: np.ndarray, units: np.ndarray, limit: Limit
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (stages of each pool, (placements, F); tau, (placements,)) within the limit.
+    """Return (stages of each pool, (placements, P); tau, (placements,)) within the limit.
 
     All stage counts of a choice of pools are listed if they are few. Else, for each tau, the choice is filled with
     stages that take at most tau, the fastest pool first. Each of its pools in turn is the last one, which need not be

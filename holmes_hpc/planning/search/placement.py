@@ -14,7 +14,7 @@ from holmes_hpc.fabric.site import Pool
 from holmes_hpc.planning.plan.parts import Component
 from holmes_hpc.planning.search.estimate import Estimate
 
-FEW_FABRICS = 4  # up to this number, all orders are tried
+FEW_POOLS = 4  # up to this number, all orders are tried
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def other_orders(placement: Placement) -> Iterator[tuple[Block, ...]]:
     blocks = placement.blocks
     if placement.strategy == "hierarchical-dp":
         return
-    if len(blocks) <= FEW_FABRICS:
+    if len(blocks) <= FEW_POOLS:
         yield from (order for order in permutations(blocks) if order != blocks)
         return
     for a, b in combinations(range(len(blocks)), 2):
@@ -88,7 +88,7 @@ def spanning_tree_edges(edge_s: np.ndarray, used: np.ndarray) -> tuple[np.ndarra
     """Return (the longest edge, the sum of all edges) between the pools of each placement, (placements,) each.
 
     The edges are those of the minimum spanning tree (Prim 1957), a lower bound for every order of the pools.
-    `edge_s`: seconds between any two fabrics, (F, F). `used`: the pools of each placement, (placements, F).
+    `edge_s`: seconds between any two pools, (P, P). `used`: the pools of each placement, (placements, P).
     """
     indices, pool_count = np.arange(len(used)), used.shape[1]
     in_tree = np.zeros_like(used)

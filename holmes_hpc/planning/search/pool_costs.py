@@ -22,12 +22,12 @@ MAX_CHUNKS = 8
 
 
 class PoolCosts:
-    """Costs at one micro-batch size and TP. Arrays have one entry per pool of `available`, (F,).
+    """Costs at one micro-batch size and TP. Arrays have one entry per pool of `available`, (P,).
 
     `layer_s`: seconds of a layer for one micro-batch, forward and backward. `micro_batches`: of all data-parallel
     ranks together. `layer_size`: parameters of a layer on a rank. `layer_bytes`: their memory without the optimizer.
     `taus`: all stage times that a whole number of layers can take; `layers_in_tau`: layers of a stage within each of
-    them, (T, F).
+    them, (T, P).
     """
 
     def __init__(self, problem: Problem, micro_size: int, tp: int, available: list[AvailablePool]) -> None:
@@ -84,7 +84,7 @@ class PoolCosts:
         self._memo = Memo()
 
     def between_gbps(self, ranks: int) -> np.ndarray:
-        """Return the payload rate from a node of each pool to one of each other pool, (F, F), while the nodes of
+        """Return the payload rate from a node of each pool to one of each other pool, (P, P), while the nodes of
         `ranks` ranks send at once."""
         if not any(link.total_gbps for link in self.site.links):
             ranks = 1  # the number does not matter: compute the rates once
@@ -165,9 +165,9 @@ class PoolCosts:
         return self._memo.of(compute.__name__, *args, compute=partial(compute, *args))
 
     def transfers_s(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of a stage transfer inside each pool, (F,), and between two fabrics, (F, F).
+        """Return the seconds of a stage transfer inside each pool, (P,), and between two pools, (P, P).
 
-        Between two fabrics, the slower end limits the rate.
+        Between two pools, the slower end limits the rate.
         """
         size = (
             self.micro_size

@@ -11,7 +11,7 @@ import numpy as np
 
 from holmes_hpc.planning.search.problem import AvailablePool
 
-FEW_FABRICS = 3  # up to this number, all orders are tried
+FEW_POOLS = 3  # up to this number, all orders are tried
 MAX_UNITS = 128  # a larger pool is divided into this many units of several nodes
 Stage = tuple[int, int, int]
 Stages = tuple[Stage, ...]
@@ -25,10 +25,10 @@ def pools_of(stages: Stages) -> frozenset[int]:
 def stage_orders(stages: list[tuple[int, int, int]]) -> Iterator[Stages]:
     """Yield the stages with the pools in other orders, and with each pool's stages forward or reversed.
 
-    With more than FEW_FABRICS pools, only the given order and its reverse are tried, with all pools' stages alike.
+    With more than FEW_POOLS pools, only the given order and its reverse are tried, with all pools' stages alike.
     """
     parts = [tuple(part) for _, part in groupby(stages, key=lambda stage: stage[0])]  # the stages of each pool
-    if len(parts) <= FEW_FABRICS:
+    if len(parts) <= FEW_POOLS:
         orders = [choice for order in permutations(parts) for choice in product(*((p, p[::-1]) for p in order))]
     else:
         orders = [tuple(p[::step] for p in order) for order in (parts, parts[::-1]) for step in (1, -1)]

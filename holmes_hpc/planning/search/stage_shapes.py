@@ -271,7 +271,7 @@ class _ShapeEstimator:
                 ]
 
     def _combinations(self, tp_choice: TpChoice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the possible combinations of stages on each pool, (n, F), each with the index of its limit on tau and
+        """Return the possible combinations of stages on each pool, (n, P), each with the index of its limit on tau and
         the estimated seconds of its step, (n,) each."""
         tables = [self._tables[f, tps] for f, tps in tp_choice.items()]
         first = int(np.searchsorted(self.stage_time_limits, self._least_s([*tp_choice]) * (1 - 1e-9)))
