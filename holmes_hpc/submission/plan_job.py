@@ -35,7 +35,7 @@ MAX_TIMEOUTS = 10**6  # for submitit; RankTask.checkpoint decides whether the jo
 @dataclass(frozen=True)
 class PlannedJob:
     """A sweep's job that has a plan. Every rank calls ``function(config)``.
-    `settings`: configuration group slurm; `record`: more keys of run.yaml."""
+    `settings`: configuration group slurm; `record`: keys to add to run.yaml."""
 
     plan: Plan
     config: dict[str, Any]
@@ -185,7 +185,7 @@ class PlanExecutor(SlurmHetExecutor):
             self._commands(request, command),
             mark=f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}",
             begin=[again],
-            beside="" if self.is_elastic else f'{lost} {request.ranks} "$step"',
+            monitor="" if self.is_elastic else f'{lost} {request.ranks} "$step"',
             coordinator=run_command("elastic.coordinator", self.run_path) if self.is_elastic else "",
             on_signal=[f"{end} --so-far"],
             finish=[f"{end}; status=$?"],

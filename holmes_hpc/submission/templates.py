@@ -68,23 +68,23 @@ def _script(
         environment=((LEADER, "%j"), *tasks_per_node(parts)),
         **options,
     )
-    start = f'{PYTHON} -c "$start" holmes_hpc.submission.lifecycle'
-    end = f'{start}.batch_end {RUN} "$status" "$signalled"'
+    run_module = f'{PYTHON} -c "$bootstrap" holmes_hpc.submission.lifecycle'
+    end = f'{run_module}.batch_end {RUN} "$status" "$signalled"'
     overrides = [o for o in overrides if not o.startswith(("run_dir=", "name=", "plan_file="))]  # the script sets these
     expansion_note = "# shellcheck disable=SC2016 # single quotes prevent expansion on purpose"
     set_overrides = [expansion_note, f'set -- {shlex.join(overrides)} "$@"']
-    python = "python3" if job.container else PYTHON
+    python = "python3" if job.container else PYTHON  # tasks run in the container, batch_start and batch_end outside
     return script_text(
         job,
-        f'{python} -c "$start" holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
+        f'{python} -c "$bootstrap" holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
         begin=[
             *(set_overrides if overrides else ()),
             "# Run a module. `python -m` would also import code from the working directory.",
-            f"start={shlex.quote(START)}",
+            f"bootstrap={shlex.quote(START)}",
             "run=${RUN:-runs/$SLURM_JOB_ID}",
-            f'{start}.batch_start {RUN} {PLAN} {restarts} "$@" || exit',
+            f'{run_module}.batch_start {RUN} {PLAN} {restarts} "$@" || exit',
         ],
-        beside=f'{start}.lost_step {RUN} {job.ranks} "$step"',
+        monitor=f'{run_module}.lost_step {RUN} {job.ranks} "$step"',
         on_signal=[f"{end} --so-far"],
         finish=[f"{end}; status=$?"],
     )

@@ -238,7 +238,7 @@ def script_text(
     *,
     mark: str = "",
     begin: Sequence[str] = (),
-    beside: str = "",
+    monitor: str = "",
     coordinator: str = "",
     on_signal: Sequence[str] = (),
     finish: Sequence[str] = (),
@@ -247,8 +247,8 @@ def script_text(
     Lines of shell: `mark` before the set-up, `begin` after it; `on_signal` after a signal, while the step still runs;
     `finish` after the step. In the last two ``$status`` is the step's exit status so far, and ``$signalled`` the signal
     received.
-    `beside`: a command that runs as long as the step, whose process id is ``$step``. `coordinator`: the command that
-    takes the step's place as the parent of srun, whose process id is its last argument."""
+    `monitor`: a command that runs as long as the step. It may use the step's process id, ``$step``. `coordinator`: the
+    command that takes the step's place as the parent of srun; its last argument will be the process id of srun."""
     commands = [command] * len(job.components) if isinstance(command, str) else command
     step = _step(job, commands) if job.use_srun else " ".join(_program(job, job.components[0], commands[0]))
     record = None if job.exit_record is None else job.quote(job.exit_record)
@@ -258,7 +258,7 @@ def script_text(
     unset_names = " \\\n  ".join(textwrap.wrap(" ".join(TABLE["first_component_variables"]), 100))
     release = shlex.join([sys.executable, *module_arguments("holmes_hpc.submission.executor.throttle")])
     unset = ["# These describe component 0 only; srun would apply them to all components.", f"unset {unset_names}"]
-    watch = [f"{beside} &", "beside=$!", 'disown "$beside" # no message when it is killed']
+    monitoring = [f"{monitor} &", "monitor=$!", 'disown "$monitor" # no message when it is killed']
     before = [
         *(f"export {key}={job.quote(value)}" for key, value in job.environment),
         *(["mkdir -p -- " + " ".join(map(job.quote, job.directories))] if job.directories else []),
@@ -276,13 +276,13 @@ def script_text(
         "# shellcheck disable=SC2016 # sh -c in each task expands the variables, not this shell",
         f"{step} &",
         "step=$!",
-        *(watch if beside else []),
+        *(monitoring if monitor else []),
         "while :; do",
         '  wait "$step"; status=$?',
         '  kill -0 "$step" 2>/dev/null || break',
         *(f"  {line}" for line in on_signal),
         "done",
-        *(['kill "$beside" 2>/dev/null'] if beside else []),
+        *(['kill "$monitor" 2>/dev/null'] if monitor else []),
     ]
     after = [
         *([f"cat -- {errors} >&2"] if errors else []),

@@ -56,7 +56,7 @@ PYTHON holmes_hpc.submission.lifecycle.lost_step RUN 4 "$step" &
 
 def test_without_elastic_the_batch_script_is_the_same_byte_by_byte(tmp_path: Path) -> None:
     text = script(tmp_path)
-    step = text[text.index("\nsrun") + 1 : text.index("beside=$!")].replace(str(tmp_path / "x"), "RUN")
+    step = text[text.index("\nsrun") + 1 : text.index("monitor=$!")].replace(str(tmp_path / "x"), "RUN")
     step = re.sub(r"/\S*python\S* .*(?= holmes_hpc)", "PYTHON", step)
     assert re.sub("(?<=submission) (''|/.*)(?= 2>)", " IMPORTS", step) == PLAIN_STEP
     directives = text[: text.index("\nexport")].replace(str(tmp_path), "")

@@ -73,19 +73,19 @@ def test_a_lost_step_is_complete_if_every_rank_is(
 
 
 @pytest.mark.integration
-def test_a_command_beside_the_step_ends_with_it(tmp_path: Path) -> None:
-    (tmp_path / "srun").write_text(f"#!/bin/sh\nwhile [ ! -e {tmp_path}/beside ]; do sleep 0.05; done\nexit 3\n")
+def test_a_monitor_of_the_step_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nwhile [ ! -e {tmp_path}/monitor ]; do sleep 0.05; done\nexit 3\n")
     (tmp_path / "srun").chmod(0o755)
-    beside = f"bash -c 'echo $0 > {tmp_path}/beside; exec sleep 61.7' \"$step\""
+    monitor = f"bash -c 'echo $0 > {tmp_path}/monitor; exec sleep 61.7' \"$step\""
     request = JobRequest((ComponentRequest(1, 1, "ib"),))
     process = subprocess.run(
-        ["bash", "-c", script_text(request, "true", beside=beside)],
+        ["bash", "-c", script_text(request, "true", monitor=monitor)],
         capture_output=True,
         text=True,
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "9"},
     )
     assert (process.returncode, process.stderr) == (3, "")
-    assert (tmp_path / "beside").read_text().strip().isdecimal()
+    assert (tmp_path / "monitor").read_text().strip().isdecimal()
     deadline = time.monotonic() + 5
     while subprocess.run(["pgrep", "-f", "sleep 61.7"], capture_output=True).returncode == 0:
         assert time.monotonic() < deadline
