@@ -241,7 +241,7 @@ def test_a_run_without_a_step_is_replaced_and_rm_asks_first(holmes, tmp_path, ca
     for rank in range(Plan.read(target).world_size):
         run.write_exit(rank, "completed")
     with hold_lock(run.path / TRAINING_LOCK, LockOwner.current("a test")):
-        refused(holmes("rm", "mine", "--yes"), "whether the run has ended is not known")
+        refused(holmes("rm", "mine", "--yes"), "a process still trains into this directory; wait until it ends")
     assert holmes("rm", "mine", "--yes")[0] == 0
     assert not run.path.exists() and list((tmp_path / "large").iterdir()) == []
     (tmp_path / "sweep").mkdir()

@@ -157,14 +157,19 @@ def remove_unused_run(run: RunDirectory) -> None:
 
 
 def refuse_unless_ended(run: RunDirectory, state: str) -> None:
-    """Raise ConfigError if a run may still be active: a process trains into its directory, or its `state`, as tables
-    show it, is not final, or is not known and ranks lack exit records."""
-    problem, hint, is_over = f"the run is {state}", "wait for its end, or `holmes cancel` it", _is_over(state)
-    if state == UNKNOWN.lower():
-        problem, is_over = "whether the run has ended is not known", _all_ranks_exited(run)
+    """Raise ConfigError if a run may be active. It may if a process holds its training lock, if its `state` (as in
+    tables) is not final, or if its state is unknown and a rank has no exit record."""
+    is_unknown = state == UNKNOWN.lower()
+    if not is_unknown and not _is_over(state):
+        problem, hint = f"the run is {state}", "wait for its end, or `holmes cancel` it"
+    elif is_locked(run.path / TRAINING_LOCK):
+        problem, hint = "a process still trains into this directory", "wait until it ends"
+    elif is_unknown and not _all_ranks_exited(run):
+        problem = "whether the run has ended is not known"
         hint = "remove it on the machine that it ran on, or on one whose Slurm knows its job"
-    if is_locked(run.path / TRAINING_LOCK) or not is_over:
-        raise ConfigError(problem, where=str(run.path), hint=hint)
+    else:
+        return
+    raise ConfigError(problem, where=str(run.path), hint=hint)
 
 
 def _all_ranks_exited(run: RunDirectory) -> bool:
