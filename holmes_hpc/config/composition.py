@@ -54,7 +54,9 @@ def composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
         parsed = _parse(expanded)
         raise_all([*_unknown_keys(parsed)])
         config = _compose_declared(parsed)
-        return _to_plain(_compose_by_hydra(expanded) if config is None else config, overrides)
+        if config is None:  # it has undeclared options
+            config = _compose_by_hydra(expanded)
+        return _to_plain(config, overrides)
 
 
 def with_overrides(config: Configuration, overrides: Sequence[str]) -> Configuration:

@@ -102,19 +102,23 @@ class LayerTimes:
         return sum(f for f, _ in products), sum(b for _, b in products)
 
     def ffn_products(self, fp8: bool = False) -> list[Seconds]:
-        """Return the seconds of the FFN's products: up with the gate; down. Tokens are spread evenly over experts, of
-        which each rank holds one of `ep` parts."""
+        """Return (forward, backward) seconds of the FFN's products, in pairs: up (with the gate), down.
+
+        Shared and routed experts have a pair each. A rank holds 1/`ep` of the experts; each gets equally many tokens.
+        """
         m, experts = self.model, self.model.experts
-        parts = [(1, m.tp_ffn // self.tp, self.tokens)] if m.tp_ffn else []  # number, width, tokens
+        products = self._up_and_down(m.tp_ffn // self.tp, self.tokens, fp8) if m.tp_ffn else []
         if experts.count:
             count = experts.count // self.ep
-            parts.append((count, m.ffn_width, max(1, round(self.tokens / self.tp * experts.top_k / count))))
-        return [
-            (count * forward, count * backward)
-            for count, width, tokens in parts
-            for shape in (((2 if m.swiglu else 1) * width, m.hidden), (m.hidden, width))
-            for forward, backward in [self.product(*shape, fp8, tokens)]
-        ]
+            tokens = max(1, round(self.tokens / self.tp * experts.top_k / count))
+            expert_products = self._up_and_down(m.ffn_width, tokens, fp8)
+            products += [(count * forward, count * backward) for forward, backward in expert_products]
+        return products
+
+    def _up_and_down(self, width: int, tokens: int, fp8: bool) -> list[Seconds]:
+        """Return the seconds of the two products of a feed-forward part with the inner width `width`."""
+        columns, hidden = (2 if self.model.swiglu else 1) * width, self.model.hidden
+        return [self.product(columns, hidden, fp8, tokens), self.product(hidden, width, fp8, tokens)]
 
     def scores(self) -> Seconds:
         """Return the seconds of attention's core: scores, softmax, dropout, product with values."""

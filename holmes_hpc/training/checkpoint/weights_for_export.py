@@ -59,6 +59,7 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         prefix = min((key.removesuffix(_MARKER) for key, _ in entries if key.endswith(_MARKER)), key=len, default=None)
         if prefix is None:
             raise DataError("holds no GPT model", where=self.directory, hint="export a checkpoint of a run")
+        # name -> the saved tensor's key and metadata, and the index in its stack: the layer, or layer and expert
         self._entries: dict[str, tuple[str, TensorStorageMetadata, tuple[int, ...]]] = {}
         tensors = {k: v for k, v in entries if isinstance(v, TensorStorageMetadata) and k.startswith(prefix)}
         for key, tensor in tensors.items():
@@ -79,15 +80,15 @@ class SavedWeights(Mapping[str, torch.Tensor]):
         return name in self._entries
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        key, tensor, index = self._entries[name]
-        shape = tensor.size[len(index) :]
-        size, offsets = [1] * len(index) + [*shape], [*index] + [0] * len(shape)
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
-        pieces = create_read_items_for_chunk_list(key, tensor, [chunk])
-        if sum(math.prod(piece.lengths) for piece in pieces) != math.prod(size):
+        key, metadata, index = self._entries[name]
+        shape = metadata.size[len(index) :]
+        padded_shape, offsets = [1] * len(index) + [*shape], [*index] + [0] * len(shape)
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(padded_shape))
+        pieces = create_read_items_for_chunk_list(key, metadata, [chunk])
+        if sum(math.prod(piece.lengths) for piece in pieces) != math.prod(shape):
             raise DataError(f"the checkpoint has only a part of {name}", where=self.directory, hint=_HINT)
         try:
-            target = torch.empty(size, dtype=tensor.properties.dtype, device="cpu")
+            target = torch.empty(padded_shape, dtype=metadata.properties.dtype, device="cpu")
             self._reader.read_data(LoadPlan(pieces), _TensorLoader(target, chunk.offsets)).wait()
         except Exception as e:  # damaged bytes can cause any error of torch.load
             problem = f"{name} cannot be read: {restricted_pickle.error_message(e)}"
