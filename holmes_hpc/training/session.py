@@ -212,12 +212,13 @@ def open_session(
 
 
 def _fp8_sizes(plan: Plan, rank: int) -> dict[str, int]:
-    """Return name -> dimension of a rank's matrix products."""
+    """Return name -> dimension of a rank's matrix products. FP8 needs multiples of its block size."""
     m, tp = plan.model, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
     return {
         "tokens of a micro-batch": plan.parts.micro_size * plan.parts.sequence_length,
         "model.hidden": m.hidden,
-        "model.ffn on a rank": m.ffn // tp,
+        **({"width of an expert": m.ffn_width} if m.experts.count else {}),
+        f"model.{'experts.shared' if m.experts.count else 'ffn'} on a rank": m.tp_ffn // tp,
         "width of the queries on a rank": m.query_width // tp,
         "width of the keys on a rank": m.key_width // tp,
     }
