@@ -75,7 +75,7 @@ def check_inputs(config: Configuration) -> None:
         raise ConfigError(f"this Python has no {packages}", where="launcher=local", hint=hint)
     for key, path in (("checkpoint", config.checkpoint), ("data.tokenizer", config.data.tokenizer)):
         if path is not None and not path.startswith("hf:") and not Path(path).exists():
-            raise ConfigError(f"{path!r} does not exist", where=key, hint="give the path of an existing one")
+            raise ConfigError(f"{path!r} does not exist", where=key, hint="give the path of an existing file or folder")
     if (folder := folder_of(config.checkpoint)) is not None:
         from holmes_hpc.training.checkpoint.hugging_face_folder import Folder
 

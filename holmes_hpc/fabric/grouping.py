@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TypeVar
 
-from holmes_hpc.errors import SiteError
+from holmes_hpc.errors import SiteError, nearest
 from holmes_hpc.fabric.features import Vocabulary
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.node_gpus import NodeGpus, node_gpus
@@ -84,7 +84,7 @@ def group(
     names = {p.name for p in partitions}
     for name in settings.partitions:
         if name not in names:
-            raise SiteError(f"no partition {name!r}", where="settings", hint=f"Slurm has {', '.join(sorted(names))}")
+            raise SiteError(f"no partition {name!r}", where="partitions", hint=nearest(name, names))
     open_, skipped = usable_partitions(partitions, settings)
     refusals = {p.name: f"partition {p.name}: {reason}" for p, reason in skipped}
     eligible = _eligible(nodes, open_, refusals, notes)
@@ -281,10 +281,10 @@ def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, notes: _No
 
 
 def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str | None:
-    """Return the shortest constraint ``a&b`` of features that all `members` have and no rival has.
+    """Return a constraint ``a&b`` of features that all `members` have and no rival has together; None if there is none.
 
-    The project's own NIC and fabric labels are preferred: all that `members` have in common. Empty: no feature is
-    needed. None: no constraint selects only `members`."""
+    Tried in this order: all common NIC and fabric labels of this project, one NIC feature, none, one feature, two,
+    all."""
     common = [f for f in dict.fromkeys(members[0].features) if all(f in m.features for m in members)]
     meanings = {m.feature: m for node in members for m in node.reading.meanings}
     labels = [f for f in common if f in meanings and meanings[f].is_label]

@@ -131,7 +131,7 @@ _Criterion = tuple[float | bool | str, str]  # a value, better if smaller; why a
 def ranked_partitions(
     members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition], purest: bool = False
 ) -> dict[Partition, str]:
-    """Return {partition: why it ranks behind the best} of `options`, in which jobs can select `members`; the best first.
+    """Return {partition: why it ranks behind the best} for `options`, the best first. Each has some of `members`.
     The reason is empty for the best, and for partitions without some of its members.
 
     The best has most members that one job may use, then fewest other nodes, most members, the longest time limit, the

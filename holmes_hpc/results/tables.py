@@ -110,7 +110,7 @@ def _gib(value: Any) -> float:
 
 
 def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
-    """Return the table of each pipeline stage's step time: the seconds of each part, and its share of the step."""
+    """Return the table of each pipeline stage's step time: the seconds of each part, and its share of their sum."""
     plan_stages, types = plan.get("stages") or [], nic_types(plan)
     rows = []
     for index, parts in enumerate(stage_breakdown(run)):

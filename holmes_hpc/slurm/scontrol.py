@@ -226,7 +226,8 @@ def parse_partition(line: str) -> Partition:
 
 
 def parse_topology(text: str) -> Topology:
-    """Parse `scontrol show topology`. A switch lists all nodes below it; switches without a common one are trees."""
+    """Return the top switch and the block of each node in `scontrol show topology`.
+    A switch lists all nodes below it."""
     trees: dict[str, str] = {}
     blocks: dict[str, str] = {}
     records = [parse_record(line) for line in _records(text, "SwitchName=") + _records(text, "BlockName=")]

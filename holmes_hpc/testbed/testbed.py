@@ -274,7 +274,8 @@ def exec_in(
         command, env = daemons.node_command(testbed, node, argv), {**system_env(), **os.environ, **_env(testbed)}
         return subprocess.run(command, env=env, check=False, text=True, capture_output=capture, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise TestbedError(f"not done in {timeout_s} s", where=f"{node}: {argv[0]}", hint="allow more time") from None
+        problem = f"did not end within {timeout_s:g} s"
+        raise TestbedError(problem, where=f"{node}: {argv[0]}", hint="allow more time") from None
 
 
 def kill_node(node: str) -> None:

@@ -74,7 +74,7 @@ def test_nodes_shows_what_a_job_with_these_settings_could_use(holmes, site, monk
     for setting, name in (("slurm.account=a", "a"), ("slurm.account=b", "b"), ("partitions=[b]", "b")):
         code, out, _ = holmes("nodes", "--json", setting)
         assert code == 0 and [f["partition"] for f in json.loads(out)["fabrics"]] == [name]
-    refused(holmes("nodes", "partitions=[gpu]"), "no partition 'gpu'", "Slurm has a, b")
+    refused(holmes("nodes", "partitions=[gpu]"), "no partition 'gpu'", "choose one of: a, b")
 
 
 def test_a_table_folds_between_words_and_only_where_it_must(capsys: pytest.CaptureFixture[str]) -> None:

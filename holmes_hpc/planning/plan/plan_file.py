@@ -226,7 +226,7 @@ def _parallel(flat: Mapping[str, Any]) -> Parallel:
         raise PlanError(f"parallel is {parallel!r:.60}", where="parallel", hint="give its keys: tp, dp, …")
     if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
         hint = "give a list with one mapping of keys (pool, layers, …) per stage"
-        raise PlanError(f"is {stages!r:.60}", where="stages", hint=hint)
+        raise PlanError(f"stages is {stages!r:.60}", where="stages", hint=hint)
     settings = {k: v for k, v in parallel.items() if k not in ("tp", "pp", "dp", "stages")}
     sizes = {k: v for k, v in parallel.items() if k in ("tp", "pp", "dp", "cp")}
     uniform = make(_Uniform, {"pp": len(stages), **sizes}, "parallel", PlanError)

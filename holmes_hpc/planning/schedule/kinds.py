@@ -18,7 +18,7 @@ COMPUTING = ("forward", "backward", "weight")  # kinds of events in which a stag
 
 
 class Pass(NamedTuple):
-    """One pass of a stage: forward (else backward), of one micro-batch, through one of the stage's model chunks."""
+    """A forward pass, or a backward pass if `forward` is False, of one micro-batch through one of a stage's chunks."""
 
     forward: bool
     micro_batch: int

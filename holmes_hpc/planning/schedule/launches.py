@@ -34,7 +34,7 @@ from holmes_hpc.planning.schedule.order import Order
 
 
 class Post(NamedTuple):
-    """A send (else a receive) of a stage transfer, as a rank launches it on its device."""
+    """A send of a stage transfer, or a receive if `sends` is False, as a rank launches it on its device."""
 
     sends: bool
     transfer: StageTransfer

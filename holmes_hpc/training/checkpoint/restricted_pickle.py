@@ -72,14 +72,14 @@ class _RestrictedUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if (module, name) not in self._allowed and not (module == self._allowed_module and name.isidentifier()):
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not allowed")
+            raise pickle.UnpicklingError(f"its pickle refers to {module}.{name}, which is not allowed")
         return super().find_class(module, name)
 
 
 def _enum_member(kind: Any, name: str) -> enum.Enum:
     """Return a member of an enumeration. Python 3.11.0 to 3.11.3, such as Debian 12's, pickles it as a getattr."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError(f"it refers to {name!r} of {kind!r}, which is not allowed")
+        raise pickle.UnpicklingError(f"its pickle refers to {name!r} of {kind!r}, which is not allowed")
     return kind.__members__[name]
 
 
@@ -101,7 +101,7 @@ def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
     for storage_info in content.storage_data.values():
         name = getattr(storage_info, "relative_path", None)
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
-            raise pickle.UnpicklingError(f"it refers to file {name!r}, outside the checkpoint")
+            raise pickle.UnpicklingError(f"its pickle refers to file {name!r}, outside the checkpoint")
         if name not in files and os.path.lexists(Path(directory) / name):
             raise pickle.UnpicklingError(f"{name} is not a file")  # a pipe would never end
         if getattr(storage_info, "transform_descriptors", None):
@@ -193,7 +193,7 @@ def error_message(error: BaseException) -> str:
     text = str(error)
     for prefix in ("nsupported global: GLOBAL ", "nsupported GLOBAL ", "nsupported class "):
         if prefix in text:
-            return f"it refers to {text.partition(prefix)[2].split()[0]}, which is not allowed"
+            return f"its pickle refers to {text.partition(prefix)[2].split()[0]}, which is not allowed"
     if "weights_only" in text:
         cause = text.partition("WeightsUnpickler error: ")[2].partition("\n")[0][:100]
         return "it is not plain data" + (f" ({cause})" if cause else "")

@@ -50,8 +50,9 @@ class Profiler:
     def __init__(self, window: Profile | None, folder: Path, rank: int, world_size: int, group: Any = None) -> None:
         if window is not None and max(window.ranks, default=0) >= world_size:
             raise ConfigError(
-                f"train.profile.ranks has {max(window.ranks)}, the last rank is {world_size - 1}",
-                hint="use ranks of the plan",
+                f"rank {max(window.ranks)} does not exist",
+                where="train.profile.ranks",
+                hint=f"use 0 to {world_size - 1}",
             )
         self._window, self._group, self._is_profiled = window, group, window is not None and rank in window.ranks
         self._path = folder / f"profile-rank-{rank}.json.gz"

@@ -134,16 +134,16 @@ def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dty
         return
     m, s, tp = plan.model, plan.batch.sequence_length, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
     if has_transformer_engine():
-        library, is_fused = "Transformer Engine", dtype != torch.float32 and gpu.has_bf16
+        library, case, is_fused = "Transformer Engine", "", dtype != torch.float32 and gpu.has_bf16
         fix = "train in bf16" if gpu.has_bf16 else "use an environment without Transformer Engine"
     else:
         library, is_fused = "torch", _torch_fuses(m, s, tp, device, dtype, masked)
+        case = f" for heads of width {m.head_width}" + ", with documents kept apart" * masked
         fix = "use data.documents=joined" if masked else "install Transformer Engine"
     if not is_fused:
-        mask = ", with documents kept apart" if masked else ""
+        dtype_name = str(dtype).removeprefix("torch.")
         raise PlanError(
-            f"the plan assumes fused attention, and {library} does not support it on this GPU for heads of width "
-            f"{m.head_width} in {str(dtype).removeprefix('torch.')}{mask}",
+            f"the plan assumes fused attention; on this GPU, {library} does not support it in {dtype_name}{case}",
             where=f"GPU of rank {rank}",
             hint=f"{fix}, or plan with gpu: {{attention: unfused}} in the site file",
         )

@@ -343,7 +343,7 @@ def connect_edge(
     device: torch.device,
     channel_type: type[Channel] = Channel,
 ) -> Iterator[tuple[str, int, Channel]]:
-    """Connect both directions of an edge, on its transport. All ranks call it and exhaust it.
+    """Connect both directions of an edge, on its transport. The generator is collective: all ranks run it to its end.
 
     Yield (role, the other end's rank, channel) of each direction; nothing on ranks at neither end of the edge.
     """

@@ -43,7 +43,7 @@ class Launch:
             (
                 not 0 <= self.rank < self.world_size or self.local_rank < 0,
                 f"rank {self.rank} (local rank {self.local_rank}) of {self.world_size} ranks is impossible",
-                "start the ranks with srun or torchrun, which set them",
+                "leave RANK, WORLD_SIZE and SLURM_PROCID as srun or torchrun set them",
             ),
             error=PlanError,
         )

@@ -145,7 +145,7 @@ def test_the_id_depends_on_what_runs_only(plan: Plan) -> None:
         (lambda d: d.update(version=99), "version 99"),
         (
             lambda d: d.update(stages=[1, 2]),
-            "stages: is [1, 2]; give a list with one mapping of keys (pool, layers, …)",
+            "stages: stages is [1, 2]; give a list with one mapping of keys (pool, layers, …)",
         ),
         (lambda d: d.update(edge_connections=0), "edge_connections is 0"),
         (lambda d: d.pop("model"), "model is missing"),

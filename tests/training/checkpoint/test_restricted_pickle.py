@@ -81,9 +81,9 @@ def test_code_in_metadata_is_not_executed(tmp_path: Path, marker: Path) -> None:
         lambda p: FileSystemReader(p).read_metadata(),
         lambda p: CachedMetadataFileSystemReader(p).read_metadata(),
     ):
-        with pytest.raises((DataError, pickle.UnpicklingError), match=r"it refers to posix\.mkdir"):
+        with pytest.raises((DataError, pickle.UnpicklingError), match=r"its pickle refers to posix\.mkdir"):
             read(path)
-    assert restricted_pickle.find_problem(path) == ".metadata: it refers to posix.mkdir, which is not allowed"
+    assert restricted_pickle.find_problem(path) == ".metadata: its pickle refers to posix.mkdir, which is not allowed"
     assert not marker.exists()
 
 
@@ -92,7 +92,9 @@ def test_code_in_an_object_is_not_executed(name: str, tmp_path: Path, marker: Pa
     path = save(tmp_path / "saved", **({"bad": Code(marker)} if name == "object" else {}))
     if name == "common.pt":
         torch.save({"optimizer": Code(marker)}, path / name)
-        assert restricted_pickle.find_problem(path) == "common.pt: it refers to posix.mkdir, which is not allowed"
+        assert (
+            restricted_pickle.find_problem(path) == "common.pt: its pickle refers to posix.mkdir, which is not allowed"
+        )
         with pytest.raises(pickle.UnpicklingError):
             torch.load(path / name, weights_only=False)  # the request for an unsafe load is ignored
     else:
@@ -182,7 +184,7 @@ def test_code_in_extra_states_is_refused(marker: Path) -> None:
         "here",
     )
     for malicious in (pickled(Code(marker)), io.BytesIO(pickle.dumps(Code(marker)))):
-        with pytest.raises(DataError, match=r"it refers to posix\.mkdir"):
+        with pytest.raises(DataError, match=r"its pickle refers to posix\.mkdir"):
             restricted_pickle.check_extra_states({"mlp._extra_state": malicious}, "here")
     assert not marker.exists()
     with pytest.raises(DataError, match=r"fp8 state of mlp\._extra_state cannot be read: MemoryError"):

@@ -254,7 +254,7 @@ def test_all_ranks_exit_with_2_if_all_checkpoints_are_damaged(uninterrupted: spa
     (malicious / "holmes.json").write_text(json.dumps(description))
     finished = spawn.train(tmp_path / "run", PLAN, {"train": STEPS})
     assert set(finished.codes) == {2}, finished.output
-    assert "all checkpoints are damaged (step-00000010: .metadata: it refers to os.mkdir" in finished.output[0]
+    assert "all checkpoints are damaged (step-00000010: .metadata: its pickle refers to os.mkdir" in finished.output[0]
     assert ".metadata is not" in finished.output[0] and "Traceback" not in "".join(finished.output)
     assert not (tmp_path / "ran").exists()
 

@@ -39,7 +39,7 @@ def test_a_window_outside_the_run_is_refused(start: int, stop: int) -> None:
 
 
 def test_ranks_that_the_run_lacks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.profile\.ranks has 4, the last rank is 3; use ranks of the plan"):
+    with pytest.raises(ConfigError, match=r"train\.profile\.ranks: rank 4 does not exist; use 0 to 3"):
         Profiler(Profile(1, 2, (0, 4)), tmp_path, 0, 4)
 
 
