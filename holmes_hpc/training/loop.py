@@ -28,15 +28,8 @@ from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers
 from holmes_hpc.training.metrics.monitors import Monitors
 from holmes_hpc.training.metrics.openmetrics import GpuFigures
 from holmes_hpc.training.metrics.profiler import Profiler
-from holmes_hpc.training.model import (
-    attention,
-    context_parallel,
-    emulated_layers,
-    experts,
-    gpt,
-    optimizer,
-    replica_check,
-)
+from holmes_hpc.training.model import attention, emulated_layers, experts, gpt, optimizer, replica_check
+from holmes_hpc.training.model.context_parallel import part_of
 from holmes_hpc.training.network import nic_bytes
 from holmes_hpc.training.network.destinations import Destinations
 from holmes_hpc.training.pipeline import eager_1f1b
@@ -276,7 +269,7 @@ class Trainer:
         rank, stage = parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
         device, end = self.session.device, self.document_end
         whole = (batches(dataset, self.plan, rank, start_step, device, end, stage) for _ in self.models)
-        return [map(context_parallel.part_of, chunk_batches) for chunk_batches in whole]
+        return [map(part_of, chunk_batches) for chunk_batches in whole]
 
     def _evaluate(self) -> None:
         """Compute the mean loss of `train.eval_steps` validation batches, and add it to this step's metrics line."""

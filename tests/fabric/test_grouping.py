@@ -251,7 +251,7 @@ def test_closed_partitions_and_wrong_settings() -> None:
     grouping = grouped(nodes, [partition("p", "n1", state="DOWN")])
     with pytest.raises(SiteError, match="no open partition"):
         grouping.site("c")
-    with pytest.raises(SiteError, match="partitions: no partition 'q'; choose one of: p"):
+    with pytest.raises(SiteError, match="partitions: no partition 'q'; did you mean 'p'"):
         grouped(nodes, [partition("p", "n1")], NodeSettings(partitions=("q",)))
 
 
