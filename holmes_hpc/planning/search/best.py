@@ -74,7 +74,7 @@ def best_plan(
 
 
 def _best_plan(problem: Problem, clock: Clock) -> Plan:
-    """Return :func:`best_plan` with as many ranks to a sequence as the problem's batch has."""
+    """Return the best plan for the CP of the problem's batch."""
     options, costs = problem.options, problem.costs
     conflict = conflicting_option(options, costs) if options.unequal == "true" else None
     message, hint = f"per-stage TP/DP cannot be combined with {conflict}", f"remove plan.unequal=true or {conflict}"

@@ -152,7 +152,7 @@ class Evaluator:
         return bool(per_stage.min() >= chunks and per_stage.sum() >= self.model.layers)
 
     def _schedules(self, placement: Placement, chunks: int) -> tuple[str, ...]:
-        """Return the schedules to try: the user's, or eager 1F1B, then Megatron-Core's if memory lacks its buffers."""
+        """Return the schedules to try in order: the user's; or eager 1F1B, and Megatron-Core's if that does not fit."""
         background = placement.pp > 1 and self.options.transport == "holmes"
         return candidate_schedules(self.options.schedule, chunks, background)
 
@@ -289,7 +289,7 @@ class Evaluator:
         return self.options.layers_per_stage is None and self.options.partition == "exact"
 
     def _depths(self, candidate: Candidate, extra: list[int]) -> Iterator[tuple[int, Layout]]:
-        """Yield (cap on the extra passes, layout) for which there is memory, from `extra` downwards."""
+        """Yield (cap, layout) for each layout that fits, the deepest first. The cap limits every stage's extra passes."""
         for cap in sorted(set(extra) | {*range(min(max(extra), 8)), 0}, reverse=True):
             layout = deepen(candidate.layout, [min(e, cap) for e in extra])
             if not cap or fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
@@ -308,7 +308,7 @@ class Evaluator:
         cap, _ = next(self._depths(deeper, extra))
         if cap == max(extra):
             return candidate
-        note = f"memory allows {cap} extra micro-batches in flight over a slow link; hiding it takes {max(extra)}"
+        note = f"memory allows {cap} extra micro-batches in flight over a slow link; hiding its transfers takes {max(extra)}"
         return replace(candidate, notes=tuple(dict.fromkeys((*candidate.notes, note))))
 
     def refine(self, candidate: Candidate, max_orders: int | None = None) -> Candidate:
@@ -357,7 +357,7 @@ class Evaluator:
 
     def _bucket_sizes(self, layout: Layout) -> tuple[int, ...]:
         """Return the bucket sizes to try, in bytes: the user's, or Megatron-Core's default and smaller ones.
-        Of a small model with an unsharded optimizer also that of a layer (sharded, many small gathers cost more)."""
+        Small models with an unsharded optimizer also get that of a layer; sharded, small gathers would cost more."""
         if self.options.bucket_bytes:
             return (layout.bucket_bytes,)
         p = layout.parallel

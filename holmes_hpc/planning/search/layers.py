@@ -96,7 +96,7 @@ class LayerSplitter:
         """Return (layers that minimize the time of the busiest stage; whether a stage has as many as fit).
 
         A stage is busy with compute and gradient traffic. Each layer goes to the stage that is then least busy, which
-        minimizes the time of the busiest one. So the layers are the least busy ones of a table (stages, next layers).
+        minimizes the time of the busiest one. So the smallest entries of a table, (stages, next layers), are taken.
         """
         counts = np.full(self.pp, self.chunks)
         with_one, with_two = _busy_s(self._times, self.micro_batches)
@@ -148,7 +148,7 @@ class LayerSplitter:
 
 
 def _busy_s(times: tuple[Durations, ...], micro_batches: int) -> np.ndarray:
-    """Return the seconds that each stage computes in a step or reduces gradients, (plans, S).
+    """Return the seconds of a step in which each stage computes or reduces gradients, (plans, S).
     The reduction overlaps with the last backward pass."""
     busy_s = [(d.compute() * micro_batches - d.backward + d.reduce).sum(axis=2) for d in times]
     return np.asarray(np.max(busy_s, axis=0))
@@ -219,7 +219,7 @@ def may_front_load(layout: Layout) -> bool:
 
 
 def deepen(layout: Layout, extra: list[int]) -> Layout:
-    """Return the layout with `extra` passes in flight at each stage beyond one more than the stage below."""
+    """Return the layout with more passes in flight: each stage exceeds the stage below by one and its `extra`."""
     p, micro_batches = layout.parallel, layout.order.micro_batches
     base = layout.order.schedule.in_flight(p.pp, micro_batches, p.virtual_stages)
     depths = tuple(min(micro_batches * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))

@@ -42,9 +42,9 @@ class SharedSteps:
 
 
 def best_shared_steps(problem: Problem, clock: Clock | None = None) -> SharedSteps | None:
-    """Return the layout with the shortest step on several pools of one fabric; None if no fabric has several.
+    """Return the layout with the shortest step on several pools of one fabric.
 
-    None, too, if the options exclude it. `clock`: the time limit after the first layout."""
+    None if no fabric has several, or if the options exclude it. `clock`: its limit applies once there is a layout."""
     clock = clock or Clock()
     options = problem.options
     if _is_excluded(options) or problem.costs.software.sharding not in ("none", "optimizer"):
@@ -89,7 +89,7 @@ def _is_excluded(options: PlanOptions) -> bool:
 
 
 def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float) -> Iterator[SharedSteps]:
-    """Yield the layouts that fit: for each micro-batch size, TP and PP, that with the least recomputing.
+    """Yield the layouts that fit: for each micro-batch size, TP and PP, the one with least recomputation.
     Those whose layers alone take `limit_s` are left out."""
     model, batch, _, options, costs = problem
     recomputations = RECOMPUTE if options.recompute == "auto" else (options.recompute,)

@@ -2,8 +2,8 @@
 
 Every stage is a block of TP x DP GPUs, so a pool holds at most a fixed number of stages. The longest time tau that a
 stage computes for one micro-batch decides how good a placement is. For each tau that a whole number of layers can take,
-each choice of pools is filled with stages until all layers are assigned. With fewer stages, tau would be longer; with
-more, only the pipeline's fill. If a choice has few combinations of stage counts, all of them are listed instead.
+each choice of pools is filled with stages until all layers are assigned. Fewer stages would lengthen tau; more would
+only lengthen the pipeline's fill. If a choice has few combinations of stage counts, all of them are listed instead.
 """
 
 from collections.abc import Iterator

@@ -78,7 +78,7 @@ class StageTable:
 
     `reach`: the most layers of k stages, (K + 1, limits). `tps`: the TPs that a stage may have. `per_tp`: for each TP,
     (seconds of a step per layer on 1 to N nodes, layers that fit there, seconds of a layer for one micro-batch).
-    Stages get units of `unit` nodes: of one, unless the pool is large.
+    The nodes of a stage are a multiple of `unit`, which is 1 unless the pool is large.
     """
 
     def __init__(

@@ -81,10 +81,10 @@ class Shape:
 
 
 def best_shapes(problem: Problem, max_s: float = inf) -> list[Shape]:
-    """Return the shapes whose step is estimated to take at most `max_s` seconds, the shortest first.
+    """Return the shapes whose step is estimated to take at most `max_s` seconds, in three groups, the shortest first.
 
-    The best on each set of pools come before them, because an estimate ignores much of what a set costs. Then come the
-    best few with one TP for all stages, because estimates of unequal TPs are too short.
+    The groups are: the best on each set of pools, because an estimate ignores much of what a set costs; the best few
+    with one TP for all stages, because estimates of unequal TPs are too short; and the others.
     """
     options, batch, shapes = problem.options, problem.batch, list[Shape]()
     available = available_pools(problem.site, options)

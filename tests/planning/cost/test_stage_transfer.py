@@ -100,7 +100,7 @@ def test_a_depth_limited_by_memory_is_reported() -> None:
     max_gib = (deep.predicted.memory_bytes_per_gpu[0] - 1) / 2**30 / USABLE_SHARE
     shallow = plan(max_memory_gib=max_gib)
     assert shallow.schedule.in_flight[0] == depth - 1
-    assert any("memory allows" in a and "hiding it takes" in a for a in shallow.assumptions)
+    assert any("memory allows" in a and "hiding its transfers takes" in a for a in shallow.assumptions)
     assert shallow.predicted is not None and shallow.predicted.step_time_s > deep.predicted.step_time_s
 
 
@@ -120,7 +120,7 @@ def test_a_schedule_chosen_for_lack_of_memory_is_reported() -> None:
     assert deep.schedule == Schedule("ahead", (3, 1))
     shallow = plan("auto", (5, 3), site, Batch(256, 2, 256), max_memory_gib=gib(deep, (2, 1)))
     assert shallow.schedule == Schedule("1f1b", (2, 1))
-    assert any("memory allows 0 extra" in a and "hiding it takes" in a for a in shallow.assumptions)
+    assert any("memory allows 0 extra" in a and "hiding its transfers takes" in a for a in shallow.assumptions)
 
 
 def test_memory_for_megatrons_schedule_alone_is_enough() -> None:
@@ -130,7 +130,7 @@ def test_memory_for_megatrons_schedule_alone_is_enough() -> None:
     assert max_gib < gib(megatron, (2, 1))
     made = plan("auto", max_memory_gib=max_gib)
     assert made.schedule == megatron.schedule and made.stages == megatron.stages
-    assert any("memory allows 0 extra" in a and "hiding it takes" in a for a in made.assumptions)
+    assert any("memory allows 0 extra" in a and "hiding its transfers takes" in a for a in made.assumptions)
 
 
 @pytest.mark.parametrize(("ethernet_gbps", "depth"), [(0.05, 2), (0.05, 6), (0.02, 2), (0.02, 3), (0.02, 5)])
@@ -147,6 +147,6 @@ def test_the_reported_depth_belongs_to_the_final_layers(ethernet_gbps: float, de
     assert len(notes) == (not has_memory), notes
     if notes:
         allowed = int(notes[0].split()[2])
-        assert f"hiding it takes {max(missing)}" in notes[0] and allowed < max(missing)
+        assert f"hiding its transfers takes {max(missing)}" in notes[0] and allowed < max(missing)
         assert fits(deepen(layout, [allowed, 0]), layers, max_gib)[0]
         assert not fits(deepen(layout, [allowed + 1, 0]), layers, max_gib)[0]
