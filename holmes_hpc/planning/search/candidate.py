@@ -289,7 +289,7 @@ class Evaluator:
         return self.options.layers_per_stage is None and self.options.partition == "exact"
 
     def _depths(self, candidate: Candidate, extra: list[int]) -> Iterator[tuple[int, Layout]]:
-        """Yield (cap, layout) for each layout that fits, the deepest first. The cap limits every stage's extra passes."""
+        """Yield (cap, layout) for each layout that fits, the deepest first. The cap limits each stage's `extra`."""
         for cap in sorted(set(extra) | {*range(min(max(extra), 8)), 0}, reverse=True):
             layout = deepen(candidate.layout, [min(e, cap) for e in extra])
             if not cap or fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
@@ -308,7 +308,8 @@ class Evaluator:
         cap, _ = next(self._depths(deeper, extra))
         if cap == max(extra):
             return candidate
-        note = f"memory allows {cap} extra micro-batches in flight over a slow link; hiding its transfers takes {max(extra)}"
+        needed = f"hiding its transfers takes {max(extra)}"
+        note = f"memory allows {cap} extra micro-batches in flight over a slow link; {needed}"
         return replace(candidate, notes=tuple(dict.fromkeys((*candidate.notes, note))))
 
     def refine(self, candidate: Candidate, max_orders: int | None = None) -> Candidate:

@@ -103,11 +103,11 @@ def run_eager_1f1b(
     losses: list[Any] = []
     reduction = GradientReduction(config, models, first_stage=stage == 0)
 
-    def forward(step: Pass, input_tensor: torch.Tensor | None) -> tuple[Any, Any]:
+    def forward(stage_pass: Pass, input_tensor: torch.Tensor | None) -> tuple[Any, Any]:
         return megatron.forward_step(
             forward_step_func,
-            data_iterator=data[step.chunk],
-            model=models[step.chunk],
+            data_iterator=data[stage_pass.chunk],
+            model=models[stage_pass.chunk],
             num_microbatches=num_microbatches,
             input_tensor=input_tensor,
             forward_data_store=losses,
@@ -115,21 +115,21 @@ def run_eager_1f1b(
             cp_group_size=pg_collection.cp.size(),
             # Megatron-Core's rule: the last micro-batches of each window of `depth` are recomputed.
             checkpoint_activations_microbatch=(
-                None if recomputed_from is None else step.micro_batch % depth >= recomputed_from
+                None if recomputed_from is None else stage_pass.micro_batch % depth >= recomputed_from
             ),
-            is_first_microbatch=step.micro_batch == micro_batches[0],
-            current_microbatch=step.micro_batch,
-            vp_stage=step.chunk if len(models) > 1 else None,
-            is_last_stage=stage == stages - 1 and step.chunk == len(models) - 1,
+            is_first_microbatch=stage_pass.micro_batch == micro_batches[0],
+            current_microbatch=stage_pass.micro_batch,
+            vp_stage=stage_pass.chunk if len(models) > 1 else None,
+            is_last_stage=stage == stages - 1 and stage_pass.chunk == len(models) - 1,
         )
 
-    def backward(step: Pass, *tensors: Any) -> Any:
-        is_last = step.micro_batch == micro_batches[-1]
+    def backward(stage_pass: Pass, *tensors: Any) -> Any:
+        is_last = stage_pass.micro_batch == micro_batches[-1]
         if weights is not None:
-            weights.start_backward(step.micro_batch, step.chunk)
+            weights.start_backward(stage_pass.micro_batch, stage_pass.chunk)
             if is_last:  # the last weight passes complete the gradients
                 reduction.allow()
-        with reduction.last_backward(step.chunk) if is_last and weights is None else contextlib.nullcontext():
+        with reduction.last_backward(stage_pass.chunk) if is_last and weights is None else contextlib.nullcontext():
             return backward_step(*tensors, model_type=get_model_type(models[0]), config=config)
 
     if not forward_only:
@@ -187,15 +187,15 @@ def _run_passes(
     activations: dict[tuple[int, int], tuple[Any, Any]] = {}  # (micro-batch, chunk) -> input and output, for backward
     output: Any = None  # of the last pass
     tokens = torch.zeros([], dtype=torch.int, device=edges.device)
-    last_weights: list[Any] = [*takewhile(lambda step: isinstance(step, WeightPass), reversed(program))][::-1]
-    for step in program[: len(program) - len(last_weights)]:
-        if isinstance(step, WeightPass):
-            with report.span("weight", step, activations):
-                compute_weights([step], last=False)
+    last_weights: list[Any] = [*takewhile(lambda launch: isinstance(launch, WeightPass), reversed(program))][::-1]
+    for launch in program[: len(program) - len(last_weights)]:
+        if isinstance(launch, WeightPass):
+            with report.span("weight", launch, activations):
+                compute_weights([launch], last=False)
             continue
-        if isinstance(step, Post):
-            transfer = step.transfer
-            if not step.sends:
+        if isinstance(launch, Post):
+            transfer = launch.transfer
+            if not launch.sends:
                 channel, consumer = edges.channel(_role(transfer, "in"), transfer.source), consumers[transfer]
                 arriving[consumer] = channel.receive(new_buffer(), consumer)
                 continue
@@ -203,20 +203,20 @@ def _run_passes(
             if transfer.source_pass.forward:
                 megatron.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
             continue
-        direction, key = "forward" if step.forward else "backward", (step.micro_batch, step.chunk)
-        with report.span(f"wait_{direction}", step, activations):
-            received = arriving.pop(step).wait() if step in arriving else None
-        if step.forward:
+        direction, key = "forward" if launch.forward else "backward", (launch.micro_batch, launch.chunk)
+        with report.span(f"wait_{direction}", launch, activations):
+            received = arriving.pop(launch).wait() if launch in arriving else None
+        if launch.forward:
             activations[key] = received, None
-            with report.span("forward", step, activations):
-                output, count = forward(step, received)
+            with report.span("forward", launch, activations):
+                output, count = forward(launch, received)
             tokens += count
             activations[key] = received, output
             if backward is None:
                 del activations[key]
         elif backward is not None:
-            with report.span("backward", step, activations):
-                output = backward(step, *activations.pop(key), received)
+            with report.span("backward", launch, activations):
+                output = backward(launch, *activations.pop(key), received)
     if last_weights:
         with report.span("weight", last_weights[-1], activations):
             compute_weights(last_weights, last=True)
@@ -245,17 +245,17 @@ class TraceReporter:
             channel.on_transfer = None if tracer is None else self._report
 
     @contextlib.contextmanager
-    def span(self, kind: str, step: Pass | WeightPass, activations: Sized) -> Iterator[None]:
+    def span(self, kind: str, stage_pass: Pass | WeightPass, activations: Sized) -> Iterator[None]:
         """Report the time of the ``with`` block as one event."""
         start, self._in_flight = time.time(), len(activations)
         yield
         if self._tracer is not None and self._cuda:
             torch.cuda.current_stream().synchronize()  # to time the device; this costs some overlap
-        self._report(kind, step, start, time.time())
+        self._report(kind, stage_pass, start, time.time())
 
-    def _report(self, kind: str, step: Any, start: float, end: float) -> None:
-        if self._tracer is not None and isinstance(step, Pass | WeightPass):
-            self._tracer(TraceEvent(kind, step.micro_batch, step.chunk, start, end, self._in_flight))
+    def _report(self, kind: str, stage_pass: Any, start: float, end: float) -> None:
+        if self._tracer is not None and isinstance(stage_pass, Pass | WeightPass):
+            self._tracer(TraceEvent(kind, stage_pass.micro_batch, stage_pass.chunk, start, end, self._in_flight))
 
 
 def _refuse_unsupported(config: Any, edges: Any, order: Order) -> None:
@@ -331,7 +331,7 @@ def forward_backward(plan: Plan, tracer: Tracer | None, weights: WeightGradients
 
 
 def weight_gradients(plan: Plan, chunks: Sequence[Any], timers: Callable[[str], Any]) -> WeightGradients | None:
-    """Split the layers of the model chunks if the plan's schedule computes weight gradients apart."""
+    """Return the weight gradients that the plan's schedule computes apart, after splitting the chunks' layers; or None."""
     return WeightGradients(chunks, timers) if plan.order.schedule.splits and runs_in_background(plan) else None
 
 
