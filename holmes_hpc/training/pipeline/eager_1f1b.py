@@ -331,7 +331,7 @@ def forward_backward(plan: Plan, tracer: Tracer | None, weights: WeightGradients
 
 
 def weight_gradients(plan: Plan, chunks: Sequence[Any], timers: Callable[[str], Any]) -> WeightGradients | None:
-    """Return the weight gradients that the plan's schedule computes apart, after splitting the chunks' layers; or None."""
+    """Split the chunks' layers and return their weight gradients, if the plan's schedule computes these apart."""
     return WeightGradients(chunks, timers) if plan.order.schedule.splits and runs_in_background(plan) else None
 
 

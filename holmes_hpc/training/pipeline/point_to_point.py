@@ -260,8 +260,8 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         return int(self.pp_group.rank())
 
     def channel(self, role: str, peer: int = 0) -> Channel:
-        """Return this stage's channel of `role`, which has only one `peer`. Raise ConfigError if there is none: only
-        in a plan with virtual stages do the first and the last stage have channels to each other."""
+        """Return this stage's channel of `role`, which has only one `peer`. Raise ConfigError if there is none: the
+        first and the last stage have channels to each other only with virtual stages."""
         if role not in self.channels:
             raise ConfigError(
                 f"stage {self.row} has no edge for {role}: the schedule expects virtual stages, the plan has none",
@@ -317,7 +317,7 @@ def build_communicator(
 ) -> EdgeCommunicator:
     """Return the communicator of this rank. All ranks of the job call it together, because `new_group` is collective.
 
-    `new_group`: creates the process group of one edge on its transport. All ranks call it in the same order, its two
+    `new_group`: creates the process group of one edge on its transport. All ranks call it in the same order; its two
     members get the group.
     """
     edges = [group for group in plan.transports() if group.kind == "edge"]
