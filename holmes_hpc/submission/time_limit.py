@@ -1,4 +1,4 @@
-"""The time limit of a run's job, beside its predicted training time and the limits of its partitions."""
+"""The time limit of a run's job, compared with its predicted training time and the limits of its partitions."""
 
 import math
 from collections.abc import Sequence

@@ -65,7 +65,7 @@ def bytes_to_each_rank(layout: Layout, component: Component, between_nodes: bool
     These are tokens with their probabilities (fp32), and results. Experts are balanced. Backward sends as many.
     `between_nodes`: to a rank on another node, where software may send a token once for all its experts."""
     p, m = layout.parallel, layout.model
-    copies = m.active_ffns  # of a token
+    copies: float = m.active_ffns  # of a token
     if between_nodes and layout.costs.software.deduplicated:
         nodes = ep_nodes(layout, component)
         copies = nodes * (1 - (1 - 1 / nodes) ** m.active_ffns)  # the expected number of nodes with its experts

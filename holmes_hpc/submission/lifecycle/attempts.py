@@ -45,7 +45,7 @@ def has_new_steps(run: RunDirectory, attempt: str) -> bool:
 
 
 def count_failures(run: RunDirectory, attempt: str) -> int:
-    """Return how many attempts of the job in the id `attempt` are recorded as failed."""
+    """Return the number of failed attempts recorded for the job that the id `attempt` names."""
     job_id, failed = attempt.partition("/")[0], [a for a in run.read_run()["attempts"] if a.get("ended") == "failed"]
     return sum(str(a.get("start", "")).partition("/")[0] == job_id for a in failed)
 

@@ -69,7 +69,7 @@ def component_ranks(plan: Plan, nodes: Sequence[str]) -> list[ComponentRanks]:
 
 
 def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> list[SrunError]:
-    """Return srun's errors about tasks in the order of `text`, where tasks that srun itself terminated come last.
+    """Return srun's errors about tasks in the order of `text`, in which tasks that srun terminated come last.
 
     In a step over several components, srun counts tasks from 0 in each component (measured on 22.05). `components`
     shows which one a node belongs to, so that the tasks become global ranks. If `text` reports a lack of memory, that

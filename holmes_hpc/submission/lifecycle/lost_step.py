@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def exit_records(run: RunDirectory) -> list[dict[str, Any]]:
-    """Return the exit records of the latest attempt, of an earlier one while the ranks start; none if unreadable."""
+    """Return the exit records of the latest attempt (while its ranks start: an earlier one's); none if unreadable."""
     with contextlib.suppress(HolmesError, OSError):
         return run.read_exits()
     return []

@@ -149,7 +149,7 @@ def _error_without_rank(
     run: RunDirectory, state: RunState, status: int | None, exits: Sequence[Mapping[str, Any]], is_local: bool
 ) -> str | None:
     """Return why a run ended in `state` if no rank has an error; None if it completed. Without any log the likely cause
-    is that the nodes do not share the run directory. `exits`: the ranks' exit records, which name a signal."""
+    is that the nodes do not share the run directory. `exits`: the ranks' exit records, which may name a signal."""
     if state == "failed" and not any(run.logs.glob("rank-*.txt")) and not (run.logs / "batch.txt").exists():
         return f"no node wrote anything into {run.path}: is it on a file system that all nodes share?"
     unknown_cause = "the job ended before its batch script recorded the cause"

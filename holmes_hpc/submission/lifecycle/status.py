@@ -308,8 +308,8 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
 def cancel_run(run: RunDirectory) -> JobState:
     """Cancel the run's job with all components. Return the job's state before that.
 
-    Cancel nothing if the run's end is recorded: another job may have the id by now. The same if the job has
-    ended, or if Slurm does not know it. Raise SubmissionError if Slurm refuses."""
+    Cancel nothing if the run's end is recorded (another job may have the id by now), if the job has ended, or if Slurm
+    does not know it. Raise SubmissionError if Slurm refuses."""
     result = run.read_result()
     if result is not None and is_conclusive(result):
         return JobState(job_state(result["state"]), source="result.json")
@@ -322,8 +322,8 @@ def cancel_run(run: RunDirectory) -> JobState:
 
 
 def refuse_other_owner(record: Path, job: Job) -> None:
-    """Raise SubmissionError if another user owns `record`, the file that names `job`, a folder above it or a link to
-    it: that user may have chosen any job. Root may cancel a job of the user who owns the record."""
+    """Raise SubmissionError if another user owns `record` (the file that names `job`), a folder above it or a link to
+    it, since that user may have chosen any job. Root may cancel a job of the user who owns the record."""
     if (owners := other_owners(record)) and (os.getuid() or owners != {job.uid()}):
         problem = "it belongs to another user, and its job may belong to somebody else"
         raise SubmissionError(problem, where=str(record.parent), hint="only its owner can cancel it")
