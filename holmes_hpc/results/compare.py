@@ -1,6 +1,6 @@
 """Comparison of runs: the runs with one setting (its repeats) form a cell, and cells are ranked.
 
-answers.py describes the result in sentences, comparison_tables.py in tables."""
+comparison_text.py describes the result in sentences, comparison_tables.py in tables."""
 
 import math
 import re

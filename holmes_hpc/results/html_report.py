@@ -8,7 +8,7 @@ import jinja2
 import pandas as pd
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.results import answers, compare, figures, tables
+from holmes_hpc.results import compare, comparison_text, figures, tables
 from holmes_hpc.results.columns import PARTS, stage_breakdown
 from holmes_hpc.results.report import Report
 
@@ -39,7 +39,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     """Return (value, meaning) of the few figures that the report shows in large type."""
     if report.by == "loss" and not report.single:
         return _facts_by_loss(report.comparison.cells)
-    best, base = answers.winner(report.comparison) or ({}, None)
+    best, base = comparison_text.winner(report.comparison) or ({}, None)
     if not best:
         return []
     facts = [(tables.format_number(best["samples_per_s"]), "samples/s" if report.single else "samples/s, the fastest")]

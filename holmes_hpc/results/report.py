@@ -11,7 +11,7 @@ import pandas as pd
 from holmes_hpc.errors import RecordError, counted
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.results import answers, compare, tables
+from holmes_hpc.results import compare, comparison_text, tables
 from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family_values, has_value, stage_breakdown
 from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
@@ -55,12 +55,12 @@ class Report:
         if self.single:
             return _one_run_answer(self.run, self.plan)
         if self.by == "throughput":
-            return [*answers.headline(self.comparison), *answers.answer(self.comparison)]
-        return answers.ranking(self.comparison)
+            return [*comparison_text.headline(self.comparison), *comparison_text.answer(self.comparison)]
+        return comparison_text.ranking(self.comparison)
 
     def bars(self) -> list[tuple[str, float]]:
         """Return (name, samples/s) of each setting for a bar chart; empty for one run, or if ranked by loss."""
-        return [] if self.single or self.by != "throughput" else answers.bars(self.comparison)
+        return [] if self.single or self.by != "throughput" else comparison_text.bars(self.comparison)
 
     def tables(self) -> list[Table]:
         """Return all tables, the most important first."""
