@@ -130,8 +130,9 @@ def _eligible(
 
 
 def _groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[_Group]:
-    """Return groups for each fabric label and NIC type, the first in the partition that has most of its nodes; then a
-    group for each NIC type and partition of nodes without a label."""
+    """Return a group of nodes for each fabric label, NIC type and partition; nodes without a label come last.
+
+    Of the partitions of a label and NIC type, the one with most of the nodes comes first."""
     groups = []
     labels = _by(lambda n: n.reading.fabric, eligible)
     used_names = {label for label, _ in labels}
@@ -185,7 +186,7 @@ def _kinds(nodes: Sequence[SiteNode], vocabulary: Vocabulary) -> list[tuple[Node
 
 
 def _named(pools: Sequence[Pool]) -> tuple[Pool, ...]:
-    """Return the pools with names: that of the fabric if it has no other pool, else with the GPU kind."""
+    """Return the pools with names: the fabric's if it has no other pool, else the fabric's with the GPU kind."""
     counts = Counter(pool.name for pool in pools)
     used_names: set[str | None] = set(counts)
     named = []
@@ -215,7 +216,7 @@ def _pool(
             rest = f"it would also select {len(rivals)} others; label the nodes with `holmes label`"
             notes.leave_out(usable, f"{reason}, {rest}")
             return None
-        notes.assume(usable, f"no feature tells them from {exclude}: jobs exclude these by name")
+        notes.assume(usable, f"no feature distinguishes them from {exclude}: jobs exclude these by name")
     for line, members in grouped((line, n) for n in usable for line in (*n.reading.assumptions, *n.reading.problems)):
         notes.assume(members, line)
     for line in gpus.assumptions:
@@ -248,7 +249,7 @@ def _pool(
 
 
 def _usable(nodes: Sequence[SiteNode], notes: _Notes, reservation: str | None) -> list[SiteNode]:
-    """Return the nodes that jobs can use now, outside other reservations than `reservation`."""
+    """Return the nodes that jobs can use now and that no reservation but `reservation` holds."""
     usable = [n for n in nodes if n.usable]
     notes.leave_out([n for n in nodes if not n.usable], "down, drained, in maintenance, blocked or not responding")
     reserved = [n for n in usable if n.reserved and (not reservation or n.reservation != reservation)]

@@ -1,5 +1,5 @@
 """Live metrics of a run in OpenMetrics' text format: in a file for node_exporter's textfile collector, or on a port of
-rank 0. grafana.json beside this file is a board of them."""
+rank 0. grafana.json beside this file is a Grafana dashboard."""
 
 from __future__ import annotations
 
