@@ -178,7 +178,7 @@ def propose(
     node_names = {n.name for n in nodes}
     for name in hosts:
         if name not in node_names:
-            raise SiteError(f"no node {name!r}", where="label", hint=f"Slurm has {compress(node_names)}")
+            raise SiteError(f"no node {name!r}", where="label", hint=f"choose from {compress(node_names)}")
     facts, unanswered = ask_nodes([n for n in nodes if n.name in set(hosts)], NodeSettings(vocabulary))
     labels = dict.fromkeys(hosts, fabric) if fabric else None
     return changes(nodes, {f.node: f.expected_features for f in facts}, labels), unanswered

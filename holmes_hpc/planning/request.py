@@ -185,7 +185,7 @@ def make_plan(
 
 
 def with_known_gpus(target_site: Site, pools: Collection[str]) -> Site:
-    """Return the site without pools whose GPU kind nobody knows, with a line for each.
+    """Return the site without pools whose GPU kind is unknown, with an assumption for each.
     SiteError if there is no other pool, or if `pools` names one of them."""
     unknown = [p for p in target_site.pools if p.gpu == replace(UNKNOWN_GPU, name=p.gpu.name)]
     hint = "ask its driver by `holmes site -o site.yaml`, or write its figures there under gpu; then give --site FILE"

@@ -59,7 +59,7 @@ def _modified(path: str) -> float:
 
 
 def _may_requeue(directory: str) -> bool:
-    """Return whether the result of a run is of a kind after which Slurm requeues its job."""
+    """Return whether the run's result is one after which Slurm may requeue its job."""
     with contextlib.suppress(OSError):
         handle = os.open(f"{directory}/result.json", os.O_RDONLY | os.O_NONBLOCK)  # a file object takes twice as long
         try:

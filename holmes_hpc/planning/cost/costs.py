@@ -1,7 +1,7 @@
 """Seconds of computing and bytes of data on a site's GPUs.
 
-The times come from a calibration, from emulated compute, from the kernels' tables of a GPU kind (layer.py) or, on CPUs,
-from published figures.
+The times come from a calibration, from emulated compute, from the kernel tables of a GPU kind (layer_times.py) or, on
+CPUs, from published figures.
 
 A calibration holds the times of the measured shapes. Times of other shapes scale with a model: the kernels' tables, or
 FLOPs on CPUs. A layer measured at the requested TP includes its collectives. From another TP, the modelled collectives

@@ -68,7 +68,7 @@ def from_sailor(data: Mapping[Any, Any], model: ModelSpec, batch: Batch) -> Cali
                 (
                     last < 2 or set(times) != set(range(last + 1)) or any(len(t) != 3 for t in times.values()),
                     "not Sailor's profile",
-                    "give three times for each index from 0",
+                    "give three times (forward, backward, update) for each index, counted from 0",
                 ),
                 (
                     last - 1 != model.layers,

@@ -66,7 +66,7 @@ def available_pools(site: Site, options: PlanOptions) -> list[AvailablePool]:
             "plan.max_memory_gib",
             f"use at most {largest_gib:g}, or correct memory_gib in the site file",
         ),
-        (unused, f"it names {', '.join(unused)}", "plan.pool_order", f"choose from {', '.join(node_limits)}"),
+        (unused, f"no pool {', '.join(unused)}", "plan.pool_order", f"choose from {', '.join(node_limits)}"),
         *(
             (
                 a.nodes > a.pool.nodes,

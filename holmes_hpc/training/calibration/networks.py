@@ -270,8 +270,8 @@ def links_of_pools(fitted: FittedLinks) -> dict[str, Links]:
 def links_between_fabrics(fitted: FittedLinks, calibration: Calibration, site: Site) -> tuple[FabricLink, ...]:
     """Return rate and delay between fabrics, as a site file has them.
 
-    The rate gives the measured time at the efficiency of the pools' own Ethernet in `calibration`. The delay is the
-    latency beyond that of this Ethernet.
+    At this rate, and the efficiency of the pools' own Ethernet in `calibration`, a transfer takes the measured time.
+    The delay is the latency beyond that of this Ethernet.
     """
     pool_links = []
     for (names, name), link in fitted.items():
