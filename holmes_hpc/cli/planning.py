@@ -166,7 +166,7 @@ def calibrate(
 
 def _show_pool(pool: MeasuredPool, title: str) -> None:
     """Print a table of a pool's measurements. Note on stderr links faster than the site's rate, except inside nodes
-    without GPUs: nobody gave that rate."""
+    without GPUs, where the site states no rate."""
     rows = []
     for p in pool.parts:
         name = f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens"

@@ -72,7 +72,7 @@ def _event(line: bytes, rank: int) -> dict[str, Any] | None:
 
 
 def typical_step(trace: pd.DataFrame) -> pd.DataFrame:
-    """Return the events of the step of median length after warm-up, of the first rank of each stage, with times in
+    """Return the events of the step of median length after warm-up, on the first rank of each stage. Times are in
     seconds from the first event. `trace`: of :func:`read_trace`."""
     if trace.empty:
         return trace

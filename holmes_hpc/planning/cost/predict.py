@@ -68,7 +68,7 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
 
 def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
     """Return the model TFLOP/s of one GPU of each kind in a step of `seconds`.
-    The FLOPs of its stages' layers, and of the head on the last stage, are divided by all GPUs of that kind."""
+    A kind's FLOPs are those of its stages' layers, and of the head on the last stage. All its GPUs share them."""
     p, model, batch = plan.parallel, plan.model, plan.batch
     tokens = batch.global_size * batch.sequence_length
     layer, head = layer_flops(model, tokens, batch.sequence_length), head_flops(model, tokens, p.vocabulary_parts)
@@ -128,8 +128,8 @@ def stage_breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> list[
 
 
 def _row_parts(row: list[dict[str, Any]], simulated_end_s: float, end_s: float, scale: float) -> dict[str, float]:
-    """Return the parts, up to the reduced gradients, of one stage's events in a simulation up to `simulated_end_s`.
-    `scale`: passes of a step over simulated ones; `end_s`: the end of the complete step."""
+    """Return one stage's parts of a step, up to the reduced gradients, from its events in a shorter simulation, which
+    ends at `simulated_end_s`. `scale`: passes of a step over simulated ones; `end_s`: the end of the complete step."""
 
     def total(*kinds: str) -> float:
         return float(sum(e["end_s"] - e["start_s"] for e in row if e["kind"] in kinds))

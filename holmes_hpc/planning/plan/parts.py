@@ -59,7 +59,7 @@ class Component:
 @dataclass(frozen=True)
 class Stage:
     """A pipeline stage: `layers` transformer layers, divided into `chunks` (one per virtual stage).
-    The plan fills in `pool` and its `fabric`: the first ones if a hierarchical plan has the stage in several."""
+    The plan fills in `pool` and its `fabric`; if a hierarchical plan has the stage in several, these are the first."""
 
     pool: str = ""
     layers: Annotated[int, key("transformer layers", ge=0)] = 0

@@ -113,7 +113,7 @@ def to_yaml(plan: Any) -> str:
 
 
 def _derived_names(plan: Any) -> dict[str, tuple[str, ...]]:
-    """Return the derived keys: _ENTIRE_VALUE, or the names of the keys inside that are derived."""
+    """Return {key: the names of the derived keys inside it}; _ENTIRE_VALUE if its whole value is derived."""
     chunks = "chunks" if plan.parallel.virtual_stages == 1 else "layers"
     return {
         "parallel": ("tp", "pp", "dp"),

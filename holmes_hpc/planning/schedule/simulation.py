@@ -93,8 +93,8 @@ def step_seconds(
 def least_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] = ()) -> np.ndarray:
     """Return a lower bound of :func:`step_seconds` under any schedule of this project, (plans,).
 
-    A stage computes all its passes after the first micro-batch has passed the stages above, which gather their
-    parameters first, and before the last gradients pass those stages again. If the schedule `waits`, the exchanges of
+    A stage starts its passes when the first micro-batch has passed the stages above, which gather their parameters
+    first. It ends them before the last gradients pass those stages again. If the schedule `waits`, the exchanges of
     the steady state take a stage's time, too. An edge carries the transfers of each direction one after the other; if
     `shared`, one NIC carries both directions.
     """

@@ -233,8 +233,8 @@ def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> No
 
 
 def shortages(requests: Sequence[ComponentRequest]) -> list[str]:
-    """Return a line for each component for which this Slurm has too few nodes, else for all together; none without
-    Slurm."""
+    """Return a line for each component for which this Slurm has too few nodes, and one if they have too few together.
+    Return none without Slurm."""
     nodes = _nodes()
     lines = []
     for index, request in enumerate(requests if nodes else ()):

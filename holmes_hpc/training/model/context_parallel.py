@@ -38,7 +38,7 @@ def _part(whole: torch.Tensor, dimension: int, rank: int | None = None) -> torch
 
 def part_of(batch: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's part of a micro-batch of whole sequences, with the whole mask. `loss_tokens`: the tokens with
-    a loss, of all ranks. They divide the loss, because the schedules multiply it by the number of ranks."""
+    a loss, of all ranks. The loss is divided by them, because the schedules multiply it by the number of ranks."""
     if size() == 1:
         return batch
     part = {name: value if name == "attention_mask" else _part(value, 1) for name, value in batch.items()}

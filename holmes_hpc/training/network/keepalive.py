@@ -10,8 +10,8 @@ SILENCE_S = PROBE_S * (1 + PROBES)
 def keep_alive(connection: socket.socket, limit_sends: bool = False) -> None:
     """Make the kernel end a connection with ETIMEDOUT if the peer's kernel is silent for SILENCE_S.
 
-    By default only an idle connection. `limit_sends`: also one whose bytes the peer does not acknowledge. That would
-    end gloo's transfers to a peer that computes and does not read meanwhile."""
+    By default, this ends only idle connections. `limit_sends`: also those whose bytes the peer does not acknowledge.
+    That would end gloo's transfers to a peer that computes and does not read meanwhile."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, PROBE_S),
