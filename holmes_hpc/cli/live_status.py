@@ -45,15 +45,15 @@ def live_table(statuses: Sequence[Status], width: int, height: int, hidden: int 
     hidden += len(statuses) - len(rows)
     title = console.visible(f"{time.strftime('%H:%M:%S')}  {counts or 'no runs'}")
     table = console.left_aligned_table(title, f"{hidden} more; q leaves" if hidden else "q leaves", pad_edge=False)
-    shown = [index for index, least in enumerate(COLUMNS.values()) if width >= least]
+    columns = [index for index, least in enumerate(COLUMNS.values()) if width >= least]
     texts = [[console.visible(cell) for cell in row] for row in ([*COLUMNS], *map(cells, rows))]
-    widths = {index: max(cell_len(row[index]) for row in texts) for index in shown}
+    widths = {index: max(cell_len(row[index]) for row in texts) for index in columns}
     widths[_STATE] = min(widths[_STATE], max(9, width // 4))
     widths[_RUN] = min(widths[_RUN], max(8, width + 2 + widths[_RUN] - sum(w + 2 for w in widths.values())))
-    for index in shown:
+    for index in columns:
         table.add_column(texts[0][index], no_wrap=True, overflow="ellipsis", width=widths[index])
     for row in texts[1:]:
-        table.add_row(*(row[index] for index in shown))
+        table.add_row(*(row[index] for index in columns))
     return table
 
 

@@ -52,7 +52,7 @@ class PlanOptions:
     pp: Annotated[int | None, key("pipeline-parallel size: stages", ge=1)] = None
     dp: Annotated[int | None, key("data-parallel size", ge=1)] = None
     cp: Annotated[int | None, key("ranks that share a sequence; null or auto: the planner chooses", ge=1)] = None
-    cp_comm: Annotated[str, key("their attention: ring, or all-to-all (a2a)", one_of=("auto", "ring", "a2a"))] = "auto"
+    cp_comm: Annotated[str, key("CP's attention: ring, or all-to-all (a2a)", one_of=("auto", "ring", "a2a"))] = "auto"
     ep: Annotated[int | None, key("expert-parallel size, inside a stage; null or auto: the planner chooses", ge=1)] = (
         None
     )

@@ -140,8 +140,8 @@ def describe(index: int, request: ComponentRequest) -> str:
 
 
 def feasible_change(request: ComponentRequest, *, timeout_min: object = None) -> str:
-    """Return a hint on the smallest change that makes an infeasible request feasible: fewer nodes, else one condition
-    less."""
+    """Return a hint on the smallest change that makes an infeasible request feasible: fewer nodes, else a condition to
+    remove."""
 
     def is_feasible(candidate: ComponentRequest) -> bool:
         return try_component(candidate, timeout_min=timeout_min).ok
