@@ -30,9 +30,9 @@ class PoolJob:
 class NodeSettings:
     """The user's settings for reading nodes. `vocabulary`: the site's own file of features; None: HOLMES_FEATURES.
     `partitions`: use only these; empty: all. `account`, `qos`, `reservation`: of the job; None: not known.
-    `setup`, `job_options`: shell lines and srun options of the short jobs that ask nodes. `associations`, `groups`: of
-    the user, for what is not known; empty: not known either. `pools`: pool, or its nodes ->
-    what its short jobs add to `setup` and `job_options`."""
+    `setup`, `job_options`: shell lines and srun options of the short jobs that ask nodes. `associations`, `groups`: the
+    user's, for settings that are None; empty: not known. `pools`: {pool, or its nodes: what its short jobs add to
+    `setup` and `job_options`}."""
 
     vocabulary: str | None = None
     partitions: tuple[str, ...] = ()
