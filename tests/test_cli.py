@@ -24,7 +24,7 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.cost.calibration import MeasuredPool
 from holmes_hpc.planning.cost.network_figures import Link
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.records.owner import TRAINING_LOCK, LockOwner, hold_lock
+from holmes_hpc.records.locks import TRAINING_LOCK, LockOwner, hold_lock
 from holmes_hpc.records.run import RunDirectory
 
 pytestmark = pytest.mark.integration

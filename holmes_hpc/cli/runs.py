@@ -33,7 +33,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import placement_text
 from holmes_hpc.planning.request import costs
 from holmes_hpc.records.find import find_run, runs_root
-from holmes_hpc.records.owner import refuse_replaced
+from holmes_hpc.records.locks import refuse_replaced
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import refuse
 from holmes_hpc.submission.executor.preflight import shortages

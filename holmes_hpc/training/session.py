@@ -26,7 +26,7 @@ from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RunFailed, co
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan.transport import TCP
-from holmes_hpc.records.owner import TRAINING_LOCK, LockOwner, take_lock
+from holmes_hpc.records.locks import TRAINING_LOCK, LockOwner, take_lock
 from holmes_hpc.records.ownership import refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import compress

@@ -13,7 +13,7 @@ from holmes_hpc.errors import RecordError, RunFailed
 from holmes_hpc.records import ownership
 from holmes_hpc.records.files import append_line, locked, write_whole
 from holmes_hpc.records.find import find_run
-from holmes_hpc.records.owner import LockOwner, take_lock
+from holmes_hpc.records.locks import LockOwner, take_lock
 from holmes_hpc.records.run import RunDirectory
 
 ROOT = os.getuid() == 0

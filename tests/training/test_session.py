@@ -22,7 +22,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import local_site
 from holmes_hpc.planning.search.best import fixed_plan
-from holmes_hpc.records.owner import LockOwner, hold_lock
+from holmes_hpc.records.locks import LockOwner, hold_lock
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.training import session

@@ -20,7 +20,7 @@ from holmes_hpc.fabric.software import installed_version
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import check_site, pace, site
 from holmes_hpc.records.find import runs_root
-from holmes_hpc.records.owner import TRAINING_LOCK, LockOwner, has_owner, hold_lock, is_locked, refuse_replaced
+from holmes_hpc.records.locks import TRAINING_LOCK, LockOwner, has_owner, hold_lock, is_locked, refuse_replaced
 from holmes_hpc.records.ownership import other_owners, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.records.owner import LockOwner, hold_lock, take_lock
+from holmes_hpc.records.locks import LockOwner, hold_lock, take_lock
 
 
 def test_the_second_is_told_who_is_the_first(tmp_path: Path) -> None:
