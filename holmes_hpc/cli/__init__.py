@@ -87,7 +87,7 @@ def _usage_message(error: Any) -> str:
     message, context = " ".join(str(error.format_message()).split()).rstrip("."), error.ctx
     command = context.command_path if context else "holmes"
     if type(error).__name__ == "NoSuchOption" and any(p.name == "overrides" for p in context.command.params):
-        from holmes_hpc.config.options import meant_keys
+        from holmes_hpc.config.group_options import meant_keys
         from holmes_hpc.config.other_names import unsupported_hint
 
         option = error.option_name.partition("=")[0]

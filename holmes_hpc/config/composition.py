@@ -24,10 +24,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from holmes_hpc.config.configuration import GROUPS, Configuration, from_dict
 from holmes_hpc.config.flags import FLAGS
+from holmes_hpc.config.group_options import DEFAULTS, option, suggested_override, unknown_key
 from holmes_hpc.config.hugging_face import folder_of, read_model
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES
-from holmes_hpc.config.options import DEFAULTS, option, suggested_override, unknown_key
 from holmes_hpc.config.other_names import unsupported_hint
 from holmes_hpc.errors import ConfigError, HolmesError, nearest, raise_all
 from holmes_hpc.records.files import read_yaml

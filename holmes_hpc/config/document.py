@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from holmes_hpc.config.configuration import GROUPS, Configuration
+from holmes_hpc.config.group_options import DEFAULTS, OPTIONS
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES, MODELS
-from holmes_hpc.config.options import DEFAULTS, OPTIONS
 from holmes_hpc.schema import REQUIRED, Key, allowed, keys
 
 PACKAGE = Path(__file__).parents[1]

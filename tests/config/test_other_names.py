@@ -7,7 +7,7 @@ import pytest
 
 from holmes_hpc.config.composition import load
 from holmes_hpc.config.configuration import GROUPS, Configuration
-from holmes_hpc.config.options import unknown_key
+from holmes_hpc.config.group_options import unknown_key
 from holmes_hpc.config.other_names import _KEYS
 from holmes_hpc.errors import ConfigError, is_typo
 from holmes_hpc.schema import keys

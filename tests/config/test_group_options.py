@@ -5,8 +5,8 @@ import pytest
 from holmes_hpc.config import composition
 from holmes_hpc.config.composition import composed
 from holmes_hpc.config.configuration import from_dict
+from holmes_hpc.config.group_options import OPTIONS
 from holmes_hpc.config.models import BATCHES, MODELS
-from holmes_hpc.config.options import OPTIONS
 from holmes_hpc.errors import ConfigError
 
 pytestmark = pytest.mark.integration
