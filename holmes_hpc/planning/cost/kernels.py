@@ -79,17 +79,17 @@ Time = Annotated[float, key("seconds", unit="s", ge=0)]
 class Stack(Checked, where="stack"):
     """The efficiency of current programs, relative to the kinds' tables.
 
-    One set of constants for all GPUs and programs, fitted to published runs (benchmarks/published_fit.py). `product`,
-    `fp8`: of the table's share for large products, `fp8` of FP8's peak relative to that. `flash`, `flash1`: of the
-    table's share for FlashAttention 2 and 1. `memory`, `stream`: of the
-    bandwidth, for kernels of a token's width and for kernels over one large array (scores, gradients, optimizer, loss).
-    `unfused_attention`, `unfused_elementwise`: moved over counted bytes of unfused attention and of other unfused
-    operations. `loss_bytes`: of a logit, forward, by the loss. `launch_s`: CPU time of a kernel launch. `wait_s`:
-    extra if the CPU waits for the kernel. `gap_s`: between two kernels on the GPU. `pass_s`: of every pass.
-    `chunk_s`: of a pass of a virtual stage, besides. `step_s`: of every step. `ring_s`, `rank_s`: of a collective
-    inside a node, and per rank in it (all-reduces of 2 to 8 A100, github.com/VIA-Research/vTrain, trace/a100,
-    f8dda84). `local`, `ib`, `roce`, `transfer`: shares of the nominal rate that collectives in a node, over
-    InfiniBand, over other RDMA, and stage transfers reach.
+    One set of constants for all GPUs and programs, fitted to published runs (benchmarks/published_fit.py). `product`:
+    factor of the table's share for large products; `fp8`: a further factor in FP8, of its peak. `flash`, `flash1`,
+    `flash3`: factor of the table's share for FlashAttention 2, 1 and 3. `memory`, `stream`: share of the bandwidth,
+    for kernels of a token's width and for kernels over one large array (scores, gradients, optimizer, loss).
+    `unfused_attention`, `unfused_elementwise`: moved over counted bytes, of unfused attention and of other unfused
+    operations. `loss_bytes`: moved by the loss for each logit, forward. `launch_s`: CPU time of a kernel launch.
+    `wait_s`: extra if the CPU waits for the kernel. `gap_s`: between two kernels on the GPU. `pass_s`: of every pass;
+    `chunk_s`: extra for a virtual stage. `step_s`: of every step. `ring_s`, `rank_s`: of a collective inside a node,
+    and per rank in it (all-reduces of 2 to 8 A100, github.com/VIA-Research/vTrain, trace/a100, f8dda84). `local`,
+    `ib`, `roce`, `transfer`: shares of the nominal rate that collectives in a node, over InfiniBand, over other RDMA,
+    and stage transfers reach.
     """
 
     product: Share = 0.9396

@@ -27,7 +27,7 @@ ORDERS = (PIPELINE_ORDER, HIERARCHICAL_ORDER)
 
 @dataclass(frozen=True)
 class StageParallel:
-    """The `dp` replicas of one stage's weights, of `tp` ranks each. The ranks that share a sequence are several.
+    """The `dp` replicas of one stage's weights, of `tp` ranks each. Ranks that share a sequence (CP) count as replicas.
     `weights`: the micro-batches of each replica, in proportion (empty: all the same)."""
 
     tp: Annotated[int, key("tensor parallel in the stage", ge=1)]
