@@ -131,10 +131,8 @@ def cancel(run: Run, json: Json = False) -> None:
     with console.waiting("waiting for its ranks to save and exit" if is_local_run else "asking Slurm"):
         state = cancel_run(record)
     if state.state == UNKNOWN:
-        problem, hint = (
-            "Slurm does not answer, or does not know the job",
-            "check with `scontrol ping` and `squeue --me`",
-        )
+        problem = "Slurm does not answer, or does not know the job"
+        hint = "check with `scontrol ping` and `squeue --me`"
         raise ConfigError(problem, where=str(record.path), hint=hint)
     if json:
         console.as_json({"run": str(record.path), "was": state.state.lower(), "cancelled": not state.ended})

@@ -172,10 +172,8 @@ def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
                 transfers = layout.order.micro_batches * (p.virtual_stages if s < p.pp - 1 else p.virtual_stages - 1)
                 add(transport, 2 * transfers * pipelines * p.tp * activation_bytes(layout, transport, component))
         if layout.model.tied and p.pp > 1:
-            factors, gradient_bytes = (
-                layout.costs.collectives(layout.pool(stages[0]).gpu),
-                embedding_bytes(layout) / p.tp,
-            )
+            factors = layout.costs.collectives(layout.pool(stages[0]).gpu)
+            gradient_bytes = embedding_bytes(layout) / p.tp
             add(layout.embedding_transport(replica), factors.all_reduce / 2 * gradient_bytes * 2 * pipelines * p.tp)
     return dict(sorted(total.items()))
 

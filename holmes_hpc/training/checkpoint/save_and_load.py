@@ -320,10 +320,8 @@ class Checkpoints:
         with megatron_versions.offsets_without_padding(self.optimizer):
             state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         if generators:
-            replica, position = (
-                parallel_state.get_data_parallel_rank(with_context_parallel=True),
-                self._generator_position(),
-            )
+            replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            position = self._generator_position()
             state["generators"] = ShardedObject("generators", gpt.generators(), *position, replica_id=replica)
         return state
 

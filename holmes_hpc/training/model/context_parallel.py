@@ -29,10 +29,8 @@ def support_cpu() -> None:
 
 def _part(whole: torch.Tensor, dimension: int, rank: int | None = None) -> torch.Tensor:
     """Return the chunks of `rank` (None: this one) of a tensor with all tokens of a sequence along `dimension`."""
-    chunks, rank = (
-        whole.chunk(2 * size(), dimension),
-        parallel_state.get_context_parallel_rank() if rank is None else rank,
-    )
+    chunks = whole.chunk(2 * size(), dimension)
+    rank = parallel_state.get_context_parallel_rank() if rank is None else rank
     return torch.cat([chunks[rank], chunks[-1 - rank]], dimension)
 
 

@@ -244,10 +244,8 @@ def finalize_with_tied(
     wrapped = models[0] if gpt.unwrap(models[0]).pre_process else models[-1]
     weight = gpt.unwrap(wrapped).shared_embedding_or_output_weight()
     gradient = weight.main_grad.view(-1)
-    tp_size, tp_rank = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
     full_gradient = torch.zeros(tp_size, gradient.numel(), dtype=gradient.dtype, device=gradient.device)
     first, end = reduced_range(wrapped, weight)  # after the reduce-scatter, this rank holds only this range
     full_gradient[tp_rank, first:end] = gradient[first:end]
