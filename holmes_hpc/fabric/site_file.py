@@ -167,8 +167,8 @@ def _with_defaults(entry: Any, kind: str, position: int, defaults: Mapping[str, 
 
 
 def _fabric_place(entry: Any, position: int, places: Sequence[str]) -> str:
-    """Return the place of a pool's fabric; empty if the pool has no keys. SiteError unless it is one of `places`, if
-    there are any."""
+    """Return the place of a pool's fabric; empty if the pool has no keys.
+    Raise SiteError if there are `places` and it is none of them."""
     if not isinstance(entry, Mapping):
         return ""
     name = entry.get("fabric")
