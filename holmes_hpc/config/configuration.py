@@ -30,8 +30,9 @@ class LauncherConfig:
 class ElasticConfig:
     """The configuration group `elastic`: a job that survives the loss of a node."""
 
-    enabled: Annotated[bool, key("continue on a spare node if a node is lost: `--elastic`")] = False
+    enabled: Annotated[bool, key("continue on the other nodes if a node is lost: `--elastic`")] = False
     spares: Annotated[int, key("spare nodes of each component", ge=0)] = 1
+    min_nodes: Annotated[int, key("with fewer nodes left, the job is requeued", ge=1)] = 1
     dead_s: Annotated[float, key("silence after which a node is lost", unit="s", ge=1)] = 3.0
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from holmes_hpc.errors import SiteError, nearest
@@ -268,6 +268,12 @@ class Site:
         left_out = [text for text in self.assumptions if ": left out: " in text]
         hint = "; ".join((f"it has {', '.join(p.name for p in self.pools)}", *left_out))
         raise SiteError(f"no pool {name!r}", where=f"site {self.name}", hint=hint)
+
+    def restricted_to(self, pools: Sequence[Pool]) -> "Site":
+        """Return the site with only `pools` and the links between them."""
+        names = {pool.fabric_name for pool in pools}
+        links = tuple(link for link in self.links if names.issuperset(link.between))
+        return replace(self, pools=tuple(pools), links=links)
 
     def link(self, sender: str, receiver: str) -> FabricLink | None:
         """Return the link that the site declares between two fabrics, named in any order; None if it has none."""

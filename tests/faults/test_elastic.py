@@ -13,10 +13,13 @@ import pytest
 from faults import silent, until
 
 from holmes_hpc import testbed as beds
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking]
 LIMIT_S = 12.0  # from the loss to the first step after it, on an idle machine
+LIMIT_WITHOUT_SPARE_S = 15.0
+STEPS_AFTER = 30  # compared after a change of the plan
 HIT = 10  # the step after which the node is lost
 
 
@@ -34,11 +37,9 @@ def test_an_undisturbed_elastic_run_trains_as_a_plain_one(root: Path, whole: int
     print(f"first step after submission: plain {seconds[0]:.1f} s, elastic {seconds[1]:.1f} s")
 
 
-@pytest.mark.parametrize(("kind", "node"), [("killed", "ib2"), ("silent", "roce2")])
-def test_a_spare_takes_over(kind: str, node: str, root: Path, whole: interruptions.Figures) -> None:
-    run = interruptions.submit(
-        root / f"{kind}-{time.time():.0f}", "elastic.enabled=true", "train.checkpoint_async=false"
-    )
+def lose(run: RunDirectory, kind: str, node: str) -> tuple[float, str]:
+    """Lose `node` after step HIT, and follow the run to its end. Return (seconds until the first step after the loss,
+    the run's state)."""
     until(lambda: interruptions.last_step(run) >= HIT, f"step {HIT}")
     with contextlib.ExitStack() as repair:
         if kind == "killed":
@@ -49,13 +50,50 @@ def test_a_spare_takes_over(kind: str, node: str, root: Path, whole: interruptio
         lost_at, load = time.time(), os.getloadavg()[0]
         until(lambda: first_step_of(run, 2), "a step of the second attempt")
         state = interruptions.follow_to_end(run)
-    first = first_step_of(run, 2)
-    seconds, last = first["time"] - lost_at, interruptions.steps_of(run, 1)[-1]
-    print(f"{node} {kind}: first step after {seconds:.1f} s, {last + 1 - first['step']} steps again, load {load:.1f}")
+    first, last = first_step_of(run, 2), interruptions.steps_of(run, 1)[-1]
+    seconds, repeated = first["time"] - lost_at, last + 1 - first["step"]
+    print(f"{node} {kind}: first step after {seconds:.1f} s, {repeated} steps again, load {load:.1f}")
+    assert repeated <= interruptions.INTERVAL
+    return seconds, state
+
+
+@pytest.mark.parametrize(("kind", "node"), [("killed", "ib2"), ("silent", "roce2")])
+def test_a_spare_takes_over(kind: str, node: str, root: Path, whole: interruptions.Figures) -> None:
+    run = interruptions.submit(
+        root / f"{kind}-{time.time():.0f}", "elastic.enabled=true", "train.checkpoint_async=false"
+    )
+    seconds, state = lose(run, kind, node)
     attempts, log = run.read_run()["attempts"], (run.logs / "batch.txt").read_text()
     assert [a.get("ended") for a in attempts] == ["node lost", None], (state, log)
     reason = "its agent ended" if kind == "killed" else "silent for 3."
     assert f"lost node {node} ({reason}" in log
     assert interruptions.figures(run) == whole
-    assert last + 1 - first["step"] <= interruptions.INTERVAL
     assert seconds < LIMIT_S
+
+
+@pytest.fixture(scope="module")
+def fewer(root: Path) -> Path:
+    """Return a folder with the plan of a model whose layers per-stage TP/DP divides best over three nodes."""
+    folder = root / "fewer"
+    folder.mkdir()
+    interruptions.make_plan(folder / "plan.yaml", "model.layers=4")
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "node"), [("killed", "ib2"), ("silent", "roce2")])
+def test_without_a_spare_the_run_continues_on_fewer_nodes(kind: str, node: str, fewer: Path) -> None:
+    whole = interruptions.undisturbed_figures(fewer)
+    options = ("elastic.enabled=true", "elastic.spares=0", "train.checkpoint_async=false")
+    run = interruptions.submit(fewer / f"{kind}-{time.time():.0f}", *options)
+    seconds, state = lose(run, kind, node)
+    attempts, log, plan = run.read_run()["attempts"], (run.logs / "batch.txt").read_text(), Plan.read(run.plan_path)
+    assert [a.get("ended") for a in attempts] == ["node lost", None], (state, log)
+    assert sum(part.nodes for part in plan.components) == 3 and plan.is_per_stage, plan.parallel
+    assert attempts[1]["plan_id"] == plan.id != attempts[0]["plan_id"]
+    figures = interruptions.figures(run)
+    assert list(figures) == list(whole)
+    changed, last = first_step_of(run, 2)["step"], max(whole)
+    differences = [abs(figures[step][0] / whole[step][0] - 1) for step in range(changed, last + 1)]
+    print(f"largest relative difference of {len(differences)} losses: {max(differences):.1e}")
+    assert len(differences) >= STEPS_AFTER and max(differences) < 1e-5
+    assert seconds < LIMIT_WITHOUT_SPARE_S

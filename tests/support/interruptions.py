@@ -96,11 +96,15 @@ def last_step(run: RunDirectory) -> int:
     return int(lines[-1]["step"]) if lines else 0
 
 
+def make_plan(path: Path, *overrides: str) -> None:
+    subprocess.run([HOLMES, "plan", *PLAN, *TRAIN, *overrides, "-o", str(path)], check=True, capture_output=True)
+
+
 def submit(directory: Path, *overrides: str) -> RunDirectory:
-    """Plan and submit a run without waiting for it."""
+    """Submit a run without waiting for it. Its plan is in the folder above, and is made if there is none."""
     plan = directory.parent / "plan.yaml"
     if not plan.exists():
-        subprocess.run([HOLMES, "plan", *PLAN, *TRAIN, "-o", str(plan)], check=True, capture_output=True)
+        make_plan(plan)
     result = subprocess.run(
         [HOLMES, "submit", str(plan), f"run_dir={directory}", *TRAIN, *overrides],
         capture_output=True,

@@ -96,10 +96,9 @@ def searched_site(site: Site, options: PlanOptions) -> Site:
     if names or len(site.pools) <= MAX_POOLS:
         return site
     largest = sorted(site.pools, key=lambda f: -f.gpus * f.gpu.peak_tflops)[:MAX_POOLS]
-    pools = tuple(f for f in site.pools if f in largest)
-    links = tuple(link for link in site.links if set(link.between) <= {f.fabric_name for f in pools})
+    restricted = site.restricted_to([f for f in site.pools if f in largest])
     note = f"of {len(site.pools)} pools, only the {MAX_POOLS} with most TFLOP/s were tried: plan.nodes chooses others"
-    return replace(site, pools=pools, links=links, assumptions=(*site.assumptions, note))
+    return replace(restricted, assumptions=(*site.assumptions, note))
 
 
 def with_cp(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:

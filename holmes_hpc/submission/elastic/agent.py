@@ -89,8 +89,10 @@ class Agent:
             signal.signal(number, signal.SIG_DFL)
         rank, cpus = order.first_rank + index, int(os.environ.get("SLURM_CPUS_PER_TASK") or order.ranks)
         values = {"PROCID": rank, "NTASKS": order.world_size, "LOCALID": index, "NNODES": order.num_nodes}
+        values["HET_SIZE"] = len(order.hosts)
         values |= {"CPUS_PER_TASK": cpus // order.ranks} if "SLURM_CPUS_PER_TASK" in os.environ else {}
         os.environ.update({f"SLURM_{name}": str(value) for name, value in values.items()})
+        os.environ.update({f"SLURM_JOB_NODELIST_HET_GROUP_{i}": hosts for i, hosts in enumerate(order.hosts)})
         os.environ["HOLMES_START"] = str(order.start)
         redirect_output(self._run.log_path(rank), self._run.log_path(rank))
 

@@ -22,13 +22,15 @@ MAX_BYTES = 1 << 16  # of a message
 
 class Order(NamedTuple):
     """The coordinator's answer to a beat. `start`: the number of the ranks' latest start, in which the node has the
-    ranks `first_rank` to `first_rank + ranks`; `is_go`: start them now; `is_end`: the run is over."""
+    ranks `first_rank` to `first_rank + ranks`; `hosts`: a host list for each component of the plan; `is_go`: start the
+    ranks now; `is_end`: the run is over."""
 
     start: int
     first_rank: int = 0
     ranks: int = 0
     world_size: int = 0
     num_nodes: int = 0
+    hosts: tuple[str, ...] = ()
     is_go: bool = False
     is_end: bool = False
 

@@ -26,29 +26,23 @@ from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, listen, published_path
-from holmes_hpc.submission.elastic.decision import Beat, Placement, State, decide
-from holmes_hpc.submission.executor.environment import ComponentRanks, ranks_of_job
+from holmes_hpc.submission.elastic.decision import Beat, Placement, State, decide, place
+from holmes_hpc.submission.elastic.planner import Planner
+from holmes_hpc.submission.executor.environment import LEADER, ComponentRanks, ranks_of_job
 from holmes_hpc.submission.lifecycle.attempts import attempt_id, record_attempt_end
-from holmes_hpc.submission.lifecycle.failed_rank import component_ranks
 from holmes_hpc.waiting import wait_until
 
 INTERVAL_S = 0.1  # between decisions
 END_S = 3.0  # limit of the agents' and srun's end
 
 
-def first_state(plan: Plan, job: Sequence[ComponentRanks], dead_s: float) -> State:
-    """Return the state with `plan` on the first nodes of each component of the job; the others are spare."""
-    pairs = list(zip(job, plan.components, strict=True))
-    used = component_ranks(plan, [",".join(part.nodes[: planned.nodes]) for part, planned in pairs])
-    placement = Placement(tuple(used), tuple(part.nodes[planned.nodes :] for part, planned in pairs))
-    return State(placement, dead_s, {node: time.monotonic() for part in job for node in part.nodes})
-
-
 class Coordinator:
     """The coordinator of `run`, and its `state`."""
 
-    def __init__(self, run: RunDirectory, state: State) -> None:
+    def __init__(self, run: RunDirectory, state: State, planner: Planner) -> None:
         self._run, self.state, self._is_over, self._lock = run, state, False, threading.Lock()
+        self._planner, self._plan = planner, planner.job_plan  # the plan of the ranks
+        self._reasons = dict[str, str]()  # lost node -> why
 
     def serve(self, connection: Connection, secret: bytes) -> None:
         """Answer the beats of one agent until it ends or its node is lost."""
@@ -67,47 +61,71 @@ class Coordinator:
 
     def _order(self, node: str) -> Order:
         state, placement = self.state, self.state.placement
-        ranks, nodes = placement.ranks_on(node), placement.nodes
-        world_size = sum(len(placement.ranks_on(n)) for n in nodes)
-        return Order(state.start, ranks.start, len(ranks), world_size, len(nodes), state.is_started, self._is_over)
+        ranks, hosts = placement.ranks_on(node), tuple(compress(part.nodes) for part in placement.planned)
+        size = placement.world_size
+        values = (state.start, ranks.start, len(ranks), size, len(placement.nodes), hosts)
+        return Order(*values, is_go=state.is_started, is_end=self._is_over)
 
     def step(self) -> int | None:
         """Decide, and act. Return the exit status if the run is over, else None."""
+        state, now = self.state, time.monotonic()
         with self._lock:
-            state, now = self.state, time.monotonic()
             if state.failed_at is None and any(state.codes().values()):
                 state.failed_at = now
             decision = decide(state, now)
-            reasons = {n: f"silent for {now - state.heard_at[n]:.1f} s" for n in decision.lost}
-            reasons |= dict.fromkeys(state.left, "its agent ended")
-            lost = ", ".join(f"node {n} ({reasons[n]})" for n in decision.lost)
+            for node in decision.lost:
+                reason = "its agent ended" if node in state.left else f"silent for {now - state.heard_at[node]:.1f} s"
+                self._reasons.setdefault(node, reason)
+            lost = "lost " + ", ".join(f"node {node} ({self._reasons[node]})" for node in decision.lost)
             state.left.update(decision.lost)
             self._is_over = decision.code is not None
             if decision.placement is not None:
-                new_nodes = set(decision.placement.nodes) - set(state.placement.nodes)
-                log_batch_line(f"lost {lost}: spare {compress(sorted(new_nodes))} takes over")
-                state.placement, state.start, state.failed_at = decision.placement, state.start + 1, None
-                state.is_started = False
-            elif decision.is_go:
-                if state.start > 1:
-                    record_attempt_end(self._run, attempt_id(os.environ), "node lost")
-                log_batch_line(f"start {state.start} of the ranks on {compress(state.placement.nodes)}")
-                state.is_started = True
-            elif decision.lost and not state.is_stopping:
-                error = f"lost {lost}, and no spare node of its component is left"
-                log_batch_line(error)  # and the batch script treats it as the failure of a rank
-                for node in decision.lost:
-                    for rank in state.placement.ranks_on(node):
-                        self._run.write_exit(rank, "failed", error, node)
-            return decision.code
+                self._change(lost, decision.placement, decision.plan)
+            missing_plans = state.missing_plans(now) if state.is_started or state.left else []
+        if decision.is_go:  # agents are answered while files are written
+            self._go()
+        elif decision.reason:
+            log_batch_line(f"{lost}: {decision.reason}")  # and the batch script treats it as the failure of a rank
+            for node in decision.lost:
+                for rank in state.placement.ranks_on(node):
+                    self._run.write_exit(rank, "failed", f"{lost}: {decision.reason}", node)
+        self._planner.poll(missing_plans, state.plans)
+        return decision.code
+
+    def _change(self, lost: str, placement: Placement, plan: Plan | None) -> None:
+        """End the ranks. The next ones start in `placement`, with `plan` if there is another one."""
+        state, self._plan = self.state, plan or self._plan
+        new_nodes = compress(sorted(set(placement.nodes) - set(state.placement.nodes)))
+        nodes = ", ".join(compress(part.nodes) for part in placement.planned)
+        log_batch_line(f"{lost}: " + (f"plan {plan.id} on {nodes}" if plan else f"spare {new_nodes} takes over"))
+        state.placement, state.start, state.failed_at, state.is_started = placement, state.start + 1, None, False
+
+    def _go(self) -> None:
+        """Let the ranks start. Before, write their plan, and record the end of the ranks' last start."""
+        if self.state.start > 1:
+            record_attempt_end(self._run, attempt_id(os.environ), "node lost")
+        if self._plan.id != Plan.read(self._run.plan_path).id:
+            self._run.reopen(self._plan.to_yaml())
+            self._run.update_run(plan_id=self._plan.id, components=self._plan.layout)
+        log_batch_line(f"start {self.state.start} of the ranks on {compress(self.state.placement.nodes)}")
+        self.state.is_started = True
+
+
+def first_state(plan: Plan, job: Sequence[ComponentRanks], dead_s: float, min_nodes: int = 1) -> State:
+    """Return the state with `plan` on the first nodes of each component of the job; the others are spare."""
+    pools, now = tuple(part.pool for part in plan.components), time.monotonic()
+    placement = place(plan, pools, [part.nodes for part in job])
+    return State(placement, dead_s, {node: now for part in job for node in part.nodes}, pools, min_nodes)
 
 
 def coordinate(run: RunDirectory, srun: int) -> int:
     """Serve the agents until the run is over. Return the step's exit status. `srun`: its process id."""
-    plan, node = Plan.read(run.plan_path), os.environ["SLURMD_NODENAME"]
-    state = first_state(plan, ranks_of_job(os.environ), float(run.config["elastic"]["dead_s"]))
+    node, settings = os.environ["SLURMD_NODENAME"], run.config["elastic"]
+    planner = Planner(run, os.environ[LEADER])
+    plan = planner.job_plan  # also after a requeue, which brings all nodes
+    state = first_state(plan, ranks_of_job(os.environ), float(settings["dead_s"]), int(settings.get("min_nodes", 1)))
     signal.signal(signal.SIGTERM, lambda *_: setattr(state, "is_stopping", True))
-    coordinator, path = Coordinator(run, state), published_path(run.path / "submission")
+    coordinator, path = Coordinator(run, state, planner), published_path(run.path / "submission")
     names = plan.site.pool(plan.components[0].pool).nic_names(node)
     nic = data_interface(nccl.restrict_nics(probe(), names, os.environ, node), NicType.ETHERNET, node=node)
     listener, secret = listen(str(nic.address), path)

@@ -1,17 +1,22 @@
 """The coordinator's decision: a pure function of which nodes answer and how their ranks stand."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.submission.executor.environment import ComponentRanks
 
 JOIN_S = 120.0  # limit of an agent's first beat, before which it loads torch and Megatron-Core
 GRACE_S = 1.0  # after a rank has failed, its cause may still turn out to be a node that is silent for `dead_s`
 
+Sizes = tuple[int, ...]  # numbers of nodes, one for each component of the job
+Plans = dict[Sizes, Plan | str]  # plans for so many nodes, or why there is none
+
 
 @dataclass(frozen=True)
 class Placement:
-    """The nodes that have ranks, and the spare nodes of each component."""
+    """The nodes that have ranks, and the spare nodes, of each component of the job. The plan may use only some."""
 
     components: tuple[ComponentRanks, ...]
     spares: tuple[tuple[str, ...], ...]
@@ -19,6 +24,15 @@ class Placement:
     @property
     def nodes(self) -> list[str]:
         return [node for part in self.components for node in part.nodes]
+
+    @property
+    def planned(self) -> list[ComponentRanks]:
+        """The components that have ranks, in the order of the plan."""
+        return sorted((part for part in self.components if part.nodes), key=lambda part: part.first_rank)
+
+    @property
+    def world_size(self) -> int:
+        return sum(len(part.nodes) * part.tasks_per_node for part in self.components)
 
     def ranks_on(self, node: str) -> range:
         """Return the ranks on `node`; none on a spare node."""
@@ -39,6 +53,25 @@ class Placement:
             remaining.append(tuple(n for n in spares if n not in (*lost, *components[-1].nodes)))
         return Placement(tuple(components), tuple(remaining))
 
+    def usable_nodes(self, usable: Collection[str]) -> list[list[str]]:
+        """Return the `usable` nodes of each component, its spares last."""
+        pairs = zip(self.components, self.spares, strict=True)
+        return [[node for node in (*part.nodes, *spares) if node in usable] for part, spares in pairs]
+
+
+def place(plan: Plan, pools: Sequence[str], nodes: Sequence[Sequence[str]]) -> Placement:
+    """Return the placement of `plan` on the first `nodes` of each component of the job; the others are spare.
+    `pools`: of these components."""
+    first_ranks = accumulate((part.ranks for part in plan.components), initial=0)
+    planned = {part.pool: (part, first) for part, first in zip(plan.components, first_ranks, strict=False)}
+    components, spares = [], []
+    for pool, names in zip(pools, nodes, strict=True):
+        part, first_rank = planned.get(pool, (None, 0))
+        count = part.nodes if part else 0
+        components.append(ComponentRanks(tuple(names[:count]), first_rank, part.gpus_per_node if part else 0))
+        spares.append(tuple(names[count:]))
+    return Placement(tuple(components), tuple(spares))
+
 
 @dataclass(frozen=True)
 class Beat:
@@ -57,11 +90,15 @@ class State:
 
     `heard_at`: of each node's last beat, of the job's start without one; `start`: number of the latest start of the
     ranks; `is_started`: agents may start them; `left`: nodes whose agent has ended; `failed_at`: when the first rank of
-    this start failed; `is_stopping`: the job is being ended from outside."""
+    this start failed; `is_stopping`: the job is being ended from outside; `pools`: of the job's components; `plans`:
+    for fewer nodes, as far as they are made; `min_nodes`: with fewer nodes the run does not continue."""
 
     placement: Placement
     dead_s: float
     heard_at: dict[str, float]
+    pools: tuple[str, ...]
+    min_nodes: int = 1
+    plans: Plans = field(default_factory=dict)
     start: int = 1
     is_started: bool = False
     beats: dict[str, Beat] = field(default_factory=dict)
@@ -72,6 +109,20 @@ class State:
     def is_lost(self, node: str, now: float) -> bool:
         return node in self.left or now - self.heard_at[node] > (self.dead_s if node in self.beats else JOIN_S)
 
+    def present(self, now: float) -> list[str]:
+        """Return the nodes whose agents report."""
+        return [node for node in self.beats if not self.is_lost(node, now)]
+
+    def missing_plans(self, now: float) -> list[Sizes]:
+        """Return the numbers of nodes without a plan that are needed now, or after the loss of one more node."""
+        components = self.placement.components
+        left = [len(nodes) for nodes in self.placement.usable_nodes(self.present(now))]
+        sizes = [tuple(left)] * any(count < len(part.nodes) for count, part in zip(left, components, strict=True))
+        for index, part in enumerate(components):
+            if 0 < left[index] <= len(part.nodes):
+                sizes.append((*left[:index], left[index] - 1, *left[index + 1 :]))
+        return [size for size in sizes if sum(size) >= self.min_nodes and size not in self.plans]
+
     def codes(self) -> dict[int, int]:
         """Return the exit code by rank of the ranks of this start that have ended."""
         return {rank: code for b in self.beats.values() if b.start == self.start for rank, code in b.codes.items()}
@@ -79,25 +130,40 @@ class State:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do next. `lost`: nodes to give up; `placement`: end all ranks, this is the next start's; `is_go`: start
-    the ranks; `code`: end the run with this exit status."""
+    """What to do next. `lost`: nodes to give up; `placement`: end all ranks, this is the next start's; `plan`: the next
+    start's, if it changes; `is_go`: start the ranks; `code`: end the run with this exit status; `reason`: why."""
 
     lost: tuple[str, ...] = ()
     placement: Placement | None = None
+    plan: Plan | None = None
     is_go: bool = False
     code: int | None = None
+    reason: str = ""
 
 
 def decide(state: State, now: float) -> Decision:
     """Return what the coordinator does next."""
-    nodes, present = state.placement.nodes, [node for node in state.beats if not state.is_lost(node, now)]
+    nodes, present = state.placement.nodes, state.present(now)
     if lost := tuple(node for node in nodes if state.is_lost(node, now)):
-        placement = None if state.is_stopping else state.placement.without(lost, present)
-        return Decision(lost, placement, code=1 if placement is None else None)
+        return Decision(lost, code=1) if state.is_stopping else _decide_without(lost, state, present)
     if not state.is_started:
         have_ended = all(state.beats[n].start == state.start and not state.beats[n].running for n in present)
         is_go = have_ended and state.beats.keys() >= set(nodes)
         return Decision(code=1) if state.is_stopping else Decision(is_go=is_go)
-    codes, num_ranks = state.codes(), sum(len(state.placement.ranks_on(node)) for node in nodes)
+    codes, num_ranks = state.codes(), state.placement.world_size
     is_failure = state.failed_at is not None and now - state.failed_at > state.dead_s + GRACE_S
     return Decision(code=max(map(abs, codes.values())) if len(codes) == num_ranks or is_failure else None)
+
+
+def _decide_without(lost: tuple[str, ...], state: State, present: Collection[str]) -> Decision:
+    """Return the decision after the loss of nodes: a spare takes over, or a plan for the nodes left."""
+    if placement := state.placement.without(lost, present):
+        return Decision(lost, placement)
+    nodes = state.placement.usable_nodes(present)
+    sizes = tuple(map(len, nodes))
+    problem, plan = "no spare node of its component is left", state.plans.get(sizes)
+    if sum(sizes) < state.min_nodes:
+        return Decision(lost, code=1, reason=f"{problem}, and elastic.min_nodes is {state.min_nodes}")
+    if isinstance(plan, str):
+        return Decision(lost, code=1, reason=f"{problem}, and there is no plan for the other nodes: {plan}")
+    return Decision(lost) if plan is None else Decision(lost, place(plan, state.pools, nodes), plan)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import plans
 import pytest
 
-from holmes_hpc.submission.elastic.decision import GRACE_S, JOIN_S, Beat, Decision, Placement, State
+from holmes_hpc.config.composition import load
+from holmes_hpc.submission.elastic.decision import GRACE_S, JOIN_S, Beat, Decision, Placement, State, place
 from holmes_hpc.submission.elastic.decision import decide as decide_at
+from holmes_hpc.submission.elastic.replan import smaller_plan
 from holmes_hpc.submission.executor.environment import ComponentRanks
 
 PLACEMENT = Placement(
@@ -27,7 +30,8 @@ def decide(state: State) -> Decision:
 def state(start: int = 1, running: int = 2, **changes: Any) -> State:
     """Return the state of a run whose ranks train."""
     beats = {node: Beat(node, start, running if node in RANKS else 0) for node in NODES}
-    return replace(State(PLACEMENT, 3.0, silent(), start, True, beats), **changes)
+    whole = State(PLACEMENT, 3.0, silent(), ("ib-a", "roce-a"), start=start, is_started=True, beats=beats)
+    return replace(whole, **changes)
 
 
 def silent(*nodes: str, seconds: float = 3.1) -> dict[str, float]:
@@ -59,13 +63,58 @@ def test_spares_that_are_lost_or_not_ready_take_no_place() -> None:
     beats = {node: Beat(node, 1) for node in NODES if node != "ib3"}
     without_ib3 = state(beats=beats, heard_at=silent("ib2"))
     assert decide(without_ib3) == Decision(("ib2",), PLACEMENT.without(["ib2"], ["ib4"]))
-    assert decide(replace(without_ib3, heard_at=silent("ib2", "ib4"))) == Decision(("ib2",), code=1)
+    assert decide(replace(without_ib3, heard_at=silent("ib2", "ib4"))) == Decision(("ib2",))  # until there is a plan
 
 
 def test_two_losses_at_once_take_two_spares() -> None:
     decision = decide(state(heard_at=silent("ib1", "roce1")))
     assert decision.placement is not None and decision.placement.nodes == ["ib3", "ib2", "roce2"]
-    assert decide(state(heard_at=silent("ib1", "ib2", "ib3"))) == Decision(("ib1", "ib2"), code=1)
+    assert decide(state(heard_at=silent("ib1", "ib2", "ib3"))) == Decision(("ib1", "ib2"))
+
+
+def test_without_a_spare_the_plan_for_the_nodes_left_is_next() -> None:
+    smaller = plans.plan("roce-a", "ib-a", nodes=1)
+    lost = state(heard_at=silent("ib2", "ib3", "ib4"), plans={(1, 2): smaller})
+    decision = decide(lost)
+    assert decision.plan == smaller and decision.placement is not None and decision.code is None
+    assert decision.placement.nodes == ["ib1", "roce1"] and decision.placement.spares == ((), ("roce2",))
+    assert [*decision.placement.ranks_on("roce1")] == [0] and [*decision.placement.ranks_on("ib1")] == [1]
+    assert [part.nodes for part in decision.placement.planned] == [("roce1",), ("ib1",)]
+    assert decide(replace(lost, is_stopping=True)) == Decision(("ib2",), code=1)
+
+
+def test_a_plan_may_leave_out_a_component() -> None:
+    left = [["ib1"], ["roce1", "roce2", "roce3"]]
+    placement = place(plans.plan("roce-a"), ("ib-a", "roce-a"), left)
+    assert placement.nodes == ["roce1", "roce2"] and placement.spares == (("ib1",), ("roce3",))
+    assert placement.world_size == 2 and [*placement.ranks_on("roce2")] == [1]
+
+
+def test_with_too_few_nodes_or_without_a_plan_the_run_ends() -> None:
+    lost = state(heard_at=silent("ib2", "ib3", "ib4"), plans={(1, 2): "it does not fit"})
+    assert (decide(lost).code, decide(lost).placement) == (1, None) and "it does not fit" in decide(lost).reason
+    few = decide(replace(lost, min_nodes=4))
+    assert few.code == 1 and "elastic.min_nodes is 4" in few.reason
+    assert decide(state(heard_at=silent(*NODES))).code == 1
+
+
+def test_plans_are_made_for_every_node_that_no_spare_replaces() -> None:
+    assert not state().missing_plans(NOW)
+    assert state(heard_at=silent("roce2")).missing_plans(NOW) == [(4, 0)]
+    no_spares = state(heard_at=silent("ib3", "ib4", "roce2"))
+    assert no_spares.missing_plans(NOW) == [(1, 1), (2, 0)]
+    assert replace(no_spares, plans={(1, 1): ""}, min_nodes=3).missing_plans(NOW) == []
+    lost = state(heard_at=silent("ib2", "ib3", "ib4", "roce2"))
+    assert lost.missing_plans(NOW) == [(1, 1), (0, 1), (1, 0)]  # first the one that the run waits for
+
+
+def test_a_smaller_plan_has_the_same_model_and_batch() -> None:
+    plan = plans.plan("ib-a", "roce-a")
+    config = load(["plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "plan.schedule=1f1b", "train.pace_layer_ms=10"])
+    smaller = smaller_plan(plan, config, (1, 2))
+    assert (smaller.model, smaller.batch.global_size) == (plan.model, plan.batch.global_size)
+    assert {part.pool: part.nodes for part in smaller.components} == {"ib-a": 1, "roce-a": 2}
+    assert {part.pool for part in smaller_plan(plan, config, (0, 2)).components} == {"roce-a"}
 
 
 def test_ranks_start_when_all_nodes_are_there_and_no_old_rank_runs() -> None:

@@ -19,11 +19,13 @@ from msgspec import json
 from holmes_hpc.config.composition import load
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.elastic.agent import Agent
 from holmes_hpc.submission.elastic.connection import Order, connect, listen
 from holmes_hpc.submission.elastic.coordinator import Coordinator, first_state
-from holmes_hpc.submission.elastic.decision import Beat
+from holmes_hpc.submission.elastic.decision import Beat, Plans
+from holmes_hpc.submission.elastic.planner import Planner
 from holmes_hpc.submission.executor.environment import ComponentRanks
 from holmes_hpc.submission.plan_job import plan_executor
 from holmes_hpc.waiting import wait_until
@@ -117,7 +119,9 @@ class Site:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = plans.plan("ib-a", "roce-a")
         self.run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
-        self.coordinator = Coordinator(self.run, first_state(plan, JOB, dead_s=0.3))
+        (self.run.path / "submission").mkdir()
+        monkeypatch.setattr(Planner, "poll", lambda *_: None)  # it starts processes
+        self.coordinator = Coordinator(self.run, first_state(plan, JOB, dead_s=0.3), Planner(self.run, "7"))
         for name in ("deliver_challenge", "answer_challenge"):
             monkeypatch.setattr(f"holmes_hpc.submission.elastic.coordinator.{name}", lambda *_: None)
         monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "7")
@@ -125,6 +129,12 @@ class Site:
         for node in NODES:
             self.agents[node], end = Pipe()
             threading.Thread(target=self.coordinator.serve, args=(end, b""), daemon=True).start()
+
+    def lose(self, *nodes: str) -> None:
+        """End the agents of `nodes`."""
+        for node in nodes:
+            self.agents[node].close()
+        assert wait_until(lambda: self.coordinator.state.left.issuperset(nodes), 10, 0.01)
 
     def beat(self, running: int = 0, without: tuple[str, ...] = (), codes: dict[int, int] | None = None) -> dict:
         """Exchange one beat per agent. `running`: the start whose ranks run, 0 if none do. Return the orders."""
@@ -140,7 +150,8 @@ def test_a_silent_node_is_replaced_and_the_attempt_recorded(tmp_path: Path, monk
     site = Site(tmp_path, monkeypatch)
     assert not any(order.is_go for order in site.beat().values())
     assert site.coordinator.step() is None
-    assert site.beat()["roce2"] == Order(1, first_rank=3, ranks=1, world_size=4, num_nodes=4, is_go=True)
+    hosts = ("ib[1-2]", "roce[1-2]")
+    assert site.beat()["roce2"] == Order(1, 3, ranks=1, world_size=4, num_nodes=4, hosts=hosts, is_go=True)
     site.run.start_attempt()
     deadline = time.monotonic() + 10
     while site.beat(1, without=("ib2",))["ib3"].start == 1:
@@ -148,28 +159,57 @@ def test_a_silent_node_is_replaced_and_the_attempt_recorded(tmp_path: Path, monk
         time.sleep(0.05)
     assert not site.beat(without=("ib2",))["ib3"].is_go  # until old ranks have ended
     assert site.coordinator.step() is None
-    assert site.beat(without=("ib2",))["ib3"] == Order(2, first_rank=1, ranks=1, world_size=4, num_nodes=4, is_go=True)
+    hosts = ("ib[1,3]", "roce[1-2]")
+    order = Order(2, first_rank=1, ranks=1, world_size=4, num_nodes=4, hosts=hosts, is_go=True)
+    assert site.beat(without=("ib2",))["ib3"] == order
     assert site.run.read_run()["attempts"][0]["ended"] == "node lost"
     site.beat(without=("ib2",), codes=dict.fromkeys(range(4), 0))
     assert site.coordinator.step() == 0 and site.beat(without=("ib2",))["ib1"].is_end
 
 
-def test_without_a_spare_the_lost_node_is_the_cause_of_the_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_spare_the_ranks_start_with_a_smaller_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, gone = Site(tmp_path, monkeypatch), ("roce2", "roce3")
+    site.beat()
+    assert site.coordinator.step() is None
+    job_plan, smaller = site.run.plan_path.read_text(), plans.plan("roce-a", "ib-a", nodes=1)
+    site.run.start_attempt()
+    site.lose(*gone)
+    site.coordinator.state.plans[(3, 1)] = smaller
+    assert site.coordinator.step() is None and site.run.plan_path.read_text() == job_plan  # which old ranks may read
+    site.beat(without=gone)
+    assert site.coordinator.step() is None
+    assert Plan.read(site.run.plan_path) == smaller and (site.run.path / "plan-1.yaml").read_text() == job_plan
+    assert site.run.read_run()["plan_id"] == smaller.id
+    order = Order(2, first_rank=1, ranks=1, world_size=2, num_nodes=2, hosts=("roce1", "ib1"), is_go=True)
+    assert site.beat(without=gone)["ib1"] == order and not site.beat(without=gone)["ib2"].ranks
+    assert Planner(site.run, "7").job_plan.to_yaml() == job_plan  # for the same job after a requeue
+
+
+def test_if_the_run_cannot_continue_the_lost_node_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(tmp_path, monkeypatch)
     site.beat()
     site.coordinator.step()
-    for node in ("roce2", "roce3"):
-        site.agents[node].close()
-    assert wait_until(lambda: site.coordinator.state.left == {"roce2", "roce3"}, 10, 0.01)
+    site.lose("roce2", "roce3")
+    site.coordinator.state.plans[(3, 1)] = "it does not fit"
     code = site.coordinator.step()
     (record,) = [e for e in site.run.read_exits() if e["state"] == "failed"]
-    assert (code, record["rank"], record["host"]) == (
-        1,
-        3,
-        "roce2",
-    ) and "no spare node of its component is left" in record["error"]
+    assert (code, record["rank"], record["host"]) == (1, 3, "roce2")
+    expected = "no spare node of its component is left, and there is no plan for the other nodes: it does not fit"
+    assert expected in record["error"]
+
+
+@pytest.mark.integration
+def test_plans_are_made_in_a_process_of_low_priority(tmp_path: Path) -> None:
+    plan = plans.plan("ib-a", "roce-a")
+    config = load(["plan.nodes={ib-a: 2, roce-a: 2}", "train.pace_layer_ms=10"]).to_dict()
+    run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config=config)
+    (run.path / "submission").mkdir()
+    planner, made = Planner(run, "7"), Plans()
+    for sizes in ((1, 2), (0, 0)):
+        assert wait_until(lambda sizes=sizes: planner.poll([sizes], made) or sizes in made, 60, 0.05)
+    smaller = made[(1, 2)]
+    assert isinstance(smaller, Plan) and {part.pool: part.nodes for part in smaller.components}["ib-a"] == 1
+    assert "no pool" in str(made[(0, 0)])
 
 
 @pytest.mark.integration
