@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
 import interruptions
 import pytest
-from faults import silent, until
+from faults import arguments_and_environment, silent, until
 
 from holmes_hpc import testbed as beds
 from holmes_hpc.planning.plan.plan import Plan
@@ -19,6 +20,7 @@ from holmes_hpc.records.run import RunDirectory
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking]
 LIMIT_S = 12.0  # from the loss to the first step after it, on an idle machine
 LIMIT_WITHOUT_SPARE_S = 15.0
+LIMIT_OF_A_RANK_S = 8.0
 STEPS_AFTER = 30  # compared after a change of the plan
 HIT = 10  # the step after which the node is lost
 
@@ -37,14 +39,29 @@ def test_an_undisturbed_elastic_run_trains_as_a_plain_one(root: Path, whole: int
     print(f"first step after submission: plain {seconds[0]:.1f} s, elastic {seconds[1]:.1f} s")
 
 
+def rank_process(run: RunDirectory, node: str) -> int:
+    """Return the process of the only rank on `node`: a child of its agent, whose command line it has."""
+    programs = dict[int, int]()  # process id -> its parent's
+    for proc in Path("/proc").glob("[0-9]*"):
+        arguments, environment = arguments_and_environment(proc)
+        is_here = environment.get("SLURMD_NODENAME") == node and str(run.path / "submission") in arguments
+        if is_here and "holmes_hpc.submission.elastic.agent" in arguments:
+            programs[int(proc.name)] = int((proc / "stat").read_text().rpartition(")")[2].split()[1])
+    agents = [pid for pid, parent in programs.items() if parent not in programs]
+    (rank,) = (pid for pid, parent in programs.items() if parent in agents)
+    return rank
+
+
 def lose(run: RunDirectory, kind: str, node: str) -> tuple[float, str]:
-    """Lose `node` after step HIT, and follow the run to its end. Return (seconds until the first step after the loss,
-    the run's state)."""
+    """Lose `node`, or only its rank, after step HIT, and follow the run to its end. Return (seconds until the first
+    step after the loss, the run's state)."""
     until(lambda: interruptions.last_step(run) >= HIT, f"step {HIT}")
     with contextlib.ExitStack() as repair:
         if kind == "killed":
             beds.kill_node(node)
             repair.callback(beds.up)
+        elif kind == "rank killed":
+            os.kill(rank_process(run, node), signal.SIGKILL)
         else:
             repair.enter_context(silent(node))
         lost_at, load = time.time(), os.getloadavg()[0]
@@ -69,6 +86,18 @@ def test_a_spare_takes_over(kind: str, node: str, root: Path, whole: interruptio
     assert f"lost node {node} ({reason}" in log
     assert interruptions.figures(run) == whole
     assert seconds < LIMIT_S
+
+
+@pytest.mark.parametrize("node", ["ib1", "roce2"])
+def test_the_ranks_start_again_if_one_is_killed(node: str, root: Path, whole: interruptions.Figures) -> None:
+    options = ("elastic.enabled=true", "elastic.spares=0", "train.checkpoint_async=false")
+    run = interruptions.submit(root / f"rank-{time.time():.0f}", *options)
+    seconds, state = lose(run, "rank killed", node)
+    attempts, log = run.read_run()["attempts"], (run.logs / "batch.txt").read_text()
+    assert [a.get("ended") for a in attempts] == ["rank killed", None], (state, log)
+    assert "killed by signal 9 (SIGKILL: kill -9, or the kernel for lack of memory): the ranks start again" in log
+    assert interruptions.figures(run) == whole
+    assert seconds < LIMIT_OF_A_RANK_S
 
 
 @pytest.fixture(scope="module")

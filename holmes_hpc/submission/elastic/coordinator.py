@@ -29,7 +29,7 @@ from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, listen, p
 from holmes_hpc.submission.elastic.decision import Beat, Placement, State, decide, place
 from holmes_hpc.submission.elastic.planner import Planner
 from holmes_hpc.submission.executor.environment import LEADER, ComponentRanks, ranks_of_job
-from holmes_hpc.submission.lifecycle.attempts import attempt_id, record_attempt_end
+from holmes_hpc.submission.lifecycle.attempts import attempt_id, has_new_steps, has_recorded_end, record_attempt_end
 from holmes_hpc.waiting import wait_until
 
 INTERVAL_S = 0.1  # between decisions
@@ -43,6 +43,7 @@ class Coordinator:
         self._run, self.state, self._is_over, self._lock = run, state, False, threading.Lock()
         self._planner, self._plan = planner, planner.job_plan  # the plan of the ranks
         self._reasons = dict[str, str]()  # lost node -> why
+        self._ended = ""  # why the ranks' last start ended
 
     def serve(self, connection: Connection, secret: bytes) -> None:
         """Answer the beats of one agent until it ends or its node is lost."""
@@ -70,8 +71,10 @@ class Coordinator:
         """Decide, and act. Return the exit status if the run is over, else None."""
         state, now = self.state, time.monotonic()
         with self._lock:
-            if state.failed_at is None and any(state.codes().values()):
-                state.failed_at = now
+            is_first_failure = state.failed_at is None and any(state.codes().values())
+        if is_first_failure:
+            state.failed_at, state.has_new_steps = now, self._has_new_steps()
+        with self._lock:
             decision = decide(state, now)
             for node in decision.lost:
                 reason = "its agent ended" if node in state.left else f"silent for {now - state.heard_at[node]:.1f} s"
@@ -80,11 +83,12 @@ class Coordinator:
             state.left.update(decision.lost)
             self._is_over = decision.code is not None
             if decision.placement is not None:
-                self._change(lost, decision.placement, decision.plan)
+                self._ended = "node lost" if decision.lost else "rank killed"
+                self._change(lost if decision.lost else decision.reason, decision.placement, decision.plan)
             missing_plans = state.missing_plans(now) if state.is_started or state.left else []
         if decision.is_go:  # agents are answered while files are written
             self._go()
-        elif decision.reason:
+        elif decision.code and decision.reason:
             log_batch_line(f"{lost}: {decision.reason}")  # and the batch script treats it as the failure of a rank
             for node in decision.lost:
                 for rank in state.placement.ranks_on(node):
@@ -92,18 +96,24 @@ class Coordinator:
         self._planner.poll(missing_plans, state.plans)
         return decision.code
 
-    def _change(self, lost: str, placement: Placement, plan: Plan | None) -> None:
+    def _has_new_steps(self) -> bool:
+        """Return whether the ranks' last start has made a new step. If it has not even recorded an attempt, none."""
+        attempt = attempt_id(os.environ)
+        return not has_recorded_end(self._run, attempt) and has_new_steps(self._run, attempt)
+
+    def _change(self, cause: str, placement: Placement, plan: Plan | None) -> None:
         """End the ranks. The next ones start in `placement`, with `plan` if there is another one."""
         state, self._plan = self.state, plan or self._plan
         new_nodes = compress(sorted(set(placement.nodes) - set(state.placement.nodes)))
         nodes = ", ".join(compress(part.nodes) for part in placement.planned)
-        log_batch_line(f"{lost}: " + (f"plan {plan.id} on {nodes}" if plan else f"spare {new_nodes} takes over"))
+        change = f"spare {new_nodes} takes over" if new_nodes else "the ranks start again"
+        log_batch_line(f"{cause}: " + (f"plan {plan.id} on {nodes}" if plan else change))
         state.placement, state.start, state.failed_at, state.is_started = placement, state.start + 1, None, False
 
     def _go(self) -> None:
         """Let the ranks start. Before, write their plan, and record the end of the ranks' last start."""
         if self.state.start > 1:
-            record_attempt_end(self._run, attempt_id(os.environ), "node lost")
+            record_attempt_end(self._run, attempt_id(os.environ), self._ended)
         if self._plan.id != Plan.read(self._run.plan_path).id:
             self._run.reopen(self._plan.to_yaml())
             self._run.update_run(plan_id=self._plan.id, components=self._plan.layout)

@@ -6,8 +6,10 @@ from itertools import accumulate
 
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.submission.executor.environment import ComponentRanks
+from holmes_hpc.submission.lifecycle.failed_rank import signal_message
 
 JOIN_S = 120.0  # limit of an agent's first beat, before which it loads torch and Megatron-Core
+SETTLE_S = 0.5  # after a rank was killed, its node may still turn out to be lost
 GRACE_S = 1.0  # after a rank has failed, its cause may still turn out to be a node that is silent for `dead_s`
 
 Sizes = tuple[int, ...]  # numbers of nodes, one for each component of the job
@@ -88,10 +90,11 @@ class Beat:
 class State:
     """What the coordinator knows. Times are in seconds of one clock.
 
-    `heard_at`: of each node's last beat, of the job's start without one; `start`: number of the latest start of the
-    ranks; `is_started`: agents may start them; `left`: nodes whose agent has ended; `failed_at`: when the first rank of
-    this start failed; `is_stopping`: the job is being ended from outside; `pools`: of the job's components; `plans`:
-    for fewer nodes, as far as they are made; `min_nodes`: with fewer nodes the run does not continue."""
+    `heard_at`: of each node's last beat, of the job's start without one; `pools`: of the job's components; `min_nodes`:
+    with fewer nodes the run does not continue; `plans`: for fewer nodes, as far as they are made; `start`: number of
+    the latest start of the ranks; `is_started`: agents may start them; `left`: nodes whose agent has ended;
+    `failed_at`: when the first rank of this start failed; `has_new_steps`: whether this start had made any by then;
+    `is_stopping`: the job is being ended from outside."""
 
     placement: Placement
     dead_s: float
@@ -104,6 +107,7 @@ class State:
     beats: dict[str, Beat] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
     failed_at: float | None = None
+    has_new_steps: bool = False
     is_stopping: bool = False
 
     def is_lost(self, node: str, now: float) -> bool:
@@ -151,6 +155,10 @@ def decide(state: State, now: float) -> Decision:
         is_go = have_ended and state.beats.keys() >= set(nodes)
         return Decision(code=1) if state.is_stopping else Decision(is_go=is_go)
     codes, num_ranks = state.codes(), state.placement.world_size
+    if (killed := [rank for rank in codes if codes[rank] < 0]) and state.has_new_steps and not state.is_stopping:
+        has_settled = state.failed_at is not None and now - state.failed_at > SETTLE_S
+        reason = f"rank {killed[0]}: {signal_message(-codes[killed[0]])}"
+        return Decision(placement=state.placement, reason=reason) if has_settled else Decision()
     is_failure = state.failed_at is not None and now - state.failed_at > state.dead_s + GRACE_S
     return Decision(code=max(map(abs, codes.values())) if len(codes) == num_ranks or is_failure else None)
 

@@ -9,7 +9,7 @@ import plans
 import pytest
 
 from holmes_hpc.config.composition import load
-from holmes_hpc.submission.elastic.decision import GRACE_S, JOIN_S, Beat, Decision, Placement, State, place
+from holmes_hpc.submission.elastic.decision import GRACE_S, JOIN_S, SETTLE_S, Beat, Decision, Placement, State, place
 from holmes_hpc.submission.elastic.decision import decide as decide_at
 from holmes_hpc.submission.elastic.replan import smaller_plan
 from holmes_hpc.submission.executor.environment import ComponentRanks
@@ -132,6 +132,20 @@ def test_the_run_ends_with_its_ranks() -> None:
     assert decide(state(beats=ended(nodes=("ib1", "ib2")))) == WAIT
     assert decide(state(beats=ended())) == Decision(code=0)
     assert decide(state(beats=ended(-9))) == Decision(code=9)
+
+
+def test_ranks_start_again_after_one_was_killed_if_they_made_new_steps() -> None:
+    killed = state(beats=ended(-9, nodes=("ib2",)), failed_at=NOW - SETTLE_S + 0.1, has_new_steps=True)
+    assert decide(killed) == WAIT  # perhaps its node is being lost
+    assert decide(replace(killed, left={"ib2"})).lost == ("ib2",)
+    settled = replace(killed, failed_at=NOW - SETTLE_S - 0.1)
+    decision = decide(settled)
+    assert decision.placement == PLACEMENT and not decision.lost
+    assert decision.reason == "rank 3: killed by signal 9 (SIGKILL: kill -9, or the kernel for lack of memory)"
+    all_ended = replace(settled, beats=ended(-9))
+    assert decide(all_ended).placement == PLACEMENT
+    assert decide(replace(all_ended, has_new_steps=False)) == Decision(code=9)
+    assert decide(replace(settled, is_stopping=True)) == WAIT
 
 
 def test_a_failed_rank_ends_the_run_unless_its_node_turns_out_to_be_lost() -> None:

@@ -24,7 +24,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.elastic.agent import Agent
 from holmes_hpc.submission.elastic.connection import Order, connect, listen
 from holmes_hpc.submission.elastic.coordinator import Coordinator, first_state
-from holmes_hpc.submission.elastic.decision import Beat, Plans
+from holmes_hpc.submission.elastic.decision import SETTLE_S, Beat, Plans
 from holmes_hpc.submission.elastic.planner import Planner
 from holmes_hpc.submission.executor.environment import ComponentRanks
 from holmes_hpc.submission.plan_job import plan_executor
@@ -196,6 +196,29 @@ def test_if_the_run_cannot_continue_the_lost_node_is_the_cause(tmp_path: Path, m
     assert (code, record["rank"], record["host"]) == (1, 3, "roce2")
     expected = "no spare node of its component is left, and there is no plan for the other nodes: it does not fit"
     assert expected in record["error"]
+
+
+def test_a_crash_without_new_steps_does_not_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(tmp_path, monkeypatch)
+
+    def kill_rank(code: int | None) -> int:
+        """Kill rank 1. Return the number of starts after the coordinator's decision."""
+        site.beat()
+        assert site.coordinator.step() is None
+        site.beat(1)
+        site.beat(codes={1: -9, 0: 1, 2: 1, 3: 1})
+        assert site.coordinator.step() == code
+        if code is None:
+            time.sleep(SETTLE_S + 0.1)
+            assert site.coordinator.step() is None
+        return site.coordinator.state.start
+
+    site.coordinator.state.dead_s = 30
+    site.run.start_attempt()
+    site.run.append_metrics({"step": 1, "attempt": 1})
+    assert kill_rank(None) == 2
+    assert kill_rank(9) == 2  # before it recorded an attempt
+    assert site.run.read_run()["attempts"][0]["ended"] == "rank killed"
 
 
 @pytest.mark.integration
