@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 from holmes_hpc.slurm.commands import slurm, slurm_with_retries
-from holmes_hpc.slurm.hostlist import expand, numbers
+from holmes_hpc.slurm.hostlist import numbers
 from holmes_hpc.slurm.job_states import UNKNOWN, JobState, Row, SlurmState, join
 from holmes_hpc.tables import read_table
 
@@ -143,11 +143,6 @@ def ending_state(job_id: str) -> JobState | None:
 def has_script_failed(job_id: str) -> bool:
     """Return whether this process's job is ending because its batch script failed or was killed."""
     return any(row.exit_code and row.state in ("COMPLETING", "FAILED") for row in _leader_rows(job_id))
-
-
-def has_lost_node(job_id: str, node: str) -> bool:
-    """Return whether the first component of this process's job had `node`, and continues without it."""
-    return any(row.nodes and node not in expand(row.nodes) for row in _leader_rows(job_id))
 
 
 def _leader_rows(job_id: str) -> list[Row]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from faults import arguments_and_environment, silent, until
 from holmes_hpc import testbed as beds
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.lifecycle.status import run_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking]
 LIMIT_S = 12.0  # from the loss to the first step after it, on an idle machine
 LIMIT_WITHOUT_SPARE_S = 15.0
 LIMIT_OF_A_RANK_S = 8.0
+LIMIT_OF_THE_FIRST_NODE_S = 25.0
 STEPS_AFTER = 30  # compared after a change of the plan
 HIT = 10  # the step after which the node is lost
 
@@ -86,6 +89,21 @@ def test_a_spare_takes_over(kind: str, node: str, root: Path, whole: interruptio
     assert f"lost node {node} ({reason}" in log
     assert interruptions.figures(run) == whole
     assert seconds < LIMIT_S
+
+
+@pytest.mark.parametrize("kind", ["killed", "silent"])
+def test_another_node_coordinates_if_the_first_is_lost(kind: str, root: Path, whole: interruptions.Figures) -> None:
+    options = ("elastic.enabled=true", "train.checkpoint_async=false")
+    run = interruptions.submit(root / f"first-{kind}-{time.time():.0f}", *options)
+    seconds, state = lose(run, kind, "ib1")
+    attempts, log = run.read_run()["attempts"], (run.logs / "batch.txt").read_text()
+    assert [a.get("ended") for a in attempts] == ["node lost", None], (state, log)
+    assert "lost node ib1 (its agent ended): spare" in log and run_status(run).state == "completed", log
+    assert interruptions.figures(run) == whole
+    assert seconds < LIMIT_OF_THE_FIRST_NODE_S
+    job = str(run.read_run()["slurm"]["job_id"])
+    squeue = ["squeue", "-h", "-j", job, "-t", "running"]
+    until(lambda: not subprocess.run(squeue, capture_output=True, check=False).stdout, "the end of the job")
 
 
 @pytest.mark.parametrize("node", ["ib1", "roce2"])

@@ -1,14 +1,16 @@
 """The agent of a node: the program of the only task on each node of an elastic run. It forks the node's ranks.
 
 It loads torch and Megatron-Core once, but never uses a GPU, so that its forks can. It reports to the coordinator and
-obeys its orders. On a spare node it waits for an order with ranks. If the coordinator is silent, it kills its ranks,
-because a spare may take their place.
+obeys its orders. On a spare node it waits for an order with ranks. If the coordinator is lost, it ends its ranks, and
+the first agent to claim its place starts another.
 """
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -16,19 +18,21 @@ from types import FrameType
 from msgspec import json
 from submitit.core.submission import process_job
 
+from holmes_hpc.interpreter import module_arguments
 from holmes_hpc.lifetime import end_with
 from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.slurm.job_queries import has_lost_node, requeue
-from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, connect, published_path
+from holmes_hpc.slurm.job_queries import requeue
+from holmes_hpc.submission.elastic.claims import EXPIRY_S, claim, lost_before, newest_claim
+from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, Published, published_path, read_published
 from holmes_hpc.submission.elastic.decision import JOIN_S, Beat
-from holmes_hpc.submission.executor.environment import LEADER, ranks_of_job
+from holmes_hpc.submission.executor.environment import LEADER
 from holmes_hpc.submission.executor.task import prepare
 from holmes_hpc.submission.local_ranks import preload, redirect_output
 from holmes_hpc.waiting import attempts
 
 BEAT_S = 0.25
-QUERY_S = 2.0  # between queries of Slurm
+MAX_TAKEOVERS = 3  # then the job is requeued
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # which ranks handle
 
 
@@ -38,6 +42,7 @@ class Agent:
     def __init__(self, run: RunDirectory, dead_s: float) -> None:
         self._run, self._dead_s, self._start, self._is_forked = run, dead_s, 0, False
         self._ranks, self._codes = dict[int, int](), dict[int, int]()  # process id -> rank; rank -> exit code
+        self._coordinator: subprocess.Popen[bytes] | None = None  # which this agent has started
         for number in SIGNALS:
             signal.signal(number, self._forward)
 
@@ -74,8 +79,10 @@ class Agent:
             time.sleep(BEAT_S)
 
     def _reap(self, option: int) -> None:
-        while self._ranks and (ended := os.waitpid(-1, option))[0]:
-            self._codes[self._ranks.pop(ended[0])] = os.waitstatus_to_exitcode(ended[1])
+        for pid in [*self._ranks]:
+            ended, status = os.waitpid(pid, option)
+            if ended:
+                self._codes[self._ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
 
     def end_ranks(self) -> None:
         for pid in self._ranks:
@@ -96,25 +103,58 @@ class Agent:
         os.environ["HOLMES_START"] = str(order.start)
         redirect_output(self._run.log_path(rank), self._run.log_path(rank))
 
+    def next_coordinator(self, folder: Path, lost: Published) -> Published | None:
+        """Return the coordinator that takes the place of the `lost` one, perhaps a process of this agent.
+        None if all of MAX_TAKEOVERS have failed."""
+        start, seen_at = self._start, -EXPIRY_S
+        while (published := read_published(published_path(folder))) in (None, lost):
+            if (newest := newest_claim(folder, start)) > start:
+                start, seen_at = newest, time.monotonic()
+            if start >= self._start + MAX_TAKEOVERS:
+                return None
+            is_free, nodes = time.monotonic() - seen_at > EXPIRY_S, {*lost_before(folder, start), lost.node}
+            if is_free and claim(folder, start + 1, nodes):
+                self._coordinator = start_coordinator(self._run, start + 1)
+            time.sleep(BEAT_S)
+        return published
+
+    def wait_for_coordinator(self) -> None:
+        """Wait for the end of the coordinator that this agent has started: Slurm would kill it with the agent."""
+        if self._coordinator is not None:
+            self._coordinator.wait()
+
+
+def start_coordinator(run: RunDirectory, start: int) -> subprocess.Popen[bytes]:
+    """Start the coordinator that has claimed `start`. It logs where the batch script did."""
+    command = [sys.executable, *module_arguments("holmes_hpc.submission.elastic.coordinator"), str(run.path)]
+    with (run.logs / "batch.txt").open("ab") as log:
+        return subprocess.Popen([*command, "0", str(start)], stdout=log, stderr=log)
+
 
 def main(folder: Path, import_path: str = "") -> None:
     config = preload(prepare(folder, import_path))
-    agent = Agent(RunDirectory(config["run_dir"]), float(config["elastic"]["dead_s"]))
-    connection = next(filter(None, (connect(published_path(folder)) for _ in attempts(JOIN_S, 0.1))), None)
-    if connection is None:
-        sys.exit(f"holmes: no coordinator answers at {published_path(folder)}")
-    try:
-        is_rank = agent.obey(connection)
-    except (OSError, EOFError) as e:
-        log_batch_line(f"lost the coordinator: {str(e) or 'it ended the connection'}")
-        agent.end_ranks()
-        job_id, batch_node = os.environ[LEADER], ranks_of_job()[0].nodes[0]
-        while not has_lost_node(job_id, batch_node):  # else Slurm ends this process after the batch script
-            time.sleep(QUERY_S)
-        requeue(job_id)
+    path, dead_s = published_path(folder), float(config["elastic"]["dead_s"])
+    agent = Agent(RunDirectory(config["run_dir"]), dead_s)
+    published = next(filter(None, (read_published(path) for _ in attempts(JOIN_S, 0.1))), None)
+    if published is None:
+        sys.exit(f"holmes: no coordinator is published at {path}")
+    while published is not None:
+        try:
+            is_rank = agent.obey(published.connect(dead_s))
+            break
+        except (OSError, EOFError, AuthenticationError) as e:
+            log_batch_line(f"lost the coordinator: {str(e) or 'it ended the connection'}")
+            agent.end_ranks()
+            has_given_up = not isinstance(e, TimeoutError) and published.is_listening(dead_s)
+        if has_given_up:
+            sys.exit("holmes: the coordinator has given up this node")
+        published = agent.next_coordinator(folder, published)
+    if published is None:
+        requeue(os.environ[LEADER])
+    elif is_rank:
+        process_job(folder)
     else:
-        if is_rank:
-            process_job(folder)
+        agent.wait_for_coordinator()
 
 
 if __name__ == "__main__":

@@ -6,15 +6,17 @@ connection prove that they know the secret. Afterwards they exchange data in cle
 
 import contextlib
 import json
-import os
 import secrets
+import socket
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import ValidationError, convert
+
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.ownership import is_own
-from holmes_hpc.submission.lifecycle.attempts import attempt_id
+from holmes_hpc.submission.elastic.claims import attempt_path
 
 OWNER_ONLY = 0o600
 MAX_BYTES = 1 << 16  # of a message
@@ -35,22 +37,41 @@ class Order(NamedTuple):
     is_end: bool = False
 
 
+class Published(NamedTuple):
+    """The published address, secret and node of a coordinator."""
+
+    address: tuple[str, int]
+    secret: str
+    node: str
+
+    def connect(self, timeout_s: float) -> Connection:
+        """Return a connection to the coordinator. Raise OSError, EOFError or AuthenticationError if there is none."""
+        socket.create_connection(self.address, timeout_s).close()  # Client would wait for a silent node for minutes
+        return Client(self.address, "AF_INET", authkey=self.secret.encode())
+
+    def is_listening(self, timeout_s: float) -> bool:
+        """Return whether the coordinator accepts connections."""
+        with contextlib.suppress(OSError), socket.create_connection(self.address, timeout_s):
+            return True
+        return False
+
+
 def published_path(folder: Path) -> Path:
     """Return the path of the file that this attempt's coordinator publishes in the folder of submissions."""
-    return folder / f"{attempt_id(os.environ).replace('/', '-')}_coordinator.json"
+    return attempt_path(folder, "coordinator.json")
 
 
-def listen(address: str, path: Path) -> tuple[Listener, bytes]:
-    """Return a listener on `address`, which is published at `path`, and its secret."""
-    listener, secret = Listener((address, 0), "AF_INET", backlog=128), secrets.token_hex(32)
-    write_whole(path, json.dumps({"address": listener.address, "secret": secret}) + "\n", OWNER_ONLY)
-    return listener, secret.encode()
+def listen(address: str, path: Path, node: str) -> tuple[Listener, bytes]:
+    """Return a listener on `address` of `node`, which is published at `path`, and its secret."""
+    listener = Listener((address, 0), "AF_INET", backlog=128)
+    published = Published((address, int(listener.address[1])), secrets.token_hex(32), node)
+    write_whole(path, json.dumps(published) + "\n", OWNER_ONLY)
+    return listener, published.secret.encode()
 
 
-def connect(path: Path) -> Connection | None:
-    """Return a connection to the coordinator that is published at `path`; None if there is none yet."""
-    with contextlib.suppress(OSError, ValueError):
+def read_published(path: Path) -> Published | None:
+    """Return the coordinator that is published at `path`; None if there is none yet."""
+    with contextlib.suppress(OSError, ValueError, ValidationError):
         if is_own(path, OWNER_ONLY):
-            published = json.loads(path.read_bytes())
-            return Client(tuple(published["address"]), "AF_INET", authkey=published["secret"].encode())
+            return convert(json.loads(path.read_bytes()), Published)
     return None

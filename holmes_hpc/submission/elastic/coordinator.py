@@ -2,6 +2,9 @@
 
 It takes the place of a subshell of the batch script whose child is srun, with the process id SRUN. It decides
 (decision.py), and answers each beat of an agent with an order. Its exit status is that of the step.
+
+If its node is lost, the first agent that claims the next start of the ranks (claims.py) starts another coordinator,
+with ``0 START`` in the place of SRUN.
 """
 
 import contextlib
@@ -10,10 +13,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
+from typing import Any
 
 from msgspec import json
 
@@ -24,26 +28,32 @@ from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.commands import slurm
 from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.submission.elastic.claims import claim, lost_before, newest_claim
 from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, listen, published_path
 from holmes_hpc.submission.elastic.decision import Beat, Placement, State, decide, place
 from holmes_hpc.submission.elastic.planner import Planner
 from holmes_hpc.submission.executor.environment import LEADER, ComponentRanks, ranks_of_job
+from holmes_hpc.submission.lifecycle import batch_end
 from holmes_hpc.submission.lifecycle.attempts import attempt_id, has_new_steps, has_recorded_end, record_attempt_end
 from holmes_hpc.waiting import wait_until
 
 INTERVAL_S = 0.1  # between decisions
+CHECK_S = 1.0  # between looks for another coordinator's claim
 END_S = 3.0  # limit of the agents' and srun's end
 
 
 class Coordinator:
-    """The coordinator of `run`, and its `state`."""
+    """The coordinator of `run`, and its `state`. `plan`: of the first start; `claimed`: the last start that it has
+    claimed; `is_superseded`: another coordinator has claimed a later one."""
 
-    def __init__(self, run: RunDirectory, state: State, planner: Planner) -> None:
+    def __init__(self, run: RunDirectory, state: State, planner: Planner, plan: Plan) -> None:
         self._run, self.state, self._is_over, self._lock = run, state, False, threading.Lock()
-        self._planner, self._plan = planner, planner.job_plan  # the plan of the ranks
+        self._planner, self._plan, self._folder = planner, plan, run.path / "submission"
+        self.claimed, self.is_superseded, self._checked_at = state.start - (not state.is_takeover), False, 0.0
         self._reasons = dict[str, str]()  # lost node -> why
-        self._ended = ""  # why the ranks' last start ended
+        self._ended = "node lost"  # why the ranks' last start ended
 
     def serve(self, connection: Connection, secret: bytes) -> None:
         """Answer the beats of one agent until it ends or its node is lost."""
@@ -94,7 +104,17 @@ class Coordinator:
                 for rank in state.placement.ranks_on(node):
                     self._run.write_exit(rank, "failed", f"{lost}: {decision.reason}", node)
         self._planner.poll(missing_plans, state.plans)
+        if now > self._checked_at + CHECK_S:
+            self._checked_at, newest = now, newest_claim(self._folder, self.claimed)
+            self.is_superseded |= newest > self.claimed
         return decision.code
+
+    def claim(self, start: int) -> bool:
+        """Claim a start of the ranks, or the end of the run. Return False if another coordinator has done so."""
+        if start > self.claimed:
+            self.is_superseded |= not claim(self._folder, start, self.state.left)
+            self.claimed = start - self.is_superseded
+        return not self.is_superseded
 
     def _has_new_steps(self) -> bool:
         """Return whether the ranks' last start has made a new step. If it has not even recorded an attempt, none."""
@@ -112,6 +132,8 @@ class Coordinator:
 
     def _go(self) -> None:
         """Let the ranks start. Before, write their plan, and record the end of the ranks' last start."""
+        if not self.claim(self.state.start):
+            return
         if self.state.start > 1:
             record_attempt_end(self._run, attempt_id(os.environ), self._ended)
         if self._plan.id != Plan.read(self._run.plan_path).id:
@@ -121,45 +143,82 @@ class Coordinator:
         self.state.is_started = True
 
 
-def first_state(plan: Plan, job: Sequence[ComponentRanks], dead_s: float, min_nodes: int = 1) -> State:
-    """Return the state with `plan` on the first nodes of each component of the job; the others are spare."""
-    pools, now = tuple(part.pool for part in plan.components), time.monotonic()
-    placement = place(plan, pools, [part.nodes for part in job])
-    return State(placement, dead_s, {node: now for part in job for node in part.nodes}, pools, min_nodes)
+def first_state(
+    plan: Plan,
+    pools: Sequence[str],
+    job: Sequence[ComponentRanks],
+    settings: Mapping[str, Any],
+    lost: Collection[str] = (),
+) -> State:
+    """Return the state with `plan` on the first nodes of each component of the job; the others are spare.
+    `pools`: of the components; `settings`: the group elastic; `lost`: the nodes that were lost before a takeover."""
+    placement = place(plan, pools, [sorted(part.nodes, key=lost.__contains__) for part in job])
+    heard_at = dict.fromkeys([node for part in job for node in part.nodes], time.monotonic())
+    values = (float(settings["dead_s"]), heard_at, tuple(pools), int(settings.get("min_nodes", 1)))
+    return State(placement, *values, left=set(lost))
 
 
-def coordinate(run: RunDirectory, srun: int) -> int:
-    """Serve the agents until the run is over. Return the step's exit status. `srun`: its process id."""
-    node, settings = os.environ["SLURMD_NODENAME"], run.config["elastic"]
-    planner = Planner(run, os.environ[LEADER])
-    plan = planner.job_plan  # also after a requeue, which brings all nodes
-    state = first_state(plan, ranks_of_job(os.environ), float(settings["dead_s"]), int(settings.get("min_nodes", 1)))
+def coordinate(run: RunDirectory, srun: int, start: int) -> int:
+    """Serve the agents until the run is over. Return the step's exit status.
+    `srun`: its process id, 0 after a takeover, which has claimed `start`."""
+    folder, node, job = run.path / "submission", os.environ["SLURMD_NODENAME"], ranks_of_job(os.environ)
+    planner, path = Planner(run, os.environ[LEADER]), published_path(folder)
+    plan = planner.job_plan if srun else Plan.read(run.plan_path)  # a requeue brings back all nodes
+    pools = [part.pool for part in planner.job_plan.components]
+    state = first_state(plan, pools, job, run.config["elastic"], () if srun else lost_before(folder, start))
+    state.start, state.is_takeover = start, not srun
     signal.signal(signal.SIGTERM, lambda *_: setattr(state, "is_stopping", True))
-    coordinator, path = Coordinator(run, state, planner), published_path(run.path / "submission")
-    names = plan.site.pool(plan.components[0].pool).nic_names(node)
-    nic = data_interface(nccl.restrict_nics(probe(), names, os.environ, node), NicType.ETHERNET, node=node)
-    listener, secret = listen(str(nic.address), path)
+    coordinator = Coordinator(run, state, planner, plan)
+    pool = next(pool for pool, part in zip(pools, job, strict=True) if node in part.nodes)
+    nics = nccl.restrict_nics(probe(), planner.job_plan.site.pool(pool).nic_names(node), os.environ, node)
+    listener, secret = listen(str(data_interface(nics, NicType.ETHERNET, node=node).address), path, node)
 
     def accept() -> None:
-        while True:
+        while not coordinator.is_superseded:
             with contextlib.suppress(OSError):
                 threading.Thread(target=coordinator.serve, args=(listener.accept(), secret), daemon=True).start()
 
     threading.Thread(target=accept, name="agents", daemon=True).start()
-    while (code := coordinator.step()) is None:
+    while (code := coordinator.step()) is None and not coordinator.is_superseded:
         time.sleep(INTERVAL_S)
-        ended, status = os.waitpid(srun, os.WNOHANG)
+        ended, status = os.waitpid(srun, os.WNOHANG) if srun else (0, 0)
         if ended:
             return os.waitstatus_to_exitcode(status) or 1
+    if code is None or not coordinator.claim(state.start + 1):  # no agent takes over while the job is being ended
+        return stand_aside(coordinator, listener)
     path.unlink(missing_ok=True)
+    if not srun:
+        return end_job(run, code, state)
     if not wait_until(lambda: os.waitpid(srun, os.WNOHANG)[0] == srun, END_S, INTERVAL_S):
         os.kill(srun, signal.SIGKILL)  # it waits for lost nodes until Slurm marks them down
     return code
 
 
+def stand_aside(coordinator: Coordinator, listener: Listener) -> int:
+    """Leave the agents to another coordinator. Return when the job ends: the end of the batch script would end it."""
+    log_batch_line(f"another coordinator has claimed start {coordinator.claimed + 1}: this one stands aside")
+    listener.close()
+    coordinator.state.left.update(coordinator.state.heard_at)
+    while not coordinator.state.is_stopping:
+        time.sleep(INTERVAL_S)
+    return 1
+
+
+def end_job(run: RunDirectory, code: int, state: State) -> int:
+    """Do what the batch script does at its end, and end the job, which goes on without it."""
+    agents = [node for node in state.beats if node not in state.left]
+    wait_until(lambda: state.left.issuperset(agents), END_S, INTERVAL_S)
+    os.environ["SLURM_JOB_ID"] = os.environ[LEADER]
+    code = batch_end.main([str(run.path), str(code), "TERM" if state.is_stopping else ""])
+    if run.read_result() is not None:  # else it was requeued
+        slurm("scancel", os.environ[LEADER], timeout_s=30)
+    return code
+
+
 def main() -> int:
+    run, srun, *start = sys.argv[1:]
     try:
-        return coordinate(RunDirectory(Path(sys.argv[1])), int(sys.argv[2]))
+        return coordinate(RunDirectory(Path(run)), int(srun), int(start[0]) if start else 1)
     except (HolmesError, OSError) as e:
         sys.exit(f"holmes: the coordinator failed: {e}")
 

@@ -9,6 +9,7 @@ from holmes_hpc.submission.executor.environment import ComponentRanks
 from holmes_hpc.submission.lifecycle.failed_rank import signal_message
 
 JOIN_S = 120.0  # limit of an agent's first beat, before which it loads torch and Megatron-Core
+REJOIN_S = 5.0  # the same after a takeover
 SETTLE_S = 0.5  # after a rank was killed, its node may still turn out to be lost
 GRACE_S = 1.0  # after a rank has failed, its cause may still turn out to be a node that is silent for `dead_s`
 
@@ -94,7 +95,7 @@ class State:
     with fewer nodes the run does not continue; `plans`: for fewer nodes, as far as they are made; `start`: number of
     the latest start of the ranks; `is_started`: agents may start them; `left`: nodes whose agent has ended;
     `failed_at`: when the first rank of this start failed; `has_new_steps`: whether this start had made any by then;
-    `is_stopping`: the job is being ended from outside."""
+    `is_stopping`: the job is being ended from outside; `is_takeover`: the agents had another coordinator before."""
 
     placement: Placement
     dead_s: float
@@ -109,9 +110,15 @@ class State:
     failed_at: float | None = None
     has_new_steps: bool = False
     is_stopping: bool = False
+    is_takeover: bool = False
 
     def is_lost(self, node: str, now: float) -> bool:
-        return node in self.left or now - self.heard_at[node] > (self.dead_s if node in self.beats else JOIN_S)
+        join_s = REJOIN_S if self.is_takeover else JOIN_S
+        return node in self.left or now - self.heard_at[node] > (self.dead_s if node in self.beats else join_s)
+
+    def may_rejoin(self, now: float) -> bool:
+        """Return whether an agent may still find the new coordinator after a takeover."""
+        return self.is_takeover and any(n not in self.beats and not self.is_lost(n, now) for n in self.heard_at)
 
     def present(self, now: float) -> list[str]:
         """Return the nodes whose agents report."""
@@ -148,6 +155,8 @@ class Decision:
 def decide(state: State, now: float) -> Decision:
     """Return what the coordinator does next."""
     nodes, present = state.placement.nodes, state.present(now)
+    if state.may_rejoin(now):
+        return Decision()
     if lost := tuple(node for node in nodes if state.is_lost(node, now)):
         return Decision(lost, code=1) if state.is_stopping else _decide_without(lost, state, present)
     if not state.is_started:

@@ -40,6 +40,9 @@ class Planner:
             plans[self._sizes] = self._result(self._process)
             self._process = None
         for self._sizes in [sizes for sizes in missing if sizes not in plans][:1]:
+            if self._path(self._sizes).exists():  # made by a coordinator that is lost
+                plans[self._sizes] = Plan.read(self._path(self._sizes))
+                return
             arguments = [str(path) for path in (self._run.path, self._path(()), self._path(self._sizes), *self._sizes)]
             command = [*LOW_PRIORITY, sys.executable, *module_arguments("holmes_hpc.submission.elastic.replan")]
             self._process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)

@@ -22,7 +22,8 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.elastic.agent import Agent
-from holmes_hpc.submission.elastic.connection import Order, connect, listen
+from holmes_hpc.submission.elastic.claims import claim, lost_before, newest_claim
+from holmes_hpc.submission.elastic.connection import Order, Published, listen, published_path, read_published
 from holmes_hpc.submission.elastic.coordinator import Coordinator, first_state
 from holmes_hpc.submission.elastic.decision import SETTLE_S, Beat, Plans
 from holmes_hpc.submission.elastic.planner import Planner
@@ -40,6 +41,7 @@ def receive(connection: Connection, kind: Any) -> Any:
 
 
 JOB = [ComponentRanks(("ib1", "ib2", "ib3"), 0, 1), ComponentRanks(("roce1", "roce2", "roce3"), 3, 1)]
+POOLS = ("ib-a", "roce-a")
 NODES = [node for part in JOB for node in part.nodes]
 
 
@@ -80,48 +82,53 @@ def test_one_machine_has_no_spares() -> None:
 
 
 def test_plan_and_job_give_ranks_and_spares() -> None:
-    placement = first_state(plans.plan("ib-a", "roce-a"), JOB, 3.0).placement
+    placement = first_state(plans.plan("ib-a", "roce-a"), POOLS, JOB, {"dead_s": 3.0}).placement
     assert placement.nodes == ["ib1", "ib2", "roce1", "roce2"] and placement.spares == (("ib3",), ("roce3",))
     assert [[*placement.ranks_on(node)] for node in NODES] == [[0], [1], [], [2], [3], []]
 
 
 def test_only_who_knows_the_secret_is_admitted(tmp_path: Path) -> None:
     path = tmp_path / "coordinator.json"
-    listener, secret = listen("127.0.0.1", path)
+    listener, secret = listen("127.0.0.1", path, "ib1")
     served: list[Connection] = []
 
     def serve() -> None:
-        for _ in range(2):
+        for _ in range(3):
             peer = listener.accept()
             try:
                 deliver_challenge(peer, secret)
                 answer_challenge(peer, secret)
                 served.append(peer)
-            except AuthenticationError:
+            except (AuthenticationError, EOFError, OSError):
                 peer.close()
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     with pytest.raises((AuthenticationError, EOFError, OSError)):
         Client(listener.address, authkey=b"guess")
-    peer = connect(path)
+    published = read_published(path)
+    assert published is not None and published.node == "ib1"
+    peer = published.connect(5.0)
     thread.join()
-    assert peer is not None and len(served) == 1 and path.stat().st_mode & 0o777 == 0o600
+    assert len(served) == 1 and path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o644)
-    assert connect(path) is None  # others could have written it
+    assert read_published(path) is None  # others could have written it
     for closed in (peer, served[0], listener):
         closed.close()
+    assert not published.is_listening(5.0)
 
 
 class Site:
     """A coordinator, and connections of six agents that do as they are told."""
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_takeover: bool = False) -> None:
         plan = plans.plan("ib-a", "roce-a")
         self.run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
         (self.run.path / "submission").mkdir()
         monkeypatch.setattr(Planner, "poll", lambda *_: None)  # it starts processes
-        self.coordinator = Coordinator(self.run, first_state(plan, JOB, dead_s=0.3), Planner(self.run, "7"))
+        state = first_state(plan, POOLS, JOB, {"dead_s": 0.3}, {"ib1"} if is_takeover else ())
+        state.start, state.is_takeover = 1 + is_takeover, is_takeover
+        self.coordinator = Coordinator(self.run, state, Planner(self.run, "7"), plan)
         for name in ("deliver_challenge", "answer_challenge"):
             monkeypatch.setattr(f"holmes_hpc.submission.elastic.coordinator.{name}", lambda *_: None)
         monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "7")
@@ -264,3 +271,41 @@ def test_an_agent_gives_up_a_silent_coordinator(tmp_path: Path, monkeypatch: pyt
         Agent(RunDirectory(tmp_path), dead_s=0.2).obey(its)
     for end in ends:
         end.close()
+
+
+def test_one_of_two_claims_succeeds_and_knows_the_lost_nodes(tmp_path: Path) -> None:
+    assert newest_claim(tmp_path) == 0
+    assert claim(tmp_path, 1, ()) and claim(tmp_path, 2, ["ib2"])
+    assert not claim(tmp_path, 2, ())
+    assert newest_claim(tmp_path) == newest_claim(tmp_path, 2) == 2
+    assert claim(tmp_path, 3, {"ib1"}) and lost_before(tmp_path, 3) == {"ib1", "ib2"} and not lost_before(tmp_path, 1)
+
+
+def test_one_agent_takes_over_and_all_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, other, started = Published(("", 0), "a", "ib1"), Published(("", 0), "b", "ib2"), list[int]()
+
+    def start_coordinator(run: RunDirectory, start: int) -> None:
+        started.append(start)
+        published_path(tmp_path).write_bytes(json.encode(other))
+        published_path(tmp_path).chmod(0o600)
+
+    monkeypatch.setattr("holmes_hpc.submission.elastic.agent.start_coordinator", start_coordinator)
+    assert claim(tmp_path, 1, ["ib3"])
+    for agent in (Agent(RunDirectory(tmp_path), dead_s=1.0) for _ in range(2)):
+        agent._start = 1
+        assert agent.next_coordinator(tmp_path, lost) == other
+    assert started == [2] and lost_before(tmp_path, 2) == {"ib1", "ib3"}
+
+
+def test_after_a_takeover_the_ranks_start_on_the_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(tmp_path, monkeypatch, is_takeover=True)
+    site.coordinator.state.dead_s = 30
+    site.beat(without=("ib1", "ib2"))
+    assert site.coordinator.step() is None and not site.coordinator.state.is_started  # ib2 may still join
+    site.beat(without=("ib1",))
+    assert site.coordinator.step() is None and site.coordinator.state.is_started
+    assert site.coordinator.state.placement.nodes == ["ib2", "ib3", "roce1", "roce2"]
+    assert site.coordinator.claimed == 2 and not site.coordinator.is_superseded
+    assert claim(site.run.path / "submission", 3, ())
+    site.coordinator._checked_at = 0.0
+    assert site.coordinator.step() is None and site.coordinator.is_superseded
