@@ -68,7 +68,8 @@ def test_a_checkpoint_can_be_resumed_under_another_tp_and_dp_per_stage(
     one_process: dict[str, spawn.FinishedRun], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    plans = {3: spawn.unequal((1, 2), (1, 1)), 6: spawn.unequal((2, 1), (1, 2)), 8: spawn.plan(dp=2)}
+    one_and_two = spawn.unequal((1, 2), (1, 1))
+    plans = {2: one_and_two, 4: spawn.unequal((2, 1), (1, 2)), 6: one_and_two, 8: spawn.plan(dp=2)}
     for steps, plan in plans.items():
         ended = spawn.train(
             run,

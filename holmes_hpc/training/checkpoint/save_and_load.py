@@ -78,6 +78,8 @@ class Checkpoints:
         self.attempt, self.keep, self.background, self._group = attempt, keep, background, group
         self._rank, self._device = dist.get_rank(), next(models[0].parameters()).device.type
         self._has_uniform_tp = len(plan.parallel.tps) == 1
+        # A stage without replicas would read in one round, the others in two; all ranks take part in each round.
+        self._shares_reading = self._has_uniform_tp and len({stage.dp > 1 for stage in plan.parallel.stages}) == 1
         if self._rank == 0:
             checkpoint_directory.create_folder(folder, checkpoint_dir)
         self._calls, self._strategy = AsyncCallsQueue(), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
@@ -288,12 +290,9 @@ class Checkpoints:
             fp32 = all(w.dtype == torch.float32 for model in self.models for w in model.parameters())
             state["tensors"] = optimizer_kinds.tensors_to_load(converted, fp32)
         try:
-            loaded = megatron_versions.load(
-                state,
-                checkpoint.path,
-                self._has_uniform_tp,
-                parallel_state.get_data_parallel_group(with_context_parallel=True),
-            )
+            replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            readers = replicas if self._shares_reading else None
+            loaded = megatron_versions.load(state, checkpoint.path, self._has_uniform_tp, readers)
             if converted is not None:
                 optimizer_kinds.fill(converted, self.optimizer, loaded["tensors"], loaded["optimizer"])
                 loaded["optimizer"] = converted
