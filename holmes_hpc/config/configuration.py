@@ -32,7 +32,7 @@ class ElasticConfig:
 
     enabled: Annotated[bool, key("continue on the other nodes if a node is lost: `--elastic`")] = False
     spares: Annotated[int, key("spare nodes of each component", ge=0)] = 1
-    min_nodes: Annotated[int, key("with fewer nodes left, the job is requeued", ge=1)] = 1
+    min_nodes: Annotated[int, key("fewest nodes to continue with", ge=1)] = 1
     dead_s: Annotated[float, key("silence after which a node is lost", unit="s", ge=1)] = 3.0
 
     def __post_init__(self) -> None:

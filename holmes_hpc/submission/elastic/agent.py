@@ -7,7 +7,6 @@ the first agent to claim its place starts another.
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from multiprocessing import AuthenticationError
@@ -42,7 +41,7 @@ class Agent:
     def __init__(self, run: RunDirectory, dead_s: float) -> None:
         self._run, self._dead_s, self._start, self._is_forked = run, dead_s, 0, False
         self._ranks, self._codes = dict[int, int](), dict[int, int]()  # process id -> rank; rank -> exit code
-        self._coordinator: subprocess.Popen[bytes] | None = None  # which this agent has started
+        self.coordinator = 0  # process id of the one that this agent has started
         for number in SIGNALS:
             signal.signal(number, self._forward)
 
@@ -114,21 +113,19 @@ class Agent:
                 return None
             is_free, nodes = time.monotonic() - seen_at > EXPIRY_S, {*lost_before(folder, start), lost.node}
             if is_free and claim(folder, start + 1, nodes):
-                self._coordinator = start_coordinator(self._run, start + 1)
+                self.coordinator = start_coordinator(self._run, start + 1)
             time.sleep(BEAT_S)
         return published
 
-    def wait_for_coordinator(self) -> None:
-        """Wait for the end of the coordinator that this agent has started: Slurm would kill it with the agent."""
-        if self._coordinator is not None:
-            self._coordinator.wait()
 
-
-def start_coordinator(run: RunDirectory, start: int) -> subprocess.Popen[bytes]:
-    """Start the coordinator that has claimed `start`. It logs where the batch script did."""
+def start_coordinator(run: RunDirectory, start: int) -> int:
+    """Start the coordinator that has claimed `start`. It logs where the batch script did. Return its process id."""
     command = [sys.executable, *module_arguments("holmes_hpc.submission.elastic.coordinator"), str(run.path)]
-    with (run.logs / "batch.txt").open("ab") as log:
-        return subprocess.Popen([*command, "0", str(start)], stdout=log, stderr=log)
+    pid = os.fork()
+    if not pid:
+        redirect_output(run.logs / "batch.txt", run.logs / "batch.txt")
+        os.execv(command[0], [*command, "0", str(start)])
+    return pid
 
 
 def main(folder: Path, import_path: str = "") -> None:
@@ -153,8 +150,8 @@ def main(folder: Path, import_path: str = "") -> None:
         requeue(os.environ[LEADER])
     elif is_rank:
         process_job(folder)
-    else:
-        agent.wait_for_coordinator()
+    elif agent.coordinator:
+        os.waitpid(agent.coordinator, 0)  # Slurm would kill it with this process
 
 
 if __name__ == "__main__":

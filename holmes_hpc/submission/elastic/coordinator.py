@@ -40,18 +40,17 @@ from holmes_hpc.submission.lifecycle.attempts import attempt_id, has_new_steps, 
 from holmes_hpc.waiting import wait_until
 
 INTERVAL_S = 0.1  # between decisions
-CHECK_S = 1.0  # between looks for another coordinator's claim
 END_S = 3.0  # limit of the agents' and srun's end
 
 
 class Coordinator:
     """The coordinator of `run`, and its `state`. `plan`: of the first start; `claimed`: the last start that it has
-    claimed; `is_superseded`: another coordinator has claimed a later one."""
+    claimed; `is_aside`: it leaves the agents to another coordinator."""
 
     def __init__(self, run: RunDirectory, state: State, planner: Planner, plan: Plan) -> None:
         self._run, self.state, self._is_over, self._lock = run, state, False, threading.Lock()
         self._planner, self._plan, self._folder = planner, plan, run.path / "submission"
-        self.claimed, self.is_superseded, self._checked_at = state.start - (not state.is_takeover), False, 0.0
+        self.claimed, self.is_aside = state.start - (not state.is_takeover), False
         self._reasons = dict[str, str]()  # lost node -> why
         self._ended = "node lost"  # why the ranks' last start ended
 
@@ -104,17 +103,17 @@ class Coordinator:
                 for rank in state.placement.ranks_on(node):
                     self._run.write_exit(rank, "failed", f"{lost}: {decision.reason}", node)
         self._planner.poll(missing_plans, state.plans)
-        if now > self._checked_at + CHECK_S:
-            self._checked_at, newest = now, newest_claim(self._folder, self.claimed)
-            self.is_superseded |= newest > self.claimed
         return decision.code
 
+    def is_superseded(self) -> bool:
+        """Return whether another coordinator has claimed a later start."""
+        return newest_claim(self._folder, self.claimed) > self.claimed
+
     def claim(self, start: int) -> bool:
-        """Claim a start of the ranks, or the end of the run. Return False if another coordinator has done so."""
-        if start > self.claimed:
-            self.is_superseded |= not claim(self._folder, start, self.state.left)
-            self.claimed = start - self.is_superseded
-        return not self.is_superseded
+        """Claim a start of the ranks, or the end of the run. Return False if it is another coordinator's."""
+        if start > self.claimed and claim(self._folder, start, self.state.left):
+            self.claimed = start
+        return self.claimed >= start
 
     def _has_new_steps(self) -> bool:
         """Return whether the ranks' last start has made a new step. If it has not even recorded an attempt, none."""
@@ -174,12 +173,12 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     listener, secret = listen(str(data_interface(nics, NicType.ETHERNET, node=node).address), path, node)
 
     def accept() -> None:
-        while not coordinator.is_superseded:
+        while not coordinator.is_aside:
             with contextlib.suppress(OSError):
                 threading.Thread(target=coordinator.serve, args=(listener.accept(), secret), daemon=True).start()
 
     threading.Thread(target=accept, name="agents", daemon=True).start()
-    while (code := coordinator.step()) is None and not coordinator.is_superseded:
+    while (code := coordinator.step()) is None and not coordinator.is_superseded():
         time.sleep(INTERVAL_S)
         ended, status = os.waitpid(srun, os.WNOHANG) if srun else (0, 0)
         if ended:
@@ -197,6 +196,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
 def stand_aside(coordinator: Coordinator, listener: Listener) -> int:
     """Leave the agents to another coordinator. Return when the job ends: the end of the batch script would end it."""
     log_batch_line(f"another coordinator has claimed start {coordinator.claimed + 1}: this one stands aside")
+    coordinator.is_aside = True
     listener.close()
     coordinator.state.left.update(coordinator.state.heard_at)
     while not coordinator.state.is_stopping:

@@ -14,7 +14,7 @@ SETTLE_S = 0.5  # after a rank was killed, its node may still turn out to be los
 GRACE_S = 1.0  # after a rank has failed, its cause may still turn out to be a node that is silent for `dead_s`
 
 Sizes = tuple[int, ...]  # numbers of nodes, one for each component of the job
-Plans = dict[Sizes, Plan | str]  # plans for so many nodes, or why there is none
+Plans = dict[Sizes, Plan | None]  # plans for so many nodes; None: there is none
 
 
 @dataclass(frozen=True)
@@ -177,10 +177,11 @@ def _decide_without(lost: tuple[str, ...], state: State, present: Collection[str
     if placement := state.placement.without(lost, present):
         return Decision(lost, placement)
     nodes = state.placement.usable_nodes(present)
-    sizes = tuple(map(len, nodes))
-    problem, plan = "no spare node of its component is left", state.plans.get(sizes)
+    sizes, problem = tuple(map(len, nodes)), "no spare node of its component is left"
     if sum(sizes) < state.min_nodes:
         return Decision(lost, code=1, reason=f"{problem}, and elastic.min_nodes is {state.min_nodes}")
-    if isinstance(plan, str):
-        return Decision(lost, code=1, reason=f"{problem}, and there is no plan for the other nodes: {plan}")
-    return Decision(lost) if plan is None else Decision(lost, place(plan, state.pools, nodes), plan)
+    if sizes not in state.plans:  # it is being made
+        return Decision(lost)
+    if (plan := state.plans[sizes]) is None:
+        return Decision(lost, code=1, reason=f"{problem}, and there is no plan for the other nodes")
+    return Decision(lost, place(plan, state.pools, nodes), plan)

@@ -16,6 +16,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import costs
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.explore import Clock
+from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
 
 SEARCH_S = 30.0  # limit of a search, which then returns the best plan so far
@@ -52,7 +53,7 @@ def main() -> None:
         config = recorded(RunDirectory(Path(run_path)).config)[0]
         smaller_plan(Plan.read(job_plan), config, [int(count) for count in nodes]).write(path)
     except HolmesError as e:
-        sys.exit(str(e))
+        log_batch_line(f"no plan in reserve for {' + '.join(nodes)} nodes: {e}")
 
 
 if __name__ == "__main__":

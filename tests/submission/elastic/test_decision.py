@@ -91,8 +91,8 @@ def test_a_plan_may_leave_out_a_component() -> None:
 
 
 def test_with_too_few_nodes_or_without_a_plan_the_run_ends() -> None:
-    lost = state(heard_at=silent("ib2", "ib3", "ib4"), plans={(1, 2): "it does not fit"})
-    assert (decide(lost).code, decide(lost).placement) == (1, None) and "it does not fit" in decide(lost).reason
+    lost = state(heard_at=silent("ib2", "ib3", "ib4"), plans={(1, 2): None})
+    assert (decide(lost).code, decide(lost).placement) == (1, None) and "there is no plan" in decide(lost).reason
     few = decide(replace(lost, min_nodes=4))
     assert few.code == 1 and "elastic.min_nodes is 4" in few.reason
     assert decide(state(heard_at=silent(*NODES))).code == 1
@@ -103,7 +103,7 @@ def test_plans_are_made_for_every_node_that_no_spare_replaces() -> None:
     assert state(heard_at=silent("roce2")).missing_plans(NOW) == [(4, 0)]
     no_spares = state(heard_at=silent("ib3", "ib4", "roce2"))
     assert no_spares.missing_plans(NOW) == [(1, 1), (2, 0)]
-    assert replace(no_spares, plans={(1, 1): ""}, min_nodes=3).missing_plans(NOW) == []
+    assert replace(no_spares, plans={(1, 1): None}, min_nodes=3).missing_plans(NOW) == []
     lost = state(heard_at=silent("ib2", "ib3", "ib4", "roce2"))
     assert lost.missing_plans(NOW) == [(1, 1), (0, 1), (1, 0)]  # first the one that the run waits for
 

@@ -197,12 +197,11 @@ def test_if_the_run_cannot_continue_the_lost_node_is_the_cause(tmp_path: Path, m
     site.beat()
     site.coordinator.step()
     site.lose("roce2", "roce3")
-    site.coordinator.state.plans[(3, 1)] = "it does not fit"
+    site.coordinator.state.plans[(3, 1)] = None
     code = site.coordinator.step()
     (record,) = [e for e in site.run.read_exits() if e["state"] == "failed"]
     assert (code, record["rank"], record["host"]) == (1, 3, "roce2")
-    expected = "no spare node of its component is left, and there is no plan for the other nodes: it does not fit"
-    assert expected in record["error"]
+    assert record["error"].endswith("no spare node of its component is left, and there is no plan for the other nodes")
 
 
 def test_a_crash_without_new_steps_does_not_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +238,7 @@ def test_plans_are_made_in_a_process_of_low_priority(tmp_path: Path) -> None:
         assert wait_until(lambda sizes=sizes: planner.poll([sizes], made) or sizes in made, 60, 0.05)
     smaller = made[(1, 2)]
     assert isinstance(smaller, Plan) and {part.pool: part.nodes for part in smaller.components}["ib-a"] == 1
-    assert "no pool" in str(made[(0, 0)])
+    assert made[(0, 0)] is None
 
 
 @pytest.mark.integration
@@ -284,10 +283,11 @@ def test_one_of_two_claims_succeeds_and_knows_the_lost_nodes(tmp_path: Path) -> 
 def test_one_agent_takes_over_and_all_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost, other, started = Published(("", 0), "a", "ib1"), Published(("", 0), "b", "ib2"), list[int]()
 
-    def start_coordinator(run: RunDirectory, start: int) -> None:
+    def start_coordinator(run: RunDirectory, start: int) -> int:
         started.append(start)
         published_path(tmp_path).write_bytes(json.encode(other))
         published_path(tmp_path).chmod(0o600)
+        return 0
 
     monkeypatch.setattr("holmes_hpc.submission.elastic.agent.start_coordinator", start_coordinator)
     assert claim(tmp_path, 1, ["ib3"])
@@ -305,7 +305,6 @@ def test_after_a_takeover_the_ranks_start_on_the_other_nodes(tmp_path: Path, mon
     site.beat(without=("ib1",))
     assert site.coordinator.step() is None and site.coordinator.state.is_started
     assert site.coordinator.state.placement.nodes == ["ib2", "ib3", "roce1", "roce2"]
-    assert site.coordinator.claimed == 2 and not site.coordinator.is_superseded
+    assert site.coordinator.claimed == 2 and not site.coordinator.is_superseded()
     assert claim(site.run.path / "submission", 3, ())
-    site.coordinator._checked_at = 0.0
-    assert site.coordinator.step() is None and site.coordinator.is_superseded
+    assert site.coordinator.is_superseded() and not site.coordinator.claim(3)
