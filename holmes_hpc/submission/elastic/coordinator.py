@@ -166,6 +166,8 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     pools = [part.pool for part in planner.job_plan.components]
     state = first_state(plan, pools, job, run.config["elastic"], () if srun else lost_before(folder, start))
     state.start, state.is_takeover = start, not srun
+    if state.is_takeover:
+        log_batch_line(f"lost the coordinator: node {node} takes its place, without {compress(sorted(state.left))}")
     signal.signal(signal.SIGTERM, lambda *_: setattr(state, "is_stopping", True))
     coordinator = Coordinator(run, state, planner, plan)
     pool = next(pool for pool, part in zip(pools, job, strict=True) if node in part.nodes)
