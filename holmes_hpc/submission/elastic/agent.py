@@ -142,6 +142,7 @@ def main(folder: Path, import_path: str = "") -> None:
         except (OSError, EOFError, AuthenticationError) as e:
             log_batch_line(f"lost the coordinator: {str(e) or 'it ended the connection'}")
             agent.end_ranks()
+            time.sleep(BEAT_S)  # a coordinator that is killed closes its listener last
             has_given_up = not isinstance(e, TimeoutError) and published.is_listening(dead_s)
         if has_given_up:
             sys.exit("holmes: the coordinator has given up this node")
