@@ -180,7 +180,8 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
                 threading.Thread(target=coordinator.serve, args=(listener.accept(), secret), daemon=True).start()
 
     threading.Thread(target=accept, name="agents", daemon=True).start()
-    while (code := coordinator.step()) is None and not coordinator.is_superseded():
+    code = None
+    while not coordinator.is_superseded() and (code := coordinator.step()) is None:
         time.sleep(INTERVAL_S)
         ended, status = os.waitpid(srun, os.WNOHANG) if srun else (0, 0)
         if ended:
