@@ -5,6 +5,9 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+# (whether it is wrong, what is wrong, hint), and the place if it differs from that of other cases.
+Case = tuple[Any, str, str] | tuple[Any, str, str, str]
+
 
 class HolmesError(Exception):
     """Bad input or a bad site. `what`: what is wrong; `where`: its place; `hint`: what to do. Exit code 2.
@@ -20,11 +23,11 @@ class HolmesError(Exception):
         super().__init__(" ".join((f"{text}; {hint}" if hint else text).split()))
 
     @classmethod
-    def refuse(cls, *cases: tuple[Any, str, str, str]) -> None:
-        """Raise this error for the first wrong case. `cases`: (whether it is wrong, what is wrong, where, hint)."""
-        for is_wrong, what, where, hint in cases:
+    def refuse(cls, where: str, *cases: Case) -> None:
+        """Raise this error for the first wrong case. `where`: the place of cases that name none."""
+        for is_wrong, what, hint, *place in cases:
             if is_wrong:
-                raise cls(what, where=where, hint=hint)
+                raise cls(what, where=place[0] if place else where, hint=hint)
 
     @classmethod
     @contextlib.contextmanager

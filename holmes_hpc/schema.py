@@ -113,11 +113,6 @@ class Checked:
         check(self, where.format(self), error)
 
 
-def refuse(where: str, *cases: tuple[Any, str, str], error: type[HolmesError] = ConfigError) -> None:
-    """Raise `error` for the first wrong case. `cases`: (whether it is wrong, message, hint)."""
-    error.refuse(*((is_wrong, message, where, hint) for is_wrong, message, hint in cases))
-
-
 def _unknown(name: str, value: Any, declared: Mapping[str, Key], where: str, error: type[HolmesError]) -> HolmesError:
     """Return the error for the unknown key `name`.
 

@@ -17,7 +17,6 @@ from typer.core import TyperCommand, TyperGroup
 from holmes_hpc import console
 from holmes_hpc.config.flags import FLAGS, Flag
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.schema import refuse
 
 if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
@@ -146,7 +145,7 @@ def check_output(file: str | None) -> None:
     is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
     reasons = {"it is a directory": path.is_dir(), "its directory does not exist": not path.parent.is_dir()}
     for reason, applies in {**reasons, "permission denied": not is_writable}.items():
-        refuse(str(path), (applies, f"cannot be written: {reason}", "give another FILE"))
+        ConfigError.refuse(str(path), (applies, f"cannot be written: {reason}", "give another FILE"))
 
 
 def is_file_argument(argument: str) -> bool:

@@ -6,8 +6,8 @@ import typer
 
 from holmes_hpc import console
 from holmes_hpc.cli.app import Json, app
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.extras import need
-from holmes_hpc.schema import refuse
 
 group = typer.Typer(no_args_is_help=True, help="Prepare data sets.")
 app.add_typer(group, name="data")
@@ -30,7 +30,7 @@ def data_prepare(
 
     Example: holmes data prepare a.jsonl.gz texts/ -o d/a"""
     problem = "FILES and --stdlib are mutually exclusive" if files else "no input"
-    refuse(
+    ConfigError.refuse(
         "data prepare",
         (not output, "no output", "give -o PREFIX"),
         (bool(files) == stdlib, problem, "give either FILES or --stdlib"),

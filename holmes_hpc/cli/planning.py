@@ -28,7 +28,7 @@ from holmes_hpc.cli.app import (
 )
 from holmes_hpc.config.composition import load, with_flags
 from holmes_hpc.config.configuration import Configuration
-from holmes_hpc.errors import counted
+from holmes_hpc.errors import ConfigError, counted
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.calibration import NO_CORRECTIONS, Calibration, Corrections, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs
@@ -37,7 +37,6 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import throughput
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.records.files import read_yaml, write_whole
-from holmes_hpc.schema import refuse
 
 if TYPE_CHECKING:
     from holmes_hpc.submission.queue_estimate import QueueEstimate
@@ -82,7 +81,7 @@ def plan(
     check_output(output)
     is_finished = learn is not None and config.plan_file
     problem = "it cannot change the finished plan of plan_file"
-    refuse("--learn", (is_finished, problem, "leave out --learn or plan_file"))
+    ConfigError.refuse("--learn", (is_finished, problem, "leave out --learn or plan_file"))
     default_model = None if config.plan_file or any(o.startswith("model=") for o in overrides) else config.model.name
     corrections = _learned_corrections(config, learn) if learn is not None else NO_CORRECTIONS
     search_costs = None if config.plan_file else replace(request.costs(config), corrections=corrections)

@@ -40,7 +40,7 @@ from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import throughput
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
-from holmes_hpc.schema import Key, keys, refuse
+from holmes_hpc.schema import Key, keys
 
 _FP8 = {"none": "no", **dict.fromkeys(("delayed", "current", "mxfp8"), "yes")}  # recipes, predicted alike
 
@@ -154,7 +154,7 @@ class _Software:
         without_flash = ", ".join(sorted(gpu.name for gpu in gpus if not gpu.has_bf16))
         without_flash3 = ", ".join(sorted(gpu.name for gpu in gpus if kind(gpu).generation != "hopper"))
         is_flash, is_flash3 = attention in ("flash", "flash1"), attention == "flash3"
-        refuse(
+        ConfigError.refuse(
             "--attention",
             (is_flash and without_flash, f"{without_flash} has no FlashAttention", "use sdpa or softmax"),
             (is_flash3 and without_flash3, f"{without_flash3} cannot run flash3, which is for Hopper", "use flash"),
@@ -170,12 +170,14 @@ class _Software:
         for name, needed in (("parts", "selective"), ("layers", "full")):
             problem, is_useless = f"it has no effect, because recomputation is {recompute}", recompute != needed
             hint = f"give --recompute {needed} too, or leave it out"
-            refuse(f"--recompute-{name}", (f"recompute_{name}" in fields and is_useless, problem, hint))
+            ConfigError.refuse(f"--recompute-{name}", (f"recompute_{name}" in fields and is_useless, problem, hint))
         needs_tp = fields.get("overlap_tp") and not sequence_parallel
         problem, hint = "it requires TP above 1 with sequence parallelism", "give --tp and --sequence-parallel too"
-        refuse("--overlap-tp", (needs_tp, problem, f"{hint}, or leave it out"))
+        ConfigError.refuse("--overlap-tp", (needs_tp, problem, f"{hint}, or leave it out"))
         needs_overlap = fields.get("aligned_gather") and not config.train.overlap_param_gather
-        refuse("--aligned-gather", (needs_overlap, "it requires --overlap-param-gather yes", "leave one of them out"))
+        ConfigError.refuse(
+            "--aligned-gather", (needs_overlap, "it requires --overlap-param-gather yes", "leave one of them out")
+        )
         if fields.get("sharding") in ("none", "optimizer"):  # of the layout
             del fields["sharding"]
         return request.costs(config, plan, fields)
@@ -203,7 +205,7 @@ def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configura
         site = data["site_file"] = os.environ.get("HOLMES_SITE") or None
     two_plans = f"PLAN is {plan_path}, but plan_file is {data['plan_file']}"
     both_or_none = "PLAN and --site are mutually exclusive" if site else "neither PLAN nor --site is given"
-    refuse(
+    ConfigError.refuse(
         "predict",
         (data["plan_file"] not in (None, plan_file), two_plans, "leave one of them out"),
         ((plan_file is None) == (site is None), both_or_none, "give PLAN, or --site FILE with a layout"),
@@ -223,7 +225,7 @@ def _gpt_of_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
         batch = data["batch"]
     has_batch = {"global_size", "sequence_length"} <= batch.keys()
     missing = ", ".join(f"--{name}" for name in ("layers", "hidden", "heads") if name not in sizes)
-    refuse(
+    ConfigError.refuse(
         "predict",
         (not has_batch, "a model without a name has no default batch", "give --global-batch and --sequence"),
         (missing, f"the model lacks {missing}", "give --model NAME, or the model's sizes"),
@@ -273,7 +275,7 @@ def _replicas(plan: PlanOptions, cp: int, site: Site) -> int:
     )
     size = (plan.tp or 1) * (plan.pp or 1) * cp
     message = f"TP x PP x CP is {size}, which does not divide {gpus} GPUs"
-    ConfigError.refuse((not plan.dp and gpus % size, message, "predict", "choose the nodes by --nodes, or give --dp"))
+    ConfigError.refuse("predict", (not plan.dp and gpus % size, message, "choose the nodes by --nodes, or give --dp"))
     return plan.dp or gpus // size
 
 

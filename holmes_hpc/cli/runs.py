@@ -35,7 +35,6 @@ from holmes_hpc.planning.request import costs
 from holmes_hpc.records.find import find_run, runs_root
 from holmes_hpc.records.locks import refuse_replaced
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.schema import refuse
 from holmes_hpc.submission.executor.preflight import shortages
 from holmes_hpc.submission.executor.submit import SubmissionUnknown
 from holmes_hpc.submission.lifecycle import create, progress, status
@@ -78,7 +77,7 @@ def submit(
     console.note(f"train.steps is {config.train.steps:,}: {tokens:,} tokens")
     if dry_run or template:
         hint = "submit the plan without --dry-run and --template"
-        refuse("submit", (config.elastic.enabled, "an elastic run has no script for sbatch yet", hint))
+        ConfigError.refuse("submit", (config.elastic.enabled, "an elastic run has no script for sbatch yet", hint))
         note_partition_limits(plan, config)
         for line in shortages(plan_components(plan, config.slurm)):
             console.note(line)

@@ -19,7 +19,6 @@ from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.problem import searched_site
 from holmes_hpc.rank import run_rank
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.schema import refuse
 from holmes_hpc.submission import queue_estimate
 from holmes_hpc.submission.executor.submit import SubmissionUnknown
 from holmes_hpc.submission.lifecycle import create
@@ -144,7 +143,7 @@ def check_earliest(config: Configuration) -> None:
     """Raise ConfigError if the configuration leaves --earliest no plans to choose from, or uses no Slurm."""
     fixed = ((config.plan_file, "one plan only"), (config.local, "launcher=local"))
     hint, missing = "leave one of them out", "there is no sbatch on this machine"
-    refuse(
+    ConfigError.refuse(
         "--earliest",
         *((value, f"{reason} leaves Slurm no choice", hint) for value, reason in fixed),
         (config.site_file and shutil.which("sbatch") is None, missing, "leave it out, or load Slurm's commands"),

@@ -10,8 +10,8 @@ from holmes_hpc.config.models import TRIAL_MAX_HIDDEN
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import HolmesError, collected, raise_all
-from holmes_hpc.schema import REQUIRED, check, key, keys, make, refuse
+from holmes_hpc.errors import ConfigError, HolmesError, collected, raise_all
+from holmes_hpc.schema import REQUIRED, check, key, keys, make
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Configuration:
         is_muon = self.train.optimizer == "muon"
         if is_muon and self.plan.distributed_optimizer is None:
             object.__setattr__(self, "plan", replace(self.plan, distributed_optimizer=False))
-        refuse(
+        ConfigError.refuse(
             "train.optimizer",
             (
                 is_muon and self.plan.distributed_optimizer,
@@ -86,7 +86,9 @@ class Configuration:
             (is_muon and self.train.dtype == "fp16", "Megatron-Core's Muon lacks fp16", "use train.dtype=bf16"),
         )
         is_local = self.elastic.enabled and self.local
-        refuse("elastic", (is_local, "one machine has no spare node", "leave out --elastic, or launcher=local"))
+        ConfigError.refuse(
+            "elastic", (is_local, "one machine has no spare node", "leave out --elastic, or launcher=local")
+        )
 
     @property
     def local(self) -> bool:
@@ -97,7 +99,7 @@ class Configuration:
         """Return a copy whose data kind is set: synthetic by default, for trial models and for calibration.
         ConfigError if it is not set for another model, or if `prefix` is set for synthetic data."""
         data, is_large = self.data, self.model.hidden > TRIAL_MAX_HIDDEN and not self.train.measure
-        refuse(
+        ConfigError.refuse(
             "",
             (
                 data.prefix and data.kind != "indexed",

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from holmes_hpc.schema import check, key, refuse
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.schema import check, key
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check(self, "data", dotted=True)
-        refuse(
+        ConfigError.refuse(
             "",
             (
                 self.kind == "indexed" and not self.prefix,

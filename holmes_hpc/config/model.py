@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.schema import Checked, check, key, refuse
+from holmes_hpc.schema import Checked, check, key
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,13 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check(self, "rope_scaling", PlanError)
-        refuse(
+        PlanError.refuse(
             "rope_scaling",
             (
                 self.low_frequency_turns >= self.high_frequency_turns,
                 f"low_frequency_turns is {self.low_frequency_turns}",
                 f"use a number below high_frequency_turns, which is {self.high_frequency_turns}",
             ),
-            error=PlanError,
         )
 
 
@@ -120,7 +119,7 @@ class ModelSpec:
         where, experts = f"model {self.name}", self.experts
         check(self, where, PlanError)
         cause = f" (hidden {self.hidden} over {self.heads} heads)" if self.head_dim is None else ""
-        refuse(
+        PlanError.refuse(
             where,
             (
                 self.head_dim is None and self.hidden % self.heads,
@@ -159,7 +158,6 @@ class ModelSpec:
                 "choose groups that divide experts.count, and top_groups that divides experts.top_k",
             ),
             (experts.count and self.bias, "experts cannot have biases", "use model.bias=false"),
-            error=PlanError,
         )
 
     @property
@@ -243,21 +241,20 @@ class Batch:
 
     def split(self, cp: int, all_to_all: bool = False) -> Batch:
         """Return the batch as one of `cp` context-parallel ranks holds it: its parts of all sequences."""
-        refuse(
+        PlanError.refuse(
             "plan.cp",
             (
                 self.sequence_length % (2 * cp) and cp > 1,
                 f"sequence_length {self.sequence_length} is not a multiple of 2 x CP {cp}",
                 f"use another CP, or a sequence_length that {2 * cp} divides",
             ),
-            error=PlanError,
         )
         sizes = self.global_size * cp, self.micro_size, self.sequence_length // cp
         return self if cp == 1 else PartialBatch(*sizes, cp, all_to_all)
 
     def micro_batches(self, dp: int) -> int:
         """Return the number of micro-batches per pipeline and step. PlanError if the batch cannot be divided."""
-        refuse(
+        PlanError.refuse(
             "batch",
             (
                 self.global_size % (self.micro_size * dp),
@@ -265,7 +262,6 @@ class Batch:
                 f" x DP {dp // self.cp}",
                 f"use a multiple of {self.micro_size * dp // self.cp}",
             ),
-            error=PlanError,
         )
         return self.global_size // (self.micro_size * dp)
 

@@ -126,13 +126,14 @@ class PlanOptions:
         ignored = edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections)
         stages = len(self.layers_per_stage or ())
         ConfigError.refuse(
-            (ignored, ignored, "plan", "remove it, or use transport=holmes or schedule=eager_1f1b"),
-            (self.nodes == {}, "no pool is named", "plan.nodes", "use {POOL: NODES, …}, or null for all pools"),
+            "plan",
+            (ignored, ignored, "remove it, or use transport=holmes or schedule=eager_1f1b"),
+            (self.nodes == {}, "no pool is named", "use {POOL: NODES, …}, or null for all pools", "plan.nodes"),
             (
                 self.pp and stages and stages != self.pp,
                 f"{stages} entries, pp is {self.pp}",
-                "plan.layers_per_stage",
                 "give one number for each stage",
+                "plan.layers_per_stage",
             ),
         )
         if self.nodes is not None:

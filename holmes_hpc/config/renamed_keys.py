@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from holmes_hpc import console
-from holmes_hpc.schema import refuse
+from holmes_hpc.errors import ConfigError
 
 
 def move_renamed(instance: Any, group: str, former: str, name: str) -> None:
@@ -14,7 +14,9 @@ def move_renamed(instance: Any, group: str, former: str, name: str) -> None:
     if value is None:
         return
     are_both_set = getattr(instance, name) is not None
-    refuse(f"{group}.{former}", (are_both_set, f"{group}.{name}, its new name, is also set", "give only the new name"))
+    ConfigError.refuse(
+        f"{group}.{former}", (are_both_set, f"{group}.{name}, its new name, is also set", "give only the new name")
+    )
     _note_once(f"{group}.{former} is deprecated; use {group}.{name}")
     object.__setattr__(instance, name, value)
     object.__setattr__(instance, former, None)

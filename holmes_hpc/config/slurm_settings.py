@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from holmes_hpc.config.renamed_keys import move_renamed
-from holmes_hpc.schema import check, key, refuse
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.schema import check, key
 from holmes_hpc.slurm.scontrol import minutes
 
 
@@ -44,7 +45,9 @@ class ComponentSettings:
 
     def _check_memory(self) -> None:
         is_wrong = isinstance(self.mem, str) and not re.fullmatch(r"\d+(\.\d+)?([KMGT]B?)?", self.mem, re.IGNORECASE)
-        refuse("", (is_wrong, f"slurm.mem is {self.mem!r}", "use megabytes, or a number with K, M, G or T: 64G"))
+        ConfigError.refuse(
+            "", (is_wrong, f"slurm.mem is {self.mem!r}", "use megabytes, or a number with K, M, G or T: 64G")
+        )
 
     def specified(self) -> dict[str, Any]:
         """Return the settings of a component that have a value, by name, without `share`."""
@@ -101,7 +104,7 @@ class SlurmSettings(ComponentSettings):
         check(self, "slurm", dotted=True)
         self._check_memory()
         move_renamed(self, "slurm", "fabrics", "pools")
-        refuse(
+        ConfigError.refuse(
             "",
             (
                 isinstance(self.timeout_min, str) and not minutes(self.timeout_min),

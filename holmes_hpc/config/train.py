@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from holmes_hpc.schema import Checked, check, key, refuse
+from holmes_hpc.errors import ConfigError
+from holmes_hpc.schema import Checked, check, key
 
 GRAD_DTYPES = ("fp32", "bf16", "fp16")
 
@@ -145,7 +146,7 @@ class TrainConfig:
         check(self, "train", dotted=True)
         end_key = "lr_decay_steps" if self.lr_decay_steps else "steps"
         end_step, is_wsd = self.lr_decay_steps or self.steps, self.lr_schedule == "wsd"
-        refuse(
+        ConfigError.refuse(
             "",
             (
                 self.grad_dtype not in (None, "fp32", self.dtype) and self.dtype != "auto",

@@ -12,7 +12,6 @@ from holmes_hpc.fabric.node_facts import NOT_ASKED, Facts, Job, ask, gpu_option
 from holmes_hpc.fabric.nodes import SiteNode, grouped
 from holmes_hpc.fabric.partitions import NodeSettings, PoolJob
 from holmes_hpc.fabric.site import Gpu, Pool, Site
-from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Topology
 
@@ -85,7 +84,7 @@ def discover(
     both_names = {n: (p.name, earlier.get(n, p.name)) for p in listing.grouping.pools for n in p.node_names}
     pool_names = list(dict.fromkeys(name for pair in both_names.values() for name in pair))
     unknown = ((n not in pool_names, f"no pool {n!r}", nearest(n, pool_names)) for n in settings.pools)
-    refuse("slurm.pools", *unknown, error=SiteError)
+    SiteError.refuse("slurm.pools", *unknown)
     pools_of = {n: settings.pools[name] for n, pair in both_names.items() for name in pair if name in settings.pools}
     settings = replace(settings, pools=pools_of)
     kinds = {n.name: kind_of(n, p.partition) for p in listing.grouping.pools for n in _members(p, listing.nodes)}

@@ -7,7 +7,6 @@ from typing import Any
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.nic_types import NicType
-from holmes_hpc.schema import refuse
 
 _VIRTUAL_NAMES = "lo|docker|br-|virbr|veth|cni|flannel|cali|ifb|tun|tap|dummy|kube|vxlan|wg|lxc|podman|sit|gre|ip6"
 _VIRTUAL = re.compile(rf"({_VIRTUAL_NAMES})[\w.@-]*\Z")
@@ -199,11 +198,10 @@ def data_interface(nics: NodeNics, nic: NicType, node: str = "") -> Nic:
         raise SiteError(problem, where=where, hint=hint)
     best = interfaces[0]
     name = f"{nic} interface {best.name}"
-    refuse(
+    SiteError.refuse(
         where,
         (not best.up and not best.carrier, f"{name} has no carrier", "check its cable and switch port"),
         (not best.up, f"{name} is down", f"ip link set {best.name} up"),
         (best.address is None, f"{name} has no IPv4 address", f"ip addr add ADDRESS/PREFIX dev {best.name}"),
-        error=SiteError,
     )
     return best

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
-from holmes_hpc.errors import SiteError, nearest
+from holmes_hpc.errors import Case, SiteError, nearest
 from holmes_hpc.fabric.nic_types import NCCL_NETWORKS, NicType
-from holmes_hpc.schema import Checked, check, key, make, refuse
+from holmes_hpc.schema import Checked, check, key, make
 from holmes_hpc.slurm.hostlist import expand
 
 # Implementations of attention: FlashAttention-2 or later, its first version, torch's own fused one, Megatron-LM's fused
@@ -130,9 +130,9 @@ class Pool:
         if self.nic in tuple(NicType):
             object.__setattr__(self, "nic", NicType(self.nic))
         check(self, f"pool {self.name}", SiteError)
-        refuse(f"pool {self.name}", *self._mistakes(), error=SiteError)
+        SiteError.refuse(f"pool {self.name}", *self._mistakes())
 
-    def _mistakes(self) -> Iterator[tuple[Any, str, str]]:
+    def _mistakes(self) -> Iterator[Case]:
         """Yield (whether the mistake is there, what it is, a hint)."""
         for name in (self.name, self.fabric_name):
             is_valid = re.fullmatch(r"[\w.-]*[^\W_][\w.-]*", name)
@@ -203,11 +203,10 @@ class FabricLink:
         is_pair = len(self.between) == len(set(self.between)) == 2
         is_empty = self.gbps is None and self.total_gbps is None and not self.delay_ms
         hint = "give gbps (Gb/s of a node), total_gbps (of all nodes), delay_ms, or several"
-        refuse(
+        SiteError.refuse(
             where,
             (not is_pair, f"between is {list(self.between)}", "name two different fabrics"),
             (is_empty, "no gbps, total_gbps or delay_ms", hint),
-            error=SiteError,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -229,9 +228,9 @@ class Site:
 
     def __post_init__(self) -> None:
         check(self, f"site {self.name}", SiteError)
-        refuse(f"site {self.name}", *self._mistakes(), error=SiteError)
+        SiteError.refuse(f"site {self.name}", *self._mistakes())
 
-    def _mistakes(self) -> Iterator[tuple[Any, str, str]]:
+    def _mistakes(self) -> Iterator[Case]:
         """Yield (whether the mistake is there, what it is, a hint)."""
         fabric_names, pairs = list(self.fabrics), [frozenset(link.between) for link in self.links]
         yield not self.pools, "no pool", "list at least one fabric or pool"

@@ -13,7 +13,7 @@ from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import CPU, FabricLink, Gpu, Pool, Site
 from holmes_hpc.records.files import read_yaml
-from holmes_hpc.schema import Checked, key, keys, make, refuse
+from holmes_hpc.schema import Checked, key, keys, make
 from holmes_hpc.slurm.hostlist import expand
 
 ETHERNET_GBYTES = (1.25, 3.125, 6.25, 12.5)  # GB/s of Ethernet of 10, 25, 50 and 100 Gb/s
@@ -78,7 +78,7 @@ def parse_site(data: Mapping[str, Any]) -> Site:
         for name in link.between:
             gbps = max((p.ethernet_gbps for p in pools if p.fabric_name == name), default=math.inf)
             problem = f"gbps is {link.gbps or 0:g}, but the Ethernet of {name} has {gbps:g} Gb/s"
-            refuse(where, ((link.gbps or 0) > gbps, problem, "correct it, or ethernet_gbps"), error=SiteError)
+            SiteError.refuse(where, ((link.gbps or 0) > gbps, problem, "correct it, or ethernet_gbps"))
     for gpu in dict.fromkeys(p.gpu for p in pools):
         known_kind = read_vocabulary().gpu(gpu.name)
         if gpu.attention == "flash" and known_kind is not None and not known_kind.has_bf16:
@@ -145,7 +145,7 @@ def _check_shared_keys(values: Mapping[str, Any], entries: Sequence[Mapping[str,
     """Raise SiteError for mistakes in the keys of a fabric with pools `entries`, and for nodes of its own."""
     hint = "make a pool of them, or remove nodes from the fabric"
     has_nodes = "nodes" in values and all("nodes" in entry for entry in entries)
-    refuse(where, (has_nodes, "it has nodes of its own, and pools", hint), error=SiteError)
+    SiteError.refuse(where, (has_nodes, "it has nodes of its own, and pools", hint))
     stand_ins = {**_STAND_INS, **({} if values.get("nic") == NicType.ETHERNET else {"rdma_gbps": 1})}
     try:
         make(Pool, {**stand_ins, **values}, where, SiteError)
@@ -175,7 +175,7 @@ def _fabric_place(entry: Any, position: int, places: Sequence[str]) -> str:
     names = ", ".join(place.removeprefix("fabric ") for place in places)
     problem = "fabric is missing" if name is None else f"fabric is {name!r}, which is not under fabrics"
     is_unlisted, hint = places and f"fabric {name}" not in places, f"give one of {names}, or list it under fabrics"
-    refuse(f"pool {entry.get('name', position)}", (is_unlisted, problem, hint), error=SiteError)
+    SiteError.refuse(f"pool {entry.get('name', position)}", (is_unlisted, problem, hint))
     return f"fabric {name}"
 
 

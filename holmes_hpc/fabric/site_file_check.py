@@ -3,12 +3,11 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from holmes_hpc.errors import SiteError
+from holmes_hpc.errors import Case, SiteError
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.site import Gpu, Pool, Site
 from holmes_hpc.fabric.site_record import node_names
 from holmes_hpc.records.files import read_yaml
-from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.constraint import matcher
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Node, read_config, read_nodes
@@ -37,7 +36,7 @@ def changes_since_written(path: str, site: Site) -> list[str]:
     gpus = {node: entry["gpu"]["name"] for entry in found.get("pools") or () for node in node_names(entry)}
     for pool in (p for p in site.pools if p.node_names or found):
         members = [nodes[name] for name in pool.node_names if name in nodes] or _candidates(pool, nodes.values())
-        refuse(f"{path}: pool {pool.name}", *_contradictions(pool, members, gpus, rerun_hint), error=SiteError)
+        SiteError.refuse(f"{path}: pool {pool.name}", *_contradictions(pool, members, gpus, rerun_hint))
         usable = sum(n.usable for n in members)
         if usable < pool.nodes:
             warnings.append(f"{path}: {usable} of the {pool.nodes} nodes of pool {pool.name} can be used now")
@@ -60,9 +59,7 @@ def _candidates(pool: Pool, nodes: Iterable[Node]) -> list[Node]:
     ]
 
 
-def _contradictions(
-    pool: Pool, members: Sequence[Node], gpus: Mapping[str, str], rerun_hint: str
-) -> Iterator[tuple[bool, str, str]]:
+def _contradictions(pool: Pool, members: Sequence[Node], gpus: Mapping[str, str], rerun_hint: str) -> Iterator[Case]:
     """Yield (whether Slurm contradicts the file, what, hint). `members`: Slurm's nodes; `gpus`: node -> its kind of GPU
     by the driver, which may differ from GRES."""
     hint, kind_of = f"correct the file, or {rerun_hint}", read_vocabulary().gpu

@@ -28,7 +28,7 @@ from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.records.files import read_text, read_yaml
 from holmes_hpc.records.find import run_directories
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.schema import make, refuse
+from holmes_hpc.schema import make
 from holmes_hpc.slurm.hostlist import compress, expand
 
 WARM_UP = 3  # the first steps of a run, which are not measured
@@ -192,7 +192,7 @@ def with_known_gpus(target_site: Site, pools: Collection[str]) -> Site:
     for pool in unknown:
         is_needed = pool.name in pools or len(unknown) == len(target_site.pools)
         problem = f"GPU kind {pool.gpu.name} is not known"
-        refuse(f"pool {pool.name}", (is_needed, problem, hint), error=SiteError)
+        SiteError.refuse(f"pool {pool.name}", (is_needed, problem, hint))
     lines = [f"{compress(p.node_names)}: left out: GPU kind {p.gpu.name} is not known; {hint}" for p in unknown]
     pools_left = tuple(pool for pool in target_site.pools if pool not in unknown)
     return replace(target_site, pools=pools_left, assumptions=(*target_site.assumptions, *lines))
@@ -204,7 +204,7 @@ def check_fp8(target_site: Site, pools: Collection[str], cost_model: Costs) -> N
     names = sorted({gpu.name for gpu in gpus if kind(gpu).fp8_tflops is None})
     is_used = cost_model.software.fp8 and not cost_model.pace_layer_ms
     hint = "leave it out, or use other pools (plan.nodes)"
-    ConfigError.refuse((names and is_used, f"there are no FP8 figures for {', '.join(names)}", "fp8", hint))
+    ConfigError.refuse("fp8", (names and is_used, f"there are no FP8 figures for {', '.join(names)}", hint))
 
 
 def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
@@ -291,10 +291,10 @@ def check_site(plan: Plan, target_site: Site) -> None:
         name, planned = component.pool, plan.site.pool(component.pool)
         actual, where = pools.get(name, planned), f"site {target_site.name}: pool {name}"
         PlanError.refuse(
+            f"site {target_site.name}",
             (
                 name not in pools,
                 f"the plan needs pool {name!r} of site {plan.site.name}; this site has {', '.join(pools)}",
-                f"site {target_site.name}",
                 hint,
             ),
             *(
@@ -302,21 +302,21 @@ def check_site(plan: Plan, target_site: Site) -> None:
                     getattr(planned, key) != getattr(actual, key),
                     f"the plan was made for {key} {getattr(planned, key) or 'none'}, this site has"
                     f" {getattr(actual, key) or 'none'}",
-                    where,
                     hint,
+                    where,
                 )
                 for key in ("nic", "partition", "constraint", "gpus_per_node")
             ),
             (
                 component.nodes > actual.nodes,
                 f"the plan needs {component.nodes} nodes, {actual.nodes} can be used",
-                where,
                 hint,
+                where,
             ),
             (
                 new_rivals := sorted({*expand(actual.exclude)} - {*expand(planned.exclude)}),
                 f"the plan's jobs do not exclude nodes {compress(new_rivals)}, which this site excludes",
-                where,
                 hint,
+                where,
             ),
         )

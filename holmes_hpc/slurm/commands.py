@@ -168,8 +168,9 @@ def output(*command: str) -> str:
     error = (answer.err.strip() or answer.out.strip() or f"exit code {answer.code}").splitlines()[-1]
     late = f"no answer to {name} in {OUTPUT_WAIT_S} s"
     SiteError.refuse(
-        (answer.code == TIMED_OUT, late, "Slurm", f"{check}; {NO_SLURM_HINT}"),
-        (not answer.ok, error, name, f"{check} and that SLURM_CONF is right; {NO_SLURM_HINT}"),
+        "Slurm",
+        (answer.code == TIMED_OUT, late, f"{check}; {NO_SLURM_HINT}"),
+        (not answer.ok, error, f"{check} and that SLURM_CONF is right; {NO_SLURM_HINT}", name),
     )
     return answer.out
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.schema import refuse
 
 # Daemons and network tools are in sbin, which may be missing in a user's PATH.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -79,9 +78,8 @@ def is_root() -> bool:
 
 def require_machine() -> None:
     """Raise TestbedError unless this is Linux and the user is root."""
-    refuse(
+    TestbedError.refuse(
         "testbed",
         (sys.platform != "linux", f"needs Linux, this is {sys.platform}", "run it on Linux, as root"),
         (not is_root(), "needs root (network namespaces, Slurm's daemons)", "run it as root"),
-        error=TestbedError,
     )

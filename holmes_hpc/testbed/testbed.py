@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import TestbedError, nearest
-from holmes_hpc.schema import refuse
 from holmes_hpc.testbed import daemons, network, packages, processes, slurm_prefix, topology, userland
 from holmes_hpc.testbed.commands import SYSTEM_PATH, require_machine, system_env
 from holmes_hpc.testbed.daemons import Testbed
@@ -66,11 +65,10 @@ def up(
     `progress`: called with a line about each activity.
     Raise TestbedError if it cannot be created; everything created so far is then removed."""
     releases, sources = userland.RELEASES, [option for option in (release, slurm, source) if option is not None]
-    refuse(
+    TestbedError.refuse(
         "testbed",
         (release not in (None, *releases), f"unknown release {release!r}", nearest(str(release), releases)),
         (len(sources) > 1, "--release, --slurm and --slurm-source are mutually exclusive", "give one of them"),
-        error=TestbedError,
     )
     require_machine()
     prefix = _requested_prefix(slurm, source, progress) if release is None else ""
@@ -268,7 +266,7 @@ def exec_in(
     """Run `argv` on a node, with its NICs, hostname and /sys. With `capture`, the result contains the output.
     Raise TestbedError if there is no testbed, no such node or no command, or after `timeout_s`."""
     testbed = _load_with_node(node)
-    refuse("testbed exec", (not argv, "no command", "write it after --"), error=TestbedError)
+    TestbedError.refuse("testbed exec", (not argv, "no command", "write it after --"))
     require_machine()
     try:
         command, env = daemons.node_command(testbed, node, argv), {**system_env(), **os.environ, **_env(testbed)}

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import yaml
 
-from holmes_hpc.errors import TestbedError, nearest
-from holmes_hpc.schema import check, key, make, refuse
+from holmes_hpc.errors import Case, TestbedError, nearest
+from holmes_hpc.schema import check, key, make
 from holmes_hpc.tables import read_table
 
 FOLDER = Path(__file__).parent / "topologies"  # in the repository slurm/testbed
@@ -120,10 +120,10 @@ class Topology:
         check(self, where, TestbedError)
         _check_name("name", self.name, _NAME, "topology")
         for is_wrong, problem, hint in self._mistakes():  # in turn, because a huge topology has no list of nodes
-            refuse(where, (is_wrong, problem, hint), error=TestbedError)
+            TestbedError.refuse(where, (is_wrong, problem, hint))
         object.__setattr__(self, "slurm", {name: str(value) for name, value in self.slurm.items()})
 
-    def _mistakes(self) -> Iterator[tuple[Any, str, str]]:
+    def _mistakes(self) -> Iterator[Case]:
         """Yield (whether the mistake is there, what it is, a hint)."""
         count = sum(fabric.nodes for fabric in self.fabrics)
         yield not self.fabrics, "no fabric", "list at least one under fabrics"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
-from holmes_hpc.schema import refuse
 from holmes_hpc.testbed import packages
 from holmes_hpc.testbed.commands import is_installed, run_showing, system_env
 
@@ -56,11 +55,10 @@ def create(root: Path, release: str, mark: Mapping[str, str], progress: Callable
     Raise TestbedError if debootstrap is missing or fails, or if this machine's /bin and /lib are not below /usr."""
     is_merged = Path("/lib").is_symlink() and Path("/bin").is_symlink()
     merged_hint = "use a machine with merged /usr (Debian 12, Ubuntu 22.04 or later)"
-    refuse(
+    TestbedError.refuse(
         f"testbed --release {release}",
         (not is_merged, "/bin and /lib are not links into /usr", merged_hint),
         (not is_installed("debootstrap"), "debootstrap is not installed", "install it"),
-        error=TestbedError,
     )
     include = f"--include={','.join(packages.TABLE['release'])}"
     argv = ["unshare", "--mount", "debootstrap", "--variant=minbase", include, release, str(root)]

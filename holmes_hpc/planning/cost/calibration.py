@@ -16,7 +16,7 @@ from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import FabricLink, Gpu, Pool, Site
 from holmes_hpc.planning.cost.flops import layer_flops
 from holmes_hpc.planning.cost.network_figures import Link
-from holmes_hpc.schema import Checked, check, key, keys, make, refuse
+from holmes_hpc.schema import Checked, check, key, keys, make
 
 NETWORKS = ("local", *map(str, NicType))
 COLLECTIVES = ("reduce_scatter", "all_gather")
@@ -71,7 +71,9 @@ class MeasuredPool:
     def __post_init__(self) -> None:
         check(self, "calibration")
         unknown = [str(name) for name in self.links if name not in LINKS]
-        refuse("calibration.links", *((True, f"unknown link {name!r}", nearest(name, LINKS)) for name in unknown))
+        ConfigError.refuse(
+            "calibration.links", *((True, f"unknown link {name!r}", nearest(name, LINKS)) for name in unknown)
+        )
 
     def has_gpu(self, gpu: Gpu) -> bool:
         """Return whether its GPUs are of this kind, by the site's name or the device's name."""
@@ -175,7 +177,7 @@ class Calibration(Checked, where="calibration"):
         """Raise ConfigError if layers were measured at another pace or with another type."""
         if not any(f.parts for f in self.fabrics):
             return
-        refuse(
+        ConfigError.refuse(
             "calibration",
             (
                 self.pace_layer_ms != pace_layer_ms,

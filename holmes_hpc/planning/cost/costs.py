@@ -33,7 +33,6 @@ from holmes_hpc.planning.cost.layer_times import PARTS, Cpu, Seconds, all_reduce
 from holmes_hpc.planning.cost.network_figures import GLOO_LINKS, NCCL_LINKS, Collectives, Link, collectives
 from holmes_hpc.planning.cost.software import CURRENT, Software
 from holmes_hpc.planning.plan.transport import Transport
-from holmes_hpc.schema import refuse
 
 __all__ = ["BYTES", "CURRENT", "Costs", "Software"]
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -62,7 +61,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         pace, dtype = self.pace_layer_ms, self.dtype
-        refuse(
+        ConfigError.refuse(
             "costs",
             (dtype not in (None, "fp32", "bf16", "fp16"), f"unknown dtype {dtype!r}", "use fp32, bf16 or fp16"),
             (pace is not None and not pace > 0, f"pace_layer_ms is {pace}", "use milliseconds above 0"),

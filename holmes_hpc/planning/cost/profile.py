@@ -19,7 +19,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool
 from holmes_hpc.planning.cost.flops import layer_parameters, part_flops
-from holmes_hpc.schema import REQUIRED, Checked, key, keys, refuse
+from holmes_hpc.schema import REQUIRED, Checked, key, keys
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def from_sailor(data: Mapping[Any, Any], model: ModelSpec, batch: Batch) -> Cali
                     hint="give {MICRO: {TP: {INDEX: [forward, backward, update]}}} in seconds",
                 ) from None
             last = len(times) - 1
-            refuse(
+            ConfigError.refuse(
                 where,
                 (
                     last < 2 or set(times) != set(range(last + 1)) or any(len(t) != 3 for t in times.values()),
@@ -90,7 +90,7 @@ def _csv_rows(text: str) -> Iterator[Row]:
     columns = reader.fieldnames or ()
     unknown = [name for name in columns if name not in declared]
     missing = [name for name, k in declared.items() if k.default is REQUIRED and name not in columns]
-    refuse(
+    ConfigError.refuse(
         "profile",
         *((True, f"unknown column {name!r}", nearest(str(name), declared)) for name in unknown),
         *((True, f"no column {name}", f"give {', '.join(declared)}") for name in missing),
@@ -122,7 +122,7 @@ def _parse_cell(name: str, text: str) -> Any:
 
 def _calibration(rows: list[Row], model: ModelSpec, batch: Batch) -> Calibration:
     widths = {row.hidden for row in rows} - {0, model.hidden}
-    refuse(
+    ConfigError.refuse(
         "profile",
         (not rows, "no rows", "give a row for each part and shape"),
         (

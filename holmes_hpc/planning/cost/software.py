@@ -53,11 +53,11 @@ class Software:
     def __post_init__(self) -> None:
         check(self, "software")
         ConfigError.refuse(
+            "software.recompute_parts",
             *(
                 (
                     part not in RECOMPUTABLE,
                     f"unknown part {part!r} to recompute",
-                    "software.recompute_parts",
                     f"use some of {', '.join(RECOMPUTABLE)}",
                 )
                 for part in self.recompute_parts
@@ -65,8 +65,8 @@ class Software:
             (
                 self.sharding == "full" and not self.overlap,
                 "sharding=full requires overlap",
-                "software",
                 "set overlap (FSDP prefetches), or sharding=optimizer",
+                "software",
             ),
         )
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from holmes_hpc.config.model import ModelSpec
-from holmes_hpc.errors import PlanError
+from holmes_hpc.errors import Case, PlanError
 from holmes_hpc.schema import check, key
 
 # Megatron-Core's names: the first name varies fastest.
@@ -79,59 +79,55 @@ class Parallel:
 
     def __post_init__(self) -> None:
         check(self, "parallel", PlanError)
-        PlanError.refuse((not self.stages, "no stages", "parallel", "give at least one stage"))
+        PlanError.refuse("parallel", (not self.stages, "no stages", "give at least one stage"))
         instances, dp, is_uniform = self.optimizer_instances, self.stages[0].dp, self.is_uniform
         PlanError.refuse(
-            (dp % self.cp, f"CP {self.cp} does not divide {dp} replicas", "parallel.cp", "give a multiple as CP x DP"),
+            "parallel",
+            (dp % self.cp, f"CP {self.cp} does not divide {dp} replicas", "give a multiple as CP x DP", "parallel.cp"),
             (
                 self.order not in ORDERS,
                 f"unknown rank order {self.order!r}",
-                "parallel.order",
                 f"use one of {', '.join(ORDERS)}",
+                "parallel.order",
             ),
             (
                 len(self.tps) > 1 and not self.sequence_parallel,
                 f"stages of TP {', '.join(map(str, self.tps))} without sequence_parallel",
-                "parallel",
                 "set it: stages of different TP exchange parts of the sequence",
             ),
             *(
                 (
                     not is_uniform and getattr(self, name) != default and not (name == "order" and self.is_even),
                     f"{name} is {getattr(self, name)} with per-stage TP/DP",
-                    f"parallel.{name}",
                     f"use {default}, or the same TP and DP in every stage",
+                    f"parallel.{name}",
                 )
                 for name, default in _UNIFORM_ONLY.items()
             ),
             (
                 dp % instances,
                 f"dp={dp} cannot be cut into {instances} equal optimizer instances",
-                "parallel",
                 "choose a divisor of dp",
             ),
             (
                 self.stages[0].ranks % self.ep,
                 f"EP {self.ep} does not divide the {self.stages[0].ranks} ranks of a stage",
-                "parallel.ep",
                 "choose a divisor of TP x DP",
+                "parallel.ep",
             ),
             (
                 instances > 1 and not self.distributed_optimizer,
                 "optimizer instances need the distributed optimizer",
-                "parallel",
                 "set distributed_optimizer",
             ),
             (
                 self.virtual_stages > 1 and self.pp == 1,
                 "virtual stages need a pipeline",
-                "parallel",
                 "use pp above 1 or virtual_stages=1",
             ),
             (
                 self.sequence_parallel and self.tps == (1,),
                 "sequence parallel needs tp above 1",
-                "parallel",
                 "unset sequence_parallel",
             ),
         )
@@ -368,14 +364,11 @@ def abbreviated(values: Iterable[object], separator: str = ", ") -> str:
     return separator.join(texts if len(texts) <= 8 else [*texts[:3], "…", texts[-1]])
 
 
-Case = tuple[Any, str, str, str]  # an argument of :meth:`PlanError.refuse`
-
-
 def indivisible_sizes(model: ModelSpec, tp: int) -> list[Case]:
     """Return an error case for each size of the model's layers that `tp` does not divide."""
     sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.tp_ffn}
     return [
-        (True, f"{size} {name} cannot be divided by TP {tp}", f"model {model.name}", f"use a TP that divides {size}")
+        (True, f"{size} {name} cannot be divided by TP {tp}", f"use a TP that divides {size}", f"model {model.name}")
         for name, size in sizes.items()
         if size % tp
     ]
@@ -384,7 +377,7 @@ def indivisible_sizes(model: ModelSpec, tp: int) -> list[Case]:
 def tp_across_nodes(tp: int, ranks: int, where: str) -> Case:
     """Return the error case of a node with `ranks` ranks that TP groups of `tp` do not fill."""
     message = f"TP {tp} does not divide {ranks} GPUs per node"
-    return ranks % tp, message, where, "keep tensor parallelism inside a node"
+    return ranks % tp, message, "keep tensor parallelism inside a node", where
 
 
 def exchanging_tp_ranks(source_tp: int, target_tp: int) -> list[tuple[int, int]]:

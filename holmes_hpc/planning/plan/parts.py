@@ -30,9 +30,9 @@ class Schedule:
         for name, numbers, least in (("deferred", self.deferred, 0), ("final", self.final, 1)):
             hint = f"zero_bubble needs at least {least} for every stage, other schedules no number"
             is_wrong = bool(numbers) != splits or any(n < least for n in numbers)
-            PlanError.refuse((is_wrong, f"{name} is {numbers}", "schedule", hint))
+            PlanError.refuse("schedule", (is_wrong, f"{name} is {numbers}", hint))
         too_few = any(n < 1 for n in self.in_flight)
-        PlanError.refuse((too_few, f"in_flight is {self.in_flight}", "schedule", "give at least 1 for every stage"))
+        PlanError.refuse("schedule", (too_few, f"in_flight is {self.in_flight}", "give at least 1 for every stage"))
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def check_sequence_length(model: ModelSpec, length: int) -> None:
     """Raise PlanError if a sequence of `length` tokens is longer than the model allows."""
     message = f"sequence_length {length} is above the model's {model.max_positions}"
     hint = "shorten the sequence or raise model.max_positions"
-    PlanError.refuse((length > model.max_positions, message, "batch", hint))
+    PlanError.refuse("batch", (length > model.max_positions, message, hint))
 
 
 def check_experts_and_cp(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> None:
@@ -117,18 +117,19 @@ def check_experts_and_cp(model: ModelSpec, sizes: Any, used: Mapping[str, bool])
     None means 1. `used`: whether each of the features is used that both exclude."""
     count, ep, cp = model.experts.count, sizes.ep or 1, sizes.cp or 1
     PlanError.refuse(
-        (ep > 1 and not count, f"EP is {ep}, the model has no experts", "plan.ep", "use 1, or a model with experts"),
-        (count % ep, f"EP {ep} does not divide {count} experts", "plan.ep", f"use a divisor of {count}"),
+        "plan.ep",
+        (ep > 1 and not count, f"EP is {ep}, the model has no experts", "use 1, or a model with experts"),
+        (count % ep, f"EP {ep} does not divide {count} experts", f"use a divisor of {count}"),
         *(
-            (is_given and is_used, f"{feature} not support {name}", "plan", "use only one of them")
+            (is_given and is_used, f"{feature} not support {name}", "use only one of them", "plan")
             for is_given, feature in ((count, "experts do"), (cp > 1, "context parallelism does"))
             for name, is_used in used.items()
         ),
-        (cp > 1 and model.dropout, "context parallelism does not support dropout", "model.dropout", "use 0"),
+        (cp > 1 and model.dropout, "context parallelism does not support dropout", "use 0", "model.dropout"),
         (
             cp > 1 and sizes.cp_comm == "a2a" and model.kv_heads % (cp * (sizes.tp or 1)),
             f"all-to-all attention: TP x CP {cp} does not divide {model.kv_heads} heads of keys and values",
-            "plan.cp_comm",
             "use ring",
+            "plan.cp_comm",
         ),
     )

@@ -74,7 +74,7 @@ class Plan:
         check(self, "plan", PlanError)
         ignored = edges_ignored(self.transport_mode, self.schedule.kind, self.edge_dtype, self.edge_connections)
         hint = "remove it, or use transport_mode holmes or schedule ahead"
-        PlanError.refuse((ignored, str(ignored), "plan", hint))
+        PlanError.refuse("plan", (ignored, str(ignored), hint))
         self._check_nodes()
         self._check_model()
         self._check_experts_and_cp()
@@ -93,20 +93,19 @@ class Plan:
             for size in ((c.nodes, pool.nodes, "nodes"), (c.gpus_per_node, pool.gpus_per_node, "GPUs per node"))
         ]
         PlanError.refuse(
+            "components",
             (
                 len(set(pools)) < len(pools),
                 f"pools {', '.join(pools)}: one is listed twice",
-                "components",
                 "use one component per pool",
             ),
             *(
-                (n > limit, f"{n} {unit} needed, the site has {limit}", f"component {pool}", f"use at most {limit}")
+                (n > limit, f"{n} {unit} needed, the site has {limit}", f"use at most {limit}", f"component {pool}")
                 for pool, n, limit, unit in sizes
             ),
             (
                 ranks != self.world_size,
                 f"components hold {ranks} ranks, {self.parallel} needs {self.world_size}",
-                "components",
                 "make both numbers equal",
             ),
         )
@@ -124,25 +123,25 @@ class Plan:
         )
         layers = sum(s.layers for s in self.stages)
         PlanError.refuse(
+            "stages",
             *(case for tp in p.tps for case in indivisible_sizes(m, tp)),
             *(
                 (
                     p.sequence_parallel and sequence % tp,
                     f"TP {tp} does not divide a sequence of {sequence}",
-                    "parallel.sequence_parallel",
                     "switch it off, or use a TP that divides it",
+                    "parallel.sequence_parallel",
                 )
                 for tp in p.tps
             ),
             *(
-                (len(values) != count, f"{len(values)} entries, but the layout is {p}", where, f"give {count}")
+                (len(values) != count, f"{len(values)} entries, but the layout is {p}", f"give {count}", where)
                 for where, values, count in lengths
             ),
-            (layers != m.layers, f"stages hold {layers} layers, the model has {m.layers}", "stages", "make them equal"),
+            (layers != m.layers, f"stages hold {layers} layers, the model has {m.layers}", "make them equal"),
             (
                 lacks_layers([stage.chunks for stage in self.stages]),
                 "a virtual stage other than the first and the last has no layer",
-                "stages",
                 "use fewer stages",
             ),
         )
@@ -162,7 +161,7 @@ class Plan:
         )
         no_sequence_parallel = self.model.experts.count and p.tps != (1,) and not p.sequence_parallel
         message, hint = "experts do not support TP without sequence parallelism", "use sequence_parallel or TP 1"
-        PlanError.refuse((no_sequence_parallel, message, "plan", hint))
+        PlanError.refuse("plan", (no_sequence_parallel, message, hint))
 
     def _check_per_stage(self) -> None:
         p = self.parallel
@@ -171,21 +170,14 @@ class Plan:
             plain = Parallel(p.stages, order=p.order, sequence_parallel=p.sequence_parallel)
             if self.schedule.kind != PER_STAGE.name or p != plain:
                 self.parts.micro_batches(p.dp)  # raises the more precise error
-        PlanError.refuse(
-            *(
-                (
-                    value != required,
-                    f"{name} is {value}, but the replicas of a stage have unequal shares of a step",
-                    name,
-                    f"use {required}, or the same TP and DP in every stage and a batch divisible by them",
-                )
-                for name, value, required in (
-                    ("schedule.kind", self.schedule.kind, PER_STAGE.name),
-                    ("strategy", "pipeline" if self.strategy == "one-fabric" else self.strategy, strategy),
-                    ("transport_mode", self.transport_mode, "holmes"),
-                )
-            )
-        )
+        for name, value, required in (
+            ("schedule.kind", self.schedule.kind, PER_STAGE.name),
+            ("strategy", "pipeline" if self.strategy == "one-fabric" else self.strategy, strategy),
+            ("transport_mode", self.transport_mode, "holmes"),
+        ):
+            problem = f"{name} is {value}, but the replicas of a stage have unequal shares of a step"
+            hint = f"use {required}, or the same TP and DP in every stage and a batch divisible by them"
+            PlanError.refuse(name, (value != required, problem, hint))
 
     def _place(self) -> None:
         """Fill in what follows of components and stages (partition, pool, …) from the site and the rank order."""
@@ -202,18 +194,18 @@ class Plan:
             for stage in stages:
                 sizes, first_pool = p.stages[stage], first_pools.setdefault(stage, pool)
                 PlanError.refuse(
+                    "stages",
                     tp_across_nodes(sizes.tp, c.gpus_per_node, f"component {c.pool}"),
                     (
                         self.is_per_stage and p.order != HIERARCHICAL_ORDER and sizes.ranks % c.gpus_per_node,
                         f"stage {stage}: TP {sizes.tp} x DP {sizes.dp} on nodes of {c.gpus_per_node} ranks",
-                        "stages",
                         "give a stage whole nodes: a multiple of the ranks of a node",
                     ),
                     (
                         first_pool.fabric_name != pool.fabric_name and self.strategy != "hierarchical-dp",
                         f"stage {stage} has ranks in {first_pool.fabric_name} and {pool.fabric_name}",
-                        f"component {c.pool}",
                         "put stage boundaries on fabric boundaries, or plan again",
+                        f"component {c.pool}",
                     ),
                 )
             components.append(
@@ -238,12 +230,12 @@ class Plan:
             pools = {self.places[r].pool for r in g.ranks}
             fabrics = {fabric_of[pool] for pool in pools}
             PlanError.refuse(
+                "plan",
                 (
                     g.kind == "ep" and len(pools) > 1,
                     f"experts of ranks {abbreviated(g.ranks)} are shared by pools {', '.join(sorted(pools))}",
-                    "plan",
                     "use a smaller EP, or stages inside one pool",
-                )
+                ),
             )
             if g.kind in inside and len(fabrics) > 1:
                 raise PlanError(

@@ -57,22 +57,20 @@ class Order:
         kind = self.schedule
         kind.check_chunks(self.chunks)
         PlanError.refuse(
+            "schedule",
             (
                 self.chunks > 1 and self.micro_batches % self.stages,
                 f"{self.micro_batches} micro-batches cannot be divided into groups of PP {self.stages}",
-                "schedule",
                 "with virtual stages use a multiple of PP micro-batches",
             ),
             (
                 kind.deepens and len(self.in_flight) != self.stages,
                 f"in_flight is {self.in_flight} for {self.stages} stages",
-                "schedule",
                 "give one number per stage",
             ),
             (
                 len(self.deferred) not in (0, self.stages),
                 f"deferred is {self.deferred} for {self.stages} stages",
-                "schedule",
                 "give one number per stage",
             ),
         )

@@ -78,7 +78,7 @@ def _best_plan(problem: Problem, clock: Clock) -> Plan:
     options, costs = problem.options, problem.costs
     conflict = conflicting_option(options, costs) if options.unequal == "true" else None
     message, hint = f"per-stage TP/DP cannot be combined with {conflict}", f"remove plan.unequal=true or {conflict}"
-    PlanError.refuse((conflict, message, "plan.unequal", hint))
+    PlanError.refuse("plan.unequal", (conflict, message, hint))
     shared = best_shared_steps(problem, clock)
     try:
         best, *slower = search(*problem, clock=clock)
@@ -171,7 +171,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     the order of `nodes` or of the site. Eager 1F1B gets the passes in flight and the buckets that a search would
     choose. The plan of a layout that does not fit in memory has a note on that.
     """
-    PlanError.refuse(*((not getattr(options, n), f"{n} is missing", "layout", f"give {n}") for n in ("tp", "pp", "dp")))
+    PlanError.refuse("layout", *((not getattr(options, n), f"{n} is missing", f"give {n}") for n in ("tp", "pp", "dp")))
     site = costs.with_measured_links(searched_site(site, options))
     problem = Problem(model, batch, site, options, costs)
     _, batch, _, options, _ = with_cp(problem, options.cp or 1, options.cp_comm == "a2a")

@@ -46,10 +46,10 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
     )
     nodes = ", ".join(f"{a.nodes} {a.pool.name}" for a in available)
     PlanError.refuse(
+        "batch",
         (
             is_fixed and size % micro_size,
             f"global_size {size} is not a multiple of micro_size {micro_size}",
-            "batch",
             "choose a multiple, or plan.search_micro_size=true",
         ),
         *indivisible_sizes(model, tp),
@@ -57,32 +57,31 @@ def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanO
         (
             is_fixed and micro_batches % dp,
             f"global_size {size} is not a multiple of micro_size {micro_size} x DP {dp}",
-            "batch",
             f"use a DP that divides {micro_batches}: {abbreviated(divisors(micro_batches))}",
         ),
         (
             options.tp and options.dp and not ep_sizes(model, options, tp * dp * cp),
             f"EP {options.ep} does not divide TP {tp} x DP {dp}{cp_factor}",
-            "plan.ep",
             "choose a divisor of both TP x DP and the experts",
+            "plan.ep",
         ),
         (
             model.experts.count and (batch.sequence_length % tp or (tp > 1 and options.sequence_parallel is False)),
             f"experts need sequence parallelism, but TP {tp} has none over {batch.sequence_length} tokens",
-            "plan.tp",
             "use a TP that divides the sequence, with plan.sequence_parallel, or TP 1",
+            "plan.tp",
         ),
         (
             pp > model.layers,
             f"{counted(model.layers, 'layer')} cannot fill PP {pp}",
-            f"model {model.name}",
             f"use at most {counted(model.layers, 'stage')}",
+            f"model {model.name}",
         ),
         (
             tp * dp * pp * cp > ranks,
             f"TP {tp} x PP {pp} x DP {dp}{cp_factor} needs {tp * dp * pp * cp} GPUs, there are {ranks}",
-            "plan.cp" if cp > 1 else "plan",
             "use smaller sizes or more nodes",
+            "plan.cp" if cp > 1 else "plan",
         ),
     )
     raise PlanError(

@@ -60,19 +60,19 @@ def available_pools(site: Site, options: PlanOptions) -> list[AvailablePool]:
     unused = [name for name in options.pool_order or () if name not in node_limits]
     largest_gib, limit_gib = max(inf if f.gpu.is_cpu else f.gpu.memory_gib for f in pools), options.max_memory_gib or 0
     PlanError.refuse(
+        "plan.max_memory_gib",
         (
             largest_gib < limit_gib < inf,
             f"it is {limit_gib:g}, the GPUs have {largest_gib:g} GiB",
-            "plan.max_memory_gib",
             f"use at most {largest_gib:g}, or correct memory_gib in the site file",
         ),
-        (unused, f"no pool {', '.join(unused)}", "plan.pool_order", f"choose from {', '.join(node_limits)}"),
+        (unused, f"no pool {', '.join(unused)}", f"choose from {', '.join(node_limits)}", "plan.pool_order"),
         *(
             (
                 a.nodes > a.pool.nodes,
                 f"{a.nodes} nodes requested, the site has {a.pool.nodes}",
-                f"plan.nodes.{a.pool.name}",
                 f"use at most {a.pool.nodes}",
+                f"plan.nodes.{a.pool.name}",
             )
             for a in available
         ),
@@ -80,8 +80,8 @@ def available_pools(site: Site, options: PlanOptions) -> list[AvailablePool]:
             (
                 a.gpus_per_node > a.pool.gpus_per_node,
                 f"{a.gpus_per_node} GPUs per node requested, a node of pool {a.pool.name} has {a.pool.gpus_per_node}",
-                "plan.gpus_per_node",
                 f"use at most {a.pool.gpus_per_node}",
+                "plan.gpus_per_node",
             )
             for a in available
         ),
@@ -92,7 +92,7 @@ def available_pools(site: Site, options: PlanOptions) -> list[AvailablePool]:
 def searched_site(site: Site, options: PlanOptions) -> Site:
     """Return the site with at most MAX_POOLS pools, those with most TFLOP/s, or those in ``plan.nodes``."""
     names, hint = list(options.nodes or ()), f"name at most {MAX_POOLS}"
-    PlanError.refuse((len(names) > MAX_POOLS, f"it names {len(names)} pools", "plan.nodes", hint))
+    PlanError.refuse("plan.nodes", (len(names) > MAX_POOLS, f"it names {len(names)} pools", hint))
     if names or len(site.pools) <= MAX_POOLS:
         return site
     largest = sorted(site.pools, key=lambda f: -f.gpus * f.gpu.peak_tflops)[:MAX_POOLS]
@@ -111,7 +111,7 @@ def with_cp(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
     count = model.experts.count
     message = f"experts do not support sharding of {sharding}"
     is_refused = count and sharding in ("gradients", "full")
-    PlanError.refuse((is_refused, message, "--sharding", "use none or optimizer"))
+    PlanError.refuse("--sharding", (is_refused, message, "use none or optimizer"))
     return problem._replace(
         batch=problem.batch.split(cp, all_to_all),
         options=replace(

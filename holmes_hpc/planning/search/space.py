@@ -33,17 +33,17 @@ class Space:
         self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
         layers, self.available = options.layers_per_stage or (model.layers,), available_pools(site, options)
         PlanError.refuse(
+            "plan.layers_per_stage",
             (
                 sum(layers) != model.layers,
                 f"layers_per_stage {list(layers)} are {sum(layers)} layers, {model.name} has {model.layers}",
-                "plan.layers_per_stage",
                 f"give numbers that sum to {model.layers}",
             ),
             (
                 options.strategy == "pipeline" and len(self.available) == 1,
                 f"a pipeline needs two pools or more, there is only {self.available[0].pool.name}",
-                "plan.strategy",
                 "use one-fabric or auto, or add nodes of a second one",
+                "plan.strategy",
             ),
         )
         self._has_hierarchies = batch.cp == 1 and not model.experts.count

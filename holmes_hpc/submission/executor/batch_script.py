@@ -7,11 +7,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
-from holmes_hpc.errors import SubmissionError
+from holmes_hpc.errors import Case, SubmissionError
 from holmes_hpc.interpreter import module_arguments
-from holmes_hpc.schema import refuse
 from holmes_hpc.submission.executor import component
 from holmes_hpc.submission.executor.component import TABLE, ComponentRequest, Value
 
@@ -70,9 +68,9 @@ class JobRequest:
         object.__setattr__(self, "components", tuple(self.components))
         for name in ("setup", "teardown", "srun_args", "directories"):
             object.__setattr__(self, name, component.as_list(getattr(self, name), name, "job"))
-        refuse("job", *self._mistakes(), error=SubmissionError)
+        SubmissionError.refuse("job", *self._mistakes())
 
-    def _mistakes(self) -> Iterator[tuple[Any, str, str]]:
+    def _mistakes(self) -> Iterator[Case]:
         """Yield (whether the mistake is there, what it is, a hint)."""
         yield not self.components, "no component", "give at least one"
         yield not self.use_srun and self.ranks > 1, "use_srun=False with more than one task", "use srun"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from holmes_hpc.errors import SubmissionError, nearest
-from holmes_hpc.schema import refuse
 from holmes_hpc.tables import read_table
 
 Value = str | int | bool
@@ -36,12 +35,11 @@ def check_value(text: str, name: str) -> None:
     is not Unicode or is very long. `name`: of the option, for errors."""
     control, size = next((c for c in text if ord(c) < 32 or ord(c) == 127), ""), len(text.encode(errors="replace"))
     excerpt = f"{name} {text[:40]!r}"
-    refuse(
+    SubmissionError.refuse(
         "sbatch",
         (control, f"{excerpt} contains the control character {control!r}", "remove it"),
         (any(0xD800 <= ord(c) <= 0xDFFF for c in text), f"{excerpt} is not Unicode text", "use UTF-8"),
         (size > MAX_VALUE_BYTES, f"{name} is {size} bytes long, more than sbatch reads", "shorten it"),
-        error=SubmissionError,
     )
 
 

@@ -16,7 +16,6 @@ from itertools import combinations
 from typing import Any, cast
 
 from holmes_hpc.errors import SiteError, SubmissionError, nearest
-from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.accounting import Qos, read_job_limits, read_qos
 from holmes_hpc.slurm.commands import Answer, slurm_with_retries
 from holmes_hpc.slurm.constraint import matcher
@@ -229,7 +228,7 @@ def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> No
             problem = f"they need {num_nodes} nodes together, but only {len(union)} satisfy their conditions"
             hint = f"use at most {len(union)} nodes, or other constraints"
             where = f"components {' and '.join(map(str, subset))}"
-            refuse(where, (num_nodes > len(union), problem, hint), error=SubmissionError)
+            SubmissionError.refuse(where, (num_nodes > len(union), problem, hint))
 
 
 def shortages(requests: Sequence[ComponentRequest]) -> list[str]:

@@ -24,7 +24,6 @@ from holmes_hpc.records.locks import TRAINING_LOCK, LockOwner, has_owner, hold_l
 from holmes_hpc.records.ownership import other_owners, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES
-from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
 from holmes_hpc.submission.lifecycle.outcome import is_final
 from holmes_hpc.submission.lifecycle.requirements import check_megatron_core
@@ -81,7 +80,7 @@ def run_directory_path(config: Configuration, plan: Plan) -> Path:
     name_hint = "use 1 to 200 bytes, no '/', no '-' in front, or give run_dir=PATH"
     is_wrong_path = "%" in str(path) or not str(path).isprintable()
     path_hint = "leave out control characters and '%', which Slurm replaces in paths"
-    refuse(
+    ConfigError.refuse(
         "configuration",
         (is_wrong_name, f"name is {name[:80]!r}", name_hint),
         (is_wrong_path, f"the run directory is {str(path)!r}", path_hint),
@@ -125,7 +124,7 @@ def record_fields(config: Configuration, plan: Plan) -> dict[str, Any]:
     lacks_bf16 = train.dtype == "auto" and train.device != "cpu" and auto_dtype(gpus) == "fp16"
     problem = "Megatron-Core's Muon lacks fp16, which train.dtype=auto means on GPUs without bf16"
     hint = "use train.optimizer=adam, or train.dtype=fp32"
-    refuse("train.optimizer", (train.optimizer == "muon" and lacks_bf16, problem, hint))
+    ConfigError.refuse("train.optimizer", (train.optimizer == "muon" and lacks_bf16, problem, hint))
     installation = {"versions": package_versions(), "git_commit": git_commit()}
     return {"components": plan.layout, "pace_layer_ms": pace(config, plan), **installation}
 
@@ -254,7 +253,7 @@ def prepare_continuation(
     batch_size, length = recorded_plan.batch.global_size, recorded_plan.batch.sequence_length  # they order the data
     has_other_batch = (plan.batch.global_size, plan.batch.sequence_length) != (batch_size, length)
     batch_hint = f"plan with batch.global_size={batch_size} batch.sequence_length={length}"
-    refuse(
+    ConfigError.refuse(
         plan_path or "",
         (plan.model != recorded_plan.model, "the plan is for another model", "plan for this run's model"),
         (has_other_batch, "the plan has another batch", batch_hint),

@@ -20,7 +20,7 @@ from holmes_hpc.config.model import Experts, ModelSpec
 from holmes_hpc.errors import DataError, RunFailed
 from holmes_hpc.records.files import DISK_FULL, write_whole
 from holmes_hpc.records.untrusted import from_json, read_file
-from holmes_hpc.schema import keys, refuse
+from holmes_hpc.schema import keys
 from holmes_hpc.waiting import attempts
 
 DESCRIPTION = "holmes.json"
@@ -85,14 +85,13 @@ def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> No
         return {**defaults, **values, "experts": {k: v for k, v in experts.items() if k not in _NOT_IDENTITY}}
 
     saved, expected, hint = identity(saved), identity(asdict(model)), "use a plan for the model that was trained"
-    refuse(
+    DataError.refuse(
         where,
         *(
             (saved[key] != expected[key], f"checkpoint has {key}={saved[key]}, plan has {key}={expected[key]}", hint)
             for key in defaults
             if key not in _NOT_IDENTITY
         ),
-        error=DataError,
     )
 
 

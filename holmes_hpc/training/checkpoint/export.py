@@ -22,7 +22,6 @@ from holmes_hpc.errors import DataError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.schema import refuse
 from holmes_hpc.training.checkpoint import checkpoint_directory, file_checksums, weight_names
 from holmes_hpc.training.checkpoint.hugging_face_folder import (
     CONFIG_COPY,
@@ -151,7 +150,7 @@ def _read_weight(state: State, weight: Weight, spec: ModelSpec) -> torch.Tensor:
             saved = state[name]
             tensor = saved[: spec.vocab] if weight.name in _VOCABULARY else saved
             problem = f"{name} has shape {tuple(saved.shape)}, the model's is {weight.shape}"
-            refuse("checkpoint", (tuple(tensor.shape) != weight.shape, problem, _PLAN_HINT), error=DataError)
+            DataError.refuse("checkpoint", (tuple(tensor.shape) != weight.shape, problem, _PLAN_HINT))
             return tensor
     if weight.name.endswith("bias") and "linear" in weight.name and not spec.bias:
         return torch.zeros(weight.shape, dtype=state["decoder.final_layernorm.weight"].dtype)

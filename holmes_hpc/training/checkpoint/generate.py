@@ -7,7 +7,6 @@ import torch
 
 from holmes_hpc.config.hugging_face import FAMILIES
 from holmes_hpc.errors import ConfigError, DataError
-from holmes_hpc.schema import refuse
 from holmes_hpc.training.checkpoint import export
 from holmes_hpc.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
@@ -24,7 +23,7 @@ def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: i
     source = export.find_source(name)
     tokenizer, vocab, max_positions = _tokenizer(source), source.model.vocab, source.model.max_positions
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eod]
-    refuse(
+    ConfigError.refuse(
         "--prompt",
         (
             max(ids) >= vocab,

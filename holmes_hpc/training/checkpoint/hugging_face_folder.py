@@ -24,7 +24,6 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import DataError
 from holmes_hpc.records.files import DISK_FULL, read_json
 from holmes_hpc.records.untrusted import leaves_folder, open_file
-from holmes_hpc.schema import refuse
 from holmes_hpc.training.checkpoint import checkpoint_directory, file_checksums, weight_names
 from holmes_hpc.training.checkpoint.weight_names import Weight
 
@@ -63,7 +62,7 @@ class Folder:
             f"layers of {self.model.heads} heads"
         )
         # Before tensor_shapes: a table of all weights could be huge.
-        refuse(str(path), (is_too_large, problem, _FETCH_AGAIN), error=DataError)
+        DataError.refuse(str(path), (is_too_large, problem, _FETCH_AGAIN))
         expected_shapes = weight_names.tensor_shapes(self.model)
         family = hugging_face.family_of(self.model)
         for name, (file, name_in_file, shape, dtype) in headers.items():
@@ -71,17 +70,16 @@ class Folder:
             if not tensor and (name.endswith(weight_names.IGNORED) or (self.model.tied and name == "lm_head.weight")):
                 continue
             expected = expected_shapes.get(tensor)
-            refuse(
+            DataError.refuse(
                 str(file),
                 (not tensor, f"has tensor {name}, which a {family} model of this config.json lacks", _FETCH_AGAIN),
                 (shape != expected, f"{name_in_file} has shape {shape}, config.json implies {expected}", _FETCH_AGAIN),
                 (dtype not in _TYPES, f"{name_in_file} has type {dtype}", f"use {', '.join(_TYPES)}"),
-                error=DataError,
             )
             self._locations[tensor] = file, name_in_file
         missing = [name for name in expected_shapes if name not in self._locations]
         problem = f"lacks {''.join(missing[:1])}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
-        refuse(str(path), (missing, problem, _FETCH_AGAIN), error=DataError)
+        DataError.refuse(str(path), (missing, problem, _FETCH_AGAIN))
         self.files = sorted({file for file, _ in self._locations.values()})
         self.parameters = sum(math.prod(shape) for shape in expected_shapes.values())
         self._check_tokenizer()
@@ -107,16 +105,15 @@ class Folder:
                 names = sorted(set(read_json(index, DataError, _FETCH_AGAIN)["weight_map"].values()))
                 is_inside = all(isinstance(name, str) and Path(name).name == name for name in names)
             missing = [name for name in names if is_inside and not (self.path / name).is_file()]
-            refuse(
+            DataError.refuse(
                 str(index),
                 (not is_inside, "refers to files outside its folder", _FETCH_AGAIN),
                 (missing, f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing[:3])}", _FETCH_AGAIN),
-                error=DataError,
             )
             return [self.path / name for name in names]
         pickles = sorted(p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         is_missing = not single.is_file()
-        refuse(
+        DataError.refuse(
             str(self.path),
             (
                 is_missing and pickles,
@@ -124,7 +121,6 @@ class Folder:
                 "convert it to safetensors, or fetch the model's safetensors files",
             ),
             (is_missing, "no model.safetensors and no index of shards", _FETCH_AGAIN),
-            error=DataError,
         )
         return [single]
 
@@ -141,7 +137,7 @@ class Folder:
             highest_id = max([*ids, *(int(token["id"]) for token in added)], default=-1)
         problem = f"has token id {highest_id}, the model's vocabulary ends at {self.model.vocab - 1}"
         is_beyond = highest_id >= self.model.vocab
-        refuse(str(path), (is_beyond, problem, "use the model's own tokenizer"), error=DataError)
+        DataError.refuse(str(path), (is_beyond, problem, "use the model's own tokenizer"))
 
     def check_model(self, model: ModelSpec) -> None:
         """Raise DataError if `model` differs from the folder's."""
@@ -150,7 +146,7 @@ class Folder:
         positions = folder_model.max_positions
         differs = not model.rope and model.max_positions != positions
         problem = f"folder has {positions} learned positions, model has {model.max_positions}"
-        refuse(str(self.path), (differs, problem, f"use model.max_positions={positions}"), error=DataError)
+        DataError.refuse(str(self.path), (differs, problem, f"use model.max_positions={positions}"))
 
     def fill(self, target: torch.Tensor, weight: Weight, rank: int = 0) -> None:
         """Read the slice of `weight` that tensor-parallel rank `rank` holds into `target`, of any type.

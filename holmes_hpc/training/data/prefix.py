@@ -16,9 +16,8 @@ import numpy as np
 
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.errors import DataError
+from holmes_hpc.errors import Case, DataError
 from holmes_hpc.records.untrusted import open_file, read_object
-from holmes_hpc.schema import refuse
 
 # Megatron's codes of integer types (megatron.core.datasets.indexed_dataset.DType)
 TOKEN_TYPES: dict[int, type[np.number]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
@@ -91,19 +90,18 @@ class Prefix:
                 head, _ = f.read(_HEADER.size), data.read(1)
         except OSError as e:
             raise DataError(e.strerror or str(e), where=str(e.filename or path), hint=_PREPARE_HINT) from e
-        refuse(str(idx), _wrong_size(len(head), _HEADER.size, "format"), error=DataError)
+        DataError.refuse(str(idx), _wrong_size(len(head), _HEADER.size, "format"))
         magic, version, code, sequences, bounds = _HEADER.unpack(head)
         is_index, stat = (magic, version) == (_MAGIC, 1) and code in TOKEN_TYPES, idx.stat()
-        refuse(
+        DataError.refuse(
             str(idx),
             (not is_index, "not an index of Megatron's indexed data set", _PREPARE_HINT),
             _wrong_size(stat.st_size, _HEADER.size + 12 * sequences + 8 * bounds, "header"),
             (not sequences, "contains no text", _PREPARE_HINT),
-            error=DataError,
         )
         prefix = cls(path, sequences, TOKEN_TYPES[code], binary.stat().st_size, stat.st_mtime_ns)
         bin_bytes = prefix.first_token(sequences) * prefix.dtype().itemsize
-        refuse(str(binary), _wrong_size(prefix.bin_bytes, bin_bytes, "index"), error=DataError)
+        DataError.refuse(str(binary), _wrong_size(prefix.bin_bytes, bin_bytes, "index"))
         return prefix
 
     def first_token(self, sequence: int) -> int:
@@ -169,8 +167,8 @@ class Prefix:
         return summary.get("vocab", math.inf) if is_same else math.inf
 
 
-def _wrong_size(size: int, expected: int, source: str) -> tuple[bool, str, str]:
-    """Return a case of :func:`refuse` for a file whose size differs from the one in its header or index."""
+def _wrong_size(size: int, expected: int, source: str) -> Case:
+    """Return the error case of a file whose size differs from the one in its header or index."""
     problem = "truncated" if size < expected else "too long"
     return size != expected, f"{problem}: {size} bytes, its {source} implies {expected}", _PREPARE_HINT
 
@@ -184,11 +182,10 @@ def parse_blend(prefix: str | Sequence[str | float] | None) -> tuple[list[str], 
     hint = "give data.prefix=PREFIX or data.prefix=[0.7,A,0.3,B]"
     has_numbers = any(isinstance(name, int | float) for name in names)
     has_pairs = len(names) == len(weights) and all(isinstance(w, int | float) and 0 < w < math.inf for w in weights)
-    refuse(
+    DataError.refuse(
         "data.prefix",
         (not is_weighted and has_numbers, f"{blend} mixes prefixes with and without a weight", hint),
         (is_weighted and (has_numbers or not has_pairs), f"{blend} must alternate weights above 0 and prefixes", hint),
-        error=DataError,
     )
     return [str(n) for n in names], [float(w) for w in weights] or None
 
@@ -228,7 +225,7 @@ def check_lengths(
         total, empty = sum(counts.values()), [path for path, count in counts.items() if is_weighted and not count]
         too_few = f"its {name} part has {total} samples of {length} tokens, a step takes {size}"
         too_short = f"its {name} part is shorter than one sample of {length} tokens"
-        DataError.refuse((total < size, too_few, ", ".join(counts), hint), (empty, too_short, "".join(empty[:1]), hint))
+        DataError.refuse(", ".join(counts), (total < size, too_few, hint), (empty, too_short, hint, "".join(empty[:1])))
 
 
 def check_vocabulary(tokens: np.ndarray, vocab: int, where: str) -> None:
@@ -236,4 +233,4 @@ def check_vocabulary(tokens: np.ndarray, vocab: int, where: str) -> None:
     low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, -1)
     problem = f"token id {high if high >= vocab else low} is not in the model's vocabulary of {vocab}"
     hint = "prepare the data with the model's tokenizer, or set model.vocab"
-    refuse(where, (high >= vocab or low < 0, problem, hint), error=DataError)
+    DataError.refuse(where, (high >= vocab or low < 0, problem, hint))

@@ -22,7 +22,6 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.fabric.site import FUSED_ATTENTION
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.schema import refuse
 from holmes_hpc.training.model import context_parallel
 from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
@@ -45,7 +44,7 @@ class SdpaAttention(MegatronModule):
         super().__init__(config=config)
         supported = {"softmax_type": "vanilla", "window_size": None, "apply_query_key_layer_scaling": False}
         kind = attn_mask_type.name
-        refuse(
+        ConfigError.refuse(
             "model",
             *(
                 (getattr(config, name, value) != value, f"torch's fused attention does not support {name}", "unset it")
@@ -107,17 +106,17 @@ def refuse_unsupported(document_end: int | None, cuda: bool, config: Transformer
     fused = cuda and has_transformer_engine()
     rings = context_parallel.size() > 1 and config.cp_comm_type == "p2p" and cuda and not fused
     ConfigError.refuse(
+        "data.documents",
         (
             document_end is not None and fused,
             "documents cannot be kept apart: Transformer Engine's attention is set up without a mask",
-            "data.documents",
             "use data.documents=joined, or no Transformer Engine",
         ),
         (
             rings and (document_end is not None or config.params_dtype == torch.float32),
             "ring attention on GPUs supports neither fp32 nor documents that are kept apart",
-            "plan.cp_comm",
             "use plan.cp_comm=a2a",
+            "plan.cp_comm",
         ),
     )
 

@@ -22,7 +22,6 @@ from holmes_hpc.errors import ConfigError, RunFailed
 from holmes_hpc.planning.cost.costs import BYTES
 from holmes_hpc.planning.cost.network_figures import collectives
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.schema import refuse
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model import experts, gpt, megatron_versions
 
@@ -43,16 +42,15 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     p, grad_dtype = plan.parallel, plan.grad_dtype or "fp32"
     hint = "plan again with this train.grad_dtype, or remove it"
     ConfigError.refuse(
+        "train.grad_dtype",
         (
             (train.grad_dtype or grad_dtype) != grad_dtype,
             f"it is {train.grad_dtype}, but the plan sums gradients in {grad_dtype}",
-            "train.grad_dtype",
             hint,
         ),
         (
             grad_dtype not in ("fp32", train.dtype),
             f"gradients in {grad_dtype} need weights in it, which are in {train.dtype}",
-            "train.grad_dtype",
             hint,
         ),
     )
@@ -192,12 +190,11 @@ def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: b
     """
     hint = "lower train.lr, or resume from an earlier checkpoint with other data"
     loss = next((loss for loss in losses if not math.isfinite(loss)), None)
-    refuse(
+    RunFailed.refuse(
         f"step {step}",
         (updated and norm is not None and not math.isfinite(norm), f"the gradient norm is {norm}", hint),
         (not updated and _is_scale_minimal(optimizer), "the gradients are not finite at the least loss scale", hint),
         (loss is not None, f"the loss is {loss}", hint),
-        error=RunFailed,
     )
 
 

@@ -38,12 +38,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
-from holmes_hpc.errors import PlanError
+from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer, WeightPass
 from holmes_hpc.planning.schedule.launches import Post, launches
 from holmes_hpc.planning.schedule.order import Order
-from holmes_hpc.schema import refuse
 from holmes_hpc.training.model.megatron_versions import backward_step
 from holmes_hpc.training.model.weight_gradients import WeightGradients
 from holmes_hpc.training.pipeline import per_stage_transfers, point_to_point
@@ -261,8 +260,8 @@ class TraceReporter:
 def _refuse_unsupported(config: Any, edges: Any, order: Order) -> None:
     stages, hint = edges.pp_group.size(), "unset it, or use plan.schedule=1f1b"
     message = f"in_flight has {len(order.in_flight)} numbers for {stages} stages"
-    refuse("plan.schedule", (len(order.in_flight) != stages, message, "give one number per stage"), error=PlanError)
-    refuse(
+    PlanError.refuse("plan.schedule", (len(order.in_flight) != stages, message, "give one number per stage"))
+    ConfigError.refuse(
         "model",
         *(
             (getattr(config, name, False), f"eager 1F1B does not support {name}", hint)
@@ -273,7 +272,7 @@ def _refuse_unsupported(config: Any, edges: Any, order: Order) -> None:
             )
         ),
     )
-    refuse(
+    ConfigError.refuse(
         "environment",
         (
             edges.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",

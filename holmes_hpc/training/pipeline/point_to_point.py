@@ -30,7 +30,6 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from holmes_hpc.errors import ConfigError, NetworkError
 from holmes_hpc.planning.plan.plan import GroupTransport, Plan
 from holmes_hpc.planning.schedule.launches import exchange_order
-from holmes_hpc.schema import refuse
 from holmes_hpc.training.metrics.profiler import Ranges
 from holmes_hpc.training.pipeline.codec import IDENTITY, Codec, codec
 
@@ -240,7 +239,7 @@ class EdgeCommunicator(P2PCommunicator, Edges):
     ) -> None:
         P2PCommunicator.__init__(self, pp_group, config)
         Edges.__init__(self, channels, device)
-        refuse(
+        ConfigError.refuse(
             "model",
             (
                 config.variable_seq_lengths,

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from holmes_hpc.errors import ConfigError, HolmesError, PlanError
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.schema import refuse
 
 GIB = 1 << 30
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -180,7 +179,7 @@ def refuse_fp8(
     least, unsupported, min_te, block = FP8[recipe]
     hint = "leave train.fp8 out"
     gpu, needed, limit = (".".join(map(str, c)) for c in (capability, least, unsupported))
-    refuse(
+    ConfigError.refuse(
         f"train.fp8={recipe}",
         (not on_gpu, "fp8 needs a GPU", hint),
         (

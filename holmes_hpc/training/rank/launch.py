@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from holmes_hpc.errors import PlanError, RunFailed, counted
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.schema import refuse
 from holmes_hpc.slurm.hostlist import expand
 
 
@@ -38,14 +37,13 @@ class Launch:
     port: int | None = None
 
     def __post_init__(self) -> None:
-        refuse(
+        PlanError.refuse(
             f"{self.launcher} on {self.node}",
             (
                 not 0 <= self.rank < self.world_size or self.local_rank < 0,
                 f"rank {self.rank} (local rank {self.local_rank}) of {self.world_size} ranks is impossible",
                 "leave RANK, WORLD_SIZE and SLURM_PROCID as srun or torchrun set them",
             ),
-            error=PlanError,
         )
 
 
@@ -119,17 +117,16 @@ def check_launch(launch: Launch, plan: Plan) -> int:
     """Return the index of this rank's component in the plan.
 
     Raise PlanError if the rank runs in another component, or if the number of ranks is not the plan's."""
-    refuse(
+    PlanError.refuse(
         f"{launch.launcher} on {launch.node}",
         (
             launch.world_size != plan.world_size,
             f"{counted(launch.world_size, 'rank')} started, the plan has {plan.world_size}",
             f"start {counted(plan.world_size, 'rank')}, or plan again",
         ),
-        error=PlanError,
     )
     component = plan.component_of(launch.rank)
-    refuse(
+    PlanError.refuse(
         f"node {launch.node}",
         (
             launch.components and len(plan.components) > 1 and component not in launch.components,
@@ -138,7 +135,6 @@ def check_launch(launch: Launch, plan: Plan) -> int:
             f"(pool {plan.components[component].pool})",
             "submit the components in the plan's order, with its nodes and tasks per node",
         ),
-        error=PlanError,
     )
     return component
 
