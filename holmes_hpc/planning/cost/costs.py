@@ -29,7 +29,7 @@ from holmes_hpc.planning.cost.calibration import (
 )
 from holmes_hpc.planning.cost.flops import ffn_matrix, layer_flops, layer_parameters, layer_score_flops, part_flops
 from holmes_hpc.planning.cost.kernels import STACK, Device, Stack
-from holmes_hpc.planning.cost.layer_times import PARTS, Cpu, Seconds, all_reduce_s, part_times
+from holmes_hpc.planning.cost.layer_times import PARTS, Cpu, LayerShape, Seconds, all_reduce_s, part_times
 from holmes_hpc.planning.cost.network_figures import GLOO_LINKS, NCCL_LINKS, Collectives, Link, collectives
 from holmes_hpc.planning.cost.software import CURRENT, Software
 from holmes_hpc.planning.plan.transport import Transport
@@ -154,17 +154,18 @@ class Costs:
         Recomputation counts as backward: `full` repeats the forward pass with its collectives, `selective` the
         attention scores. Paced layers also wait in a recomputed forward pass.
         """
-        gpu, tokens, sequence = pool.gpu, batch.micro_size * batch.sequence_length, batch.context
+        gpu, shape = pool.gpu, LayerShape(model, batch, tp, sequence_parallel, recompute, ep)
         if self.pace_layer_ms:
-            forward, backward = self._paced_s(model, tokens, tp, pool)
+            forward, backward = self._paced_s(shape, pool)
             return forward, backward + (forward if recompute == "full" else 0.0)
-        measured = self._measured_s("layer", model, batch, tp, pool, sequence_parallel)
+        measured = self._measured_s("layer", shape, pool)
         if measured is None and not gpu.is_cpu:
             # An exchange of CP ranks that leaves a node shares its NIC with those of the other TP ranks.
             nic_gbps = pool.data_gbps / tp if tp * batch.cp > pool.gpus_per_node else None
             if nic_gbps and batch.all_to_all:  # each rank of the node sends to each peer outside
                 nic_gbps *= (batch.cp - 1) / ((inside := max(1, pool.gpus_per_node // tp)) * (batch.cp - inside))
-            return self._correct(self._times(model, batch, tp, gpu, sequence_parallel, recompute, ep, nic_gbps)[0], gpu)
+            return self._correct(self._times(shape, gpu, nic_gbps)[0], gpu)
+        tokens, sequence = shape.tokens, batch.context
         flops, software = layer_flops(model, tokens, sequence), self.software_on(gpu)
         if "norms" in software.recompute_parts and recompute == "selective":
             raise ConfigError(
@@ -177,12 +178,10 @@ class Costs:
             scores_s = forward * layer_score_flops(model, tokens, sequence) / flops
         else:
             cpu = self._cpu(gpu)
-            non_matrix_s = cpu.non_matrix_s(model, tokens, sequence, tp, sequence_parallel)
-            matrix_s = cpu.matrix_s(flops / tp)
+            non_matrix_s, matrix_s = cpu.non_matrix_s(shape), cpu.matrix_s(flops / tp)
             forward, backward = matrix_s + non_matrix_s, 2 * (matrix_s + non_matrix_s)
-            scores_s = cpu.matrix_s(layer_score_flops(model, tokens, sequence) / tp)
-            scores_s += cpu.score_traffic_s(model, tokens, sequence, tp)
-            comm_s = self._comm_s("layer", model, tokens, tp, pool, sequence_parallel)
+            scores_s = cpu.matrix_s(layer_score_flops(model, tokens, sequence) / tp) + cpu.score_traffic_s(shape)
+            comm_s = self._comm_s("layer", shape, pool)
             forward += comm_s[0]
             backward += comm_s[1] + cpu.accumulate_s(layer_parameters(model, tp, ep))
         part_seconds = {"scores": scores_s, "ffn": forward * 2.0 * tokens * ffn_matrix(model) / flops}
@@ -195,12 +194,11 @@ class Costs:
         In emulated compute they are part of the layers' time."""
         if self.pace_layer_ms:
             return 0.0, 0.0
-        gpu, tokens = pool.gpu, batch.micro_size * batch.sequence_length
-        seconds = self._measured_s(part, model, batch, tp, pool)
+        gpu, shape = pool.gpu, LayerShape(model, batch, tp)
+        seconds = self._measured_s(part, shape, pool)
         if seconds is None and gpu.is_cpu:
-            cpu = self._cpu(gpu)
-            seconds = cpu.embedding_s(model, tokens) if part == "embedding" else cpu.head_s(model, tokens, tp)
-        return self._correct(seconds or self._times(model, batch, tp, gpu)[PARTS.index(part)], gpu)
+            seconds = self._cpu(gpu).embedding_s(shape) if part == "embedding" else self._cpu(gpu).head_s(shape)
+        return self._correct(seconds or self._times(shape, gpu)[PARTS.index(part)], gpu)
 
     def optimizer_s(self, parameters: float, pool: Pool) -> float:
         """Return the seconds of Adam: it reads gradient, weight and two moments and writes the last three."""
@@ -244,29 +242,8 @@ class Costs:
     def _measured_pool(self, pool: Pool) -> MeasuredPool | None:
         return self.calibration.best_match(pool) if self.calibration is not None else None
 
-    def _times(
-        self,
-        model: ModelSpec,
-        batch: Batch,
-        tp: int,
-        gpu: Gpu,
-        sequence_parallel: bool = False,
-        recompute: str = "none",
-        ep: int = 1,
-        cp_gbps: float | None = None,
-    ) -> tuple[Seconds, Seconds, Seconds]:
-        return part_times(
-            self._device(gpu),
-            self.software_on(gpu),
-            model,
-            batch,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            gradient_bytes=self.gradient_size,
-            recompute=recompute,
-            ep=ep,
-            cp_gbps=cp_gbps,
-        )
+    def _times(self, shape: LayerShape, gpu: Gpu, cp_gbps: float | None = None) -> tuple[Seconds, Seconds, Seconds]:
+        return part_times(self._device(gpu), self.software_on(gpu), shape, self.gradient_size, cp_gbps)
 
     def _device(self, gpu: Gpu) -> Device:
         return Device(gpu, self.weight_bytes(gpu), self.stack)
@@ -276,105 +253,77 @@ class Costs:
 
     # -- from measurements ---------------------------------------------------------------------------------------------
 
-    def _paced_s(self, model: ModelSpec, tokens: int, tp: int, pool: Pool) -> Seconds:
+    def _paced_s(self, shape: LayerShape, pool: Pool) -> Seconds:
         """Return (forward, backward) seconds of an emulated layer of any size: measured, else its pace."""
-        rows = self.calibration.parts(pool, "layer", model.hidden) if self.calibration is not None else []
+        rows = self.calibration.parts(pool, "layer", shape.model.hidden) if self.calibration is not None else []
         if rows:
+            tokens, tp = shape.tokens, shape.tp
             nearest = min(rows, key=lambda p: (abs(math.log(p.tokens / tokens)), abs(math.log(p.tp / tp))))
             return nearest.forward_s, nearest.backward_s
         assert self.pace_layer_ms is not None
         forward = self.pace_layer_ms / 1e3 * (self.pace_factors or {}).get(pool.name, 1.0)
         return forward, 2 * forward
 
-    def _measured_s(
-        self, part: str, model: ModelSpec, batch: Batch, tp: int, pool: Pool, sequence_parallel: bool = False
-    ) -> Seconds | None:
+    def _measured_s(self, part: str, shape: LayerShape, pool: Pool) -> Seconds | None:
         """Return the measured or interpolated seconds of a part's (forward, backward), None without a measurement."""
-        if self.calibration is None or not (rows := self.calibration.parts(pool, part, model.hidden)):
+        if self.calibration is None or not (rows := self.calibration.parts(pool, part, shape.model.hidden)):
             return None
         return self._memo.of(
-            *(part, model, batch, tp, pool.name, pool.gpu, sequence_parallel),
-            compute=lambda: self._interpolate_s(rows, model, batch, tp, pool, sequence_parallel),
+            *(part, shape, pool.name, pool.gpu), compute=lambda: self._interpolate_s(rows, shape, pool)
         )
 
-    def _interpolate_s(
-        self, rows: list[MeasuredPart], model: ModelSpec, batch: Batch, tp: int, pool: Pool, sequence_parallel: bool
-    ) -> Seconds:
+    def _interpolate_s(self, rows: list[MeasuredPart], shape: LayerShape, pool: Pool) -> Seconds:
         """Interpolate the measured/modelled ratio between shapes and scale the modelled time by it.
-        `rows`: one part's measurements, of which those at the TP nearest to `tp` count."""
-        part, sequence, tokens = rows[0].part, batch.sequence_length, batch.micro_size * batch.sequence_length
-        near = min({p.tp for p in rows}, key=lambda t: (abs(math.log(t / tp)), t))
-        is_exact, ratios = near == tp, list[tuple[tuple[float, ...], Seconds]]()
+        `rows`: one part's measurements, of which those at the TP nearest to the shape's count."""
+        part, sequence = rows[0].part, shape.batch.sequence_length
+        near = min({p.tp for p in rows}, key=lambda tp: (abs(math.log(tp / shape.tp)), tp))
+        is_exact, ratios = near == shape.tp, list[tuple[tuple[float, ...], Seconds]]()
+
+        def part_s(
+            tokens: int, sequence: int, tp: int, sequence_parallel: bool, flops: float | None = None
+        ) -> tuple[Seconds, Seconds]:
+            """Return the modelled cost of a shape, and the seconds of its collectives unless the cost has them."""
+            size = max(1, round(tokens / sequence))
+            rounded_shape = LayerShape(shape.model, Batch(size, size, sequence), tp, sequence_parallel)
+            modelled_s = self._modelled_shape_s(part, rounded_shape, tokens, pool, collectives=is_exact, flops=flops)
+            exact_shape = replace(rounded_shape, batch=Batch(1, 1, tokens))
+            return modelled_s, (0.0, 0.0) if is_exact else self._comm_s(part, exact_shape, pool)
+
         for p in (p for p in rows if p.tp == near):
             row_sequence = p.sequence or sequence
-            comm_s = (0.0, 0.0) if is_exact else self._comm_s(part, model, p.tokens, near, pool, p.sequence_parallel)
-            modelled_s = self._modelled_shape_s(
-                part,
-                model,
-                p.tokens,
-                sequence=row_sequence,
-                tp=near,
-                pool=pool,
-                sequence_parallel=p.sequence_parallel,
-                collectives=is_exact,
-                flops=p.flops,
-            )
+            modelled_s, comm_s = part_s(p.tokens, row_sequence, near, p.sequence_parallel, p.flops)
             compute_s = tuple(
                 max(s - t, MIN_COMPUTE_SHARE * s) for s, t in zip((p.forward_s, p.backward_s), comm_s, strict=True)
             )
             ratios.append(((row_sequence, p.tokens), (compute_s[0] / modelled_s[0], compute_s[1] / modelled_s[1])))
-        comm_s = (0.0, 0.0) if is_exact else self._comm_s(part, model, tokens, tp, pool, sequence_parallel)
-        modelled_s = self._modelled_shape_s(
-            part,
-            model,
-            tokens,
-            sequence=sequence,
-            tp=tp,
-            pool=pool,
-            sequence_parallel=sequence_parallel,
-            collectives=is_exact,
-        )
+        modelled_s, comm_s = part_s(shape.tokens, sequence, shape.tp, shape.sequence_parallel)
         forward, backward = (
-            interpolate([(shape, r[i]) for shape, r in ratios], (sequence, tokens)) * modelled_s[i] + comm_s[i]
+            interpolate([(row, r[i]) for row, r in ratios], (sequence, shape.tokens)) * modelled_s[i] + comm_s[i]
             for i in (0, 1)
         )
         return forward, backward
 
     def _modelled_shape_s(
-        self,
-        part: str,
-        model: ModelSpec,
-        tokens: int,
-        sequence: int,
-        tp: int,
-        pool: Pool,
-        sequence_parallel: bool,
-        collectives: bool,
-        flops: float | None = None,
+        self, part: str, shape: LayerShape, tokens: int, pool: Pool, collectives: bool, flops: float | None
     ) -> Seconds:
-        """Return the modelled cost of a shape, comparable between shapes.
+        """Return the modelled cost of `tokens` of a shape, comparable between shapes.
         On GPUs: seconds by the kernels' tables, with or without TP's collectives. On CPUs: FLOPs of a rank; `flops`:
         of the complete part, if known."""
-        gpu = pool.gpu
+        gpu, model, tp = pool.gpu, shape.model, shape.tp
         if gpu.is_cpu or self.pace_layer_ms:
-            rank_flops = (flops or part_flops(model, part, tokens, sequence, tp)) / (1 if part == "embedding" else tp)
+            part_count = flops or part_flops(model, part, tokens, shape.batch.sequence_length, tp)
+            rank_flops = part_count / (1 if part == "embedding" else tp)
             return rank_flops, rank_flops
-        size = max(1, round(tokens / sequence))
-        modelled_s = self._times(model, Batch(size, size, sequence), tp, gpu, sequence_parallel)[PARTS.index(part)]
-        comm_s = (0.0, 0.0)
+        modelled_s, comm_s = self._times(shape, gpu)[PARTS.index(part)], (0.0, 0.0)
         if not collectives:  # the tables include them
-            tp_all_reduce_s = all_reduce_s(self._device(gpu), model, size * sequence, tp, sequence_parallel)
-            comm_s = self._part_comm_s(part, tp_all_reduce_s, model, gpu)
-        share = tokens / (size * sequence)
+            comm_s = self._part_comm_s(part, all_reduce_s(self._device(gpu), shape), model, gpu)
+        share = tokens / shape.tokens
         forward, backward = (max(s - t, MIN_COMPUTE_SHARE * s) * share for s, t in zip(modelled_s, comm_s, strict=True))
         return forward, backward
 
-    def _comm_s(
-        self, part: str, model: ModelSpec, tokens: int, tp: int, pool: Pool, sequence_parallel: bool
-    ) -> Seconds:
+    def _comm_s(self, part: str, shape: LayerShape, pool: Pool) -> Seconds:
         """Return the seconds of TP's collectives in a part's (forward, backward)."""
-        tp_all_reduce_s = self._all_reduce_s(model, tokens, tp, pool, sequence_parallel)
-        return self._part_comm_s(part, tp_all_reduce_s, model, pool.gpu)
+        return self._part_comm_s(part, self._all_reduce_s(shape, pool), shape.model, pool.gpu)
 
     def _part_comm_s(self, part: str, all_reduce_s: float, model: ModelSpec, gpu: Gpu) -> Seconds:
         """Return the seconds of a part's collectives in (forward, backward), from those of one all-reduce."""
@@ -385,15 +334,15 @@ class Costs:
             "head": (0.0, all_reduce_s),
         }[part]
 
-    def _all_reduce_s(self, model: ModelSpec, tokens: int, tp: int, pool: Pool, sequence_parallel: bool) -> float:
+    def _all_reduce_s(self, shape: LayerShape, pool: Pool) -> float:
         """Return the seconds of an all-reduce of T x h over the TP ranks; sequence parallel sends as many bytes.
         The link is the measured one, else that of the kernels' tables or published figures."""
-        gpu = pool.gpu
+        gpu, tp = pool.gpu, shape.tp
         if tp == 1:
             return 0.0
         link = self.calibration.link(pool, "local", "reduce_scatter") if self.calibration is not None else None
         if link is None and not gpu.is_cpu:
-            return all_reduce_s(self._device(gpu), model, tokens, tp, sequence_parallel)
+            return all_reduce_s(self._device(gpu), shape)
         link, factor = link or self._links(gpu)["local"], collectives(gpu).all_reduce
-        sent_bytes = factor * (tp - 1) / tp * tokens * model.hidden * self.weight_bytes(gpu)
+        sent_bytes = factor * (tp - 1) / tp * shape.tokens * shape.model.hidden * self.weight_bytes(gpu)
         return sent_bytes / (gpu.intra_node_gbps * 1e9 / 8 * link.efficiency) + factor * (tp - 1) * link.latency_s

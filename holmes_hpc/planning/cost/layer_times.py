@@ -36,6 +36,27 @@ MATRIX_SHARE, MEMORY_SHARE = 0.762, 0.825
 CPU_MEMORY_GBPS = 10.0  # of one rank: a core's share of a server's DDR4
 
 
+@dataclass(frozen=True)
+class LayerShape:
+    """What one of `tp` ranks computes of a layer for one micro-batch. `ep`: ranks that share the experts."""
+
+    model: ModelSpec
+    batch: Batch
+    tp: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    ep: int = 1
+
+    @cached_property
+    def tokens(self) -> int:
+        return self.batch.micro_size * self.batch.sequence_length
+
+    @property
+    def norm_split(self) -> int:
+        """The ranks over which norms and residuals are split."""
+        return self.tp if self.sequence_parallel else 1
+
+
 def key_value_bytes(model: ModelSpec, tokens: int, tp: int, element: float) -> float:
     """Return the bytes of a layer's keys and values of `tokens` on one of `tp` ranks."""
     return 2.0 * tokens * model.key_width / tp * element
@@ -46,45 +67,36 @@ def exchanged_bytes(model: ModelSpec, tokens: int, tp: int, element: float) -> f
     return 2.0 * tokens * (model.query_width + model.key_width) / tp * element
 
 
-def all_reduce_s(device: Device, model: ModelSpec, tokens: int, tp: int, sequence_parallel: bool) -> float:
+def all_reduce_s(device: Device, shape: LayerShape) -> float:
     """Return the seconds of an all-reduce of T x h over the TP ranks.
     With sequence parallel, a reduce-scatter and an all-gather replace it."""
+    tp = shape.tp
     if tp == 1:
         return 0.0
-    sent_bytes = 2.0 * (tp - 1) / tp * tokens * model.hidden * device.element
-    return device.ring_s(sent_bytes, tp, 2.0 if sequence_parallel else 1.0)
+    sent_bytes = 2.0 * (tp - 1) / tp * shape.tokens * shape.model.hidden * device.element
+    return device.ring_s(sent_bytes, tp, 2.0 if shape.sequence_parallel else 1.0)
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """The times of a model's parts on one of `tp` ranks, for one micro-batch.
+    """The times of a model's parts on one rank, for one micro-batch.
     `gradient_bytes`: of an accumulated element. `cp_gbps`: of CP's exchange between nodes; None inside a node."""
 
     device: Device
     software: Software
-    model: ModelSpec
-    micro_size: int
-    sequence: int
-    context: int
-    tp: int
-    sequence_parallel: bool
+    shape: LayerShape
     gradient_bytes: int
-    ep: int = 1
     cp_gbps: float | None = None
-    all_to_all: bool = False
-
-    @cached_property
-    def tokens(self) -> int:
-        return self.micro_size * self.sequence
 
     @cached_property
     def attention(self) -> str:
-        return self.software.attention_of(self.model.heads // self.tp or 1, self.context, self.micro_size)
+        shape, batch = self.shape, self.shape.batch
+        return self.software.attention_of(shape.model.heads // shape.tp or 1, batch.context, batch.micro_size)
 
     def product(self, columns: int, rows: int, fp8: bool = False, tokens: int | None = None) -> Seconds:
         """Return the seconds of a product of `tokens` (None: all) with a matrix of `rows` inputs and `columns` outputs.
         For FP8, inputs and gradients are scaled and cast: each is read once and written twice, also transposed."""
-        t, d = tokens or self.tokens, self.device
+        t, d = tokens or self.shape.tokens, self.device
         forward, backward = (
             d.product_s(t, columns, rows, fp8),
             d.product_s(t, rows, columns, fp8) + d.product_s(columns, rows, t, fp8),
@@ -95,7 +107,7 @@ class LayerTimes:
 
     def products(self) -> Seconds:
         """Return the seconds of the layer's products: query, key and value in one; output; up with the gate; down."""
-        m, tp = self.model, self.tp
+        m, tp = self.shape.model, self.shape.tp
         fp8 = self.software.fp8
         shapes = (((m.query_width + 2 * m.key_width) // tp, m.hidden), (m.hidden, m.query_width // tp))
         products = [*(self.product(*shape, fp8) for shape in shapes), *self.ffn_products(fp8)]
@@ -106,28 +118,29 @@ class LayerTimes:
 
         Shared and routed experts have a pair each. A rank holds 1/`ep` of the experts; each gets equally many tokens.
         """
-        m, experts = self.model, self.model.experts
-        products = self._up_and_down(m.tp_ffn // self.tp, self.tokens, fp8) if m.tp_ffn else []
+        shape, m, experts = self.shape, self.shape.model, self.shape.model.experts
+        products = self._up_and_down(m.tp_ffn // shape.tp, shape.tokens, fp8) if m.tp_ffn else []
         if experts.count:
-            count = experts.count // self.ep
-            tokens = max(1, round(self.tokens / self.tp * experts.top_k / count))
+            count = experts.count // shape.ep
+            tokens = max(1, round(shape.tokens / shape.tp * experts.top_k / count))
             expert_products = self._up_and_down(m.ffn_width, tokens, fp8)
             products += [(count * forward, count * backward) for forward, backward in expert_products]
         return products
 
     def _up_and_down(self, width: int, tokens: int, fp8: bool) -> list[Seconds]:
         """Return the seconds of the two products of a feed-forward part with the inner width `width`."""
-        columns, hidden = (2 if self.model.swiglu else 1) * width, self.model.hidden
+        model = self.shape.model
+        columns, hidden = (2 if model.swiglu else 1) * width, model.hidden
         return [self.product(columns, hidden, fp8, tokens), self.product(hidden, width, fp8, tokens)]
 
     def scores(self) -> Seconds:
         """Return the seconds of attention's core: scores, softmax, dropout, product with values."""
-        m, d, heads = self.model, self.device, self.model.heads / self.tp
-        blocks = self.micro_size * heads
+        m, d, batch = self.shape.model, self.device, self.shape.batch
+        blocks = batch.micro_size * (m.heads / self.shape.tp)
         if self.software.flash:
-            share = self.sequence / self.context
-            return self._with_exchange(d.flash_s(share * blocks, self.context, m.head_width, self.attention))
-        pairs = blocks * self.sequence * self.context
+            share = batch.sequence_length / batch.context
+            return self._with_exchange(d.flash_s(share * blocks, batch.context, m.head_width, self.attention))
+        pairs = blocks * batch.sequence_length * batch.context
         passes = 4.0 * d.element + (2.0 * d.element + 1 if m.dropout else 0)  # write, softmax in and out, read
         if self.attention == "unfused":
             passes = d.stack.unfused_attention * (passes + 4.0 * d.element + 12)  # scale, mask; softmax in fp32
@@ -138,16 +151,17 @@ class LayerTimes:
     def _with_exchange(self, compute_s: Seconds) -> Seconds:
         """Return the seconds of attention beside CP's ring of keys and values, whose gradients return with them, or
         after all-to-alls, which nothing hides."""
-        cp, sizes = self.context // self.sequence, (self.model, self.tokens, self.tp, self.device.element)
+        shape, cp = self.shape, self.shape.batch.cp
+        sizes = shape.model, shape.tokens, shape.tp, self.device.element
         if cp == 1:
             return compute_s
-        sent_bytes = exchanged_bytes(*sizes) / cp if self.all_to_all else key_value_bytes(*sizes)
+        sent_bytes = exchanged_bytes(*sizes) / cp if shape.batch.all_to_all else key_value_bytes(*sizes)
 
         def sent_s(count: int) -> float:
             peers_bytes = count * (cp - 1) * sent_bytes
             return max(self.device.ring_s(peers_bytes, cp), peers_bytes * 8e-9 / self.cp_gbps if self.cp_gbps else 0.0)
 
-        if self.all_to_all:
+        if shape.batch.all_to_all:
             return compute_s[0] + sent_s(1), compute_s[1] + sent_s(1)
         forward, backward = sent_s(1), sent_s(2)
         return max(compute_s[0], forward), max(compute_s[1], backward)
@@ -157,36 +171,32 @@ class LayerTimes:
         These are norms, residuals with dropout, the activation, rotary positions or biases. Their elements per token
         scale with the hidden width (on every rank unless sequence parallel), with the FFN's width, and with the
         queries and keys."""
-        m, d, s = self.model, self.device, self.software
+        shape, m, d, s = self.shape, self.shape.model, self.device, self.software
         unfused = not s.fused_elementwise
         residual = 3 + (1 / d.element + (2 if unfused else 0) if m.dropout else 0) + (2 if unfused and m.bias else 0)
-        hidden_bytes = (
-            2 * m.hidden * (self.norm_bytes + residual * d.element) / (self.tp if self.sequence_parallel else 1)
-        )
+        hidden_bytes = 2 * m.hidden * (self.norm_bytes + residual * d.element) / shape.norm_split
         ffn_passes = (5.0 if unfused else 3.0) if m.swiglu else 2.0 + (2 if unfused and m.bias else 0)
         rotary_elements = m.query_width + m.key_width
         split_elements = ffn_passes * m.active_width + rotary_elements * ((5.0 if unfused else 2.0) if m.rope else 2.0)
         split_elements += rotary_elements * self.norm_bytes / d.element if m.qk_norm else 0
         split_elements += permuted_elements(m)
-        token_bytes = (hidden_bytes + split_elements * d.element / self.tp) * (
+        token_bytes = (hidden_bytes + split_elements * d.element / shape.tp) * (
             d.stack.unfused_elementwise if unfused else 1
         )
-        forward = d.moved_s(self.tokens * token_bytes)
+        forward = d.moved_s(shape.tokens * token_bytes)
         return forward, 2 * forward
 
     def selective_s(self) -> float:
         """Return the forward seconds of the parts that selective recomputation repeats.
         These are the scores, the norms, and the FFN with its activation and its TP collective."""
-        m, d, s, seconds = self.model, self.device, self.software, 0.0
+        shape, m, d, s, seconds = self.shape, self.shape.model, self.device, self.software, 0.0
         if "scores" in s.recompute_parts:
             seconds += self.scores()[0]
         if "norms" in s.recompute_parts:
-            seconds += d.moved_s(
-                self.tokens * 2 * m.hidden * self.norm_bytes / (self.tp if self.sequence_parallel else 1)
-            )
+            seconds += d.moved_s(shape.tokens * 2 * m.hidden * self.norm_bytes / shape.norm_split)
         if "ffn" in s.recompute_parts:
             seconds += sum(forward for forward, _ in self.ffn_products()) + (self.all_reduce() if m.tp_ffn else 0)
-            seconds += d.moved_s(self.tokens * (3.0 if m.swiglu else 2.0) * m.active_width * d.element / self.tp)
+            seconds += d.moved_s(shape.tokens * (3.0 if m.swiglu else 2.0) * m.active_width * d.element / shape.tp)
         return seconds
 
     @property
@@ -195,29 +205,30 @@ class LayerTimes:
         return 2.0 * self.device.element + (0 if self.software.fused_norm else 32)
 
     def all_reduce(self) -> float:
-        return all_reduce_s(self.device, self.model, self.tokens, self.tp, self.sequence_parallel)
+        return all_reduce_s(self.device, self.shape)
 
     def exposed(self, products: Seconds) -> Seconds:
         """Return the seconds of a layer's TP collectives that no product hides.
         With overlap, a collective goes in one piece per rank, beside the product of the piece before."""
         comm_s = self.all_reduce()
-        unsplit = not self.model.tp_ffn
+        unsplit = not self.shape.model.tp_ffn
         seconds = (2 - unsplit) * comm_s, (self.software.backward_reductions - unsplit) * comm_s
-        if not (self.software.overlap_tp and self.sequence_parallel):
+        if not (self.software.overlap_tp and self.shape.sequence_parallel):
             return seconds
-        forward, backward = (max(t / self.tp, t - p) for t, p in zip(seconds, products, strict=True))
+        forward, backward = (max(t / self.shape.tp, t - p) for t, p in zip(seconds, products, strict=True))
         return forward, backward
 
     def kernels(self) -> int:
         """Return the number of kernels in a layer's forward pass."""
         s, unfused = self.software, 0 if self.software.fused_elementwise else KERNELS_UNFUSED
+        tp, experts = self.shape.tp, self.shape.model.experts.count
         return (
             KERNELS
             + KERNELS_ATTENTION[self.attention]
             + unfused
             + (0 if s.fused_norm else 2 * KERNELS_NORM)
-            + (KERNELS_TP + self.tp // 2 if self.tp > 1 else 0)
-            + (KERNELS_ROUTER + self.model.experts.count // self.ep * KERNELS_EXPERT if self.model.experts.count else 0)
+            + (KERNELS_TP + tp // 2 if tp > 1 else 0)
+            + (KERNELS_ROUTER + experts // self.shape.ep * KERNELS_EXPERT if experts else 0)
         )
 
     def accumulated(self, weights: int) -> float:
@@ -227,17 +238,17 @@ class LayerTimes:
             return 0.0
         return self.device.streamed_s(2.0 * weights * (self.device.element + self.gradient_bytes))
 
-    def layer(self, recompute: str) -> Seconds:
+    def layer(self) -> Seconds:
         """Return the seconds of one layer's (forward, backward). Recomputation counts as backward."""
-        stack = self.device.stack
+        stack, shape = self.device.stack, self.shape
         parts = (products := self.products(), self.scores(), self.moved(), self.exposed(products))
         count = self.kernels()
         forward = sum(f for f, _ in parts) + count * stack.gap_s
         backward = sum(b for _, b in parts) + 2 * count * stack.gap_s
-        backward += self.accumulated(layer_parameters(self.model, self.tp, self.ep))
-        recomputed_s = {"none": 0.0, "selective": self.selective_s(), "full": forward}[recompute]
+        backward += self.accumulated(layer_parameters(shape.model, shape.tp, shape.ep))
+        recomputed_s = {"none": 0.0, "selective": self.selective_s(), "full": forward}[shape.recompute]
         launch_s = count * stack.launch_s
-        launches = {"none": 2, "selective": 2, "full": 3}[recompute]
+        launches = {"none": 2, "selective": 2, "full": 3}[shape.recompute]
         if self.software.awaited_launches:
             launch_s += count * stack.wait_s
             return forward + launch_s, backward + recomputed_s + launches * launch_s
@@ -245,55 +256,31 @@ class LayerTimes:
 
     def embedding(self) -> Seconds:
         """Return the seconds of reading and writing rows of T x h, and under TP of their sum over the ranks."""
-        rows_s = self.device.moved_s(2.0 * self.tokens * self.model.hidden * self.device.element)
+        rows_s = self.device.moved_s(2.0 * self.shape.tokens * self.shape.model.hidden * self.device.element)
         return rows_s + self.all_reduce(), 2 * rows_s
 
     def head(self) -> Seconds:
         """Return the seconds of final norm, output matrix and loss. Logits also exist in fp32 for the loss."""
-        m, d = self.model, self.device
-        columns = m.padded_vocab(self.tp) // self.tp
+        m, d, tp = self.shape.model, self.device, self.shape.tp
+        columns = m.padded_vocab(tp) // tp
         forward, backward = self.product(columns, m.hidden)
-        logits, gather_s = self.tokens * columns, 0.0
-        if self.software.gathered_logits and self.tp > 1:
-            logits *= self.tp
-            gather_s = d.ring_s((self.tp - 1) / self.tp * logits * d.element, self.tp) + d.streamed_s(
-                2.0 * logits * d.element
-            )
+        logits, gather_s = self.shape.tokens * columns, 0.0
+        if self.software.gathered_logits and tp > 1:
+            logits *= tp
+            gather_s = d.ring_s((tp - 1) / tp * logits * d.element, tp) + d.streamed_s(2.0 * logits * d.element)
         loss_s = d.streamed_s(logits * d.stack.loss_bytes)
         return forward + loss_s + gather_s, backward + loss_s + self.all_reduce() + self.accumulated(
-            head_parameters(m, self.tp)
+            head_parameters(m, tp)
         )
 
 
 @lru_cache(maxsize=16384)
 def part_times(
-    device: Device,
-    software: Software,
-    model: ModelSpec,
-    batch: Batch,
-    tp: int,
-    sequence_parallel: bool,
-    gradient_bytes: int,
-    recompute: str,
-    ep: int = 1,
-    cp_gbps: float | None = None,
+    device: Device, software: Software, shape: LayerShape, gradient_bytes: int, cp_gbps: float | None
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Return ((forward, backward) of a layer, of the embedding, of the head), in the order of PARTS."""
-    layer_times = LayerTimes(
-        device,
-        software,
-        model,
-        micro_size=batch.micro_size,
-        sequence=batch.sequence_length,
-        context=batch.context,
-        tp=tp,
-        sequence_parallel=sequence_parallel,
-        gradient_bytes=gradient_bytes,
-        ep=ep,
-        cp_gbps=cp_gbps,
-        all_to_all=batch.all_to_all,
-    )
-    return layer_times.layer(recompute), layer_times.embedding(), layer_times.head()
+    layer_times = LayerTimes(device, software, shape, gradient_bytes, cp_gbps)
+    return layer_times.layer(), layer_times.embedding(), layer_times.head()
 
 
 @dataclass(frozen=True)
@@ -317,36 +304,36 @@ class Cpu:
         gbps = CPU_MEMORY_GBPS if self.gpu.is_cpu else kind(self.gpu).memory_gbps
         return moved_bytes / (gbps * 1e9 * MEMORY_SHARE)
 
-    def embedding_s(self, model: ModelSpec, tokens: int) -> Seconds:
+    def embedding_s(self, shape: LayerShape) -> Seconds:
         """Return the seconds of (forward, backward), which read and write rows of T x h."""
-        moved_s = self.memory_s(2.0 * tokens * model.hidden * self.weight_bytes)
+        moved_s = self.memory_s(2.0 * shape.tokens * shape.model.hidden * self.weight_bytes)
         return moved_s, 2 * moved_s
 
-    def head_s(self, model: ModelSpec, tokens: int, tp: int) -> Seconds:
+    def head_s(self, shape: LayerShape) -> Seconds:
         """Return the seconds of (forward, backward), with logits in the weights' type and once in fp32 for the loss."""
+        model, tokens, tp = shape.model, shape.tokens, shape.tp
         moved_s = self.memory_s(tokens * model.padded_vocab(tp) / tp * (2.0 * self.weight_bytes + 8))
         forward = self.matrix_s(head_flops(model, tokens, tp) / tp) + moved_s
         return forward, 2 * forward + self.accumulate_s(head_parameters(model, tp))
 
-    def non_matrix_s(self, model: ModelSpec, tokens: int, sequence: int, tp: int, sequence_parallel: bool) -> float:
+    def non_matrix_s(self, shape: LayerShape) -> float:
         """Return the seconds of a forward pass without its matrix products.
         Per token and hidden unit, two norms read and write an element each, and two residual additions with dropout
         read two and write one. All are on every rank unless sequence parallel. The FFN's activation reads f or 2f
         and writes f. Rotary positions or biases act on q, k, v."""
-        hidden_elements = (
-            model.hidden / (tp if sequence_parallel else 1) * (10.0 + (4 / self.weight_bytes if model.dropout else 0))
-        )
+        model = shape.model
+        hidden_elements = model.hidden / shape.norm_split * (10.0 + (4 / self.weight_bytes if model.dropout else 0))
         ffn_elements = (3.0 if model.swiglu else 2.0) * model.active_width + permuted_elements(model)
         keys = 2 * model.key_width
-        split_elements = (ffn_elements + (4.0 if model.qk_norm else 2.0) * (model.query_width + keys)) / tp
-        moved_bytes = tokens * (hidden_elements + split_elements) * self.weight_bytes
-        return self.memory_s(moved_bytes) + self.score_traffic_s(model, tokens, sequence, tp)
+        split_elements = (ffn_elements + (4.0 if model.qk_norm else 2.0) * (model.query_width + keys)) / shape.tp
+        moved_bytes = shape.tokens * (hidden_elements + split_elements) * self.weight_bytes
+        return self.memory_s(moved_bytes) + self.score_traffic_s(shape)
 
-    def score_traffic_s(self, model: ModelSpec, tokens: int, sequence: int, tp: int) -> float:
+    def score_traffic_s(self, shape: LayerShape) -> float:
         """Return the seconds of unfused attention's memory traffic.
         It writes a x s scores per token, reads and writes them in the (masked) softmax and in dropout, which also
         writes a mask, and reads them once more."""
         if self.flash:
             return 0.0
-        passes = (6.0 * self.weight_bytes + 1) if model.dropout else 4.0 * self.weight_bytes
-        return self.memory_s(tokens * sequence * model.heads / tp * passes)
+        passes = (6.0 * self.weight_bytes + 1) if shape.model.dropout else 4.0 * self.weight_bytes
+        return self.memory_s(shape.tokens * shape.batch.context * shape.model.heads / shape.tp * passes)

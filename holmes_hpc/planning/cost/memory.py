@@ -9,7 +9,6 @@ arXiv 1910.02054, stage 1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -18,12 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
+from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import by_stage
 from holmes_hpc.planning.cost.timing import parameters, recomputed
@@ -53,41 +52,31 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def layer_activation_bytes(
-    model: ModelSpec,
-    tokens: int,
-    sequence: int,
-    tp: int,
-    element: int,
-    sequence_parallel: bool,
-    recompute: str,
-    fused: bool,
-    flash: bool,
-    unfused_norm: bool = False,
-    unfused_elementwise: bool = False,
-    fp32_scores: bool = False,
-    parts: Sequence[str] = ("scores",),
-    cp: int = 1,
-    all_to_all: bool = False,
-) -> tuple[float, float]:
-    """Return the bytes of one layer and micro-batch on one of `tp` ranks: (held from forward to backward, extra during
-    its backward pass).
+def layer_activation_bytes(shape: LayerShape, costs: Costs, gpu: Gpu) -> tuple[float, float]:
+    """Return the bytes of one layer and micro-batch on one rank: (held from forward to backward, extra during its
+    backward pass).
 
-    `element`: bytes of an activation. Unless `fused`, Megatron-Core's own modules on a CPU keep each tensor that
-    autograd saves (benchmarks/planner_memory.py). Transformer Engine's modules are fused. `flash`: attention keeps
-    one number per row of scores. `unfused_norm`, `unfused_elementwise`, `fp32_scores`: on a GPU, autograd saves the
-    tensors of norms in fp32, of separate rotary and gate operations, and of a softmax in fp32. `parts`: selective
-    recomputation repeats them and keeps their inputs; of the FFN and norms, it drops all but the input. The ring of
-    `cp` ranks needs its buffers when the FFN's tensors are gone, which are larger.
+    Megatron-Core's own modules on a CPU keep each tensor that autograd saves (benchmarks/planner_memory.py).
+    Transformer Engine's modules are fused. Fused attention keeps one number per row of scores. Elsewhere on a GPU,
+    autograd saves the tensors of unfused norms in fp32, of separate rotary and gate operations, and of a softmax in
+    fp32. Selective recomputation repeats its parts and keeps their inputs; of the FFN and norms, it drops all but the
+    input. The ring of CP's ranks needs its buffers when the FFN's tensors are gone, which are larger.
     """
-    m, h, queries, keys = model, model.hidden, model.query_width, 2 * model.key_width
+    software, batch, tp = costs.software_on(gpu), shape.batch, shape.tp
+    tokens, sequence, element = shape.tokens, batch.sequence_length, costs.weight_bytes(gpu)
+    fused = software.flash and not gpu.is_cpu
+    flash = software.flash and not (gpu.is_cpu and shape.model.dropout)
+    unfused_norm = not (software.fused_norm or gpu.is_cpu)
+    has_fp32_scores = software.attention == "unfused" and not gpu.is_cpu and element < 4
+    m, h = shape.model, shape.model.hidden
+    queries, keys = m.query_width, 2 * m.key_width
     norm = 3 if m.rmsnorm and not fused else 2  # input, (normalised input,) output
     mask = 1 if fused else element  # bytes of a dropout mask's element
     hidden_bytes = 2 * norm * h * element + (2 * h * mask if m.dropout else 0)
     if flash:
         # q, k, v and rotated q, k; the ring of CP joins rotated k and v, so no others are held
-        attention = queries + keys + (queries + keys // 2 if m.rope and cp == 1 else 0)
-        attention += queries if all_to_all else 0  # attention's output for all tokens
+        attention = queries + keys + (queries + keys // 2 if m.rope and batch.cp == 1 else 0)
+        attention += queries if batch.all_to_all else 0  # attention's output for all tokens
     elif m.kv_heads < m.heads:
         attention = 3 * queries + (0 if m.rope else queries + keys)  # rotated q; k and v repeated for every head
     else:
@@ -96,28 +85,26 @@ def layer_activation_bytes(
     held = (3 if fused else 5) if m.swiglu else 2  # of the FFN's width: before, in and after the FFN's activation
     if unfused_norm:
         hidden_bytes += 2 * 8 * h  # input and normalised input in fp32
-    if unfused_elementwise and fused:
+    if fused and not software.fused_elementwise:
         held += m.swiglu
         attention += 2 * (queries + keys // 2) if m.rope else 0  # both halves of the rotation's products
     ffn = held * m.tp_ffn
     if m.experts.count:  # of each of top_k: the token, its permutations; of all: scores, probabilities and map
         ffn += m.active_ffns * (h + (held + m.swiglu) * m.ffn_width + 4) + h + 9 * m.experts.count // 4
     dropout_bytes = element + mask if m.dropout else 0
-    fp32_extra = 4 if fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
+    fp32_extra = 4 if has_fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
     scores = m.heads * (4 if flash else sequence * (element + dropout_bytes + fp32_extra))  # fused: one number per row
-    total = tokens * (
-        hidden_bytes / (tp if sequence_parallel else 1) + ((attention + queries + ffn) * element + scores) / tp
-    )
+    total = tokens * (hidden_bytes / shape.norm_split + ((attention + queries + ffn) * element + scores) / tp)
     total += 0 if flash else sequence * sequence  # the causal mask, one for all heads and sequences
     gradients = (
         tokens * (3 * m.active_width * element + (0 if flash else m.heads * sequence * (element + fp32_extra))) / tp
     )
-    input_bytes = tokens * h * element / (tp if sequence_parallel else 1)
-    if recompute == "full":
-        return input_bytes, total + gradients
-    if recompute == "selective":
-        norms = 2 * ((norm - 1) * h * element + (8 * h if unfused_norm else 0)) / (tp if sequence_parallel else 1)
-        recomputed = tokens * sum({"scores": scores / tp, "norms": norms, "ffn": ffn * element / tp}[p] for p in parts)
+    if shape.recompute == "full":
+        return tokens * h * element / shape.norm_split, total + gradients  # the input alone is held
+    if shape.recompute == "selective":
+        norms = 2 * ((norm - 1) * h * element + (8 * h if unfused_norm else 0)) / shape.norm_split
+        part_bytes = {"scores": scores / tp, "norms": norms, "ffn": ffn * element / tp}
+        recomputed = tokens * sum(part_bytes[part] for part in software.recompute_parts)
         return total - recomputed, max(recomputed, gradients)
     return total, gradients
 
@@ -162,8 +149,8 @@ def _base_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
 
 def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     p, m, costs = layout.parallel, layout.model, layout.costs
-    tokens = layout.batch.micro_size * layout.batch.sequence_length
-    count = parameters(layout, layers).sum(axis=2)
+    shape = LayerShape(m, layout.batch, p.tp, p.sequence_parallel, layout.recompute)
+    tokens, count = shape.tokens, parameters(layout, layers).sum(axis=2)
 
     def component_bytes(component: Component) -> tuple[float, ...]:
         gpu = layout.pool(component).gpu
@@ -173,18 +160,8 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
             moment_bytes(costs, gpu),
             0 if gpu.is_cpu else CUDA_BYTES + experts.joined_bytes(m, p.ep, costs.weight_bytes(gpu)),
             costs.gradient_size * _is_received(layout, replica, component),
-            *_activation_bytes(
-                m,
-                layout.batch,
-                costs,
-                gpu=gpu,
-                tp=p.tp,
-                sequence_parallel=p.sequence_parallel,
-                recompute=layout.recompute,
-            ),
-            _activation_bytes(
-                m, layout.batch, costs, gpu=gpu, tp=p.tp, sequence_parallel=p.sequence_parallel, recompute="none"
-            )[0],
+            *layer_activation_bytes(shape, costs, gpu),
+            layer_activation_bytes(replace(shape, recompute="none"), costs, gpu)[0],
         )
 
     element, gradient, moments, cuda_bytes, received, held_bytes, backward_bytes, full_bytes = layout.memo.of(
@@ -213,7 +190,7 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
             [(activations[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)], axis=1
         )
     transient = np.zeros_like(count) + backward_bytes
-    transfer = tokens * m.hidden / (p.tp if p.sequence_parallel else 1) * element
+    transfer = tokens * m.hidden / shape.norm_split * element
     activations[:, 0] += transfer[0] * layout.order.depths[0] * (1 if m.dropout else 0)
     logits = tokens * m.padded_vocab(p.tp) / (1 if costs.software.gathered_logits else p.tp)
     activations[:, -1] += 3 * transfer[-1]  # the final norm
@@ -242,50 +219,14 @@ def moment_bytes(costs: Costs, gpu: Gpu) -> float:
     return 12.0 if costs.weight_bytes(gpu) < 4 else 8.0
 
 
-def _activation_bytes(
-    model: ModelSpec, batch: Batch, costs: Costs, gpu: Gpu, tp: int, sequence_parallel: bool, recompute: str
-) -> tuple[float, float]:
-    """Return :func:`layer_activation_bytes` for the training program on a kind of GPU."""
-    software = costs.software_on(gpu)
-    return layer_activation_bytes(
-        model,
-        batch.micro_size * batch.sequence_length,
-        batch.sequence_length,
-        tp=tp,
-        element=costs.weight_bytes(gpu),
-        sequence_parallel=sequence_parallel,
-        recompute=recompute,
-        fused=software.flash and not gpu.is_cpu,
-        flash=software.flash and not (gpu.is_cpu and model.dropout),
-        unfused_norm=not (software.fused_norm or gpu.is_cpu),
-        unfused_elementwise=not (software.fused_elementwise or gpu.is_cpu),
-        fp32_scores=software.attention == "unfused" and not gpu.is_cpu and costs.weight_bytes(gpu) < 4,
-        parts=software.recompute_parts,
-        cp=batch.cp,
-        all_to_all=batch.all_to_all,
-    )
-
-
 def max_layers(
-    model: ModelSpec,
-    batch: Batch,
-    costs: Costs,
-    gpu: Gpu,
-    tp: int,
-    sequence_parallel: bool,
-    recompute: str,
-    shards: int,
-    depth: np.ndarray,
-    max_gib: float | None = None,
-    ep: int = 1,
+    shape: LayerShape, costs: Costs, gpu: Gpu, shards: int, depth: np.ndarray, max_gib: float | None = None
 ) -> np.ndarray:
     """Return an upper bound of the layers of a stage, (S,).
     It counts only the layers' weights, gradients, optimizer share (one of `shards`) and activations. `depth`: passes
     in flight per chunk of each stage, (S,)."""
-    held_bytes, _ = _activation_bytes(
-        model, batch, costs, gpu=gpu, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute
-    )
-    layer_bytes = layer_parameters(model, tp, ep) * (
+    held_bytes, _ = layer_activation_bytes(shape, costs, gpu)
+    layer_bytes = layer_parameters(shape.model, shape.tp, shape.ep) * (
         costs.weight_bytes(gpu) + costs.gradient_size + moment_bytes(costs, gpu) / shards
     )
     if costs.software.sharding in ("gradients", "full"):

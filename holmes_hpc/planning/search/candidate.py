@@ -14,6 +14,7 @@ from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
+from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
 from holmes_hpc.planning.cost.memory import fits, max_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s
@@ -127,22 +128,9 @@ class Evaluator:
         shards = placement.dp // placement.instances if self.options.distributed_optimizer is not False else 1
         shards *= placement.tp if self.model.experts.count else 1  # at least as many as of the experts
         sequence_parallel = placement.tp > 1 and self.options.sequence_parallel is not False
-        layer_limits = [
-            max_layers(
-                self.model,
-                batch,
-                self.costs,
-                gpu=b.pool.gpu,
-                tp=placement.tp,
-                sequence_parallel=sequence_parallel,
-                recompute=recompute,
-                shards=shards,
-                depth=depth,
-                max_gib=self.options.max_memory_gib,
-                ep=ep,
-            )
-            for b in placement.blocks
-        ]
+        shape = LayerShape(self.model, batch, placement.tp, sequence_parallel, recompute, ep)
+        max_gib = self.options.max_memory_gib
+        layer_limits = [max_layers(shape, self.costs, b.pool.gpu, shards, depth, max_gib) for b in placement.blocks]
         if placement.strategy != "hierarchical-dp":
             starts = np.cumsum([0, *(b.stages for b in placement.blocks)])
             layer_limits = [

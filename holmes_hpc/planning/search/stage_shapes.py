@@ -16,6 +16,7 @@ from math import factorial, inf
 import numpy as np
 
 from holmes_hpc.config.plan_options import RECOMPUTE
+from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.memory import max_layers
 from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import (
@@ -147,25 +148,11 @@ class _ShapeEstimator:
         exposed = np.maximum(0, reduce - (1 - FORWARD) * layer_s) + np.maximum(0, gather - FORWARD * layer_s)
         step_s = -(-self.micro_batches // dp) * layer_s + exposed
         sequence_parallel = tp > 1 and self.options.sequence_parallel is not False
-        fit = np.array(
-            [
-                float(
-                    max_layers(
-                        self.model,
-                        self.batch,
-                        self.cost_model,
-                        gpu=available.pool.gpu,
-                        tp=tp,
-                        sequence_parallel=sequence_parallel,
-                        recompute=self.recompute,
-                        shards=int(d),
-                        depth=np.ones(1),
-                        max_gib=self.options.max_memory_gib,
-                    )[0]
-                )
-                for d in dp
-            ]
-        )
+        shape, gpu = LayerShape(self.model, self.batch, tp, sequence_parallel, self.recompute), available.pool.gpu
+        limits = [
+            max_layers(shape, self.cost_model, gpu, int(d), np.ones(1), self.options.max_memory_gib)[0] for d in dp
+        ]
+        fit = np.array(limits, dtype=float)
         return np.where(dp <= self.micro_batches, step_s, np.inf), fit, layer_s  # a replica needs a micro-batch
 
     @cached_property

@@ -11,10 +11,12 @@ from sites import two_clusters
 from holmes_hpc.config.model import Batch, Experts, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.site import CPU
 from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_flops, layer_parameters, parameters
 from holmes_hpc.planning.cost.group_bytes import sent_bytes
+from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import layer_activation_bytes, memory
 from holmes_hpc.planning.cost.predict import layer_array, predict
@@ -159,9 +161,8 @@ def test_the_activations_of_experts_are_those_that_autograd_saves() -> None:
     """On a CPU, they were within 2% of what the hooks of autograd counted for six sizes."""
 
     def size(experts: Experts) -> float:
-        model = replace(MODEL, ffn=512, experts=experts)
-        options = {"tp": 1, "element": 4, "sequence_parallel": False, "recompute": "none", "fused": False}
-        return layer_activation_bytes(model, 100, 100, **options, flash=True)[0] / 400  # type: ignore[arg-type]
+        shape = LayerShape(replace(MODEL, ffn=512, experts=experts, dropout=0.0), Batch(1, 1, 100))
+        return layer_activation_bytes(shape, Costs(), CPU)[0] / 400
 
     dense, one, two = size(Experts()), size(Experts(16, 1)), size(Experts(16, 2))
     assert two - one == 1024 + 6 * 512 + 4

@@ -17,6 +17,7 @@ from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.cost import flops as counts
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs, Software
+from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import check_memory, fits, layer_activation_bytes, memory
 from holmes_hpc.planning.cost.network_figures import Link
@@ -346,13 +347,14 @@ def test_stages_hold_the_activations_in_flight() -> None:
 
 
 def test_sequence_parallel_and_recomputation_save_memory() -> None:
-    model, tokens = named("gpt3_175b"), 2048
+    model, batch = named("gpt3_175b"), Batch(1, 1, 2048)
+    costs, gpu = Costs(software=Software(attention="softmax")), gpu_site(80).pools[0].gpu
     sizes = [
-        layer_activation_bytes(model, tokens, 2048, 8, 2, parallel, recompute, False, False)[0]
+        layer_activation_bytes(LayerShape(model, batch, 8, parallel, recompute), costs, gpu)[0]
         for parallel, recompute in ((False, "none"), (True, "none"), (True, "selective"), (True, "full"))
     ]
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[3] == tokens * 12288 * 2 / 8
+    assert sizes[3] == batch.tokens * 12288 * 2 / 8
 
 
 def test_fsdp_shards_memory_and_sends_parameters_every_pass() -> None:
