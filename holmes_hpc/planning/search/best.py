@@ -81,7 +81,7 @@ def _best_plan(problem: Problem, clock: Clock) -> Plan:
     PlanError.refuse("plan.unequal", (conflict, message, hint))
     shared = best_shared_steps(problem, clock)
     try:
-        best, *slower = search(*problem, clock=clock)
+        best, *slower = search(problem, clock)
     except PlanError:  # no uniform layout
         if plan := _per_stage_plan(problem, clock):
             return plan
@@ -149,7 +149,7 @@ def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem) -> Plan:
     if (choice := nearby_batch(problem, best.placement, step_s)) is None:
         return plan
     nearby, placements = choice
-    evaluator = Evaluator(*problem._replace(batch=nearby))
+    evaluator = Evaluator(problem._replace(batch=nearby))
     candidates = [c for placement in placements[:MAX_PLACEMENTS] for c in evaluator.candidates(placement)]
     if not candidates:
         return plan
@@ -189,15 +189,14 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         bucket_bytes=options.bucket_bytes or (None if schedule_kind(schedule).deepens else BUCKET_BYTES),
         pool_order=options.pool_order or tuple(options.nodes or (f.name for f in site.pools)),
     )
-    unlimited = replace(fixed, max_memory_gib=inf)
-    best = _fixed_candidate(Problem(model, batch, site, fixed, costs)) or _fixed_candidate(
-        Problem(model, batch, site, unlimited, costs)
-    )
+    problem = Problem(model, batch, site, fixed, costs)
+    unlimited = problem._replace(options=replace(fixed, max_memory_gib=inf))
+    best = _fixed_candidate(problem) or _fixed_candidate(unlimited)
     if best is None:
-        placements = Space(model, batch, site, unlimited, costs).placements()
+        placements = Space(unlimited).placements()
         if not placements:
-            raise_indivisible(model, batch, site, fixed)
-        raise_out_of_memory(Evaluator(model, batch, site, unlimited, costs), placements)
+            raise_indivisible(problem)
+        raise_out_of_memory(Evaluator(unlimited), placements)
     plan = to_plan(best, site, [])
     try:
         check_memory(Layout.of(plan, costs), layer_array(plan))
@@ -208,7 +207,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
 
 def _fixed_candidate(problem: Problem) -> Candidate | None:
     """Return the best candidate of the one layout that the options fix; None if there is none."""
-    evaluator, placements = Evaluator(*problem), Space(*problem).placements()
+    evaluator, placements = Evaluator(problem), Space(problem).placements()
     pipelines = [p for p in placements if p.strategy != "hierarchical-dp"]  # Megatron-Core's usual order of ranks
     candidates = [
         evaluator.simulate(candidate)
@@ -221,17 +220,15 @@ def _fixed_candidate(problem: Problem) -> Candidate | None:
     return candidates[0] if candidates else None
 
 
-def search(
-    model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock
-) -> list[Candidate]:
+def search(problem: Problem, clock: Clock) -> list[Candidate]:
     """Return the candidates with uniform layouts, from best to worst."""
-    space, evaluator = Space(model, batch, site, options, costs), Evaluator(model, batch, site, options, costs)
+    model, batch, _, options, costs = problem
+    space, evaluator = Space(problem), Evaluator(problem)
     placements = space.placements()
     if not placements:
-        unlimited = replace(options, max_memory_gib=inf)
-        if too_large := Space(model, batch, site, unlimited, costs).placements():
+        if too_large := Space(problem._replace(options=replace(options, max_memory_gib=inf))).placements():
             raise_out_of_memory(evaluator, too_large)
-        raise_indivisible(model, batch, site, options)
+        raise_indivisible(problem)
     exploration = explore(evaluator, space, placements, clock)
     if not exploration.candidates:
         raise_out_of_memory(evaluator, placements)
@@ -259,7 +256,7 @@ def _with_faster(
 
     The placements are those of the best `candidates`. `reason`: why steps are shorter, for the plan's note.
     """
-    changed = Evaluator(evaluator.model, evaluator.batch, evaluator.site, options, evaluator.costs)
+    changed = Evaluator(evaluator.problem._replace(options=options))
     max_s, faster = candidates[0].seconds * (1 - MIN_GAIN_OF_OPTION), list[Candidate]()
     adds_weight_passes = options.schedule != evaluator.options.schedule
     near = FAR if adds_weight_passes else NEAR  # weight passes gain most when refined

@@ -7,12 +7,9 @@ from math import inf
 
 import numpy as np
 
-from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.config.model import Batch
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cache import Memo
-from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
@@ -34,7 +31,7 @@ from holmes_hpc.planning.search.layers import (
     uniform_layers,
 )
 from holmes_hpc.planning.search.placement import Block, Placement, component, other_orders
-from holmes_hpc.planning.search.problem import ep_sizes
+from holmes_hpc.planning.search.problem import Problem, ep_sizes
 from holmes_hpc.planning.search.weight_pass_lags import defer
 
 BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
@@ -75,10 +72,11 @@ class Candidate:
 
 
 class Evaluator:
-    """Creates, simulates and refines the candidates of placements of one model, batch and site."""
+    """Creates, simulates and refines the candidates of placements of one problem."""
 
-    def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
-        self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
+    def __init__(self, problem: Problem) -> None:
+        self.problem, options = problem, problem.options
+        self.model, self.batch, self.site, self.options, self.costs = problem
         if options.schedule != "auto" and options.virtual_stages is not None:
             schedule_kind(options.schedule).check_chunks(options.virtual_stages)
         self._last: tuple[Placement, Layout] | None = None  # one placement's candidates are created one after the other

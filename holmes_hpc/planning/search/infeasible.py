@@ -4,17 +4,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
-from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError, counted
-from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.memory import Shortage, shortage
 from holmes_hpc.planning.plan.parallel import abbreviated, indivisible_sizes, tp_across_nodes
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.layers import chunk_layers, uniform_layers
 from holmes_hpc.planning.search.placement import Placement
-from holmes_hpc.planning.search.problem import available_pools, divisors, ep_sizes
+from holmes_hpc.planning.search.problem import Problem, available_pools, divisors, ep_sizes
 from holmes_hpc.planning.search.space import Space
 
 MAX_PLACEMENTS = 100  # the most whose memory is computed: those with the largest TP x PP
@@ -24,8 +22,9 @@ class OutOfMemory(PlanError):
     """No plan fits in memory."""
 
 
-def raise_indivisible(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) -> NoReturn:
+def raise_indivisible(problem: Problem) -> NoReturn:
     """Raise PlanError for the first size that is not divisible as needed. Call it if no placement is possible."""
+    model, batch, site, options, _ = problem
     size, micro_size, available = batch.whole.global_size, batch.micro_size, available_pools(site, options)
     cp, tp, pp = batch.cp, options.tp or 1, options.stages or 1
     dp = (options.dp or cp) // cp  # options.dp includes CP
@@ -114,7 +113,7 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
     If the model fits without some of the user's options, the change is to remove them. Otherwise it is a change of the
     batch or the site.
     """
-    o, model, batch = evaluator.options, evaluator.model, evaluator.batch
+    o, model = evaluator.options, evaluator.model
     least, error = _least_shortage(evaluator, placements)
     if least is None and error is not None:
         raise error
@@ -134,16 +133,16 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
     where, hint = "memory", ""
     for names in _option_sets(o):
         relaxed = replace(o, **{name: DEFAULTS[name] for name in names})
-        shortage_without = _search_shortage(evaluator, batch, evaluator.site, relaxed)
+        shortage_without = _search_shortage(evaluator.problem._replace(options=relaxed))
         if shortage_without is not None and shortage_without.fits:
             where = ", ".join(f"plan.{name}" for name in names)
             hint = f"remove {where}: {shortage_without}, recompute {_recompute(relaxed)} fits"
             break
     else:
-        free = replace(o, **DEFAULTS)
-        free_shortage = _search_shortage(evaluator, batch, evaluator.site, free) or least
+        free = evaluator.problem._replace(options=replace(o, **DEFAULTS))
+        free_shortage = _search_shortage(free) or least
         hint = f"use GPUs of {free_shortage.memory.gpu_gib} GiB" + "".join(
-            f", or {change}" for change in _fitting_changes(evaluator, free, free_shortage.memory)
+            f", or {change}" for change in _fitting_changes(free, free_shortage.memory)
         )
         if cpus := [pool.name for pool in evaluator.site.pools if pool.gpu.is_cpu]:
             hint += (
@@ -177,29 +176,29 @@ def _option_sets(o: PlanOptions) -> Iterator[tuple[str, ...]]:
         yield names
 
 
-def _fitting_changes(evaluator: Evaluator, o: PlanOptions, missing: Shortage) -> Iterator[str]:
+def _fitting_changes(problem: Problem, missing: Shortage) -> Iterator[str]:
     """Yield changes of the batch and the site, each of which was tried and makes the model fit."""
-    batch, site = evaluator.batch, evaluator.site
+    batch, site = problem.batch, problem.site
     if batch.micro_size > 1:
-        least = _search_shortage(evaluator, replace(batch, micro_size=1), site, o)
+        least = _search_shortage(problem._replace(batch=replace(batch, micro_size=1)))
         if least is not None and least.fits:
             yield "batch.micro_size=1"
     available_bytes = missing.needed_bytes - missing.missing_bytes
     first_factor = int(-(-missing.needed_bytes // available_bytes))
     for factor in (first_factor, 2 * first_factor):
         pools = tuple(replace(f, nodes=factor * f.nodes, node_names=()) for f in site.pools)
-        least = _search_shortage(evaluator, batch, replace(site, pools=pools), o)
+        least = _search_shortage(problem._replace(site=replace(site, pools=pools)))
         if least is not None and least.fits:
             yield f"{factor} times as many nodes"
             return
 
 
-def _search_shortage(evaluator: Evaluator, batch: Batch, site: Site, o: PlanOptions) -> PlacementShortage | None:
-    """Return the least shortage of any placement under the options `o`; None if there is no placement."""
-    unlimited = replace(o, max_memory_gib=float("inf"), search_micro_size=False)
+def _search_shortage(problem: Problem) -> PlacementShortage | None:
+    """Return the least shortage of any placement; None if there is no placement."""
+    unlimited = replace(problem.options, max_memory_gib=float("inf"), search_micro_size=False)
     try:
-        placements = Space(evaluator.model, batch, site, unlimited, evaluator.costs).placements()
-        return _least_shortage(Evaluator(evaluator.model, batch, site, o, evaluator.costs), placements)[0]
+        placements = Space(problem._replace(options=unlimited)).placements()
+        return _least_shortage(Evaluator(problem), placements)[0]
     except PlanError:
         return None
 

@@ -6,11 +6,8 @@ The estimates also serve to find a nearby global batch that divides better: 511 
 from dataclasses import replace
 from math import ceil, floor, gcd
 
-from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.config.model import Batch
 from holmes_hpc.errors import PlanError
-from holmes_hpc.fabric.site import Site
-from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.estimate import FEW_PLACEMENTS, Limit
 from holmes_hpc.planning.search.hierarchies import hierarchies
 from holmes_hpc.planning.search.pipelines import pipelines
@@ -27,10 +24,11 @@ MARGIN = 1.3  # a placement waits if its estimate is longer than the best on the
 
 
 class Space:
-    """All placements of one model and batch on one site under the user's options."""
+    """All placements of one problem."""
 
-    def __init__(self, model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> None:
-        self.model, self.batch, self.site, self.options, self.costs = model, batch, site, options, costs
+    def __init__(self, problem: Problem) -> None:
+        model, batch, site, options, _ = problem
+        self.model, self.batch, self.options = model, batch, options
         layers, self.available = options.layers_per_stage or (model.layers,), available_pools(site, options)
         PlanError.refuse(
             "plan.layers_per_stage",
@@ -61,7 +59,6 @@ class Space:
                 if batch.all_to_all and model.kv_heads % (tp * batch.cp):
                     continue
                 if usable and (len(usable) == len(self.available) or not any(a.is_fixed for a in self.available)):
-                    problem = Problem(model, batch, site, options, costs)
                     self._pool_costs.append(PoolCosts(problem, micro_size, tp, usable))
 
     def placements(self, margin: float = MARGIN) -> list[Placement]:
@@ -99,7 +96,7 @@ def nearby_batch(problem: Problem, best: Placement, step_s: float) -> tuple[Batc
 
     def placements_of(size: int) -> list[Placement]:
         nearby = replace(batch, global_size=size, micro_size=best.micro_size)
-        return Space(*problem._replace(batch=nearby, options=fixed_options)).placements()
+        return Space(problem._replace(batch=nearby, options=fixed_options)).placements()
 
     unit, size = EVEN_MICRO_BATCHES * best.micro_size, batch.global_size
     smallest, largest = ceil(size * (1 - MAX_BATCH_CHANGE) / unit), floor(size * (1 + MAX_BATCH_CHANGE) / unit)

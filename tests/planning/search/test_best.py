@@ -24,6 +24,7 @@ from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.search import best
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.candidate import Evaluator
+from holmes_hpc.planning.search.problem import Problem
 from holmes_hpc.planning.search.space import Space
 
 pytestmark = pytest.mark.integration
@@ -110,8 +111,8 @@ def test_shared_memo_does_not_change_costs() -> None:
     )
     model = ModelSpec("small", 12, 2048, 16, 50000, 8192, 16, tied=True, max_positions=4096)
     batch = Batch(96, 1, 2048)
-    space = Space(model, batch, site, PlanOptions(), Costs())
-    evaluator, count = Evaluator(model, batch, site, PlanOptions(), Costs()), 0
+    problem = Problem(model, batch, site, PlanOptions(), Costs())
+    space, evaluator, count = Space(problem), Evaluator(problem), 0
     for placement in space.placements()[::4]:
         for c in evaluator.candidates(placement):
             unshared = replace(c.layout, pool_memo=Memo())

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.integration
 
 
 def step_s(model: str, batch: Batch, site: Site, **options: object) -> float:
-    return search(named(model), batch, site, PlanOptions(**options), Costs(), Clock())[0].seconds  # type: ignore[arg-type]
+    problem = Problem(named(model), batch, site, PlanOptions(**options), Costs())  # type: ignore[arg-type]
+    return search(problem, Clock())[0].seconds
 
 
 def make_site(ethernet_gbps: float, *fabrics: tuple[str, int, float | None, Gpu]) -> Site:
@@ -120,7 +121,7 @@ def test_interleaving_is_chosen_for_gpt3_on_128_h100() -> None:
     site = make_site(100, ("ib", 16, 3200.0, H100))
     for software in (Software(), Software(aligned_gather=True, overlap_tp=True)):
         options = PlanOptions(search_micro_size=True, unequal="false")
-        found = search(model, Batch(256, 1, 2048), site, options, Costs(software=software), Clock())
+        found = search(Problem(model, Batch(256, 1, 2048), site, options, Costs(software=software)), Clock())
         near = [c.layout.parallel.virtual_stages for c in found if c.seconds < 1.005 * found[0].seconds]
         assert near[0] >= 5 and max(near) >= 6, near
 
@@ -185,8 +186,8 @@ def test_free_micro_batch_size_gives_no_slower_plan() -> None:
 def test_estimates_are_hardly_too_long(problem: tuple[ModelSpec, Batch, Site]) -> None:
     """The search relies on this when it prunes a placement."""
     model, batch, site = problem
-    placements = Space(model, batch, site, PlanOptions(), Costs()).placements()
-    evaluator = Evaluator(model, batch, site, PlanOptions(), Costs())
+    problem = Problem(model, batch, site, PlanOptions(), Costs())
+    placements, evaluator = Space(problem).placements(), Evaluator(problem)
     sample = placements[:: max(1, len(placements) // 20)]
     candidates = [candidate for placement in sample for candidate in evaluator.candidates(placement)]
     assert len(candidates) >= 10
@@ -197,8 +198,8 @@ def test_estimates_are_hardly_too_long(problem: tuple[ModelSpec, Batch, Site]) -
 
 def test_search_stopped_by_the_time_limit_has_a_plan_and_notes_its_gap() -> None:
     model, batch, site = THREE_FABRICS
-    full = search(model, batch, site, PlanOptions(), Costs(), Clock())
-    stopped = search(model, batch, site, PlanOptions(), Costs(), Clock(seconds=1e-9))
+    full = search(Problem(model, batch, site, PlanOptions(), Costs()), Clock())
+    stopped = search(Problem(model, batch, site, PlanOptions(), Costs()), Clock(seconds=1e-9))
     assert 1 < len(stopped) < len(full)  # each fabric, each pair and all of them are always tried
     assert stopped[0].seconds <= 1.3 * full[0].seconds
     assert [note for note in stopped[0].notes if "the search was stopped" in note]
@@ -209,7 +210,7 @@ def test_progress_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holmes_hpc.planning.search.explore.PROGRESS_INTERVAL_S", 0)
     lines: list[str] = []
     model, batch, site = FOUR_FABRICS
-    best = search(model, batch, site, PlanOptions(), Costs(), Clock(report=lines.append))[0]
+    best = search(Problem(model, batch, site, PlanOptions(), Costs()), Clock(report=lines.append))[0]
     assert len(lines) > 2 and all(line.startswith("planning: ") for line in lines)
     assert f"{best.seconds:.3g} s a step" in lines[-1]
 
