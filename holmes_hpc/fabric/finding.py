@@ -22,10 +22,6 @@ class Finding:
     node: str = ""
     nic: str = ""
 
-    def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ValueError(f"level {self.level!r} is not one of {LEVELS}")
-
     def __str__(self) -> str:
         return " ".join(f"{self.level}: {self.where}: {self.what}; {self.hint}".split())
 

@@ -60,12 +60,6 @@ class Costs:
     corrections: Corrections = NO_CORRECTIONS
 
     def __post_init__(self) -> None:
-        pace, dtype = self.pace_layer_ms, self.dtype
-        ConfigError.refuse(
-            "costs",
-            (dtype not in (None, "fp32", "bf16", "fp16"), f"unknown dtype {dtype!r}", "use fp32, bf16 or fp16"),
-            (pace is not None and not pace > 0, f"pace_layer_ms is {pace}", "use milliseconds above 0"),
-        )
         if self.calibration is not None:
             self.calibration.refuse_other_settings(self.pace_layer_ms, self.dtype)
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.plan.parts import Component
 
@@ -19,19 +18,6 @@ class Transport:
     kind: str
     nic: NicType | None = None
     fabric: str | None = None
-
-    def __post_init__(self) -> None:
-        is_valid = {
-            "local": self.nic is None,
-            "rdma": self.nic is not None and self.nic.rdma and self.fabric is not None,
-            "tcp": self.nic is NicType.ETHERNET,
-        }
-        if not is_valid.get(self.kind, False):
-            raise PlanError(
-                f"transport {self.kind!r} over {self.nic} in fabric {self.fabric} does not exist",
-                where="transport",
-                hint="use local, rdma (ib, roce, …, with its fabric) or tcp (ethernet)",
-            )
 
     def __str__(self) -> str:
         return {"local": "local", "tcp": "tcp over ethernet"}.get(self.kind, f"rdma over {self.nic} ({self.fabric})")

@@ -116,13 +116,6 @@ class ScheduleKind:
     per_stage: bool = False
     splits: bool = False
 
-    def __post_init__(self) -> None:
-        smallest, largest = self.chunks
-        if smallest < 1 or (largest is not None and largest < smallest):
-            raise ValueError(f"schedule {self.name}: chunks are {self.chunks}")
-        if (self.splits or self.turns is not alternating) and self.chunks != (1, 1):
-            raise ValueError(f"schedule {self.name}: virtual stages need `alternating` turns and no weight passes")
-
     @property
     def option_name(self) -> str:
         """The name that `plan.schedule` takes."""

@@ -63,16 +63,6 @@ class Order:
                 f"{self.micro_batches} micro-batches cannot be divided into groups of PP {self.stages}",
                 "with virtual stages use a multiple of PP micro-batches",
             ),
-            (
-                kind.deepens and len(self.in_flight) != self.stages,
-                f"in_flight is {self.in_flight} for {self.stages} stages",
-                "give one number per stage",
-            ),
-            (
-                len(self.deferred) not in (0, self.stages),
-                f"deferred is {self.deferred} for {self.stages} stages",
-                "give one number per stage",
-            ),
         )
         if not kind.deepens:
             in_flight = kind.in_flight(self.stages, self.micro_batches, self.chunks)

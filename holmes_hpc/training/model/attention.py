@@ -42,16 +42,6 @@ class SdpaAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        supported = {"softmax_type": "vanilla", "window_size": None, "apply_query_key_layer_scaling": False}
-        kind = attn_mask_type.name
-        ConfigError.refuse(
-            "model",
-            *(
-                (getattr(config, name, value) != value, f"torch's fused attention does not support {name}", "unset it")
-                for name, value in supported.items()
-            ),
-            (kind != "causal", f"torch's fused attention supports causal masks only, not {kind}", "use a decoder"),
-        )
         self._scale = softmax_scale  # None: one over the root of the head's width
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self._exchanges_heads = cp_comm_type == "a2a"
@@ -71,12 +61,6 @@ class SdpaAttention(MegatronModule):
         `query`: (sequence, batch, heads, width); `key`, `value`: (sequence, batch, groups, width); `attention_mask`:
         from samples.separate_documents, or None for a causal mask.
         """
-        if attention_bias is not None or packed_seq_params is not None:
-            raise ConfigError(
-                "torch's fused attention supports neither a bias nor packed sequences",
-                where="model",
-                hint="pass a mask",
-            )
         attend = partial(self._attend, masked=attention_mask)
         if self._exchanges_heads:  # only with context parallelism
             attend = partial(context_parallel.with_all_tokens, attend)

@@ -38,7 +38,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
-from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer, WeightPass
 from holmes_hpc.planning.schedule.launches import Post, launches
@@ -95,7 +95,9 @@ def run_eager_1f1b(
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config, edges = get_model_config(models[0]), p2p_communicator
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
-    _refuse_unsupported(config, edges, order)
+    is_serial = edges.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    problem = "with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send blocks all computing"
+    ConfigError.refuse("environment", (is_serial, problem, "unset it, or use plan.schedule=1f1b"))
     order = order if order.routes else replace(order, micro_batches=num_microbatches)
     micro_batches, depth = order.micro_batches_of(edges.row), order.depths[edges.row]
     recomputed_from = config.num_microbatches_with_partial_activation_checkpoints
@@ -255,31 +257,6 @@ class TraceReporter:
     def _report(self, kind: str, stage_pass: Any, start: float, end: float) -> None:
         if self._tracer is not None and isinstance(stage_pass, Pass | WeightPass):
             self._tracer(TraceEvent(kind, stage_pass.micro_batch, stage_pass.chunk, start, end, self._in_flight))
-
-
-def _refuse_unsupported(config: Any, edges: Any, order: Order) -> None:
-    stages, hint = edges.pp_group.size(), "unset it, or use plan.schedule=1f1b"
-    message = f"in_flight has {len(order.in_flight)} numbers for {stages} stages"
-    PlanError.refuse("plan.schedule", (len(order.in_flight) != stages, message, "give one number per stage"))
-    ConfigError.refuse(
-        "model",
-        *(
-            (getattr(config, name, False), f"eager 1F1B does not support {name}", hint)
-            for name in (
-                "overlap_moe_expert_parallel_comm",
-                "hybrid_context_parallel",
-                "fine_grained_activation_offloading",
-            )
-        ),
-    )
-    ConfigError.refuse(
-        "environment",
-        (
-            edges.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
-            "with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send blocks all computing",
-            hint,
-        ),
-    )
 
 
 class GradientReduction:

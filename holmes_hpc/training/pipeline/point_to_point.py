@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from holmes_hpc.errors import ConfigError, NetworkError
+from holmes_hpc.errors import NetworkError
 from holmes_hpc.planning.plan.plan import GroupTransport, Plan
 from holmes_hpc.planning.schedule.launches import exchange_order
 from holmes_hpc.training.metrics.profiler import Ranges
@@ -239,19 +239,6 @@ class EdgeCommunicator(P2PCommunicator, Edges):
     ) -> None:
         P2PCommunicator.__init__(self, pp_group, config)
         Edges.__init__(self, channels, device)
-        ConfigError.refuse(
-            "model",
-            (
-                config.variable_seq_lengths,
-                "pipeline edges do not support sequences of varying length",
-                "unset variable_seq_lengths",
-            ),
-            (
-                getattr(config, "mtp_standalone", False),
-                "pipeline edges do not support MTP layers outside the last stage",
-                "put them on the last stage of pipeline_model_parallel_layout",
-            ),
-        )
 
     @property
     def row(self) -> int:
@@ -259,14 +246,7 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         return int(self.pp_group.rank())
 
     def channel(self, role: str, peer: int = 0) -> Channel:
-        """Return this stage's channel of `role`, which has only one `peer`. Raise ConfigError if there is none: the
-        first and the last stage have channels to each other only with virtual stages."""
-        if role not in self.channels:
-            raise ConfigError(
-                f"stage {self.row} has no edge for {role}: the schedule expects virtual stages, the plan has none",
-                where="plan.schedule",
-                hint="give the schedule exactly plan.virtual_stages model chunks",
-            )
+        """Return this stage's channel of `role`, which has only one `peer`."""
         return self.channels[role]
 
     def _communicate(

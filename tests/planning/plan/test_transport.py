@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, Place, Transport, TransportRule
 
@@ -68,22 +67,6 @@ def test_groups_in_host_memory_never_use_rdma(members: str, transport: Transport
     member_places = places(members)
     rule = TransportRule(SITE, mode, frozenset([member_places[0].pool]), False)
     assert rule.of_members(member_places, host_memory=True) == transport
-
-
-@pytest.mark.parametrize(
-    ("kind", "nic", "name"),
-    [
-        ("rdma", None, "a"),
-        ("rdma", NicType.ETHERNET, "a"),
-        ("tcp", None, None),
-        ("rdma", NicType.IB, None),
-        ("local", NicType.IB, None),
-        ("udp", None, None),
-    ],
-)
-def test_impossible_transports_are_refused(kind: str, nic: NicType | None, name: str | None) -> None:
-    with pytest.raises(PlanError, match="does not exist"):
-        Transport(kind, nic, name)
 
 
 groups = st.lists(

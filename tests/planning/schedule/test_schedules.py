@@ -19,7 +19,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError, PlanError
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.schedule.kinds import SCHEDULES, Pass, ScheduleKind, alternating, candidate_schedules
+from holmes_hpc.planning.schedule.kinds import SCHEDULES, Pass, ScheduleKind, candidate_schedules
 from holmes_hpc.planning.schedule.launches import check_launches
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, step_seconds
@@ -117,9 +117,3 @@ def test_an_unknown_schedule_is_refused_in_one_line() -> None:
         with pytest.raises(HolmesError, match="did you mean '1f1b'") as refused:
             wrong()
         assert "\n" not in str(refused.value)
-    for chunks in ((0, 1), (3, 2)):
-        with pytest.raises(ValueError, match="chunks are"):
-            replace(SCHEDULES["1f1b"], chunks=chunks)
-    with pytest.raises(ValueError, match="virtual stages need `alternating` turns"):
-        replace(SCHEDULES["ahead"], turns=lambda t, _: np.arange(2 * t))
-    assert replace(SCHEDULES["ahead"], turns=alternating) == SCHEDULES["ahead"]

@@ -18,7 +18,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from sites import A100
 
-from holmes_hpc.errors import ConfigError, PlanError
+from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.data import samples
 from holmes_hpc.training.model import attention
@@ -101,13 +101,6 @@ def test_dropout_is_used_in_training_only_with_the_random_state_of_the_tensor_pa
     attention_layer.eval()
     first, second = (attention_layer(*inputs, attention_mask=None) for _ in range(2))
     assert torch.equal(first, second) and len(forks) == 2
-
-
-def test_unsupported_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match="window_size"):
-        build(SdpaAttention, 4, 4, window_size=(8, 0))
-    with pytest.raises(ConfigError, match="bias"):
-        build(SdpaAttention, 4, 4)(*(torch.zeros(4, 1, 4, 16),) * 3, attention_mask=None, attention_bias=torch.ones(4))
 
 
 @pytest.mark.parametrize(

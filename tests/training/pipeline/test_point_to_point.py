@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import Case, play_apart, server
 
-from holmes_hpc.errors import ConfigError, NetworkError
+from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.plan.parallel import Parallel, groups
 from holmes_hpc.planning.plan.plan import GroupTransport
@@ -173,29 +173,6 @@ def test_sends_without_a_wait_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) ->
             wait_on_reqs=False,
         )
     assert len(channel._leaving) <= 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"variable_seq_lengths": True}, "varying length; unset"),
-        ({"variable_seq_lengths": False, "mtp_standalone": True}, "MTP layers outside the last stage; put them"),
-        ({"variable_seq_lengths": False}, "stage 0 has no edge for forward_in: the schedule expects virtual stages"),
-    ],
-)
-def test_what_the_edges_do_not_support_is_refused(
-    settings: dict[str, bool], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(point_to_point.P2PCommunicator, "__init__", lambda self, group, config: None)
-    with pytest.raises(ConfigError, match=message):
-        communicator = point_to_point.EdgeCommunicator(
-            None,  # type: ignore[arg-type]
-            SimpleNamespace(**settings),
-            {},
-            torch.device("cpu"),
-        )
-        communicator.pp_group = SimpleNamespace(rank=lambda: 0)  # type: ignore[assignment]
-        communicator.channel("forward_in")
 
 
 # ---- between two processes
