@@ -14,7 +14,7 @@ from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.costs import BYTES
 from holmes_hpc.planning.cost.layout import Layout, memoised
 from holmes_hpc.planning.plan.plan import Component
-from holmes_hpc.planning.plan.transport import Transport
+from holmes_hpc.planning.plan.transport import LOCAL, Transport
 from holmes_hpc.planning.schedule.simulation import RowDurations
 
 
@@ -122,8 +122,7 @@ def transfer_s(layout: Layout, transport: Transport, source: Component, target: 
     )
     seconds = layout.latency(transport, source, peer=target) + sent_bytes / slowest_rate
     if layout.costs.software.scatter_transfers and p.tp > 1 and not p.sequence_parallel:
-        local = Transport("local")
-        seconds += layout.latency(local, target) + sent_bytes * (p.tp - 1) / layout.rate(local, target)
+        seconds += layout.latency(LOCAL, target) + sent_bytes * (p.tp - 1) / layout.rate(LOCAL, target)
     return seconds
 
 
@@ -157,53 +156,53 @@ def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
     return down, np.roll(up, 1)
 
 
-def collective_times(
-    layout: Layout,
-    component: Component,
-    transport: Transport,
-    ranks: int,
-    nodes: int,
-    op: str,
-    factor: float,
-    sharing: float,
-    pairs: Sequence[tuple[Component, Component]] = (),
-    senders: float = 1,
-) -> np.ndarray:
-    """Return the seconds of a ring collective per byte of the complete tensor and per call, (2,).
+@dataclass(frozen=True)
+class Ring:
+    """A ring for collectives of `ranks` ranks on `nodes` nodes of `component`.
 
-    Each rank sends `factor` * (n-1)/n of the tensor. `sharing` groups leave one node, each once. A ring has as many
-    steps as ranks, each with a latency. `op`: the link's key. `pairs`: components that the ring connects beside
-    its path through this one; each step waits for the slowest. `senders`: nodes of a pair that send to the other
-    component at once, in as many rings; they share the `total_gbps` of its link.
+    `sharing` such rings leave one node, each once. `pairs`: components that it connects beside its path through
+    `component`; each step waits for the slowest. `senders`: nodes of a pair that send to the other component at once,
+    in as many rings; they share the `total_gbps` of its link.
     """
-    if ranks == 1:
-        return np.zeros(2)
-    fill = layout.costs.collectives(layout.pool(component).gpu).gather_fill if op == "all_gather" else 0.0
-    sent_share = factor * (ranks - 1 + fill) / ranks
-    local = Transport("local")
-    inside = sent_share / layout.rate(local, component, op)
-    latency_s = factor * ((ranks - nodes) * layout.latency(local, component, op))
-    if transport.kind == "local":
-        return np.array([inside, latency_s])
-    rates = [layout.rate(transport, component, op), *(layout.rate(transport, a, op, b, senders) for a, b in pairs)]
-    delays = [layout.latency(transport, component, op), *(layout.latency(transport, a, op, b) for a, b in pairs)]
-    outside = sent_share * sharing / min(rates)
-    latency_s += factor * (nodes - 1) * max(delays)
-    return np.array([max(inside if ranks > nodes else 0.0, outside), latency_s])
+
+    layout: Layout
+    component: Component
+    transport: Transport
+    ranks: int
+    nodes: int
+    sharing: float
+    pairs: Sequence[tuple[Component, Component]] = ()
+    senders: float = 1
+
+    def seconds(self, op: str, factor: float, size: float) -> np.ndarray:
+        """Return the seconds of a collective per `size` bytes of the complete tensor and per call, (2,).
+
+        Each rank sends `factor` * (n-1)/n of the tensor. A ring has as many steps as ranks, each with a latency. `op`:
+        the link's key."""
+        layout, component, ranks = self.layout, self.component, self.ranks
+        if ranks == 1:
+            return np.zeros(2)
+        fill = layout.costs.collectives(layout.pool(component).gpu).gather_fill if op == "all_gather" else 0.0
+        sent_share, wire = factor * (ranks - 1 + fill) / ranks, self.transport
+        inside = sent_share / layout.rate(LOCAL, component, op)
+        latency_s = factor * ((ranks - self.nodes) * layout.latency(LOCAL, component, op))
+        if wire.kind == "local":
+            return np.array([size * inside, latency_s])
+        pairs = self.pairs
+        rates = [layout.rate(wire, component, op), *(layout.rate(wire, a, op, b, self.senders) for a, b in pairs)]
+        delays = [layout.latency(wire, component, op), *(layout.latency(wire, a, op, b) for a, b in pairs)]
+        outside = sent_share * self.sharing / min(rates)
+        latency_s += factor * (self.nodes - 1) * max(delays)
+        return np.array([size * max(inside if ranks > self.nodes else 0.0, outside), latency_s])
 
 
 def _fsdp_times(layout: Layout, component: Component, reduction: Transport, nodes: int) -> np.ndarray:
     """Return the seconds to (gather parameters, reduce gradients) in every pass under FSDP, (2, 2).
     The columns are per parameter and per call."""
-    gpu, costs, tp = layout.pool(component).gpu, layout.costs, layout.parallel.tp
+    costs, ring = layout.costs, Ring(layout, component, reduction, layout.intra_dp_size, nodes, layout.parallel.tp)
+    weight_bytes = costs.weight_bytes(layout.pool(component).gpu)
     return np.array(
-        [
-            np.array([size, 1.0])
-            * collective_times(
-                layout, component, reduction, ranks=layout.intra_dp_size, nodes=nodes, op=op, factor=1.0, sharing=tp
-            )
-            for op, size in (("all_gather", costs.weight_bytes(gpu)), ("reduce_scatter", costs.gradient_size))
-        ]
+        [ring.seconds("all_gather", 1.0, weight_bytes), ring.seconds("reduce_scatter", 1.0, costs.gradient_size)]
     )
 
 
@@ -226,36 +225,20 @@ def _sync_times(
     sharing = p.tp * (min(p.pp, component.gpus_per_node // p.tp) if layout.is_hierarchical else 1)
     ranks, sharing = group or (layout.intra_dp_size, sharing)
 
-    def ring(op: str, factor: float, size: float) -> np.ndarray:
-        return np.array([size, 1.0]) * collective_times(
-            layout,
-            component,
-            transport,
-            ranks=ranks,
-            nodes=nodes,
-            op=op,
-            factor=factor,
-            sharing=sharing,
-            pairs=layout.ring if layout.spans_pools else (),
-        )
-
-    reduce = ring("reduce_scatter", reduce_factor(layout, component, nodes, ranks), costs.wire_size)
+    ring = Ring(layout, component, transport, ranks, nodes, sharing, layout.ring if layout.spans_pools else ())
+    reduce = ring.seconds("reduce_scatter", reduce_factor(layout, component, nodes, ranks), costs.wire_size)
     if not p.distributed_optimizer:
         return reduce, np.zeros(2)
     if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers in other instances
-        reduce = reduce + np.array([costs.wire_size / layout.intra_dp_size, 1.0]) * collective_times(
-            layout,
-            component,
-            layout.inter_dp_transport(),
-            ranks=p.optimizer_instances,
-            nodes=p.optimizer_instances,
-            op="reduce_scatter",
-            factor=collectives.all_reduce,
-            sharing=component.gpus_per_node,
-            pairs=layout.ring_links,
-            senders=max(1, p.world_size / p.optimizer_instances / component.gpus_per_node),
+        count, per_node = p.optimizer_instances, component.gpus_per_node
+        senders = max(1, p.world_size / count / per_node)
+        across = Ring(
+            layout, component, layout.inter_dp_transport(), count, count, per_node, layout.ring_links, senders
         )
-    return reduce, ring("all_gather", collectives.all_gather, costs.weight_bytes(gpu))
+        reduce = reduce + across.seconds(
+            "reduce_scatter", collectives.all_reduce, costs.wire_size / layout.intra_dp_size
+        )
+    return reduce, ring.seconds("all_gather", collectives.all_gather, costs.weight_bytes(gpu))
 
 
 def _tied_embedding_s(layout: Layout) -> float:
@@ -269,19 +252,8 @@ def _tied_embedding_s(layout: Layout) -> float:
         pair = stages[0], stages[-1]
         for component in pair:
             sharing = 1 if transport.kind == "local" else _ranks_at_edge(layout, component)
-            byte, call = collective_times(
-                layout,
-                component,
-                transport,
-                ranks=2,
-                nodes=2,
-                op="reduce_scatter",
-                factor=2.0,
-                sharing=sharing,
-                pairs=[pair],
-                senders=_nodes_at_edge(layout, component),
-            )
-            times.append(float(embedding_bytes(layout) / p.tp * byte + call))
+            ring = Ring(layout, component, transport, 2, 2, sharing, [pair], _nodes_at_edge(layout, component))
+            times.append(float(ring.seconds("reduce_scatter", 2.0, embedding_bytes(layout) / p.tp).sum()))
     return max(times)
 
 
@@ -359,16 +331,6 @@ def tied_per_stage_s(layout: Layout) -> float:
     times = []
     for stage, component in zip(ends, components, strict=True):
         view, transport = layout.views[stage], layout.views[stage].embedding_transport()
-        byte, call = collective_times(
-            view,
-            component,
-            transport,
-            ranks=sum(sizes),
-            nodes=nodes,
-            op="reduce_scatter",
-            factor=2.0,
-            sharing=1.0,
-            pairs=[(components[0], components[1])],
-        )
-        times.append(float(embedding_bytes(layout) * byte + call))
+        ring = Ring(view, component, transport, sum(sizes), nodes, 1.0, [(components[0], components[1])])
+        times.append(float(ring.seconds("reduce_scatter", 2.0, embedding_bytes(layout)).sum()))
     return max(times)
