@@ -196,18 +196,16 @@ class Layout:
         padding = p.vocabulary_parts // sizes.tp  # the vocabulary is padded for the TP of every stage
         return self.memo.of(
             *("view", self.recompute, sizes.tp, sizes.dp, count, component.gpus_per_node),
-            compute=lambda: Layout(
-                replace(self.model, vocab_multiple=self.model.vocab_multiple * padding) if padding > 1 else self.model,
-                Batch(micro_size * sizes.dp * count, micro_size, self.batch.sequence_length),
-                Parallel.uniform(sizes.tp, p.pp, sizes.dp, sequence_parallel=p.sequence_parallel and sizes.tp > 1),
-                recompute=self.recompute,
+            compute=lambda: replace(
+                self,
+                model=replace(self.model, vocab_multiple=self.model.vocab_multiple * padding),
+                batch=Batch(micro_size * sizes.dp * count, micro_size, self.batch.sequence_length),
+                parallel=Parallel.uniform(
+                    sizes.tp, p.pp, sizes.dp, sequence_parallel=p.sequence_parallel and sizes.tp > 1
+                ),
                 schedule=Schedule(PER_STAGE.name, (1,) * p.pp),
                 components=tuple(replace(c, gpus_per_node=component.gpus_per_node) for c in self.components),
-                site=self.site,
-                costs=self.costs,
-                transport_mode=self.transport_mode,
-                edge_dtype=self.edge_dtype,
-                edge_connections=self.edge_connections,
+                pool_memo=Memo(),
             ),
         )
 

@@ -16,13 +16,14 @@ from holmes_hpc.planning.cost.memory import check_memory
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout, slowest_parts
 from holmes_hpc.planning.plan.plan import Plan, Predicted, Stage
 from holmes_hpc.planning.schedule.kinds import SCHEDULES, megatron_kind, schedule_kind
-from holmes_hpc.planning.search.candidate import BUCKET_BYTES, Candidate, Evaluator
+from holmes_hpc.planning.search.candidate import Candidate, Evaluator
 from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, Exploration, explore
 from holmes_hpc.planning.search.infeasible import OutOfMemory, raise_indivisible, raise_out_of_memory
 from holmes_hpc.planning.search.layers import idle_share
 from holmes_hpc.planning.search.micro_batch_shares import SharedSteps, best_shared_steps
 from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, conflicting_option, variants
 from holmes_hpc.planning.search.problem import (
+    BUCKET_BYTES,
     LONG_SEQUENCE,
     Problem,
     available_pools,

@@ -31,10 +31,9 @@ from holmes_hpc.planning.search.layers import (
     uniform_layers,
 )
 from holmes_hpc.planning.search.placement import Block, Placement, component, other_orders
-from holmes_hpc.planning.search.problem import Problem, ep_sizes
+from holmes_hpc.planning.search.problem import BUCKET_BYTES, Problem, ep_sizes
 from holmes_hpc.planning.search.weight_pass_lags import defer
 
-BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 MIN_GAIN = 0.003  # eager 1F1B, and virtual stages, must each gain at least this
 EXTRA_DEPTHS = (1, 2, 4, 8)  # passes in flight to try at every transfer beyond those that hide it
@@ -172,19 +171,12 @@ class Evaluator:
             cp_comm="a2a" if batch.all_to_all else "ring",
         )
         sizes = placement.micro_size, placement.tp, placement.dp, placement.instances, ep
-        return Layout(
-            self.model,
-            batch,
+        return self.problem.layout(
             parallel,
+            batch=batch,
             recompute="none",
             schedule=schedule_of(megatron_kind(chunks=1).name, (1,) * placement.pp),  # :meth:`layout` replaces it
             components=tuple(map(self._component, placement.blocks, first_stages)),
-            site=self.site,
-            costs=self.costs,
-            transport_mode=o.transport,
-            edge_dtype=o.edge_dtype,
-            edge_connections=o.edge_connections,
-            bucket_bytes=o.bucket_bytes or BUCKET_BYTES,
             pool_memo=self._memo.of("common", is_hierarchical and placement.pp, *sizes, compute=Memo),
         )
 

@@ -21,11 +21,18 @@ from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, Parallel, Stag
 from holmes_hpc.planning.plan.parts import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import least_in_flight
-from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS
+from holmes_hpc.planning.search.candidate import BUCKETS
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.layers import uniform_layers
 from holmes_hpc.planning.search.placement import component
-from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools, micro_sizes, tp_sizes
+from holmes_hpc.planning.search.problem import (
+    BUCKET_BYTES,
+    AvailablePool,
+    Problem,
+    available_pools,
+    micro_sizes,
+    tp_sizes,
+)
 
 MAX_STAGES = 16  # of a pipeline inside one pool
 
@@ -119,7 +126,7 @@ def _layout(
     """Return the layout with the most pipelines such that those of each pool fill whole nodes.
 
     None if a pool gets no pipeline, or a pipeline no micro-batch."""
-    model, batch, site, options, costs = problem
+    model, batch, _, _, costs = problem
     components, speeds = list[Component](), list[float]()
     batch = replace(batch, micro_size=micro_size)
     for available in pools:
@@ -136,17 +143,10 @@ def _layout(
         fewest_micro_batches = min(Counter(parallel.routes(batch.micro_batches(1))[0]).values())
     except PlanError:  # more pipelines than micro-batches
         return None
-    return Layout(
-        model,
-        batch,
+    return problem.layout(
         parallel,
+        batch=batch,
         recompute=recompute,
         schedule=Schedule(PER_STAGE.name, tuple(min(n, fewest_micro_batches) for n in least_in_flight((1,) * pp))),
         components=tuple(components),
-        site=site,
-        costs=costs,
-        transport_mode=options.transport,
-        edge_dtype=options.edge_dtype,
-        edge_connections=options.edge_connections,
-        bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
     )

@@ -22,7 +22,7 @@ from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
 from holmes_hpc.planning.plan.plan import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import least_in_flight
-from holmes_hpc.planning.search.candidate import BUCKET_BYTES, BUCKETS
+from holmes_hpc.planning.search.candidate import BUCKETS
 from holmes_hpc.planning.search.explore import MAX_OVERESTIMATE, Clock
 from holmes_hpc.planning.search.layers import (
     balanced_layers,
@@ -183,35 +183,27 @@ def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: S
 
     Return None if it does not fit.
     """
-    model, batch, site, options, costs = problem
-    components, sizes = list[Component](), list[StageParallel]()
+    components, sizes, max_gib = list[Component](), list[StageParallel](), problem.options.max_memory_gib
     for index, stages_on_pool in groupby(shape.stages, key=lambda stage: stage[0]):
         pool, stages = available[index], list(stages_on_pool)
         gpus, all_nodes = pool.gpus_per_node, sum(nodes for _, nodes, _ in stages)
         components.append(component(pool.pool, all_nodes, gpus, first_stage=len(sizes), stages=len(stages)))
         sizes += [StageParallel(tp, nodes * gpus // tp) for _, nodes, tp in stages]
     try:
-        layout = Layout(
-            model,
-            replace(batch, micro_size=shape.micro_size),
+        layout = problem.layout(
             Parallel(tuple(sizes), sequence_parallel=any(s.tp > 1 for s in sizes)),
+            batch=replace(problem.batch, micro_size=shape.micro_size),
             recompute=shape.recompute,
             schedule=Schedule(PER_STAGE.name, least_in_flight(tuple(s.dp for s in sizes))),
             components=tuple(components),
-            site=costs.with_measured_links(site),
-            costs=costs,
-            transport_mode=options.transport,
-            edge_dtype=options.edge_dtype,
-            edge_connections=options.edge_connections,
-            bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
         )
         layers = balanced_layers(layout)
     except PlanError:
         return None
-    if not fits(layout, layers, options.max_memory_gib)[0]:
+    if not fits(layout, layers, max_gib)[0]:
         return None
     deeper = _deepen(layout, layers, 0)
-    return Variant(shape, deeper if fits(deeper, layers, options.max_memory_gib)[0] else layout, layers)
+    return Variant(shape, deeper if fits(deeper, layers, max_gib)[0] else layout, layers)
 
 
 def _deepen(layout: Layout, layers: np.ndarray, extra: int) -> Layout:

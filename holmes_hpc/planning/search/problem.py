@@ -11,9 +11,11 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.plan.parallel import indivisible_sizes
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.plan.parallel import Parallel, indivisible_sizes
 from holmes_hpc.planning.plan.parts import check_experts_and_cp
 
+BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
 MAX_MICRO_SIZE = 32
 LONG_SEQUENCE = 32768  # tokens, from which on all CPs are tried; else only if nothing fits without
 _EXCLUDED = (  # by experts and CP
@@ -32,6 +34,13 @@ class Problem(NamedTuple):
     site: Site
     options: PlanOptions
     costs: Costs
+
+    def layout(self, parallel: Parallel, **fields: Any) -> Layout:
+        """Return a layout with `parallel`, further fields of Layout, and those that the problem fixes."""
+        o = self.options
+        edges = {"edge_dtype": o.edge_dtype, "edge_connections": o.edge_connections}
+        fixed = {"bucket_bytes": o.bucket_bytes or BUCKET_BYTES, "transport_mode": o.transport, **edges}
+        return Layout(self.model, parallel=parallel, site=self.site, costs=self.costs, **fixed, **fields)
 
 
 @dataclass(frozen=True)
