@@ -327,14 +327,9 @@ def communicator(
     two directions wait for each other (benchmarks/one_connection.py). So with gloo plain Megatron-LM also gets a group
     per direction; otherwise it would be slower than on GPUs.
     """
-    if plan.is_per_stage:
-        return per_stage_transfers.build_per_stage_edges(
-            plan, new_group, rank=rank, pp_group=groups.pp, config=config, device=device
-        )
-    if plan.parallel.pp == 1:
+    if plan.parallel.pp == 1 and not plan.is_per_stage:
         return None
     if plan.transport_mode == "single" and plan.order.schedule.megatron and is_nccl(groups.pp):
         return P2PCommunicator(groups.pp, config)
-    return point_to_point.build_communicator(
-        plan, new_group, rank=rank, pp_group=groups.pp, config=config, device=device
-    )
+    build = per_stage_transfers.build_per_stage_edges if plan.is_per_stage else point_to_point.build_communicator
+    return build(plan, new_group, rank=rank, pp_group=groups.pp, config=config, device=device)

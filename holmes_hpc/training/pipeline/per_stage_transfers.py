@@ -15,7 +15,7 @@ from holmes_hpc.training.pipeline.point_to_point import (
     Edges,
     NewGroup,
     Transfer,
-    connect_edge,
+    connect_edges,
     is_nccl,
     wait_all,
 )
@@ -70,11 +70,10 @@ def build_per_stage_edges(
     p, order = plan.parallel, plan.order
     stage, replica, part = p.coordinates(rank)
     edges = PerStageEdges(pp_group, order.row(stage, replica), device)
-    for edge in (group for group in plan.transports() if group.kind == "edge"):
-        for role, peer, channel in connect_edge(plan, edge, new_group, rank=rank, config=config, device=device):
-            peer_stage, peer_replica, peer_part = p.coordinates(peer)
-            rows = shared_rows(plan.batch.sequence_length, (part, p.tp_of(stage)), (peer_part, p.tp_of(peer_stage)))
-            edges.add(role, order.row(peer_stage, peer_replica), channel, rows)
+    for role, peer, channel in connect_edges(plan, new_group, rank, config.pipeline_dtype, device):
+        peer_stage, peer_replica, peer_part = p.coordinates(peer)
+        rows = shared_rows(plan.batch.sequence_length, (part, p.tp_of(stage)), (peer_part, p.tp_of(peer_stage)))
+        edges.add(role, order.row(peer_stage, peer_replica), channel, rows)
     return edges
 
 

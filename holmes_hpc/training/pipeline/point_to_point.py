@@ -299,47 +299,37 @@ def build_communicator(
     `new_group`: creates the process group of one edge on its transport. All ranks call it in the same order; its two
     members get the group.
     """
-    edges = [group for group in plan.transports() if group.kind == "edge"]
-    if plan.parallel.virtual_stages > 1 and plan.parallel.pp == 2:  # the ring closes between the same two ranks
-        edges += [replace(e, ranks=e.ranks[::-1], stages=e.stages[::-1]) for e in edges]
-    channels = {
-        role: connected
-        for edge in edges
-        for role, _, connected in connect_edge(
-            plan, edge, new_group, rank=rank, config=config, device=device, channel_type=channel_type
-        )
-    }
-    return EdgeCommunicator(pp_group, config, channels, device)
+    connected = connect_edges(plan, new_group, rank, config.pipeline_dtype, device, channel_type)
+    return EdgeCommunicator(pp_group, config, {role: channel for role, _, channel in connected}, device)
 
 
-def connect_edge(
+def connect_edges(
     plan: Plan,
-    edge: GroupTransport,
     new_group: NewGroup,
-    *,
     rank: int,
-    config: Any,
+    dtype: torch.dtype,
     device: torch.device,
     channel_type: type[Channel] = Channel,
 ) -> Iterator[tuple[str, int, Channel]]:
-    """Connect both directions of an edge, on its transport. The generator is collective: all ranks run it to its end.
+    """Connect both directions of every edge, on its transport. The generator is collective: all ranks run it to its end.
 
-    Yield (role, the other end's rank, channel) of each direction; nothing on ranks at neither end of the edge.
+    Yield (role, the other end's rank, channel) of each direction of this rank's edges. `dtype`: of activations.
     """
-    is_tcp = edge.transport.kind == "tcp"
-    for direction, (source, target) in (("forward", edge.ranks), ("backward", edge.ranks[::-1])):
+    edges = [group for group in plan.transports() if group.kind == "edge"]
+    if plan.parallel.virtual_stages > 1 and plan.parallel.pp == 2:  # the ring closes between the same two ranks
+        edges += [replace(e, ranks=e.ranks[::-1], stages=e.stages[::-1]) for e in edges]
+    directions = [(e, *end) for e in edges for end in (("forward", *e.ranks), ("backward", *e.ranks[::-1]))]
+    for edge, direction, source, target in directions:
+        is_tcp, is_sender = edge.transport.kind == "tcp", rank == source
         connections = [new_group(edge) for _ in range(plan.edge_connections if is_tcp else 1)]
         if rank not in (source, target):
             continue
-        peer = target if rank == source else source
-        connected = channel_type(
-            f"{direction} {source}->{target}",
-            [c for c in connections if c is not None],
-            peer,
-            codec(plan.edge_dtype, config.pipeline_dtype) if is_tcp else IDENTITY,
-        )
-        _open_connection(connected, device, is_sender=rank == source)
-        yield f"{direction}_{'out' if rank == source else 'in'}", peer, connected
+        peer = target if is_sender else source
+        own_connections = [c for c in connections if c is not None]
+        edge_codec = codec(plan.edge_dtype, dtype) if is_tcp else IDENTITY
+        channel = channel_type(f"{direction} {source}->{target}", own_connections, peer, edge_codec)
+        _open_connection(channel, device, is_sender=is_sender)
+        yield f"{direction}_{'out' if is_sender else 'in'}", peer, channel
 
 
 def _open_connection(channel: Channel, device: torch.device, is_sender: bool) -> None:
