@@ -13,7 +13,7 @@ import difflib
 import math
 import re
 import types
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from enum import Enum
 from functools import cache
@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, g
 
 import msgspec
 
-from holmes_hpc.errors import ConfigError, HolmesError, collected, is_typo, nearest, raise_all
+from holmes_hpc.errors import Case, ConfigError, HolmesError, collected, is_typo, nearest, raise_all
 
 T = TypeVar("T")
 REQUIRED = dataclasses.MISSING
@@ -100,17 +100,23 @@ def _wrong_values(
 
 
 class Checked:
-    """A base class for dataclasses that only need :func:`check` when created, with the arguments of the class.
-    In `where`, ``{0.name}`` stands for the instance's name."""
+    """A base class for dataclasses that are checked when created: by :func:`check`, with the arguments of the class,
+    then for their `_mistakes`. In `where`, ``{0.name}`` stands for the instance's name."""
 
-    _check: tuple[str, type[HolmesError]]
+    _check: tuple[str, type[HolmesError], bool]
 
-    def __init_subclass__(cls, where: str = "", error: type[HolmesError] = ConfigError) -> None:
-        cls._check = where, error
+    def __init_subclass__(cls, where: str = "", error: type[HolmesError] = ConfigError, dotted: bool = False) -> None:
+        cls._check = where, error, dotted
 
     def __post_init__(self) -> None:
-        where, error = self._check
-        check(self, where.format(self), error)
+        template, error, dotted = self._check
+        where = template.format(self)
+        check(self, where, error, dotted)
+        error.refuse("" if dotted else where, *self._mistakes())
+
+    def _mistakes(self) -> Iterable[Case]:
+        """Return (whether the mistake is there, what it is, a hint) for values that do not fit together."""
+        return ()
 
 
 def _unknown(name: str, value: Any, declared: Mapping[str, Key], where: str, error: type[HolmesError]) -> HolmesError:

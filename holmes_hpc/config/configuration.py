@@ -11,32 +11,26 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, HolmesError, collected, raise_all
-from holmes_hpc.schema import REQUIRED, check, key, keys, make
+from holmes_hpc.schema import REQUIRED, Checked, check, key, keys, make
 
 
 @dataclass(frozen=True)
-class LauncherConfig:
+class LauncherConfig(Checked, where="launcher", dotted=True):
     """The configuration group `launcher`: where to start a run's ranks."""
 
     kind: Annotated[
         str, key("slurm: one heterogeneous job; local: processes on this machine", one_of=("slurm", "local"))
     ] = "slurm"
 
-    def __post_init__(self) -> None:
-        check(self, "launcher", dotted=True)
-
 
 @dataclass(frozen=True)
-class ElasticConfig:
+class ElasticConfig(Checked, where="elastic", dotted=True):
     """The configuration group `elastic`: a job that survives the loss of a node."""
 
     enabled: Annotated[bool, key("continue on the other nodes if a node is lost: `--elastic`")] = False
     spares: Annotated[int, key("spare nodes of each component", ge=0)] = 1
     min_nodes: Annotated[int, key("fewest nodes to continue with", ge=1)] = 1
     dead_s: Annotated[float, key("silence after which a node is lost", unit="s", ge=1)] = 3.0
-
-    def __post_init__(self) -> None:
-        check(self, "elastic", dotted=True)
 
 
 @dataclass(frozen=True)

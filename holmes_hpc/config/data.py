@@ -1,14 +1,15 @@
 """The configuration group `data`: the tokens that a run trains on."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from holmes_hpc.errors import ConfigError
-from holmes_hpc.schema import check, key
+from holmes_hpc.errors import Case
+from holmes_hpc.schema import Checked, key
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked, where="data", dotted=True):
     """The source of samples."""
 
     kind: Annotated[
@@ -41,18 +42,8 @@ class DataConfig:
         bool, key("synthetic data: most tokens follow from the previous one, so that the loss falls")
     ] = False
 
-    def __post_init__(self) -> None:
-        check(self, "data", dotted=True)
-        ConfigError.refuse(
-            "",
-            (
-                self.kind == "indexed" and not self.prefix,
-                "data.prefix is not given, but data.kind is indexed",
-                "give data.prefix=PREFIX of `holmes data prepare`",
-            ),
-            (
-                self.documents == "apart" and self.kind != "indexed",
-                "data.documents is apart, but synthetic data have no documents",
-                "remove data.documents, or use data=indexed",
-            ),
-        )
+    def _mistakes(self) -> Iterator[Case]:
+        is_indexed, hint = self.kind == "indexed", "give data.prefix=PREFIX of `holmes data prepare`"
+        yield is_indexed and not self.prefix, "data.prefix is not given, but data.kind is indexed", hint
+        problem = "data.documents is apart, but synthetic data have no documents"
+        yield self.documents == "apart" and not is_indexed, problem, "remove data.documents, or use data=indexed"

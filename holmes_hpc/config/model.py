@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
-from holmes_hpc.errors import PlanError
-from holmes_hpc.schema import Checked, check, key
+from holmes_hpc.errors import Case, PlanError
+from holmes_hpc.schema import Checked, key
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class RopeScaling(Checked, where="rope_scaling", error=PlanError):
     """The scaling of rotary frequencies for sequences longer than those of pre-training."""
 
     factor: Annotated[float, key("divisor of slow frequencies", ge=1)]
@@ -26,16 +27,10 @@ class RopeScaling:
     high_frequency_turns: Annotated[float, key("llama3: above it, no factor applies", gt=0)] = 4.0
     original_positions: Annotated[int, key("llama3: longest sequence of pre-training", unit="tokens", ge=1)] = 8192
 
-    def __post_init__(self) -> None:
-        check(self, "rope_scaling", PlanError)
-        PlanError.refuse(
-            "rope_scaling",
-            (
-                self.low_frequency_turns >= self.high_frequency_turns,
-                f"low_frequency_turns is {self.low_frequency_turns}",
-                f"use a number below high_frequency_turns, which is {self.high_frequency_turns}",
-            ),
-        )
+    def _mistakes(self) -> Iterator[Case]:
+        low, high = self.low_frequency_turns, self.high_frequency_turns
+        hint = f"use a number below high_frequency_turns, which is {high}"
+        yield low >= high, f"low_frequency_turns is {low}", hint
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ class Experts(Checked, where="model.experts", error=PlanError):
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Checked, where="model {0.name}", error=PlanError):
     """A decoder like GPT or Llama. Symbols in formulas: `hidden` h, `ffn` f, `heads` a, `kv_heads` k, `vocab` V."""
 
     name: Annotated[str, key("name in records and tables")]
@@ -115,50 +110,30 @@ class ModelSpec:
         ),
     ] = Experts()
 
-    def __post_init__(self) -> None:
-        where, experts = f"model {self.name}", self.experts
-        check(self, where, PlanError)
-        cause = f" (hidden {self.hidden} over {self.heads} heads)" if self.head_dim is None else ""
-        PlanError.refuse(
-            where,
-            (
-                self.head_dim is None and self.hidden % self.heads,
-                f"hidden {self.hidden} is not a multiple of {self.heads} heads",
-                "choose heads that divide hidden, or give model.head_dim",
-            ),
-            (
-                self.heads % self.kv_heads,
-                f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads",
-                "choose kv_heads that divide heads",
-            ),
-            (
-                self.rope and self.head_width % 2,
-                f"a head is {self.head_width} wide{cause}, an odd number",
-                "choose an even head width, which rotary embedding needs, or model.rope=false",
-            ),
-            (
-                self.rope_scaling is not None and not self.rope,
-                "rope_scaling is set, but the model has no rope",
-                "remove model.rope_scaling",
-            ),
-            (self.gelu_tanh and self.swiglu, "gelu_tanh is set, but the model has swiglu", "remove model.gelu_tanh"),
-            (
-                0 < experts.count < experts.top_k,
-                f"experts.top_k is {experts.top_k}, but a layer has {experts.count} experts",
-                f"use at most {experts.count}",
-            ),
-            (
-                experts.bias and experts.score != "sigmoid",
-                f"experts.bias is {experts.bias}, but experts.score is {experts.score}",
-                "use experts.score=sigmoid, or balance by experts.balance",
-            ),
-            (
-                experts.count and not experts.has_valid_groups,
-                f"experts.top_groups is {experts.top_groups}, of {experts.groups} groups of {experts.count} experts",
-                "choose groups that divide experts.count, and top_groups that divides experts.top_k",
-            ),
-            (experts.count and self.bias, "experts cannot have biases", "use model.bias=false"),
-        )
+    def _mistakes(self) -> Iterator[Case]:
+        experts, heads = self.experts, self.heads
+        hint = "choose heads that divide hidden, or give model.head_dim"
+        has_odd_hidden = self.head_dim is None and self.hidden % heads
+        yield has_odd_hidden, f"hidden {self.hidden} is not a multiple of {heads} heads", hint
+        problem = f"{heads} heads are not a multiple of {self.kv_heads} kv_heads"
+        yield heads % self.kv_heads, problem, "choose kv_heads that divide heads"
+        cause = f" (hidden {self.hidden} over {heads} heads)" if self.head_dim is None else ""
+        problem = f"a head is {self.head_width} wide{cause}, an odd number"
+        hint = "choose an even head width, which rotary embedding needs, or model.rope=false"
+        yield self.rope and self.head_width % 2, problem, hint
+        problem, hint = "rope_scaling is set, but the model has no rope", "remove model.rope_scaling"
+        yield self.rope_scaling is not None and not self.rope, problem, hint
+        problem, hint = "gelu_tanh is set, but the model has swiglu", "remove model.gelu_tanh"
+        yield self.gelu_tanh and self.swiglu, problem, hint
+        problem = f"experts.top_k is {experts.top_k}, but a layer has {experts.count} experts"
+        yield 0 < experts.count < experts.top_k, problem, f"use at most {experts.count}"
+        problem = f"experts.bias is {experts.bias}, but experts.score is {experts.score}"
+        hint = "use experts.score=sigmoid, or balance by experts.balance"
+        yield experts.bias and experts.score != "sigmoid", problem, hint
+        problem = f"experts.top_groups is {experts.top_groups}, of {experts.groups} groups of {experts.count} experts"
+        hint = "choose groups that divide experts.count, and top_groups that divides experts.top_k"
+        yield experts.count and not experts.has_valid_groups, problem, hint
+        yield experts.count and self.bias, "experts cannot have biases", "use model.bias=false"
 
     @property
     def head_width(self) -> int:
@@ -213,16 +188,13 @@ _NEWER_KEYS = {
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Checked, where="batch", error=PlanError, dotted=True):
     """The sequences of one step."""
 
     global_size: Annotated[int, key("sequences per optimizer step, over all replicas", unit="sequences", ge=1)]
     micro_size: Annotated[int, key("sequences per pass through a pipeline stage", unit="sequences", ge=1)]
     sequence_length: Annotated[int, key("tokens per sequence", unit="tokens", ge=1)]
     cp, all_to_all = 1, False  # see PartialBatch
-
-    def __post_init__(self) -> None:
-        check(self, "batch", PlanError, dotted=True)
 
     @property
     def tokens(self) -> int:

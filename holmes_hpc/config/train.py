@@ -1,12 +1,12 @@
 """The configuration group `train`: steps, optimizer, overlap, outputs, ends and restarts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from holmes_hpc.errors import ConfigError
-from holmes_hpc.schema import Checked, check, key
+from holmes_hpc.errors import Case
+from holmes_hpc.schema import Checked, key
 
 GRAD_DTYPES = ("fp32", "bf16", "fp16")
 
@@ -21,7 +21,7 @@ class Profile(Checked, where="train.profile"):
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked, where="train", dotted=True):
     """The settings of a training run. Intervals are in steps; 0 switches them off."""
 
     steps: Annotated[int, key("total optimizer steps, counted from the run's first", ge=1)] = 20
@@ -142,44 +142,27 @@ class TrainConfig:
         bool, key("after the steps, time their parts and the networks, for calibration.yaml (holmes calibrate)")
     ] = False
 
-    def __post_init__(self) -> None:
-        check(self, "train", dotted=True)
+    def _mistakes(self) -> Iterator[Case]:
         end_key = "lr_decay_steps" if self.lr_decay_steps else "steps"
         end_step, is_wsd = self.lr_decay_steps or self.steps, self.lr_schedule == "wsd"
-        ConfigError.refuse(
-            "",
-            (
-                self.grad_dtype not in (None, "fp32", self.dtype) and self.dtype != "auto",
-                f"train.grad_dtype is {self.grad_dtype}, but train.dtype is {self.dtype}",
-                "use fp32, or the type of the weights",
-            ),
-            (
-                self.min_lr > self.lr,
-                f"train.min_lr is {self.min_lr}",
-                f"use a number from 0 up to lr, which is {self.lr}",
-            ),
-            (
-                self.profile is not None and not self.profile.start <= self.profile.stop <= self.steps,
-                f"train.profile.stop is {self.profile and self.profile.stop}",
-                f"use a step from start up to steps, which is {self.steps}",
-            ),
-            (
-                self.warmup_steps > end_step,
-                f"train.warmup_steps is {self.warmup_steps}",
-                f"use a whole number from 0 up to {end_key}, which is {end_step}",
-            ),
-            (
-                self.wsd_decay_steps is not None and not is_wsd,
-                f"train.wsd_decay_steps is set, but train.lr_schedule is {self.lr_schedule}",
-                "remove train.wsd_decay_steps, or add train.lr_schedule=wsd",
-            ),
-            (
-                is_wsd and self.warmup_steps + self.decay_steps > end_step,
-                f"train.wsd_decay_steps is {self.decay_steps}",
-                "use a whole number from 1 up to the number of steps after the warm-up,"
-                f" which is {end_step - self.warmup_steps}",
-            ),
-        )
+        problem = f"train.grad_dtype is {self.grad_dtype}, but train.dtype is {self.dtype}"
+        is_odd = self.grad_dtype not in (None, "fp32", self.dtype) and self.dtype != "auto"
+        yield is_odd, problem, "use fp32, or the type of the weights"
+        hint = f"use a number from 0 up to lr, which is {self.lr}"
+        yield self.min_lr > self.lr, f"train.min_lr is {self.min_lr}", hint
+        if self.profile is not None:
+            is_outside = not self.profile.start <= self.profile.stop <= self.steps
+            hint = f"use a step from start up to steps, which is {self.steps}"
+            yield is_outside, f"train.profile.stop is {self.profile.stop}", hint
+        hint = f"use a whole number from 0 up to {end_key}, which is {end_step}"
+        yield self.warmup_steps > end_step, f"train.warmup_steps is {self.warmup_steps}", hint
+        problem = f"train.wsd_decay_steps is set, but train.lr_schedule is {self.lr_schedule}"
+        hint = "remove train.wsd_decay_steps, or add train.lr_schedule=wsd"
+        yield self.wsd_decay_steps is not None and not is_wsd, problem, hint
+        hint = "use a whole number from 1 up to the number of steps after the warm-up,"
+        hint += f" which is {end_step - self.warmup_steps}"
+        is_long = is_wsd and self.warmup_steps + self.decay_steps > end_step
+        yield is_long, f"train.wsd_decay_steps is {self.decay_steps}", hint
 
     @property
     def decay_steps(self) -> int:

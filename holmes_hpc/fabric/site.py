@@ -91,7 +91,7 @@ _NEWER_KEYS = (
 
 
 @dataclass(frozen=True)
-class Pool:
+class Pool(Checked, where="pool {0.name}", error=SiteError):
     """Alike nodes of one fabric: the same GPUs, NICs, partition and constraint.
 
     Pools that name the same fabric form it. Their nodes reach each other by RDMA, or by Ethernet if `nic` is ethernet.
@@ -129,11 +129,9 @@ class Pool:
     def __post_init__(self) -> None:
         if self.nic in tuple(NicType):
             object.__setattr__(self, "nic", NicType(self.nic))
-        check(self, f"pool {self.name}", SiteError)
-        SiteError.refuse(f"pool {self.name}", *self._mistakes())
+        super().__post_init__()
 
     def _mistakes(self) -> Iterator[Case]:
-        """Yield (whether the mistake is there, what it is, a hint)."""
         for name in (self.name, self.fabric_name):
             is_valid = re.fullmatch(r"[\w.-]*[^\W_][\w.-]*", name)
             yield not is_valid, f"name {name!r} is not letters, digits, '-', '_' or '.'", "choose another name"
@@ -216,7 +214,7 @@ class FabricLink:
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(Checked, where="site {0.name}", error=SiteError):
     """All pools of one Slurm, or of a site file."""
 
     name: Annotated[str, key("name of the site")]
@@ -226,12 +224,7 @@ class Site:
         tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, total_gbps, delay_ms}")
     ] = ()
 
-    def __post_init__(self) -> None:
-        check(self, f"site {self.name}", SiteError)
-        SiteError.refuse(f"site {self.name}", *self._mistakes())
-
     def _mistakes(self) -> Iterator[Case]:
-        """Yield (whether the mistake is there, what it is, a hint)."""
         fabric_names, pairs = list(self.fabrics), [frozenset(link.between) for link in self.links]
         yield not self.pools, "no pool", "list at least one fabric or pool"
         for name, count in Counter(p.name for p in self.pools).items():

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from holmes_hpc.config.model import ModelSpec
-from holmes_hpc.errors import ConfigError, nearest
+from holmes_hpc.errors import Case, ConfigError, nearest
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import FabricLink, Gpu, Pool, Site
 from holmes_hpc.planning.cost.flops import layer_flops
 from holmes_hpc.planning.cost.network_figures import Link
-from holmes_hpc.schema import Checked, check, key, keys, make
+from holmes_hpc.schema import Checked, key, keys, make
 
 NETWORKS = ("local", *map(str, NicType))
 COLLECTIVES = ("reduce_scatter", "all_gather")
@@ -24,7 +24,7 @@ LINKS = (*NETWORKS, *(f"{network}.{collective}" for network in NETWORKS for coll
 
 
 @dataclass(frozen=True)
-class MeasuredPart:
+class MeasuredPart(Checked, where="calibration"):
     """The seconds of one part of a model for one micro-batch of `tokens` tokens, on one of `tp` ranks, with TP's
     collectives.
 
@@ -43,18 +43,13 @@ class MeasuredPart:
     sequence: Annotated[int, key("tokens of a sequence; 0: unknown", ge=0)] = 0
     sequence_parallel: Annotated[bool, key("norms and residuals are split over TP")] = False
 
-    def __post_init__(self) -> None:
-        check(self, "calibration")
-        if self.sequence and self.tokens % self.sequence:
-            raise ConfigError(
-                f"{self.tokens} tokens are not a multiple of the sequence length {self.sequence}",
-                where="calibration",
-                hint="give the tokens of a micro-batch",
-            )
+    def _mistakes(self) -> Iterator[Case]:
+        problem = f"{self.tokens} tokens are not a multiple of the sequence length {self.sequence}"
+        yield self.sequence and self.tokens % self.sequence, problem, "give the tokens of a micro-batch"
 
 
 @dataclass(frozen=True)
-class MeasuredPool:
+class MeasuredPool(Checked, where="calibration"):
     """The measurements on the nodes of one pool.
     `fabric`, `gpu`: as the site names them; empty: any. `links`: ib, roce, ethernet, local for messages, and
     `ib.reduce_scatter`, `ib.all_gather` and so on for the collectives over them. `optimizer_s`: per parameter that a
@@ -68,12 +63,9 @@ class MeasuredPool:
     optimizer_s: Annotated[float | None, key("optimizer time of one parameter", unit="s", ge=0, le=1)] = None
     pass_s: Annotated[float | None, key("overhead of every pass", unit="s", ge=0, le=1e4)] = None
 
-    def __post_init__(self) -> None:
-        check(self, "calibration")
-        unknown = [str(name) for name in self.links if name not in LINKS]
-        ConfigError.refuse(
-            "calibration.links", *((True, f"unknown link {name!r}", nearest(name, LINKS)) for name in unknown)
-        )
+    def _mistakes(self) -> Iterator[Case]:
+        for name in (str(name) for name in self.links if name not in LINKS):
+            yield True, f"unknown link {name!r}", nearest(name, LINKS), "calibration.links"
 
     def has_gpu(self, gpu: Gpu) -> bool:
         """Return whether its GPUs are of this kind, by the site's name or the device's name."""

@@ -15,7 +15,7 @@ from typing import Annotated
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.records.files import read_yaml
-from holmes_hpc.schema import Checked, check, key, make
+from holmes_hpc.schema import Checked, key, make
 
 # A100, H100, H200 and B200 have 153 to 295 FLOPs per byte. An unknown GPU gets this value.
 FLOPS_PER_BYTE = 200.0
@@ -25,7 +25,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (6
 
 
 @dataclass(frozen=True)
-class Kind:
+class Kind(Checked, where="gpu kind {0.name}"):
     """The kernel efficiencies of one kind of GPU (kernel_figures.yaml). `known` False: assumed, without a table."""
 
     name: str
@@ -38,9 +38,6 @@ class Kind:
     generation: str = ""
     source: str = ""
     known: bool = True
-
-    def __post_init__(self) -> None:
-        check(self, f"gpu kind {self.name}")
 
 
 @cache

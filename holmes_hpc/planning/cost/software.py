@@ -1,19 +1,20 @@
 """The behaviour of a training program that determines its times and memory: fusion, overlap, sharding."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import ConfigError
+from holmes_hpc.errors import Case
 from holmes_hpc.fabric.site import ATTENTION, FUSED_ATTENTION
-from holmes_hpc.schema import check, key
+from holmes_hpc.schema import Checked, key
 
 SHARDING = ("none", "optimizer", "gradients", "full")
 RECOMPUTABLE = ("scores", "norms", "ffn")  # parts of a layer for selective recomputation
 
 
 @dataclass(frozen=True)
-class Software:
+class Software(Checked, where="software"):
     """The behaviour of a training program; the defaults are current programs.
 
     `attention`: flash (FlashAttention-2 or later, scores stay on the chip), flash1 (its first version), sdpa (torch's
@@ -50,25 +51,12 @@ class Software:
     recompute_parts: Annotated[tuple[str, ...], key("parts for selective recomputation")] = ("scores",)
     recompute_layers: Annotated[int | None, key("layers per chunk for full recomputation; null: all", ge=0)] = None
 
-    def __post_init__(self) -> None:
-        check(self, "software")
-        ConfigError.refuse(
-            "software.recompute_parts",
-            *(
-                (
-                    part not in RECOMPUTABLE,
-                    f"unknown part {part!r} to recompute",
-                    f"use some of {', '.join(RECOMPUTABLE)}",
-                )
-                for part in self.recompute_parts
-            ),
-            (
-                self.sharding == "full" and not self.overlap,
-                "sharding=full requires overlap",
-                "set overlap (FSDP prefetches), or sharding=optimizer",
-                "software",
-            ),
-        )
+    def _mistakes(self) -> Iterator[Case]:
+        for part in self.recompute_parts:
+            hint = f"use some of {', '.join(RECOMPUTABLE)}"
+            yield part not in RECOMPUTABLE, f"unknown part {part!r} to recompute", hint, "software.recompute_parts"
+        hint = "set overlap (FSDP prefetches), or sharding=optimizer"
+        yield self.sharding == "full" and not self.overlap, "sharding=full requires overlap", hint
 
     @staticmethod
     def facts_of(train: TrainConfig, transport: str) -> dict[str, Any]:

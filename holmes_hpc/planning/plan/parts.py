@@ -36,7 +36,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Component:
+class Component(Checked, where="component {0.pool}", error=PlanError):
     """One component of the heterogeneous job: `nodes` of one pool with the pipeline `stages` (all if hierarchical).
     The plan fills in partition, constraint, fabric and stages."""
 
@@ -47,9 +47,6 @@ class Component:
     gpus_per_node: Annotated[int, key("ranks on each node", ge=1)]
     stages: Annotated[tuple[int, ...], key("stages of the component", ge=0)] = ()
     fabric: Annotated[str, key("fabric of the pool")] = ""
-
-    def __post_init__(self) -> None:
-        check(self, f"component {self.pool}", PlanError)
 
     @property
     def ranks(self) -> int:

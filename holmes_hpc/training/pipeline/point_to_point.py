@@ -311,7 +311,7 @@ def connect_edges(
     device: torch.device,
     channel_type: type[Channel] = Channel,
 ) -> Iterator[tuple[str, int, Channel]]:
-    """Connect both directions of every edge, on its transport. The generator is collective: all ranks run it to its end.
+    """Connect both directions of every edge, on its transport. The generator is collective: all ranks exhaust it.
 
     Yield (role, the other end's rank, channel) of each direction of this rank's edges. `dtype`: of activations.
     """
