@@ -112,7 +112,8 @@ class Checked:
         template, error, dotted = self._check
         where = template.format(self)
         check(self, where, error, dotted)
-        error.refuse("" if dotted else where, *self._mistakes())
+        for case in self._mistakes():  # in turn: later ones may rely on the absence of earlier ones
+            error.refuse("" if dotted else where, case)
 
     def _mistakes(self) -> Iterable[Case]:
         """Return (whether the mistake is there, what it is, a hint) for values that do not fit together."""

@@ -290,33 +290,14 @@ def check_site(plan: Plan, target_site: Site) -> None:
     for component in plan.components:
         name, planned = component.pool, plan.site.pool(component.pool)
         actual, where = pools.get(name, planned), f"site {target_site.name}: pool {name}"
-        PlanError.refuse(
-            f"site {target_site.name}",
-            (
-                name not in pools,
-                f"the plan needs pool {name!r} of site {plan.site.name}; this site has {', '.join(pools)}",
-                hint,
-            ),
-            *(
-                (
-                    getattr(planned, key) != getattr(actual, key),
-                    f"the plan was made for {key} {getattr(planned, key) or 'none'}, this site has"
-                    f" {getattr(actual, key) or 'none'}",
-                    hint,
-                    where,
-                )
-                for key in ("nic", "partition", "constraint", "gpus_per_node")
-            ),
-            (
-                component.nodes > actual.nodes,
-                f"the plan needs {component.nodes} nodes, {actual.nodes} can be used",
-                hint,
-                where,
-            ),
-            (
-                new_rivals := sorted({*expand(actual.exclude)} - {*expand(planned.exclude)}),
-                f"the plan's jobs do not exclude nodes {compress(new_rivals)}, which this site excludes",
-                hint,
-                where,
-            ),
-        )
+        problem = f"the plan needs pool {name!r} of site {plan.site.name}; this site has {', '.join(pools)}"
+        PlanError.refuse(f"site {target_site.name}", (name not in pools, problem, hint))
+        for key in ("nic", "partition", "constraint", "gpus_per_node"):
+            old, new = getattr(planned, key), getattr(actual, key)
+            problem = f"the plan was made for {key} {old or 'none'}, this site has {new or 'none'}"
+            PlanError.refuse(where, (old != new, problem, hint))
+        problem = f"the plan needs {component.nodes} nodes, {actual.nodes} can be used"
+        PlanError.refuse(where, (component.nodes > actual.nodes, problem, hint))
+        new_rivals = sorted({*expand(actual.exclude)} - {*expand(planned.exclude)})
+        problem = f"the plan's jobs do not exclude nodes {compress(new_rivals)}, which this site excludes"
+        PlanError.refuse(where, (new_rivals, problem, hint))

@@ -17,7 +17,7 @@ import numpy as np
 
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import Case, PlanError
-from holmes_hpc.schema import check, key
+from holmes_hpc.schema import Checked, check, key
 
 # Megatron-Core's names: the first name varies fastest.
 PIPELINE_ORDER = "tp-cp-ep-dp-pp"  # a stage is one block of ranks: a fabric can hold whole stages
@@ -51,7 +51,7 @@ _stage = lru_cache(maxsize=1024)(StageParallel)  # a search asks for the same va
 
 
 @dataclass(frozen=True)
-class Parallel:
+class Parallel(Checked, where="parallel", error=PlanError):
     """TP and DP of every stage, and the order of the ranks.
 
     `virtual_stages`: model chunks of one pipeline rank (1: not interleaved). `optimizer_instances`: the number of equal
@@ -77,60 +77,31 @@ class Parallel:
         """Return the layout in which all `pp` stages have the same `tp` and `dp`."""
         return cls((_stage(tp, dp),) * pp, **settings)
 
-    def __post_init__(self) -> None:
-        check(self, "parallel", PlanError)
-        PlanError.refuse("parallel", (not self.stages, "no stages", "give at least one stage"))
-        instances, dp, is_uniform = self.optimizer_instances, self.stages[0].dp, self.is_uniform
-        PlanError.refuse(
-            "parallel",
-            (dp % self.cp, f"CP {self.cp} does not divide {dp} replicas", "give a multiple as CP x DP", "parallel.cp"),
-            (
-                self.order not in ORDERS,
-                f"unknown rank order {self.order!r}",
-                f"use one of {', '.join(ORDERS)}",
-                "parallel.order",
-            ),
-            (
-                len(self.tps) > 1 and not self.sequence_parallel,
-                f"stages of TP {', '.join(map(str, self.tps))} without sequence_parallel",
-                "set it: stages of different TP exchange parts of the sequence",
-            ),
-            *(
-                (
-                    not is_uniform and getattr(self, name) != default and not (name == "order" and self.is_even),
-                    f"{name} is {getattr(self, name)} with per-stage TP/DP",
-                    f"use {default}, or the same TP and DP in every stage",
-                    f"parallel.{name}",
-                )
-                for name, default in _UNIFORM_ONLY.items()
-            ),
-            (
-                dp % instances,
-                f"dp={dp} cannot be cut into {instances} equal optimizer instances",
-                "choose a divisor of dp",
-            ),
-            (
-                self.stages[0].ranks % self.ep,
-                f"EP {self.ep} does not divide the {self.stages[0].ranks} ranks of a stage",
-                "choose a divisor of TP x DP",
-                "parallel.ep",
-            ),
-            (
-                instances > 1 and not self.distributed_optimizer,
-                "optimizer instances need the distributed optimizer",
-                "set distributed_optimizer",
-            ),
-            (
-                self.virtual_stages > 1 and self.pp == 1,
-                "virtual stages need a pipeline",
-                "use pp above 1 or virtual_stages=1",
-            ),
-            (
-                self.sequence_parallel and self.tps == (1,),
-                "sequence parallel needs tp above 1",
-                "unset sequence_parallel",
-            ),
-        )
+    def _mistakes(self) -> Iterator[Case]:
+        yield not self.stages, "no stages", "give at least one stage"
+        instances, dp, ranks = self.optimizer_instances, self.stages[0].dp, self.stages[0].ranks
+        problem, hint = f"CP {self.cp} does not divide {dp} replicas", "give a multiple as CP x DP"
+        yield dp % self.cp, problem, hint, "parallel.cp"
+        problem, hint = f"unknown rank order {self.order!r}", f"use one of {', '.join(ORDERS)}"
+        yield self.order not in ORDERS, problem, hint, "parallel.order"
+        problem = f"stages of TP {', '.join(map(str, self.tps))} without sequence_parallel"
+        hint = "set it: stages of different TP exchange parts of the sequence"
+        yield len(self.tps) > 1 and not self.sequence_parallel, problem, hint
+        for name, default in _UNIFORM_ONLY.items() if not self.is_uniform else ():
+            problem = f"{name} is {getattr(self, name)} with per-stage TP/DP"
+            hint = f"use {default}, or the same TP and DP in every stage"
+            is_needed = getattr(self, name) != default and not (name == "order" and self.is_even)
+            yield is_needed, problem, hint, f"parallel.{name}"
+        problem = f"dp={dp} cannot be cut into {instances} equal optimizer instances"
+        yield dp % instances, problem, "choose a divisor of dp"
+        problem = f"EP {self.ep} does not divide the {ranks} ranks of a stage"
+        yield ranks % self.ep, problem, "choose a divisor of TP x DP", "parallel.ep"
+        problem = "optimizer instances need the distributed optimizer"
+        yield instances > 1 and not self.distributed_optimizer, problem, "set distributed_optimizer"
+        hint = "use pp above 1 or virtual_stages=1"
+        yield self.virtual_stages > 1 and self.pp == 1, "virtual stages need a pipeline", hint
+        is_useless = self.sequence_parallel and self.tps == (1,)
+        yield is_useless, "sequence parallel needs tp above 1", "unset sequence_parallel"
 
     @cached_property
     def is_uniform(self) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.config.plan_options import SCHEDULE_NAMES
-from holmes_hpc.errors import PlanError
+from holmes_hpc.errors import Case, PlanError
 from holmes_hpc.schema import Checked, check, key
 
 
@@ -112,21 +112,17 @@ def check_sequence_length(model: ModelSpec, length: int) -> None:
 def check_experts_and_cp(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> None:
     """Raise PlanError for what experts or context parallelism exclude. `sizes`: has `tp`, `ep`, `cp` and `cp_comm`;
     None means 1. `used`: whether each of the features is used that both exclude."""
+    PlanError.refuse("plan.ep", *_expert_and_context_mistakes(model, sizes, used))
+
+
+def _expert_and_context_mistakes(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> Iterator[Case]:
     count, ep, cp = model.experts.count, sizes.ep or 1, sizes.cp or 1
-    PlanError.refuse(
-        "plan.ep",
-        (ep > 1 and not count, f"EP is {ep}, the model has no experts", "use 1, or a model with experts"),
-        (count % ep, f"EP {ep} does not divide {count} experts", f"use a divisor of {count}"),
-        *(
-            (is_given and is_used, f"{feature} not support {name}", "use only one of them", "plan")
-            for is_given, feature in ((count, "experts do"), (cp > 1, "context parallelism does"))
-            for name, is_used in used.items()
-        ),
-        (cp > 1 and model.dropout, "context parallelism does not support dropout", "use 0", "model.dropout"),
-        (
-            cp > 1 and sizes.cp_comm == "a2a" and model.kv_heads % (cp * (sizes.tp or 1)),
-            f"all-to-all attention: TP x CP {cp} does not divide {model.kv_heads} heads of keys and values",
-            "use ring",
-            "plan.cp_comm",
-        ),
-    )
+    yield ep > 1 and not count, f"EP is {ep}, the model has no experts", "use 1, or a model with experts"
+    yield count % ep, f"EP {ep} does not divide {count} experts", f"use a divisor of {count}"
+    for is_given, feature in ((count, "experts do"), (cp > 1, "context parallelism does")):
+        for name, is_used in used.items():
+            yield is_given and is_used, f"{feature} not support {name}", "use only one of them", "plan"
+    yield cp > 1 and model.dropout, "context parallelism does not support dropout", "use 0", "model.dropout"
+    has_split_heads = sizes.cp_comm == "a2a" and model.kv_heads % (cp * (sizes.tp or 1))
+    problem = f"all-to-all attention: TP x CP {cp} does not divide {model.kv_heads} heads of keys and values"
+    yield cp > 1 and has_split_heads, problem, "use ring", "plan.cp_comm"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import EDGE_DTYPES, RECOMPUTE, STRATEGIES, TRANSPORT_MODES, edges_ignored
 from holmes_hpc.config.train import GRAD_DTYPES
-from holmes_hpc.errors import PlanError, RunFailed
+from holmes_hpc.errors import Case, PlanError, RunFailed
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.plan import plan_file
 from holmes_hpc.planning.plan.parallel import (
@@ -86,66 +86,38 @@ class Plan:
 
     def _check_nodes(self) -> None:
         pools, ranks = [c.pool for c in self.components], sum(c.ranks for c in self.components)
-        sizes = [
-            (c.pool, *size)
-            for c in self.components
-            for pool in [self.site.pool(c.pool)]
-            for size in ((c.nodes, pool.nodes, "nodes"), (c.gpus_per_node, pool.gpus_per_node, "GPUs per node"))
-        ]
-        PlanError.refuse(
-            "components",
-            (
-                len(set(pools)) < len(pools),
-                f"pools {', '.join(pools)}: one is listed twice",
-                "use one component per pool",
-            ),
-            *(
-                (n > limit, f"{n} {unit} needed, the site has {limit}", f"use at most {limit}", f"component {pool}")
-                for pool, n, limit, unit in sizes
-            ),
-            (
-                ranks != self.world_size,
-                f"components hold {ranks} ranks, {self.parallel} needs {self.world_size}",
-                "make both numbers equal",
-            ),
-        )
+        problem = f"pools {', '.join(pools)}: one is listed twice"
+        PlanError.refuse("components", (len(set(pools)) < len(pools), problem, "use one component per pool"))
+        for c, pool in zip(self.components, map(self.site.pool, pools), strict=True):
+            sizes = (c.nodes, pool.nodes, "nodes"), (c.gpus_per_node, pool.gpus_per_node, "GPUs per node")
+            for n, limit, unit in sizes:
+                problem = f"{n} {unit} needed, the site has {limit}"
+                PlanError.refuse(f"component {c.pool}", (n > limit, problem, f"use at most {limit}"))
+        problem = f"components hold {ranks} ranks, {self.parallel} needs {self.world_size}"
+        PlanError.refuse("components", (ranks != self.world_size, problem, "make both numbers equal"))
 
     def _check_model(self) -> None:
-        m, p, sequence = self.model, self.parallel, self.parts.sequence_length
-        lengths = (
-            ("stages", self.stages, p.pp),
-            ("schedule.in_flight", self.schedule.in_flight, p.pp),
-            *(
-                (f"schedule.{name}", getattr(self.schedule, name), p.pp)
-                for name in (("deferred", "final") if self.schedule.deferred else ())
-            ),
-            *((f"stages[{s}].chunks", stage.chunks, p.virtual_stages) for s, stage in enumerate(self.stages)),
-        )
+        PlanError.refuse("stages", *self._model_mistakes())
+        check_sequence_length(self.model, self.batch.sequence_length)
+
+    def _model_mistakes(self) -> Iterator[Case]:
+        m, p, sequence, schedule = self.model, self.parallel, self.parts.sequence_length, self.schedule
+        for tp in p.tps:
+            yield from indivisible_sizes(m, tp)
+        for tp in p.tps if p.sequence_parallel else ():
+            problem, place = f"TP {tp} does not divide a sequence of {sequence}", "parallel.sequence_parallel"
+            yield sequence % tp, problem, "switch it off, or use a TP that divides it", place
+        lengths: list[tuple[str, Sized, int]] = [("stages", self.stages, p.pp)]
+        names = ("in_flight", *(("deferred", "final") if schedule.deferred else ()))
+        lengths += [(f"schedule.{name}", getattr(schedule, name), p.pp) for name in names]
+        lengths += [(f"stages[{s}].chunks", stage.chunks, p.virtual_stages) for s, stage in enumerate(self.stages)]
+        for where, values, count in lengths:
+            problem = f"{len(values)} entries, but the layout is {p}"
+            yield len(values) != count, problem, f"give {count}", where
         layers = sum(s.layers for s in self.stages)
-        PlanError.refuse(
-            "stages",
-            *(case for tp in p.tps for case in indivisible_sizes(m, tp)),
-            *(
-                (
-                    p.sequence_parallel and sequence % tp,
-                    f"TP {tp} does not divide a sequence of {sequence}",
-                    "switch it off, or use a TP that divides it",
-                    "parallel.sequence_parallel",
-                )
-                for tp in p.tps
-            ),
-            *(
-                (len(values) != count, f"{len(values)} entries, but the layout is {p}", f"give {count}", where)
-                for where, values, count in lengths
-            ),
-            (layers != m.layers, f"stages hold {layers} layers, the model has {m.layers}", "make them equal"),
-            (
-                lacks_layers([stage.chunks for stage in self.stages]),
-                "a virtual stage other than the first and the last has no layer",
-                "use fewer stages",
-            ),
-        )
-        check_sequence_length(m, self.batch.sequence_length)
+        yield layers != m.layers, f"stages hold {layers} layers, the model has {m.layers}", "make them equal"
+        problem = "a virtual stage other than the first and the last has no layer"
+        yield lacks_layers([stage.chunks for stage in self.stages]), problem, "use fewer stages"
 
     def _check_experts_and_cp(self) -> None:
         p = self.parallel
@@ -193,21 +165,15 @@ class Plan:
             stages = tuple(range(ends[0], ends[1] + 1))
             for stage in stages:
                 sizes, first_pool = p.stages[stage], first_pools.setdefault(stage, pool)
-                PlanError.refuse(
-                    "stages",
-                    tp_across_nodes(sizes.tp, c.gpus_per_node, f"component {c.pool}"),
-                    (
-                        self.is_per_stage and p.order != HIERARCHICAL_ORDER and sizes.ranks % c.gpus_per_node,
-                        f"stage {stage}: TP {sizes.tp} x DP {sizes.dp} on nodes of {c.gpus_per_node} ranks",
-                        "give a stage whole nodes: a multiple of the ranks of a node",
-                    ),
-                    (
-                        first_pool.fabric_name != pool.fabric_name and self.strategy != "hierarchical-dp",
-                        f"stage {stage} has ranks in {first_pool.fabric_name} and {pool.fabric_name}",
-                        "put stage boundaries on fabric boundaries, or plan again",
-                        f"component {c.pool}",
-                    ),
-                )
+                PlanError.refuse("stages", tp_across_nodes(sizes.tp, c.gpus_per_node, f"component {c.pool}"))
+                is_split = self.is_per_stage and p.order != HIERARCHICAL_ORDER and sizes.ranks % c.gpus_per_node
+                problem = f"stage {stage}: TP {sizes.tp} x DP {sizes.dp} on nodes of {c.gpus_per_node} ranks"
+                hint = "give a stage whole nodes: a multiple of the ranks of a node"
+                PlanError.refuse("stages", (is_split, problem, hint))
+                spans_fabrics = first_pool.fabric_name != pool.fabric_name and self.strategy != "hierarchical-dp"
+                problem = f"stage {stage} has ranks in {first_pool.fabric_name} and {pool.fabric_name}"
+                hint = "put stage boundaries on fabric boundaries, or plan again"
+                PlanError.refuse(f"component {c.pool}", (spans_fabrics, problem, hint))
             components.append(
                 replace(c, partition=pool.partition, constraint=pool.constraint, fabric=pool.fabric_name, stages=stages)
             )
@@ -229,20 +195,12 @@ class Plan:
         for g in self.transports() if self.transport_mode != "single" else ():
             pools = {self.places[r].pool for r in g.ranks}
             fabrics = {fabric_of[pool] for pool in pools}
-            PlanError.refuse(
-                "plan",
-                (
-                    g.kind == "ep" and len(pools) > 1,
-                    f"experts of ranks {abbreviated(g.ranks)} are shared by pools {', '.join(sorted(pools))}",
-                    "use a smaller EP, or stages inside one pool",
-                ),
-            )
-            if g.kind in inside and len(fabrics) > 1:
-                raise PlanError(
-                    f"{g.kind} group of ranks {abbreviated(g.ranks)} spans fabrics {', '.join(sorted(fabrics))}",
-                    where="plan",
-                    hint="put stage boundaries on fabric boundaries, or plan again",
-                )
+            problem = f"experts of ranks {abbreviated(g.ranks)} are shared by pools {', '.join(sorted(pools))}"
+            hint = "use a smaller EP, or stages inside one pool"
+            PlanError.refuse("plan", (g.kind == "ep" and len(pools) > 1, problem, hint))
+            problem = f"{g.kind} group of ranks {abbreviated(g.ranks)} spans fabrics {', '.join(sorted(fabrics))}"
+            hint = "put stage boundaries on fabric boundaries, or plan again"
+            PlanError.refuse("plan", (g.kind in inside and len(fabrics) > 1, problem, hint))
 
     @property
     def layout(self) -> list[dict[str, Any]]:

@@ -1,18 +1,18 @@
 """The errors if no plan is possible: the size that does not divide, or the missing memory and a change that helps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.errors import PlanError, counted
+from holmes_hpc.errors import Case, PlanError, counted
 from holmes_hpc.planning.cost.memory import Shortage, shortage
 from holmes_hpc.planning.plan.parallel import abbreviated, indivisible_sizes, tp_across_nodes
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.layers import chunk_layers, uniform_layers
 from holmes_hpc.planning.search.placement import Placement
-from holmes_hpc.planning.search.problem import Problem, available_pools, divisors, ep_sizes
+from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools, divisors, ep_sizes
 from holmes_hpc.planning.search.space import Space
 
 MAX_PLACEMENTS = 100  # the most whose memory is computed: those with the largest TP x PP
@@ -26,70 +26,47 @@ def raise_indivisible(problem: Problem) -> NoReturn:
     """Raise PlanError for the first size that is not divisible as needed. Call it if no placement is possible."""
     model, batch, site, options, _ = problem
     size, micro_size, available = batch.whole.global_size, batch.micro_size, available_pools(site, options)
-    cp, tp, pp = batch.cp, options.tp or 1, options.stages or 1
-    dp = (options.dp or cp) // cp  # options.dp includes CP
-    micro_batches, is_fixed = size // micro_size, not options.search_micro_size
-    cp_factor = f" x CP {cp}" * (cp > 1)
-    ranks = sum(a.nodes * a.gpus_per_node for a in available)
-    fixed_options = ", ".join(
-        f"{name} {value}"
-        for name, value in (
-            ("TP", options.tp),
-            ("PP", options.stages),
-            ("DP", options.dp and dp),
-            ("CP", cp if cp > 1 else None),
-            ("EP", options.ep if model.experts.count else None),
-            ("strategy", options.strategy),
-        )
-        if value not in (None, "auto")
-    )
+    PlanError.refuse("batch", *_indivisible_mistakes(problem, available))
+    micro_batches, is_shared = size // micro_size, batch.cp > 1
+    dp = options.dp and options.dp // batch.cp  # options.dp includes CP
+    sizes = {"TP": options.tp, "PP": options.stages, "DP": dp, "CP": batch.cp if is_shared else None}
+    sizes |= {"EP": options.ep if model.experts.count else None, "strategy": options.strategy}
+    fixed_options = ", ".join(f"{name} {value}" for name, value in sizes.items() if value not in (None, "auto"))
     nodes = ", ".join(f"{a.nodes} {a.pool.name}" for a in available)
-    PlanError.refuse(
-        "batch",
-        (
-            is_fixed and size % micro_size,
-            f"global_size {size} is not a multiple of micro_size {micro_size}",
-            "choose a multiple, or plan.search_micro_size=true",
-        ),
-        *indivisible_sizes(model, tp),
-        *(tp_across_nodes(tp, a.gpus_per_node, f"pool {a.pool.name}") for a in available),
-        (
-            is_fixed and micro_batches % dp,
-            f"global_size {size} is not a multiple of micro_size {micro_size} x DP {dp}",
-            f"use a DP that divides {micro_batches}: {abbreviated(divisors(micro_batches))}",
-        ),
-        (
-            options.tp and options.dp and not ep_sizes(model, options, tp * dp * cp),
-            f"EP {options.ep} does not divide TP {tp} x DP {dp}{cp_factor}",
-            "choose a divisor of both TP x DP and the experts",
-            "plan.ep",
-        ),
-        (
-            model.experts.count and (batch.sequence_length % tp or (tp > 1 and options.sequence_parallel is False)),
-            f"experts need sequence parallelism, but TP {tp} has none over {batch.sequence_length} tokens",
-            "use a TP that divides the sequence, with plan.sequence_parallel, or TP 1",
-            "plan.tp",
-        ),
-        (
-            pp > model.layers,
-            f"{counted(model.layers, 'layer')} cannot fill PP {pp}",
-            f"use at most {counted(model.layers, 'stage')}",
-            f"model {model.name}",
-        ),
-        (
-            tp * dp * pp * cp > ranks,
-            f"TP {tp} x PP {pp} x DP {dp}{cp_factor} needs {tp * dp * pp * cp} GPUs, there are {ranks}",
-            "use smaller sizes or more nodes",
-            "plan.cp" if cp > 1 else "plan",
-        ),
-    )
     raise PlanError(
         f"no placement of {counted(model.layers, 'layer')} and {counted(micro_batches, 'micro-batch')} on"
         f" {nodes} nodes has the same TP and DP in all stages{fixed_options and ' and ' + fixed_options}",
         where="plan",
-        hint=f"change nodes, gpus_per_node, tp, pp, dp or the batch, so that TP x DP{' x CP' * (cp > 1)} GPUs per stage"
-        " fill whole nodes",
+        hint=f"change nodes, gpus_per_node, tp, pp, dp or the batch, so that TP x DP{' x CP' * is_shared} GPUs per"
+        " stage fill whole nodes",
     )
+
+
+def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) -> Iterator[Case]:
+    model, batch, _, options, _ = problem
+    size, micro_size = batch.whole.global_size, batch.micro_size
+    ranks = sum(a.nodes * a.gpus_per_node for a in available)
+    cp, tp, pp = batch.cp, options.tp or 1, options.stages or 1
+    dp, micro_batches = (options.dp or cp) // cp, size // micro_size
+    is_fixed, cp_factor = not options.search_micro_size, f" x CP {cp}" * (cp > 1)
+    message = f"global_size {size} is not a multiple of micro_size {micro_size}"
+    yield is_fixed and size % micro_size, message, "choose a multiple, or plan.search_micro_size=true"
+    yield from indivisible_sizes(model, tp)
+    yield from (tp_across_nodes(tp, a.gpus_per_node, f"pool {a.pool.name}") for a in available)
+    hint = f"use a DP that divides {micro_batches}: {abbreviated(divisors(micro_batches))}"
+    yield is_fixed and micro_batches % dp, f"{message} x DP {dp}", hint
+    has_no_ep = options.tp and options.dp and not ep_sizes(model, options, tp * dp * cp)
+    message = f"EP {options.ep} does not divide TP {tp} x DP {dp}{cp_factor}"
+    yield has_no_ep, message, "choose a divisor of both TP x DP and the experts", "plan.ep"
+    is_whole = batch.sequence_length % tp or (tp > 1 and options.sequence_parallel is False)
+    message = f"experts need sequence parallelism, but TP {tp} has none over {batch.sequence_length} tokens"
+    hint = "use a TP that divides the sequence, with plan.sequence_parallel, or TP 1"
+    yield model.experts.count and is_whole, message, hint, "plan.tp"
+    message = f"{counted(model.layers, 'layer')} cannot fill PP {pp}"
+    yield pp > model.layers, message, f"use at most {counted(model.layers, 'stage')}", f"model {model.name}"
+    needed = tp * dp * pp * cp
+    message = f"TP {tp} x PP {pp} x DP {dp}{cp_factor} needs {needed} GPUs, there are {ranks}"
+    yield needed > ranks, message, "use smaller sizes or more nodes", "plan.cp" if cp > 1 else "plan"
 
 
 class PlacementShortage(NamedTuple):

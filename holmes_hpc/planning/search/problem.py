@@ -68,33 +68,18 @@ def available_pools(site: Site, options: PlanOptions) -> list[AvailablePool]:
     ]
     unused = [name for name in options.pool_order or () if name not in node_limits]
     largest_gib, limit_gib = max(inf if f.gpu.is_cpu else f.gpu.memory_gib for f in pools), options.max_memory_gib or 0
-    PlanError.refuse(
-        "plan.max_memory_gib",
-        (
-            largest_gib < limit_gib < inf,
-            f"it is {limit_gib:g}, the GPUs have {largest_gib:g} GiB",
-            f"use at most {largest_gib:g}, or correct memory_gib in the site file",
-        ),
-        (unused, f"no pool {', '.join(unused)}", f"choose from {', '.join(node_limits)}", "plan.pool_order"),
-        *(
-            (
-                a.nodes > a.pool.nodes,
-                f"{a.nodes} nodes requested, the site has {a.pool.nodes}",
-                f"use at most {a.pool.nodes}",
-                f"plan.nodes.{a.pool.name}",
-            )
-            for a in available
-        ),
-        *(
-            (
-                a.gpus_per_node > a.pool.gpus_per_node,
-                f"{a.gpus_per_node} GPUs per node requested, a node of pool {a.pool.name} has {a.pool.gpus_per_node}",
-                f"use at most {a.pool.gpus_per_node}",
-                "plan.gpus_per_node",
-            )
-            for a in available
-        ),
-    )
+    problem = f"it is {limit_gib:g}, the GPUs have {largest_gib:g} GiB"
+    hint = f"use at most {largest_gib:g}, or correct memory_gib in the site file"
+    PlanError.refuse("plan.max_memory_gib", (largest_gib < limit_gib < inf, problem, hint))
+    hint = f"choose from {', '.join(node_limits)}"
+    PlanError.refuse("plan.pool_order", (unused, f"no pool {', '.join(unused)}", hint))
+    for a in available:
+        problem, hint = f"{a.nodes} nodes requested, the site has {a.pool.nodes}", f"use at most {a.pool.nodes}"
+        PlanError.refuse(f"plan.nodes.{a.pool.name}", (a.nodes > a.pool.nodes, problem, hint))
+    for a in available:
+        limit = a.pool.gpus_per_node
+        problem = f"{a.gpus_per_node} GPUs per node requested, a node of pool {a.pool.name} has {limit}"
+        PlanError.refuse("plan.gpus_per_node", (a.gpus_per_node > limit, problem, f"use at most {limit}"))
     return available
 
 

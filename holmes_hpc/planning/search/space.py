@@ -30,20 +30,12 @@ class Space:
         model, batch, site, options, _ = problem
         self.model, self.batch, self.options = model, batch, options
         layers, self.available = options.layers_per_stage or (model.layers,), available_pools(site, options)
-        PlanError.refuse(
-            "plan.layers_per_stage",
-            (
-                sum(layers) != model.layers,
-                f"layers_per_stage {list(layers)} are {sum(layers)} layers, {model.name} has {model.layers}",
-                f"give numbers that sum to {model.layers}",
-            ),
-            (
-                options.strategy == "pipeline" and len(self.available) == 1,
-                f"a pipeline needs two pools or more, there is only {self.available[0].pool.name}",
-                "use one-fabric or auto, or add nodes of a second one",
-                "plan.strategy",
-            ),
-        )
+        message = f"layers_per_stage {list(layers)} are {sum(layers)} layers, {model.name} has {model.layers}"
+        is_wrong = sum(layers) != model.layers
+        PlanError.refuse("plan.layers_per_stage", (is_wrong, message, f"give numbers that sum to {model.layers}"))
+        message = f"a pipeline needs two pools or more, there is only {self.available[0].pool.name}"
+        is_wrong, hint = options.strategy == "pipeline" and len(self.available) == 1, "use one-fabric or auto"
+        PlanError.refuse("plan.strategy", (is_wrong, message, f"{hint}, or add nodes of a second one"))
         self._has_hierarchies = batch.cp == 1 and not model.experts.count
         self.is_complete = True  # set by placements(): no placement was pruned
         self._pool_costs: list[PoolCosts] = []
