@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import yaml
 
 from holmes_hpc.errors import Case, TestbedError, nearest
-from holmes_hpc.schema import check, key, make
+from holmes_hpc.schema import Checked, check, key, make
 from holmes_hpc.tables import read_table
 
 FOLDER = Path(__file__).parent / "topologies"  # in the repository slurm/testbed
@@ -104,7 +104,7 @@ class NodeSpec:
 
 
 @dataclass(frozen=True)
-class Topology:
+class Topology(Checked, where="topology {0.name}", error=TestbedError):
     """The topology of a testbed, as its YAML file describes it."""
 
     name: Annotated[str, key("name of the topology")]
@@ -116,15 +116,12 @@ class Topology:
     slurm: Annotated[Mapping[str, Any], key("further lines of slurm.conf: {KillWait: 5}")] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        where = f"topology {self.name}"
-        check(self, where, TestbedError)
-        _check_name("name", self.name, _NAME, "topology")
-        for is_wrong, problem, hint in self._mistakes():  # in turn, because a huge topology has no list of nodes
-            TestbedError.refuse(where, (is_wrong, problem, hint))
+        super().__post_init__()
         object.__setattr__(self, "slurm", {name: str(value) for name, value in self.slurm.items()})
 
     def _mistakes(self) -> Iterator[Case]:
-        """Yield (whether the mistake is there, what it is, a hint)."""
+        hint = f"write a text that matches {_NAME.pattern}"
+        yield not _matches(_NAME, self.name), f"name is {self.name!r}", hint, "topology"
         count = sum(fabric.nodes for fabric in self.fabrics)
         yield not self.fabrics, "no fabric", "list at least one under fabrics"
         yield count > MAX_NODES, f"{count} nodes, at most {MAX_NODES} fit", "use fewer nodes"

@@ -29,7 +29,7 @@ from holmes_hpc.planning.schedule.kinds import PER_STAGE, ScheduleKind
 from holmes_hpc.planning.schedule.order import Order
 
 T = TypeVar("T")
-_PLAN_FIELDS = (  # fields of Plan that Layout copies
+PLAN_FIELDS = (  # fields that Plan and Layout share
     *("model", "parallel", "recompute", "schedule", "components"),
     *("transport_mode", "edge_dtype", "edge_connections", "bucket_bytes"),
 )
@@ -118,7 +118,7 @@ class Layout:
             site=costs.with_measured_links(plan.site),
             costs=costs,
             batch=plan.parts,
-            **{name: getattr(plan, name) for name in _PLAN_FIELDS},
+            **{name: getattr(plan, name) for name in PLAN_FIELDS},
         )
 
     @cached_property

@@ -11,7 +11,7 @@ from holmes_hpc.errors import PlanError, counted, rounded
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.assumptions import assumptions
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.layout import PLAN_FIELDS, Layout
 from holmes_hpc.planning.cost.memory import check_memory
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout, slowest_parts
 from holmes_hpc.planning.plan.plan import Plan, Predicted, Stage
@@ -318,19 +318,11 @@ def to_plan(candidate: Candidate | Variant | SharedSteps, site: Site, slower: Se
         for c, chunks in zip(layout.replicas[0], candidate.layers[0], strict=True)
     )
     plan = Plan(
-        candidate.strategy,
-        layout.model,
-        layout.batch.whole,
-        parallel=layout.parallel,
-        recompute=layout.recompute,
-        schedule=layout.schedule,
-        components=layout.components,
+        strategy=candidate.strategy,
+        batch=layout.batch.whole,
         stages=stages,
         site=site,
-        bucket_bytes=layout.bucket_bytes,
-        edge_dtype=layout.edge_dtype,
-        edge_connections=layout.edge_connections,
-        transport_mode=layout.transport_mode,
+        **{name: getattr(layout, name) for name in PLAN_FIELDS},
         pace_layer_ms=layout.costs.pace_layer_ms,
         grad_dtype=layout.costs.grad_dtype,
         predicted=predict_layout(layout, candidate.layers),
