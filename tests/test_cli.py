@@ -163,6 +163,13 @@ def test_status_without_runs(holmes, tmp_path):
     assert holmes("status", "--json")[1].strip() == "[]"
 
 
+def test_a_directory_of_runs_that_is_none_is_named(holmes, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    refused(holmes("logs", str(tmp_path / "empty")), str(tmp_path / "empty"), "it has no run.yaml")
+    monkeypatch.setenv("HOLMES_RUNS", "/dev/null")
+    refused(holmes("status"), "/dev/null", "Not a directory", "HOLMES_RUNS")
+
+
 def local(*more: str) -> list[str]:
     return ["launcher=local", "plan.pp=2", "plan.dp=2", *more]
 

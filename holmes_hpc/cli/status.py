@@ -105,7 +105,7 @@ def logs(
     if rank is not None and not paths[0].exists():
         raise ConfigError(f"no log of rank {rank}", where=str(record.path), hint="`holmes logs RUN` shows all")
     if not paths:
-        console.note("no log yet; `holmes status` shows what the run waits for")
+        console.note(f"no log in {record.logs}; `holmes status {run}` shows the run's state")
     if follow and json:
         raise ConfigError("--follow and --json are mutually exclusive", where="logs", hint="leave one of them out")
     if json:

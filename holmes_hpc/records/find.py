@@ -30,7 +30,11 @@ def run_directories(root: str | os.PathLike[str]) -> Iterator[RunDirectory]:
 
 def recent_runs(root: str | os.PathLike[str], ended: int) -> tuple[list[RunDirectory], int]:
     """Return the runs at or below `root`, the last changed first, and the number of runs left out.
-    `ended`: that many runs are returned, and of the earlier ones those that have not ended or may be requeued."""
+    `ended`: that many runs are returned, and of the earlier ones those that have not ended or may be requeued.
+    Raise RecordError if `root` exists, but cannot be read."""
+    if os.path.exists(root):
+        with RecordError.instead_of(OSError, where=os.fspath(root), hint="set HOLMES_RUNS to a readable folder"):
+            os.scandir(root).close()
     changes = sorted(_changes(os.fspath(root)), reverse=True)
     paths = [
         path for i, (_, path, has_result) in enumerate(changes) if i < ended or not has_result or _may_requeue(path)
@@ -98,6 +102,9 @@ def _find_by_name(name: str | os.PathLike[str], root: str | os.PathLike[str] | N
         raise RecordError(f"{len(same_name)} runs have that name: {paths}", where=reference, hint="give the directory")
     if same_name:
         return same_name[0]
+    for path in (base / reference, Path(reference)):
+        if path.is_dir():
+            raise RecordError("it has no run.yaml", where=str(path), hint="give the directory of a run")
     similar = difflib.get_close_matches(reference, [run.name for run in runs], n=1)
     hint = f"did you mean {similar[0]!r}?" if similar else "give a run directory, its name, or its Slurm job id"
     raise RecordError(f"no such run under {base}", where=reference, hint=hint)

@@ -76,7 +76,8 @@ def answer(comparison: Comparison) -> list[str]:
     speedup = f"That is {format_number(best['ratio'])} times {label(base)}{plain_note}{bounds}"
     if not is_faster(best, base):
         return [first, f"{speedup}: no significant difference."]
-    return [first, f"{speedup}.", _overload(base) or explain(best, base)]
+    reason = explain(best, base) if has_intervals(best, base) else "There are too few steps to rule out chance."
+    return [first, f"{speedup}.", _overload(base) or reason]
 
 
 def _overload(cell: Mapping[str, Any]) -> str | None:
@@ -95,12 +96,17 @@ def is_faster(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
 
     If runs are paired, the interval of their speed-ups must be above 1. Else the intervals of the two step times per
     sample must not overlap. Without intervals, the speed-up must be above 1.05."""
+    if not has_intervals(best, base):
+        return bool(best["ratio"] > 1.05)
     if has_value(best["speedup_low"]):
         return bool(best["speedup_low"] > 1)
-    needed = (best["global_batch"], base["global_batch"], best["step_time_high_s"], base["step_time_low_s"])
-    if not all(map(has_value, needed)):
-        return bool(best["ratio"] > 1.05)
     return bool(best["step_time_high_s"] / best["global_batch"] < base["step_time_low_s"] / base["global_batch"])
+
+
+def has_intervals(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """Return whether the two cells of :func:`winner` have intervals by which they can be compared."""
+    needed = (best["global_batch"], base["global_batch"], best["step_time_high_s"], base["step_time_low_s"])
+    return has_value(best["speedup_low"]) or all(map(has_value, needed))
 
 
 def explain(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:

@@ -491,3 +491,9 @@ def test_a_machine_that_does_not_keep_the_emulated_pace_is_named(one: Report) ->
     predicted = {"breakdown": {"compute_s": one.run["compute_s"] / 1.5}}
     sentences = _one_run_answer(one.run, {**one.plan, "predicted": predicted})
     assert any("Emulated computing took 1.50 times its time" in sentence for sentence in sentences)
+
+
+def test_few_steps_are_no_proof(tmp_path: Path) -> None:
+    for transport, seconds in (("holmes", 0.3), ("single", 0.4)):
+        make_run(tmp_path / transport, transport=transport, step_time_s=seconds, steps=3)
+    assert load_report([tmp_path]).answer()[-1] == "There are too few steps to rule out chance."

@@ -69,9 +69,9 @@ class Stage:
         object.__setattr__(self, "layers", self.layers or sum(self.chunks))
         if sum(self.chunks) != self.layers:
             raise PlanError(
-                f"virtual stages of {self.chunks} do not add up to {self.layers} layers",
+                f"a stage has {self.layers} layers, but its chunks hold {' + '.join(map(str, self.chunks))}",
                 where="stages",
-                hint="correct them",
+                hint="correct `layers` or `chunks`",
             )
 
 
