@@ -18,7 +18,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import has_script_failed
 from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest
-from holmes_hpc.submission.lifecycle import lost_step, requeue
+from holmes_hpc.submission.lifecycle import lost_step, requeue_decision
 from holmes_hpc.submission.lifecycle.outcome import build_result
 
 
@@ -129,11 +129,11 @@ def test_rank_0_requeues_the_job_of_a_killed_batch_script(
     jobs: list[str] = []
     checked = threading.Event()
     monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "51")
-    monkeypatch.setattr(requeue, "has_script_failed", lambda job: True)
-    monkeypatch.setattr(requeue, "requeue", jobs.append)
-    monkeypatch.setattr(requeue, "has_new_steps", lambda run, attempt: True)
-    monkeypatch.setattr(requeue, "count_failures", lambda run, attempt: checked.set() or failures)
-    requeue.watch_batch_script(run)
+    monkeypatch.setattr(requeue_decision, "has_script_failed", lambda job: True)
+    monkeypatch.setattr(requeue_decision, "requeue", jobs.append)
+    monkeypatch.setattr(requeue_decision, "has_new_steps", lambda run, attempt: True)
+    monkeypatch.setattr(requeue_decision, "count_failures", lambda run, attempt: checked.set() or failures)
+    requeue_decision.watch_batch_script(run)
     os.kill(os.getpid(), handled_signal)
     assert checked.wait(5)
     deadline = time.monotonic() + (5 if requeued else 0.2)
