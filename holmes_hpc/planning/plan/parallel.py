@@ -80,7 +80,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
     def _mistakes(self) -> Iterator[Case]:
         yield not self.stages, "no stages", "give at least one stage"
         instances, dp, ranks = self.optimizer_instances, self.stages[0].dp, self.stages[0].ranks
-        problem, hint = f"CP {self.cp} does not divide {dp} replicas", "give a multiple as CP x DP"
+        problem, hint = f"CP {self.cp} does not divide {dp} replicas", "use a multiple of CP"
         yield dp % self.cp, problem, hint, "parallel.cp"
         problem, hint = f"unknown rank order {self.order!r}", f"use one of {', '.join(ORDERS)}"
         yield self.order not in ORDERS, problem, hint, "parallel.order"
