@@ -29,7 +29,7 @@ def raise_indivisible(problem: Problem) -> NoReturn:
     PlanError.refuse("batch", *_indivisible_mistakes(problem, available))
     micro_batches, is_shared = size // micro_size, batch.cp > 1
     dp = options.dp and options.dp // batch.cp  # options.dp includes CP
-    sizes = {"TP": options.tp, "PP": options.stages, "DP": dp, "CP": batch.cp if is_shared else None}
+    sizes: dict[str, Any] = {"TP": options.tp, "PP": options.stages, "DP": dp, "CP": batch.cp if is_shared else None}
     sizes |= {"EP": options.ep if model.experts.count else None, "strategy": options.strategy}
     fixed_options = ", ".join(f"{name} {value}" for name, value in sizes.items() if value not in (None, "auto"))
     nodes = ", ".join(f"{a.nodes} {a.pool.name}" for a in available)

@@ -38,9 +38,9 @@ class Problem(NamedTuple):
     def layout(self, parallel: Parallel, **fields: Any) -> Layout:
         """Return a layout with `parallel`, further fields of Layout, and those that the problem fixes."""
         o = self.options
-        edges = {"edge_dtype": o.edge_dtype, "edge_connections": o.edge_connections}
-        fixed = {"bucket_bytes": o.bucket_bytes or BUCKET_BYTES, "transport_mode": o.transport, **edges}
-        return Layout(self.model, parallel=parallel, site=self.site, costs=self.costs, **fixed, **fields)
+        fields |= {"edge_dtype": o.edge_dtype, "edge_connections": o.edge_connections, "transport_mode": o.transport}
+        fields |= {"bucket_bytes": o.bucket_bytes or BUCKET_BYTES}
+        return Layout(self.model, parallel=parallel, site=self.site, costs=self.costs, **fields)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -318,8 +319,8 @@ def connect_edges(
     edges = [group for group in plan.transports() if group.kind == "edge"]
     if plan.parallel.virtual_stages > 1 and plan.parallel.pp == 2:  # the ring closes between the same two ranks
         edges += [replace(e, ranks=e.ranks[::-1], stages=e.stages[::-1]) for e in edges]
-    directions = [(e, *end) for e in edges for end in (("forward", *e.ranks), ("backward", *e.ranks[::-1]))]
-    for edge, direction, source, target in directions:
+    for edge, direction in product(edges, ("forward", "backward")):
+        source, target = edge.ranks if direction == "forward" else edge.ranks[::-1]
         is_tcp, is_sender = edge.transport.kind == "tcp", rank == source
         connections = [new_group(edge) for _ in range(plan.edge_connections if is_tcp else 1)]
         if rank not in (source, target):
