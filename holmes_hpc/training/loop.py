@@ -81,9 +81,7 @@ class Trainer:
         chunks = self._build_model(pipeline_rank, None if checkpoint else train.seed)
         self.expert_tokens = experts.TokenCounter(chunks)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.edges = eager_1f1b.communicator(
-            plan, session.groups.edge, session.launch.rank, self.groups, self.model_config, session.device
-        )
+        self.edges = eager_1f1b.communicator(session, self.groups, self.model_config)
         self.trace = Trace(session.run.trace_path(session.launch.rank), pipeline_rank) if train.trace else None
         self.forward_backward = eager_1f1b.forward_backward(plan, self.trace, self.weights)
         if self.trace is not None and not eager_1f1b.runs_in_background(plan):
@@ -92,17 +90,7 @@ class Trainer:
         world = torch.distributed.group.WORLD
         self.control = session.groups.new(range(plan.world_size), "control", gloo=True) if session.cuda else world
         self.profiler = Profiler(train.profile, session.run.trace, session.launch.rank, plan.world_size, self.control)
-        self.checkpoints = Checkpoints(
-            session.run.checkpoints,
-            plan,
-            self.models,
-            self.optimizer,
-            attempt=session.attempt,
-            keep=train.checkpoint_keep,
-            background=train.checkpoint_async,
-            group=self.control,
-            checkpoint_dir=train.checkpoint_dir,
-        )
+        self.checkpoints = Checkpoints(session, train, self.models, self.optimizer, self.control)
         watchdog.start_set_up("loading a checkpoint if there is one")
         self.step = self.checkpoints.load(checkpoint)
         if checkpoint and session.attempt == 1 and self.step >= train.steps:

@@ -29,8 +29,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint import CheckpointException
 
 from holmes_hpc.config.hugging_face import folder_of
+from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import DataError, HolmesError, RunFailed
-from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import is_full
 from holmes_hpc.training.checkpoint import (
     checkpoint_directory,
@@ -41,6 +41,7 @@ from holmes_hpc.training.checkpoint import (
 )
 from holmes_hpc.training.model import gpt, megatron_versions
 from holmes_hpc.training.rank.log import log_line
+from holmes_hpc.training.session import Session
 
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -56,37 +57,24 @@ _ERRORS = (CheckpointingException, CheckpointException)
 class Checkpoints:
     """The checkpoints of one run: save and load its training state.
 
-    `models`: DDP-wrapped model chunks; `attempt`: the run's; `keep`: the number of checkpoints that are not deleted;
-    `background`: whether training continues during a save; `group`: of all ranks, for small host tensors;
-    `checkpoint_dir`: see :func:`checkpoint_directory.create_folder`. All ranks call every method at the same step.
+    `models`: DDP-wrapped model chunks; `group`: of all ranks, for small host tensors. All ranks call every method at
+    the same step.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        plan: Plan,
-        models: Sequence[Any],
-        optimizer: Any,
-        *,
-        attempt: int,
-        keep: int,
-        background: bool,
-        group: Any,
-        checkpoint_dir: str | None = None,
-    ) -> None:
-        self.folder, self.plan, self.models, self.optimizer = folder, plan, models, optimizer
-        self.attempt, self.keep, self.background, self._group = attempt, keep, background, group
+    def __init__(self, session: Session, train: TrainConfig, models: Sequence[Any], optimizer: Any, group: Any) -> None:
+        self.folder, self.plan, self.attempt = session.run.checkpoints, session.plan, session.attempt
+        self.train, self.models, self.optimizer, self._group = train, models, optimizer, group
         self._rank, self._device = dist.get_rank(), next(models[0].parameters()).device.type
-        self._has_uniform_tp = len(plan.parallel.tps) == 1
+        self._has_uniform_tp = len(self.plan.parallel.tps) == 1
         # A stage without replicas would read in one round, the others in two; all ranks take part in each round.
-        self._shares_reading = self._has_uniform_tp and len({stage.dp > 1 for stage in plan.parallel.stages}) == 1
+        self._shares_reading = self._has_uniform_tp and len({stage.dp > 1 for stage in self.plan.parallel.stages}) == 1
         if self._rank == 0:
-            checkpoint_directory.create_folder(folder, checkpoint_dir)
+            checkpoint_directory.create_folder(self.folder, train.checkpoint_dir)
         self._calls, self._strategy = AsyncCallsQueue(), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
         if self._has_uniform_tp:  # replicas share the writing
             replicas = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
             self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, replicas, do_cache_distribution=True)
-        self._save_start, self._unfinished = 0.0, folder
+        self._save_start, self._unfinished = 0.0, self.folder
         self.saved_step = 0  # of the last checkpoint that this attempt loaded or, on rank 0, completed
         filesystem_async._results_queue = writer.Results()  # Megatron-Core has no argument for its queue
 
@@ -126,7 +114,7 @@ class Checkpoints:
             writer.start(self._calls, request, path, self._rank)
         except (OSError, RuntimeError, *_ERRORS) as e:
             raise self._failed_save(path, e) from e
-        if wait or not self.background:
+        if wait or not self.train.checkpoint_async:
             self.finish_save()
 
     def is_writing(self) -> bool:
@@ -176,7 +164,7 @@ class Checkpoints:
         if self._rank == 0:
             files = file_checksums.collect_checksums(path)
             checkpoint_directory.finish(path, step, description, files)
-            checkpoint_directory.prune(self.folder, self.keep)
+            checkpoint_directory.prune(self.folder, self.train.checkpoint_keep)
             self.saved_step = step
             size_mb, duration_s = sum(size for size, _ in files.values()) / 1e6, time.perf_counter() - self._save_start
             log_line(f"step {step}: checkpoint of {size_mb:.1f} MB saved in {duration_s:.2f} s")

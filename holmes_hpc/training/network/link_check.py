@@ -103,20 +103,20 @@ def await_link_check(store: Store, timeout_s: float = 60.0) -> None:
         raise NetworkError(**error)
 
 
+@dataclass(frozen=True)
 class _LinkCheck:
     """One node's part of the check; `info`: the data that the node publishes."""
 
-    def __init__(
-        self,
-        store: Store,
-        info: NodeInformation,
-        nodes: Sequence[str],
-        groups: Sequence[CommunicationGroup],
-        token: str,
-        limits: Limits,
-    ) -> None:
-        self.store, self.info, self.nodes, self.groups = store, info, nodes, groups
-        self.token, self.limits, self.node = token, limits, info.node
+    store: Store
+    info: NodeInformation
+    nodes: Sequence[str]
+    groups: Sequence[CommunicationGroup]
+    token: str
+    limits: Limits
+
+    @property
+    def node(self) -> str:
+        return self.info.node
 
     def run(self) -> list[Finding]:
         infos = [msgspec.convert(data, NodeInformation) for data in self._gather("nodes", self.info)]

@@ -46,7 +46,8 @@ from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.training.model.megatron_versions import backward_step
 from holmes_hpc.training.model.weight_gradients import WeightGradients
 from holmes_hpc.training.pipeline import per_stage_transfers, point_to_point
-from holmes_hpc.training.pipeline.point_to_point import Edges, NewGroup, is_nccl
+from holmes_hpc.training.pipeline.point_to_point import Edges, is_nccl
+from holmes_hpc.training.session import Session
 
 
 class TraceEvent(NamedTuple):
@@ -317,9 +318,7 @@ def runs_in_background(plan: Plan) -> bool:
     return plan.order.schedule.megatron is None and (plan.parallel.pp > 1 or plan.is_per_stage)
 
 
-def communicator(
-    plan: Plan, new_group: NewGroup, rank: int, groups: ProcessGroupCollection, config: Any, device: torch.device
-) -> Any:
+def communicator(session: Session, groups: ProcessGroupCollection, config: Any) -> Any:
     """Return the point-to-point communicator of this rank; None without a pipeline.
 
     It uses a group per direction of each edge. Plain Megatron-LM (``transport=single``) uses the pipeline's group if
@@ -327,9 +326,11 @@ def communicator(
     two directions wait for each other (benchmarks/one_connection.py). So with gloo plain Megatron-LM also gets a group
     per direction; otherwise it would be slower than on GPUs.
     """
+    plan = session.plan
     if plan.parallel.pp == 1 and not plan.is_per_stage:
         return None
     if plan.transport_mode == "single" and plan.order.schedule.megatron and is_nccl(groups.pp):
         return P2PCommunicator(groups.pp, config)
     build = per_stage_transfers.build_per_stage_edges if plan.is_per_stage else point_to_point.build_communicator
-    return build(plan, new_group, rank=rank, pp_group=groups.pp, config=config, device=device)
+    rank, new_group = session.launch.rank, session.groups.edge
+    return build(plan, new_group, rank=rank, pp_group=groups.pp, config=config, device=session.device)
