@@ -28,7 +28,7 @@ from holmes_hpc.planning.cost.predict import layer_array, predict
 from holmes_hpc.planning.cost.timing import parameters
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import write_whole
-from holmes_hpc.records.run import RunDirectory, now
+from holmes_hpc.records.run import now
 from holmes_hpc.training.calibration import networks
 from holmes_hpc.training.loop import Trainer
 from holmes_hpc.training.model import gpt
@@ -78,7 +78,7 @@ def _measure(config: Configuration, session: Session, watchdog: Watchdog, signal
     written: dict[str, Any] = {}
     if rank == 0:
         samples = [networks.Sample(tuple(pools), *s) for rows in rank_samples for pools, *s in rows]
-        written = _write_calibration(trainer, session.run, ranks, samples, all_reduce_s)
+        written = _write_calibration(trainer, ranks, samples, all_reduce_s)
     session.close()
     return written
 
@@ -289,14 +289,10 @@ def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float
 
 
 def _write_calibration(
-    trainer: Trainer,
-    run: RunDirectory,
-    ranks: Sequence[dict[str, Any]],
-    samples: list[networks.Sample],
-    all_reduce_s: float,
+    trainer: Trainer, ranks: Sequence[dict[str, Any]], samples: list[networks.Sample], all_reduce_s: float
 ) -> dict[str, Any]:
     """Write and return the calibration. Log its errors for each link's samples, and for the time of these steps."""
-    train, plan = trainer.settings, trainer.plan
+    train, plan, run = trainer.settings, trainer.plan, trainer.session.run
     fitted = networks.fit(samples)
     steps = [line for line in run.metrics() if line["step"] > min(WARM_UP, train.steps - 1)]
     calibration = build_calibration(

@@ -200,32 +200,15 @@ def _measure_collectives(session: Session) -> list[Sample]:
     for size in (SMALL_BYTES, max_bytes // 2, max_bytes):
         full = torch.zeros(max(1, size // 4 // n) * n, device=session.device)
         shard = torch.zeros(len(full) // n, device=session.device)
+        reduce = partial(reduce_scatter, shard, full, dist.ReduceOp.SUM, group, False)
+        gather = partial(dist.all_gather_into_tensor, full, shard, group=group)
         for collective, factor, fill, task in (
-            (
-                "reduce_scatter",
-                algorithms.reduce_scatter(n, nodes),
-                0.0,
-                lambda f=full, s=shard: reduce_scatter(s, f, dist.ReduceOp.SUM, group, False),
-            ),
-            (
-                "all_gather",
-                algorithms.all_gather,
-                algorithms.gather_fill,
-                lambda f=full, s=shard: dist.all_gather_into_tensor(f, s, group=group),
-            ),
+            ("reduce_scatter", algorithms.reduce_scatter(n, nodes), 0.0, reduce),
+            ("all_gather", algorithms.all_gather, algorithms.gather_fill, gather),
         ):
-            seconds = _median_s(task)
             sent_s = factor * (n - 1 + fill) / n * len(full) * 4 * senders / speed
-            samples.append(
-                Sample(
-                    pools,
-                    f"{link}.{collective}",
-                    f"{len(full) * 4} bytes over {n} ranks",
-                    factor * (n - 1),
-                    sent_s,
-                    seconds,
-                )
-            )
+            text, steps = f"{len(full) * 4} bytes over {n} ranks", factor * (n - 1)
+            samples.append(Sample(pools, f"{link}.{collective}", text, steps, sent_s, _median_s(task)))
     return samples if session.launch.rank == ranks[0] else []
 
 
