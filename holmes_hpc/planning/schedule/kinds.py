@@ -7,15 +7,12 @@ Eager 1F1B (`ahead`), this project's own, posts receives early and lets sends co
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from holmes_hpc.config.plan_options import OPTION_NAMES
 from holmes_hpc.errors import PlanError, nearest
-
-if TYPE_CHECKING:
-    from holmes_hpc.planning.schedule.order import Order
 
 COMPUTING = ("forward", "backward", "weight")  # kinds of events in which a stage computes
 
@@ -55,6 +52,26 @@ class Exchange:
         return bool(self.sends or self.receives or self.waits)
 
 
+class Pipeline(Protocol):
+    """The part of :class:`Order` that schedules use; see there for the meaning of each attribute."""
+
+    @property
+    def stages(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def overlap(self) -> bool: ...
+    @property
+    def paired(self) -> bool: ...
+    @property
+    def group(self) -> int: ...
+    def turns(self) -> list[tuple[int, int]]: ...
+    def sent(self, stage: int, source_pass: Pass) -> tuple[StageTransfer, ...]: ...
+    def received(self, stage: int, needed: Pass) -> tuple[StageTransfer, ...]: ...
+
+
 @lru_cache(maxsize=256)
 def alternating(turns: int, depth: int) -> np.ndarray:
     """Return the order of passes that starts with `depth` - 1 forward passes and then alternates, (2 * turns,).
@@ -92,7 +109,7 @@ class ScheduleKind:
     label: str
     chunks: tuple[int, int | None]
     in_flight: Callable[[int, int, int], tuple[int, ...]]
-    megatron: Callable[["Order", int], list[Pass | Exchange]] | None = None
+    megatron: Callable[[Pipeline, int], list[Pass | Exchange]] | None = None
     turns: Callable[[int, int], np.ndarray] = alternating
     deepens: bool = False
     waits: bool = False
@@ -118,7 +135,7 @@ class ScheduleKind:
         raise PlanError(f"{self.option_name} has {limit} virtual stages", where="schedule", hint=f"use {alternatives}")
 
 
-def _one_forward_one_backward(order: "Order", stage: int) -> list[Pass | Exchange]:
+def _one_forward_one_backward(order: Pipeline, stage: int) -> list[Pass | Exchange]:
     """Return the program of Megatron-Core's 1F1B: every pass waits for its input.
     In the steady state, a send and the receive of the opposite direction are one exchange (`order.paired`)."""
     items: list[Pass | Exchange] = []
@@ -142,7 +159,7 @@ def _one_forward_one_backward(order: "Order", stage: int) -> list[Pass | Exchang
     return [item for item in items if item]
 
 
-def _interleaved(order: "Order", stage: int) -> list[Pass | Exchange]:
+def _interleaved(order: Pipeline, stage: int) -> list[Pass | Exchange]:
     """Return the program of Megatron-Core's interleaved 1F1B.
 
     In warm-up and cool-down, a stage waits for each exchange. In the steady state with overlap_p2p_comm

@@ -1,26 +1,28 @@
 """The backward passes by which each stage's weight passes lag behind, and the weight passes left for the end of the
 step, for the schedule zero_bubble."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
-
-if TYPE_CHECKING:
-    from holmes_hpc.planning.search.candidate import Candidate
 
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)  # to try
 MIN_GAIN = 1e-3  # of a round of changes, to try another
 
 
-def defer(
-    candidate: Candidate,
-    sizes: Sequence[int],
-    try_layout: Callable[[Candidate, Layout], Candidate],
-    refine: Callable[[Candidate], Candidate],
-) -> Candidate:
+class Timed(Protocol):
+    """A candidate: a layout with the seconds of its step."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+C = TypeVar("C", bound=Timed)
+
+
+def defer(candidate: C, sizes: Sequence[int], try_layout: Callable[[C, Layout], C], refine: Callable[[C], C]) -> C:
     """Return the candidate with the lags, buckets, layers and depth of the shortest step.
 
     Lags and final passes change for all stages alike, then for one stage at a time. `sizes`: of buckets, in bytes.
