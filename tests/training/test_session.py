@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from sites import two_clusters
 
-from holmes_hpc.config.model import Batch
+from holmes_hpc.config.model import Batch, Experts, ModelSpec
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.train import TrainConfig
@@ -204,3 +204,12 @@ def test_every_rank_reports_the_gpu_without_enough_free_memory(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * GIB, 80 * GIB))
     with pytest.raises(PlanError, match="GPU 3 of node ib1"):
         session._check_memory(plan, launch, torch.device("cuda", 0), with_other_ranks(store.get("memory/0").decode()))
+
+
+def test_fp8_needs_the_width_of_experts_not_that_of_a_dense_layer() -> None:
+    experts = Experts(16, top_k=2, ffn=512, shared=256)
+    model = ModelSpec("moe", 8, hidden=1024, heads=8, vocab=32000, ffn=4099, kv_heads=8, experts=experts)
+    plan = fixed_plan(model, Batch(128, 1, 1024), two_clusters(2), PlanOptions(tp=2, pp=2, dp=8), Costs())
+    widths = session._fp8_sizes(plan, 0)
+    assert widths["width of an expert"] == 512 and widths["model.experts.shared on a rank"] == 128
+    assert 4099 not in widths.values() and 4099 // 2 not in widths.values()
