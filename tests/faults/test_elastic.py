@@ -49,7 +49,7 @@ def rank_process(run: RunDirectory, node: str) -> int:
     for proc in Path("/proc").glob("[0-9]*"):
         arguments, environment = arguments_and_environment(proc)
         is_here = environment.get("SLURMD_NODENAME") == node and str(run.path / "submission") in arguments
-        if is_here and "holmes_hpc.submission.elastic.agent" in arguments:
+        if is_here and "python" in arguments[0] and "holmes_hpc.submission.elastic.agent" in arguments:
             programs[int(proc.name)] = int((proc / "stat").read_text().rpartition(")")[2].split()[1])
     agents = [pid for pid, parent in programs.items() if parent not in programs]
     (rank,) = (pid for pid, parent in programs.items() if parent in agents)
