@@ -23,7 +23,14 @@ from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import requeue
 from holmes_hpc.submission.elastic.claims import EXPIRY_S, claim, lost_before, newest_claim
-from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, Published, published_path, read_published
+from holmes_hpc.submission.elastic.connection import (
+    MAX_BYTES,
+    Order,
+    Published,
+    is_kept_up,
+    published_path,
+    read_published,
+)
 from holmes_hpc.submission.elastic.decision import JOIN_S, Beat
 from holmes_hpc.submission.executor.environment import LEADER
 from holmes_hpc.submission.executor.task import prepare
@@ -143,8 +150,8 @@ def main(folder: Path, import_path: str = "") -> None:
             log_batch_line(f"lost the coordinator: {str(e) or 'it ended the connection'}")
             agent.end_ranks()
             time.sleep(BEAT_S)  # a coordinator that is killed closes its listener last
-            has_given_up = not isinstance(e, TimeoutError) and published.is_listening(dead_s)
-        if has_given_up:
+            may_live = isinstance(e, TimeoutError) or published.is_listening(dead_s)
+        if may_live and is_kept_up(path, published):
             sys.exit("holmes: the coordinator has given up this node")
         published = agent.next_coordinator(folder, published)
     if published is None:

@@ -6,8 +6,10 @@ connection prove that they know the secret. Afterwards they exchange data in cle
 
 import contextlib
 import json
+import os
 import secrets
 import socket
+import time
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +22,7 @@ from holmes_hpc.submission.elastic.claims import attempt_path
 
 OWNER_ONLY = 0o600
 MAX_BYTES = 1 << 16  # of a message
+WATCH_S = 1.5
 
 
 class Order(NamedTuple):
@@ -54,6 +57,16 @@ class Published(NamedTuple):
         with contextlib.suppress(OSError), socket.create_connection(self.address, timeout_s):
             return True
         return False
+
+
+def is_kept_up(path: Path, published: Published) -> bool:
+    """Return whether `published` still touches its file at `path`. If so, this node is the one that is cut off."""
+    times = []
+    for _ in range(2):
+        time.sleep(WATCH_S)  # first, so that a coordinator that is cut off has noticed it
+        with contextlib.suppress(OSError), path.open() as file:  # file servers show changes to who opens the file
+            times.append(os.fstat(file.fileno()).st_mtime_ns)
+    return len(set(times)) == 2 and read_published(path) == published
 
 
 def published_path(folder: Path) -> Path:

@@ -8,6 +8,7 @@ with ``0 START`` in the place of SRUN.
 """
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -67,7 +68,9 @@ class Coordinator:
                     self.state.heard_at[node], self.state.beats[node] = time.monotonic(), beat
                     order = self._order(node)
                 connection.send_bytes(json.encode(order))
-        self.state.left.update([node] if node else [])
+        if node:
+            self.state.left.add(node)
+            self.state.heard_at[node] = -math.inf
 
     def _order(self, node: str) -> Order:
         state, placement = self.state, self.state.placement
@@ -106,8 +109,8 @@ class Coordinator:
         return decision.code
 
     def is_superseded(self) -> bool:
-        """Return whether another coordinator has claimed a later start."""
-        return newest_claim(self._folder, self.claimed) > self.claimed
+        """Return whether another coordinator has claimed a later start, or may do so."""
+        return self.state.is_isolated(time.monotonic()) or newest_claim(self._folder, self.claimed) > self.claimed
 
     def claim(self, start: int) -> bool:
         """Claim a start of the ranks, or the end of the run. Return False if it is another coordinator's."""
@@ -182,6 +185,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     threading.Thread(target=accept, name="agents", daemon=True).start()
     code = None
     while not coordinator.is_superseded() and (code := coordinator.step()) is None:
+        path.touch()  # shows agents that lose their connection that the coordinator lives
         time.sleep(INTERVAL_S)
         ended, status = os.waitpid(srun, os.WNOHANG) if srun else (0, 0)
         if ended:
@@ -198,7 +202,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
 
 def stand_aside(coordinator: Coordinator, listener: Listener) -> int:
     """Leave the agents to another coordinator. Return when the job ends: the end of the batch script would end it."""
-    log_batch_line(f"another coordinator has claimed start {coordinator.claimed + 1}: this one stands aside")
+    log_batch_line(f"another coordinator claims start {coordinator.claimed + 1}: this one stands aside")
     coordinator.is_aside = True
     listener.close()
     coordinator.state.left.update(coordinator.state.heard_at)

@@ -10,6 +10,7 @@ from holmes_hpc.submission.lifecycle.failed_rank import signal_message
 
 JOIN_S = 120.0  # limit of an agent's first beat, before which it loads torch and Megatron-Core
 REJOIN_S = 5.0  # the same after a takeover
+ISOLATION_S = 2.0  # nodes that fall silent within this time may all be beyond a network that failed
 SETTLE_S = 0.5  # after a rank was killed, its node may still turn out to be lost
 GRACE_S = 1.0  # after a rank has failed, its cause may still turn out to be a node that is silent for `dead_s`
 
@@ -91,11 +92,12 @@ class Beat:
 class State:
     """What the coordinator knows. Times are in seconds of one clock.
 
-    `heard_at`: of each node's last beat, of the job's start without one; `pools`: of the job's components; `min_nodes`:
-    with fewer nodes the run does not continue; `plans`: for fewer nodes, as far as they are made; `start`: number of
-    the latest start of the ranks; `is_started`: agents may start them; `left`: nodes whose agent has ended;
-    `failed_at`: when the first rank of this start failed; `has_new_steps`: whether this start had made any by then;
-    `is_stopping`: the job is being ended from outside; `is_takeover`: the agents had another coordinator before."""
+    `heard_at`: of each node's last beat, of the job's start without one, -inf after its agent's end; `pools`: of the
+    job's components; `min_nodes`: with fewer nodes the run does not continue; `plans`: for fewer nodes, as far as they
+    are made; `start`: number of the latest start of the ranks; `is_started`: agents may start them; `left`: nodes whose
+    agent has ended; `failed_at`: when the first rank of this start failed; `has_new_steps`: whether this start had made
+    any by then; `is_stopping`: the job is being ended from outside; `is_takeover`: the agents had another coordinator
+    before."""
 
     placement: Placement
     dead_s: float
@@ -119,6 +121,11 @@ class State:
     def may_rejoin(self, now: float) -> bool:
         """Return whether an agent may still find the new coordinator after a takeover."""
         return self.is_takeover and any(n not in self.beats and not self.is_lost(n, now) for n in self.heard_at)
+
+    def is_isolated(self, now: float) -> bool:
+        """Return whether more nodes have just fallen silent than answer, so that the coordinator's node may be lost."""
+        silent = [n for n in self.beats if self.dead_s < now - self.heard_at[n] < self.dead_s + ISOLATION_S]
+        return len(silent) > len(self.present(now))
 
     def present(self, now: float) -> list[str]:
         """Return the nodes whose agents report."""

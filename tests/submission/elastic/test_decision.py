@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import plans
 import pytest
 
 from holmes_hpc.config.composition import load
-from holmes_hpc.submission.elastic.decision import GRACE_S, JOIN_S, SETTLE_S, Beat, Decision, Placement, State, place
+from holmes_hpc.submission.elastic.decision import (
+    GRACE_S,
+    ISOLATION_S,
+    JOIN_S,
+    SETTLE_S,
+    Beat,
+    Decision,
+    Placement,
+    State,
+    place,
+)
 from holmes_hpc.submission.elastic.decision import decide as decide_at
 from holmes_hpc.submission.elastic.replan import smaller_plan
 from holmes_hpc.submission.executor.environment import ComponentRanks
@@ -64,6 +75,15 @@ def test_spares_that_are_lost_or_not_ready_take_no_place() -> None:
     without_ib3 = state(beats=beats, heard_at=silent("ib2"))
     assert decide(without_ib3) == Decision(("ib2",), PLACEMENT.without(["ib2"], ["ib4"]))
     assert decide(replace(without_ib3, heard_at=silent("ib2", "ib4"))) == Decision(("ib2",))  # until there is a plan
+
+
+def test_a_coordinator_that_most_nodes_left_at_once_may_be_cut_off() -> None:
+    others = NODES[1:]
+    assert state(heard_at=silent(*others)).is_isolated(NOW)
+    assert not state(heard_at=silent(*others[:3])).is_isolated(NOW)
+    assert not state(heard_at=silent(*others, seconds=3.1 + ISOLATION_S)).is_isolated(NOW)  # decided long ago
+    ended = silent(*others, seconds=inf)
+    assert not state(heard_at=ended, left=set(others)).is_isolated(NOW)
 
 
 def test_two_losses_at_once_take_two_spares() -> None:

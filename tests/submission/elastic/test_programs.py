@@ -23,7 +23,14 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.elastic.agent import Agent
 from holmes_hpc.submission.elastic.claims import claim, lost_before, newest_claim
-from holmes_hpc.submission.elastic.connection import Order, Published, listen, published_path, read_published
+from holmes_hpc.submission.elastic.connection import (
+    Order,
+    Published,
+    is_kept_up,
+    listen,
+    published_path,
+    read_published,
+)
 from holmes_hpc.submission.elastic.coordinator import Coordinator, first_state
 from holmes_hpc.submission.elastic.decision import SETTLE_S, Beat, Plans
 from holmes_hpc.submission.elastic.planner import Planner
@@ -308,3 +315,22 @@ def test_after_a_takeover_the_ranks_start_on_the_other_nodes(tmp_path: Path, mon
     assert site.coordinator.claimed == 2 and not site.coordinator.is_superseded()
     assert claim(site.run.path / "submission", 3, ())
     assert site.coordinator.is_superseded() and not site.coordinator.claim(3)
+
+
+def test_an_agent_that_is_cut_off_sees_that_the_coordinator_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "coordinator.json"
+    listener, _ = listen("127.0.0.1", path, "ib1")
+    listener.close()
+    published = read_published(path)
+    assert published is not None
+    sleep: Callable[[float], None] = lambda _: None  # noqa: E731
+    monkeypatch.setattr("holmes_hpc.submission.elastic.connection.time.sleep", lambda seconds: sleep(seconds))
+    assert not is_kept_up(path, published)
+    sleep = lambda _: path.touch()  # noqa: E731
+    assert is_kept_up(path, published)
+    assert not is_kept_up(path, published._replace(secret="another"))
+    path.unlink()
+    sleep = lambda _: None  # noqa: E731
+    assert not is_kept_up(path, published)
