@@ -66,12 +66,12 @@ class Checkpoints:
         self.train, self.models, self.optimizer, self._group = train, models, optimizer, group
         self._rank, self._device = dist.get_rank(), next(models[0].parameters()).device.type
         self._has_uniform_tp = len(self.plan.parallel.tps) == 1
-        # A stage without replicas would read in one round, the others in two; all ranks take part in each round.
-        self._shares_reading = self._has_uniform_tp and len({stage.dp > 1 for stage in self.plan.parallel.stages}) == 1
+        # Replicas share writing and reading. That takes other collectives of all ranks than a stage without replicas.
+        self._shares_files = self._has_uniform_tp and len({stage.dp > 1 for stage in self.plan.parallel.stages}) == 1
         if self._rank == 0:
             checkpoint_directory.create_folder(self.folder, train.checkpoint_dir)
         self._calls, self._strategy = AsyncCallsQueue(), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-        if self._has_uniform_tp:  # replicas share the writing
+        if self._shares_files:
             replicas = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
             self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, replicas, do_cache_distribution=True)
         self._save_start, self._unfinished = 0.0, self.folder
@@ -279,7 +279,7 @@ class Checkpoints:
             state["tensors"] = optimizer_kinds.tensors_to_load(converted, fp32)
         try:
             replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            readers = replicas if self._shares_reading else None
+            readers = replicas if self._shares_files else None
             loaded = megatron_versions.load(state, checkpoint.path, self._has_uniform_tp, readers)
             if converted is not None:
                 optimizer_kinds.fill(converted, self.optimizer, loaded["tensors"], loaded["optimizer"])
