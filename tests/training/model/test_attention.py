@@ -150,7 +150,7 @@ def test_transformer_engine_has_no_fused_attention_in_fp32(monkeypatch: pytest.M
     plan = on_a100("sdpa")
     v100 = replace(A100, name="v100-32gb", attention="sdpa")
     old = replace(plan, site=replace(plan.site, pools=tuple(replace(f, gpu=v100) for f in plan.site.pools)))
-    with pytest.raises(PlanError, match=r"Transformer Engine does not support it in float16; use an environment without"):
+    with pytest.raises(PlanError, match=r"Engine does not support it in float16; use an environment without"):
         attention.refuse_unfused(old, 0, torch.device("cuda", 0), torch.float16, False)
 
 
