@@ -150,8 +150,8 @@ def main(folder: Path, import_path: str = "") -> None:
             log_batch_line(f"lost the coordinator: {str(e) or 'it ended the connection'}")
             agent.end_ranks()
             time.sleep(BEAT_S)  # a coordinator that is killed closes its listener last
-            may_live = isinstance(e, TimeoutError) or published.is_listening(dead_s)
-        if may_live and is_kept_up(path, published):
+        is_here = published.node == os.environ["SLURMD_NODENAME"]  # and has found this node cut off
+        if is_here or (published.may_live(dead_s) and is_kept_up(path, published)):
             sys.exit("holmes: the coordinator has given up this node")
         published = agent.next_coordinator(folder, published)
     if published is None:

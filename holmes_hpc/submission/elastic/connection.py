@@ -52,11 +52,14 @@ class Published(NamedTuple):
         socket.create_connection(self.address, timeout_s).close()  # Client would wait for a silent node for minutes
         return Client(self.address, "AF_INET", authkey=self.secret.encode())
 
-    def is_listening(self, timeout_s: float) -> bool:
-        """Return whether the coordinator accepts connections."""
-        with contextlib.suppress(OSError), socket.create_connection(self.address, timeout_s):
-            return True
-        return False
+    def may_live(self, timeout_s: float) -> bool:
+        """Return False if the coordinator's node answers that nobody listens."""
+        with contextlib.suppress(OSError):
+            try:
+                socket.create_connection(self.address, timeout_s).close()
+            except ConnectionRefusedError:
+                return False
+        return True
 
 
 def is_kept_up(path: Path, published: Published) -> bool:

@@ -122,7 +122,7 @@ def test_only_who_knows_the_secret_is_admitted(tmp_path: Path) -> None:
     assert read_published(path) is None  # others could have written it
     for closed in (peer, served[0], listener):
         closed.close()
-    assert not published.is_listening(5.0)
+    assert not published.may_live(5.0)
 
 
 class Site:
