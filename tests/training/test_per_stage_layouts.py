@@ -71,10 +71,6 @@ def test_a_checkpoint_can_be_resumed_under_another_tp_and_dp_per_stage(
     one_and_two = spawn.unequal((1, 2), (1, 1))
     plans = {2: one_and_two, 4: spawn.unequal((2, 1), (1, 2)), 6: one_and_two, 8: spawn.plan(dp=2)}
     for steps, plan in plans.items():
-        ended = spawn.train(
-            run,
-            plan,
-            {"train": {"steps": steps, "lr_decay_steps": 8, "checkpoint_interval": 1}},
-        )
+        ended = spawn.train(run, plan, {"train": {"steps": steps, "lr_decay_steps": 8, "checkpoint_interval": 1}})
         assert set(ended.codes) == {0}, ended.output
     assert_equal_to(ended, one_process["plain"])
