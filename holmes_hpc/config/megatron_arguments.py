@@ -1,7 +1,7 @@
 """Megatron-LM's command line, as keys of the configuration and facts about its software (docs/from-megatron.md).
 
-Arguments are read, never executed: from a command, a shell script without variables, a file of arguments, or a YAML
-file like those of Megatron-LM's functional tests.
+Arguments are read, never executed: from a command, a shell script, a file of arguments, or a YAML file like those of
+Megatron-LM's functional tests.
 """
 
 import difflib
@@ -20,6 +20,8 @@ WHERE = "--megatron-args"
 TRANSFORMER_ENGINE = "transformer_engine"  # attention by the fastest kernel that it has for the GPU
 _TABLE: dict[str, Any] = read_table(__file__)
 _FSDP, _SHARDING, _MODULES = _TABLE["fsdp"], _TABLE["sharding"], _TABLE["modules"]
+_OPERATORS, _END = ";&|<>\n", "\n"
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})")
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,15 @@ def read_arguments(source: str, user_keys: Collection[str] = ()) -> MegatronArgu
         keys,
         dict(_facts(values, keys["plan.recompute"])),
         tuple(f"--{name} ({text})" for name, text in _TABLE["approximated"].items() if values.has(name)),
-        tuple(_ignored(name, values.used) for name in values.texts if name not in values.used),
+        tuple(_ignored(name, text, values.used) for name, text in values.texts.items() if name not in values.used),
     )
 
 
-def _ignored(name: str, used: Collection[str]) -> str:
-    """Return the text for an argument that is not used. It may be a mistyped one that is."""
+def _ignored(name: str, text: str, used: Collection[str]) -> str:
+    """Return the text for an argument that is not used. It may be a mistyped one that is. A variable is shown, because
+    it may stand for other arguments."""
     matches = difflib.get_close_matches(name, used, 1, 0.9)
-    return f"--{name}" + "".join(f" (did you mean --{match}?)" for match in matches)
+    return f"--{name}" + f" {text}" * ("$" in text) + "".join(f" (did you mean --{match}?)" for match in matches)
 
 
 def _parse(source: str) -> dict[str, str]:
@@ -89,6 +92,8 @@ def _parse(source: str) -> dict[str, str]:
             name, _, value = word[2:].partition("=")
             name = name.replace("_", "-")
             values[name] = value
+        elif "$" in word and (not name or values[name] or re.search(r"\[[@*]\]|\$[@*]", word)):
+            raise _error(f"{word} cannot be read", "put its options on the command")
         elif not word:
             name = ""
         elif name:
@@ -97,27 +102,48 @@ def _parse(source: str) -> dict[str, str]:
 
 
 def _words(text: str) -> list[str]:
-    """Split a command or a script into words, without the brackets of arrays and the options of torchrun."""
+    """Split a command or a script into words. If it runs a .py file, return only the arguments of that file."""
+    lexer = shlex.shlex(text.replace("\\\n", " ").replace(" 2>", " >"), posix=True, punctuation_chars=_OPERATORS)
+    lexer.whitespace, lexer.whitespace_split = " \t\r", True
     with ConfigError.instead_of(ValueError, where=WHERE, hint="close its quotes", what="cannot be split into words:"):
-        words = list(_without_arrays(shlex.split(text.replace("\\\n", " "), comments=True)))
-    script = next((i for i, word in enumerate(words) if word.endswith(".py")), -1)
-    if any(word.startswith("--") for word in words[script + 1 :]):
-        words = words[script + 1 :]
-    return words
+        words = list(_expanded(lexer))
+    for script in [i for i, word in enumerate(words) if word.endswith(".py")][:1]:
+        arguments = words[script + 1 :]
+        following = [*arguments[1:], ""]
+        ends = (i for i, word in enumerate(arguments) if word == _END and not following[i].startswith("--"))
+        arguments = arguments[: next(ends, None)]
+        words = arguments if any(word.startswith(("--", "$")) for word in arguments) else words
+    return [word for word in words if word != _END]
 
 
-def _without_arrays(words: Iterable[str]) -> Iterator[str]:
-    """Yield the words without `NAME=(` and `)` of arrays; an empty word ends an array's last argument."""
-    is_open = False
-    for word in words:
-        if opening := re.match(r"\w+\+?=\(", word):
-            word, is_open = word[opening.end() :], True
-        ends = word == ")" or (is_open and word.endswith(")"))
+def _expanded(tokens: Iterable[str]) -> Iterator[str]:
+    """Yield the words of commands and arrays, with the values that earlier words assign to variables.
+    _END stands for an operator or newline. An empty word ends an array's last argument."""
+    values, array, depth = dict[str, str](), "", 0
+    for token in tokens:
+        depth = max(0, depth + (token in ("if", "case", "for", "while")) - (token in ("fi", "esac", "done")))
+        word = _VARIABLE.sub(lambda match: values.get(match[1] or match[2], match[0]), token)
+        if not array and (assignment := re.match(r"(\w+)(\+?)=(\(?)", word)):
+            name, is_addition, bracket = assignment.groups()
+            word, array = word[assignment.end() :], name if bracket else ""
+            is_list = bool(bracket) or "--" in word
+            values[name] = values.get(name, "") if is_addition else ""
+            if depth or (not is_list and re.search("[$`]", word)):  # its value is not known
+                values[name] = f"${{{name}{'[@]' * is_list}}}"
+            elif not array:
+                values[name] += f" {word}"
+            if not array:
+                continue
+        if token and not token.strip(_OPERATORS):
+            yield from () if array else (_END,)
+            continue
+        ends = word == ")" or (array and word.endswith(")"))
         word = word.removesuffix(")") if ends else word
-        if word:
-            yield word
+        if array:
+            values[array] += f" {word}"
+        yield from word.split()
         if ends:
-            is_open = False
+            array = ""
             yield ""
 
 
@@ -129,13 +155,13 @@ class _Values:
 
     def has(self, *names: str) -> bool:
         self.used.update(names)
+        for name in names:
+            if "$" in self.texts.get(name, "") and name != "merge-file":
+                raise _error(f"--{name} {self.texts[name]} has a shell variable", "write its value")
         return any(name in self.texts for name in names)
 
     def words(self, name: str, default: str) -> list[str]:
-        text = self.texts[name] if self.has(name) else default
-        if "$" in text:
-            raise _error(f"--{name} {text} has a shell variable", "write its value")
-        return text.split() or [""]
+        return (self.texts[name] if self.has(name) else default).split() or [""]
 
     def text(self, name: str, default: str, *allowed: str) -> str:
         """Return the value of an argument. ConfigError if it is neither the default nor one of `allowed`."""

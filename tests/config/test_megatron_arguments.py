@@ -107,7 +107,7 @@ def test_a_file_of_the_functional_tests(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({"MODEL_ARGS": {**values, "--vocab-size": 131073, "--save": "${CHECKPOINT}"}}))
     a = read_arguments(str(path))
     assert a.keys["batch.micro_size"] == 1 and a.keys["model.vocab"] == 131073 and not a.keys["model.swiglu"]
-    assert a.approximated == ("--rampup-batch-size (the full batch)",) and "--save" in a.ignored
+    assert a.approximated == ("--rampup-batch-size (the full batch)",) and "--save ${CHECKPOINT}" in a.ignored
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,12 @@ def test_what_cannot_be_predicted_is_refused(words: str, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_a_file_may_have_an_argument_on_each_line(tmp_path: Path) -> None:
+    file = tmp_path / "arguments.txt"
+    file.write_text(SMALL.replace(" ", "\n"))
+    assert read_arguments(str(file)) == read_arguments(SMALL)
+
+
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no file 'none\.yaml'"):
         read_arguments("none.yaml")
@@ -146,11 +152,62 @@ def test_a_script_of_arrays(tmp_path: Path) -> None:
         "  --vocab-size 99 --max-position-embeddings 1024)\n"
         "export CUDA_DEVICE_MAX_CONNECTIONS=1\nDISTRIBUTED_ARGS=(--nproc_per_node $GPUS --nnodes 1)\n"
         "MORE+=(\n  --bf16\n  --hiden-size 4096\n)\n"
-        'torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${GPT_ARGS[@]}"\n'
+        'torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py "${GPT_ARGS[@]}" "${MORE[@]}"\n'
     )
     a = read_arguments(str(script))
     assert a.keys["model.max_positions"] == 1024 and a.keys["model.hidden"] == 1024 and a.keys["train.dtype"] == "bf16"
-    assert a.ignored == ("--nproc-per-node", "--nnodes", "--hiden-size (did you mean --hidden-size?)")
+    assert a.ignored == ("--hiden-size (did you mean --hidden-size?)",)
+
+
+LAUNCH = """#!/bin/bash
+GPUS_PER_NODE=8
+CHECKPOINT_PATH=$1 #<Specify path>
+LOGS="2"
+DISTRIBUTED_ARGS=( --nproc_per_node $GPUS_PER_NODE --nnodes $NODES )
+OPTIONS="--swiglu \\
+  --normalization RMSNorm"
+GPT_MODEL_ARGS=(
+    $OPTIONS
+    --hidden-size 4096 --num-attention-heads 32
+)
+DATA_ARGS=( --save $CHECKPOINT_PATH --merge-file $2 --tensor-model-parallel-size $LOGS )
+if [ -n "$FP8" ]; then
+  FP8_ARGS=( --fp8-format hybrid )
+fi
+cd $ROOT; echo ${EXTRA[@]}
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
+    ${GPT_MODEL_ARGS[@]} "${DATA_ARGS[@]}" --num-layers 32 ARGUMENT 2>&1 | tee $LOGS/$HOST
+echo "$?" $HOST
+"""
+
+
+def test_variables_of_a_launch_script_have_the_values_that_it_assigns(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(LAUNCH.replace("ARGUMENT", "--bf16"))
+    a = read_arguments(str(script))
+    sizes = {"model.swiglu": True, "model.rmsnorm": True, "model.hidden": 4096, "plan.tp": 2, "model.layers": 32}
+    assert a.keys.items() >= sizes.items() and a.keys["train.dtype"] == "bf16"
+    assert a.ignored == ("--save ${CHECKPOINT_PATH}",)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("${EXTRA[@]}", "${EXTRA[@]} cannot be read; put its options on the command"),
+        ("--seed 1 $EXTRA", "$EXTRA cannot be read"),
+        ("--seed ${EXTRA[@]}", "${EXTRA[@]} cannot be read"),
+        ('--seed "$@"', "$@ cannot be read"),
+        ("${FP8_ARGS[@]}", "${FP8_ARGS[@]} cannot be read"),
+        ("--bf16 $EXTRA", "--bf16 $EXTRA has a shell variable"),
+    ],
+)
+def test_other_variables_of_a_script_are_refused(argument: str, message: str, tmp_path: Path) -> None:
+    """They may hold any option, so the model would be another one."""
+    script = tmp_path / "train.sh"
+    script.write_text(LAUNCH.replace("ARGUMENT", argument))
+    with pytest.raises(ConfigError) as error:
+        read_arguments(str(script))
+    assert message in str(error.value)
 
 
 def test_brackets_that_open_before_the_program_close_nothing_else() -> None:
