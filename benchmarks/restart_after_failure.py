@@ -34,7 +34,8 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import expand
 
 HOLMES = str(Path(sys.executable).with_name("holmes"))
-MODEL = ("model.layers=4", "model.hidden=64", "model.ffn=160", "batch.global_size=8", "batch.sequence_length=32")
+MODEL = ("model=gpt_tiny", "model.layers=4", "model.hidden=64", "model.ffn=160")
+MODEL += ("batch.global_size=8", "batch.sequence_length=32")
 LAYOUTS = {"plain": "{ib-a: 2}", "heterogeneous": "{ib-a: 2, roce-a: 2}"}
 TRAIN = (
     "train.steps=100000",

@@ -803,6 +803,17 @@ def test_plan_without_a_model_names_the_default(holmes, site):
     assert json.loads(out)["model"]["name"] == "gpt_tiny" and err.count("gpt_tiny") == 1
 
 
+def test_plan_and_predict_describe_the_same_model_without_a_name(holmes, site):
+    given = ("--site", str(site), "--nodes", "ib-a=1", "--layers", "8", "--hidden", "1024", "--heads", "16")
+    for command in ("plan", "predict"):
+        refused(holmes(command, *given), "a model without a name has no default batch", "--global-batch")
+    code, out, err = holmes("plan", *given, "--global-batch", "16", "--sequence", "512", "--json")
+    assert code == 0 and "gpt_tiny" not in err, err
+    found = json.loads(out)
+    sizes = {"name": "gpt", "layers": 8, "hidden": 1024, "ffn": 4096, "max_positions": 512, "swiglu": False}
+    assert found["model"].items() >= sizes.items() and found["batch"]["sequence_length"] == 512
+
+
 def test_the_planner_assumes_the_dtype_of_training(holmes, site):
     memory = {}
     for dtype in ("auto", "bf16", "fp32"):

@@ -69,7 +69,7 @@ def plan(
 
     Example: holmes plan model=gpt_3_6b batch=paper_3_6b --site site.yaml -o plan.yaml"""
     overrides = with_flags(flags, overrides)
-    config = load(overrides)
+    config = load(overrides, nameless=True)
     if earliest:
         from holmes_hpc.cli import submission_steps  # a slow import that most plans do not need
 
@@ -82,7 +82,7 @@ def plan(
     is_finished = learn is not None and config.plan_file
     problem = "it cannot change the finished plan of plan_file"
     ConfigError.refuse("--learn", (is_finished, problem, "leave out --learn or plan_file"))
-    default_model = None if config.plan_file or any(o.startswith("model=") for o in overrides) else config.model.name
+    default_model = None if config.plan_file or any(o.startswith("model") for o in overrides) else config.model.name
     corrections = _learned_corrections(config, learn) if learn is not None else NO_CORRECTIONS
     search_costs = None if config.plan_file else replace(request.costs(config), corrections=corrections)
     clock = Clock(seconds, console.note)

@@ -28,7 +28,7 @@ from holmes_hpc.config.composition import composed, is_fixed_by_plan, with_flags
 from holmes_hpc.config.configuration import Configuration, from_dict
 from holmes_hpc.config.flags import FLAGS, Flag, quoted, to_override_text
 from holmes_hpc.config.megatron_arguments import TRANSFORMER_ENGINE, read_arguments
-from holmes_hpc.config.models import gated_ffn, gpt
+from holmes_hpc.config.models import gpt_of_sizes
 from holmes_hpc.config.plan_options import RECOMPUTE, PlanOptions
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import Site
@@ -212,30 +212,8 @@ def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configura
     )
     keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     if plan_file is None and "model" not in keys:
-        data |= _gpt_of_sizes(data, keys)
+        data |= gpt_of_sizes(data, keys)
     return from_dict({**data, "plan_file": plan_file})
-
-
-def _gpt_of_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration groups model and batch for a GPT whose sizes the user specified.
-    `data`: the composed configuration; `keys`: its keys that the user set."""
-    set_keys = {".".join(key.split(".")[:2]) for key in keys}  # model.experts.count sets model.experts
-    sizes, batch = ({k: v for k, v in data[g].items() if f"{g}.{k}" in set_keys} for g in ("model", "batch"))
-    if "batch" in keys:
-        batch = data["batch"]
-    has_batch = {"global_size", "sequence_length"} <= batch.keys()
-    missing = ", ".join(f"--{name}" for name in ("layers", "hidden", "heads") if name not in sizes)
-    ConfigError.refuse(
-        "predict",
-        (not has_batch, "a model without a name has no default batch", "give --global-batch and --sequence"),
-        (missing, f"the model lacks {missing}", "give --model NAME, or the model's sizes"),
-    )
-    if sizes.get("swiglu"):
-        sizes = {"ffn": gated_ffn(sizes["hidden"]), **sizes}
-    nested = {name: sizes.pop(name) for name in ("experts", "rope_scaling") if name in sizes}
-    positions = sizes.pop("max_positions", batch["sequence_length"])
-    model = gpt(**{"name": "gpt", "vocab": 51200, "positions": positions, "tied": True, **sizes})
-    return {"model": asdict(model) | nested, "batch": {"micro_size": 1, **batch}}
 
 
 def _refuse_layout(names: Sequence[str], overrides: Sequence[str]) -> None:

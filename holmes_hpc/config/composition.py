@@ -27,7 +27,7 @@ from holmes_hpc.config.flags import FLAGS
 from holmes_hpc.config.group_options import DEFAULTS, option, suggested_override, unknown_key
 from holmes_hpc.config.hugging_face import folder_of, read_model
 from holmes_hpc.config.model import Batch
-from holmes_hpc.config.models import BATCHES
+from holmes_hpc.config.models import BATCHES, gpt_of_sizes
 from holmes_hpc.config.other_names import unsupported_hint
 from holmes_hpc.errors import ConfigError, HolmesError, nearest, raise_all
 from holmes_hpc.records.files import read_yaml
@@ -38,10 +38,14 @@ _UNQUOTED_TEXT = re.compile(r"\A(?:(\+*name=)([-+]?[0-9][\w.+-]*)|(\+*data\.spli
 _FIXED_BY_PLAN = re.compile(r"[+~]*(model|batch|plan)[.=@]")
 
 
-def load(overrides: Sequence[str] = ()) -> Configuration:
+def load(overrides: Sequence[str] = (), *, nameless: bool = False) -> Configuration:
     """Compose and check the configuration of `overrides` (``model=gpt_3_6b train.steps=5``).
-    Without a site file, use the one in HOLMES_SITE, unless the ranks are processes on this machine."""
-    config = from_dict(composed(overrides))
+    Without a site file, use the one in HOLMES_SITE, unless the ranks are processes on this machine.
+    `nameless`: sizes of a model without a name describe a GPT; else they change the default model."""
+    data, keys = composed(overrides), [override.lstrip("+").partition("=")[0] for override in overrides]
+    if nameless and not {"model", "plan_file"} & {*keys} and any(key.startswith("model.") for key in keys):
+        data |= gpt_of_sizes(data, keys)
+    config = from_dict(data)
     if config.site_file is None and not config.local:
         config = replace(config, site_file=os.environ.get("HOLMES_SITE") or None)
     return config

@@ -1,5 +1,7 @@
 """The named models and batches, for ``model=NAME`` and ``batch=NAME``, from models.yaml."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
@@ -42,3 +44,25 @@ def named(name: str) -> ModelSpec:
     if name not in MODELS:
         raise ConfigError(f"no model {name!r}", where="model", hint=nearest(name, MODELS))
     return MODELS[name]
+
+
+def gpt_of_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration groups model and batch for a GPT whose sizes the user specified.
+    `data`: the composed configuration; `keys`: its keys that the user set."""
+    set_keys = {".".join(key.split(".")[:2]) for key in keys}  # model.experts.count sets model.experts
+    sizes, batch = ({k: v for k, v in data[g].items() if f"{g}.{k}" in set_keys} for g in ("model", "batch"))
+    if "batch" in keys:
+        batch = data["batch"]
+    has_batch = {"global_size", "sequence_length"} <= batch.keys()
+    missing = ", ".join(f"--{name}" for name in ("layers", "hidden", "heads") if name not in sizes)
+    ConfigError.refuse(
+        "model",
+        (not has_batch, "a model without a name has no default batch", "give --global-batch and --sequence"),
+        (missing, f"the model lacks {missing}", "give --model NAME, or the model's sizes"),
+    )
+    if sizes.get("swiglu"):
+        sizes = {"ffn": gated_ffn(sizes["hidden"]), **sizes}
+    nested = {name: sizes.pop(name) for name in ("experts", "rope_scaling") if name in sizes}
+    positions = sizes.pop("max_positions", batch["sequence_length"])
+    model = gpt(**{"name": "gpt", "vocab": 51200, "positions": positions, "tied": True, **sizes})
+    return {"model": asdict(model) | nested, "batch": {"micro_size": 1, **batch}}

@@ -49,6 +49,7 @@ PLAN = (
     "plan.nodes={ib-a: 2, roce-a: 2}",
     "plan.pp=2",
     "plan.schedule=1f1b",
+    "model=gpt_tiny",
     "model.layers=2",
     "model.hidden=64",
     "model.ffn=128",
