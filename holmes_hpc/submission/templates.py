@@ -76,7 +76,10 @@ def _script(
     python = "python3" if job.container else PYTHON  # tasks run in the container, batch_start and batch_end outside
     return script_text(
         job,
-        f'{python} -c "$bootstrap" holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"',
+        [
+            f'{part.python or python} -c "$bootstrap" holmes_hpc.train plan_file={RUN}/plan.yaml run_dir={RUN} "$@"'
+            for part in parts
+        ],
         begin=[
             *(set_overrides if overrides else ()),
             "# Run a module. `python -m` would also import code from the working directory.",

@@ -12,11 +12,13 @@ from pathlib import Path
 import plans
 import pytest
 
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.schema import make
 from holmes_hpc.submission.lifecycle.batch_start import prepare_run
-from holmes_hpc.submission.templates import templates
+from holmes_hpc.submission.templates import plan_script, templates
 
 SLURM = Path(__file__).parents[2] / "slurm"
 
@@ -25,6 +27,16 @@ def test_the_files_equal_the_executors_text() -> None:
     assert {p.name: p.read_text() for p in SLURM.glob("*.sbatch")} == templates(), (
         "python -m holmes_hpc.submission.templates slurm"
     )
+
+
+def test_the_script_of_a_plan_starts_each_pools_own_python(tmp_path: Path) -> None:
+    own = {"roce-a": {"python": "/opt/arm/bin/python -E"}, "ib-a": {"container": "image.sif"}}
+    settings = make(SlurmSettings, {"pools": own}, "slurm")
+    script = plan_script(plans.plan("ib-a", "roce-a", "eth-a"), tmp_path / "plan.yaml", "run", settings, [])
+    starts = [line.split(" -c ")[0].strip() for line in script.splitlines() if "holmes_hpc.train" in line]
+    images, pythons = zip(*(line.rpartition(" ")[::2] for line in starts), strict=True)
+    assert images[0] == "apptainer exec image.sif" and pythons[0] == "python3"
+    assert starts[1] == "/opt/arm/bin/python -E" and pythons[2].startswith('"${PYTHON:-')
 
 
 @pytest.mark.integration
