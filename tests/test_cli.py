@@ -814,6 +814,16 @@ def test_plan_and_predict_describe_the_same_model_without_a_name(holmes, site):
     assert found["model"].items() >= sizes.items() and found["batch"]["sequence_length"] == 512
 
 
+def test_pace_factors_of_an_unknown_pool_are_refused(holmes, site, tmp_path):
+    """Before planning, and for a finished plan."""
+    given, target = ("--site", str(site), "train.pace_layer_ms=1"), tmp_path / "plan.yaml"
+    for known in ("roce-a: 2", "n3: 2"):
+        assert holmes("plan", *given, "--nodes", "ib-a=1", f"train.pace_factors={{{known}}}", "-o", str(target))[0] == 0
+    for command in (("plan",), ("run",), ("submit", str(target)), ("submit", str(target), "--dry-run")):
+        message = ("train.pace_factors: no pool or node 'roce'", "roce-a")
+        refused(holmes(*command, *given, "train.pace_factors={roce: 2}"), *message)
+
+
 def test_the_planner_assumes_the_dtype_of_training(holmes, site):
     memory = {}
     for dtype in ("auto", "bf16", "fp32"):

@@ -175,9 +175,12 @@ def make_plan(
     """Return the plan in the plan file of `config`; without one, the best plan for its model.
     Site and cost model default to those of `config`; `clock` as in :func:`best_plan`."""
     if config.plan_file:
-        return Plan.read(config.plan_file)
+        plan = Plan.read(config.plan_file)
+        check_pace_factors(plan.site, config)
+        return plan
     check_sequence_length(config.model, config.batch.sequence_length)
     cost_model, target_site = cost_model or costs(config), target_site or site(config)
+    check_pace_factors(target_site, config)
     target_site = target_site if config.site_file else with_known_gpus(target_site, config.plan.nodes or ())
     check_fp8(target_site, config.plan.nodes or (), cost_model)
     plan = best_plan(config.model, config.batch, target_site, config.plan, cost_model, clock)
@@ -196,6 +199,16 @@ def with_known_gpus(target_site: Site, pools: Collection[str]) -> Site:
     lines = [f"{compress(p.node_names)}: left out: GPU kind {p.gpu.name} is not known; {hint}" for p in unknown]
     pools_left = tuple(pool for pool in target_site.pools if pool not in unknown)
     return replace(target_site, pools=pools_left, assumptions=(*target_site.assumptions, *lines))
+
+
+def check_pace_factors(target_site: Site, config: Configuration) -> None:
+    """Raise ConfigError for a factor of no pool or node. Without node names in the site, a name with a digit may be of
+    a node."""
+    pools, nodes = [pool.name for pool in target_site.pools], {n for pool in target_site.pools for n in pool.node_names}
+    for name in {*(config.train.pace_factors or {})}.difference(pools):
+        is_node = nodes.issuperset(expand(name)) if nodes else any(map(str.isdigit, name))
+        problem, hint = f"no pool or node {name!r}", nearest(name, pools)
+        ConfigError.refuse("train.pace_factors", (not is_node, problem, hint))
 
 
 def check_fp8(target_site: Site, pools: Collection[str], cost_model: Costs) -> None:
