@@ -26,6 +26,7 @@ from holmes_hpc.planning.cost.network_figures import Link
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.locks import TRAINING_LOCK, LockOwner, hold_lock
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.lifecycle import requirements
 
 pytestmark = pytest.mark.integration
 
@@ -822,6 +823,24 @@ def test_pace_factors_of_an_unknown_pool_are_refused(holmes, site, tmp_path):
     for command in (("plan",), ("run",), ("submit", str(target)), ("submit", str(target), "--dry-run")):
         message = ("train.pace_factors: no pool or node 'roce'", "roce-a")
         refused(holmes(*command, *given, "train.pace_factors={roce: 2}"), *message)
+
+
+def test_submit_refuses_what_plan_refuses(holmes, site, tmp_path, monkeypatch):
+    """And scripts for sbatch are refused too."""
+    given, target = ("--site", str(site), "--nodes", "ib-a=1"), tmp_path / "plan.yaml"
+    assert holmes("plan", *given, "-o", str(target))[0] == 0
+    monkeypatch.setattr(requirements, "installed_version", lambda package: "0.1")
+    requirements.check_megatron_core.cache_clear()
+    submit = ("submit", str(target), "--site", str(site))
+    commands = (("plan", *given), submit, (*submit, "--dry-run"), (*submit, "--template", str(tmp_path / "job")))
+    for override, message in (
+        ("train.fp8=mxfp8", "no FP8 figures for a100-80gb"),
+        ("train.optimizer=muon", "train.optimizer: muon needs megatron-core>=0.18, 0.1 is installed"),
+    ):
+        for command in commands:
+            refused(holmes(*command, override), message)
+    assert "elastic have no effect without --elastic" in holmes(*submit, "--dry-run", "elastic.spares=2")[2]
+    assert "elastic" not in holmes(*submit, "--dry-run")[2]
 
 
 def test_the_planner_assumes_the_dtype_of_training(holmes, site):

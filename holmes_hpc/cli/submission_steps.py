@@ -8,7 +8,7 @@ from pathlib import Path
 from holmes_hpc import console
 from holmes_hpc.cli.app import load_site
 from holmes_hpc.config.composition import check_overrides, load
-from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.config.configuration import Configuration, ElasticConfig
 from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.fabric.software import NEEDED, software
@@ -22,7 +22,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission import queue_estimate
 from holmes_hpc.submission.executor.submit import SubmissionUnknown
 from holmes_hpc.submission.lifecycle import create
-from holmes_hpc.submission.lifecycle.requirements import allow_open_files
+from holmes_hpc.submission.lifecycle.requirements import allow_open_files, check_optimizer
 from holmes_hpc.submission.lifecycle.status import Job, job_of
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import submit_plan
@@ -54,6 +54,9 @@ def plan_run(
     plan = make_plan(config, None if config.plan_file else load_site(config), Clock(report=console.note))
     if config.plan_file:
         check_site(plan, load_site(config))
+    check_optimizer(config.train, plan)
+    if not config.elastic.enabled and config.elastic != ElasticConfig():
+        console.note("keys of the group elastic have no effect without --elastic")
     note_requeues(plan, config)
     return plan, config
 

@@ -177,6 +177,7 @@ def make_plan(
     if config.plan_file:
         plan = Plan.read(config.plan_file)
         check_pace_factors(plan.site, config)
+        check_fp8(plan.site, {c.pool for c in plan.components}, costs(replace(config, calibration=None), plan))
         return plan
     check_sequence_length(config.model, config.batch.sequence_length)
     cost_model, target_site = cost_model or costs(config), target_site or site(config)

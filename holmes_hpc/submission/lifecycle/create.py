@@ -15,7 +15,6 @@ from holmes_hpc.commit import git_commit
 from holmes_hpc.config.composition import check_overrides, with_overrides
 from holmes_hpc.config.configuration import Configuration, recorded
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError
-from holmes_hpc.fabric.site import auto_dtype
 from holmes_hpc.fabric.software import installed_version
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import check_site, pace, site
@@ -26,7 +25,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
 from holmes_hpc.submission.lifecycle.outcome import is_final
-from holmes_hpc.submission.lifecycle.requirements import check_megatron_core
+from holmes_hpc.submission.lifecycle.requirements import check_optimizer
 from holmes_hpc.submission.lifecycle.status import run_status, submission_time
 
 PACKAGES = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
@@ -119,12 +118,7 @@ def _name_taken(path: Path) -> RecordError:
 def record_fields(config: Configuration, plan: Plan) -> dict[str, Any]:
     """Return the fields of run.yaml on plan and installation: components, emulated layer time, versions and commit.
     Raise ConfigError if the installed Megatron-Core cannot train the run."""
-    train, gpus = config.train, [plan.site.pool(c.pool).gpu for c in plan.components]
-    check_megatron_core(train.optimizer)
-    lacks_bf16 = train.dtype == "auto" and train.device != "cpu" and auto_dtype(gpus) == "fp16"
-    problem = "Megatron-Core's Muon lacks fp16, which train.dtype=auto means on GPUs without bf16"
-    hint = "use train.optimizer=adam, or train.dtype=fp32"
-    ConfigError.refuse("train.optimizer", (train.optimizer == "muon" and lacks_bf16, problem, hint))
+    check_optimizer(config.train, plan)
     installation = {"versions": package_versions(), "git_commit": git_commit()}
     return {"components": plan.layout, "pace_layer_ms": pace(config, plan), **installation}
 

@@ -4,8 +4,11 @@ import resource
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 
+from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.fabric.site import auto_dtype
 from holmes_hpc.fabric.software import installed_version
+from holmes_hpc.planning.plan.plan import Plan
 
 # Since 0.18 Megatron-Core has an option for Muon, whose code is in another package. Before, Muon was a separate module.
 MUON = {"megatron-core": ">=0.18", "emerging-optimizers": ">=0.2"}
@@ -34,6 +37,16 @@ def check_megatron_core(optimizer: str = "adam") -> None:
             problem = f"muon needs {package}{supported}, {package_version or 'none'} is installed"
             hint = f"pip install '{package}{supported}', which needs Python 3.12, or use train.optimizer=adam"
             raise ConfigError(problem, where="train.optimizer", hint=hint)
+
+
+def check_optimizer(train: TrainConfig, plan: Plan) -> None:
+    """Raise ConfigError if the installed Megatron-Core, or a GPU of the plan, lacks the optimizer."""
+    check_megatron_core(train.optimizer)
+    gpus = [plan.site.pool(c.pool).gpu for c in plan.components]
+    lacks_bf16 = train.dtype == "auto" and train.device != "cpu" and auto_dtype(gpus) == "fp16"
+    problem = "Megatron-Core's Muon lacks fp16, which train.dtype=auto means on GPUs without bf16"
+    hint = "use train.optimizer=adam, or train.dtype=fp32"
+    ConfigError.refuse("train.optimizer", (train.optimizer == "muon" and lacks_bf16, problem, hint))
 
 
 def allow_open_files(ranks: int) -> None:

@@ -86,7 +86,7 @@ def test_limit_of_open_files_is_raised_or_reported(monkeypatch: pytest.MonkeyPat
 
 
 def test_muon_is_refused_where_auto_means_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(create, "check_megatron_core", lambda optimizer: None)
+    monkeypatch.setattr(requirements, "check_megatron_core", lambda optimizer: None)
     monkeypatch.setattr(create, "git_commit", lambda: None)
     fields = ["train.optimizer=muon", "plan.distributed_optimizer=false", "model=gpt_tiny", "batch=tiny"]
     plan = plans.plan("ib-a")
