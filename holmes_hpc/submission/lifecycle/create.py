@@ -75,16 +75,17 @@ def run_directory_path(config: Configuration, plan: Plan) -> Path:
     name = config.name
     name = str(name) if name is not None else f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.model.name}-{plan.id[:6]}"
     path = (Path(config.run_dir) if config.run_dir else runs_root() / name).absolute()
-    is_wrong_name = not name or "/" in name or name[:1] == "-" or name in (".", "..") or len(name.encode()) > 200
-    name_hint = "use 1 to 200 bytes, no '/', no '-' in front, or give run_dir=PATH"
+    _check_name(name)
     is_wrong_path = "%" in str(path) or not str(path).isprintable()
     path_hint = "leave out control characters and '%', which Slurm replaces in paths"
-    ConfigError.refuse(
-        "configuration",
-        (is_wrong_name, f"name is {name[:80]!r}", name_hint),
-        (is_wrong_path, f"the run directory is {str(path)!r}", path_hint),
-    )
+    ConfigError.refuse("configuration", (is_wrong_path, f"the run directory is {str(path)!r}", path_hint))
     return path
+
+
+def _check_name(name: str) -> None:
+    is_wrong = not name or "/" in name or name[:1] == "-" or name in (".", "..") or len(name.encode()) > 200
+    hint = "use 1 to 200 bytes, no '/', no '-' in front, or give run_dir=PATH"
+    ConfigError.refuse("configuration", (is_wrong, f"name is {name[:80]!r}", hint))
 
 
 def create_run(
@@ -103,10 +104,13 @@ def create_run(
 
 
 def refuse_taken_name(config: Configuration) -> None:
-    """Raise RecordError if a run of this name has made a step; a run without steps may be replaced.
-    Called before planning."""
+    """Raise RecordError if a run of this name has made a step; a run without steps may be replaced. ConfigError for a
+    name that cannot be used. Called before planning."""
+    if config.name is None:
+        return
+    _check_name(str(config.name))
     path = (runs_root() / str(config.name)).absolute()
-    if config.name is not None and not config.run_dir and RunDirectory(path).metrics_bytes():
+    if not config.run_dir and RunDirectory(path).metrics_bytes():
         raise _name_taken(path)
 
 

@@ -131,6 +131,12 @@ def at_once(*actions: Callable[[], None]) -> list[Exception]:
     return refused
 
 
+@pytest.mark.parametrize("name", ["/abs", "../up"])
+def test_a_wrong_name_is_refused_before_planning(name: str) -> None:
+    with pytest.raises(ConfigError, match="name is"):
+        create.refuse_taken_name(load([f"name={name}"]))
+
+
 def test_two_submits_into_one_directory_make_one_job(jobs: Jobs, tmp_path: Path) -> None:
     refused = at_once(*[lambda: submit_to(tmp_path / "run")] * 2)
     assert len(jobs.states) == 1 and len(refused) == 1
