@@ -58,6 +58,9 @@ class _Notes:
         self.left_out.update((n.name, reason) for n in nodes)
 
 
+OTHER_ARCHITECTURE = re.compile(r"(\S+): (\w+), not \w+: set slurm\.pools\.")  # an assumption of :func:`group`
+
+
 @dataclass(frozen=True)
 class _Group:
     """The nodes of one fabric that jobs reach through one partition, usable or not."""

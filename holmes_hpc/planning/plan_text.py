@@ -78,6 +78,7 @@ def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
         lines += [*_times(plan, plan.predicted, steps), _memory(plan, plan.predicted, notes)]
         lines += [_best_improvement(plan, _improvements(plan, plan.predicted, costs))]
     lines += [f"Note: {note}" for note in notes if _NOTED.match(note)]
+    lines += [f"Note: {note}" for note in dict.fromkeys(note for _, note in plan.other_architectures.values())]
     if any("assumed" in note for note in plan.site.assumptions):
         lines.append("Note: NICs, rates or GPUs are assumed (see --explain); `holmes site` can ask the nodes")
     return [*lines, f"--explain shows the parts of the step, {details}."]

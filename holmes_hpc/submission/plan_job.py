@@ -73,7 +73,8 @@ class RankTask:
 
 def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentRequest, ...]:
     """Return the request of each component of `plan`, with the settings for the site and for the component's pool.
-    Raise SubmissionError for settings of an unknown pool, or for a wrong value."""
+    Raise SubmissionError for settings of an unknown pool, for a wrong value, or if a pool's nodes cannot run this
+    Python, because they have another CPU architecture."""
     pools, pool_names = settings.pools or {}, [f.name for f in plan.site.pools]
     for name in pools:
         if name not in pool_names:
@@ -81,6 +82,12 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
     requests = []
     for index, part in enumerate(plan.components):
         pool_settings = pools.get(part.pool) or PoolSettings()
+        image = settings.container if pool_settings.container is None else pool_settings.container
+        architecture, _ = plan.other_architectures.get(part.pool, (os.uname().machine, ""))
+        is_other = architecture != os.uname().machine and not (image or pool_settings.python)
+        hint = f"set slurm.pools.{part.pool}.python to a Python for them, or give a container"
+        problem = f"its nodes are {architecture}, and this Python is for {os.uname().machine}"
+        SubmissionError.refuse(f"pool {part.pool}", (is_other, problem, hint))
         additional: dict[str, Any] = {**(settings.additional or {}), **(pool_settings.additional or {})}
         values: dict[str, Any] = {**settings.specified(), **pool_settings.specified(), "additional": additional}
         pool = plan.site.pool(part.pool)

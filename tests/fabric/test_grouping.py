@@ -12,7 +12,7 @@ from slurm_text import node, partition, partition_line
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric import partitions as partitions_module
 from holmes_hpc.fabric.features import read_vocabulary
-from holmes_hpc.fabric.grouping import NodeSettings, constraint, group
+from holmes_hpc.fabric.grouping import OTHER_ARCHITECTURE, NodeSettings, constraint, group
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.partitions import usable_partitions, with_associations
 from holmes_hpc.slurm.accounting import Association
@@ -46,6 +46,13 @@ def test_labelled_site() -> None:
     assert (eth.nic, eth.rdma_gbps, eth.ethernet_gbps) == (NicType.ETHERNET, None, 0.05)
     assert roce.node_names == ("roce1", "roce2")
     assert all("CPU rank" in a for a in grouping.assumptions)
+
+
+def test_the_assumption_on_another_architecture_is_recognised() -> None:
+    nodes, partitions = example()
+    nodes = [replace(n, architecture="aarch64" if n.name.startswith("eth") else "x86_64") for n in nodes]
+    (match,) = filter(None, map(OTHER_ARCHITECTURE.match, grouped(nodes, partitions).assumptions))
+    assert match.groups() == ("eth[1-2]", "aarch64")
 
 
 def test_ranks_of_nodes_without_gpus_come_from_their_features() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import plans
 import pytest
 import yaml
 from sites import A100
@@ -29,6 +30,15 @@ SITE = Site(
     "twins",
     tuple(Pool(name, NicType.IB, name, 2, 8, 1.0, A100, rdma_gbps=gbps) for name, gbps in (("a", 800.0), ("b", 790.0))),
 )
+
+
+def test_nodes_of_another_architecture_are_noted_if_the_plan_uses_them() -> None:
+    line = "arm[1-2]: aarch64, not x86_64: set slurm.pools.POOL.python to a Python for them"
+    for nodes, notes in ((("arm1", "arm2", "arm3", "arm4"), 1), (("a1", "a2", "a3", "a4"), 0)):
+        ib, *others = plans.site().pools
+        mixed = replace(plans.site(), pools=(replace(ib, node_names=nodes), *others), assumptions=(line,))
+        text = " ".join(summary(plans.plan("ib-a", "roce-a", site=mixed), Costs()))
+        assert text.count(f"Note: {line}") == notes
 
 
 def test_a_runner_up_that_is_too_close_comes_with_the_commands_that_compare() -> None:

@@ -13,6 +13,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import EDGE_DTYPES, RECOMPUTE, STRATEGIES, TRANSPORT_MODES, edges_ignored
 from holmes_hpc.config.train import GRAD_DTYPES
 from holmes_hpc.errors import Case, PlanError, RunFailed
+from holmes_hpc.fabric.grouping import OTHER_ARCHITECTURE
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.plan import plan_file
 from holmes_hpc.planning.plan.parallel import (
@@ -38,6 +39,7 @@ from holmes_hpc.planning.schedule.launches import check_launches
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.schema import check, key
+from holmes_hpc.slurm.hostlist import expand
 
 CONTROL = "control"  # the kind of the one entry of transports that is not a group of Megatron-Core
 
@@ -218,6 +220,13 @@ class Plan:
         used = {c.pool: c.nodes for c in self.components}
         idle = {f.name: f.nodes - used.get(f.name, 0) for f in self.site.pools}
         return {name: nodes for name, nodes in idle.items() if nodes}
+
+    @property
+    def other_architectures(self) -> dict[str, tuple[str, str]]:
+        """Pool in use -> (CPU architecture, the site's assumption about it), if it differs from that of most nodes."""
+        matches = [match for match in map(OTHER_ARCHITECTURE.match, self.site.assumptions) if match]
+        pools = [self.site.pool(c.pool) for c in self.components]
+        return {p.name: (m[2], m.string) for p in pools for m in matches if {*expand(m[1])} & {*p.node_names}}
 
     @property
     def world_size(self) -> int:

@@ -303,6 +303,21 @@ def test_settings_reach_their_components(tmp_path: Path) -> None:
     assert text == plan_executor(plan, tmp_path / "x", settings).job_script()  # --dry-run is reproducible
 
 
+def test_nodes_of_another_architecture_need_their_own_python() -> None:
+    """A heterogeneous job would start this Python there."""
+    ib, *others = plans.site().pools
+    names, line = ("n1", "n2", "n3", "n4"), "n[1-4]: riscv64, not x86_64: set slurm.pools.POOL.python"
+    mixed = replace(plans.site(), pools=(replace(ib, node_names=names), *others), assumptions=(line,))
+    plan = Plan.from_dict(plans.plan("ib-a", "eth-a", site=mixed).to_dict())
+    for values in ({}, {"container": "all.sif", "pools": {"ib-a": {"container": ""}}}):
+        message = r"pool ib-a: its nodes are riscv64.*; set slurm\.pools\.ib-a\.python"
+        with pytest.raises(SubmissionError, match=message):
+            plan_components(plan, make(SlurmSettings, values, "slurm"))
+    for values in ({"container": "all.sif"}, {"pools": {"ib-a": {"python": "/opt/python"}}}):
+        assert len(plan_components(plan, make(SlurmSettings, values, "slurm"))) == 2
+    assert len(plan_components(plans.plan("eth-a", site=mixed), SlurmSettings())) == 1
+
+
 def test_setup_runs_before_the_first_python(tmp_path: Path) -> None:
     plan, settings = plans.plan("ib-a", "eth-a"), SlurmSettings(setup=("module load python",))
     scripts = {
