@@ -23,6 +23,7 @@ from rich.table import Table
 
 WIDTH = 100
 MISTAKES = 20  # shown of one input
+REFRESH_S = 2.0  # until a live table is drawn again (`holmes status --watch`, `holmes sweep status`)
 MIN_WIDTH = 30
 MIN_PROSE_WIDTH = 16  # narrower columns of prose move to the next block of the table
 NONE = "–"  # a table cell without a value

@@ -17,7 +17,7 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.find import last_change
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.status import Status, run_statuses
-from holmes_hpc.submission.sweeps.sweep_table import REFRESH_S, live_display
+from holmes_hpc.submission.sweeps.sweep_table import live_display
 
 SCAN_SHARE = 0.1  # the share of time that looking for new runs may take
 # column -> the terminal's least width for it
@@ -78,7 +78,7 @@ def watch(find_runs: Callable[[], tuple[list[RunDirectory], int]]) -> None:
             rows, size = [statuses.get(run) or ended[keys[run]] for run in runs], display.console.size
             display.update(live_table(rows, size.width, size.height, hidden), refresh=True)
             mode = "standard"
-            if pressed(REFRESH_S) == "q":
+            if pressed(console.REFRESH_S) == "q":
                 return
 
 

@@ -54,8 +54,8 @@ class _SoftwareFlag(Flag):
         return keys(Software)[self.key]
 
     def value(self, text: str) -> Any:
-        """Return the value of an option's `text` for a list of names (scores,ffn) or a recipe of FP8, else as for any
-        option."""
+        """Return the value that `text` gives an option: a tuple for a list of names (scores,ffn), yes or no for an FP8
+        recipe, else as for any option."""
         if self.type is tuple:
             return tuple(text.split(","))
         return super().value(_FP8.get(text, text) if self.key == "fp8" else text)

@@ -8,7 +8,8 @@ from pathlib import Path
 from holmes_hpc import console
 from holmes_hpc.cli.app import load_site
 from holmes_hpc.config.composition import check_overrides, load
-from holmes_hpc.config.configuration import Configuration, ElasticConfig
+from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.config.elastic import ElasticConfig
 from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import ConfigError, SubmissionError
 from holmes_hpc.fabric.software import NEEDED, software

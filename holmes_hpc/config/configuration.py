@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from holmes_hpc.config.data import DataConfig
+from holmes_hpc.config.elastic import ElasticConfig
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.models import TRIAL_MAX_HIDDEN
 from holmes_hpc.config.plan_options import PlanOptions
@@ -21,16 +22,6 @@ class LauncherConfig(Checked, where="launcher", dotted=True):
     kind: Annotated[
         str, key("slurm: one heterogeneous job; local: processes on this machine", one_of=("slurm", "local"))
     ] = "slurm"
-
-
-@dataclass(frozen=True)
-class ElasticConfig(Checked, where="elastic", dotted=True):
-    """The configuration group `elastic`: a job that survives the loss of a node."""
-
-    enabled: Annotated[bool, key("continue on the other nodes if a node is lost: `--elastic`")] = False
-    spares: Annotated[int, key("spare nodes of each component", ge=0)] = 1
-    min_nodes: Annotated[int, key("fewest nodes to continue with", ge=1)] = 1
-    dead_s: Annotated[float, key("silence after which a node is lost", unit="s", ge=1)] = 3.0
 
 
 @dataclass(frozen=True)

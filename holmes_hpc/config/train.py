@@ -120,7 +120,11 @@ class TrainConfig(Checked, where="train", dotted=True):
     ] = 600
     net_timeout_s: Annotated[
         float,
-        key("time after which the set-up of a group, or on CPUs any collective, counts as a hang", unit="s", gt=0),
+        key(
+            "time after which the rendezvous, the set-up of a group, or on CPUs any collective is a hang",
+            unit="s",
+            gt=0,
+        ),
     ] = 120
     # for experiments
     pace_layer_ms: Annotated[

@@ -29,7 +29,7 @@ _LINE = re.compile(r"\s*([A-Z][A-Z0-9_]*)\s*=\s*(.*?)\s*\Z")
 
 
 def matches(value: str, name: str, port: int | None = None) -> bool:
-    """Return whether `value`, of NCCL_SOCKET_IFNAME or NCCL_IB_HCA, selects `name`: an interface, or a device's `port`.
+    """Return whether `value` selects the interface (NCCL_SOCKET_IFNAME) or device (NCCL_IB_HCA) `name`, or its `port`.
 
     The rule is that of parseStringList and matchIfList in NCCL's src/misc/utils.cc. A value is a list of names,
     separated by commas. After a leading ``^``, the names in the list are excluded. After the next ``=``, names must be

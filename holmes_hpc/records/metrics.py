@@ -1,4 +1,4 @@
-"""The fields of metrics.jsonl, which has one line for each training step: units, meanings and digits.
+"""The fields of metrics.jsonl, which has one line for each training step: units and meanings (metrics.yaml), digits.
 
 training/metrics/metrics_line.py writes them, results/columns.py makes columns of them, docs/records.md lists them.
 """

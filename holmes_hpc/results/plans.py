@@ -94,8 +94,8 @@ def nic_types(plan: Mapping[str, Any]) -> dict[str, str]:
 
 
 def environment(nodes: Mapping[str, int], types: Mapping[str, str]) -> str:
-    """Return the name of the NIC environment of a placement: IB, RoCE or Ethernet, "hybrid" for IB with RoCE, "one
-    node", or a list for other mixes (`2 x IB`, `IB + RoCE + Ethernet`).
+    """Return the name of the NIC environment of a placement: IB, RoCE or Ethernet, "hybrid" for an IB and a RoCE
+    fabric, "one node", or a list of fabrics for other mixes (`2 x IB`, `IB + RoCE + Ethernet`).
 
     `nodes`: {fabric: number of nodes}; `types`: of :func:`nic_types`."""
     if sum(nodes.values()) == 1:

@@ -113,10 +113,10 @@ class Costs:
     def link(self, transport: Transport, pool: Pool, collective: str = "") -> Link:
         """Return a transport's link on `pool`, for messages or a `collective` (reduce_scatter, all_gather)."""
         name = "local" if transport.kind == "local" else str(transport.nic)
+        key = (name, pool.name, pool.gpu, pool.rdma_efficiency, collective)
         return self._memo.of(
-            *(name, pool.name, pool.gpu, pool.rdma_efficiency, collective),
-            compute=lambda: self._link(name, pool, collective),
-        )  # a search calls this a hundred thousand times
+            *key, compute=lambda: self._link(name, pool, collective)
+        )  # called 100,000 times in a search
 
     def _link(self, name: str, pool: Pool, collective: str) -> Link:
         link = self.calibration.link(pool, name, collective) if self.calibration is not None else None
@@ -262,9 +262,7 @@ class Costs:
         """Return the measured or interpolated seconds of a part's (forward, backward), None without a measurement."""
         if self.calibration is None or not (rows := self.calibration.parts(pool, part, shape.model.hidden)):
             return None
-        return self._memo.of(
-            *(part, shape, pool.name, pool.gpu), compute=lambda: self._interpolate_s(rows, shape, pool)
-        )
+        return self._memo.of(part, shape, pool.name, pool.gpu, compute=lambda: self._interpolate_s(rows, shape, pool))
 
     def _interpolate_s(self, rows: list[MeasuredPart], shape: LayerShape, pool: Pool) -> Seconds:
         """Interpolate the measured/modelled ratio between shapes and scale the modelled time by it.

@@ -60,8 +60,8 @@ class Order:
             "schedule",
             (
                 self.chunks > 1 and self.micro_batches % self.stages,
-                f"{self.micro_batches} micro-batches cannot be divided into groups of PP {self.stages}",
-                "with virtual stages use a multiple of PP micro-batches",
+                f"{self.micro_batches} micro-batches are no multiple of PP, {self.stages}",
+                f"with virtual stages, use a multiple of {self.stages} micro-batches",
             ),
         )
         if not kind.deepens:

@@ -35,7 +35,7 @@ def raise_indivisible(problem: Problem) -> NoReturn:
     nodes = ", ".join(f"{a.nodes} {a.pool.name}" for a in available)
     raise PlanError(
         f"no placement of {counted(model.layers, 'layer')} and {counted(micro_batches, 'micro-batch')} on"
-        f" {nodes} nodes has the same TP and DP in all stages{fixed_options and ' and ' + fixed_options}",
+        f" {nodes} nodes{fixed_options and ', with ' + fixed_options + ','} has the same TP and DP in all stages",
         where="plan",
         hint=f"change nodes, gpus_per_node, tp, pp, dp or the batch, so that TP x DP{' x CP' * is_shared} GPUs per"
         " stage fill whole nodes",

@@ -112,7 +112,7 @@ class LayerSplitter:
         return chunk_layers(counts, self.chunks), bool((counts >= self.max_layers).any())
 
     def front_loaded(self) -> np.ndarray:
-        """Return layers for stages that run far ahead of those below: the later a stage starts, the fewer it has.
+        """Return layers for stages that run far ahead of later ones: the later a stage starts, the fewer it has.
 
         For a given step time, stage after stage gets as many layers as it can compute from the arrival of the first
         micro-batch until the last gradients must leave. Of all step times that assign all layers, the least is used.
@@ -120,7 +120,7 @@ class LayerSplitter:
         delay, busy, transfer = (np.zeros((2, self.pp)) for _ in range(3))  # with one and with two layers per stage
         for d in self._times:
             passes = d.compute()[:, :, 0]
-            delay = np.maximum(delay, passes + d.ready[:, :, 0])  # by which a stage delays those below
+            delay = np.maximum(delay, passes + d.ready[:, :, 0])  # by which a stage delays later ones
             busy = np.maximum(busy, self.micro_batches * passes + d.ready[:, :, 0] + d.tail[:, :, 0])
             transfer[0, 1:] = np.maximum(transfer[0, 1:], d.down[0, :-1] + d.up[0, 1:])
         stages = list(
@@ -212,24 +212,24 @@ def _moves(layout: Layout, layers: np.ndarray, max_layers: np.ndarray) -> np.nda
 
 
 def may_front_load(layout: Layout) -> bool:
-    """Return whether stages may run farther ahead of those below than it takes to hide transfers."""
+    """Return whether stages may run farther ahead of later stages than it takes to hide transfers."""
     return (
         schedule_kind(layout.schedule.kind).deepens and layout.parallel.virtual_stages == 1 and layout.parallel.pp > 1
     )
 
 
 def deepen(layout: Layout, extra: list[int]) -> Layout:
-    """Return the layout with more passes in flight: each stage exceeds the stage below by one and its `extra`."""
+    """Return the layout with more passes in flight: each stage has one more than the next stage, and its `extra`."""
     p, micro_batches = layout.parallel, layout.order.micro_batches
     base = layout.order.schedule.in_flight(p.pp, micro_batches, p.virtual_stages)
     depths = tuple(min(micro_batches * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
-    order = replace(layout.order, in_flight=depths)
+    order = replace(layout.order, in_flight=depths)  # which limits them
     in_flight = tuple(order.depths[s] for s in range(p.pp))
     return layout.with_settings(replace(layout.schedule, in_flight=in_flight))
 
 
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
-    """Return the extra passes in flight per stage, as :func:`deepen` takes them, that hide the transfer below.
+    """Return each stage's extra passes in flight, as :func:`deepen` takes them, that hide transfers to the next stage.
 
     They are zero with virtual stages: a stage further ahead of the last one would only wait longer for it, over the
     wrap-around edge.
@@ -254,7 +254,7 @@ def round_trips_s(layout: Layout) -> list[float]:
 
 @memoised("bucket_bytes")
 def busy_seconds(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Return (seconds that a stage is busy in a step, seconds by which it delays the stage below), (layers, S) each.
+    """Return (seconds that a stage is busy in a step, seconds by which it delays the next stage), (layers, S) each.
 
     Both are tables by the stage's number of layers, from one to all. A stage is busy with its replicas' largest share
     of the micro-batches and with exposed gradient and parameter traffic.
@@ -280,7 +280,7 @@ def balanced_layers(layout: Layout) -> np.ndarray:
 
 
 def front_loaded_layers(layout: Layout) -> np.ndarray:
-    """Return layers for stages that run far ahead of those below, as :meth:`LayerSplitter.front_loaded` does."""
+    """Return layers for stages that run far ahead of later ones, as :meth:`LayerSplitter.front_loaded` does."""
     busy_s, delay_s = busy_seconds(layout)
     transfers_s = [0.0, *round_trips_s(layout)]
 

@@ -219,7 +219,7 @@ def _deepen(layout: Layout, layers: np.ndarray, extra: int) -> Layout:
 
 
 def _hiding_depths(layout: Layout, layers: np.ndarray) -> tuple[int, ...]:
-    """Return, per stage, the extra passes in flight that hide the transfers to the stage below and back."""
+    """Return, per stage, the extra passes in flight that hide the transfers to the next stage and back."""
     d, sizes = timing(layout, layers).replicas[0], layout.parallel.stages
     compute_s = (d.forward + d.backward)[0, :, 0].tolist()
     slowest_s = max(seconds / stage.dp for seconds, stage in zip(compute_s, sizes, strict=True))  # per micro-batch

@@ -61,7 +61,7 @@ class Coordinator:
         with contextlib.suppress(OSError, EOFError, ValueError, AuthenticationError), connection:
             deliver_challenge(connection, secret)
             answer_challenge(connection, secret)
-            while node not in self.state.left:
+            while node not in self.state.gone:
                 beat = json.decode(connection.recv_bytes(MAX_BYTES), type=Beat)
                 node = beat.node
                 with self._lock:
@@ -69,7 +69,7 @@ class Coordinator:
                     order = self._order(node)
                 connection.send_bytes(json.encode(order))
         if node:
-            self.state.left.add(node)
+            self.state.gone.add(node)
             self.state.heard_at[node] = -math.inf
 
     def _order(self, node: str) -> Order:
@@ -89,15 +89,15 @@ class Coordinator:
         with self._lock:
             decision = decide(state, now)
             for node in decision.lost:
-                reason = "its agent ended" if node in state.left else f"silent for {now - state.heard_at[node]:.1f} s"
+                reason = "its agent ended" if node in state.gone else f"silent for {now - state.heard_at[node]:.1f} s"
                 self._reasons.setdefault(node, reason)
             lost = "lost " + ", ".join(f"node {node} ({self._reasons[node]})" for node in decision.lost)
-            state.left.update(decision.lost)
+            state.gone.update(decision.lost)
             self._is_over = decision.code is not None
             if decision.placement is not None:
                 self._ended = "node lost" if decision.lost else "rank killed"
                 self._change(lost if decision.lost else decision.reason, decision.placement, decision.plan)
-            missing_plans = state.missing_plans(now) if state.is_started or state.left else []
+            missing_plans = state.missing_plans(now) if state.is_started or state.gone else []
         if decision.is_go:  # agents are answered while files are written
             self._go()
         elif decision.code and decision.reason:
@@ -114,7 +114,7 @@ class Coordinator:
 
     def claim(self, start: int) -> bool:
         """Claim a start of the ranks, or the end of the run. Return False if it is another coordinator's."""
-        if start > self.claimed and claim(self._folder, start, self.state.left):
+        if start > self.claimed and claim(self._folder, start, self.state.gone):
             self.claimed = start
         return self.claimed >= start
 
@@ -157,7 +157,7 @@ def first_state(
     placement = place(plan, pools, [sorted(part.nodes, key=lost.__contains__) for part in job])
     heard_at = dict.fromkeys([node for part in job for node in part.nodes], time.monotonic())
     values = (float(settings["dead_s"]), heard_at, tuple(pools), int(settings.get("min_nodes", 1)))
-    return State(placement, *values, left=set(lost))
+    return State(placement, *values, gone=set(lost))
 
 
 def coordinate(run: RunDirectory, srun: int, start: int) -> int:
@@ -170,7 +170,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     state = first_state(plan, pools, job, run.config["elastic"], () if srun else lost_before(folder, start))
     state.start, state.is_takeover = start, not srun
     if state.is_takeover:
-        log_batch_line(f"lost the coordinator: node {node} takes its place, without {compress(sorted(state.left))}")
+        log_batch_line(f"lost the coordinator: node {node} takes its place, without {compress(sorted(state.gone))}")
     signal.signal(signal.SIGTERM, lambda *_: setattr(state, "is_stopping", True))
     coordinator = Coordinator(run, state, planner, plan)
     pool = next(pool for pool, part in zip(pools, job, strict=True) if node in part.nodes)
@@ -205,7 +205,7 @@ def stand_aside(coordinator: Coordinator, listener: Listener) -> int:
     log_batch_line(f"another coordinator claims start {coordinator.claimed + 1}: this one stands aside")
     coordinator.is_aside = True
     listener.close()
-    coordinator.state.left.update(coordinator.state.heard_at)
+    coordinator.state.gone.update(coordinator.state.heard_at)
     while not coordinator.state.is_stopping:
         time.sleep(INTERVAL_S)
     return 1
@@ -213,8 +213,8 @@ def stand_aside(coordinator: Coordinator, listener: Listener) -> int:
 
 def end_job(run: RunDirectory, code: int, state: State) -> int:
     """Do what the batch script does at its end, and end the job, which goes on without it."""
-    agents = [node for node in state.beats if node not in state.left]
-    wait_until(lambda: state.left.issuperset(agents), END_S, INTERVAL_S)
+    agents = [node for node in state.beats if node not in state.gone]
+    wait_until(lambda: state.gone.issuperset(agents), END_S, INTERVAL_S)
     os.environ["SLURM_JOB_ID"] = os.environ[LEADER]
     code = batch_end.main([str(run.path), str(code), "TERM" if state.is_stopping else ""])
     if run.read_result() is not None:  # else it was requeued

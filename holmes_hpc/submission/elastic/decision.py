@@ -94,7 +94,7 @@ class State:
 
     `heard_at`: of each node's last beat, of the job's start without one, -inf after its agent's end; `pools`: of the
     job's components; `min_nodes`: with fewer nodes the run does not continue; `plans`: for fewer nodes, as far as they
-    are made; `start`: number of the latest start of the ranks; `is_started`: agents may start them; `left`: nodes whose
+    are made; `start`: number of the latest start of the ranks; `is_started`: agents may start them; `gone`: nodes whose
     agent has ended; `failed_at`: when the first rank of this start failed; `has_new_steps`: whether this start had made
     any by then; `is_stopping`: the job is being ended from outside; `is_takeover`: the agents had another coordinator
     before."""
@@ -108,7 +108,7 @@ class State:
     start: int = 1
     is_started: bool = False
     beats: dict[str, Beat] = field(default_factory=dict)
-    left: set[str] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
     failed_at: float | None = None
     has_new_steps: bool = False
     is_stopping: bool = False
@@ -116,7 +116,7 @@ class State:
 
     def is_lost(self, node: str, now: float) -> bool:
         join_s = REJOIN_S if self.is_takeover else JOIN_S
-        return node in self.left or now - self.heard_at[node] > (self.dead_s if node in self.beats else join_s)
+        return node in self.gone or now - self.heard_at[node] > (self.dead_s if node in self.beats else join_s)
 
     def may_rejoin(self, now: float) -> bool:
         """Return whether an agent may still find the new coordinator after a takeover."""
@@ -134,11 +134,12 @@ class State:
     def missing_plans(self, now: float) -> list[Sizes]:
         """Return the numbers of nodes without a plan that are needed now, or after the loss of one more node."""
         components = self.placement.components
-        left = [len(nodes) for nodes in self.placement.usable_nodes(self.present(now))]
-        sizes = [tuple(left)] * any(count < len(part.nodes) for count, part in zip(left, components, strict=True))
+        remaining = [len(nodes) for nodes in self.placement.usable_nodes(self.present(now))]
+        is_smaller = any(count < len(part.nodes) for count, part in zip(remaining, components, strict=True))
+        sizes = [tuple(remaining)] * is_smaller
         for index, part in enumerate(components):
-            if 0 < left[index] <= len(part.nodes):
-                sizes.append((*left[:index], left[index] - 1, *left[index + 1 :]))
+            if 0 < remaining[index] <= len(part.nodes):
+                sizes.append((*remaining[:index], remaining[index] - 1, *remaining[index + 1 :]))
         return [size for size in sizes if sum(size) >= self.min_nodes and size not in self.plans]
 
     def codes(self) -> dict[int, int]:
@@ -180,7 +181,7 @@ def decide(state: State, now: float) -> Decision:
 
 
 def _decide_without(lost: tuple[str, ...], state: State, present: Collection[str]) -> Decision:
-    """Return the decision after the loss of nodes: a spare takes over, or a plan for the nodes left."""
+    """Return the decision after the loss of nodes: a spare takes over, or a plan for the remaining nodes."""
     if placement := state.placement.without(lost, present):
         return Decision(lost, placement)
     nodes = state.placement.usable_nodes(present)

@@ -133,7 +133,8 @@ def find_failed_rank(
     own_errors = [error for error in srun_errors if error.message != "Terminated"]
     unrecorded = [(error, task) for error in own_errors for task in error.tasks if task not in recorded_ranks]
     if unrecorded:
-        error, task = min(unrecorded, key=lambda pair: not (pair[0].is_signal or pair[0].message == _NODE_FAILED))
+        direct_errors = [pair for pair in unrecorded if pair[0].is_signal or pair[0].message == _NODE_FAILED]
+        error, task = (direct_errors or unrecorded)[0]
         is_node = error.message == _NODE_FAILED
         cause = f"node {error.nodes} failed" if is_node else f"rank {task} died: {error.message}"
         return FailedRank(task, _node(error, task), cause)
@@ -143,8 +144,10 @@ def find_failed_rank(
         peer = "".join(f"; rank {failure.rank} on {failure.node}: {failure.error}" for failure in failures[:1])
         node = hosts[rank] if rank < len(hosts) else None
         return FailedRank(rank, node, f"rank {rank} exited without an exit record{peer}")
-    if failures or not srun_errors:
-        return failures[0] if failures else FailedRank()
+    if failures:
+        return failures[0]
+    if not srun_errors:
+        return FailedRank()
     error, task = srun_errors[0], srun_errors[0].tasks[0]
     return FailedRank(task, _node(error, task), f"rank {task}: {error.message}")
 

@@ -25,7 +25,6 @@ from holmes_hpc.submission.lifecycle.status import record_end
 from holmes_hpc.submission.sweeps.jobs import job_states, plain_outcome, read_outcome, untrusted_reason
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, SweepJob, read_manifest
 
-REFRESH_S = 2.0  # until a live table is drawn again, also that of `holmes status --watch`
 MAX_GROWING_BYTES = 8_000_000  # of a larger metrics.jsonl that still grows, only the end is read
 
 
@@ -184,7 +183,7 @@ def show_live(directory: str | os.PathLike[str]) -> list[SweepRow]:
                 display.update(live_table(str(directory), rows, display.console.height), refresh=True)
                 if all(r.ended for r in rows):
                     break
-                time.sleep(REFRESH_S)
+                time.sleep(console.REFRESH_S)
                 rows = sweep_status(directory, mode="standard")
         except KeyboardInterrupt:
             pass

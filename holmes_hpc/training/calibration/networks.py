@@ -254,17 +254,17 @@ def links_between_fabrics(fitted: FittedLinks, calibration: Calibration, site: S
     """Return rate and delay between fabrics, as a site file has them.
 
     At this rate, and the efficiency of the pools' own Ethernet in `calibration`, a transfer takes the measured time.
-    The delay is the latency beyond that of this Ethernet.
+    The delay is the latency beyond the mean latency of that Ethernet.
     """
     pool_links = []
-    for (names, name), link in fitted.items():
-        if len(names) != 2 or name != "ethernet":
+    for (pool_names, network), link in fitted.items():
+        if len(pool_names) != 2 or network != "ethernet":
             continue
-        pools = [site.pool(name) for name in names]
+        pools = [site.pool(name) for name in pool_names]
         if pools[0].fabric_name == pools[1].fabric_name:
             continue
         ethernet = [calibration.link(pool, "ethernet") or link for pool in pools]
-        gbps = site.slowest_gbps("tcp", names) * link.efficiency / min(e.efficiency for e in ethernet)
+        gbps = site.slowest_gbps("tcp", pool_names) * link.efficiency / min(e.efficiency for e in ethernet)
         delay_ms = max(0.0, link.latency_s - statistics.mean(e.latency_s for e in ethernet)) * 1e3
         pool_links.append(FabricLink(tuple(p.fabric_name for p in pools), float(f"{gbps:.4g}"), round(delay_ms, 3)))
     return tuple(pool_links)

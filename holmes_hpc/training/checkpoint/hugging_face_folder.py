@@ -163,8 +163,9 @@ class Folder:
         block_rows = max(1, _CHECKED_ELEMENTS // max(1, target[0].numel()))  # small blocks save memory
         if not all(bool(block.isfinite().all()) for block in target.split(block_rows)):
             file, name = self._locations[weight.parts[0][0].tensor]
-            problem = f"{name} has values that are not finite as {str(target.dtype).removeprefix('torch.')}"
-            raise DataError(problem, where=str(file), hint="use undamaged weights")
+            dtype_name = str(target.dtype).removeprefix("torch.")
+            problem = f"{name} has values that are not finite, or become infinite in {dtype_name}"
+            raise DataError(problem, where=str(file), hint="use undamaged weights, or train.dtype=bf16")
 
     def _open_tensor(self, tensor: str) -> Any:
         file, name = self._locations[tensor]

@@ -59,7 +59,7 @@ def rank_row(
 def metrics_line(
     plan: Plan, rows: Rows, step: int, unix_time_s: float, fields: Mapping[str, Any], speeds: Sequence[float]
 ) -> dict[str, Any]:
-    """Return a line of metrics.jsonl, unrounded. holmes_hpc/records/metrics.py has its schema.
+    """Return a line of metrics.jsonl, unrounded. holmes_hpc/records/metrics.yaml lists its fields.
 
     `fields`: further fields of the line; `speeds`: see :func:`speeds_of`.
     """

@@ -95,7 +95,7 @@ class _Products(torch.autograd.Function):
         tokens, ends, *weights = context.saved_tensors
         gradient = gradient.contiguous()
         weight_gradients = F.grouped_mm(gradient.t(), tokens, offs=ends)
-        is_idle = ends.diff(prepend=ends.new_zeros(1)) == 0  # an expert without tokens, whose rows no kernel may write
+        is_idle = ends.diff(prepend=ends.new_zeros(1)) == 0  # experts without tokens: kernels may skip their rows
         weight_gradients.masked_fill_(is_idle[:, None, None], 0)
         return F.grouped_mm(gradient, torch.stack(weights), offs=ends), None, *weight_gradients.unbind()
 

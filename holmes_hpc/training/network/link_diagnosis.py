@@ -13,7 +13,7 @@ from holmes_hpc.slurm.hostlist import compress
 
 WARN_BELOW, STOP_BELOW = 0.5, 0.1  # shares of the declared rate: a slower link is a warning, an error
 # One TCP stream of a Python process reaches this rate on any machine. Faster NICs are graded against this rate.
-PROVABLE_GBPS = 5.0
+ONE_STREAM_GBPS = 5.0
 _NAMES = {"rdma": "RDMA", "tcp": "Ethernet"}  # of a transport kind's NICs, for messages
 
 
@@ -129,10 +129,10 @@ def measurement_rounds(infos: Sequence[NodeInformation], groups: Iterable[Commun
 
 
 def declared_gbps(infos: Mapping[str, NodeInformation], link: NodeLink) -> float:
-    """Return the declared rate of a link's slower end in Gb/s, at most what a sample can prove."""
+    """Return the declared rate of a link's slower end in Gb/s, at most that of one TCP stream on any machine."""
     sender, receiver = infos[link.sender], infos[link.receiver]
     ends = ((sender.nics[link.kind], receiver.fabric), (receiver.nics[link.kind], sender.fabric))
-    return min(PROVABLE_GBPS, *(nic.gbps_to.get(fabric, nic.gbps) for nic, fabric in ends))
+    return min(ONE_STREAM_GBPS, *(nic.gbps_to.get(fabric, nic.gbps) for nic, fabric in ends))
 
 
 def grade(measured_gbps: float | None, declared: float) -> str:

@@ -61,7 +61,7 @@ def test_a_run_that_trains_goes_on() -> None:
     assert decide(state(heard_at=silent("ib3", "roce2"))) == WAIT  # spare nodes
 
 
-@pytest.mark.parametrize("cause", [{"heard_at": silent("ib2")}, {"left": {"ib2"}}])
+@pytest.mark.parametrize("cause", [{"heard_at": silent("ib2")}, {"gone": {"ib2"}}])
 def test_a_spare_of_its_component_takes_the_place_of_a_lost_node(cause: dict[str, Any]) -> None:
     decision = decide(state(**cause))
     assert decision.lost == ("ib2",) and decision.placement is not None and decision.code is None
@@ -83,7 +83,7 @@ def test_a_coordinator_that_most_nodes_left_at_once_may_be_cut_off() -> None:
     assert not state(heard_at=silent(*others[:3])).is_isolated(NOW)
     assert not state(heard_at=silent(*others, seconds=3.1 + ISOLATION_S)).is_isolated(NOW)  # decided long ago
     ended = silent(*others, seconds=inf)
-    assert not state(heard_at=ended, left=set(others)).is_isolated(NOW)
+    assert not state(heard_at=ended, gone=set(others)).is_isolated(NOW)
 
 
 def test_two_losses_at_once_take_two_spares() -> None:

@@ -148,7 +148,7 @@ class Site:
         """End the agents of `nodes`."""
         for node in nodes:
             self.agents[node].close()
-        assert wait_until(lambda: self.coordinator.state.left.issuperset(nodes), 10, 0.01)
+        assert wait_until(lambda: self.coordinator.state.gone.issuperset(nodes), 10, 0.01)
 
     def beat(self, running: int = 0, without: tuple[str, ...] = (), codes: dict[int, int] | None = None) -> dict:
         """Exchange one beat per agent. `running`: the start whose ranks run, 0 if none do. Return the orders."""

@@ -100,7 +100,7 @@ def test_a_healthy_job_has_no_finding() -> None:
 
 
 def test_a_link_far_below_its_declared_rate_is_an_error_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holmes_hpc.training.network.link_diagnosis.PROVABLE_GBPS", 1e6)
+    monkeypatch.setattr("holmes_hpc.training.network.link_diagnosis.ONE_STREAM_GBPS", 1e6)
     results = run(lambda i: nics(i, rdma=1e6))
     assert len({str(r) for r in results}) == 1 and "RDMA" in str(results[0]) and "lo 127.0.2." in str(results[0])
 

@@ -1,0 +1,16 @@
+"""The configuration group `elastic`: when a run continues after the loss of a node, and with how many."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from holmes_hpc.schema import Checked, key
+
+
+@dataclass(frozen=True)
+class ElasticConfig(Checked, where="elastic", dotted=True):
+    """The configuration group `elastic`: a job that survives the loss of a node."""
+
+    enabled: Annotated[bool, key("continue on the other nodes if a node is lost: `--elastic`")] = False
+    spares: Annotated[int, key("spare nodes of each component", ge=0)] = 1
+    min_nodes: Annotated[int, key("fewest nodes to continue with", ge=1)] = 1
+    dead_s: Annotated[float, key("silence after which a node is lost", unit="s", ge=1)] = 3.0
