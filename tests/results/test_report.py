@@ -495,5 +495,5 @@ def test_a_machine_that_does_not_keep_the_emulated_pace_is_named(one: Report) ->
 
 def test_few_steps_are_no_proof(tmp_path: Path) -> None:
     for transport, seconds in (("holmes", 0.3), ("single", 0.4)):
-        make_run(tmp_path / transport, transport=transport, step_time_s=seconds, steps=3)
+        make_run(tmp_path / transport, transport=transport, step_time_s=seconds, steps=5)
     assert load_report([tmp_path]).answer()[-1] == "There are too few steps to rule out chance."
