@@ -67,7 +67,7 @@ def metrics_line(
     step_time_s = float(rows[0, _STEP])
     samples_per_s = plan.batch.global_size / step_time_s
     per_gpu = 1e12 * plan.world_size * step_time_s
-    rows_of_stage = [rows[ranks] for ranks in map(list, plan.parallel.stage_ranks)]
+    rows_of_stage = [rows[ranks.ravel()] for ranks in plan.parallel.grid()]
     stages = [  # the mean over the stage's ranks, in seconds; the parts add up to the step's time
         dict(zip(PARTS, stage_rows[:, _PARTS:_SENT].mean(axis=0).tolist(), strict=True)) for stage_rows in rows_of_stage
     ]

@@ -52,8 +52,8 @@ class Monitors:
         if not self.one_host:
             yield from self._audit.add(nic_rows(rows), is_step_only)
             if is_step_only:
-                yield from self._links.add(part_by_rank(rows, "grad_sync_s").tolist())
-                yield from self._edges.add(self._destinations.edge_seconds(sent).tolist())
+                yield from self._links.add(part_by_rank(rows, "grad_sync_s"))
+                yield from self._edges.add(self._destinations.edge_seconds(sent))
         yield from self._stragglers.add(part_by_rank(rows, "compute_s"))
         if self._exporter is not None:
             slow = {} if self.one_host else {**self._links.slow, **self._edges.slow}

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.planning.plan.plan import Plan
@@ -42,34 +43,28 @@ class SlowLinkDetector:
         self.expected_s, self.describe, self._reduce = expected_s, describe, reduce
         self._columns = np.array([column for of_link in columns for column in of_link], dtype=int)
         self._first_columns = np.cumsum([0, *map(len, columns)])[:-1]  # of each link, in `_columns`
-        self._window: list[Sequence[float]] = []
-        self._baseline_s: list[float] = []
+        self._window: list[NDArray[np.float64]] = []
+        self._baseline_s: NDArray[np.float64] | None = None
         self.slow: dict[str, float] = {}
 
-    def add(self, seconds: Sequence[float]) -> list[Finding]:
+    def add(self, seconds: Sequence[float] | NDArray[np.float64]) -> list[Finding]:
         """Add the values of a step. Return findings about slow links at the end of a window, else []."""
-        self._window.append(seconds)
+        self._window.append(np.array(seconds))  # a copy, because a view would keep the whole step
         if len(self._window) < WINDOW:
             return []
         link_s = self._reduce.reduceat(np.array(self._window)[:, self._columns], self._first_columns, axis=1)
-        medians_s = np.median(link_s, axis=0).tolist()
+        medians_s = np.median(link_s, axis=0)
         self._window.clear()
-        self._baseline_s = self._baseline_s or medians_s
-        slowdowns: list[tuple[float, int, float]] = []
-        for link, (median_s, baseline_s, planned_s) in enumerate(
-            zip(medians_s, self._baseline_s, self.expected_s, strict=True)
-        ):
-            slowdown = median_s / max(baseline_s, planned_s, MIN_S / SLOWDOWN)
-            if slowdown > SLOWDOWN:
-                slowdowns.append((slowdown, link, median_s))
-            else:
-                self._baseline_s[link] = min(baseline_s, median_s)
+        baseline_s = medians_s if self._baseline_s is None else self._baseline_s
+        slowdowns = medians_s / np.maximum(np.maximum(baseline_s, self.expected_s), MIN_S / SLOWDOWN)
+        is_slow = slowdowns > SLOWDOWN
+        self._baseline_s = np.where(is_slow, baseline_s, np.minimum(baseline_s, medians_s))
         findings, previous, self.slow = [], self.slow, {}
-        for slowdown, link, median_s in sorted(slowdowns, reverse=True):
-            finding = self.describe(link, median_s, self._baseline_s[link])
+        for link in sorted(np.flatnonzero(is_slow), key=lambda link: slowdowns[link], reverse=True):
+            finding = self.describe(int(link), float(medians_s[link]), float(baseline_s[link]))
             if finding.where not in {**previous, **self.slow}:
                 findings.append(finding)
-            self.slow.setdefault(finding.where, slowdown)
+            self.slow.setdefault(finding.where, float(slowdowns[link]))
         return findings
 
 
