@@ -169,7 +169,7 @@ def test_the_id_depends_on_what_runs_only(plan: Plan) -> None:
                 d["batch"].update(global_size=96),
                 [s.update(chunks=[8, 7]) for s in d["stages"]],
             ),
-            "3 micro-batches cannot be divided",
+            "3 micro-batches are no multiple of PP",
         ),
     ],
 )

@@ -256,5 +256,5 @@ def test_depths_that_deadlock_are_refused() -> None:
 
 
 def test_virtual_stages_need_groups() -> None:
-    with pytest.raises(PlanError, match="groups of PP 3"):
+    with pytest.raises(PlanError, match="no multiple of PP, 3"):
         Order("interleaved", 3, 4, 2)

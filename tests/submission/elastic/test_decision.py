@@ -157,7 +157,7 @@ def test_the_run_ends_with_its_ranks() -> None:
 def test_ranks_start_again_after_one_was_killed_if_they_made_new_steps() -> None:
     killed = state(beats=ended(-9, nodes=("ib2",)), failed_at=NOW - SETTLE_S + 0.1, has_new_steps=True)
     assert decide(killed) == WAIT  # perhaps its node is being lost
-    assert decide(replace(killed, left={"ib2"})).lost == ("ib2",)
+    assert decide(replace(killed, gone={"ib2"})).lost == ("ib2",)
     settled = replace(killed, failed_at=NOW - SETTLE_S - 0.1)
     decision = decide(settled)
     assert decision.placement == PLACEMENT and not decision.lost
@@ -178,5 +178,5 @@ def test_a_failed_rank_ends_the_run_unless_its_node_turns_out_to_be_lost() -> No
 def test_a_job_that_is_being_ended_takes_no_spare() -> None:
     assert decide(state(is_stopping=True)) == WAIT  # its ranks save
     assert decide(state(is_stopping=True, beats=ended())) == Decision(code=0)
-    assert decide(state(is_stopping=True, left={"ib2"})) == Decision(("ib2",), code=1)
+    assert decide(state(is_stopping=True, gone={"ib2"})) == Decision(("ib2",), code=1)
     assert decide(state(is_stopping=True, is_started=False, running=0)) == Decision(code=1)
