@@ -34,7 +34,7 @@ def holmes(*words: str, environ: dict[str, str]) -> str:
 
 
 def describe(site: Path, directory: Path) -> str:
-    """Return a site's part of the page: the head of its plan and the requests of its batch script."""
+    """Return a site's part of the page: its plan and the requests of its batch script."""
     for name, text in {
         "scontrol": SCONTROL,
         **dict.fromkeys(("sacctmgr", "sbatch", "srun"), "#!/bin/sh\nexit 1\n"),
@@ -43,10 +43,10 @@ def describe(site: Path, directory: Path) -> str:
         (directory / name).chmod(0o755)
     environ = {**os.environ, "PATH": f"{directory}:{os.environ['PATH']}", "SITE": str(site), "COLUMNS": "110"}
     plan = str(directory / f"{site.name}.yaml")
-    head = holmes("plan", "model=llama3_8b", "-o", plan, environ=environ).partition("90% interval")[0]
+    summary = holmes("plan", "model=llama3_8b", "-o", plan, environ=environ)
     script = holmes("submit", plan, *SUBMIT, environ=environ)
     requests = "\n".join(line for line in script.splitlines() if line.startswith("#SBATCH"))
-    return f"## {site.name}\n\n```text\n{head.rstrip()}\n```\n\n```sh\n{requests}\n```\n"
+    return f"## {site.name}\n\n```text\n{summary.rstrip()}\n```\n\n```sh\n{requests}\n```\n"
 
 
 def main(folder: Path, names: list[str]) -> None:
