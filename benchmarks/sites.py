@@ -148,7 +148,7 @@ def discovered(site: str, listing: Listing, rows: list[dict[str, str]]) -> tuple
     """Return what `holmes site` finds out, and the pools of the file that it writes, each with its fabric's `nic`."""
     node_facts.partial_outputs = fake_srun(site, listing, rows)
     discovery = discover(listing, Topology({}, {}), NodeSettings(), wait_s=300)
-    data = yaml.safe_load(site_text(discovery, [n.name for n in listing.nodes], {}))
+    data = yaml.safe_load(site_text(discovery, [n.name for n in listing.nodes], {})[0])
     nics = {fabric["name"]: fabric["nic"] for fabric in data["fabrics"]}
     return discovery, [{**pool, "nic": nics[pool["fabric"]]} for pool in data["pools"]]
 
@@ -169,7 +169,7 @@ def nic_rows(site: str, listing: Listing, rows: list[dict[str, str]]) -> tuple[l
             f"| {rate:g} / {actual:g}{'' if marks[1] else ' ✗'} | {pool['gpu']['name']} {gib} "
             f"| {len(discovery.probes)} |"
         )
-    lines += [f"| {site} | {problem} | | | | |" for problem in discovery.problems]
+    lines += [f"| {site} | {problem} | | | | |" for problem in (*discovery.problems, *discovery.unknown_gpus.values())]
     return lines, are_right[0], are_right[1]
 
 

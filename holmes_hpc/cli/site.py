@@ -77,7 +77,7 @@ def site(
         listing = report.listing(settings)
         earlier = site_record.pools_by_node(record.get("pools") or [])
         discovery = discover(listing, read_topology(), settings, probes, wait if jobs else None, earlier)
-    text = site_record.site_text(discovery, [n.name for n in listing.nodes], record)
+    text, problems = site_record.site_text(discovery, [n.name for n in listing.nodes], record)
     if output:
         write_whole(Path(output), text)
         new_jobs = counted(len({p.kind for p in discovery.probes} - {p.kind for p in probes}), "job")
@@ -86,9 +86,9 @@ def site(
         console.note(f"written: {output}: {pools}, {new_jobs}, {guesses} `assumed` or `unsure`")
     else:
         sys.stdout.write(text)
-    for problem in discovery.problems:
+    for problem in problems:
         console.problem(problem)
-    raise typer.Exit(int(bool(discovery.problems)))
+    raise typer.Exit(int(bool(problems)))
 
 
 @app.command()

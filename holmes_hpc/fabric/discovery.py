@@ -60,13 +60,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Discovery:
-    """A discovered site. `origins`: pool -> where its values are from; `problems`: what remains unknown, one line
-    each; `left_out`: nodes that no pool has."""
+    """A discovered site. `origins`: pool -> where its values are from; `problems`: of probes, one line each;
+    `unknown_gpus`: pool -> a line on its GPU kind, if that is not known; `left_out`: nodes that no pool has."""
 
     site: Site
     origins: Mapping[str, Origin]
     probes: tuple[Probe, ...]
     problems: tuple[str, ...]
+    unknown_gpus: Mapping[str, str]
     left_out: tuple[str, ...]
 
 
@@ -94,7 +95,7 @@ def discover(
     nodes = [_with_features(n, kinds, probes, settings.vocabulary) for n in listing.nodes]
     grouping = group(nodes, listing.partitions, read_vocabulary(settings.vocabulary), settings)
     problems = [probe.problem for probe in probes.values() if probe.problem]
-    pools, origins = [], {}
+    pools, origins, unknown_gpus = [], {}, {}
     parts = _with_trees(grouping.site(listing.cluster).pools, nodes, topology)
     taken_names = {pool.name for pool, _ in parts}
     kind_names = {p.name for p in grouping.pools if p.fabric and p.name == f"{p.fabric}-{p.gpu.name}"}
@@ -120,9 +121,11 @@ def discover(
         if not gpu_is_known:
             figures = "peak_tflops (dense bf16), memory_gib and intra_node_gbps of its data sheet"
             unknown_kind = f"pool {pool.name}: GPU kind {pool.gpu.name} is not known"
-            problems.append(f"{unknown_kind}; write {figures} under gpu in the site file")
+            unknown_gpus[pool.name] = f"{unknown_kind}; write {figures} under gpu in the site file"
     left_out = tuple(line for line in grouping.assumptions if ": left out: " in line)
-    return Discovery(Site(listing.cluster, tuple(pools)), origins, tuple(probes.values()), tuple(problems), left_out)
+    return Discovery(
+        Site(listing.cluster, tuple(pools)), origins, tuple(probes.values()), tuple(problems), unknown_gpus, left_out
+    )
 
 
 def kind_of(node: SiteNode, partition: str) -> str:

@@ -42,8 +42,9 @@ def probes_of(record: Mapping[str, Any]) -> list[Probe]:
     return [make(Probe, entry, "found: probe", SiteError) for entry in record.get("found", {}).get("probes") or ()]
 
 
-def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[str, Any]) -> str:
-    """Return the text of the site file. `node_names`: all nodes of Slurm; `record`: the file of an earlier run.
+def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return the text of the site file, and what remains unknown, one line each. `node_names`: all nodes of Slurm;
+    `record`: the file of an earlier run.
 
     Values, fabrics and pools of the record that a person changed, added or removed stay as they are."""
     site, before = discovery.site, record.get("found", {})
@@ -68,7 +69,10 @@ def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[s
     for part in merged["pools"]:
         lines += _pool_lines(part, origins.get(part.found_as))
     lines += [f"{k}: {_flow(v)}" for k, v in record.items() if k not in ("name", "fabrics", "pools", "found")]
-    lines += [f"# {_line(text)}" for text in (*discovery.left_out, *discovery.problems)]
+    unknown_gpus = {names[name]: line for name, line in discovery.unknown_gpus.items()}
+    uncorrected = [part.found_as for part in merged["pools"] if "gpu" not in part.edited]
+    problems = [*discovery.problems, *(unknown_gpus[name] for name in uncorrected if name in unknown_gpus)]
+    lines += [f"# {_line(text)}" for text in (*discovery.left_out, *problems)]
     lines += ["", "found:  # what `holmes site` found; leave it", f"  cluster: {_flow(site.name)}"]
     lines.append(f"  nodes: {_flow(compress(node_names))}")
     assumed = {names[pool.name]: keys for pool in site.pools if (keys := discovery.origins[pool.name].assumed)}
@@ -77,7 +81,7 @@ def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[s
         present = {entry.get("name") for entry in entries}
         gone = [e for e in before.get(key) or [] if key != "probes" and e["name"] not in present]
         lines += [f"  {key}:", *(f"  - {_flow(entry)}" for entry in (*entries, *gone))] if entries or gone else []
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n", problems
 
 
 def _lasting_names(pools: Sequence[Pool], before: Entries) -> dict[str, str]:

@@ -237,7 +237,8 @@ def test_an_unknown_gpu_is_left_for_a_person_to_write(slurm, holmes) -> None:
     refused(holmes("plan", "--site", "site.yaml"), "nvidia_z9", "peak_tflops")
     figures = "{name: nvidia_z9, memory_gib: 300, peak_tflops: 2000, intra_node_gbps: 7200}"
     Path("site.yaml").write_text(text.replace("gpu: {name: nvidia_z9, memory_gib: 300}", f"gpu: {figures}", 1))
-    holmes("site", "-o", "site.yaml")
+    code, _, err = holmes("site", "-o", "site.yaml")
+    assert code == 0 and "is not known" not in err + Path("site.yaml").read_text()
     assert pools()["nvidia_z9"].gpu.peak_tflops == 2000
 
 

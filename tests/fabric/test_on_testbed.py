@@ -119,7 +119,7 @@ def test_one_job_per_kind_finds_the_testbed_and_a_second_run_needs_none(testbed,
     discovery = discover(listing, scontrol.read_topology(), NodeSettings(), wait_s=30)
     assert time.monotonic() - begin < 30
     assert not discovery.problems and {p.kind for p in discovery.probes} == kinds
-    path.write_text(site_text(discovery, [n.name for n in listing.nodes], {}))
+    path.write_text(site_text(discovery, [n.name for n in listing.nodes], {})[0])
     found = read_site_file(path)
     assert {(p.nic, p.rdma_gbps, p.ethernet_gbps, p.nodes) for p in found.pools} == {
         (p.nic, p.rdma_gbps, p.ethernet_gbps, p.nodes) for p in listing.grouping.pools
@@ -129,4 +129,4 @@ def test_one_job_per_kind_finds_the_testbed_and_a_second_run_needs_none(testbed,
         "holmes_hpc.fabric.node_facts.partial_outputs", lambda commands, _: [] if not commands else 1 / 0
     )
     again = discover(listing, scontrol.read_topology(), NodeSettings(), probes_of(read_record(str(path))), 30)
-    assert site_text(again, [n.name for n in listing.nodes], read_record(str(path))) == path.read_text()
+    assert site_text(again, [n.name for n in listing.nodes], read_record(str(path)))[0] == path.read_text()
