@@ -96,9 +96,7 @@ def run_eager_1f1b(
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config, edges = get_model_config(models[0]), p2p_communicator
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
-    is_serial = edges.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    problem = "with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send blocks all computing"
-    ConfigError.refuse("environment", (is_serial, problem, "unset it, or use plan.schedule=1f1b"))
+    _refuse_one_queue(edges.device)
     order = order if order.routes else replace(order, micro_batches=num_microbatches)
     micro_batches, depth = order.micro_batches_of(edges.row), order.depths[edges.row]
     recomputed_from = config.num_microbatches_with_partial_activation_checkpoints
@@ -150,6 +148,13 @@ def run_eager_1f1b(
             token_count = tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(models, token_count, pg_collection=pg_collection, force_all_reduce=False)
     return losses
+
+
+def _refuse_one_queue(device: torch.device) -> None:
+    """Raise ConfigError if a GPU has one hardware queue, in which a waiting send blocks all computing."""
+    is_serial = device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    problem = "with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send blocks all computing"
+    ConfigError.refuse("environment", (is_serial, problem, "unset it, or use plan.schedule=1f1b"))
 
 
 def _buffer_factory(
