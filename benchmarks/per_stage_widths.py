@@ -39,7 +39,7 @@ from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.per_stage import variants
 from holmes_hpc.planning.search.problem import Problem
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.training.network.audit import planned_loads
+from holmes_hpc.training.network.audit import planned_bytes, planned_loads
 
 HOLMES = str(Path(sys.executable).with_name("holmes"))
 SEQUENCE, HIDDEN = 16, 24
@@ -192,14 +192,14 @@ def byte_deviation(record: RunDirectory) -> tuple[float, str]:
     factors, hosts = run["traffic"]["header_factors"], run["hosts"]
     fabrics = {host: place.pool for host, place in zip(hosts, plan.places, strict=True)}
     planned: dict[tuple[str, str], float] = {}
-    for load in planned_loads(plan, hosts):
+    for load in planned_loads(planned_bytes(plan), hosts):
         on_wire = load.bytes * factors["ethernet" if load.kind == "ethernet" else fabrics[load.node]]
         planned[load.node, load.kind] = planned.get((load.node, load.kind), 0.0) + on_wire
     deviations = [(0.0, "")]
-    for (node, kind), planned_bytes in planned.items():
+    for (node, kind), amount in planned.items():
         line = json.loads((record.nics / f"{node}.jsonl").read_text().splitlines()[-1])
         sent = sum(nic["tx"] for name, nic in line["nics"].items() if name.startswith(kind[:3]))
-        deviations.append((sent / planned_bytes - 1, f"{node}'s {kind}"))
+        deviations.append((sent / amount - 1, f"{node}'s {kind}"))
     return max(deviations, key=lambda o: abs(o[0]))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError, counted, rounded
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.predict import kind_tflops, predict, stage_breakdown_of
+from holmes_hpc.planning.cost.predict import kind_tflops, stage_breakdown_of, step_time_s
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.plan.parallel import abbreviated
 from holmes_hpc.planning.plan.plan import Plan, Predicted
@@ -296,7 +296,7 @@ def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[tuple[
     def gain_of_faster(rate: str, *names: str) -> float:
         pools = (replace(f, **{rate: 2 * getattr(f, rate)}) if f.name in names else f for f in plan.site.pools)
         site = replace(plan.site, pools=tuple(pools))
-        return predicted.step_time_s / predict(replace(plan, site=site), costs).step_time_s - 1
+        return predicted.step_time_s / step_time_s(replace(plan, site=site), costs) - 1
 
     larger = replace(plan, batch=replace(plan.batch, global_size=2 * plan.batch.global_size))
     gains = [
@@ -306,7 +306,7 @@ def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[tuple[
             for c in plan.components
             if plan.site.pool(c.pool).rdma_gbps is not None
         ),
-        (predict(larger, costs).samples_per_s / predicted.samples_per_s - 1, "a global batch twice as large"),
+        (2 * predicted.step_time_s / step_time_s(larger, costs) - 1, "a global batch twice as large"),
         *_more_nodes(plan, predicted, costs),
     ]
     return sorted((g for g in gains if g[0] >= 0.001), reverse=True)

@@ -15,12 +15,10 @@ from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.limit import limit_s, stage_speeds
 from holmes_hpc.planning.cost.memory import memory
-from holmes_hpc.planning.cost.network_times import activation_bytes, embedding_bytes, reduce_factor
-from holmes_hpc.planning.cost.timing import Timing, parameters, recomputed, row_durations, step_s, timing
+from holmes_hpc.planning.cost.timing import Timing, recomputed, row_durations, step_s, timing
 from holmes_hpc.planning.cost.uncertainty import interval_s
 from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER
-from holmes_hpc.planning.plan.plan import Component, Plan, Predicted
-from holmes_hpc.planning.plan.transport import Transport
+from holmes_hpc.planning.plan.plan import Plan, Predicted
 from holmes_hpc.planning.schedule.graph import NodeNumbers, graph
 from holmes_hpc.planning.schedule.kinds import COMPUTING
 from holmes_hpc.planning.schedule.order import Order
@@ -36,6 +34,11 @@ def layer_array(plan: Plan) -> np.ndarray:
 def predict(plan: Plan, costs: Costs) -> Predicted:
     """Predict one plan."""
     return predict_layout(Layout.of(plan, costs), layer_array(plan))
+
+
+def step_time_s(plan: Plan, costs: Costs) -> float:
+    """Return the predicted seconds of a step of `plan`."""
+    return float(step_s(Layout.of(plan, costs), layer_array(plan))[0])
 
 
 def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
@@ -150,48 +153,11 @@ def _row_parts(row: list[dict[str, Any]], simulated_end_s: float, end_s: float, 
 
 def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
     """Return the payload bytes that all nodes send in a step, by pool (RDMA) or ``ethernet`` (TCP)."""
-    p = layout.parallel
-    total: defaultdict[str, float] = defaultdict(float)
-
-    def add(transport: Transport, amount: float) -> None:
-        if transport.kind != "local" and amount:
-            total[transport.fabric if transport.kind == "rdma" and transport.fabric else "ethernet"] += amount
-
-    if layout.is_per_stage or layout.is_weighted or layout.model.experts.count:
-        for group, _, amount in sent_bytes(layout, layers):
-            add(group.transport, amount)
-        return dict(sorted(total.items()))
-    count = parameters(layout, layers)[0].sum(axis=1)
-    for replica, stages in enumerate(layout.replicas):
-        pipelines = layout.pipelines(stages[0])
-        groups = pipelines // layout.intra_dp_size
-        for s, component in enumerate(stages):
-            _add_sync_bytes(layout, replica, s, component=component, count=float(count[s]), groups=groups, add=add)
-            if p.pp > 1 and (s < p.pp - 1 or p.virtual_stages > 1):
-                transport = layout.edges[replica][s]
-                transfers = layout.order.micro_batches * (p.virtual_stages if s < p.pp - 1 else p.virtual_stages - 1)
-                add(transport, 2 * transfers * pipelines * p.tp * activation_bytes(layout, transport, component))
-        if layout.model.tied and p.pp > 1:
-            factors = layout.costs.collectives(layout.pool(stages[0]).gpu)
-            gradient_bytes = embedding_bytes(layout) / p.tp
-            add(layout.embedding_transport(replica), factors.all_reduce / 2 * gradient_bytes * 2 * pipelines * p.tp)
+    total = defaultdict[str, float](float)
+    for group, _, amount in sent_bytes(layout, layers):
+        if amount:
+            total[group.transport.fabric or "ethernet"] += amount
     return dict(sorted(total.items()))
-
-
-def _add_sync_bytes(
-    layout: Layout, replica: int, stage: int, component: Component, count: float, groups: int, add: Any
-) -> None:
-    """Add the bytes of one stage's gradients and parameters. A ring leaves each of its nodes once."""
-    p, gpu = layout.parallel, layout.pool(component).gpu
-    factors, n = layout.costs.collectives(gpu), layout.intra_dp_size
-    gradients, weights = count * layout.costs.wire_size, count * layout.costs.weight_bytes(gpu)
-    nodes, k = layout.intra_dp_nodes(replica, stage), p.optimizer_instances
-    amount = reduce_factor(layout, component, nodes, n) * gradients
-    if p.distributed_optimizer:
-        amount += factors.all_gather * weights
-    add(layout.intra_dp_transport(replica, stage), groups * p.tp * nodes * amount * (n - 1) / n)
-    if k > 1:  # every rank is a member of one ring across instances
-        add(layout.inter_dp_transport(), groups * n * p.tp * factors.all_reduce * (k - 1) / k * gradients / n)
 
 
 def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.training.metrics.metrics_line import nic_rows, part_by_rank, sent_rows
 from holmes_hpc.training.metrics.openmetrics import Exporter
-from holmes_hpc.training.network.audit import Audit
+from holmes_hpc.training.network.audit import Audit, planned_bytes
 from holmes_hpc.training.network.destinations import Destinations
 from holmes_hpc.training.network.nic_bytes import Rows
 from holmes_hpc.training.network.slow_links import slow_edge_detector, slow_link_detector
@@ -39,11 +39,13 @@ class Monitors:
             [n.node for n in nodes],
             *work_of_stages(plan, (train.pace_factors or {}) if train.pace_layer_ms else None),
         )
+        has_exporter = train.openmetrics is not None
+        planned = [] if self.one_host and not has_exporter else planned_bytes(plan, train.dtype)
         if not self.one_host:
-            self._audit = Audit(plan, nodes, factors, train.dtype)
-            self._links = slow_link_detector(plan, nodes, factors, train.dtype)
-            self._edges = slow_edge_detector(plan, nodes, train.dtype)
-        self._exporter = None if train.openmetrics is None else Exporter(session, train, factors, checkpoints)
+            self._audit = Audit(plan, nodes, factors, planned)
+            self._links = slow_link_detector(plan, nodes, factors, planned)
+            self._edges = slow_edge_detector(plan, nodes, planned)
+        self._exporter = Exporter(session, train, factors, checkpoints, planned) if has_exporter else None
 
     def add(self, rows: Rows, line: Mapping[str, Any], is_step_only: bool) -> Iterator[object]:
         """Add a step; yield warnings. `line`: its line of metrics.jsonl; `is_step_only`: no checkpoint or validation

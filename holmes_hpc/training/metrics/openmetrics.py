@@ -20,6 +20,7 @@ from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import to_json, write_whole
 from holmes_hpc.records.rates import finite, number
+from holmes_hpc.training.network.audit import PlannedBytes
 from holmes_hpc.training.network.destinations import planned_fabric_bytes
 from holmes_hpc.training.rank.log import log_line
 
@@ -94,16 +95,21 @@ class GpuFigures:
 class Exporter:
     """The exporter of ``train.openmetrics``. If it cannot write or listen, training goes on with one warning.
 
-    `factors`: bytes on the wire per byte of payload, by network; `checkpoints`: of the run."""
+    `factors`: bytes on the wire per byte of payload, by network; `checkpoints`: of the run; `planned`: of its plan."""
 
     def __init__(
-        self, session: Session, train: TrainConfig, factors: Mapping[str, float], checkpoints: Checkpoints
+        self,
+        session: Session,
+        train: TrainConfig,
+        factors: Mapping[str, float],
+        checkpoints: Checkpoints,
+        planned: PlannedBytes,
     ) -> None:
         plan, run, self._checkpoints = session.plan, session.run, checkpoints
         self._constants = {"steps": train.steps, "restarts": session.attempt - 1}
         predicted = plan.predicted.nic_bytes_per_step if plan.predicted is not None else {}
         self._planned = {network: amount * factors.get(network, 1.0) for network, amount in predicted.items()}
-        self._planned_between = planned_fabric_bytes(plan, train.dtype)
+        self._planned_between = planned_fabric_bytes(plan, planned)
         self._peak_tflops = statistics.fmean(plan.site.pool(place.pool).gpu.peak_tflops for place in plan.places)
         self._submitted = datetime.fromisoformat(run.read_run()["created"]).timestamp()
         # Later attempts do not repeat these steps.

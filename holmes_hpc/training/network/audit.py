@@ -2,9 +2,10 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from holmes_hpc.training.network.nic_bytes import Rows
 EVERY_STEPS = 10  # per comparison; wrong traffic that starts during one is reported by the next, within 20 steps
 TOLERANCE = 0.10  # share of the planned bytes
 FLOOR_BYTES = 1_000_000  # per step, also tolerated: rendezvous, heartbeats, name look-ups
+PlannedBytes: TypeAlias = list[tuple[GroupTransport, int, float]]  # group, sending rank, payload bytes per step
 
 
 @dataclass(frozen=True)
@@ -158,21 +160,20 @@ def nic_faults(interfaces: Iterable[str], node: str, sysfs: Path = Path("/sys"))
     return faults
 
 
-def planned_bytes(plan: Plan, dtype: str | None = None) -> Iterator[tuple[GroupTransport, int, float]]:
-    """Yield what :func:`sent_bytes` does for a plan. `dtype`: of weights and activations, None: the device's usual
-    one."""
-    return sent_bytes(Layout.of(plan, Costs(dtype=dtype)), layer_array(plan))
+def planned_bytes(plan: Plan, dtype: str | None = None) -> PlannedBytes:
+    """Return what :func:`sent_bytes` yields for a plan; slow for thousands of ranks. `dtype`: of weights and
+    activations, None: the device's usual one."""
+    return [*sent_bytes(Layout.of(plan, Costs(dtype=dtype)), layer_array(plan))]
 
 
-def planned_loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) -> list[Load]:
+def planned_loads(planned: PlannedBytes, nodes: Sequence[str]) -> list[Load]:
     """Return the payload bytes that each group makes each rank's node send per step, over the group's planned NIC.
 
-    `nodes`: every rank's node; `dtype`: see :func:`planned_bytes`. The sums over nodes are the plan's predicted bytes
-    (planning/cost/predict.py).
+    `nodes`: every rank's node. The sums over nodes are the plan's predicted bytes (planning/cost/predict.py).
     """
     return [
         Load(nodes[rank], str(nic), f"{group.kind} of ranks {short_ranks(group.ranks)}", amount)
-        for group, rank, amount in planned_bytes(plan, dtype)
+        for group, rank, amount in planned
         if (nic := group.transport.nic) is not None and (nic.verbs or not nic.rdma)  # other NICs have no counters
     ]
 
@@ -180,11 +181,11 @@ def planned_loads(plan: Plan, nodes: Sequence[str], dtype: str | None = None) ->
 class Audit:
     """Rank 0's comparison of the bytes that every node's NICs sent with the planned bytes.
 
-    `factors`: fabric or ``ethernet`` -> bytes on the wire per byte of payload.
+    `nodes`: every rank's node; `factors`: fabric or ``ethernet`` -> bytes on the wire per byte of payload.
     """
 
     def __init__(
-        self, plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float], dtype: str | None = None
+        self, plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float], planned: PlannedBytes
     ) -> None:
         by_name = {n.node: n for n in nodes}
         self._node_names, numbers = list(by_name), {name: number for number, name in enumerate(by_name)}
@@ -196,7 +197,7 @@ class Audit:
         }
         self._loads = [
             replace(load, bytes=load.bytes * self._factors[load.node][load.kind])
-            for load in planned_loads(plan, [n.node for n in nodes], dtype)
+            for load in planned_loads(planned, [n.node for n in nodes])
         ]
         self._names = {
             name: {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.training.network.audit import planned_bytes
+from holmes_hpc.training.network.audit import PlannedBytes
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Rows, Traffic
 
@@ -23,11 +23,10 @@ def edge_receivers(plan: Plan, nodes: Sequence[NodeTransports]) -> list[dict[str
     return receivers
 
 
-def planned_fabric_bytes(plan: Plan, dtype: str | None) -> dict[str, dict[str, float]]:
-    """Return the payload bytes per step between fabrics: sending fabric -> receiving fabric -> bytes. `dtype`: see
-    :func:`planned_bytes`."""
+def planned_fabric_bytes(plan: Plan, planned: PlannedBytes) -> dict[str, dict[str, float]]:
+    """Return the payload bytes per step between fabrics: sending fabric -> receiving fabric -> bytes."""
     rings = defaultdict[tuple[str, tuple[int, ...]], list[tuple[int, float]]](list)
-    for group, rank, amount in planned_bytes(plan, dtype):
+    for group, rank, amount in planned:
         rings[group.kind, group.ranks].append((rank, amount))
     sums: dict[str, dict[str, float]] = {}
     for ring in rings.values():

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.slurm.hostlist import compress
-from holmes_hpc.training.network.audit import planned_bytes, planned_loads
+from holmes_hpc.training.network.audit import PlannedBytes, planned_loads
 from holmes_hpc.training.network.destinations import edge_receivers
 from holmes_hpc.training.network.interfaces import NodeTransports, short_ranks
 from holmes_hpc.training.network.link_diagnosis import Endpoint, NodeLink, slow_link
@@ -69,17 +69,17 @@ class SlowLinkDetector:
 
 
 def slow_link_detector(
-    plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float], dtype: str | None
+    plan: Plan, nodes: Sequence[NodeTransports], factors: Mapping[str, float], planned: PlannedBytes
 ) -> SlowLinkDetector:
     """Return the detector of stages whose gradient synchronization is slow, for a plan whose ranks run on `nodes`.
 
     It takes every rank's seconds. The fastest rank of a stage counts: the others may wait for a slow computation.
-    `factors`, `dtype`: see :class:`holmes_hpc.training.network.audit.Audit`."""
+    `factors`: see :class:`holmes_hpc.training.network.audit.Audit`."""
     stages = plan.parallel.stage_ranks
     groups = {f"{g.kind} of ranks {short_ranks(g.ranks)}": g for g in plan.transports() if g.kind in _DP}
     senders = {kind: len({plan.places[g.ranks[0]] for g in groups.values() if g.kind == kind}) for kind in _DP}
     expected_s, names = [0.0] * len(stages), []
-    for load in planned_loads(plan, [n.node for n in nodes], dtype):
+    for load in planned_loads(planned, [n.node for n in nodes]):
         if (group := groups.get(load.label)) is not None:
             ring = [plan.places[rank].pool for rank in group.ranks]
             gbps = plan.site.slowest_gbps(group.transport.kind, ring, senders[group.kind])  # to the next fabric
@@ -109,7 +109,7 @@ def slow_link_detector(
     return SlowLinkDetector(stages, expected_s, describe, np.minimum)
 
 
-def slow_edge_detector(plan: Plan, nodes: Sequence[NodeTransports], dtype: str | None) -> SlowLinkDetector:
+def slow_edge_detector(plan: Plan, nodes: Sequence[NodeTransports], planned: PlannedBytes) -> SlowLinkDetector:
     """Return the detector of pipeline edges over slow TCP connections, for a plan whose ranks run on `nodes`.
 
     Its values are those of :meth:`Destinations.edge_seconds`. A link is the pair of NICs of two nodes; its time is that
@@ -123,7 +123,7 @@ def slow_edge_detector(plan: Plan, nodes: Sequence[NodeTransports], dtype: str |
     columns, sent = defaultdict[tuple[str, str], list[int]](list), defaultdict[tuple[str, str], float](float)
     for column, edge in enumerate(edges):
         columns[addresses(*edge)].append(column)
-    for group, sender, amount in planned_bytes(plan, dtype):
+    for group, sender, amount in planned:
         kind, receiver = group.transport.kind, sum(group.ranks) - sender
         if group.kind == "edge" and kind in nodes[receiver].interfaces:
             sent[addresses(sender, receiver, kind)] += amount

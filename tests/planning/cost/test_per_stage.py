@@ -58,7 +58,7 @@ def test_the_audit_expects_the_predicted_bytes() -> None:
     plan = spawn.unequal((2, 1), (1, 2), (1, 1), model=replace(MODEL, tied=True), batch=BATCH)
     nodes = [place.node for place in plan.places]
     loads = Counter[str]()
-    for load in audit.planned_loads(plan, nodes, "fp32"):
+    for load in audit.planned_loads(audit.planned_bytes(plan, "fp32"), nodes):
         loads["ethernet" if load.kind == "ethernet" else load.node.partition("[")[0]] += load.bytes
     assert dict(loads) == pytest.approx(predict(plan, Costs(dtype="fp32")).nic_bytes_per_step)
 

@@ -21,6 +21,7 @@ from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.metrics import openmetrics
 from holmes_hpc.training.metrics.openmetrics import CONTENT_TYPE, GPU_FIGURES, Exporter, GpuFigures
+from holmes_hpc.training.network.audit import planned_bytes
 
 PLAN = replace(spawn.plan(pp=2, dp=2), predicted=Predicted(1, 1, 1, 1, (1, 1), {"ethernet": 100.0, "ib-0": 50.0}, {}))
 
@@ -48,7 +49,8 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def exporter(run: RunDirectory, target: int | str, attempt: int = 1, saved_step: int = 0) -> Exporter:
     session, checkpoints = SimpleNamespace(plan=PLAN, run=run, attempt=attempt), SimpleNamespace(saved_step=saved_step)
-    return Exporter(session, TrainConfig(steps=9, openmetrics=target, dtype="fp32"), {"ethernet": 1.5}, checkpoints)  # type: ignore[arg-type]
+    train = TrainConfig(steps=9, openmetrics=target)
+    return Exporter(session, train, {"ethernet": 1.5}, checkpoints, planned_bytes(PLAN, "fp32"))  # type: ignore[arg-type]
 
 
 def samples(text: str) -> dict[str, float]:

@@ -19,7 +19,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network import audit
-from holmes_hpc.training.network.audit import EVERY_STEPS, Audit, planned_loads
+from holmes_hpc.training.network.audit import EVERY_STEPS, Audit, planned_bytes, planned_loads
 from holmes_hpc.training.network.interfaces import NodeTransports
 
 MODEL = ModelSpec("m", layers=12, hidden=256, heads=8, vocab=512, ffn=1024, kv_heads=8)
@@ -73,9 +73,13 @@ def test_planned_loads_sum_up_to_the_predicted_bytes(nodes, gpus, options) -> No
     sums: defaultdict[str, float] = defaultdict(float)
     names = [place.node for place in plan.places]
     fabrics = {place.node: place.pool for place in plan.places}
-    for load in planned_loads(plan, names):
+    for load in planned_loads(planned_bytes(plan), names):
         sums["ethernet" if load.kind == "ethernet" else fabrics[load.node]] += load.bytes
     assert dict(sums) == pytest.approx(plan.predicted.nic_bytes_per_step)
+
+
+def audit_of(plan: Plan, factors: dict[str, float] | None = None) -> Audit:
+    return Audit(plan, nodes_of(plan), factors or {}, planned_bytes(plan))
 
 
 def nodes_of(plan: Plan) -> list[NodeTransports]:
@@ -95,7 +99,7 @@ def rows_of(plan: Plan, factor: float) -> list[list[float]]:
     """Return every rank's counters for traffic as planned."""
     rows = [[0.0] * 7 for _ in plan.places]
     names = [p.node for p in plan.places]
-    for load in planned_loads(plan, names):
+    for load in planned_loads(planned_bytes(plan), names):
         rows[names.index(load.node)][0 if load.kind == "ethernet" else 2] += load.bytes * factor
     return rows
 
@@ -106,14 +110,14 @@ def findings_of(audited: Audit, rows: list[list[float]]) -> list[Finding]:
 
 def test_traffic_as_planned_gives_no_finding() -> None:
     plan = two_stages()
-    audited = Audit(plan, nodes_of(plan), {"ib-a": 1.05, "roce-a": 1.05, "ethernet": 1.05})
+    audited = audit_of(plan, {"ib-a": 1.05, "roce-a": 1.05, "ethernet": 1.05})
     assert not any(audited.add(rows_of(plan, 1.05)) for _ in range(10 * EVERY_STEPS))
 
 
 @pytest.mark.parametrize("wrong_from", [1, 2, 12, 29, 34, 99])
 def test_a_group_on_the_wrong_nic_is_reported_once_within_twenty_steps(wrong_from) -> None:
     plan = two_stages()
-    audited, planned, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0), rows_of(plan, 1.0)
+    audited, planned, rows = audit_of(plan), rows_of(plan, 1.0), rows_of(plan, 1.0)
     rows[1][0], rows[1][2] = rows[1][0] + rows[1][2], 0.0
     findings = [
         (step, f) for step in range(1, wrong_from + 20) for f in audited.add(rows if step >= wrong_from else planned)
@@ -131,14 +135,14 @@ def test_a_group_on_a_nic_outside_the_plan_is_reported_and_storage_traffic_is_no
     rows = rows_of(plan, 1.0)
     rows[0][4] = 1e9  # a checkpoint goes to storage over another port
     rows[1][4], rows[1][2] = rows[1][2], 0.0
-    (finding,) = findings_of(Audit(plan, nodes_of(plan), {}), rows)
+    (finding,) = findings_of(audit_of(plan), rows)
     assert (finding.level, finding.node) == ("error", node) and f"nics/{node}.jsonl names it" in finding.what
     assert "probably group dp of ranks 0,1, which belongs on ib" in finding.what
 
 
 def test_steps_with_other_traffic_are_not_counted() -> None:
     plan = two_stages()
-    audited, rows = Audit(plan, nodes_of(plan), {}), rows_of(plan, 1.0)
+    audited, rows = audit_of(plan), rows_of(plan, 1.0)
     busy = [[row[0] + 1e9, *row[1:]] for row in rows]  # with a checkpoint
     assert not any(audited.add(busy if step % 3 == 0 else rows, is_step_only=step % 3 != 0) for step in range(100))
 
@@ -153,7 +157,7 @@ def test_the_message_names_the_sender_by_the_kernels_counters_of_own_connections
         rows = rows_of(plan, 1.0)
         rows[0][0] += 9e9
         rows[0][column] = own_bytes
-        (finding,) = findings_of(Audit(plan, nodes_of(plan), {}), rows)
+        (finding,) = findings_of(audit_of(plan), rows)
         assert finding.level == "warning" and text in finding.what
     rows = rows_of(plan, 1.0)
     rows[0][0], rows[0][5] = (
@@ -161,7 +165,7 @@ def test_the_message_names_the_sender_by_the_kernels_counters_of_own_connections
         1e3,
     )  # one NIC lacks the bytes of another, but the run did not send them
     rows[0][2] = 0.0
-    assert "probably group" not in " ".join(f.what for f in findings_of(Audit(plan, nodes_of(plan), {}), rows))
+    assert "probably group" not in " ".join(f.what for f in findings_of(audit_of(plan), rows))
 
 
 def test_own_connections_that_are_routed_over_another_nic_count_as_the_runs() -> None:
@@ -169,7 +173,7 @@ def test_own_connections_that_are_routed_over_another_nic_count_as_the_runs() ->
     rows = rows_of(plan, 1.0)
     rows[0][5], rows[0][6] = rows[0][0], rows[0][2]  # the addresses are right
     rows[0][0], rows[0][2] = rows[0][0] + rows[0][2], 0.0
-    (finding,) = findings_of(Audit(plan, nodes_of(plan), {}), rows)
+    (finding,) = findings_of(audit_of(plan), rows)
     assert finding.level == "error" and "probably group dp of ranks 0,1, which belongs on ib" in finding.what
 
 

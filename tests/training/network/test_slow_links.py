@@ -14,6 +14,7 @@ from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.site import FabricLink
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.search.best import fixed_plan
+from holmes_hpc.training.network.audit import planned_bytes
 from holmes_hpc.training.network.interfaces import NodeTransports, endpoints
 from holmes_hpc.training.network.link_diagnosis import LinkReport, NodeInformation, NodeLink, find_slow_links
 from holmes_hpc.training.network.slow_links import (
@@ -31,7 +32,7 @@ NODES = plans.node_transports()
 
 
 def detector(expected_s: tuple[float, float] = (0.1, 0.05)) -> SlowLinkDetector:
-    stages = slow_link_detector(plans.plan("ib-a", "roce-a"), NODES, {}, "fp32")
+    stages = slow_link_detector(plan := plans.plan("ib-a", "roce-a"), NODES, {}, planned_bytes(plan, "fp32"))
     stages.expected_s[:] = expected_s
     return stages
 
@@ -69,7 +70,7 @@ def test_planned_and_short_synchronizations_are_not_reported() -> None:
 
 
 def test_the_detector_of_a_plan_knows_stages_nics_and_planned_times() -> None:
-    links = slow_link_detector(plans.plan("ib-a", "roce-a"), NODES, {}, "fp32")
+    links = slow_link_detector(plan := plans.plan("ib-a", "roce-a"), NODES, {}, planned_bytes(plan, "fp32"))
     names = [links.describe(stage, 1, 1).where for stage in (0, 1)]
     assert names == ["nodes ib[1-2] (NIC ib0)", "nodes roce[1-2] (NIC roce0)"]
     ib, roce = links.expected_s
@@ -78,7 +79,8 @@ def test_the_detector_of_a_plan_knows_stages_nics_and_planned_times() -> None:
 
 def test_a_pipeline_edge_at_a_twentieth_of_its_rate_is_named_within_ten_steps() -> None:
     site = replace(plans.site(), links=(FabricLink(("ib-a", "roce-a"), gbps=0.02),))
-    edges = slow_edge_detector(plans.plan("ib-a", "roce-a", site=site), NODES, "fp32")
+    plan = plans.plan("ib-a", "roce-a", site=site)
+    edges = slow_edge_detector(plan, NODES, planned_bytes(plan, "fp32"))
     planned = edges.expected_s  # of ib1 to roce1, ib2 to roce2, and back
     assert planned == pytest.approx([8 * 4 * 32 * 32 * 4 / 0.02e9] * 4)  # 4 micro-batches, 4 bytes an activation
     busy_s = [MIN_S] * 4
@@ -96,7 +98,7 @@ def test_a_pipeline_edge_at_a_twentieth_of_its_rate_is_named_within_ten_steps() 
 
 
 def test_only_the_slower_direction_of_a_link_is_named() -> None:
-    edges = slow_edge_detector(plans.plan("ib-a", "roce-a"), NODES, "fp32")
+    edges = slow_edge_detector(plan := plans.plan("ib-a", "roce-a"), NODES, planned_bytes(plan, "fp32"))
     findings_of(edges, WINDOW, [0.1] * 4)
     ((_, finding),) = findings_of(edges, WINDOW, [0.1, 0.5, 0.1, 2.0])
     assert finding.node == "roce2" and " of roce2 to eth0 10.0.0.1 of ib2 carry" in str(finding)
@@ -111,7 +113,7 @@ def test_rings_over_two_fabrics_share_the_total_of_their_link() -> None:
             NodeTransports(f"n{i}", p.pool, {"tcp": ("eth0", "10.0.0.1", 24)}, {}, False)
             for i, p in enumerate(plan.places)
         ]
-        return max(slow_link_detector(plan, nodes, {}, "fp32").expected_s)
+        return max(slow_link_detector(plan, nodes, {}, planned_bytes(plan, "fp32")).expected_s)
 
     assert expected_s(total_gbps=0.002) == expected_s(gbps=0.001)  # two nodes of a fabric send to the other
 
