@@ -37,7 +37,7 @@ from holmes_hpc.training.checkpoint import (
     file_checksums,
     optimizer_kinds,
     restricted_pickle,
-    writer,
+    writer_process,
 )
 from holmes_hpc.training.model import gpt, megatron_versions
 from holmes_hpc.training.rank.log import log_line
@@ -76,7 +76,7 @@ class Checkpoints:
             self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, replicas, do_cache_distribution=True)
         self._save_start, self._unfinished = 0.0, self.folder
         self.saved_step = 0  # of the last checkpoint that this attempt loaded or, on rank 0, completed
-        filesystem_async._results_queue = writer.Results()  # Megatron-Core has no argument for its queue
+        filesystem_async._results_queue = writer_process.Results()  # Megatron-Core has no argument for its queue
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Checkpoints:
             state = self._state(is_loading=False)
             request = megatron_versions.save(state, path, self._strategy, METADATA, self._has_uniform_tp)
             request.add_finalize_fn(lambda: self._finish(path, step, description))
-            writer.start(self._calls, request, path, self._rank)
+            writer_process.start(self._calls, request, path, self._rank)
         except (OSError, RuntimeError, *_ERRORS) as e:
             raise self._failed_save(path, e) from e
         if wait or not self.train.checkpoint_async:

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from holmes_hpc.errors import RunFailed
-from holmes_hpc.training.checkpoint import file_checksums, writer
+from holmes_hpc.training.checkpoint import file_checksums, writer_process
 
 pytestmark = pytest.mark.integration
 FORK = multiprocessing.get_context("fork")
@@ -46,9 +46,9 @@ class Calls:
 def test_fork_that_hangs_at_its_start_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(writer, "START_S", 0.5)
+    monkeypatch.setattr(writer_process, "START_S", 0.5)
     calls, shard = Calls(hanging=1), tmp_path / "__2_0.distcp"
-    writer.start(calls, AsyncRequest(lambda: shard.write_bytes(b"state"), (), []), tmp_path, 2)  # type: ignore[arg-type]
+    writer_process.start(calls, AsyncRequest(lambda: shard.write_bytes(b"state"), (), []), tmp_path, 2)  # type: ignore[arg-type]
     first, second = calls.processes
     second.join()
     assert (first.exitcode, second.exitcode) == (-signal.SIGKILL, 0) and "hung" in capsys.readouterr().out
@@ -57,15 +57,15 @@ def test_fork_that_hangs_at_its_start_is_replaced(
 
 
 def test_forks_that_all_hang_end_the_save_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "START_S", 0.1)
-    calls = Calls(hanging=writer.FORKS)
+    monkeypatch.setattr(writer_process, "START_S", 0.1)
+    calls = Calls(hanging=writer_process.FORKS)
     with pytest.raises(RunFailed, match=r"rank 2 on .* hung 3 times"):
-        writer.start(calls, AsyncRequest(lambda: None, (), []), tmp_path, 2)  # type: ignore[arg-type]
-    assert [p.exitcode for p in calls.processes] == [-signal.SIGKILL] * writer.FORKS
+        writer_process.start(calls, AsyncRequest(lambda: None, (), []), tmp_path, 2)  # type: ignore[arg-type]
+    assert [p.exitcode for p in calls.processes] == [-signal.SIGKILL] * writer_process.FORKS
 
 
 def test_writer_whose_file_process_was_killed_reports_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = writer.Results()
+    results = writer_process.Results()
     monkeypatch.setattr(filesystem_async, "_results_queue", results)
 
     def write() -> None:
@@ -73,7 +73,7 @@ def test_writer_whose_file_process_was_killed_reports_its_rank(tmp_path: Path, m
         time.sleep(600)  # as Megatron-Core's queue does
 
     calls = Calls(hanging=0)
-    writer.start(calls, AsyncRequest(write, (), []), tmp_path, 2)  # type: ignore[arg-type]
+    writer_process.start(calls, AsyncRequest(write, (), []), tmp_path, 2)  # type: ignore[arg-type]
     assert "rank 2 on " in str(error := results.get_nowait()) and "ended with status 9" in str(error)
     calls.process.join()
     assert calls.process.exitcode == 0
