@@ -100,8 +100,9 @@ def _wrong_values(
 
 
 class Checked:
-    """A base class for dataclasses that are checked when created: by :func:`check`, with the arguments of the class,
-    then for their `_mistakes`. In `where`, ``{0.name}`` stands for the instance's name."""
+    """A base class for dataclasses that check themselves when they are created: by :func:`check`, then for their
+    `_mistakes`. The class keywords `where`, `error` and `dotted` are arguments of :func:`check`. In `where`,
+    ``{0.name}`` stands for the instance's name."""
 
     _check: tuple[str, type[HolmesError], bool]
 

@@ -32,7 +32,7 @@ _NAMING_S = 0.5  # a new owner writes its name within this time after locking
 @dataclass(frozen=True)
 class LockOwner:
     """The process that holds a lock file. `what`: the command or attempt it runs, as shown in errors; `job`: its Slurm
-    job, as JOB_ID/RESTARTS, empty without a job; `since`: when it took the lock, in Unix seconds."""
+    job's id, empty without a job; `since`: when it took the lock, in Unix seconds."""
 
     what: str
     user: str
@@ -47,7 +47,7 @@ class LockOwner:
         return cls(task, user_name(os.getuid()), socket.gethostname(), os.getpid(), job, time.time())
 
     def __str__(self) -> str:
-        age, job = max(0, time.time() - self.since), f", job {self.job.partition('/')[0]}" if self.job else ""
+        age, job = max(0, time.time() - self.since), f", job {self.job}" if self.job else ""
         return f"{self.what} of {self.user} on {self.host} (process {self.pid}{job}, for {age:.0f} s)"
 
 
@@ -58,8 +58,7 @@ class _Replaced(Exception):
 @contextlib.contextmanager
 def hold_lock(path: Path, owner: LockOwner) -> Iterator[int]:
     """Hold the lock file `path` as `owner`, and yield its descriptor. Raise RecordError that names the other owner if
-    another process holds it. `has_ended`: returns whether the job of such an owner has ended, so that its lock is
-    replaced. On a file system without locks, this does nothing."""
+    another process holds it. On a file system without locks, this does nothing."""
     handle = take_lock(path, owner)
     try:
         yield handle

@@ -235,7 +235,8 @@ def _lock_run(launch: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
     job = launch.key.removeprefix("slurm-").partition("-")[0] if launch.launcher == "srun" else ""
 
     def is_over(owner: LockOwner) -> bool:
-        """Return whether the owner's job has ended. If its node died, the file server may hold the lock for a while."""
+        """Return whether the owner's job has ended, or was requeued as this job. If its node died, the file server may
+        hold the lock for a while."""
         if not owner.job or owner.host == launch.node:
             return False
         return owner.job == job or ((state := ending_state(owner.job)) is not None and state.ended)

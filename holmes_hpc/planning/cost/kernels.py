@@ -124,7 +124,7 @@ def _alignment_factor(width: int) -> float:
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU as kernels see it: `element` bytes of weights and activations."""
+    """One GPU as kernels see it. `element`: bytes of one number of its weights and activations."""
 
     gpu: Gpu
     element: int

@@ -65,9 +65,9 @@ def nccl_launches(order: Order, forward_only: bool = False) -> Launches:
     """Return background launches for NCCL: each receive is posted before the pass during which the peer sends.
 
     All events are put into one total order, and each rank launches its part of it. The order comes from a simulated
-    step in which passes take the times below, and transfers half of the time that the depths of `order` can hide
-    (docs/schedule.md). Passes are sorted by their end, and each is followed by the transfer of its result. PlanError if
-    a stage would wait forever.
+    step, in which passes take FORWARD and BACKWARD. A transfer takes the longest time that the extra depth of its edge
+    hides. Passes are sorted by their end, and each is followed by the transfer of its result. PlanError if a stage
+    would wait forever.
     """
     ends = _pass_ends(order, forward_only)
     rows: Launches = [[] for _ in range(order.rows)]

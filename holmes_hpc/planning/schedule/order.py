@@ -230,7 +230,7 @@ class Order:
         return self.window_below(transfer.source if transfer.source_pass.forward else transfer.target)
 
     def window_below(self, upstream: int) -> int:
-        """Return :meth:`window` of the edge below stage `upstream`; rows are stages."""
+        """Return :meth:`window` of the edge from stage `upstream` to the next. Rows must be stages."""
         if upstream == self.stages - 1:
             return self.group
         return self.depths[upstream] - self.depths[upstream + 1] + 1

@@ -238,7 +238,8 @@ class Evaluator:
     def _hide_transfers(self, candidate: Candidate, extra: list[int], passes: int) -> Candidate:
         """Return the candidate at the depth that hides the transfers, as far as memory allows.
 
-        `extra`: as :func:`deepen` takes it, twice a transfer's time in passes of the slowest stage.
+        `extra`: as :func:`deepen` takes it, twice a transfer's time in passes of the slowest stage; `passes`: number of
+        passes that are simulated.
         """
         for _, layout in self._depths(candidate, extra):
             try:

@@ -119,7 +119,7 @@ class Coordinator:
         return self.claimed >= start
 
     def _has_new_steps(self) -> bool:
-        """Return whether the ranks' last start has made a new step. If it has not even recorded an attempt, none."""
+        """Return whether the ranks' latest start has made a new step. False if it has not recorded its attempt yet."""
         attempt = attempt_id(os.environ)
         return not has_recorded_end(self._run, attempt) and has_new_steps(self._run, attempt)
 

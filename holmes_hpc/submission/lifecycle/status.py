@@ -325,8 +325,8 @@ def refuse_other_owner(record: Path, job: Job) -> None:
     """Raise SubmissionError if another user owns `record` (the file that names `job`), a folder above it or a link to
     it, since that user may have chosen any job. Root may cancel a job of the user who owns the record."""
     if (owners := other_owners(record)) and (os.getuid() or owners != {job.uid()}):
-        problem = "it belongs to another user, and its job may belong to somebody else"
-        raise SubmissionError(problem, where=str(record.parent), hint="only its owner can cancel it")
+        problem = "this run directory belongs to another user, so the job that it names may be anybody's"
+        raise SubmissionError(problem, where=str(record.parent), hint="the directory's owner can cancel it")
 
 
 def log_paths(run: RunDirectory) -> list[Path]:

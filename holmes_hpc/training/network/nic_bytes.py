@@ -85,11 +85,12 @@ def bytes_by_kind(counters: Mapping[str, tuple[int, int]], nics: NodeNics) -> di
         for nic in nics.interfaces
         if nic.name != "lo" and nic.member_of is None and not (nic.type is NicType.IB and ib_ports_count)
     }
-    best = candidates(nics, NicType.ETHERNET)  # sockets may use a RoCE NIC, or a management port
-    if best and (
-        kinds.get(best[0].name) == "other" or any(p.name in counters for p in ports) or nics.sockets is not None
-    ):
-        kinds[best[0].name] = "ethernet"  # a RoCE port counts RDMA, its interface the kernel's traffic
+    # Sockets may use a RoCE NIC, or a management port. Its bytes are Ethernet's, unless they may include RDMA's: those
+    # of a RoCE NIC without counters of its port.
+    best = candidates(nics, NicType.ETHERNET)
+    ports_count = any(p.name in counters for p in ports)
+    if best and (kinds.get(best[0].name) == "other" or ports_count or nics.sockets is not None):
+        kinds[best[0].name] = "ethernet"
     kinds.update({p.name: p.kind if p.name in compute else "other" for p in ports})
     counted = [(kind, *counters[name]) for name, kind in kinds.items() if name in counters]
     return {
