@@ -12,6 +12,7 @@ from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.elastic import ElasticConfig
 from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.errors import ConfigError, SubmissionError
+from holmes_hpc.fabric.local_gpus import has_gpu
 from holmes_hpc.fabric.software import NEEDED, software
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
@@ -76,6 +77,8 @@ def check_inputs(config: Configuration) -> None:
     if config.local and (packages := missing_packages()):
         hint = "pip install 'holmes-hpc[train]' (without a GPU: docs/install.md, torch's CPU build)"
         raise ConfigError(f"this Python has no {packages}", where="launcher=local", hint=hint)
+    lacks_gpu = config.local and config.train.device == "cuda" and not has_gpu()
+    ConfigError.refuse("train.device", (lacks_gpu, "this machine has no GPU", "leave out launcher=local, or use cpu"))
     for key, path in (("checkpoint", config.checkpoint), ("data.tokenizer", config.data.tokenizer)):
         if path is not None and not path.startswith("hf:") and not Path(path).exists():
             raise ConfigError(f"{path!r} does not exist", where=key, hint="give the path of an existing file or folder")

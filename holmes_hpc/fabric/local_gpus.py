@@ -10,6 +10,12 @@ from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.slurm.commands import partial_outputs
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")
+DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: of NVIDIA's driver, of AMD's, of Windows'
+
+
+def has_gpu(folder: Path = Path("/dev")) -> bool:
+    """Return whether this machine has a GPU that programs can open."""
+    return any(any(folder.glob(pattern)) for pattern in DEVICES)
 
 
 def local_gpus(folder: Path = NVIDIA) -> list[Gpu]:

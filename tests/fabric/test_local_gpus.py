@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from holmes_hpc.cli import submission_steps
+from holmes_hpc.config.composition import load
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.fabric.local_gpus import local_gpus, nvidia_smi
+from holmes_hpc.fabric.local_gpus import has_gpu, local_gpus, nvidia_smi
 from holmes_hpc.planning import request
 
 
@@ -55,3 +57,13 @@ def drivers_folder(tmp_path: Path, models: list[str]) -> None:
         folder = tmp_path / f"0000:{number:02x}:00.0"
         folder.mkdir()
         (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 234\nGPU UUID: \t GPU-0\n")
+
+
+def test_local_ranks_on_cuda_are_refused_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_gpu(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert has_gpu(tmp_path)
+    monkeypatch.setattr(submission_steps, "has_gpu", lambda: False)
+    config = load(["launcher=local", "train.device=cuda"])
+    with pytest.raises(ConfigError, match=r"train\.device: this machine has no GPU; leave out launcher=local"):
+        submission_steps.check_inputs(config)

@@ -17,7 +17,7 @@ from holmes_hpc.config.configuration import Configuration, recorded
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError
 from holmes_hpc.fabric.software import installed_version
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.request import check_site, pace, site
+from holmes_hpc.planning.request import check_fp8, check_site, costs, pace, site
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.locks import TRAINING_LOCK, LockOwner, has_owner, hold_lock, is_locked, refuse_replaced
 from holmes_hpc.records.ownership import other_owners, refuse_other_writers
@@ -256,6 +256,7 @@ def prepare_continuation(
         (plan.model != recorded_plan.model, "the plan is for another model", "plan for this run's model"),
         (has_other_batch, "the plan has another batch", batch_hint),
     )
+    check_fp8(plan.site, {part.pool for part in plan.components}, costs(replace(config, calibration=None), plan))
     if not config.local:
         check_site(plan, site(config))
     elif plan_path:  # this machine starts any number of ranks

@@ -108,7 +108,8 @@ def report_progress(
             answer = (ask_user or _ask_for_action)()
             if answer == "cancel":
                 console.note(f"cancelling job {job.id}")
-                job.cancel()
+                with console.waiting("waiting for its ranks to save and exit"):
+                    job.cancel()
             elif answer == "detach":
                 logs, cancel = f"`holmes logs {run.path} --follow` shows it", f"`holmes cancel {run.path}` ends it"
                 console.note(f"job {job.id} continues; {logs}, {cancel}")

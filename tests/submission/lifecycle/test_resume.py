@@ -103,3 +103,8 @@ def test_resume_reports_where_the_learning_rate_now_ends(
         assert (
             "the decay of the learning rate (cosine) now ends at step 8: at step 3" in capsys.readouterr().err
         ) == is_reported
+
+
+def test_fp8_is_checked_before_a_run_continues(record: RunDirectory) -> None:
+    with pytest.raises(ConfigError, match="there are no FP8 figures for cpu"):
+        prepare_continuation(record, "failed", ["train.fp8=delayed"], None)
