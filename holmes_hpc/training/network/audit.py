@@ -40,7 +40,7 @@ def _zero_sums() -> defaultdict[str, defaultdict[str, float]]:
 
 
 def expected_bytes(loads: Iterable[Load]) -> dict[str, defaultdict[str, float]]:
-    """Return the sums of `loads`: node -> NIC type -> bytes per step."""
+    """Return the sums of `loads`: node -> kind of NIC -> bytes per step."""
     totals = _zero_sums()
     for load in loads:
         totals[load.node][load.kind] += load.bytes
@@ -53,16 +53,16 @@ def audit_bytes(
     names: Mapping[str, Mapping[str, str]] | None = None,
     own_bytes: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[Finding]:
-    """Return an error or a warning for every NIC that sends more bytes than planned, else warnings for those that send
-    less.
+    """Return an error or a warning for every NIC that sends more bytes than planned. For a node without such a NIC,
+    return a warning for every NIC that sends less.
 
     It is an error if a group of this run probably sends the surplus: its bytes are missing on another NIC of that
     node. It is a warning if another job or a service sends it. NICs of kind ``other`` (storage, management) have
-    other users, so they count only if another kind lacks as many bytes.
+    other users, so they count only if their surplus is at least half of the bytes that another kind lacks.
 
     `counted`: node -> kind -> bytes sent per step (a mean over the steps since the last check); `names`: node -> kind
     -> interface, for messages; `own_bytes`: node -> kind -> bytes on the wire of the ranks' own TCP connections from
-    its address, 0 if the kernel does not count them (RDMA).
+    that NIC's address, 0 if the kernel does not count them (RDMA).
     """
     loads, names, own_bytes = list(loads), names or {}, own_bytes or {}
     planned_by_node: Mapping[str, Mapping[str, float]] = expected_bytes(loads)
@@ -130,7 +130,7 @@ def _run_bytes(kind: str, counted: Mapping[str, float], own_bytes: Mapping[str, 
 
 def _misplaced_group(node: str, extra: float, missing: Mapping[str, float], loads: Iterable[Load]) -> Load | None:
     """Return the group whose planned bytes on a NIC that sends less than planned are nearest to the surplus `extra`.
-    Return None if `node` has no such group. `missing`: the NIC types that send less, and by how many bytes."""
+    Return None if `node` has no such group. `missing`: kind of NIC -> by how many bytes it sends less."""
     sums: defaultdict[tuple[str, str], float] = defaultdict(float)
     for load in loads:
         if load.node == node and load.kind in missing:
@@ -174,7 +174,7 @@ def planned_loads(planned: PlannedBytes, nodes: Sequence[str]) -> list[Load]:
     return [
         Load(nodes[rank], str(nic), f"{group.kind} of ranks {short_ranks(group.ranks)}", amount)
         for group, rank, amount in planned
-        if (nic := group.transport.nic) is not None and (nic.verbs or not nic.rdma)  # other NICs have no counters
+        if (nic := group.transport.nic) is not None and (nic.verbs or not nic.rdma)  # EFA etc. have no counters
     ]
 
 
@@ -210,7 +210,7 @@ class Audit:
             }
             for name, n in by_name.items()
         }
-        self._planned = np.zeros((3, len(by_name)))  # bytes per step: Ethernet, RDMA, other
+        self._planned = np.zeros((3, len(by_name)))  # bytes per step: rows Ethernet, RDMA, other; a column per node
         for load in self._loads:
             self._planned[int(load.kind != "ethernet"), numbers[load.node]] += load.bytes
         self._sums, self._steps = np.zeros((len(nodes), 7)), 0
@@ -236,8 +236,8 @@ class Audit:
             kinds = ("ethernet", self._kinds[node], "other")
             counted[node] = dict(zip(kinds, sent[:, number].tolist(), strict=True))
             own_bytes[node] = {
-                kind: float(of_nodes[number]) * self._factors[node][kind]
-                for kind, of_nodes in zip(kinds, own_sent, strict=False)
+                kind: float(sent_by_node[number]) * self._factors[node][kind]
+                for kind, sent_by_node in zip(kinds, own_sent, strict=False)
             }
         findings = audit_bytes(counted, self._loads, names=self._names, own_bytes=own_bytes) if counted else []
         self._sums, self._steps = np.zeros_like(self._sums), 0

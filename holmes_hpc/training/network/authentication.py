@@ -37,8 +37,8 @@ from holmes_hpc.training.network.keepalive import keep_alive
 SECRET_BYTES = 32
 TIMEOUT_S = 5.0  # of a greeting, and of a connection to the store
 LINGER_S = 0.3  # a port stays admitted this long after it has connected, for the last handshake packet
-_NONCE, _MAC = 16, 32
-_GREETING = _NONCE + 2 + _MAC
+_NONCE, _MAC = 16, 32  # bytes, as in the next two lines
+_GREETING = _NONCE + 2 + _MAC  # the client's nonce, its port, and the proof
 _ANSWER = 3 + _MAC  # the store's port, whether its packets are signed, and the proof
 _PROXY_ADDRESS = "127.0.0.2"  # on the loopback interface, but not where a store of ranks on one machine listens
 
@@ -97,7 +97,7 @@ class AuthenticationServer:
             oldest.close()
         self._is_authenticated[writer] = False
         try:
-            # These mean that the client left, that it was silent too long, or that the server closes.
+            # These errors mean that the client left, that it was silent too long, or that the server closes.
             with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
                 await self._authenticate(reader, writer)
         finally:

@@ -30,7 +30,7 @@ def planned_fabric_bytes(plan: Plan, planned: PlannedBytes) -> dict[str, dict[st
         rings[group.kind, group.ranks].append((rank, amount))
     sums: dict[str, dict[str, float]] = {}
     for ring in rings.values():
-        for (rank, amount), (receiver, _) in zip(ring, [*ring[1:], ring[0]], strict=True):
+        for (rank, amount), (receiver, _) in zip(ring, [*ring[1:], ring[0]], strict=True):  # each to the next
             a, b = (plan.site.pool(plan.places[r].pool).fabric_name for r in (rank, receiver))
             if a != b:
                 sums.setdefault(a, {})[b] = sums.get(a, {}).get(b, 0.0) + amount
@@ -47,22 +47,22 @@ class Destinations:
         for node in nodes:
             self._fabrics[node.fabric].update(address for _, address, _ in node.interfaces.values())
         self.width = len(self._fabrics) + max(map(len, self._edges), default=0)  # of a row
-        columns = [(rank, len(self._fabrics) + i) for rank, edges in enumerate(self._edges) for i in range(len(edges))]
-        self._seconds_at = tuple(np.array(columns, dtype=int).reshape(-1, 2).T)  # ranks and columns of all edges
+        cells = [(rank, len(self._fabrics) + i) for rank, edges in enumerate(self._edges) for i in range(len(edges))]
+        self._seconds_at = tuple(np.array(cells, dtype=int).reshape(-1, 2).T)  # ranks and columns of all edges
 
     def row(self, rank: int, traffic: Traffic) -> list[float]:
-        """Return what a rank has sent since :meth:`Traffic.take` was last called: bytes to each fabric, and the seconds
-        to the other end of each of its edges. All ranks' rows have the same length."""
+        """Return what a rank sent between the last two calls of :meth:`Traffic.take`: bytes to each fabric, and for
+        each of its edges the seconds in which it sent to the other end. All ranks' rows have the same length."""
         seconds = [traffic.sent_to({address})[1] for address in self._edges[rank]]
         sent = [*(traffic.sent_to(addresses)[0] for addresses in self._fabrics.values()), *seconds]
         return sent + [0.0] * (self.width - len(sent))
 
     def edge_seconds(self, rows: Rows) -> Rows:
-        """Return the seconds of every rank's edges, from all rows."""
+        """Return the seconds of every rank's edges, (edges,). `rows`: every rank's :meth:`row`."""
         return rows[self._seconds_at]
 
     def fabric_bytes(self, rows: Rows) -> dict[str, dict[str, int]]:
-        """Return the bytes between fabrics, from all rows: sending fabric -> receiving fabric -> bytes."""
+        """Return sending fabric -> receiving fabric -> bytes; {} with one fabric. `rows`: every rank's :meth:`row`."""
         sums = {a: rows[self._fabric_of_rank == a].sum(axis=0) for a in self._fabrics if len(self._fabrics) > 1}
         return {
             a: {b: int(sent) for b, sent in zip(self._fabrics, of_sender, strict=False) if b != a}

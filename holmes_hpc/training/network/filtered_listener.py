@@ -28,16 +28,16 @@ def packed_address(address: str) -> bytes:
 @lru_cache(1024)
 def _accept_instructions(address: bytes, port: int) -> bytes:
     """Return the instructions that accept packets from one address and port, and otherwise continue after them."""
-    address_offset = 12 if len(address) == 4 else 8
+    address_offset = 12 if len(address) == 4 else 8  # of the source address in an IPv4 or IPv6 header
     address_words = struct.unpack(f">{len(address) // 4}I", address)
     conditions = [
-        (_LOAD_HALF, 0, port),
+        (_LOAD_HALF, 0, port),  # the source port is the first field of the TCP header
         *((_LOAD_WORD, _NETWORK_HEADER + address_offset + 4 * i, word) for i, word in enumerate(address_words)),
     ]
-    code = b""
+    code = b""  # of struct sock_filter: code, instructions to skip if true, and if false, operand
     for index, (load, offset, value) in enumerate(conditions):
-        to_next = 2 * (len(conditions) - index - 1) + 1  # instructions to skip: the remaining conditions, the return
-        code += struct.pack("HBBIHBBI", load, 0, 0, offset, _JUMP_EQUAL, 0, to_next, value)
+        skipped = 2 * (len(conditions) - index - 1) + 1  # instructions: the remaining conditions, and the return
+        code += struct.pack("HBBIHBBI", load, 0, 0, offset, _JUMP_EQUAL, 0, skipped, value)
     return code + struct.pack("HBBI", _RETURN, 0, 0, _ALL)
 
 
@@ -47,7 +47,7 @@ def filter_program(admitted: Iterable[tuple[bytes, int]]) -> bytes:
 
 
 def sign_packets(connection: socket.socket, key: bytes) -> None:
-    """Let the kernel sign all packets of a TCP socket with `key`, and drop those that it receives without."""
+    """Let the kernel sign all packets that a TCP socket sends with `key`, and drop received ones that are unsigned."""
     any_address = struct.pack("H126x", connection.family)
     is_prefix, prefix_bits, interface = 1, 0, 0
     option = any_address + struct.pack("BBHi80s", is_prefix, prefix_bits, len(key), interface, key)
@@ -57,8 +57,8 @@ def sign_packets(connection: socket.socket, key: bytes) -> None:
 class FilteredListener:
     """A listening socket on `address` that drops packets from all but the admitted (address, port).
 
-    `capacity`: how many can be admitted at a time. If the kernel refuses filters, `is_signed`: the socket drops packets
-    that are not signed with `key`, and admits all others.
+    `capacity`: how many can be admitted at a time. `is_signed`: the kernel refuses filters; instead, it drops packets
+    that are not signed with `key`.
     """
 
     is_signed = False

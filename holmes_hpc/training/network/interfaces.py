@@ -159,9 +159,9 @@ def _socket_traffic(plan: Plan, rank: int) -> tuple[float, int]:
 
 
 def _refuse_substitute(nics: NodeNics, chosen: Nic, node: str) -> None:
-    """Raise SiteError if `chosen`, a management port or a RoCE NIC, would replace an Ethernet NIC that is down but has
-    an address: the other nodes use the network of that NIC. Ignore one that is slower than `chosen`, because it would
-    not be used anyway."""
+    """Raise SiteError if `chosen`, a management port or a RoCE NIC, would replace an Ethernet NIC that is down.
+    If that NIC has an address, the other nodes use its network. A NIC that is slower than `chosen` is ignored, because
+    it would not be used anyway."""
     if nics.sockets is not None or (chosen.type is NicType.ETHERNET and chosen.role == "data"):
         return
     for nic in candidates(nics, NicType.ETHERNET):
@@ -202,7 +202,7 @@ def log_lines(
 
 def endpoints(plan: Plan, rank: int, node: NodeTransports) -> dict[str, Endpoint]:
     """Return the NICs of `node`, that of `rank`, by transport kind, with the rates that the plan's site declares.
-    A round of the link check has at most as many samples between two fabrics as the smaller one has nodes."""
+    All samples between two fabrics share a link: in a round, at most one per node of the smaller fabric."""
     site = plan.site
     pool = site.pool(plan.places[rank].pool)
     counts = Counter(site.pool(place.pool).fabric_name for place in set(plan.places))
@@ -253,7 +253,7 @@ def check_links(
 
 
 def check_placement(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
-    """Raise NetworkError if ranks of one planned node run on several nodes, or of several planned nodes on one."""
+    """Raise NetworkError if one planned node's ranks run on several nodes, or several planned nodes' ranks on one."""
     node_of: dict[Any, str] = {}
     for rank, (place, node) in enumerate(zip(plan.places, nodes, strict=True)):
         if node_of.setdefault(place, node.node) != node.node:
@@ -272,7 +272,7 @@ def check_placement(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
 
 def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str]) -> None:
     """Raise NetworkError for a rank whose node is not in the job, has an address that other nodes cannot reach, or
-    shares an address with another node. RDMA addresses need only differ within a fabric.
+    shares an address with another node. RDMA addresses need to differ only within a fabric.
     `job_nodes`: from Slurm, empty if unknown."""
     owners: dict[tuple[str, str], str] = {}
     for rank, node in enumerate(nodes):

@@ -40,7 +40,7 @@ _DONE = f"{_BASE}/done"
 
 @dataclass(frozen=True)
 class Limits:
-    """Durations in seconds: of the wait for other nodes at each step (`join_s`), of a connection, of a sample, of a
+    """Durations in seconds: of the wait for other nodes in each exchange (`join_s`), of a connection, of a sample, of a
     repeated sample."""
 
     join_s: float = 30.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from holmes_hpc.fabric.finding import MAX_SKEW_S, Finding
 from holmes_hpc.slurm.hostlist import compress
 
-WARN_BELOW, STOP_BELOW = 0.5, 0.1  # shares of the declared rate: a slower link is a warning, an error
+WARN_BELOW, STOP_BELOW = 0.5, 0.1  # shares of the declared rate, below which a link is a warning, or an error
 # One TCP stream of a Python process reaches this rate on any machine. Faster NICs are graded against this rate.
 ONE_STREAM_GBPS = 5.0
 _NAMES = {"rdma": "RDMA", "tcp": "Ethernet"}  # of a transport kind's NICs, for messages
@@ -184,7 +184,8 @@ def find_node_faults(infos: Sequence[NodeInformation], groups: Iterable[Communic
 
 
 def _find_unusual_names(infos: Sequence[NodeInformation]) -> list[Finding]:
-    """Return a warning for each node whose Ethernet interface is named unlike most nodes' and all of its fabric's."""
+    """Return a warning for each node whose Ethernet interface is named unlike those of most nodes.
+    Do not warn if another node of its fabric uses that name too."""
     names = {info.node: info.nics["tcp"].interface for info in infos if "tcp" in info.nics}
     usual = max(set(names.values()), key=list(names.values()).count, default="")
     if 2 * list(names.values()).count(usual) <= len(names):
@@ -229,9 +230,8 @@ def _explain_pairs(
     kind: str, pairs: dict[frozenset[str], tuple[NodeLink, str]], infos: Mapping[str, NodeInformation]
 ) -> list[Finding]:
     """Return findings that explain all failed `pairs` of one transport kind.
-
-    Each finding explains the pairs of the node with most failures, then of the next one. Two sets of nodes that do not
-    reach each other, or single pairs, are explained as such."""
+    The first finding explains all pairs of the node with most failures, the next one those of the next such node.
+    Two sets of nodes that do not reach each other have one finding. Each remaining single pair has its own."""
     findings: list[Finding] = []
     unexplained = dict(pairs)
     while unexplained:

@@ -169,7 +169,7 @@ def _parse_reply(node: str, text: bytes, sent_at: float) -> Reply:
 
 
 def sample(source: tuple[str, str], target: Endpoint, token: str, seconds: float) -> float | None:
-    """Send to `target` for `seconds`. Return the Gb/s that it measured, None on a failure."""
+    """Send to `target` for `seconds`. Return the Gb/s that the target measured, None on a failure."""
     try:
         with bound_socket(*source) as s:
             s.settimeout(PATIENCE * seconds + 2)
@@ -177,7 +177,7 @@ def sample(source: tuple[str, str], target: Endpoint, token: str, seconds: float
             s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES)
             s.connect((target.address, target.port))
             s.sendall(_json_line({"token": token, "seconds": seconds}))
-            _read_line(s)
+            _read_line(s)  # the target's name and clock
             _send_until_answer(s, seconds)
             gbps = float(json.loads(_read_line(s))["gbps"])
             s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing drops queued bytes
@@ -187,7 +187,7 @@ def sample(source: tuple[str, str], target: Endpoint, token: str, seconds: float
 
 
 def _send_until_answer(s: socket.socket, seconds: float) -> None:
-    """Send until the receiver answers, or until a multiple of `seconds` has passed."""
+    """Send until the receiver answers, or until over PATIENCE times `seconds` have passed."""
     block, deadline = memoryview(bytes(CHUNK_BYTES)), time.monotonic() + PATIENCE * seconds + 1
     s.setblocking(False)
     with selectors.DefaultSelector() as selector:

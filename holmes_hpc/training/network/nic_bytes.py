@@ -33,8 +33,8 @@ _BYTES_ACKED, _BUSY_US = 120, 168  # offsets in struct tcp_info of linux/tcp.h, 
 
 
 class Connection(NamedTuple):
-    """What a TCP connection has sent: the `bytes` that its peer has acknowledged, and for how many seconds data was
-    underway. The time while the receiver took no data does not count."""
+    """The counters of what a TCP connection has sent: the `bytes` that its peer has acknowledged, and `busy_s`, the
+    seconds in which data was underway. Time in which the receiver accepted no data does not count."""
 
     local: str
     remote: str
@@ -46,7 +46,7 @@ def read_counters(sysfs: Path = Path("/sys")) -> Counters:
     """Return interface name, or ``device:port`` of an RDMA port -> bytes (sent, received) since boot.
 
     NICs that cannot be read are omitted. Interfaces count the kernel's traffic. RDMA ports count RDMA traffic, and
-    IPoIB's, which its interface counts too.
+    that of IPoIB, which the IPoIB interface counts too.
     """
     counters: Counters = {}
     for interface in (sysfs / "class/net").glob("*/statistics"):
@@ -79,17 +79,17 @@ def bytes_by_kind(counters: Mapping[str, tuple[int, int]], nics: NodeNics) -> di
     compute = {p.name for nic in (NicType.IB, NicType.ROCE) for p in nics.compute_ports(nic)}
     compute_interfaces = {p.interface for p in ports if p.name in compute}
     storage = {n.name for n in nics.interfaces if n.type is NicType.ROCE and ports and n.name not in compute_interfaces}
-    ib_ports_count = any(p.kind == "ib" and p.name in counters for p in ports)
+    has_ib_counters = any(p.kind == "ib" and p.name in counters for p in ports)
     kinds = {
         nic.name: str(nic.type) if nic.role == "data" and nic.name not in storage else "other"
         for nic in nics.interfaces
-        if nic.name != "lo" and nic.member_of is None and not (nic.type is NicType.IB and ib_ports_count)
+        if nic.name != "lo" and nic.member_of is None and not (nic.type is NicType.IB and has_ib_counters)
     }
-    # Sockets may use a RoCE NIC, or a management port. Its bytes are Ethernet's, unless they may include RDMA's: those
-    # of a RoCE NIC without counters of its port.
+    # Sockets may use a RoCE NIC or a management port, whose bytes then count as Ethernet's. The exception is a RoCE NIC
+    # whose port has no counters: its bytes may include RDMA's.
     best = candidates(nics, NicType.ETHERNET)
-    ports_count = any(p.name in counters for p in ports)
-    if best and (kinds.get(best[0].name) == "other" or ports_count or nics.sockets is not None):
+    has_port_counters = any(p.name in counters for p in ports)
+    if best and (kinds.get(best[0].name) == "other" or has_port_counters or nics.sockets is not None):
         kinds[best[0].name] = "ethernet"
     kinds.update({p.name: p.kind if p.name in compute else "other" for p in ports})
     counted = [(kind, *counters[name]) for name, kind in kinds.items() if name in counters]
@@ -110,7 +110,7 @@ class TcpCounters:
         self._last = _connections()
 
     def take(self) -> list[Connection]:
-        """Return what each connection has sent since the last call, as far as acknowledged."""
+        """Return each connection with what it has sent since the last call."""
         previous, self._last = self._last, _connections()
         return [
             c._replace(bytes=c.bytes - old.bytes, busy_s=c.busy_s - old.busy_s)
@@ -128,13 +128,13 @@ def _connections() -> dict[int, Connection]:
             if stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     tcp_info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                    tcp_info = tcp_info.ljust(_TCP_INFO_BYTES, b"\0")  # older kernels know less
-                    busy_us, unread_us = struct.unpack_from("=2Q", tcp_info, _BUSY_US)
+                    tcp_info = tcp_info.ljust(_TCP_INFO_BYTES, b"\0")  # older kernels return fewer fields
+                    busy_us, receiver_full_us = struct.unpack_from("=2Q", tcp_info, _BUSY_US)
                     connections[status.st_ino] = Connection(
                         str(connection.getsockname()[0]).removeprefix("::ffff:"),
                         str(connection.getpeername()[0]).removeprefix("::ffff:"),
                         struct.unpack_from("=Q", tcp_info, _BYTES_ACKED)[0],
-                        (busy_us - unread_us) / 1e6,
+                        (busy_us - receiver_full_us) / 1e6,
                     )
     return connections
 
@@ -253,7 +253,7 @@ def header_factors(
     headers with each packet of 1 to 4 KiB, well within the audit's tolerance.
     """
     factors: dict[str, float] = {}
-    for kind, ranks in {}.items() if traffic.one_host else sample_pairs(plan).items():
+    for kind, ranks in ({} if traffic.one_host else sample_pairs(plan)).items():
         if cuda and kind != "ethernet":
             factors[kind] = 1.0
             continue

@@ -25,7 +25,7 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class Listener(NamedTuple):
-    """Where other nodes connect to `node`."""
+    """The address and port at which other nodes connect to `node`."""
 
     node: str
     address: str

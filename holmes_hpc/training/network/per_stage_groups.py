@@ -32,7 +32,7 @@ class PipelineStub:
 
 class _PerStageRanks:
     """A stand-in for Megatron-Core's RankGenerator, which returns the ranks of all groups of a kind.
-    On all other axes, such as that for sharded weights of Megatron-Core 0.18, each rank is a group of its own."""
+    For a kind not listed in `_ranks`, such as Megatron-Core 0.18's for sharded weights, each rank is a group alone."""
 
     def __init__(self, parallel: Parallel) -> None:
         grid = parallel.grid()

@@ -26,20 +26,20 @@ from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.rendezvous import exchange
 
 GLOO = "holmes_gloo"
-MAX_MESH = 64  # ranks of a gloo group that connect pairwise at once; in larger ones, at the first use of each pair
+MAX_MESH = 64  # a gloo group of more ranks connects each pair at its first use; else all pairs connect at its creation
 # Megatron-Core's names of groups that exchange while gradients are reduced; the last two mean one group.
 _EXCHANGES = ("context parallel", "expert model parallel", "expert tensor and model parallel")
 
 
-def _create_gloo(options: Any, interface: dict[str, str]) -> Any:
-    """Return a ProcessGroupGloo whose only device is one interface (``new_group`` would ignore gloo's own options).
+def _create_gloo(options: Any, pg_options: dict[str, str]) -> Any:
+    """Return a ProcessGroupGloo on one interface. For backend gloo, ``new_group`` ignores the options that set one.
 
     It has one thread. In torch 2.13 all threads write the name of the group's last collective without a lock. A name of
     more than 15 letters, such as a coalesced gather's, is then freed twice if two collectives end at once.
     """
     gloo_options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     lazy = {"lazy_init": True} if options.group_size > MAX_MESH else {}
-    gloo_options._devices = [dist.ProcessGroupGloo.create_device(interface=interface["interface"], **lazy)]
+    gloo_options._devices = [dist.ProcessGroupGloo.create_device(interface=pg_options["interface"], **lazy)]
     gloo_options._timeout = options.timeout
     gloo_options._threads = 1
     return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, gloo_options)
@@ -86,7 +86,7 @@ class Groups:
         """Create torch's default group, WORLD. `store`: the store of the rendezvous."""
         register()
         everyone = tuple(range(self.plan.world_size))
-        # With CUDA, WORLD carries control traffic only: create_group creates other groups of all ranks.
+        # With CUDA, WORLD has control traffic only and needs no RDMA: create_group creates other groups of all ranks.
         transport = self.plan.transport_of(everyone, host_memory=self.cuda)
         interface = "" if self.cuda else self.node.interface(transport)
         if self.cuda:
@@ -177,7 +177,7 @@ class Groups:
 
         On a CPU, one group replaces all groups of the same ranks (dp, dp_cp, their gloo groups, …), because each group
         opens a connection per pair of ranks. Megatron-Core uses these groups one after the other. Only experts and
-        ranks that share sequences exchange while gradients are reduced, so their groups are others.
+        ranks that share sequences exchange while gradients are reduced, so they have groups of their own.
         """
         members = tuple(ranks if ranks is not None else range(self.plan.world_size))
         kind = (group_desc or "unnamed").lower().replace("_group", "").replace("_", " ")

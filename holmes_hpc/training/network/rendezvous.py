@@ -91,7 +91,7 @@ def _start_servers(
     address: str, secret: bytes
 ) -> tuple[FilteredListener, authentication.AuthenticationServer, authentication.LoopbackProxy]:
     """Return the store's listener, its authentication server, and a proxy with the listener's port.
-    Rank 0's store also connects to itself, through the proxy. If the proxy's port is taken, try another listener."""
+    TCPStore on rank 0 listens and connects at one port number. If the proxy cannot have it, try another listener."""
     for tries_left in reversed(range(PORT_TRIES)):
         listener = FilteredListener(address, authentication.packet_key(secret))
         server = authentication.AuthenticationServer(address, secret, listener)
@@ -190,7 +190,7 @@ def join_store(
 
 
 def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
-    """Return the store at MASTER_ADDR:MASTER_PORT, which torchrun's agent hosts, or rank 0 without an agent.
+    """Return the store at MASTER_ADDR:MASTER_PORT, which torchrun's agent hosts, or rank 0 if there is no agent.
     Rank 0 warns if users of other machines can reach the store."""
     assert launch.address is not None and launch.port is not None
     hosts_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -228,8 +228,8 @@ def exchange(
     """Publish this member's `value`, and return all members' values as plain data, in the order of `members`.
 
     `members`: ranks or nodes, all of which call it; `kind`: their plural, for messages. The last member puts all values
-    into one entry, so that N ranks make N reads, not N²; compressed, alike values take little. Raise NetworkError that
-    names missing members, or with the error that a member stored in place of the values (:func:`set_outcome`).
+    into one compressed entry, so that N ranks make N reads, not N². Raise NetworkError that names the members missing
+    after `timeout_s` (None: the store's), or the error that a member stored in place of values (:func:`set_outcome`).
     """
     store.set(f"{name}/{member}", msgspec.json.encode(value).decode())
     if store.add(f"{name}/count", 1) == len(members):

@@ -25,12 +25,12 @@ class SlowLinkDetector:
     """Finds links that are busy for too long per step.
 
     A link is slow in a window of steps if its median time exceeds MIN_S, and SLOWDOWN times both `expected_s`, the
-    planned seconds, and its fastest window so far. It is reported once, and again after it has recovered. Of its two
-    directions the slower one is reported, because acknowledgements slow the other one too.
+    planned seconds, and its fastest window so far. It is reported once, and again if it recovers and slows down again.
+    Of its two directions only the slower is reported, because the other one's acknowledgements pass over it.
 
-    `columns`: for each link, the columns of a step's values, of which `reduce` makes its seconds; `describe`: returns
-    the finding for (link, its median seconds, its earlier seconds). `slow`: the links that are slow now, by name, and
-    their slowdown.
+    `columns`: for each link, its columns of a step's values, which `reduce` combines into its seconds; `describe`:
+    returns the finding for (number of the link, its median seconds, the seconds of its fastest window). `slow`: the
+    links that are slow now: the finding's `where` -> slowdown.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ def slow_link_detector(
 ) -> SlowLinkDetector:
     """Return the detector of stages whose gradient synchronization is slow, for a plan whose ranks run on `nodes`.
 
-    It takes every rank's seconds. The fastest rank of a stage counts: the others may wait for a slow computation.
+    Its values are every rank's seconds. The fastest rank of a stage counts: the others may wait for a slow computation.
     `factors`: see :class:`holmes_hpc.training.network.audit.Audit`."""
     stages = plan.parallel.stage_ranks
     groups = {f"{g.kind} of ranks {short_ranks(g.ranks)}": g for g in plan.transports() if g.kind in _DP}
@@ -82,7 +82,7 @@ def slow_link_detector(
     for load in planned_loads(planned, [n.node for n in nodes]):
         if (group := groups.get(load.label)) is not None:
             ring = [plan.places[rank].pool for rank in group.ranks]
-            gbps = plan.site.slowest_gbps(group.transport.kind, ring, senders[group.kind])  # to the next fabric
+            gbps = plan.site.slowest_gbps(group.transport.kind, ring, senders[group.kind])  # senders share links
             factor = factors.get("ethernet" if group.transport.kind == "tcp" else ring[0], 1.0)
             for stage in group.stages:
                 expected_s[stage] = max(expected_s[stage], 8 * load.bytes * factor / (gbps * 1e9))
@@ -124,10 +124,10 @@ def slow_edge_detector(plan: Plan, nodes: Sequence[NodeTransports], planned: Pla
     for column, edge in enumerate(edges):
         columns[addresses(*edge)].append(column)
     for group, sender, amount in planned:
-        kind, receiver = group.transport.kind, sum(group.ranks) - sender
+        kind, receiver = group.transport.kind, sum(group.ranks) - sender  # an edge has two ranks
         if group.kind == "edge" and kind in nodes[receiver].interfaces:
             sent[addresses(sender, receiver, kind)] += amount
-    ends = [edges[first] for first, *_ in columns.values()]
+    ends = [edges[first] for first, *_ in columns.values()]  # by link
     pools = [(plan.site.pool(plan.places[s].pool), plan.site.pool(plan.places[r].pool)) for s, r, _ in ends]
     senders = Counter(pools)
     gbps = [plan.site.rate_gbps(kind, *pair, senders[pair]) for pair, (_, _, kind) in zip(pools, ends, strict=True)]
