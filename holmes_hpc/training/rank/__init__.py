@@ -1,1 +1,1 @@
-"""One process (rank) of a run: who it is, its log, failures, signals, hangs, slow nodes, running without a GPU."""
+"""One process (rank) of a run: its launch, log, failures, signals and hangs, slow nodes, and training without a GPU."""

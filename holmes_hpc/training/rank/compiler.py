@@ -48,8 +48,8 @@ def _compile_at_first_call(compiler: Callable[..., Any], function: Callable[...,
 
 
 def disable() -> None:
-    """Leave the functions of this process uncompiled, and keep torch's optimizers from loading the compiler: they ask
-    it for functions that have nothing to do then."""
+    """Leave the functions of this process uncompiled, and keep torch's optimizers from loading the compiler.
+    The functions of it that they call would do nothing here, so :class:`_Unloaded` replaces them."""
     global _is_disabled
     _is_disabled = True
     sys.modules.setdefault(_DYNAMO, _Unloaded(_DYNAMO))
@@ -58,7 +58,7 @@ def disable() -> None:
 class _Unloaded(ModuleType):
     """A stand-in for ``torch._dynamo`` until one of its other names is used, which loads it."""
 
-    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # init_process_group's
+    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # called by init_process_group
 
     def graph_break(self) -> None:
         """Do nothing: there is no graph."""
@@ -68,7 +68,7 @@ class _Unloaded(ModuleType):
         return function or (lambda function: function)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # asked by modules that look through all modules
+        if name.startswith("__") and name != "__path__":  # read by libraries that inspect all loaded modules
             raise AttributeError(name)
         if sys.modules.get(_DYNAMO) is self:
             del sys.modules[_DYNAMO]

@@ -92,7 +92,7 @@ def can_compile() -> bool:
 
 
 def has_transformer_engine() -> bool:
-    """Return whether Transformer Engine can be used. Call it only for training on CUDA, because it imports it."""
+    """Return whether Transformer Engine can be used. Call this only for training on CUDA: it imports the package."""
     version, error = transformer_engine()
     return version is not None and error is None
 
@@ -219,17 +219,17 @@ def memory_problem(free: int, total: int, needed: float, where: str) -> PlanErro
     `free`, `total`, `needed`: bytes, the last as the plan predicts; `where`: names the GPU in the error."""
     if free >= MIN_FREE * needed:
         return None
-    too_small = "plan again for this kind of GPU (`holmes nodes` shows it)"
-    in_use = "another process holds its memory: end it (`nvidia-smi` shows it), or have Slurm drain the node"
+    hint_too_small = "plan again for this kind of GPU (`holmes nodes` shows it)"
+    hint_in_use = "another process holds its memory: end it (`nvidia-smi` shows it), or have Slurm drain the node"
     problem = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free, the plan needs {needed / GIB:.1f}"
-    return PlanError(problem, where=where, hint=too_small if total < MIN_FREE * needed else in_use)
+    return PlanError(problem, where=where, hint=hint_too_small if total < MIN_FREE * needed else hint_in_use)
 
 
 def use_cuda(device: str, plan: Plan) -> bool:
     """Return whether to train on CUDA. Raise ConfigError if ``train.device=cuda`` and there is no CUDA device.
 
     `device`: ``train.device``; ``auto`` means CUDA if this node has a device and no pool of the plan has CPUs only,
-    because all ranks must share one kind of process group. This is the only query of the device in training.
+    because all ranks must share one kind of process group. Training decides between CPU and GPU only here.
     """
     if device == "cpu" or (device == "auto" and any(plan.site.pool(c.pool).gpu.is_cpu for c in plan.components)):
         return False

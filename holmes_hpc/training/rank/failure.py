@@ -31,7 +31,7 @@ POLL_S = 1.0
 _ANSWER_S = 2.0  # limit of a wait for the store, which may be behind the network that failed
 _TIMED_OUT = re.compile(r"timed out waiting \d+ ?ms|application timeout", re.IGNORECASE)  # gloo's messages
 _NCCL_NETWORK = re.compile("ncclRemoteError|ncclSystemError|IBV_WC_")  # e.g. no answer to repeated RDMA packets
-LOG_EVERY_S = 100.0  # then the watchdog logs the phase, so that the log grows at least every two minutes
+LOG_EVERY_S = 100.0  # without log lines for this long, the watchdog logs the phase: a line at least every two minutes
 LOG_EVERY_S_OF_SET_UP = 8.0  # the same before the first step, so that a slow phase of set-up shows within 10 s
 LONG_PHASE = 10.0  # a long phase (set-up, saving to a slow disk) may take this many times the limit of a step
 
@@ -44,8 +44,8 @@ def end_process(code: int) -> None:
 
 
 def exit_failed(code: int) -> NoReturn:
-    """Exit from the main thread of a failed rank. With CUDA, skip the destructors: NCCL's waits for its monitor thread,
-    which waits for the store behind a thread of Python that no longer runs."""
+    """Exit from the main thread of a failed rank. With CUDA, skip the destructors: NCCL's would never return. It waits
+    for a monitor thread that waits for the store, which a stopped thread of Python still uses."""
     if torch.cuda.is_initialized() and dist.is_initialized():
         atexit.register(end_process, code)
     sys.exit(code)
@@ -57,7 +57,7 @@ def _failure_line(failure: dict[str, Any]) -> str:
 
 
 def _rank_0_failure(error: Exception) -> dict[str, Any]:
-    """Return a failure of rank 0, which hosts the store. `error`: the store's, which does not answer."""
+    """Return the failure of rank 0 that explains why the store, which it hosts, raised `error`."""
     return {"rank": 0, "node": "its node", "error": f"its store is down ({one_line(error)[:120]})", "code": 1}
 
 
@@ -77,7 +77,7 @@ class RankExit:
         self._stop = threading.Event()
         self._ending = threading.Lock()  # held by the first thread that ends this process
         self._find_cause: Callable[[], HolmesError | None] | None = None
-        self.describe_links: Callable[[], str] = str  # this rank's NICs and peers; none before the groups exist
+        self.describe_links: Callable[[], str] = str  # this rank's NICs and peers; "" before the groups exist
 
     def watch(self, store: Any) -> None:
         """Start a thread that polls the store for failures of other ranks. `store`: a clone for this thread alone."""
@@ -122,7 +122,7 @@ class RankExit:
         end_process(code)
 
     def _report(self, line: str, error: BaseException | None, hung: bool = False) -> None:
-        """Log and record a failure; if it is this rank's own `error`, also report it to the other ranks."""
+        """Log and record a failure. `error`: this rank's own, to report to the other ranks; None for another rank's."""
         if error is not None:
             self._publish(error, hung)
         log_line(line if error is None else f"failed: {line}")
@@ -136,7 +136,6 @@ class RankExit:
 
     def _publish(self, error: BaseException, hung: bool) -> None:
         """Write this rank's failure to the store unless it holds one. Wait at most `_ANSWER_S` for the store."""
-
         code = error.exit_code if isinstance(error, HolmesError) else 1
         failure = {"rank": self.rank, "node": self.node, "error": one_line(error)[:400], "code": code, "hung": hung}
 
@@ -171,8 +170,8 @@ class RankExit:
         return next((failure for failure in failures if failure and failure["rank"] != self.rank), None)
 
     def _root_cause(self, error: BaseException) -> BaseException:
-        """Return the error that led to `error`: too many open files, or the one that :meth:`poll_cause` finds.
-        A NIC that goes down breaks connections before the thread polls it. A HolmesError is its own cause."""
+        """Return the cause of `error`: too many open files, or what `find_cause` of :meth:`poll_cause` returns.
+        A NIC that goes down breaks connections before the thread polls it. A HolmesError needs no `find_cause`."""
         if "Too many open files" in str(error):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             where = f"rank {self.rank} on {self.node}"
@@ -298,7 +297,7 @@ class Watchdog:
         self.start_phase(phase, LONG_PHASE)
 
     def note_step_logged(self) -> None:
-        """Restart the time without log lines, because this rank has just logged a step."""
+        """Restart the clock of :meth:`log_if_silent` after a step was logged. Its limit is LOG_EVERY_S from now on."""
         self._logged_at, self._silence_s = self._clock(), LOG_EVERY_S
 
     def overdue(self) -> str | None:

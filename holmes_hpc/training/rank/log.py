@@ -40,14 +40,14 @@ class Tee:
 class RankLog:
     """The file logs/rank-N.txt with everything that this rank prints.
 
-    If the launcher (srun, submitit) already redirects the rank's output there, this class does nothing. Otherwise
-    rank 0 also keeps printing to its terminal; other ranks print to their log only.
+    If the launcher (srun, submitit) already redirects the rank's output there, the streams stay as they are. Otherwise
+    rank 0 also keeps printing to its terminal; of other ranks, only standard error still goes there.
     """
 
     def __init__(self, run: RunDirectory, launch: Launch) -> None:
         path = run.log_path(launch.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._saved = sys.stdout, sys.stderr
+        self._saved_streams = sys.stdout, sys.stderr
         self._file: IO[str] | None = None
         if not _stdout_is(path):
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed at the end of the rank)
@@ -59,7 +59,7 @@ class RankLog:
         """Restore the process's standard streams."""
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.stdout, sys.stderr = self._saved
+        sys.stdout, sys.stderr = self._saved_streams
         faulthandler.disable()
         if self._file is not None:
             self._file.close()

@@ -63,7 +63,7 @@ class ControlAllReduce:
         return previous
 
     def finish(self) -> AnyRank:
-        """Return the combined flags of the previous step. Do not start another all-reduce."""
+        """Return the combined flags of the previous step, without starting another all-reduce."""
         if self._pending is None:
             return AnyRank()
         flags, work = self._pending

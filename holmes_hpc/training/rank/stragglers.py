@@ -74,8 +74,8 @@ def work_of_stages(plan: Plan, factors: Mapping[str, float] | None) -> tuple[lis
     """Return each stage's work in layers and its GPU, for :class:`Stragglers`; empty lists if a stage has DP
     above 1 or no layers.
 
-    The head counts as its FLOPs divided by those of a layer. `factors`: pool -> slow-down of emulated layers; the
-    head then counts nothing. None without emulated compute.
+    The head counts as its FLOPs divided by those of a layer; with emulated compute, it counts nothing. `factors`:
+    pool -> slow-down of emulated layers; None without emulated compute.
     """
     replicas = max(stage.dp for stage in plan.parallel.stages)
     if replicas > 1 or min(stage.layers for stage in plan.stages) < 1:
