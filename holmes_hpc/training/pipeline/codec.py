@@ -70,7 +70,7 @@ class RowScaled(Codec):
 
 
 IDENTITY = Codec()
-_CODECS: dict[str, tuple[int, Codec]] = {  # bytes of a value on the wire
+_CODECS: dict[str, tuple[int, Codec]] = {  # bytes of a value on the wire (64: more than any type has), codec
     "same": (64, IDENTITY),
     "bf16": (2, Cast(torch.bfloat16)),
     "fp16": (2, RowScaled(torch.float16)),

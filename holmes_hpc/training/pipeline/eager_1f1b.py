@@ -88,9 +88,9 @@ def run_eager_1f1b(
 
     Return what the loss function returned for each micro-batch on the last stage, else [].
 
-    Bind `order` (the plan's), `tracer` and `weights` (with zero_bubble) with ``functools.partial``. With per-stage
-    TP/DP, `num_microbatches` counts the micro-batches of all replicas, by which the loss is divided, and gradients are
-    summed over a stage's replicas. Else it may differ from that of `order`.
+    Bind `order` (the plan's), `tracer` and `weights` (see :func:`weight_gradients`) with ``functools.partial``. With
+    per-stage TP/DP, `num_microbatches` counts the micro-batches of all replicas. The loss is divided by it, and
+    gradients are summed over a stage's replicas. Otherwise `num_microbatches` takes precedence over `order`.
     """
     models = model if isinstance(model, list) else [model]
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
@@ -184,7 +184,7 @@ def _run_passes(
     tracer: Tracer | None,
 ) -> torch.Tensor:
     """Run a stage's passes and transfers in order; return the number of tokens. `backward`: None for validation.
-    `compute_weights`: of WeightGradients; None without weight passes.
+    `compute_weights`: :meth:`WeightGradients.compute` for the stage's models; None without weight passes.
     Weight passes after the last backward pass are computed together, layer by layer, so that reductions start early."""
     row = edges.row
     program = launches(order, row, backward is None, edges.on_device)
@@ -236,9 +236,9 @@ def _role(transfer: StageTransfer, end: str) -> str:
 
 
 def _send(channel: Any, tensor: torch.Tensor, transfer: StageTransfer, order: Order) -> None:
-    """Send in the background, and wait for the send one window earlier, which bounds the memory.
-    The other end is at most a window behind, so this wait takes no time. The sends in progress at the end of a
-    step are waited for in the next one."""
+    """Send in the background. To bound the memory, wait for the send that is one :meth:`Order.window` earlier.
+    The other end is at most a window behind, so this wait takes no time. Sends in progress at the end of a step are
+    waited for in the next step."""
     channel.send(tensor, transfer.source_pass)
     channel.settle(keep=order.window(transfer))
 
@@ -270,7 +270,7 @@ class GradientReduction:
 
     Reductions are suppressed (``no_sync``) except in each chunk's last backward pass. There every bucket is reduced as
     soon as it is complete, in parallel with transfers. With a ``grad_sync_func`` (aligned reductions) only the first
-    stage does so; the other stages reduce after that pass.
+    stage does so, if it has one chunk; the other stages reduce after that pass.
     """
 
     def __init__(self, config: Any, models: Sequence[torch.nn.Module], first_stage: bool) -> None:
@@ -306,14 +306,14 @@ class GradientReduction:
 
 def forward_backward(plan: Plan, tracer: Tracer | None, weights: WeightGradients | None = None) -> Callable[..., Any]:
     """Return the function that runs the plan's schedule: Megatron-Core's, or ``run_eager_1f1b``, which reports its
-    events to `tracer`. `weights`: with zero_bubble."""
+    events to `tracer`. `weights`: from :func:`weight_gradients`."""
     if runs_in_background(plan):
         return partial(run_eager_1f1b, order=plan.order, tracer=tracer, weights=weights)
     return megatron.get_forward_backward_func()
 
 
 def weight_gradients(plan: Plan, chunks: Sequence[Any], timers: Callable[[str], Any]) -> WeightGradients | None:
-    """Split the chunks' layers and return their weight gradients, if the plan's schedule computes these apart."""
+    """Split the chunks' layers and return their weight gradients; None if the plan's schedule has no weight passes."""
     return WeightGradients(chunks, timers) if plan.order.schedule.splits and runs_in_background(plan) else None
 
 
@@ -329,7 +329,7 @@ def communicator(session: Session, groups: ProcessGroupCollection, config: Any) 
     It uses a group per direction of each edge. Plain Megatron-LM (``transport=single``) uses the pipeline's group if
     that is NCCL's, which carries both directions at once. A gloo group of two ranks has one connection, on which the
     two directions wait for each other (benchmarks/one_connection.py). So with gloo plain Megatron-LM also gets a group
-    per direction; otherwise it would be slower than on GPUs.
+    per direction; otherwise comparisons on CPUs would show it slower than it is on GPUs.
     """
     plan = session.plan
     if plan.parallel.pp == 1 and not plan.is_per_stage:

@@ -59,8 +59,8 @@ class Channel:
 
     `connections`: groups of these two ranks, each with its own connection; a tensor is split into as many stripes.
     `peer`: the other end's global rank. `codec`: the format on the wire.
-    `on_transfer`: called after every transfer, at the cost of a thread, with ("send_forward", label, posted, done) if
-    the channel's name begins with "forward"; the times are in seconds since the epoch.
+    `on_transfer`: called after every transfer, at the cost of a thread, with (kind, label, posted, done). `kind`:
+    send_ or receive_, and the first word of `name`; `posted`, `done`: seconds since the epoch.
     """
 
     def __init__(self, name: str, connections: Sequence[dist.ProcessGroup], peer: int, codec: Codec = IDENTITY) -> None:
@@ -199,7 +199,7 @@ class Channel:
 
 @contextlib.contextmanager
 def _network_errors(edge: str) -> Iterator[None]:
-    """Turn errors of torch and gloo into a NetworkError with the edge's name."""
+    """Turn errors of torch's communication into a NetworkError with the edge's name."""
     try:
         yield
     except RuntimeError as e:  # DistBackendError is one
@@ -247,7 +247,7 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         return int(self.pp_group.rank())
 
     def channel(self, role: str, peer: int = 0) -> Channel:
-        """Return this stage's channel of `role`, which has only one `peer`."""
+        """Return this stage's channel of `role`. `peer` is ignored, because each role has only one."""
         return self.channels[role]
 
     def _communicate(
@@ -260,7 +260,7 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Transfer] | None]:
-        """Run the exchange that all of Megatron's methods use. The handles are named send_next, recv_prev, etc."""
+        """Run the exchange of all of Megatron's methods. Return (tensor from prev, from next, unfinished transfers)."""
         started: dict[str, Transfer] = {}
         received: dict[str, torch.Tensor] = {}
         # The order matters if a launch waits for the previous one (planning/schedule/launches.py).
