@@ -114,13 +114,13 @@ class Trainer:
         self.last_metrics: dict[str, Any] = {}  # the latest metrics line, on rank 0
         self._gathering: metrics_line.Gathering | None = None
         self.monitors: Monitors | None = None  # rank 0's, after :meth:`record_start`
-        self._is_step_only = False  # no connection set-up, validation or checkpoint since the previous step
+        self._is_step_only = False  # True: no connection set-up, validation or checkpoint since the previous step
         self._logged_at = 0.0
         self._saved_step = 0
         self._pause_s = 0.0  # of validation and checkpoint between the last two steps
 
     def _build_model(self, pipeline_rank: int, seed: int | None) -> list[Any]:
-        """Build the model chunks and the optimizer; return the unwrapped chunks. `seed`: None for saved weights."""
+        """Build the model and the optimizer; return the unwrapped chunks. `seed`: None if weights will be loaded."""
         session, plan, train = self.session, self.plan, self.settings
         self.watchdog.start_set_up("building the model")
         dtype = gpt.dtype_of(train.dtype, session.cuda)
@@ -153,7 +153,7 @@ class Trainer:
         """Run the steps up to ``train.steps``, or save and stop early after a signal. Return the last metrics."""
         batches = self.batches(self.training, self.step)
         self.profiler.start_step(self.step + 1)
-        self.session.traffic.take()
+        self.session.traffic.take()  # drops the bytes of the set-up
         self.breakdown.begin()
         start = time.perf_counter()
         while self.step < self.settings.steps:
@@ -172,20 +172,20 @@ class Trainer:
             if self._gathering is not None and self._gathering.ready(
                 min(GATHER_WAIT_S, GATHER_WAIT_SHARE * step_time_s)
             ):
-                self._finish_record()  # otherwise after the next step: no stage waits for the row of a slower one
+                self._finish_record()  # otherwise after the next step, so that no stage waits for a slower one's row
         self._finish_record()
         self.control_flags.finish()
         self._finish_checkpoint()
         return self.last_metrics
 
     def _between_steps(self, any_rank: AnyRank, step_end: float) -> float:
-        """Run validation and checkpointing if due. Return the start of the next step, as ``time.perf_counter`` does."""
+        """Run validation and checkpointing if due. Return the ``time.perf_counter`` at which the next step starts."""
         start, interval = time.perf_counter(), self.settings.checkpoint_interval
         self.watchdog.start_phase(f"finishing step {self.step}")
         if self.settings.eval_interval and self.step % self.settings.eval_interval == 0:
             self._evaluate()
         if self.checkpoints.has_unfinished_save:
-            is_just_saved = self.step == self._saved_step + 1  # then `any_rank` is older than the save
+            is_just_saved = self.step == self._saved_step + 1  # then the flags in `any_rank` precede the save
             if not (self.checkpoints.is_any_rank_writing() if is_just_saved else any_rank.writing):
                 self._finish_checkpoint()
         if interval and (self.step % interval == 0 or self.step == self.settings.steps):
@@ -199,7 +199,7 @@ class Trainer:
         return time.perf_counter()
 
     def _save(self, wait: bool = False) -> None:
-        """Save the state after this step. First write the step's metrics, because a resumed run starts after it."""
+        """Save the state after this step. First write its metrics, because a resumed run starts after this step."""
         self._finish_record()
         self.watchdog.start_phase(f"saving the state after step {self.step}", LONG_PHASE)
         self._saved_step = self.step
@@ -225,7 +225,7 @@ class Trainer:
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with self.breakdown.part("pipeline_wait_s"):  # compute and other parts are measured inside it
+        with self.breakdown.part("pipeline_wait_s"):  # without compute and other parts, which are measured inside it
             stored_losses = self._forward_backward(batches, forward_only=False)
         optimizer.set_options(self.optimizer, self.settings, rate)
         with self.breakdown.part("optimizer_s"):
@@ -256,8 +256,8 @@ class Trainer:
         """Return, for each model chunk, an iterator over this rank's micro-batches from `start_step` on."""
         rank, stage = parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
         device, end = self.session.device, self.document_end
-        whole = (batches(dataset, self.plan, rank, start_step, device, end, stage) for _ in self.models)
-        return [map(part_of, chunk_batches) for chunk_batches in whole]
+        batches_of_chunks = (batches(dataset, self.plan, rank, start_step, device, end, stage) for _ in self.models)
+        return [map(part_of, chunk_batches) for chunk_batches in batches_of_chunks]
 
     def _evaluate(self) -> None:
         """Compute the mean loss of `train.eval_steps` validation batches, and add it to this step's metrics line."""
@@ -335,8 +335,8 @@ class Trainer:
         self._finish_record()
         session, traffic = self.session, self.session.traffic
         nic, tokens, memory = traffic.take(), self.expert_tokens.take(), metrics_line.peak_memory_bytes(session.cuda)
-        sent = [*self.destinations.row(session.launch.rank, traffic), *self.gpu_figures.read()]
-        row = metrics_line.rank_row(sum(losses), len(losses), step_time_s, parts, nic, memory, sent, tokens)
+        sent_and_gpu = [*self.destinations.row(session.launch.rank, traffic), *self.gpu_figures.read()]
+        row = metrics_line.rank_row(sum(losses), len(losses), step_time_s, parts, nic, memory, sent_and_gpu, tokens)
         self.nic_log.add(self.step, traffic.by_nic)
         self._gathering = metrics_line.Gathering(
             row, session.launch.rank, self.plan.world_size, self.control, self.step, fields
@@ -359,8 +359,8 @@ class Trainer:
         if gathering is None or rows is None:
             return
         step, interval, last_step = gathering.step, self.settings.log_interval, self.settings.steps
-        if between := self.destinations.fabric_bytes(metrics_line.sent_rows(rows)):
-            gathering.fields["fabric_bytes"] = between
+        if fabric_bytes := self.destinations.fabric_bytes(metrics_line.sent_rows(rows)):
+            gathering.fields["fabric_bytes"] = fabric_bytes
         entry = metrics_line.metrics_line(self.plan, rows, step, gathering.unix_time_s, gathering.fields, self._speeds)
         self.last_metrics = entry = {**entry, "attempt": self.session.attempt}
         self.session.run.append_metrics(entry)

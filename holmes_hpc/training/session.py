@@ -1,4 +1,4 @@
-"""The session of a rank: meet the other ranks, and set up its networks, process groups and device."""
+"""The session of a rank: meet the other ranks, and set up this rank's networks, process groups and device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from holmes_hpc.training.rank.log import RankLog, log_line
 from holmes_hpc.training.rank.signals import Signals
 from holmes_hpc.waiting import wait_until
 
-LOCK_WAIT_S = 15.0  # for the ranks of an attempt that has just ended
+LOCK_WAIT_S = 15.0  # for the lock, which a rank of the previous attempt may hold until it exits
 NO_ATTEMPT = -1  # number of an attempt that the run does not record
 
 
@@ -176,7 +176,8 @@ def open_session(
         interfaces.check_placement(plan, node_of_rank)
         interfaces.check_addresses(node_of_rank, job_nodes(os.environ) if launch.launcher == "srun" else ())
         warnings += interfaces.check_links(plan, launch.rank, launch.local_rank == 0, node_of_rank, store)
-    for line in (*warnings, *([*cuda_warnings, *interfaces.log_lines(node)] if launch.local_rank == 0 else ())):
+    node_lines = [*cuda_warnings, *interfaces.log_lines(node)] if launch.local_rank == 0 else []
+    for line in (*warnings, *node_lines):
         log_line(str(line))
     if launch.local_rank == 0 and not launch.one_host:
         nic_check, watch = audit.nic_check(node), watch_next_nodes(launch.rank, node_of_rank, store)
@@ -212,7 +213,7 @@ def open_session(
 
 
 def _fp8_sizes(plan: Plan, rank: int) -> dict[str, int]:
-    """Return name -> dimension of a rank's matrix products. FP8 needs multiples of its block size."""
+    """Return the dimensions of a rank's matrix products by name. FP8 needs multiples of its block size."""
     m, tp = plan.model, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
     return {
         "tokens of a micro-batch": plan.parts.micro_size * plan.parts.sequence_length,
@@ -227,16 +228,15 @@ def _fp8_sizes(plan: Plan, rank: int) -> dict[str, int]:
 def _lock_run(launch: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
     """Lock the run directory for this attempt and return the lock's descriptor. Called by rank 0.
 
-    Raise RecordError if another attempt holds the lock, or if other users may write to the directory. This rank then
-    records nothing.
+    Raise RecordError, and record nothing, if another attempt holds the lock or other users may write to the directory.
     """
     rank_exit.attempt = NO_ATTEMPT
     refuse_other_writers(run.path)
     job = launch.key.removeprefix("slurm-").partition("-")[0] if launch.launcher == "srun" else ""
 
     def is_over(owner: LockOwner) -> bool:
-        """Return whether the owner's job has ended, or was requeued as this job. If its node died, the file server may
-        hold the lock for a while."""
+        """Return whether the job of the lock's owner has ended, or was requeued as this job. The file server may still
+        hold the lock of a node that died."""
         if not owner.job or owner.host == launch.node:
             return False
         return owner.job == job or ((state := ending_state(owner.job)) is not None and state.ended)
@@ -275,7 +275,7 @@ def _check_cuda(plan: Plan, launch: Launch, on_gpu: bool, train: TrainConfig) ->
 
 
 def _check_memory(plan: Plan, launch: Launch, device: torch.device, store: dist.Store) -> None:
-    """Raise PlanError on every rank if a GPU has less free memory than the plan needs. It names the first GPU."""
+    """Raise PlanError, which names the first GPU, on every rank if a GPU has less free memory than the plan needs."""
     if device.type != "cuda" or plan.predicted is None:
         return
     stage, *_ = plan.parallel.coordinates(launch.rank)
@@ -289,7 +289,7 @@ def _check_memory(plan: Plan, launch: Launch, device: torch.device, store: dist.
 
 
 def _report_to_ranks(launch: Launch, run: RunDirectory, rank_exit: RankExit, error: HolmesError) -> None:
-    """Report that this rank cannot take part, so that the other ranks do not wait for it."""
+    """Publish the failure of rank 0, which hosts no store yet. Else connect `rank_exit` to the store for its report."""
     if launch.address is None and launch.rank == 0:
         rendezvous.publish_failure(run.path, launch, rank_exit.attempt, str(error), error.exit_code)
         return
@@ -332,7 +332,7 @@ def _exchange(launch: Launch, store: dist.Store, node: NodeTransports, on_gpu: b
     """Return the transports of every rank's node.
     Raise ConfigError on all ranks if some would train on GPUs and others on CPUs."""
     if launch.rank == 0:
-        store.set("token", secrets.token_hex(8))
+        store.set("token", secrets.token_hex(8))  # of the link check
     device = "a GPU" if on_gpu else "a CPU"
     rows = rendezvous.exchange(store, "node", launch.rank, range(launch.world_size), {"node": node, "device": device})
     nodes = [msgspec.convert(row["node"], NodeTransports) for row in rows]
@@ -365,17 +365,17 @@ def _describe_groups(session: Session) -> list[dict[str, Any]]:
     for node, text in zip(session.node_of_rank, texts, strict=True):
         for entry in json.loads(text):
             nic = node.nic(entry["interface"])
-            nics = nics_of_group.setdefault((entry["kind"], tuple(entry["ranks"]), entry["transport"]), {})
-            if node.node not in nics.setdefault(nic, []):
-                nics[nic].append(node.node)
+            nodes_of_nic = nics_of_group.setdefault((entry["kind"], tuple(entry["ranks"]), entry["transport"]), {})
+            if node.node not in nodes_of_nic.setdefault(nic, []):
+                nodes_of_nic[nic].append(node.node)
     return [
         {
             "kind": kind,
             "ranks": list(ranks),
             "transport": transport,
-            "interfaces": {nic: compress(nodes) for nic, nodes in nics.items()},
+            "interfaces": {nic: compress(nodes) for nic, nodes in nodes_of_nic.items()},
         }
-        for (kind, ranks, transport), nics in nics_of_group.items()
+        for (kind, ranks, transport), nodes_of_nic in nics_of_group.items()
     ]
 
 

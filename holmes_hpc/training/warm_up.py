@@ -44,7 +44,7 @@ def connect(groups: ProcessGroupCollection, device: torch.device) -> list[str]:
     """Run an all-reduce in every group of several ranks, one group after the other. Return the groups' names.
 
     All ranks call it. NCCL sets up a communicator at its first use and blocks its ranks meanwhile. All ranks use the
-    same order of groups, so no deadlock is possible. Edges connect when they are built.
+    same order of groups, so no deadlock is possible. Stage transfers have other groups (pipeline/point_to_point.py).
     """
     names: dict[Any, str] = {}
     for name in GROUPS:
@@ -59,9 +59,9 @@ def connect(groups: ProcessGroupCollection, device: torch.device) -> list[str]:
 def local_passes(
     models: Sequence[Any], config: Any, batch: Batch, device: torch.device, weights: WeightGradients | None = None
 ) -> None:
-    """Run one forward and one backward pass of each model chunk on dummy data, and its weight pass with `weights`.
+    """Run one forward and one backward pass of each model chunk on dummy data; with `weights`, also its weight pass.
 
-    Gradients are zeroed afterwards, random states and buffers restored, except fp8 scales. `models`: wrapped in
+    Afterwards gradients are zeroed, and random states and buffers restored, but not fp8 scales. `models`: wrapped in
     Megatron-Core's DDP, which neither gathers nor reduces meanwhile. `config`: Megatron-Core's. All ranks of a
     tensor-parallel group call it at the same time.
     """
