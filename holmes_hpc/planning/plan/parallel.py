@@ -27,7 +27,7 @@ ORDERS = (PIPELINE_ORDER, HIERARCHICAL_ORDER)
 
 @dataclass(frozen=True)
 class StageParallel:
-    """The `dp` replicas of one stage's weights, of `tp` ranks each. Ranks that share a sequence (CP) count as replicas.
+    """The `dp` replicas of one stage, of `tp` ranks each. Replicas that share a sequence (CP) count separately.
     `weights`: the micro-batches of each replica, in proportion (empty: all the same)."""
 
     tp: Annotated[int, key("tensor parallel in the stage", ge=1)]
@@ -55,18 +55,18 @@ class Parallel(Checked, where="parallel", error=PlanError):
     """TP and DP of every stage, and the order of the ranks.
 
     `virtual_stages`: model chunks of one pipeline rank (1: not interleaved). `optimizer_instances`: the number of equal
-    runs of ranks in a data-parallel group; gradients are reduce-scattered inside a run and all-reduced across runs
-    (Megatron-Core's num_distributed_optimizer_instances). `sequence_parallel` applies to stages with TP above 1.
-    `cp`: consecutive replicas of a stage that share each sequence; users know their number as DP (:attr:`replicas`).
-    `ep`: the ranks of a run inside a stage that share its experts, each of which is on one rank as a whole.
-    Layouts that are not uniform need the defaults of all other fields.
+    blocks of ranks in a data-parallel group. Gradients are reduce-scattered inside a block and all-reduced across
+    blocks (Megatron-Core's num_distributed_optimizer_instances). `sequence_parallel` applies to stages with TP above 1.
+    `cp`: consecutive replicas of a stage that share each sequence; what users set as DP excludes CP (:attr:`replicas`).
+    `ep`: consecutive ranks of a stage that together hold all experts; each expert is on one rank as a whole.
+    Layouts that are not uniform need the defaults of the fields in _UNIFORM_ONLY.
     """
 
     stages: tuple[StageParallel, ...]
     cp: Annotated[int, key("context parallel", ge=1)] = 1
     order: str = PIPELINE_ORDER
     virtual_stages: Annotated[int, key("model chunks of a pipeline rank", ge=1)] = 1
-    optimizer_instances: Annotated[int, key("runs of ranks of a data-parallel group", ge=1)] = 1
+    optimizer_instances: Annotated[int, key("blocks of ranks of a data-parallel group", ge=1)] = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
     ep: Annotated[int, key("expert parallel", ge=1)] = 1
@@ -90,8 +90,8 @@ class Parallel(Checked, where="parallel", error=PlanError):
         for name, default in _UNIFORM_ONLY.items() if not self.is_uniform else ():
             problem = f"{name} is {getattr(self, name)} with per-stage TP/DP"
             hint = f"use {default}, or the same TP and DP in every stage"
-            is_needed = getattr(self, name) != default and not (name == "order" and self.is_even)
-            yield is_needed, problem, hint, f"parallel.{name}"
+            is_unsupported = getattr(self, name) != default and not (name == "order" and self.is_even)
+            yield is_unsupported, problem, hint, f"parallel.{name}"
         problem = f"dp={dp} cannot be cut into {instances} equal optimizer instances"
         yield dp % instances, problem, "choose a divisor of dp"
         problem = f"EP {self.ep} does not divide the {ranks} ranks of a stage"
@@ -115,7 +115,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
         return all(stage == self.stages[0] for stage in self.stages)
 
     def is_grid(self, micro_batches: int) -> bool:
-        """Return whether every replica computes equally many of `micro_batches`: pipelines are rows of all ranks."""
+        """Return whether every replica computes equally many of `micro_batches`: each rank has one pipeline then."""
         return self.is_uniform and micro_batches % self.stages[0].dp == 0
 
     @property
@@ -183,7 +183,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
         return {"tp": self.tp, "pp": self.pp, "dp": self.replicas} | self.settings()
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields other than `stages`, without those that older versions lack if they are the defaults."""
+        """Return the fields other than `stages`. Fields that older versions lack are left out at their defaults."""
         return {k: v for k, v in asdict(self).items() if k != "stages" and v != {"ep": 1, "cp_comm": "ring"}.get(k)}
 
     def __str__(self) -> str:
@@ -230,7 +230,7 @@ _UNIFORM_ONLY |= {"order": PIPELINE_ORDER, "distributed_optimizer": True}
 def _route(parallel: StageParallel, stage: int, micro_batches: int) -> tuple[int, ...]:
     """Return the replica of each micro-batch.
 
-    Without weights, replicas take turns. With weights, the counts minimize the end of the last replica, and
+    Without weights, replicas take turns. With weights, the replicas' counts minimize the end of the last replica, and
     micro-batches are ordered by their start if each replica computes without a pause. So every replica computes one of
     the first micro-batches: all replicas of a stage gather parameters in their first passes together.
     """
@@ -265,15 +265,15 @@ class Group:
 
 
 def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool = False) -> Iterator[Group]:
-    """Yield every group of more than one rank that carries training traffic. `micro_batches`: of the whole step.
+    """Yield every group of more than one rank that carries training traffic. `micro_batches`: number in the whole step.
 
     The order is: world, tp, cp, dp (with its instances), ep, expt_dp, pipeline groups, embd, edges. `cp` exchanges keys
     and values; `dp` is Megatron's dp (with cp). With experts, `ep` exchanges tokens, `expt_dp` reduces the experts'
     gradients, and `tp_ep_pp` their norm. Several optimizer instances add `intra_dp` (reduce-scatter inside) and
-    `inter_dp` (all-reduce across). An `edge` is two ranks of neighbouring stages that exchange, in forward direction;
-    interleaved stages have a wrap-around edge. In a grid, `mp` carries the gradient norm, `pp` is a pipeline, and
-    `embd` its two ends. Otherwise the norm goes over `world`, and `embd` holds all ranks of the first and last stage if
-    the embedding is `tied`."""
+    `inter_dp` (all-reduce across). An `edge` is two ranks that exchange, the sender of activations first; interleaved
+    stages have a wrap-around edge. In a grid, `mp` carries the gradient norm, `pp` is a pipeline, and `embd` its first
+    and last rank. Otherwise the norm goes over `world`, and `embd` exists only if the embedding is `tied`: all ranks of
+    the first and last stage."""
     grid, pp = parallel.grid(), parallel.pp
     is_grid = parallel.is_grid(micro_batches)
     yield from _group("world", np.arange(parallel.world_size), tuple(range(pp)))
@@ -285,14 +285,14 @@ def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool
         for column in ranks.T:
             yield from _group("dp", column, (s,))
             if parallel.optimizer_instances > 1:
-                runs = column.reshape(parallel.optimizer_instances, -1)
-                for run in runs:
-                    yield from _group("intra_dp", run, (s,))
-                for across in runs.T:
+                blocks = column.reshape(parallel.optimizer_instances, -1)
+                for block in blocks:
+                    yield from _group("intra_dp", block, (s,))
+                for across in blocks.T:
                     yield from _group("inter_dp", across, (s,))
         if has_experts:
-            runs = ranks.reshape(-1, parallel.ep)
-            for kind, members in (("ep", runs), ("expt_dp", runs.T)):
+            blocks = ranks.reshape(-1, parallel.ep)
+            for kind, members in (("ep", blocks), ("expt_dp", blocks.T)):
                 for row in members:
                     yield from _group(kind, row, (s,))
     if is_grid:

@@ -26,10 +26,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check(self, "schedule", PlanError)
-        splits = self.kind == "zero_bubble"
+        is_zero_bubble = self.kind == "zero_bubble"
         for name, numbers, least in (("deferred", self.deferred, 0), ("final", self.final, 1)):
             hint = f"zero_bubble needs at least {least} for every stage, other schedules no number"
-            is_wrong = bool(numbers) != splits or any(n < least for n in numbers)
+            is_wrong = bool(numbers) != is_zero_bubble or any(n < least for n in numbers)
             PlanError.refuse("schedule", (is_wrong, f"{name} is {numbers}", hint))
         too_few = any(n < 1 for n in self.in_flight)
         PlanError.refuse("schedule", (too_few, f"in_flight is {self.in_flight}", "give at least 1 for every stage"))
@@ -56,7 +56,7 @@ class Component(Checked, where="component {0.pool}", error=PlanError):
 @dataclass(frozen=True)
 class Stage:
     """A pipeline stage: `layers` transformer layers, divided into `chunks` (one per virtual stage).
-    The plan fills in `pool` and its `fabric`; if a hierarchical plan has the stage in several, these are the first."""
+    The plan fills in `pool` and its `fabric`; if a hierarchical plan has the stage in several pools, the first one."""
 
     pool: str = ""
     layers: Annotated[int, key("transformer layers", ge=0)] = 0
@@ -110,8 +110,8 @@ def check_sequence_length(model: ModelSpec, length: int) -> None:
 
 
 def check_experts_and_cp(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> None:
-    """Raise PlanError for what experts or context parallelism exclude. `sizes`: has `tp`, `ep`, `cp` and `cp_comm`;
-    None means 1. `used`: whether each of the features is used that both exclude."""
+    """Raise PlanError for settings that experts or context parallelism do not support. `sizes`: an object with `tp`,
+    `ep`, `cp` (each None: 1) and `cp_comm`. `used`: {feature that neither supports: whether it is used}."""
     PlanError.refuse("plan.ep", *_expert_and_context_mistakes(model, sizes, used))
 
 
@@ -123,6 +123,6 @@ def _expert_and_context_mistakes(model: ModelSpec, sizes: Any, used: Mapping[str
         for name, is_used in used.items():
             yield is_given and is_used, f"{feature} not support {name}", "use only one of them", "plan"
     yield cp > 1 and model.dropout, "context parallelism does not support dropout", "use 0", "model.dropout"
-    has_split_heads = sizes.cp_comm == "a2a" and model.kv_heads % (cp * (sizes.tp or 1))
-    problem = f"all-to-all attention: TP x CP {cp} does not divide {model.kv_heads} heads of keys and values"
-    yield cp > 1 and has_split_heads, problem, "use ring", "plan.cp_comm"
+    heads, parts = model.kv_heads, cp * (sizes.tp or 1)
+    problem = f"all-to-all attention: TP x CP {parts} does not divide {heads} heads of keys and values"
+    yield cp > 1 and sizes.cp_comm == "a2a" and heads % parts, problem, "use ring", "plan.cp_comm"

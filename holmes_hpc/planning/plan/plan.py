@@ -41,7 +41,7 @@ from holmes_hpc.records.files import write_whole
 from holmes_hpc.schema import check, key
 from holmes_hpc.slurm.hostlist import expand
 
-CONTROL = "control"  # the kind of the one entry of transports that is not a group of Megatron-Core
+CONTROL = "control"  # the kind of the entry of transports for traffic of all ranks in host memory
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Plan:
         if p.is_uniform:
             plain = Parallel(p.stages, order=p.order, sequence_parallel=p.sequence_parallel)
             if self.schedule.kind != PER_STAGE.name or p != plain:
-                self.parts.micro_batches(p.dp)  # raises the more precise error
+                self.parts.micro_batches(p.dp)  # raises: DP does not divide the batch
         for name, value, required in (
             ("schedule.kind", self.schedule.kind, PER_STAGE.name),
             ("strategy", "pipeline" if self.strategy == "one-fabric" else self.strategy, strategy),
@@ -154,7 +154,7 @@ class Plan:
             PlanError.refuse(name, (value != required, problem, hint))
 
     def _place(self) -> None:
-        """Fill in what follows of components and stages (partition, pool, …) from the site and the rank order."""
+        """Fill in the derived fields of components and stages (partition, pool, …), and check where stages run."""
         p, first = self.parallel, 0
         components, first_pools = list[Component](), dict[int, Pool]()
         for c in self.components:
@@ -188,7 +188,7 @@ class Plan:
         object.__setattr__(self, "stages", tuple(placed_stages))
 
     def _check_fabrics(self) -> None:
-        inside = (
+        one_fabric_kinds = (
             ("tp", "intra_dp")
             if self.strategy == "hierarchical-dp"
             else ("tp", "intra_dp", "cp", "dp", "ep", "expt_dp")
@@ -202,7 +202,7 @@ class Plan:
             PlanError.refuse("plan", (g.kind == "ep" and len(pools) > 1, problem, hint))
             problem = f"{g.kind} group of ranks {abbreviated(g.ranks)} spans fabrics {', '.join(sorted(fabrics))}"
             hint = "put stage boundaries on fabric boundaries, or plan again"
-            PlanError.refuse("plan", (g.kind in inside and len(fabrics) > 1, problem, hint))
+            PlanError.refuse("plan", (g.kind in one_fabric_kinds and len(fabrics) > 1, problem, hint))
 
     @property
     def layout(self) -> list[dict[str, Any]]:
@@ -277,7 +277,7 @@ class Plan:
         return self.transport_rule.of_members([self.places[r] for r in ranks], host_memory)
 
     def transports(self) -> Iterator[GroupTransport]:
-        """Yield one entry per concrete group and per pair of an edge, in a fixed order."""
+        """Yield the entry of kind CONTROL, if any rank has a GPU, then one per group of :func:`groups`, in order."""
         if self.world_size > 1 and not all(self.site.pool(c.pool).gpu.is_cpu for c in self.components):
             everyone = tuple(range(self.world_size))
             yield GroupTransport(

@@ -29,7 +29,7 @@ _SIZES = ("tp", "dp")  # keys of a stage
 
 
 def to_dict(plan: Any) -> dict[str, Any]:
-    """Return a plan as plain data, with the derived keys, without null keys of the pace and of gradients."""
+    """Return a plan as plain data, with the derived keys. Null keys `pace_*` and `grad_*` are left out."""
     data: dict[str, Any] = {"version": VERSION}
     for f in fields(plan):
         value = getattr(plan, f.name)
@@ -45,8 +45,8 @@ def to_dict(plan: Any) -> dict[str, Any]:
     if p.is_uniform:
         data["parallel"] |= {"tp": p.tp, "dp": p.replicas}
     for stage, pool, sizes in zip(data["stages"], [s.pool for s in plan.stages], p.stages, strict=True):
-        nodes, partly = divmod(sizes.ranks, ranks_of_node[pool])
-        stage |= {"tp": sizes.tp, "dp": sizes.dp // p.cp} | ({} if partly else {"nodes": nodes})
+        nodes, extra_ranks = divmod(sizes.ranks, ranks_of_node[pool])
+        stage |= {"tp": sizes.tp, "dp": sizes.dp // p.cp} | ({} if extra_ranks else {"nodes": nodes})
     if plan.is_per_stage:
         data["routing"] = {"weights": [list(s.weights or (1,) * s.dp) for s in p.stages]}
     data["unused"] = plan.unused
@@ -124,11 +124,11 @@ def _derived_names(plan: Any) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _pick(value: Any, names: Sequence[str], is_derived: bool) -> Any:
-    """Return only the keys in `names`, or only the other keys, of a mapping or of each mapping in a list."""
+def _pick(value: Any, names: Sequence[str], keep: bool) -> Any:
+    """Return a mapping, or each mapping in a list, with only the keys in `names` (`keep`), or without them."""
     if isinstance(value, list):
-        return [_pick(item, names, is_derived) for item in value]
-    return {k: v for k, v in value.items() if (k in names) == is_derived} if isinstance(value, Mapping) else value
+        return [_pick(item, names, keep) for item in value]
+    return {k: v for k, v in value.items() if (k in names) == keep} if isinstance(value, Mapping) else value
 
 
 def flatten(data: Any) -> Any:

@@ -31,8 +31,8 @@ TCP = Transport("tcp", NicType.ETHERNET)
 class GroupTransport:
     """The transport of one concrete group, with its global ranks and stages.
 
-    `kind`: Megatron-Core's name, or ``edge``, or ``control`` for host-memory traffic of all ranks if ranks are GPUs
-    (gloo groups of some ranks follow the same rule).
+    `kind`: Megatron-Core's name, ``edge``, or ``control``: traffic of all ranks in host memory, if any rank has a GPU.
+    Gloo groups of fewer ranks have no entry, but their transport follows the same rule.
     """
 
     kind: str

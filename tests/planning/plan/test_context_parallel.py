@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dp": 2, "cp": 2, "model": replace(spawn.MODEL, dropout=0.1)}, "does not support dropout"),
     "heads": (
         {"tp": 2, "dp": 2, "cp": 2, "cp_comm": "a2a"},
-        r"all-to-all attention: TP x CP 2 does not divide 2 heads of keys and values",
+        r"all-to-all attention: TP x CP 4 does not divide 2 heads of keys and values",
     ),
     "instances": ({"dp": 4, "cp": 2, "optimizer_instances": 2}, "does not support optimizer instances"),
 }  # fmt: skip
