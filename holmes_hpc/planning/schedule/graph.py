@@ -31,7 +31,7 @@ PARTS = (
 )  # columns of Durations.table
 
 
-SMALL_PASSES = 300  # graphs of fewer forward passes take at most 50 KB: more of them are kept
+SMALL_PASSES = 300  # graphs of fewer forward passes take at most 50 KB, so the cache holds more of them
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Graph:
 
     An index is a position in this sorted order. `node`: the node number at each index. `column`: its column in the
     table of durations. `levels`: for each level but the first, (first index, end index, indices of its nodes'
-    dependencies, where each node's part of them starts).
+    dependencies, position of each node's first dependency among these).
     """
 
     node: np.ndarray
@@ -59,7 +59,7 @@ class NodeNumbers:
     """The node numbers and columns of an order's graph.
 
     `transfers`, `collectives`, `weights`: the number of the first stage transfer, collective and weight pass.
-    `micro_batch`, `chunk`: of each forward turn, (T,).
+    `micro_batch`: of each turn, (T,). `turn_of`: {(micro-batch, chunk) of a forward pass: its turn}.
     """
 
     def __init__(self, order: Order) -> None:
@@ -113,7 +113,7 @@ class NodeNumbers:
         collectives = column[self.collectives : self.weights].reshape(3, self.stages, self.chunks)
         for row, part in zip(collectives, ("ready", "tail", "reduce"), strict=True):
             row[:] = start_of[part] + np.arange(per_chunk).reshape(row.shape)
-        collectives[2, :, -1] = zeros  # the last chunk is reduced first: no earlier reduction delays its tail
+        collectives[2, :, -1] = zeros  # no reduction precedes that of the last chunk: its tail alone sets its end
         column[self.weights :] = start_of["weight"] + np.arange(self.count - self.weights) // self.turns
         return column
 

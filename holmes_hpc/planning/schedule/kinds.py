@@ -42,7 +42,7 @@ class StageTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Stage transfers that a stage posts together. It then waits for those in `waits`: all if None, none if ()."""
+    """Stage transfers that a stage posts together. Then it waits for `waits`; None: for all that it has posted here."""
 
     sends: tuple[StageTransfer, ...] = ()
     receives: tuple[StageTransfer, ...] = ()
@@ -238,8 +238,8 @@ def megatron_kind(chunks: int) -> ScheduleKind:
 def candidate_schedules(requested: str, chunks: int, background: bool) -> tuple[str, ...]:
     """Return the names of the schedules to try with `chunks` virtual stages, the preferred one first.
 
-    `requested`: a name, which Megatron-Core's schedule replaces if it needs more virtual stages; or ``auto``:
-    Megatron-Core's schedule, and before it, if stages may exchange in the `background`, eager 1F1B.
+    `requested`: a name; if that schedule needs more virtual stages, Megatron-Core's schedule replaces it. Or ``auto``:
+    eager 1F1B, if stages may exchange in the `background`, then Megatron-Core's schedule.
     """
     megatron_name = megatron_kind(chunks).name
     if requested != "auto":

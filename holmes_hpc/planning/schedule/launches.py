@@ -12,7 +12,7 @@ is then one event of two ranks. A step completes if and only if all passes and t
 contains every rank's launches in their order. Every wait of a real device, allocator or NCCL is also a wait of the
 model, so a step that completes in the model cannot deadlock on a GPU.
 
-Collectives change nothing. The ranks of a stage launch the same in the same order, so they count as one. Collectives
+Collectives change nothing. The ranks of a stage launch the same ones in one order, so they count as one. Collectives
 between stages follow all passes of a step. Only with per-stage TP/DP do replicas of a stage compute different
 micro-batches. If they take turns, they synchronize twice (:class:`_Step`): they gather parameters in their first
 passes, and reduce gradients after their last ones. Only the first step gathers so late. Other gathers are launched at
@@ -80,7 +80,7 @@ def nccl_launches(order: Order, forward_only: bool = False) -> Launches:
 
 
 FORWARD, BACKWARD = 2, 4  # simulated time units of a pass
-HALF = (FORWARD + BACKWARD) // 2  # of a micro-batch's time on one stage
+HALF = (FORWARD + BACKWARD) // 2  # half of a micro-batch's time on one stage
 
 
 def _pass_ends(order: Order, forward_only: bool) -> list[dict[Pass, int]]:
@@ -156,7 +156,7 @@ def exchange_order(stage: int) -> tuple[tuple[bool, bool], ...]:
     """Return the launch order of the posts of one exchange, each as (whether of an activation, whether a send).
 
     Activations precede gradients, so that both ends of an edge reach the same transfer. Every second stage receives
-    first, so that the stages of a ring never all send.
+    first, so that the stages of a ring never all send first.
     """
     sends_first = stage % 2 == 0
     return (True, sends_first), (True, not sends_first), (False, sends_first), (False, not sends_first)
@@ -186,7 +186,7 @@ class _Step:
         self.order, self.rows = order, rows
         self.done: list[set[Launch]] = [set() for _ in rows]
         self._position = [0] * len(rows)
-        # By stage, and whether it is for their first (else last) passes: when each row arrived there.
+        # (stage, True for its rows' first passes, False for their last ones) -> row -> its time of arrival there.
         self._arrivals: dict[tuple[int, bool], dict[int, int]] = {}
         computed = [[launch for launch in row if isinstance(launch, Pass)] for row in rows if order.synchronizes_rows]
         self._outer_passes = [(row_passes[0], row_passes[-1]) for row_passes in computed]

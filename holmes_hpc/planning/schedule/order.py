@@ -33,13 +33,13 @@ L = TypeVar("L")  # a launch: a pass, or a post of a transfer
 class Order:
     """A pipeline's shape: all properties of its schedule except durations.
 
-    `kind`: a name of SCHEDULES. `micro_batches`: of each row; with `routes`, of the whole step. `in_flight`: per stage,
+    `kind`: a name of SCHEDULES. `micro_batches`: per row; with `routes`, per step. `in_flight`: per stage,
     the most passes whose activations a row holds (used only by a schedule that `deepens`). `overlap`: interleaved
     stages compute while they exchange (overlap_p2p_comm; always on in training, off in Megatron-LM of 2021). `paired`:
     under 1F1B a send and the receive of the opposite direction are one exchange (DeepSpeed makes two, the gradient
     first). `routes`: per stage, the replica of each micro-batch; empty if all replicas of a stage do the same.
     If the schedule `splits` backward passes, per stage, `deferred`: the backward passes by which weight passes lag
-    behind; `final`: the weight passes left for the end. Empty: none, and one.
+    behind (empty: 0); `final`: the weight passes left for the end (empty: 1).
     """
 
     kind: str
@@ -176,7 +176,7 @@ class Order:
         """Return the number of weight passes just before each pass of `row`; the others follow the last pass.
 
         Weight passes lag behind by `deferred`. When only backward passes are left, each of them may have to wait for
-        its input, so the weight passes are spread over these waits, except the `final` ones.
+        its input. The weight passes are spread over these waits, except the `final` ones.
         """
         turns, lag = len(self.micro_batches_of(row)) * self.chunks, self.deferred[row] if self.deferred else 0
         return _weight_passes_before(self.kind, turns, self.depths[row], lag, self.final[row] if self.final else 1)
@@ -291,10 +291,10 @@ class Order:
 def least_in_flight(replicas: tuple[int, ...], extra: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Return the fewest micro-batches that a replica of each stage must hold so that no stage waits, (S,).
 
-    Transfers take no time, except those that `extra` hides: further micro-batches held above each edge. Replicas take
-    turns. Before its backward pass of micro-batch k, a stage runs the forward pass of k + (depth - 1) * replicas. The
-    stage above must have computed that before it waits for k, and one more micro-batch so that it can take the result
-    in turn.
+    `extra`: further micro-batches held above each edge, which hide its transfers. Other transfers take no time.
+    Replicas take turns. Before its backward pass of micro-batch k, a stage runs the forward pass of micro-batch
+    j = k + (depth - 1) * replicas. Before the stage above waits for the gradient of k, it must have computed j. It
+    computes one more micro-batch, so that it can take the gradient in turn.
     """
     depths = [1]
     for stage in reversed(range(len(replicas) - 1)):
@@ -324,10 +324,10 @@ def _distance(above: list[int], below: list[int], depth_above: int, depth_below:
 def _weight_passes_before(kind: str, turns: int, depth: int, lag: int, final: int) -> tuple[int, ...]:
     """Return :meth:`Order.weight_passes_before` of a row that makes `turns` turns and holds `depth` passes."""
     is_backward = (schedule_kind(kind).turns(turns, depth) >= turns).tolist()
-    first_wait = is_backward[::-1].index(False)  # backward passes after the last forward pass; the first does not wait
+    trailing = is_backward[::-1].index(False)  # backward passes after the last forward pass; the first does not wait
     counts, pending = list[int](), 0
     for left, backward in zip(range(len(is_backward), 0, -1), is_backward, strict=True):
         spread = min(pending, -(-max(0, pending + left - final) // left))
-        counts.append(spread if left < first_wait else max(0, pending - lag))
+        counts.append(spread if left < trailing else max(0, pending - lag))
         pending += backward - counts[-1]
     return tuple(counts)

@@ -32,7 +32,7 @@ class Durations:
     one stage transfer from stage s to s+1 and to s-1, with wrap-around, (plans, S). `last_up`: `up` of the last
     micro-batch, which competes with gradient traffic, so it is never shorter than `up`. `ready`: the part of the
     parameter gather that delays a chunk's first pass. `reduce`: the reduction of a chunk's gradients. `tail`: the least
-    part of it that follows the chunk's last backward or weight pass. The last three are (plans, S, C).
+    part of `reduce` that follows the chunk's last backward or weight pass. The last three are (plans, S, C).
     """
 
     forward: np.ndarray
@@ -59,12 +59,12 @@ class Durations:
         return np.concatenate([*parts, np.zeros((plans, 1))], axis=1)
 
 
-ACCURATE, ROUGH = 6000, 1000  # passes of all stages to simulate before the extrapolation
+ACCURATE, ROUGH = 6000, 1000  # forward passes of all stages to simulate before the extrapolation
 
 
 def rounds(order: Order, passes: int) -> tuple[int, int]:
     """Return (micro-batches to simulate, further ones over which the period is measured), both in whole groups.
-    The first number has about `passes` forward passes of all stages, but at least those until the pipeline is periodic.
+    The first number stands for about `passes` forward passes of all stages; it is at least `periodic_after`.
     """
     first = max(passes // (order.stages * order.chunks), order.periodic_after)
     period = max(4, 2 * order.stages)
@@ -91,7 +91,7 @@ def step_seconds(
 
 
 def least_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] = ()) -> np.ndarray:
-    """Return a lower bound of :func:`step_seconds` under any schedule of this project, (plans,).
+    """Return a lower bound of :func:`step_seconds`, (plans,), for an order of any schedule in SCHEDULES.
 
     A stage starts its passes when the first micro-batch has passed the stages above, which gather their parameters
     first. It ends them before the last gradients pass those stages again. If the schedule `waits`, the exchanges of
@@ -154,7 +154,7 @@ class RowDurations:
 
     Per stage: `forward`, `backward`: one pass. `ready`: the parameter gather before the first pass, after all rows have
     reached it. `last`: additional time of the transfer up after a row's last pass. Per edge: `down`, `up`: (time that a
-    transfer occupies a NIC, further delay until it arrives). `wire`: the index of the edge's network; edges of one
+    transfer occupies a NIC, latency until it arrives). `wire`: the index of the edge's network; edges of one
     network share a node's NIC. Per row: `node`: the index of its node.
     """
 
