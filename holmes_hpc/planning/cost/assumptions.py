@@ -42,14 +42,14 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
         if not gpu.has_bf16 and gpu.attention is None:
             notes.append(f"{gpu.name} has no FlashAttention: torch's own fused attention is assumed")
         elif not gpu.is_cpu and gpu.attention is None and layout.costs.software.flash:
-            notes.append("fused attention by Transformer Engine or torch; without it, a run stops at its start")
+            notes.append("fused attention by Transformer Engine or torch is assumed; without it, runs fail at start")
         if str(pool.nic) in UNMEASURED_NICS and pool.rdma_efficiency is None and not layout.costs.is_measured(pool):
             notes.append(f"no figures for {pool.nic} ({pool.name}): RoCE's efficiency assumed")
         if calibration is None or not any(f.links for f in calibration.fabrics):
             notes.append("link latencies and efficiencies from published figures, not measured")
     software, p = layout.costs.software, layout.parallel
     if software.overlap_gather and not software.overlap and p.distributed_optimizer and layout.intra_dp_size > 1:
-        notes.append("train.overlap_grad_reduce=false: parameters are gathered after the step, not beside computing")
+        notes.append("train.overlap_grad_reduce=false: parameters are gathered after the step, without overlap")
     if calibration is None:  # measured rates contain the limit of windows
         notes += _tcp_window_notes(layout)
     return tuple(dict.fromkeys([*notes, *interval_notes(layout), *layout.costs.corrections.notes]))
@@ -69,7 +69,7 @@ def _tcp_window_notes(layout: Layout) -> Iterator[str]:
 
 
 def _calibration_notes(layout: Layout, pool: Pool) -> Iterator[str]:
-    """Yield the gaps in a calibration for a pool's layers."""
+    """Yield a note for each figure of a pool's layers that the calibration lacks."""
     measured = layout.costs.calibration.best_match(pool) if layout.costs.calibration is not None else None
     assert measured is not None
     if measured.fabric and measured.fabric != pool.name:

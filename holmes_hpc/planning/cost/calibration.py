@@ -53,7 +53,7 @@ class MeasuredPool(Checked, where="calibration"):
     """The measurements on the nodes of one pool.
     `fabric`, `gpu`: as the site names them; empty: any. `links`: ib, roce, ethernet, local for messages, and
     `ib.reduce_scatter`, `ib.all_gather` and so on for the collectives over them. `optimizer_s`: per parameter that a
-    rank updates. `pass_s`: per pass of a stage, beyond its parts. None: not measured."""
+    rank updates. `pass_s`: fixed seconds of a stage's pass, outside layers, embedding and head. None: not measured."""
 
     fabric: Annotated[str, key("pool of the site; empty: any")] = ""
     gpu: Annotated[str, key("GPU kind as the site names it; empty: see device")] = ""
@@ -68,7 +68,7 @@ class MeasuredPool(Checked, where="calibration"):
             yield True, f"unknown link {name!r}", nearest(name, LINKS), "calibration.links"
 
     def has_gpu(self, gpu: Gpu) -> bool:
-        """Return whether its GPUs are of this kind, by the site's name or the device's name."""
+        """Return whether the measured GPUs are of this kind. If neither name is known, any GPU is."""
         if gpu.name == self.gpu or not (self.gpu or self.device):
             return True
         measured, site = _gpu_kind(self.gpu) or _gpu_kind(self.device), _gpu_kind(gpu.name) or gpu.name
@@ -85,7 +85,7 @@ class MeasuredPool(Checked, where="calibration"):
 class Calibration(Checked, where="calibration"):
     """All measurements of a site.
     `between`: rate and delay between fabrics, as in a site file's `links:`. `pace_layer_ms`: the layers' emulated
-    time. `step_s`: seconds of every step that belong to none of its passes and none of its traffic."""
+    time. `step_s`: fixed seconds of every step, outside its passes and its traffic."""
 
     fabrics: tuple[MeasuredPool, ...] = ()
     between: tuple[FabricLink, ...] = ()
@@ -148,7 +148,7 @@ class Calibration(Checked, where="calibration"):
 
     def with_measured_links(self, site: Site) -> Site:
         """Return `site` with the measured links between its fabrics. A note reports large differences.
-        Totals stay as the site says: a pair of nodes measures none."""
+        A link's `total_gbps` stays that of the site, because a measurement between two nodes does not give it."""
         names, links = {f.name for f in site.pools}, {frozenset(link.between): link for link in site.links}
         measured_links = {
             pair: replace(b, total_gbps=links[pair].total_gbps) if pair in links else b

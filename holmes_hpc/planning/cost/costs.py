@@ -42,17 +42,17 @@ MIN_COMPUTE_SHARE = 0.2  # of a time measured under TP: the collectives take at 
 @dataclass(frozen=True)
 class Costs:
     """The sources of all times, best first: `calibration`, `pace_layer_ms` (emulated compute), published figures.
-    A calibration must have the same pace and, if `dtype` is set and it has one, the same type.
+    A calibration must have the same pace and, if both name one, the same `dtype`.
 
-    `dtype`: of weights and activations; None: that of :func:`auto_dtype`. `grad_dtype`: of gradients in the buffers
-    and on the wire; None: fp32. `software`: the training program's behaviour; a GPU kind
-    may override it. `stack`: the efficiencies of kernels and links on unmeasured GPUs. `corrections`: factors for all
-    of these, fitted to a site's own runs.
+    `dtype`: of weights and activations; None: the calibration's, else that of :func:`auto_dtype`. `grad_dtype`: of
+    gradients in the buffers and on the wire; None: fp32. `software`: the training program's behaviour; a GPU kind may
+    override its attention and norms. `stack`: the efficiencies of kernels and links on unmeasured GPUs. `corrections`:
+    factors of compute times and link rates, fitted to a site's own runs.
     """
 
     calibration: Calibration | None = None
     pace_layer_ms: float | None = None
-    pace_factors: Mapping[str, float] | None = field(default=None, hash=False, kw_only=True)  # by pool, of its layers
+    pace_factors: Mapping[str, float] | None = field(default=None, hash=False, kw_only=True)  # of the pace, by pool
     dtype: str | None = None
     grad_dtype: str | None = None
     software: Software = CURRENT
@@ -114,9 +114,7 @@ class Costs:
         """Return a transport's link on `pool`, for messages or a `collective` (reduce_scatter, all_gather)."""
         name = "local" if transport.kind == "local" else str(transport.nic)
         key = (name, pool.name, pool.gpu, pool.rdma_efficiency, collective)
-        return self._memo.of(
-            *key, compute=lambda: self._link(name, pool, collective)
-        )  # called 100,000 times in a search
+        return self._memo.of(*key, compute=lambda: self._link(name, pool, collective))  # 100,000 calls in a search
 
     def _link(self, name: str, pool: Pool, collective: str) -> Link:
         link = self.calibration.link(pool, name, collective) if self.calibration is not None else None
@@ -154,7 +152,7 @@ class Costs:
             return forward, backward + (forward if recompute == "full" else 0.0)
         measured = self._measured_s("layer", shape, pool)
         if measured is None and not gpu.is_cpu:
-            # An exchange of CP ranks that leaves a node shares its NIC with those of the other TP ranks.
+            # An exchange of CP ranks between nodes shares a node's NIC with the exchanges of the other TP ranks.
             nic_gbps = pool.data_gbps / tp if tp * batch.cp > pool.gpus_per_node else None
             if nic_gbps and batch.all_to_all:  # each rank of the node sends to each peer outside
                 nic_gbps *= (batch.cp - 1) / ((inside := max(1, pool.gpus_per_node // tp)) * (batch.cp - inside))
@@ -185,7 +183,7 @@ class Costs:
 
     def part_s(self, part: str, model: ModelSpec, batch: Batch, tp: int, pool: Pool) -> Seconds:
         """Return the seconds of (forward, backward) of the embedding, or of the head with its norm and loss.
-        In emulated compute they are part of the layers' time."""
+        With emulated compute, the layers' time includes both."""
         if self.pace_layer_ms:
             return 0.0, 0.0
         gpu, shape = pool.gpu, LayerShape(model, batch, tp)
@@ -195,7 +193,8 @@ class Costs:
         return self._correct(seconds or self._times(shape, gpu)[PARTS.index(part)], gpu)
 
     def optimizer_s(self, parameters: float, pool: Pool) -> float:
-        """Return the seconds of Adam: it reads gradient, weight and two moments and writes the last three."""
+        """Return the seconds of Adam for `parameters` parameters. It reads gradient, fp32 weight and two moments.
+        It writes the last three, and the weight in the model's dtype."""
         gpu, measured = pool.gpu, self._measured_pool(pool)
         if measured is not None and measured.optimizer_s is not None:
             return parameters * measured.optimizer_s
@@ -207,7 +206,7 @@ class Costs:
         )
 
     def pass_overhead_s(self, pool: Pool, chunks: int = 1) -> float:
-        """Return the fixed seconds, outside its parts, of a pass of one of a stage's `chunks`."""
+        """Return the fixed seconds of a pass of one of a stage's `chunks`, outside layers, embedding and head."""
         measured = self._measured_pool(pool)
         if measured is not None and measured.pass_s is not None and not self.pace_layer_ms:
             return measured.pass_s / chunks
@@ -266,7 +265,7 @@ class Costs:
 
     def _interpolate_s(self, rows: list[MeasuredPart], shape: LayerShape, pool: Pool) -> Seconds:
         """Interpolate the measured/modelled ratio between shapes and scale the modelled time by it.
-        `rows`: one part's measurements, of which those at the TP nearest to the shape's count."""
+        `rows`: one part's measurements. Only those at the TP nearest to that of the shape are used."""
         part, sequence = rows[0].part, shape.batch.sequence_length
         near = min({p.tp for p in rows}, key=lambda tp: (abs(math.log(tp / shape.tp)), tp))
         is_exact, ratios = near == shape.tp, list[tuple[tuple[float, ...], Seconds]]()
@@ -274,7 +273,7 @@ class Costs:
         def part_s(
             tokens: int, sequence: int, tp: int, sequence_parallel: bool, flops: float | None = None
         ) -> tuple[Seconds, Seconds]:
-            """Return the modelled cost of a shape, and the seconds of its collectives unless the cost has them."""
+            """Return (modelled cost of a shape, seconds of its collectives; 0 if the cost includes them)."""
             size = max(1, round(tokens / sequence))
             rounded_shape = LayerShape(shape.model, Batch(size, size, sequence), tp, sequence_parallel)
             modelled_s = self._modelled_shape_s(part, rounded_shape, tokens, pool, collectives=is_exact, flops=flops)
@@ -299,8 +298,8 @@ class Costs:
         self, part: str, shape: LayerShape, tokens: int, pool: Pool, collectives: bool, flops: float | None
     ) -> Seconds:
         """Return the modelled cost of `tokens` of a shape, comparable between shapes.
-        On GPUs: seconds by the kernels' tables, with or without TP's collectives. On CPUs: FLOPs of a rank; `flops`:
-        of the complete part, if known."""
+        On GPUs: seconds by the kernels' tables, with TP's `collectives` or without. On CPUs: FLOPs of a rank. `flops`:
+        FLOPs of the complete part; None: computed here."""
         gpu, model, tp = pool.gpu, shape.model, shape.tp
         if gpu.is_cpu or self.pace_layer_ms:
             part_count = flops or part_flops(model, part, tokens, shape.batch.sequence_length, tp)
@@ -319,9 +318,9 @@ class Costs:
 
     def _part_comm_s(self, part: str, all_reduce_s: float, model: ModelSpec, gpu: Gpu) -> Seconds:
         """Return the seconds of a part's collectives in (forward, backward), from those of one all-reduce."""
-        backward, unsplit = self.software_on(gpu).backward_reductions, not model.tp_ffn
+        backward, expert_only = self.software_on(gpu).backward_reductions, not model.tp_ffn  # TP splits no expert
         return {
-            "layer": ((2 - unsplit) * all_reduce_s, (backward - unsplit) * all_reduce_s),
+            "layer": ((2 - expert_only) * all_reduce_s, (backward - expert_only) * all_reduce_s),
             "embedding": (all_reduce_s, 0.0),
             "head": (0.0, all_reduce_s),
         }[part]

@@ -38,8 +38,8 @@ def optimizer_share(layout: Layout, layers: np.ndarray, count: np.ndarray) -> np
 
 
 def joined_bytes(model: ModelSpec, ep: int, element: float) -> float:
-    """Return the bytes of copies that a rank needs to compute the products of all its experts together: the first
-    matrices of a layer and their gradients. GPUs do so in half precision."""
+    """Return the bytes of copies that a rank needs to compute the products of all its experts together.
+    They are the first matrices of a layer and their gradients. Only half precision (`element` 2) needs them."""
     count = model.experts.count // ep
     widths = (2 if model.swiglu else 1) * model.ffn_width * model.hidden
     return 2 * element * count * widths if count > 1 and element == 2 else 0.0
@@ -62,8 +62,8 @@ def data_parallel(layout: Layout, replica: int, stage: int) -> tuple[Transport, 
 def bytes_to_each_rank(layout: Layout, component: Component, between_nodes: bool) -> float:
     """Return the bytes that a rank sends to each other rank of its EP group in a layer's forward pass.
 
-    These are tokens with their probabilities (fp32), and results. Experts are balanced. Backward sends as many.
-    `between_nodes`: to a rank on another node, where software may send a token once for all its experts."""
+    They are tokens with probabilities (fp32), and results; backward sends as many. All experts get equally many tokens.
+    `between_nodes`: to a rank on another node, to which software may send a token once for all experts there."""
     p, m = layout.parallel, layout.model
     copies: float = m.active_ffns  # of a token
     if between_nodes and layout.costs.software.deduplicated:

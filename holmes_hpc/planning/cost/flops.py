@@ -122,8 +122,8 @@ def hardware_flops_per_step(
     layers: int | None = None,
 ) -> float:
     """Return :func:`model_flops_per_step` plus recomputation.
-    `full` repeats the forward of `layers` (None: of all), `selective` the `parts` of each layer, by default its
-    attention scores (Korthikanti et al. 2022, arXiv 2205.05198)."""
+    `full` repeats the forward pass of `layers` layers (None: all), `selective` the `parts` of each layer, by default
+    its attention scores (Korthikanti et al. 2022, arXiv 2205.05198)."""
     tokens = batch.global_size * batch.sequence_length
     part_flops = {
         "scores": layer_score_flops(model, tokens, batch.context),

@@ -21,7 +21,7 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
     """Yield (group, sending rank, payload bytes per step) for every group that leaves a node.
     Each sending rank uses its node's NIC. `layers`: one split, (1, S, C)."""
     p, costs, place_of = layout.parallel, layout.costs, places(layout.components)
-    sparse = experts.weights(layout, layers)[0].sum(axis=1)
+    sparse = experts.weights(layout, layers)[0].sum(axis=1)  # parameters of routed experts on a rank
     count = parameters(layout, layers)[0].sum(axis=1) - sparse
     component_of = {c.pool: c for c in layout.components}
     micro_batches = layout.batch.micro_batches(1)
@@ -37,7 +37,7 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
         component = component_of[place_of[group.ranks[0]].pool]
         gpu = layout.pool(component).gpu
         factors, n, stage = costs.collectives(gpu), len(group.ranks), group.stages[0]
-        senders, amount, peer_bytes = group.ranks, 0.0, 0.0  # of a step; to each peer on another node
+        senders, amount, peer_bytes = group.ranks, 0.0, 0.0  # bytes of each sender; bytes to each peer outside its node
         if group.kind == "edge":
             view = layout.views[stage] if layout.is_per_stage else layout
             tensor = activation_bytes(view, transport, component) * _tensor_share(p, group)
@@ -81,12 +81,12 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
 
 
 def first_rank_per_node(ranks: Sequence[int], place_of: Sequence[Place]) -> tuple[int, ...]:
-    """Return the first of the ranks on each node, as a ring leaves each of its nodes once."""
+    """Return the first of `ranks` on each node. It stands for the node: a ring leaves each of its nodes once."""
     return tuple({place_of[rank]: rank for rank in reversed(ranks)}.values())
 
 
 def _tensor_share(p: Parallel, group: Group) -> float:
-    """Return the share of the first rank's part of a tensor that the second rank of an edge receives."""
+    """Return the share that the second rank of an edge receives of the first rank's part of a tensor."""
     (upper, _, i), (lower, _, j) = (p.coordinates(rank) for rank in group.ranks)
     above, below = p.tp_of(upper), p.tp_of(lower)
     if above == below:

@@ -19,7 +19,7 @@ from holmes_hpc.schema import Checked, key, make
 
 # A100, H100, H200 and B200 have 153 to 295 FLOPs per byte. An unknown GPU gets this value.
 FLOPS_PER_BYTE = 200.0
-FILL = 64  # rows of the inner dimension that fill a tile's pipeline
+FILL = 64  # extra rows of the inner dimension, which take as long as filling a tile's pipeline
 # Rows and columns of a tile, and its speed relative to the best.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
 
@@ -118,7 +118,7 @@ STACK = Stack()
 
 def _alignment_factor(width: int) -> float:
     """Return the slowdown of products whose sides are `width` bytes.
-    Multiples of 128 are best; below 16, at most a third of the speed remains (the same guide, on alignment)."""
+    Multiples of 128 are best; without a multiple of 16, at most a third of the speed remains (the guide above)."""
     return 1.0 if width % 128 == 0 else 1.15 if width % 16 == 0 else 3.0
 
 
@@ -153,8 +153,8 @@ class Device:
         return moved_bytes / (self.bandwidth * self.stack.stream)
 
     def product_s(self, m: int, n: int, k: int, fp8: bool = False) -> float:
-        """Return the seconds of (m, k) x (k, n).
-        If tiles do not fill the GPU, several may share the sums of one (split-K) and add their parts in fp32."""
+        """Return the seconds of (m, k) x (k, n). If tiles do not fill the GPU, several multiprocessors may share the
+        sums of one tile (split-K) and add their parts in fp32."""
         sms, best = self.kind.sms, math.inf
         rate = self.peak * self.kind.product * self.stack.product
         if fp8:
@@ -169,16 +169,16 @@ class Device:
 
     def scores_s(self, pairs: float, width: int) -> float:
         """Return the seconds of one of attention's two batched products, without its scores' traffic.
-        `pairs`: of a query and a key. `width`: of a head; it fills at least 64 columns (fitted to kernels.csv:
-        widths 64, 80 and 128)."""
+        `pairs`: number of pairs of a query and a key. `width`: of a head, rounded up to multiples of 64 (fitted to
+        kernels.csv: widths 64, 80 and 128)."""
         slowdown = 12 if width * self.element % 16 else 1  # no tensor cores: 19.5 of A100's 312 TFLOP/s
         flops = 2.0 * pairs * -(-width // 64) * 64 * slowdown
         return flops / (self.peak * self.kind.product * self.stack.product)
 
     def flash_s(self, blocks: float, sequence: int, width: int, version: str) -> tuple[float, float]:
         """Return the seconds of fused causal attention (forward, backward) for `blocks` = sequences x heads of this
-        rank. The masked half of the scores is not computed. Backward computes the scores again, five products in
-        all. Short sequences have few tiles beside the diagonal's; narrow heads have fewer products per exponential."""
+        rank. The masked half of the scores is not computed. Backward makes five products instead of two, at 0.85 of the
+        speed. Short sequences have few tiles off the diagonal; narrow heads have fewer products per exponential."""
         flops = 2.0 * blocks * sequence * sequence * width  # half of 4 * s * s * width
         stack = self.stack
         share = self.kind.flash * {"flash1": stack.flash1, "flash3": stack.flash3}.get(version, stack.flash)

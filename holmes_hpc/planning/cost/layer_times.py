@@ -38,7 +38,7 @@ CPU_MEMORY_GBPS = 10.0  # of one rank: a core's share of a server's DDR4
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one of `tp` ranks computes of a layer for one micro-batch. `ep`: ranks that share the experts."""
+    """The part of a layer that one of `tp` ranks computes for one micro-batch. `ep`: ranks that share the experts."""
 
     model: ModelSpec
     batch: Batch
@@ -63,7 +63,7 @@ def key_value_bytes(model: ModelSpec, tokens: int, tp: int, element: float) -> f
 
 
 def exchanged_bytes(model: ModelSpec, tokens: int, tp: int, element: float) -> float:
-    """Return the bytes of what all-to-all attention exchanges: queries, keys and values; then its output."""
+    """Return the bytes that all-to-all attention exchanges: queries, keys and values; then its output."""
     return 2.0 * tokens * (model.query_width + model.key_width) / tp * element
 
 
@@ -79,8 +79,8 @@ def all_reduce_s(device: Device, shape: LayerShape) -> float:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """The times of a model's parts on one rank, for one micro-batch.
-    `gradient_bytes`: of an accumulated element. `cp_gbps`: of CP's exchange between nodes; None inside a node."""
+    """The times of a model's parts on one rank, for one micro-batch. `gradient_bytes`: of one accumulated gradient.
+    `cp_gbps`: a rank's rate in CP's exchange between nodes; None if the exchange stays inside a node."""
 
     device: Device
     software: Software
@@ -149,8 +149,8 @@ class LayerTimes:
         return compute_s + moved_s, 2 * (compute_s + moved_s)
 
     def _with_exchange(self, compute_s: Seconds) -> Seconds:
-        """Return the seconds of attention beside CP's ring of keys and values, whose gradients return with them, or
-        after all-to-alls, which nothing hides."""
+        """Return the seconds of attention and CP's exchange. Attention overlaps with a ring of keys and values, in
+        backward also of their gradients. All-to-alls do not overlap."""
         shape, cp = self.shape, self.shape.batch.cp
         sizes = shape.model, shape.tokens, shape.tp, self.device.element
         if cp == 1:
@@ -211,8 +211,8 @@ class LayerTimes:
         """Return the seconds of a layer's TP collectives that no product hides.
         With overlap, a collective goes in one piece per rank, beside the product of the piece before."""
         comm_s = self.all_reduce()
-        unsplit = not self.shape.model.tp_ffn
-        seconds = (2 - unsplit) * comm_s, (self.software.backward_reductions - unsplit) * comm_s
+        expert_only = not self.shape.model.tp_ffn  # TP splits no expert
+        seconds = (2 - expert_only) * comm_s, (self.software.backward_reductions - expert_only) * comm_s
         if not (self.software.overlap_tp and self.shape.sequence_parallel):
             return seconds
         forward, backward = (max(t / self.shape.tp, t - p) for t, p in zip(seconds, products, strict=True))
@@ -285,7 +285,7 @@ def part_times(
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU that emulates an accelerator, and the bytes of its weights and gradients. `flash`: fused attention."""
+    """A CPU that emulates a GPU. `weight_bytes`, `gradient_bytes`: of one element. `flash`: fused attention."""
 
     gpu: Gpu
     weight_bytes: int

@@ -123,7 +123,7 @@ class Layout:
 
     @cached_property
     def is_per_stage(self) -> bool:
-        """Return whether stages differ in TP or DP, or replicas in micro-batches, but not if whole pipelines do."""
+        """Return whether stages differ in TP or DP, or replicas of a stage in micro-batches; False if hierarchical."""
         return not self.is_hierarchical and not self.parallel.is_grid(self.batch.micro_batches(1))
 
     @cached_property
@@ -184,8 +184,8 @@ class Layout:
     @property
     @memoised("recompute")
     def views(self) -> tuple[Layout, ...]:
-        """The uniform layout of each stage's TP and DP, for per-stage TP/DP; only that stage of it counts.
-        Its replicas compute as many micro-batches as the replica with the most."""
+        """With per-stage TP/DP: for each stage, a uniform layout with its TP and DP. Only that stage of it counts.
+        All its replicas compute as many micro-batches as the stage's replica with the most."""
         return tuple(self._view(stage) for stage in range(self.parallel.pp))
 
     def _view(self, stage: int) -> Layout:
@@ -246,14 +246,14 @@ class Layout:
         return (tuple(component_of[s] for s in range(self.parallel.pp)),)
 
     def _in_domains(self, component: Component) -> Component:
-        """Return a component whose nodes are NVLink domains, as far as these are larger than its nodes."""
+        """Return the component with each NVLink domain of several nodes as one node."""
         nodes = self._nodes_of_domain(component.pool)
         if nodes == 1:
             return component
         return replace(component, nodes=component.nodes // nodes, gpus_per_node=component.gpus_per_node * nodes)
 
     def _nodes_of_domain(self, pool: str) -> int:
-        """Return the number of a component's nodes that NVLink connects."""
+        """Return the number of nodes of an NVLink domain, for the component in `pool`."""
         component = next(c for c in self.components if c.pool == pool)
         nvlink_gpus = self.pools[pool].gpu.nvlink_gpus or component.gpus_per_node
         return math.gcd(component.nodes, max(1, nvlink_gpus // component.gpus_per_node))
@@ -308,10 +308,10 @@ class Layout:
             # If a node holds whole pipelines, even the edge back to the first stage stays inside it.
             stays_inside = stage + 1 < p.pp and (stage + 1) % math.gcd(p.pp, per_node) != 0
             return source.nodes == 1 or per_node % p.pp == 0 or stays_inside
-        block, first = p.dp * p.tp, stage - source.stages[0]
+        ranks, position = p.dp * p.tp, stage - source.stages[0]  # of the stage, inside its component
         distance = (stage + 1) % p.pp - stage
-        span = first * block % source.gpus_per_node + (abs(distance) + 1) * block
-        return source is target and (source.nodes == 1 or (distance > 0 and span <= source.gpus_per_node))
+        next_end = position * ranks % source.gpus_per_node + (abs(distance) + 1) * ranks  # from the node's first rank
+        return source is target and (source.nodes == 1 or (distance > 0 and next_end <= source.gpus_per_node))
 
     def intra_dp_nodes(self, replica: int, stage: int) -> int:
         """Return the number of nodes of one intra-DP group."""

@@ -60,7 +60,7 @@ def layer_activation_bytes(shape: LayerShape, costs: Costs, gpu: Gpu) -> tuple[f
     Transformer Engine's modules are fused. Fused attention keeps one number per row of scores. Elsewhere on a GPU,
     autograd saves the tensors of unfused norms in fp32, of separate rotary and gate operations, and of a softmax in
     fp32. Selective recomputation repeats its parts and keeps their inputs; of the FFN and norms, it drops all but the
-    input. The ring of CP's ranks needs its buffers when the FFN's tensors are gone, which are larger.
+    input. Buffers of CP's ring do not count: they exist after the FFN's tensors, which are larger, are freed.
     """
     software, batch, tp = costs.software_on(gpu), shape.batch, shape.tp
     tokens, sequence, element = shape.tokens, batch.sequence_length, costs.weight_bytes(gpu)
@@ -178,7 +178,7 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
             weights, gathered = weights / layout.intra_dp_size, np.minimum(weights, two_layers) + np.zeros_like(count)
 
     recomputed_layers = recomputed(layout, layers) if layout.recompute == "full" else layers
-    # of one pass of each chunk
+    # Bytes of one pass of each chunk, (plans, S, C).
     activations = recomputed_layers * held_bytes[:, None] + (layers - recomputed_layers) * full_bytes[:, None]
     if (layers == layers[:, :, :1]).all():  # equal chunks: any chunk's passes may be held
         held = np.array([layout.order.depths[s] for s in range(p.pp)], dtype=float)
@@ -191,7 +191,7 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
         )
     transient = np.zeros_like(count) + backward_bytes
     transfer = tokens * m.hidden / shape.norm_split * element
-    activations[:, 0] += transfer[0] * layout.order.depths[0] * (1 if m.dropout else 0)
+    activations[:, 0] += transfer[0] * layout.order.depths[0] * (1 if m.dropout else 0)  # the embedding's
     logits = tokens * m.padded_vocab(p.tp) / (1 if costs.software.gathered_logits else p.tp)
     activations[:, -1] += 3 * transfer[-1]  # the final norm
     copy_bytes = element[-1] if element[-1] < 4 else 0  # a half-precision copy of the logits
@@ -223,8 +223,8 @@ def max_layers(
     shape: LayerShape, costs: Costs, gpu: Gpu, shards: int, depth: np.ndarray, max_gib: float | None = None
 ) -> np.ndarray:
     """Return an upper bound of the layers of a stage, (S,).
-    It counts only the layers' weights, gradients, optimizer share (one of `shards`) and activations. `depth`: passes
-    in flight per chunk of each stage, (S,)."""
+    It counts only the layers' weights, gradients, optimizer state (over `shards` ranks) and activations. `depth`:
+    passes in flight per chunk of each stage, (S,)."""
     held_bytes, _ = layer_activation_bytes(shape, costs, gpu)
     layer_bytes = layer_parameters(shape.model, shape.tp, shape.ep) * (
         costs.weight_bytes(gpu) + costs.gradient_size + moment_bytes(costs, gpu) / shards
@@ -264,7 +264,7 @@ def _transfer_buffers(order: Order) -> tuple[int, ...]:
 
 
 def capacity(gpu: Gpu, max_gib: float | None = None) -> float:
-    """Return the bytes of a GPU that a plan may use: all but fragmentation. `max_gib`: infinity lifts the limit."""
+    """Return the bytes of a GPU that a plan may use: all but fragmentation. `max_gib`: its limit; infinity: none."""
     gib = max_gib or gpu.memory_gib
     return (gib if gpu.is_cpu or gib == inf else min(gib, gpu.memory_gib)) * 2**30 * USABLE_SHARE
 

@@ -37,15 +37,15 @@ class Collectives:
         """Return the traffic of the reduce-scatter that sends least, for a group of `ranks` ranks on `nodes` nodes.
 
         The choices are the library's own, and an all-to-all whose receivers compute the sums. A ring leaves each node
-        once, an all-to-all once from each of its ranks to each rank of other nodes. Megatron-Core has no all-to-all for
-        several optimizer `instances`.
+        once. An all-to-all leaves it once from each of its ranks to each rank of other nodes. Megatron-Core has no
+        all-to-all for several optimizer `instances`.
         """
         per_node = ranks / nodes
         all_to_all = per_node * (ranks - per_node) / max(1, ranks - 1) if nodes > 1 else 1.0
         return min(self.ring_reduce_scatter, all_to_all) if instances == 1 else self.ring_reduce_scatter
 
     def is_all_to_all(self, ranks: int, nodes: int, instances: int = 1) -> bool:
-        """Return whether such a group's reduce-scatter is an all-to-all; it needs a buffer as large as the tensor."""
+        """Return whether :meth:`reduce_scatter` chooses an all-to-all, which needs a buffer as large as the tensor."""
         return ranks > 1 and self.reduce_scatter(ranks, nodes, instances) < self.ring_reduce_scatter
 
 

@@ -111,7 +111,7 @@ def activation_bytes(layout: Layout, transport: Transport, component: Component)
 
 
 def transfer_s(layout: Layout, transport: Transport, source: Component, target: Component) -> float:
-    """Return the seconds of one stage transfer. The ranks of a node at its edge share the node's NIC.
+    """Return the seconds of one stage transfer. The sending or receiving ranks of a node share the node's NIC.
     All nodes of a stage transfer at the same time, so they share the `total_gbps` of a link between fabrics."""
     p, sent_bytes = layout.parallel, activation_bytes(layout, transport, source)
     if transport.kind == "local":
@@ -160,8 +160,8 @@ def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
 class Ring:
     """A ring for collectives of `ranks` ranks on `nodes` nodes of `component`.
 
-    `sharing` such rings leave one node, each once. `pairs`: components that it connects beside its path through
-    `component`; each step waits for the slowest. `senders`: nodes of a pair that send to the other component at once,
+    `sharing` such rings leave one node, each once. `pairs`: further (from, to) components that it connects. Each step
+    of the ring waits for the slowest connection. `senders`: nodes of a pair that send to the other component at once,
     in as many rings; they share the `total_gbps` of its link.
     """
 
@@ -178,7 +178,7 @@ class Ring:
         """Return the seconds of a collective per `size` bytes of the complete tensor and per call, (2,).
 
         Each rank sends `factor` * (n-1)/n of the tensor. A ring has as many steps as ranks, each with a latency. `op`:
-        the link's key."""
+        the collective's name in a calibration's links."""
         layout, component, ranks = self.layout, self.component, self.ranks
         if ranks == 1:
             return np.zeros(2)
@@ -284,7 +284,7 @@ def by_stage(
 @memoised()
 def edge_times(layout: Layout) -> RowDurations:
     """Return the stage transfer times of a layout with per-stage TP/DP, as `RowDurations` without passes.
-    A transfer of one replica occupies its node's NIC at both ends of the edge."""
+    A transfer occupies the NIC of its sender's node and of its receiver's node."""
     pp = layout.parallel.pp
     edge_transports = [layout.views[s].edges[0][s] for s in range(pp - 1)]
     transports = list(dict.fromkeys(edge_transports))
@@ -301,7 +301,7 @@ def edge_times(layout: Layout) -> RowDurations:
 
 def _edge_times(layout: Layout, upper: int, forward: bool) -> tuple[float, float]:
     """Return (seconds that a transfer occupies both nodes, seconds of latency) of the edge below the stage `upper`.
-    A node has one transfer at a time, so as many share a link between fabrics as the side with fewer nodes has."""
+    A node has one transfer at a time. So a link between fabrics carries one per node of the side with fewer nodes."""
     ends = [(layout.views[s], layout.replicas[0][s]) for s in (upper, upper + 1)]
     transport = ends[0][0].edges[0][upper]
     nodes = min(_nodes_at_edge(view, end) for view, end in ends)

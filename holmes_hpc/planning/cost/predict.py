@@ -99,7 +99,7 @@ def stage_breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> list[
     """Return the seconds of a step of `seconds` by part (records.metrics.PARTS), for each stage of the slowest
     pipeline. The parts of each stage add up to the step.
 
-    A long step is simulated up to its periodic part. Stages wait between passes for the rest of the step.
+    Of a long step, only the first periods are simulated. Compute is scaled to the step; waits take the remainder.
     """
     times, orders = timing(layout, layers), layout.orders
     end_s = seconds - float(times.after_reduction_s()[0])
@@ -152,7 +152,7 @@ def _row_parts(row: list[dict[str, Any]], simulated_end_s: float, end_s: float, 
 
 
 def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
-    """Return the payload bytes that all nodes send in a step, by pool (RDMA) or ``ethernet`` (TCP)."""
+    """Return the payload bytes that all nodes send in a step, by fabric (RDMA) or ``ethernet`` (TCP)."""
     total = defaultdict[str, float](float)
     for group, _, amount in sent_bytes(layout, layers):
         if amount:
@@ -200,12 +200,12 @@ def events(layout: Layout, layers: np.ndarray) -> list[dict[str, Any]]:
         simulated.append(dict(stage=row, kind=kind, chunk=0, micro_batch=micro_batch, start_s=start, end_s=end))
 
     last_ends = row_end_times(order, durations, passes)
-    for w in passes:
-        if w.forward and w.micro_batch == order.micro_batches_of(w.row)[0]:
-            add(w.row, "param_sync", w.start - durations.ready[order.stage_of(w.row)], w.start)
-        add(w.row, "forward" if w.forward else "backward", w.start, w.end, w.micro_batch)
-        if w.sent is not None:
-            add(w.row, "send", *w.sent, micro_batch=w.micro_batch)
+    for p in passes:
+        if p.forward and p.micro_batch == order.micro_batches_of(p.row)[0]:
+            add(p.row, "param_sync", p.start - durations.ready[order.stage_of(p.row)], p.start)
+        add(p.row, "forward" if p.forward else "backward", p.start, p.end, p.micro_batch)
+        if p.sent is not None:
+            add(p.row, "send", *p.sent, micro_batch=p.micro_batch)
     for row, end in enumerate(last_ends):
         add(row, "grad_sync", end, end + tails[order.stage_of(row)])
     return simulated

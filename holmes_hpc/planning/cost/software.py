@@ -74,9 +74,9 @@ class Software(Checked, where="software"):
         return self.attention in FUSED_ATTENTION
 
     def attention_of(self, heads: int, sequence: int, micro_size: int) -> str:
-        """Return `attention` for `heads` heads of a rank.
-        Megatron-LM's fused softmax needs a multiple of 4 rows of blocks and at most 4,096 tokens. Otherwise it falls
-        back to separate operations (its fused_softmax.py)."""
+        """Return `attention` for `heads` heads of a rank; unfused where Megatron-LM's fused softmax falls back to
+        separate operations. It needs a multiple of 4 for heads x micro-batch size, and at most 4,096 tokens (its
+        fused_softmax.py)."""
         falls_back = heads * micro_size % 4 or sequence > 4096
         return "unfused" if self.attention == "softmax" and falls_back else self.attention
 

@@ -19,8 +19,8 @@ class StageTransferCost:
     """The cost of transfers over the slowest edge.
     `stages`: above and below the edge. `transport`: the edge's. `one_way_s`: one transfer, the mean of down and up.
     `ratio`: `one_way_s` over the longest compute time of a stage per micro-batch. `wire_s`: all transfers of a step
-    over this edge, both directions. `exposed_s`: time that transfers add to the step. `waiting_s`: the same under
-    Megatron-Core's own schedule."""
+    over this edge, both directions. `exposed_s`: time that all transfers add to the step. `waiting_s`: `exposed_s`
+    under Megatron-Core's own schedule."""
 
     stages: tuple[int, int]
     transport: str
@@ -72,7 +72,7 @@ def _exposed_s(layout: Layout, layers: np.ndarray) -> float:
     """Return the seconds that stage transfers add to the step."""
     times = timing(layout, layers)
     ends = []
-    for is_free in (False, True):
+    for is_free in (False, True):  # True: stage transfers take no time
         replicas = [
             replace(d, down=0 * d.down, up=0 * d.up, last_up=d.last_up - d.up) if is_free else d for d in times.replicas
         ]

@@ -22,7 +22,7 @@ WEIGHT_SHARE = 8.5 / 19.8
 
 
 def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
-    """Return the parameters on one rank of each stage and chunk, (plans, S, C), for layers of the same shape.
+    """Return the parameters on one rank of each stage and chunk, (plans, S, C), for `layers` of that shape.
     A tied head on another stage than the embedding has a copy of its matrix."""
     if layout.is_per_stage:
         table = layout.by_stage("parameters", None, lambda view: parameters(view, view.all_layers).sum(axis=2))
@@ -35,7 +35,7 @@ def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
 
 
 def _select(table: np.ndarray, layers: np.ndarray) -> np.ndarray:
-    """Return the entries of a table by number of layers, (layers, S), for the stages of layer splits, (plans, S)."""
+    """Return the entry of `table`, (layers, S), for the layers of each stage in each split, (plans, S)."""
     return np.asarray(table[layers[:, :, 0] - 1, np.arange(table.shape[1])])
 
 
@@ -63,7 +63,7 @@ class ComputeTimes:
 @dataclass(frozen=True)
 class Timing:
     """Seconds for each of several layer splits of one layout.
-    `replicas`: of the pipelines. `one_nic`: see :func:`_shared_nics`. `tied`, `norm`, `optimizer` (plans,),
+    `replicas`: per kind of pipeline. `one_nic`: see :func:`_shared_nics`. `tied`, `norm`, `optimizer` (plans,),
     `gather`, `overhead`: of the work after all gradients are reduced. `gather` (plans, S) holds the parameter gather
     of all stages at once, if it does not precede their first passes. `edges`: only for a layout with per-stage
     TP/DP."""
@@ -252,12 +252,12 @@ def _replica(
     `count`: parameters, shaped like `layers`."""
     plans, software, sparse = len(layers), layout.costs.software, experts.weights(layout, layers)
     forward, backward = _pass_times(layout, network, compute, layers, count)
-    weight, beside = np.zeros_like(backward), backward  # the computing beside which gradients are reduced
+    weight, overlap_s = np.zeros_like(backward), backward  # overlap_s: computing that overlaps with reductions
     if layout.order.schedule.splits:  # the last weight passes, layer by layer
         weight = WEIGHT_SHARE * layers * compute.layer[1][:, None]
         backward = backward - weight
-        beside = weight * np.array(layout.order.last_weight_passes)[:, None]
-    buckets = np.ones_like(count)  # later chunks of a stage have one each (training/model/optimizer.py)
+        overlap_s = weight * np.array(layout.order.last_weight_passes)[:, None]
+    buckets = np.ones_like(count)  # a stage's later chunks have one bucket each (training/model/optimizer.py)
     buckets[:, :, 0] = np.maximum(1, np.ceil(count[:, :, 0] * layout.costs.gradient_size / bucket_bytes[:, None]))
     reduce, gather = (
         costs[0, :, None] * (count - sparse) + costs[1, :, None] * buckets for costs in (network.reduce, network.gather)
@@ -268,7 +268,7 @@ def _replica(
             dense + costs[0, :, None] * sparse + costs[1, :, None] * calls
             for dense, costs in zip((reduce, gather), network.experts, strict=True)
         )
-    if software.sharding in ("gradients", "full"):  # FSDP: in every pass; the last layer's remains
+    if software.sharding in ("gradients", "full"):  # FSDP: traffic is in the passes, but the last reduction follows
         gather, reduce = np.zeros_like(gather), reduce / np.maximum(1, layers.sum(axis=2, keepdims=True))
     ready, tail = gather, reduce
     if _syncs_after_backward(layout):
@@ -276,7 +276,7 @@ def _replica(
         tail = reduce
     elif software.overlap:
         ready, tail = _exposed_sync(
-            layout, layers, forward, backward=beside, gather=gather, reduce=reduce, buckets=buckets
+            layout, layers, forward, backward=overlap_s, gather=gather, reduce=reduce, buckets=buckets
         )
     gather_after = np.zeros((plans, gather.shape[1]))
     # Without overlap, the gather follows the optimizer, for all chunks.
@@ -300,8 +300,8 @@ def _replica(
 
 def _syncs_after_backward(layout: Layout) -> bool:
     """Return whether all data-parallel traffic follows the last backward pass.
-    Megatron-Core's overlap of several optimizer instances needs CUDA streams, and see
-    :attr:`Parallel.can_overlap` (training.model.optimizer.wrap)."""
+    Megatron-Core's overlap of several optimizer instances needs CUDA streams (training.model.optimizer.wrap). The
+    other case is :attr:`Parallel.can_overlap`."""
     has_instances = layout.parallel.optimizer_instances > 1
     return not layout.parallel.can_overlap or (
         has_instances and any(layout.pool(c).gpu.is_cpu for c in layout.components)
@@ -317,7 +317,7 @@ def _exposed_sync(
     reduce: np.ndarray,
     buckets: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the exposed seconds of (gathering parameters, reducing gradients) beside a chunk's first and last pass.
+    """Return the exposed seconds of (gathering parameters at a chunk's first pass, reducing gradients at its last).
     A bucket's traffic overlaps with the computing of other buckets, and a gather prefetches one bucket. A paced
     layer computes in no time and then sleeps until its pace is met. Its wait for parameters is part of the pace, and
     its gradients come at its end."""

@@ -15,9 +15,9 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import Checked, key, make
 
-# Factors of the interval's ends. The shares of the peak of known kinds are 0.49 to 0.86.
+# Factors of the interval's ends. Products reach 0.42 to 0.86 of the peak on known kinds.
 ASSUMED_KIND, UNLISTED_KIND, OTHER_SCALE, OTHER_SOFTWARE = 1.15, 1.35, 1.1, 1.1
-LARGER = 2  # times the GPUs of the largest run
+LARGER = 2  # OTHER_SCALE applies above this multiple of the largest run's GPUs
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Spread(Checked, where="uncertainty"):
 @dataclass(frozen=True)
 class Uncertainty(Checked, where="uncertainty"):
     """The errors of runs that the constants were not fitted to.
-    `sets`, `generations`: of runs whose set, or whose generation of GPUs, was left out. `attention`: the kernels of
-    the runs of each generation."""
+    `sets`, `generations`: errors if a run's set, or its generation of GPUs, was left out of the fit. `attention`: the
+    attention kernels of the runs of each generation."""
 
     sets: Spread
     generations: Spread
@@ -51,8 +51,8 @@ def measured() -> Uncertainty:
 
 
 def _reasons(layout: Layout) -> Iterator[tuple[float, str]]:
-    """Yield the (factor, cause) of everything that widens the interval. Factor 0 stands for the
-    wider spread `Uncertainty.generations`."""
+    """Yield (factor, cause) for each reason to widen the interval. Factor 0 stands for the wider spread
+    `Uncertainty.generations`."""
     table = measured()
     for gpu in {layout.pool(c).gpu: None for c in layout.components}:
         figures, attention = kind(gpu), layout.costs.software_on(gpu).attention
