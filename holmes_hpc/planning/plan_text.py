@@ -36,7 +36,7 @@ MAX_PLACEMENTS = 4  # the most lines on pools in a summary
 # Assumptions that a summary shows.
 _NOTED = re.compile(r"the 90% interval|the search was stopped|\S+ has no (bf16|FlashAttention)|a global batch of")
 _NIC_ASSUMED = re.compile(r"Ethernet only is assumed|assumed by `holmes site`: .*\bnic\b")
-TOO_CLOSE = 0.03  # layouts further apart are in the right order in 93% of pairs (docs/planner.md)
+TOO_CLOSE = 0.03  # of a step: layouts that differ by more are in the right order in 93% of pairs (docs/planner.md)
 
 
 def summary(plan: Plan, costs: Costs, steps: int | None = None, width: int = WIDTH) -> list[str]:
@@ -117,7 +117,7 @@ def _memory(plan: Plan, predicted: Predicted, notes: Iterable[str]) -> str:
 
 
 def _best_improvement(plan: Plan, gains: Sequence[tuple[float, str]]) -> str:
-    """Return the line on what would help most, with more nodes and without; first, to know NICs that are assumed."""
+    """Return the line on the largest gain, with and without more nodes. It first asks to settle assumed NICs."""
     texts = [f"{change}, {gain:+.1%} samples/s" for gain, change in gains]
     other = f" (without more nodes: {texts[1]})" if gains and gains[0][1] == MORE_NODES and len(gains) > 1 else ""
     if not any(map(_NIC_ASSUMED.search, plan.site.assumptions)):
@@ -128,7 +128,7 @@ def _best_improvement(plan: Plan, gains: Sequence[tuple[float, str]]) -> str:
 
 
 def _folded(line: str, width: int) -> list[str]:
-    """Fold a line between words. A line of the drawing continues beside its rule, a list item under its text."""
+    """Fold a line between words. A line of the drawing continues right of its `|`, a list item under its text."""
     hang = "|     " if line.startswith(("|", "+")) else "  " if line.startswith("- ") else ""
     return textwrap.wrap(line, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False) or [""]
 
@@ -156,7 +156,7 @@ def duration(days: float) -> str:
 def _drawing(plan: Plan) -> list[str]:
     """Draw the components from first to last stage, and the transfers between them."""
     edges = {g.stages: g.transport for g in plan.transports() if g.kind == "edge"}
-    inside = {g.stages[0]: g.transport for g in plan.transports() if g.kind == "dp"}
+    dp_transports = {g.stages[0]: g.transport for g in plan.transports() if g.kind == "dp"}
     lines, shares = list[str](), _shares(plan)
     for part in plan.components:
         pool = plan.site.pool(part.pool)
@@ -171,7 +171,7 @@ def _drawing(plan: Plan) -> list[str]:
             layers = ", ".join(str(plan.stages[s].layers) for s in part.stages)
             rows = [([*part.stages], f"stages {part.stages[0]} to {part.stages[-1]}: {layers} layers")]
         for stages, text in rows:
-            transport = " and ".join(dict.fromkeys(str(inside[s]) for s in stages if s in inside))
+            transport = " and ".join(dict.fromkeys(str(dp_transports[s]) for s in stages if s in dp_transports))
             lines.append(f"|   {text}{transport and f', data parallel by {transport}'}")
         following = (part.stages[-1], part.stages[-1] + 1)
         if following in edges and plan.strategy != "hierarchical-dp":
@@ -236,12 +236,12 @@ def _stage_parts(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
 
 
 def _per_stage_gain(plan: Plan, predicted: Predicted) -> list[str]:
-    """Return the line on the gain of per-stage TP/DP or unequal shares over the best layout without; else no line."""
+    """Return the line on the gain of per-stage TP/DP or unequal shares, if used, over the best layout without them."""
     if not plan.is_per_stage or not plan.alternatives:
         return []
     best = plan.alternatives[0]
-    names = ("Shares by speed make", "layout with equal shares"), ("Per-stage TP/DP makes", "uniform layout")
-    reason, other = names[not plan.parallel.is_even]
+    even, uneven = ("Shares by speed make", "layout with equal shares"), ("Per-stage TP/DP makes", "uniform layout")
+    reason, other = even if plan.parallel.is_even else uneven
     gain, p = 1 - predicted.step_time_s / best["predicted"]["step_time_s"], best["parallel"]
     return [f"{reason} the step {gain:.1%} shorter than the best {other} (TP {p['tp']}, PP {p['pp']}, DP {p['dp']})."]
 
@@ -290,8 +290,8 @@ def _with_remedy(part: str) -> str:
 
 
 def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[tuple[float, str]]:
-    """Return the gains of a faster network, more nodes or a larger batch, each alone, the largest first.
-    The layout stays; with more nodes, DP doubles."""
+    """Return (relative gain in samples/s, change) of each of several changes alone, the largest gain first.
+    They are a faster network, more nodes and a larger batch. The layout stays; with more nodes, DP doubles."""
 
     def gain_of_faster(rate: str, *names: str) -> float:
         pools = (replace(f, **{rate: 2 * getattr(f, rate)}) if f.name in names else f for f in plan.site.pools)
@@ -360,7 +360,7 @@ def _runner_up(alternative: dict[str, Any]) -> str:
 
 
 def _too_close(plan: Plan) -> list[str]:
-    """Return the commands that compare the plan with a runner-up within TOO_CLOSE, if these GPUs were not measured."""
+    """Return the advice to measure a runner-up within TOO_CLOSE; none if compute is measured or emulated."""
     predicted = plan.predicted
     if predicted is None or predicted.interval_s is None:
         return []

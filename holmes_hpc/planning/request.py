@@ -132,8 +132,8 @@ def pace(config: Configuration, plan: Plan | None) -> float | None:
 
 
 def learn_from_runs(config: Configuration, root: str) -> tuple[CorrectionFit, list[str]]:
-    """Return (corrections of the planner's figures, why runs were skipped) from the runs at or below `root`.
-    A reason is `RUN: REASON`. The calibration of `config` applies, if set. ConfigError if no run can be used."""
+    """Return (corrections fitted to the runs at or below `root`, a line `RUN: REASON` for each skipped run).
+    The calibration of `config` applies, if set. ConfigError if no run can be used."""
     runs, skipped = list[ObservedRun](), list[str]()
     for record in run_directories(root):
         try:
@@ -203,8 +203,8 @@ def with_known_gpus(target_site: Site, pools: Collection[str]) -> Site:
 
 
 def check_pace_factors(target_site: Site, config: Configuration) -> None:
-    """Raise ConfigError for a factor of no pool or node. Without node names in the site, a name with a digit may be of
-    a node."""
+    """Raise ConfigError if a key of train.pace_factors names no pool or node.
+    If the site has no node names, a key with a digit counts as a node."""
     pools, nodes = [pool.name for pool in target_site.pools], {n for pool in target_site.pools for n in pool.node_names}
     for name in {*(config.train.pace_factors or {})}.difference(pools):
         is_node = nodes.issuperset(expand(name)) if nodes else any(map(str.isdigit, name))
@@ -222,10 +222,10 @@ def check_fp8(target_site: Site, pools: Collection[str], cost_model: Costs) -> N
 
 
 def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
-    """Return the assumption about ranks that compute on fewer cores of this machine."""
+    """Return, in a list, the assumption that ranks share cores of this machine; an empty list if they do not."""
     cores = len(os.sched_getaffinity(0))
-    is_here = config.local and config.site_file is None and plan.site.pools[0].gpu.is_cpu
-    if not is_here or plan.pace_layer_ms or plan.world_size <= cores:
+    uses_this_cpu = config.local and config.site_file is None and plan.site.pools[0].gpu.is_cpu
+    if not uses_this_cpu or plan.pace_layer_ms or plan.world_size <= cores:
         return []
     return [
         f"{counted(plan.world_size, 'rank')} share {counted(cores, 'core')} of this machine: steps take longer than "
@@ -264,7 +264,7 @@ def calibration_config(config: Configuration) -> Configuration:
     nodes = plan.nodes or {}
     used = [f for f in pools if not nodes or f.name in nodes]
     ranks = [(nodes.get(f.name) or f.nodes) * (plan.gpus_per_node or f.gpus_per_node) for f in used]
-    # A calibration measures one TP size, so all stages have the same, and layers without experts' all-to-alls.
+    # A calibration measures one TP size, so all stages get the same one. It has no all-to-alls of experts, so EP is 1.
     plan = replace(plan, unequal="false", ep=1)
     if len(used) > 1 and plan.strategy == "auto":
         plan = replace(plan, strategy="pipeline")
@@ -312,6 +312,6 @@ def check_site(plan: Plan, target_site: Site) -> None:
             PlanError.refuse(where, (old != new, problem, hint))
         problem = f"the plan needs {component.nodes} nodes, {actual.nodes} can be used"
         PlanError.refuse(where, (component.nodes > actual.nodes, problem, hint))
-        new_rivals = sorted({*expand(actual.exclude)} - {*expand(planned.exclude)})
-        problem = f"the plan's jobs do not exclude nodes {compress(new_rivals)}, which this site excludes"
-        PlanError.refuse(where, (new_rivals, problem, hint))
+        unexcluded = sorted({*expand(actual.exclude)} - {*expand(planned.exclude)})
+        problem = f"the plan's jobs do not exclude nodes {compress(unexcluded)}, which this site excludes"
+        PlanError.refuse(where, (unexcluded, problem, hint))
