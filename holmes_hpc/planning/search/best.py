@@ -36,17 +36,18 @@ from holmes_hpc.records.metrics import PARTS
 
 MAX_REFINED = 24
 NEAR = 1.05  # candidates up to this many times as slow as the best are refined
-FAR = 1.12  # so are those up to this many times as slow whose bound is below the best: refinement gains up to 10%
+FAR = 1.12  # so are slower ones up to this factor if their bound is below the best step: refinement gains up to 10%
 MAX_ORDERS_FAR = 3  # the most orders of pools tried for a candidate beyond NEAR
-# After this many refinements of a kind, a candidate of the kind is skipped if it would have to gain more than twice the
-# largest gain so far.
+# After this many refinements of a kind (strategy and number of pools), a candidate of that kind is skipped if it would
+# have to gain more than twice the kind's largest gain so far.
 MIN_REFINED_OF_KIND = 6
 MAX_NODE_CHOICES = 50  # the most placements tried for one user-fixed layout
 MAX_RUNNERS_UP = 5
 MIN_PER_STAGE_GAIN = 0.01  # per-stage TP/DP is less simple and must gain at least this share of the step
 PREDICTED = tuple(part for part in PARTS if part != "other_s")  # parts of a step's time
-MIN_GAIN_OF_OPTION = 0.01  # an optimizer that is not sharded, and weight passes, need more memory and must gain this
-MAX_PLACEMENTS = 4  # for which these options, and a nearby batch, are tried
+# An unsharded optimizer, and separate weight passes (zero_bubble), need more memory and must gain this share of a step.
+MIN_GAIN_OF_OPTION = 0.01
+MAX_PLACEMENTS = 4  # the most placements for which such an option, or a nearby batch, is tried
 MIN_NOTED_GAP = 0.005  # smaller gaps to the lower bound are not noted
 
 
@@ -80,21 +81,21 @@ def _best_plan(problem: Problem, clock: Clock) -> Plan:
     conflict = conflicting_option(options, costs) if options.unequal == "true" else None
     message, hint = f"per-stage TP/DP cannot be combined with {conflict}", f"remove plan.unequal=true or {conflict}"
     PlanError.refuse("plan.unequal", (conflict, message, hint))
-    shared = best_shared_steps(problem, clock)
+    shared_steps = best_shared_steps(problem, clock)
     try:
         best, *slower = search(problem, clock)
     except PlanError:  # no uniform layout
         if plan := _per_stage_plan(problem, clock):
             return plan
-        if shared is None:
+        if shared_steps is None:
             raise
-        return to_plan(shared, problem.site, [])
+        return to_plan(shared_steps, problem.site, [])
     tries_per_stage = not clock.is_over() and (options.unequal == "true" or _may_gain_per_stage(best, problem))
     per_stage_plan = _per_stage_plan(problem, clock, [best, *slower]) if tries_per_stage else None
     plan = per_stage_plan or to_plan(best, problem.site, slower)
     assert plan.predicted is not None
-    if shared and shared.seconds < (1 - MIN_PER_STAGE_GAIN) * plan.predicted.step_time_s:
-        plan = to_plan(shared, problem.site, [best, *slower])
+    if shared_steps and shared_steps.seconds < (1 - MIN_PER_STAGE_GAIN) * plan.predicted.step_time_s:
+        plan = to_plan(shared_steps, problem.site, [best, *slower])
     return plan if clock.is_over() else _note_nearby_batch(plan, best, problem)
 
 
@@ -122,7 +123,7 @@ def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate]
     options = problem.options
     if options.unequal == "false" or conflicting_option(options, problem.costs):
         return None
-    max_s, effort = uniform[0].seconds * (1 - MIN_PER_STAGE_GAIN) if uniform else inf, THOROUGH
+    effort, max_s = THOROUGH, uniform[0].seconds * (1 - MIN_PER_STAGE_GAIN) if uniform else inf
     if uniform and options.unequal == "auto":  # keep the micro-batch size of the best uniform layout
         effort = QUICK
         options = replace(options, search_micro_size=False)
@@ -188,7 +189,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         ep=options.ep or 1,
         sequence_parallel=model.experts.count > 0 if options.sequence_parallel is None else options.sequence_parallel,
         bucket_bytes=options.bucket_bytes or (None if schedule_kind(schedule).deepens else BUCKET_BYTES),
-        pool_order=options.pool_order or tuple(options.nodes or (f.name for f in site.pools)),
+        pool_order=options.pool_order or tuple(options.nodes or (pool.name for pool in site.pools)),
     )
     problem = Problem(model, batch, site, fixed, costs)
     unlimited = problem._replace(options=replace(fixed, max_memory_gib=inf))
@@ -197,7 +198,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         placements = Space(unlimited).placements()
         if not placements:
             raise_indivisible(problem)
-        raise_out_of_memory(Evaluator(unlimited), placements)
+        raise_out_of_memory(Evaluator(unlimited), placements)  # which names the options that exclude each other
     plan = to_plan(best, site, [])
     try:
         check_memory(Layout.of(plan, costs), layer_array(plan))
@@ -240,7 +241,7 @@ def search(problem: Problem, clock: Clock) -> list[Candidate]:
         choices.append(replace(options, distributed_optimizer=False))
         reason = "the optimizer is not sharded, so no parameters are gathered"
         candidates = _with_faster(evaluator, candidates, choices[-1], reason, clock)
-    # Only emulated layers get weight passes unasked: these have not been timed on GPUs yet.
+    # Weight passes have not been timed on GPUs yet, so only emulated compute gets them unasked.
     can_split = batch.cp == 1 and not model.experts.count
     if options.schedule == "auto" and options.transport == "holmes" and costs.pace_layer_ms and can_split:
         kind = next(kind for kind in SCHEDULES.values() if kind.splits)
@@ -253,18 +254,18 @@ def search(problem: Problem, clock: Clock) -> list[Candidate]:
 def _with_faster(
     evaluator: Evaluator, candidates: list[Candidate], options: PlanOptions, reason: str, clock: Clock
 ) -> list[Candidate]:
-    """Return `candidates`, the best first, after those that use `options` and have steps shorter by MIN_GAIN_OF_OPTION.
+    """Return new candidates that use `options` and are faster by MIN_GAIN_OF_OPTION, then `candidates`, the best first.
 
-    The placements are those of the best `candidates`. `reason`: why steps are shorter, for the plan's note.
+    The new ones have the placements of the best `candidates`. `reason`: why they are faster, for the plan's note.
     """
     changed = Evaluator(evaluator.problem._replace(options=options))
     max_s, faster = candidates[0].seconds * (1 - MIN_GAIN_OF_OPTION), list[Candidate]()
     adds_weight_passes = options.schedule != evaluator.options.schedule
     near = FAR if adds_weight_passes else NEAR  # weight passes gain most when refined
     for placement in dict.fromkeys(c.placement for c in candidates[:MAX_PLACEMENTS]):
-        is_replicated = options.distributed_optimizer is False and placement.dp == 1
+        has_nothing_to_shard = options.distributed_optimizer is False and placement.dp == 1
         has_no_waits = adds_weight_passes and placement.pp == 1
-        if is_replicated or has_no_waits or placement.instances > 1 or clock.is_over():
+        if has_nothing_to_shard or has_no_waits or placement.instances > 1 or clock.is_over():
             continue
         bounded = sorted(changed.candidates(placement), key=lambda c: c.bound)
         simulated = [changed.simulate(c) for c in bounded[:MAX_PLACEMENTS] if c.bound < max_s]
@@ -353,8 +354,8 @@ def _kind(candidate: Candidate | Variant | SharedSteps) -> tuple[object, ...]:
 
 
 def alternative(best: Predicted, runner_up: Candidate) -> dict[str, Any]:
-    """Return a runner-up as plain data. `why_not` names the parts of its step that take longer than those of `best`.
-    Its layout is uniform."""
+    """Return a runner-up, whose layout is uniform, as plain data.
+    Its `why_not` names the parts of a step that take longer than those of `best`."""
     layout, layers = runner_up.layout, runner_up.layers
     prediction = predict_layout(layout, layers)
     slowdown = prediction.step_time_s / best.step_time_s - 1

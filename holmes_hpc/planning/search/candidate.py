@@ -41,7 +41,7 @@ EXTRA_DEPTHS = (1, 2, 4, 8)  # passes in flight to try at every transfer beyond 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement with its layout and layers, (1, S, C).
+    """A placement with its layout and layers, (1, S, C): S stages of C chunks.
 
     `bound`: a lower bound of the step's seconds. `seconds`: of the step, once simulated. `is_full`: the planner chose
     the layers, and a stage has as many as fit.
@@ -123,7 +123,7 @@ class Evaluator:
         kind = schedule_kind(candidate_schedules(self.options.schedule, chunks, background=False)[-1])
         depth = np.array(kind.in_flight(placement.pp, batch.micro_batches(placement.dp), chunks)) / chunks
         shards = placement.dp // placement.instances if self.options.distributed_optimizer is not False else 1
-        shards *= placement.tp if self.model.experts.count else 1  # at least as many as of the experts
+        shards *= placement.tp if self.model.experts.count else 1  # no fewer than the shards of the experts' optimizer
         sequence_parallel = placement.tp > 1 and self.options.sequence_parallel is not False
         shape = LayerShape(self.model, batch, placement.tp, sequence_parallel, recompute, ep)
         max_gib = self.options.max_memory_gib
@@ -213,8 +213,8 @@ class Evaluator:
             if not fits(layout, layers, self.options.max_memory_gib)[0]:
                 return None
         sizes = np.array(self._bucket_sizes(layout))
-        splits = np.concatenate([np.repeat(layers, len(sizes), axis=0), other_layers])
-        bounds, with_traffic = least_s(layout, splits, np.append(sizes, layout.bucket_bytes))
+        layer_splits = np.concatenate([np.repeat(layers, len(sizes), axis=0), other_layers])
+        bounds, with_traffic = least_s(layout, layer_splits, np.append(sizes, layout.bucket_bytes))
         best = int(np.argmin(with_traffic[:-1]))
         layout = layout.with_settings(bucket_bytes=int(sizes[best]))
         return Candidate(placement, layout, layers, float(min(bounds[best], bounds[-1])), is_full=is_full)
@@ -225,7 +225,7 @@ class Evaluator:
         return uniform_layers(layout) if self.options.partition == "uniform" else proportional_layers(layout)
 
     def simulate(self, candidate: Candidate, passes: int = ACCURATE) -> Candidate:
-        """Return the candidate with its seconds; a schedule that may run deeper gets its depth."""
+        """Return the candidate with its seconds. Under a schedule that `deepens`, choose its passes in flight."""
         if not schedule_kind(candidate.layout.schedule.kind).deepens:
             return self._time(candidate, passes)
         extra = extra_depth(candidate.layout, candidate.layers)
@@ -238,8 +238,8 @@ class Evaluator:
     def _hide_transfers(self, candidate: Candidate, extra: list[int], passes: int) -> Candidate:
         """Return the candidate at the depth that hides the transfers, as far as memory allows.
 
-        `extra`: as :func:`deepen` takes it, twice a transfer's time in passes of the slowest stage; `passes`: number of
-        passes that are simulated.
+        `extra`: the further passes in flight of each stage that hide them, of :func:`extra_depth`. `passes`: the number
+        of passes to simulate.
         """
         for _, layout in self._depths(candidate, extra):
             try:
@@ -251,7 +251,7 @@ class Evaluator:
     def _front_load(self, candidate: Candidate, extra: list[int], passes: int) -> Candidate:
         """Return the candidate, or one with more layers and depth in the first stages if its step is shorter.
 
-        Those stages compute while the pipeline fills and parameters are gathered.
+        Those stages compute while the pipeline fills and parameters are gathered. For `extra` see :func:`extra_depth`.
         """
         if not self._may_choose_layers or not may_front_load(candidate.layout):
             return candidate
@@ -268,10 +268,10 @@ class Evaluator:
         return self.options.layers_per_stage is None and self.options.partition == "exact"
 
     def _depths(self, candidate: Candidate, extra: list[int]) -> Iterator[tuple[int, Layout]]:
-        """Yield (cap, layout) for each layout that fits, the deepest first. The cap limits each stage's `extra`."""
+        """Yield (cap, layout) for each cap on a stage's `extra` whose layout fits, the highest first, and for cap 0."""
         for cap in sorted(set(extra) | {*range(min(max(extra), 8)), 0}, reverse=True):
             layout = deepen(candidate.layout, [min(e, cap) for e in extra])
-            if not cap or fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
+            if cap == 0 or fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
                 yield cap, layout
 
     def note_missing_depth(self, candidate: Candidate) -> Candidate:
@@ -294,17 +294,16 @@ class Evaluator:
     def refine(self, candidate: Candidate, max_orders: int | None = None) -> Candidate:
         """Return the candidate with the best order of pools, then layers and depth, bucket size and schedule.
 
-        Other orders are simulated in increasing order of their bounds, at most `max_orders`; None: all whose bound is
-        below the best.
+        Other orders with a bound below the best step are simulated, the least bound first; at most `max_orders` if set.
         """
-        simulated, s = [self._time(candidate)], candidate.layout
+        simulated, layout = [self._time(candidate)], candidate.layout
         reordered = (
             self._candidate(
                 replace(candidate.placement, blocks=blocks),
-                s.recompute,
-                s.schedule.kind,
-                s.parallel.virtual_stages,
-                s.parallel.ep,
+                layout.recompute,
+                layout.schedule.kind,
+                layout.parallel.virtual_stages,
+                layout.parallel.ep,
             )
             for blocks in (() if self.options.pool_order is not None else other_orders(candidate.placement))
         )
@@ -312,11 +311,11 @@ class Evaluator:
             if variant.bound < min(c.seconds for c in simulated):
                 simulated.append(self.simulate(variant))
         simulated.sort(key=lambda c: c.seconds)
-        splits = schedule_kind(s.schedule.kind).splits
-        improve = self._with_weight_passes if splits else self._refine_layers_and_depth
+        has_weight_passes = schedule_kind(layout.schedule.kind).splits
+        improve = self._with_weight_passes if has_weight_passes else self._refine_layers_and_depth
         improved = [improve(variant) for variant in simulated[:2]]  # this can change which of the two best wins
-        best = min(improved, key=lambda c: float(f"{c.seconds:.6g}"))
-        if splits:
+        best = min(improved, key=lambda c: float(f"{c.seconds:.6g}"))  # the first of equally fast ones
+        if has_weight_passes:  # the buckets are chosen already
             return best
         for size in self._bucket_sizes(best.layout):
             best = self._better(best, best.layout.with_settings(bucket_bytes=size))
@@ -337,7 +336,7 @@ class Evaluator:
 
     def _bucket_sizes(self, layout: Layout) -> tuple[int, ...]:
         """Return the bucket sizes to try, in bytes: the user's, or Megatron-Core's default and smaller ones.
-        Small models with an unsharded optimizer also get that of a layer; sharded, small gathers would cost more."""
+        Small layers with an unsharded optimizer may have a bucket each. If sharded, small all-gathers cost more."""
         if self.options.bucket_bytes:
             return (layout.bucket_bytes,)
         p = layout.parallel

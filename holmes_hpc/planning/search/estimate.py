@@ -17,10 +17,10 @@ class Estimate:
     """The parts of a step in seconds (numbers, or arrays of shape (placements,)).
 
     `stages`: their number, less if some have fewer layers than fit in tau. `tau`: the slowest stage's layers, forward
-    and backward, of one micro-batch. `head`: a stage's share of the output
-    layer. `transfer`: one stage transfer over the slowest edge. `round_trip`: all transfers of one micro-batch, down
-    and up the pipeline. `reduce`: a stage's gradient traffic. `exposed`: traffic that nothing hides.
-    `front_loaded_share`: the part of both that remains without virtual stages if the first stages have more layers.
+    and backward, of one micro-batch. `head`: a stage's share of the output layer. `transfer`: one stage transfer over
+    the slowest edge. `round_trip`: all transfers of one micro-batch, down and up the pipeline. `reduce`: a stage's
+    gradient traffic. `exposed`: data-parallel traffic that nothing hides. `front_loaded_share`: without virtual stages,
+    the share of `reduce` and `exposed` that remains if the first stages get more layers.
     `max_chunks`: the largest number of virtual stages.
     """
 
@@ -47,8 +47,8 @@ class Estimate:
         other_edges = maximum(0, self.round_trip - 2 * self.transfer)  # to and from the slowest edge
         transfer_bound = self.micro_batches * self.transfer * chunks + other_edges
         hidden = (fill + self.round_trip * chunks) / 2
-        unhidden_share = 1 - (1 - self.front_loaded_share) * (chunks == 1)
-        traffic = (maximum(0, self.reduce - hidden) + self.exposed) * unhidden_share
+        remaining_share = 1 - (1 - self.front_loaded_share) * (chunks == 1)
+        traffic = (maximum(0, self.reduce - hidden) + self.exposed) * remaining_share
         return maximum(compute_bound, transfer_bound) + fill + traffic
 
     def least_seconds(self) -> Any:
@@ -93,5 +93,5 @@ class Limit:
 
 
 def is_always_tried(used: int, pool_count: int) -> bool:
-    """Return whether the best placement on `used` pools is always tried: one alone, a pair, all."""
+    """Return whether the best placement on `used` of `pool_count` pools is always tried: on one, on two or on all."""
     return used in (1, 2, pool_count)

@@ -19,8 +19,8 @@ from holmes_hpc.planning.search.placement import Placement
 from holmes_hpc.planning.search.space import MARGIN, Space
 
 MAX_OVERESTIMATE = 1.1  # an estimate is too long by no more than this factor
-MAX_MARGIN_GROWTH = 1.6  # per extension of the list, if the best step is much longer than its estimate
-MAX_MARGIN = 4.0  # of an estimate over the least one; beyond it no placement is listed
+MAX_MARGIN_GROWTH = 1.6  # the largest growth of the margin when further placements are listed
+MAX_MARGIN = 4.0  # from this margin on, no further placements are listed
 MIN_GAIN = 0.002  # smaller gains are not searched for
 PROGRESS_INTERVAL_S = 2.0
 
@@ -61,7 +61,7 @@ class Exploration:
 
 
 def explore(evaluator: Evaluator, space: Space, placements: list[Placement], clock: Clock) -> Exploration:
-    """Return the best candidates of `space`, whose first placements are `placements`.
+    """Return the simulated candidates of `space`. `placements`: its placements with the shortest estimates.
 
     If the space has few placements, estimates are not trusted: lower bounds take their place.
     """
@@ -81,7 +81,7 @@ def explore(evaluator: Evaluator, space: Space, placements: list[Placement], clo
     queue += [(c.bound, len(placements) + i, c) for i, c in enumerate(waiting)]
     if placements and not is_complete:  # None stands for all placements that are not listed yet
         queue.append((margin * placements[0].estimate_s / MAX_OVERESTIMATE, -1, None))
-    count, bound_s = len(placements) + len(waiting), inf
+    last_index, bound_s = len(placements) + len(waiting), inf
     heapq.heapify(queue)
     while queue:
         bound_s = queue[0][0]
@@ -94,15 +94,15 @@ def explore(evaluator: Evaluator, space: Space, placements: list[Placement], clo
             added = [p for p in space.placements(margin) if p not in listed]
             placements += added
             for p in added:
-                count += 1
-                heapq.heappush(queue, (p.estimate_s / MAX_OVERESTIMATE, count, p))
+                last_index += 1
+                heapq.heappush(queue, (p.estimate_s / MAX_OVERESTIMATE, last_index, p))
             if margin < MAX_MARGIN:
                 heapq.heappush(queue, (margin * placements[0].estimate_s / MAX_OVERESTIMATE, -1, None))
         elif isinstance(entry, Placement):
             for candidate in evaluator.candidates(entry, inf if is_complete else MAX_OVERESTIMATE * least_s):
                 if candidate.bound < least_s:
-                    count += 1
-                    heapq.heappush(queue, (candidate.bound, count, candidate))
+                    last_index += 1
+                    heapq.heappush(queue, (candidate.bound, last_index, candidate))
         else:
             simulated.append(evaluator.simulate(entry, ROUGH))
             least_s = min(least_s, simulated[-1].seconds)

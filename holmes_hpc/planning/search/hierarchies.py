@@ -21,16 +21,16 @@ MAX_STAGES = 64
 
 def hierarchies(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
     """Yield the hierarchical placements of `dp` pipelines that `limit` admits, with the largest optimizer instances."""
-    fixed_pp, edge_s = costs.options.stages, 1 / costs.between_gbps(1)  # of a transfer of 1 Gb between two pools
-    depths = np.array([fixed_pp] if fixed_pp else range(1, min(costs.layers, MAX_STAGES) + 1))
-    depths = depths[(depths <= costs.layers) & (depths * costs.tp * dp <= costs.ranks.sum())]
-    per_stage, chunks = -(-costs.layers // depths), costs.max_chunks_array(depths, costs.micro_batches // dp)
-    bounds = _slowest_pipeline(costs, depths, chunks, dp, float(costs.layer_s.min())).least_seconds()
+    fixed_pp, edge_s = costs.options.stages, 1 / costs.between_gbps(1)  # seconds to send 1 Gb between two pools
+    pp_sizes = np.array([fixed_pp] if fixed_pp else range(1, min(costs.layers, MAX_STAGES) + 1))
+    pp_sizes = pp_sizes[(pp_sizes <= costs.layers) & (pp_sizes * costs.tp * dp <= costs.ranks.sum())]
+    per_stage, chunks = -(-costs.layers // pp_sizes), costs.max_chunks_array(pp_sizes, costs.micro_batches // dp)
+    bounds = _slowest_pipeline(costs, pp_sizes, chunks, dp, float(costs.layer_s.min())).least_seconds()
     bounds = np.where(per_stage * costs.layer_bytes.min() <= costs.capacity_bytes.max(), bounds, np.inf)
     for index in np.argsort(bounds, kind="stable").tolist():
         if bounds[index] > limit.max_s() or np.isinf(bounds[index]):
             return
-        pp = int(depths[index])
+        pp = int(pp_sizes[index])
         units = [gpus // gcd(gpus, pp * costs.tp) for gpus in costs.gpus_per_node.tolist()]
         maxima = [ranks // (pp * costs.tp) // u * u for ranks, u in zip(costs.ranks.tolist(), units, strict=True)]
         is_too_slow = partial(_is_too_slow, costs, dp, pp, limit)
@@ -47,7 +47,7 @@ def _slowest_pipeline(
 ) -> Estimate:
     """Estimate the slowest pipeline, of `pp` stages (a number or an array) and at most `chunks` virtual stages.
 
-    `transfer`: seconds of one stage transfer. `exposed`: seconds of traffic across pools.
+    Seconds: `layer_s` of a layer and micro-batch, `transfer` of a stage transfer, `exposed` of traffic nothing hides.
     """
     maximum = np.maximum if isinstance(pp, np.ndarray) else max
     tau = -(-costs.layers // pp) * layer_s
@@ -70,7 +70,7 @@ def _is_too_slow(
     costs: PoolCosts, dp: int, pp: int, limit: Limit, choice: Sequence[int], names: frozenset[str]
 ) -> bool:
     """Return whether the compute time of pipelines of `pp` stages in the pools `choice` exceeds the limit.
-    `names`: of the pools."""
+    `names`: the names of these pools."""
     max_s = limit.max_s(names)
     if isinf(max_s):
         return False
@@ -80,10 +80,10 @@ def _is_too_slow(
 
 
 def _single_pools(costs: PoolCosts, pp: int) -> frozenset[int]:
-    """Return the pools in which a hierarchical placement may use only that pool.
+    """Return the pools that a hierarchical placement may use alone.
 
-    A pipeline of `pp` stages must fit into one node there; longer pipelines in one pool belong to :mod:`.pipelines`.
-    The result is empty for one stage, and if the user asks for a hierarchy on several pools: it spans at least two.
+    A node there must hold whole pipelines of `pp` stages; longer ones in one pool belong to :mod:`.pipelines`.
+    The result is empty for one stage, and on a site of several pools if the user asks for a hierarchy.
     """
     if pp == 1 or (costs.options.strategy != "auto" and len(costs.available) > 1):
         return frozenset()
@@ -113,13 +113,13 @@ def _splits(
             continue
         largest_first = sorted(choice, key=lambda f: (-maxima[f], f))
         for instance_dp in (dp,) if len(choice) == 1 else reversed(divisors(dp)):
-            steps = {f: lcm(instance_dp, units[f]) for f in choice}
-            counts = [steps.get(f, 0) for f in range(len(maxima))]  # every pool gets a share
+            increments = {f: lcm(instance_dp, units[f]) for f in choice}
+            counts = [increments.get(f, 0) for f in range(len(maxima))]  # every pool gets a share
             unassigned = dp - sum(counts)
             if unassigned < 0 or any(counts[f] > maxima[f] for f in choice):
                 continue
             for f in largest_first:
-                extra = min(unassigned, maxima[f] - counts[f]) // steps[f] * steps[f]
+                extra = min(unassigned, maxima[f] - counts[f]) // increments[f] * increments[f]
                 counts[f] += extra
                 unassigned -= extra
             if unassigned == 0:

@@ -15,7 +15,7 @@ from holmes_hpc.planning.search.placement import Placement
 from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools, divisors, ep_sizes
 from holmes_hpc.planning.search.space import Space
 
-MAX_PLACEMENTS = 100  # the most whose memory is computed: those with the largest TP x PP
+MAX_PLACEMENTS = 100  # the most placements whose memory is computed: those with the largest TP x PP
 
 
 class OutOfMemory(PlanError):
@@ -58,10 +58,10 @@ def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) 
     has_no_ep = options.tp and options.dp and not ep_sizes(model, options, tp * dp * cp)
     message = f"EP {options.ep} does not divide TP {tp} x DP {dp}{cp_factor}"
     yield has_no_ep, message, "choose a divisor of both TP x DP and the experts", "plan.ep"
-    is_whole = batch.sequence_length % tp or (tp > 1 and options.sequence_parallel is False)
+    lacks_sequence_parallel = batch.sequence_length % tp or (tp > 1 and options.sequence_parallel is False)
     message = f"experts need sequence parallelism, but TP {tp} has none over {batch.sequence_length} tokens"
     hint = "use a TP that divides the sequence, with plan.sequence_parallel, or TP 1"
-    yield model.experts.count and is_whole, message, hint, "plan.tp"
+    yield model.experts.count and lacks_sequence_parallel, message, hint, "plan.tp"
     message = f"{counted(model.layers, 'layer')} cannot fill PP {pp}"
     yield pp > model.layers, message, f"use at most {counted(model.layers, 'stage')}", f"model {model.name}"
     needed = tp * dp * pp * cp
@@ -94,7 +94,7 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
     least, error = _least_shortage(evaluator, placements)
     if least is None and error is not None:
         raise error
-    if least is None or least.fits:
+    if least is None or least.fits:  # not memory, the options exclude every placement
         causes = [
             f"plan.{name}={list(value) if isinstance(value, tuple) else value}"
             for name in ("layers_per_stage", "virtual_stages", "partition", "schedule")
@@ -116,10 +116,10 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
             hint = f"remove {where}: {shortage_without}, recompute {_recompute(relaxed)} fits"
             break
     else:
-        free = evaluator.problem._replace(options=replace(o, **DEFAULTS))
-        free_shortage = _search_shortage(free) or least
-        hint = f"use GPUs of {free_shortage.memory.gpu_gib} GiB" + "".join(
-            f", or {change}" for change in _fitting_changes(free, free_shortage.memory)
+        unrestricted = evaluator.problem._replace(options=replace(o, **DEFAULTS))
+        unrestricted_shortage = _search_shortage(unrestricted) or least
+        hint = f"use GPUs of {unrestricted_shortage.memory.gpu_gib} GiB" + "".join(
+            f", or {change}" for change in _fitting_changes(unrestricted, unrestricted_shortage.memory)
         )
         if cpus := [pool.name for pool in evaluator.site.pools if pool.gpu.is_cpu]:
             hint += (
@@ -163,7 +163,7 @@ def _fitting_changes(problem: Problem, missing: Shortage) -> Iterator[str]:
     available_bytes = missing.needed_bytes - missing.missing_bytes
     first_factor = int(-(-missing.needed_bytes // available_bytes))
     for factor in (first_factor, 2 * first_factor):
-        pools = tuple(replace(f, nodes=factor * f.nodes, node_names=()) for f in site.pools)
+        pools = tuple(replace(pool, nodes=factor * pool.nodes, node_names=()) for pool in site.pools)
         least = _search_shortage(problem._replace(site=replace(site, pools=pools)))
         if least is not None and least.fits:
             yield f"{factor} times as many nodes"

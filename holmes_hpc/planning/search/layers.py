@@ -1,4 +1,4 @@
-"""Layers per stage: exact (shortest simulated step), proportional (the paper's rule) or uniform; and passes in flight.
+"""Layers per stage: exact (shortest simulated step), proportional (the Holmes paper) or uniform. Passes in flight, too.
 
 The search and the cost model hold layers in arrays of shape (1, S, C): S stages of C chunks.
 """
@@ -40,7 +40,7 @@ def uniform_layers(layout: Layout) -> np.ndarray:
 
 
 def proportional_layers(layout: Layout) -> np.ndarray:
-    """Return layers by the paper's self-adapting partition: stage i gets floor(N * S_i / sum of all S) of N layers.
+    """Return layers by the Holmes paper's self-adapting partition: stage i gets floor(N * S_i / sum of S) of N layers.
 
     The last stage gets the remainder, which may be too few. S_i is the speed of the stage's pool: one over the
     predicted seconds in which uniform layers keep it busy with compute and data-parallel traffic.
@@ -96,7 +96,7 @@ class LayerSplitter:
         """Return (layers that minimize the time of the busiest stage; whether a stage has as many as fit).
 
         A stage is busy with compute and gradient traffic. Each layer goes to the stage that is then least busy, which
-        minimizes the time of the busiest one. So the smallest entries of a table, (stages, next layers), are taken.
+        minimizes the time of the busiest one. Those are the smallest times with one, two, … further layers per stage.
         """
         counts = np.full(self.pp, self.chunks)
         with_one, with_two = _busy_s(self._times, self.micro_batches)
@@ -120,7 +120,7 @@ class LayerSplitter:
         delay, busy, transfer = (np.zeros((2, self.pp)) for _ in range(3))  # with one and with two layers per stage
         for d in self._times:
             passes = d.compute()[:, :, 0]
-            delay = np.maximum(delay, passes + d.ready[:, :, 0])  # by which a stage delays later ones
+            delay = np.maximum(delay, passes + d.ready[:, :, 0])  # seconds by which a stage delays later ones
             busy = np.maximum(busy, self.micro_batches * passes + d.ready[:, :, 0] + d.tail[:, :, 0])
             transfer[0, 1:] = np.maximum(transfer[0, 1:], d.down[0, :-1] + d.up[0, 1:])
         stages = list(
@@ -148,8 +148,8 @@ class LayerSplitter:
 
 
 def _busy_s(times: tuple[Durations, ...], micro_batches: int) -> np.ndarray:
-    """Return the seconds of a step in which each stage computes or reduces gradients, (plans, S).
-    The reduction overlaps with the last backward pass."""
+    """Return the seconds of a step in which each stage computes or reduces gradients, (layer splits, S).
+    The reduction overlaps with the last backward pass, and counts in place of it."""
     busy_s = [(d.compute() * micro_batches - d.backward + d.reduce).sum(axis=2) for d in times]
     return np.asarray(np.max(busy_s, axis=0))
 
@@ -212,18 +212,18 @@ def _moves(layout: Layout, layers: np.ndarray, max_layers: np.ndarray) -> np.nda
 
 
 def may_front_load(layout: Layout) -> bool:
-    """Return whether stages may run farther ahead of later stages than it takes to hide transfers."""
+    """Return whether stages may run farther ahead of later stages than is needed to hide transfers."""
     return (
         schedule_kind(layout.schedule.kind).deepens and layout.parallel.virtual_stages == 1 and layout.parallel.pp > 1
     )
 
 
 def deepen(layout: Layout, extra: list[int]) -> Layout:
-    """Return the layout with more passes in flight: each stage has one more than the next stage, and its `extra`."""
+    """Return the layout with more passes in flight: each stage runs `extra[s]` passes further ahead of the next one."""
     p, micro_batches = layout.parallel, layout.order.micro_batches
     base = layout.order.schedule.in_flight(p.pp, micro_batches, p.virtual_stages)
     depths = tuple(min(micro_batches * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
-    order = replace(layout.order, in_flight=depths)  # which limits them
+    order = replace(layout.order, in_flight=depths)  # its `depths` keep the limits
     in_flight = tuple(order.depths[s] for s in range(p.pp))
     return layout.with_settings(replace(layout.schedule, in_flight=in_flight))
 

@@ -39,7 +39,7 @@ MAX_STAGES = 16  # of a pipeline inside one pool
 
 @dataclass(frozen=True)
 class SharedSteps:
-    """A layout of whole pipelines in several pools, with its layers, (1, S, 1), and the seconds of its step."""
+    """A layout whose pools share a step's micro-batches, with its layers, (1, S, 1), and the seconds of its step."""
 
     layout: Layout
     layers: np.ndarray
@@ -51,7 +51,7 @@ class SharedSteps:
 def best_shared_steps(problem: Problem, clock: Clock | None = None) -> SharedSteps | None:
     """Return the layout with the shortest step on several pools of one fabric.
 
-    None if no fabric has several, or if the options exclude it. `clock`: its limit applies once there is a layout."""
+    None if no fabric has several, or the options exclude them. `clock`: its limit applies once there is a layout."""
     clock = clock or Clock()
     options = problem.options
     if _is_excluded(options) or problem.costs.software.sharding not in ("none", "optimizer"):
@@ -123,7 +123,7 @@ def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float
 def _layout(
     problem: Problem, pools: Sequence[AvailablePool], micro_size: int, tp: int, pp: int, recompute: str
 ) -> Layout | None:
-    """Return the layout with the most pipelines such that those of each pool fill whole nodes.
+    """Return the layout with the most pipelines of `pp` stages such that those of each pool fill whole nodes.
 
     None if a pool gets no pipeline, or a pipeline no micro-batch."""
     model, batch, _, _, costs = problem

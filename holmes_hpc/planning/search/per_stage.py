@@ -36,8 +36,8 @@ from holmes_hpc.planning.search.problem import AvailablePool, Problem, available
 from holmes_hpc.planning.search.stage_lists import pools_of
 from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 
-MAX_SHAPES = 400  # the most whose memory is checked
-MIN_SHAPES = 8  # simulated before their neighbours
+MAX_SHAPES = 400  # the most shapes whose memory is checked
+MIN_SHAPES = 8  # the fewest shapes simulated before their neighbours
 NEAR = 1.04  # neighbours of shapes up to this many times as slow as the best are tried
 FAR = 1.12  # variants up to this many times as slow as the best are refined
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
@@ -107,7 +107,7 @@ class Variant:
 
 @dataclass
 class _Simulated:
-    """The variants simulated so far, and the number of passes that this took."""
+    """The variants simulated so far, and the number of passes simulated for them."""
 
     clock: Clock
     variants: list[Variant] = field(default_factory=list)
@@ -179,9 +179,9 @@ def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock, e
 
 
 def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: Shape) -> Variant | None:
-    """Return a shape with balanced layers and the passes in flight that hide the transfers, as far as memory allows.
+    """Return a shape with balanced layers, and with the passes in flight that hide the transfers if memory allows.
 
-    Return None if it does not fit.
+    Return None if it does not fit without them.
     """
     components, sizes, max_gib = list[Component](), list[StageParallel](), problem.options.max_memory_gib
     for index, stages_on_pool in groupby(shape.stages, key=lambda stage: stage[0]):

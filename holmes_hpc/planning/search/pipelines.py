@@ -130,13 +130,13 @@ def _estimate(costs: PoolCosts, counts: np.ndarray, tau: np.ndarray, dp: int) ->
     """Estimate the step time of each placement; infinite if the weights alone do not fit."""
     stages, micro_batches, used = counts.sum(axis=1), costs.micro_batches // dp, counts > 0
     reduce, gather = costs.sync_s(dp)
-    layers = tau[:, None] / costs.layer_s * used  # that a stage of each pool can compute, more than it has
-    layers *= np.minimum(1, costs.layers / np.maximum((layers * counts).sum(axis=1), 1e-9))[:, None]
+    layers = tau[:, None] / costs.layer_s * used  # that a stage of each pool can compute in tau
+    layers *= np.minimum(1, costs.layers / np.maximum((layers * counts).sum(axis=1), 1e-9))[:, None]  # that it has
     inside, between = costs.cached(costs.transfers_s, dp)
     slowest_edge, all_edges = spanning_tree_edges(between, used)
     round_trip = 2 * ((counts * inside).sum(axis=1) + all_edges)
     fills_node = costs.tp * dp >= costs.gpus_per_node  # no two stages share a node
-    directions = np.where((counts > 2) & fills_node, 2, counts > 1)  # a middle stage's NIC carries both
+    directions = np.where((counts > 2) & fills_node, 2, counts > 1)  # a middle stage's NIC carries two edges
     transfer = np.maximum((inside * directions).max(axis=1), slowest_edge)
     optimizer_shards = 1 if costs.options.distributed_optimizer is False else dp
     layer_bytes = costs.layer_bytes + costs.layer_size * 8 / optimizer_shards

@@ -22,7 +22,7 @@ MAX_CHUNKS = 8
 
 
 class PoolCosts:
-    """Costs at one micro-batch size and TP. Arrays have one entry per pool of `available`, (P,).
+    """Costs at one micro-batch size and TP. Arrays have one entry per pool `f` of `available`, (P,).
 
     `layer_s`: seconds of a layer for one micro-batch, forward and backward. `micro_batches`: of all data-parallel
     ranks together. `layer_size`: parameters of a layer on a rank. `layer_bytes`: their memory without the optimizer.
@@ -45,13 +45,13 @@ class PoolCosts:
         self.head_s = min(sum(costs.part_s("head", model, micro_batch, tp, a.pool)) for a in available)
         rule = TransportRule(site, "holmes", frozenset(), one_node=False)
         pools = [(a.pool, rule.of({a.pool.name}, one_node=False)) for a in available]
-        self.inside_gbps = {  # inside a fabric, by collective ("": messages)
+        self.inside_gbps = {  # inside a fabric, by collective ("": stage transfers)
             collective: np.array(
-                [site.rate_gbps(t.kind, f) * costs.link(t, f, collective).efficiency for f, t in pools]
+                [site.rate_gbps(t.kind, pool) * costs.link(t, pool, collective).efficiency for pool, t in pools]
             )
             for collective in ("", "reduce_scatter", "all_gather")
         }
-        self.latency_s = np.array([costs.link(t, f).latency_s for f, t in pools])
+        self.latency_s = np.array([costs.link(t, pool).latency_s for pool, t in pools])
         self.site, ethernet = site, [costs.link(TCP, a.pool) for a in available]
         self._tcp_efficiency = np.array([link.efficiency for link in ethernet])
         self.ethernet_gbps = np.array([site.rate_gbps("tcp", a.pool) for a in available]) * self._tcp_efficiency
@@ -67,7 +67,7 @@ class PoolCosts:
         self.ranks = np.array([a.nodes * a.gpus_per_node for a in available])
         self.is_fixed = any(a.is_fixed for a in available)
         weight_bytes = np.array([costs.weight_bytes(gpu) for gpu in gpus])
-        # with experts, the fewest that a rank can have, for a lower bound
+        # For a lower bound, a rank has as few experts as possible.
         self.layer_size = layer_parameters(model, tp, options.ep or max(1, model.experts.count))
         self.layer_bytes = self.layer_size * (weight_bytes + costs.gradient_size)
         self.capacity_bytes = np.array([capacity(gpu, options.max_memory_gib) for gpu in gpus])
@@ -78,7 +78,7 @@ class PoolCosts:
             (choice, frozenset(available[f].pool.name for f in choice))
             for count in counts
             for choice in combinations(range(len(available)), count)
-        ]  # indices and names
+        ]  # (indices, names) of each choice
         self.node_stride = int(self.gpus_per_node.max()) // tp + 1  # TP blocks this far apart share no node
         self._layers_per_s = [float(ranks) / s for ranks, s in zip(self.ranks, self.layer_s_list, strict=True)]
         self._memo = Memo()
@@ -131,7 +131,7 @@ class PoolCosts:
     def bound_on_s(self, dp: int, pools: tuple[int, ...]) -> float:
         """Return a lower bound of every step at this DP on these pools.
 
-        It follows from the layers per second of their blocks of TP x DP GPUs; each pool has one block or more.
+        The slowest stage takes at least a layer's time on the fastest pool, and its share of perfectly divided layers.
         """
         layers_per_s = sum(self._layers_per_s[f] for f in pools) / (self.tp * dp)
         return self.micro_batches / dp * max(min(self.layer_s_list[f] for f in pools), self.layers / layers_per_s)

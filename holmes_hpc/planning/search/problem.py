@@ -17,13 +17,13 @@ from holmes_hpc.planning.plan.parts import check_experts_and_cp
 
 BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
 MAX_MICRO_SIZE = 32
-LONG_SEQUENCE = 32768  # tokens, from which on all CPs are tried; else only if nothing fits without
-_EXCLUDED = (  # by experts and CP
+LONG_SEQUENCE = 32768  # tokens: from this length on, all CPs are tried; for shorter sequences only if CP 1 does not fit
+_EXCLUDED = (  # by experts and by CP: (name in messages, key of the options, value)
     ("per-stage TP/DP", "unequal", "true"),
     ("hierarchical data parallelism", "strategy", "hierarchical-dp"),
     ("zero_bubble", "schedule", "zero_bubble"),
 )
-MAX_POOLS = 10  # of a search: the number of their sets is exponential
+MAX_POOLS = 10  # of a search, which tries sets of pools: their number is exponential
 
 
 class Problem(NamedTuple):
@@ -55,24 +55,25 @@ class AvailablePool:
 
 def available_pools(site: Site, options: PlanOptions) -> list[AvailablePool]:
     """Return the pools that the options allow. Raise PlanError for pools, nodes or GPUs that the site lacks."""
-    node_limits: Mapping[str, int | None] = options.nodes or {f.name: None for f in site.pools}
+    node_limits: Mapping[str, int | None] = options.nodes or {pool.name: None for pool in site.pools}
     pools = sorted((site.pool(name) for name in node_limits), key=site.pools.index)
     available = [
         AvailablePool(
-            f,
-            node_limits[f.name] or f.nodes,
-            options.gpus_per_node or f.gpus_per_node,
-            is_fixed=node_limits[f.name] is not None,
+            pool,
+            node_limits[pool.name] or pool.nodes,
+            options.gpus_per_node or pool.gpus_per_node,
+            is_fixed=node_limits[pool.name] is not None,
         )
-        for f in pools
+        for pool in pools
     ]
-    unused = [name for name in options.pool_order or () if name not in node_limits]
-    largest_gib, limit_gib = max(inf if f.gpu.is_cpu else f.gpu.memory_gib for f in pools), options.max_memory_gib or 0
+    unknown_names = [name for name in options.pool_order or () if name not in node_limits]
+    largest_gib = max(inf if pool.gpu.is_cpu else pool.gpu.memory_gib for pool in pools)
+    limit_gib = options.max_memory_gib or 0
     problem = f"it is {limit_gib:g}, the GPUs have {largest_gib:g} GiB"
     hint = f"use at most {largest_gib:g}, or correct memory_gib in the site file"
     PlanError.refuse("plan.max_memory_gib", (largest_gib < limit_gib < inf, problem, hint))
     hint = f"choose from {', '.join(node_limits)}"
-    PlanError.refuse("plan.pool_order", (unused, f"no pool {', '.join(unused)}", hint))
+    PlanError.refuse("plan.pool_order", (unknown_names, f"no pool {', '.join(unknown_names)}", hint))
     for a in available:
         problem, hint = f"{a.nodes} nodes requested, the site has {a.pool.nodes}", f"use at most {a.pool.nodes}"
         PlanError.refuse(f"plan.nodes.{a.pool.name}", (a.nodes > a.pool.nodes, problem, hint))
@@ -89,8 +90,8 @@ def searched_site(site: Site, options: PlanOptions) -> Site:
     PlanError.refuse("plan.nodes", (len(names) > MAX_POOLS, f"it names {len(names)} pools", hint))
     if names or len(site.pools) <= MAX_POOLS:
         return site
-    largest = sorted(site.pools, key=lambda f: -f.gpus * f.gpu.peak_tflops)[:MAX_POOLS]
-    restricted = site.restricted_to([f for f in site.pools if f in largest])
+    largest = sorted(site.pools, key=lambda pool: -pool.gpus * pool.gpu.peak_tflops)[:MAX_POOLS]
+    restricted = site.restricted_to([pool for pool in site.pools if pool in largest])
     note = f"of {len(site.pools)} pools, only the {MAX_POOLS} with most TFLOP/s were tried: plan.nodes chooses others"
     return replace(restricted, assumptions=(*site.assumptions, note))
 
@@ -98,7 +99,7 @@ def searched_site(site: Site, options: PlanOptions) -> Site:
 def with_cp(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
     """Return the problem for `cp` ranks per sequence: each sequence becomes `cp` shorter ones, on as many replicas.
 
-    What experts or CP exclude is no longer a choice. Raise PlanError if the user chose it."""
+    With experts or CP, switch off per-stage TP/DP. Raise PlanError if the user set an option that they exclude."""
     model, options, sharding = problem.model, problem.options, problem.costs.software.sharding
     sizes = replace(options, cp=cp, cp_comm="a2a" if all_to_all else "ring")
     check_experts_and_cp(model, sizes, {name: getattr(options, k) == v for name, k, v in _EXCLUDED})
@@ -119,7 +120,7 @@ def with_cp(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
 
 def cp_choices(problem: Problem) -> list[tuple[int, bool]]:
     """Return (CP, whether by all-to-all) to try, ascending: the user's CP, or all up to a node's GPUs that
-    divide a sequence. An all-to-all is tried unasked only if the user fixes CP: attention mostly hides the ring."""
+    divide a sequence. `cp_comm=auto` tries all-to-all only for the user's CP: attention mostly hides the ring."""
     batch, options, heads = problem.batch, problem.options, problem.model.kv_heads
     is_a2a, is_excluded = options.cp_comm == "a2a", any(getattr(options, k) == v for _, k, v in _EXCLUDED)
     if options.cp or problem.model.dropout or is_excluded:

@@ -20,7 +20,7 @@ MAX_BATCH_CHANGE = 0.03  # a nearby batch differs by no more than this
 MAX_BATCHES_TRIED = 3
 MIN_BATCH_GAIN = 0.05  # more samples per second than this are worth a note
 
-MARGIN = 1.3  # a placement waits if its estimate is longer than the best on the same pools by more than this
+MARGIN = 1.3  # placements whose estimate is up to this many times the best on the same pools are listed first
 
 
 class Space:
@@ -76,8 +76,7 @@ class Space:
 
 
 def nearby_batch(problem: Problem, best: Placement, step_s: float) -> tuple[Batch, list[Placement]] | None:
-    """Return the nearby batch that may give the most samples per second, with its placements; None if the gain is too
-    small.
+    """Return (the nearby global batch that may give the most samples per second, its placements); None if none gains.
 
     Its micro-batches are as large as those of `best`, whose step takes `step_s` seconds.
     """

@@ -91,7 +91,7 @@ class StageTable:
     ) -> None:
         self.tps, self.stage_time_limits, self.available = tps, stage_time_limits, available
         self.unit = unit = 1 if available.is_fixed else -(-available.nodes // MAX_UNITS)
-        self.units = node_count = available.nodes // unit
+        self.units = unit_count = available.nodes // unit
         layers = np.stack(
             [
                 np.minimum(np.floor(stage_time_limits[:, None] / step_s + 1e-9), fit)[:, unit - 1 :: unit]
@@ -99,30 +99,30 @@ class StageTable:
             ]
         )
         self.best_tp = layers.argmax(axis=0)  # index, (limits, N)
-        self.stage_layers = layers.max(axis=0)  # of one stage on 1 to N nodes, (limits, N)
+        self.stage_layers = layers.max(axis=0)  # of one stage on 1 to N units, (limits, N)
         self.stage_layers[self.stage_layers < 1] = -np.inf  # every stage has a layer
-        self.layer_s = per_tp[int(self.best_tp[-1, -1])][2]
-        no_stage = np.full((len(stage_time_limits), node_count + 1), -np.inf if available.is_fixed else 0.0)
+        self.layer_s = per_tp[int(self.best_tp[-1, -1])][2]  # with the best TP on all nodes
+        no_stage = np.full((len(stage_time_limits), unit_count + 1), -np.inf if available.is_fixed else 0.0)
         no_stage[:, 0] = 0.0
-        # By k, the most layers of k stages on at most (if fixed: exactly) n nodes, (limits, N + 1).
+        # For each k, the most layers of k stages on at most (if fixed: exactly) n units of nodes, (limits, N + 1).
         self.filled = [no_stage]
-        for _ in range(min(max_stages, node_count)):
+        for _ in range(min(max_stages, unit_count)):
             fewer, table = self.filled[-1], np.full_like(no_stage, -np.inf)
-            for n in range(1, node_count + 1):  # nodes of the last stage
-                with_stage = fewer[:, : node_count + 1 - n] + self.stage_layers[:, n - 1, None]
+            for n in range(1, unit_count + 1):  # units of the last stage
+                with_stage = fewer[:, : unit_count + 1 - n] + self.stage_layers[:, n - 1, None]
                 table[:, n:] = np.maximum(table[:, n:], with_stage)
             self.filled.append(table)
-        self.reach = np.stack([table[:, node_count] for table in self.filled])
+        self.reach = np.stack([table[:, unit_count] for table in self.filled])
 
     def stages(self, count: int, limit_index: int) -> list[tuple[int, int]]:
-        """Return (nodes, TP) of each of the `count` stages with the most layers within a limit, the narrowest first."""
-        stages, free_nodes = [], self.units
+        """Return (nodes, TP) of each of the `count` stages with the most layers within a limit, small stages first."""
+        stages, free_units = [], self.units
         for k in range(count, 0, -1):
-            layers = {  # of k stages, by the nodes of the last one
-                n: self.filled[k - 1][limit_index, free_nodes - n] + self.stage_layers[limit_index, n - 1]
-                for n in range(1, free_nodes + 1)
+            layers = {  # of k stages, by the units of the last one
+                n: self.filled[k - 1][limit_index, free_units - n] + self.stage_layers[limit_index, n - 1]
+                for n in range(1, free_units + 1)
             }
-            nodes = min(layers, key=lambda n: (-layers[n], abs(n - free_nodes / k), n))  # ties: the most even split
-            stages.append((nodes * self.unit, self.tps[int(self.best_tp[limit_index, nodes - 1])]))
-            free_nodes -= nodes
+            units = min(layers, key=lambda n: (-layers[n], abs(n - free_units / k), n))  # ties: the most even split
+            stages.append((units * self.unit, self.tps[int(self.best_tp[limit_index, units - 1])]))
+            free_units -= units
         return sorted(stages)

@@ -72,7 +72,7 @@ class Shape:
         return self._with_stages(neighbours(self.stages))
 
     def on_other_pools(self) -> "list[Shape]":
-        """Return the shapes with a pool less or more, the shortest estimate first."""
+        """Return the shapes on one pool less or more, the shortest estimate first."""
         return self._with_stages(other_pools(self.stages, self.estimator.single_stages()))
 
     def _with_stages(self, lists: Iterable[Stages]) -> "list[Shape]":
@@ -370,8 +370,8 @@ class _ShapeEstimator:
         return lru_cache(maxsize=None)(self._transfer_s)
 
     def _transfer_s(self, source: int, target: int, tp: int, nodes: int) -> float:
-        """Return the seconds in which one of `nodes` nodes would send all nodes' activations of a step.
-        `source`: its pool; `target`: the other pool."""
+        """Return the seconds in which one node of pool `source` would send all activations of a step to pool `target`.
+        `tp`, `nodes`: of the sending stage, whose nodes send at once."""
         costs = self.costs_by_tp[tp]
         index = self._index(source, tp)
         target_index = next((i for i, a in enumerate(costs.available) if a is self.available[target]), None)
