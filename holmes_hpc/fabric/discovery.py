@@ -1,4 +1,4 @@
-"""Discovery of a site for `holmes site`: facts that Slurm's features lack, from its topology and one job per kind."""
+"""Discovery of a site for `holmes site`: facts that Slurm's features lack, from its topology and probe jobs."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from holmes_hpc.slurm.scontrol import Topology
 
 _NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")  # of a rack, a block or a node, in a feature
 _PLACE = re.compile(r"(.*[\W_])?(rack|row|cage|chassis|pod|room|cell|island|cluster|block|switch|leaf)", re.IGNORECASE)
-# Assumptions of the grouping: those that stand beside a key, and those that the driver of a probed node settles.
+# Assumptions of the grouping that are left out: keys have comments on the first, a probed node settles the others.
 _BY_KEY = re.compile(r"Gb/s assumed|no feature names a NIC|no fabric label|^left out")
 _NIC_GUESS = re.compile(r"through its Ethernet address only")
 _GPU_GUESS = re.compile(r"GPU .*(assumed|vocabulary|CPU rank)")
@@ -28,9 +28,8 @@ SAME_MEMORY = 0.1  # the driver reports somewhat less than the data sheet
 
 @dataclass(frozen=True)
 class Probe:
-    """The answer of one node for all nodes of its kind. `features`: the labels that its NICs deserve; `gpu`,
-    `gpu_memory_gib`, `gpus`: its GPU by the driver, and their number. A node that gives none has a `problem`, one line.
-    """
+    """The answer of one node for all nodes of its kind. `features`: the labels for its NICs; `gpu`, `gpu_memory_gib`:
+    name and memory of its first GPU; `gpus`: their number; `problem`: why there is no usable answer, one line."""
 
     kind: str
     node: str
@@ -43,8 +42,8 @@ class Probe:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the values of a pool are from. `keys`: key -> source, which begins with "assumed" for a guess; `remarks`:
-    further lines; `gpu_is_known`: False if its figures are unknown."""
+    """The sources of a pool's values. `keys`: key -> source, which begins with "assumed" for a guess; `remarks`:
+    further lines; `gpu_is_known`: False if the figures of its GPU kind are unknown."""
 
     keys: Mapping[str, str]
     remarks: tuple[str, ...]
@@ -60,7 +59,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Discovery:
-    """A discovered site. `origins`: pool -> where its values are from; `problems`: of probes, one line each;
+    """A discovered site. `origins`: pool -> the sources of its values; `problems`: of probes, one line each;
     `unknown_gpus`: pool -> a line on its GPU kind, if that is not known; `left_out`: nodes that no pool has."""
 
     site: Site
@@ -98,7 +97,7 @@ def discover(
     pools, origins, unknown_gpus = [], {}, {}
     parts = _with_trees(grouping.site(listing.cluster).pools, nodes, topology)
     taken_names = {pool.name for pool, _ in parts}
-    kind_names = {p.name for p in grouping.pools if p.fabric and p.name == f"{p.fabric}-{p.gpu.name}"}
+    names_with_kind = {p.name for p in grouping.pools if p.fabric and p.name == f"{p.fabric}-{p.gpu.name}"}
     for pool, tree in parts:
         names = set(pool.node_names)
         answers = [p for kind, p in probes.items() if not p.problem and kind in {kinds.get(n) for n in names}]
@@ -113,7 +112,7 @@ def discover(
         }
         settled = [_BY_KEY, *[_GPU_GUESS] * any(p.gpu for p in answers), *[_NIC_GUESS] * bool(answers)]
         assumptions = _assumptions(grouping, names, settled)
-        name = pool.name.removesuffix(old_kind) + pool.gpu.name if pool.name in kind_names else pool.name
+        name = pool.name.removesuffix(old_kind) + pool.gpu.name if pool.name in names_with_kind else pool.name
         pool = pool if name in taken_names else replace(pool, name=name)
         taken_names.add(name)
         pools.append(pool)
@@ -129,9 +128,9 @@ def discover(
 
 
 def kind_of(node: SiteNode, partition: str) -> str:
-    """Return the text that nodes of one partition, GRES and features share. Numbers of racks and the like count not."""
-    telling = {m.feature for m in node.reading.meanings if m.text != "nothing about NICs"}
-    features = dict.fromkeys(f if f in telling else _NUMBER.sub("#", f) for f in node.features)
+    """Return a text that nodes of equal partition, GRES and features share, apart from rack numbers and the like."""
+    meaningful_features = {m.feature for m in node.reading.meanings if m.text != "nothing about NICs"}
+    features = dict.fromkeys(f if f in meaningful_features else _NUMBER.sub("#", f) for f in node.features)
     gpus = [f"{g.type or 'gpu'}:{g.count}" for g in node.gres if g.name == "gpu"]
     return " ".join([partition, *gpus, ",".join(features)]).strip()
 
@@ -181,8 +180,8 @@ def _job(pool: Pool, nodes: Sequence[SiteNode], settings: NodeSettings, wait_s: 
 
 
 def _read_answer(kind: str, node: SiteNode, facts: Facts) -> Probe:
-    """Return the probe of a kind. A NIC type that Slurm's features name must be there; the kernel may not show a
-    plugin's NIC."""
+    """Return the probe of a kind. It has a problem if the node lacks the NIC type that Slurm's features name.
+    A NIC that needs an NCCL plugin may be missing, because the kernel may not show it."""
     nic = node.reading.nic if any(m.nic for m in node.reading.meanings) else None
     features = (*facts.expected_features, *(f"nic_hca_{name}" for name in facts.hca))
     if facts.plugin or (nic is not None and nic.rdma and not nic.verbs):
@@ -198,8 +197,8 @@ def _read_answer(kind: str, node: SiteNode, facts: Facts) -> Probe:
 def _with_features(
     node: SiteNode, kinds: Mapping[str, str], probes: Mapping[str, Probe], vocabulary: str | None
 ) -> SiteNode:
-    """Return the node with the features that its kind's probe found, besides those that Slurm knows.
-    `kinds`: by node, of nodes in pools. Another node, such as one that is down, has the kind of its partitions."""
+    """Return the node with the features that its kind's probe found, besides those that Slurm knows. `kinds`: node ->
+    kind, for nodes in pools. Another node, such as one that is down, may be of a kind in any of its partitions."""
     possible = [kinds[node.name]] if node.name in kinds else [kind_of(node, p) for p in node.partitions]
     features = next((probes[kind].features for kind in possible if kind in probes), ())
     if not features:
@@ -211,7 +210,7 @@ def _with_trees(pools: Sequence[Pool], nodes: Sequence[SiteNode], topology: Topo
     """Return the pools, each with its tree of switches: None if it does not matter or is not known.
 
     Pools of one NIC type and tree are one fabric, unless a feature names their fabric. A pool in several trees is
-    split. The jobs of a part select it by features, else they exclude the other parts by name."""
+    split. The jobs of a part select its nodes by features, else they exclude the other parts' nodes by name."""
     parts: list[tuple[Pool, str | None]] = []
     for pool in pools:
         members = _members(pool, nodes)
@@ -236,7 +235,7 @@ def _with_trees(pools: Sequence[Pool], nodes: Sequence[SiteNode], topology: Topo
 
 
 def _with_driver(pool: Pool, probes: Sequence[Probe], vocabulary: str | None) -> tuple[Pool, str, bool]:
-    """Return the pool with the GPU that the driver names, where it is from, and whether its figures are known."""
+    """Return (the pool with the GPU that the driver names; the GPU's source; whether its figures are known)."""
     kinds = read_vocabulary(vocabulary)
     known, probe = kinds.gpu(pool.gpu.name) if pool.gres else None, next((p for p in probes if p.gpu), None)
     source = f"GRES type {pool.gres_type}" if pool.gres_type else "Slurm's features"
@@ -263,7 +262,7 @@ def _nic_sources(pool: Pool, nodes: Sequence[SiteNode], probes: Sequence[Probe])
     sources = {}
     for name in ("nic", "rdma_gbps", "ethernet_gbps"):
         in_features = is_named if name == "nic" else all(getattr(n.reading, name) for n in nodes)
-        if probed.nic is pool.nic if name == "nic" else getattr(probed, name):
+        if (probed.nic is pool.nic) if name == "nic" else getattr(probed, name):
             sources[name] = f"probe of {', '.join(p.node for p in probes)}"
             if name == "nic" and pool.nic.rdma and not pool.nic.verbs:
                 sources[name] += "; NCCL needs its plugin: without it, write nic: ethernet and remove rdma_gbps"
@@ -291,7 +290,7 @@ def _assumptions(grouping: Grouping, names: set[str], settled: Sequence[re.Patte
 
 
 def _divisions(nodes: Sequence[SiteNode], topology: Topology) -> list[str]:
-    """Return a line per kind of place that divides the nodes of a pool: blocks, or racks and the like in features."""
+    """Return a line for each division of a pool's nodes: by blocks of the topology, or by racks that features name."""
     places = [f for n in nodes for f in n.features if f in n.reading.unknown or _PLACE.match(f)]
     families = grouped((_NUMBER.sub("#", f), f) for f in places if _NUMBER.search(f))
     blocks = [topology.blocks[n.name] for n in nodes if n.name in topology.blocks]

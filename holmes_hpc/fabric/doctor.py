@@ -97,14 +97,14 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
 def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> list[Finding]:
     """Report the pools of the default partition, used by components without a partition, and closed partitions."""
     findings: list[Finding] = []
-    pool_of = {node: f.name for f in grouping.pools for node in f.node_names}
+    pool_of = {node: pool.name for pool in grouping.pools for node in pool.node_names}
     hint = "state -p and -C for every component (holmes submit does)"
     for default in [p for p in partitions if p.default]:
         where, pools = f"partition {default.name}", sorted({pool_of[n] for n in default.nodes if n in pool_of})
         if len(pools) > 1:
             several = f"the default partition has nodes of {len(pools)} pools ({', '.join(pools)})"
             findings.append(Finding("warning", where, f"{several}: a component without -p or -C may get any", hint))
-        outside = ", ".join(f.name for f in grouping.pools if f.partition != default.name)
+        outside = ", ".join(pool.name for pool in grouping.pools if pool.partition != default.name)
         if outside and len(pools) == 1:
             problem = f"a component without a partition runs here, not on {outside}"
             findings.append(Finding("info", where, problem, hint))

@@ -63,7 +63,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Rule:
-    """A regular expression for a whole feature. `fixed`: key -> value of the facts that every match implies.
+    """A regular expression for a whole feature. `fixed`: the facts (key -> value) that every match implies.
     The expression's groups give further facts. `own`: the features are labels of this project. `unsupported`: as in
     :class:`Meaning`."""
 

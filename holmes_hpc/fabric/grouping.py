@@ -20,7 +20,7 @@ from holmes_hpc.slurm.scontrol import Partition
 ASSUMED_RDMA_GBPS = 100.0
 ASSUMED_ETHERNET_GBPS = 10.0
 MAX_EXCLUDE = 1000  # characters of the host list of a job's --exclude
-MIG = re.compile(r"(?:^|[_-])\d+g\.\d+gb", re.IGNORECASE)  # a GPU type of GRES, such as a100_1g.5gb
+MIG = re.compile(r"(?:^|[_-])\d+g\.\d+gb", re.IGNORECASE)  # a GRES type of a GPU slice, such as a100_1g.5gb
 K = TypeVar("K", bound=Hashable)
 
 
@@ -33,7 +33,7 @@ class Grouping:
     left_out: dict[str, str]
 
     def site(self, name: str) -> Site:
-        """Return the Site called `name`. SiteError if there is no pool, with the reason for the first node."""
+        """Return the Site called `name`. SiteError if it has no pool, with the reason that excludes the first node."""
         if not self.pools:
             reason = next((f"{node}: {why}" for node, why in self.left_out.items()), "Slurm shows none")
             raise SiteError(f"no usable node ({reason})", where=f"cluster {name}", hint="see `holmes nodes`")

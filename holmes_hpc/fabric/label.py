@@ -1,4 +1,4 @@
-"""The features that Slurm should have for a node, by its NICs; how Slurm's differ; and the commands that set them."""
+"""The features that Slurm should have for a node with its NICs, the differences, and the commands that set them."""
 
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -66,7 +66,7 @@ def differences(
     if nic.rdma:
         findings += _compare_rates(nic, reading.rdma_gbps, nics.rdma_gbps(nic), node)
         port = next((m.port for m in reading.meanings if m.port), None)
-        if port is not None and any(p.gbps == port for p in nics.usable_ports(nic)):
+        if port is not None and any(p.gbps == port for p in nics.usable_ports(nic)):  # a port's, not the node's
             findings = [replace(f, level="warning") if "rate" in f.what else f for f in findings]
     return findings + _compare_rates(NicType.ETHERNET, reading.ethernet_gbps, ethernet_gbps(nics), node)
 
@@ -107,7 +107,7 @@ class Change:
 
     @property
     def needed(self) -> bool:
-        """Whether the node lacks one of its target features, or has others."""
+        """True if the node lacks one of its target features, or has others."""
         return (self.present, self.active) != (self.target, self.active_target)
 
 

@@ -186,7 +186,7 @@ def findings_table(title: str, findings: Sequence[Finding]) -> Table:
     return title, ["where", "level", "what", "hint"], rows, "" if findings else "nothing found"
 
 
-_NODE = "\0"  # a finding's node, in texts that are compared
+_NODE = "\0"  # stands for a finding's node in texts, so that those of several nodes are equal
 
 
 def _without_node(finding: Finding) -> tuple[str, str, str, str]:

@@ -22,8 +22,9 @@ FORBIDDEN = {
     "NCCL_COMM_ID": "sends NCCL's bootstrap to a fixed address",
     "NCCL_SOCKET_FAMILY": "may choose addresses that other nodes do not have",
 }
-# Better not set: the index of a GID differs between nodes, and changes with an address.
+# Better left unset: the index of a GID differs between nodes, and changes with an address.
 DOUBTFUL = {"NCCL_IB_GID_INDEX": "is one index for all nodes; NCCL 2.21 and later find the RoCE v2 GID themselves"}
+# Values of forbidden variables that have no effect.
 _OFF = {"NCCL_IB_DISABLE": ("", "0"), "NCCL_NET_PLUGIN": ("", "none"), "NCCL_SOCKET_FAMILY": ("", "AF_INET")}
 _LINE = re.compile(r"\s*([A-Z][A-Z0-9_]*)\s*=\s*(.*?)\s*\Z")
 
@@ -165,10 +166,10 @@ def refusals(
 ) -> list[Finding]:
     """Return a finding for each setting in `env`, or in NCCL's settings `files`, that would change a group's network.
 
-    `required`: the variables that training sets on this node (:func:`environment`). A variable in `env` that excludes
-    one of their NICs is an error, because somebody set it on purpose. One that allows more is none, because training
-    replaces it, and so are settings in files, which the environment overrides. `nic`: the NIC type of the fast groups.
-    `network`: NCCL's name of their network, possibly a plugin's."""
+    `required`: the variables that training sets on this node (:func:`environment`). The same variable in `env` is an
+    error if it excludes one of their NICs, because somebody set it on purpose. If it allows more, training replaces it;
+    in `files`, the environment overrides it. `nic`: the NIC type of the fast groups. `network`: NCCL's name of their
+    network, possibly a plugin's."""
     env = os.environ if env is None else env
     where = f"node {node}" if node else "environment"
     findings: list[Finding] = []
@@ -206,7 +207,7 @@ CONNECTION_GBPS, THREAD_GBPS = 6.25, 25.0
 
 
 def socket_settings(gbps: float, senders: int) -> dict[str, str]:
-    """Return NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD for `senders` ranks that together send `gbps` from a node.
+    """Return NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD for `senders` ranks of a node that send `gbps` together.
 
     The result is empty if one connection per rank is enough. NCCL's default then applies: one connection, on some
     clouds more. Each rank sends its share of the rate, over connections of 6.25 Gb/s and threads of 25 Gb/s. These
@@ -223,7 +224,7 @@ def socket_settings(gbps: float, senders: int) -> dict[str, str]:
 def split_defaults(
     defaults: Mapping[str, str], env: Mapping[str, str], files: Sequence[Path] | None = None
 ) -> tuple[dict[str, str], list[str]]:
-    """Return (the variables of `defaults` that the site does not set itself, a text for each other value of the site).
+    """Return (the variables of `defaults` that the site does not set, a text for each that it sets to another value).
     A site sets variables in the environment or in one of NCCL's settings files."""
     site_values = {}
     for path in reversed(conf_files(env) if files is None else files):

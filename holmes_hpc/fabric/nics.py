@@ -30,9 +30,9 @@ class Nic:
     """A kernel network interface.
 
     `type`: the type of traffic on it: IB for IPoIB, RoCE if a RoCE port belongs to it, else Ethernet. `address`,
-    `prefix`: its IPv4 address. `gbps`: its rate; None if the kernel does not know it. `rdma`: the RDMA ports behind it,
-    as ``mlx5_0:1``. `member_of`: its bond or bridge. `carrier`: False if the interface is on and the other end of its
-    cable is off."""
+    `prefix`: its IPv4 address and prefix length. `gbps`: its rate; None if the kernel does not know it. `rdma`: the
+    RDMA ports behind it, as ``mlx5_0:1``. `member_of`: its bond or bridge. `carrier`: False if the interface is on and
+    the other end of its cable is off."""
 
     name: str
     type: NicType
@@ -166,9 +166,9 @@ class NodeNics:
 def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
     """Return the interfaces that could carry `nic` traffic, the best first.
 
-    An interface that is up comes first, then one with an address, one that is not for management, the fastest one,
-    plain Ethernet before RoCE, and by name. Loopback, container bridges, IPoIB and members of a bond are never
-    included, unless `sockets` names them."""
+    These come first, in this order of importance: up, with an address, not for management, fast, plain Ethernet rather
+    than RoCE; then by name. Loopback, container bridges, IPoIB and members of a bond are never included, unless
+    `sockets` names them."""
     if nics.sockets is not None and not nic.rdma:
         possible = [n for n in nics.interfaces if n.name in nics.sockets]
     else:

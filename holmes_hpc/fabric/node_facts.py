@@ -33,7 +33,7 @@ from holmes_hpc.slurm.commands import partial_outputs
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Node, read_node, read_nodes, read_partitions
 
-MARK = "holmes-facts "
+MARK = "holmes-facts "  # begins the line of output with a node's facts
 # States in which a node is not asked, even if it is also IDLE.
 NOT_ASKED = {"POWERED_DOWN", "POWERING_UP", "POWERING_DOWN", "POWER_DOWN", "POWER_UP", "RESERVED"}
 WAIT_S = 10  # the longest wait for Slurm to start the job on idle nodes

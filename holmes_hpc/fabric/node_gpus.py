@@ -52,7 +52,7 @@ def node_gpus(node: SiteNode, vocabulary: Vocabulary) -> NodeGpus:
 
 
 def _form_factor_assumption(gpu: Gpu, name: str, node: SiteNode, vocabulary: Vocabulary) -> str | None:
-    """Return the assumption about a kind that also exists with PCIe, if neither `name` nor the features tell."""
+    """Return the assumption about a kind that also exists with PCIe, if neither `name` nor the features say which."""
     pcie = next(
         (kind.name for _, kind in vocabulary.gpus if kind.name.startswith(f"{gpu.name.split('-')[0]}-pcie")), ""
     )
@@ -79,7 +79,7 @@ def _gpu_with_memory(name: str, node: SiteNode, vocabulary: Vocabulary) -> tuple
     kind = _KIND.fullmatch(gpu.name) if gpu else None
     if gpu is None or kind is None:
         return gpu, None
-    matches = [(_KIND.fullmatch(variant.name), variant) for _, variant in reversed(vocabulary.gpus)]
+    matches = [(_KIND.fullmatch(variant.name), variant) for _, variant in reversed(vocabulary.gpus)]  # the first wins
     variants = {int(match[2]): variant for match, variant in matches if match and match[1] == kind[1]}
     smallest = min(variants)
     if len(variants) == 1 or int(kind[2]) != smallest or _names_size(name, smallest):
@@ -101,7 +101,7 @@ def _sizes(node: SiteNode, kind: str, smallest: int, vocabulary: Vocabulary) -> 
     """Yield the GPU memory, in GiB, that the node's features and GRES state."""
     for gres in node.gres:
         if re.fullmatch(r"(gpu[\W_]?)?v(ram|mem)", gres.name, re.IGNORECASE):
-            yield gres.count >> 30 or gres.count
+            yield gres.count >> 30 or gres.count  # in bytes, or already in GiB
     for feature in node.features:
         named = vocabulary.gpu(feature)
         match = _KIND.fullmatch(named.name) if named else None

@@ -131,8 +131,8 @@ _Criterion = tuple[float | bool | str, str]  # a value, better if smaller; why a
 def ranked_partitions(
     members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition], purest: bool = False
 ) -> dict[Partition, str]:
-    """Return {partition: why it ranks behind the best} for `options`, the best first. Each has some of `members`.
-    The reason is empty for the best, and for partitions without some of its members.
+    """Return {partition: why it ranks behind the best} for `options`, which have some of `members`, the best first.
+    The reason is empty for the best, and for a partition that lacks some of the members in the best.
 
     The best has most members that one job may use, then fewest other nodes, most members, the longest time limit, the
     highest node limit and priority, is not the default partition, and comes first by name. `purest`: the best allows a

@@ -42,7 +42,7 @@ class Gpu(Checked, where="gpu {0.name}", error=SiteError):
 
     @property
     def has_bf16(self) -> bool:
-        """True if its matrix units know bf16; those before Ampere do not, nor have they FlashAttention-2."""
+        """True if its matrix units support bf16. GPUs before Ampere support neither bf16 nor FlashAttention-2."""
         return not _WITHOUT_BF16.search(self.name)
 
 
@@ -295,7 +295,7 @@ class Site(Checked, where="site {0.name}", error=SiteError):
         return self.link(sender.fabric_name, receiver.fabric_name)
 
     def nccl_network(self, nic: NicType | None, fabric: str | None = None) -> str | None:
-        """Return NCCL's name of the network of a transport: over `nic`, for RDMA in `fabric`. None inside a node."""
+        """Return NCCL's name of the network of `fabric` for RDMA, else of NICs of type `nic`; None without either."""
         if fabric is not None:
             return self.fabrics[fabric][0].nccl_network
         return NCCL_NETWORKS[nic] if nic is not None else None

@@ -114,21 +114,21 @@ def _entries(data: Mapping[str, Any], name: str) -> tuple[Any, ...]:
 def _pools(site_file: SiteFile, errors: list[HolmesError]) -> list[Pool]:
     """Return the pools of a site file, without those that are wrong, whose mistakes are added to `errors`."""
     defaults = {k: v for k, v in (("ethernet_gbps", site_file.ethernet_gbps), ("gpu", site_file.gpu)) if v is not None}
-    fabrics, pools, fabric_of = list[tuple[str, Any]](), list[Pool](), dict[int, str]()
+    fabrics, pools, fabric_of = list[tuple[str, Any]](), list[Pool](), dict[int, str]()  # pool -> its fabric's place
     for position, entry in enumerate(site_file.fabrics, 1):
         with collected(errors):
             fabrics.append(_with_defaults(entry, "fabric", position, defaults))
-    places, are_listed = [where for where, _ in fabrics], len(fabrics) == len(site_file.fabrics)
+    places, has_all_fabrics = [where for where, _ in fabrics], len(fabrics) == len(site_file.fabrics)
     for position, entry in enumerate(site_file.pools, 1):
         with collected(errors):
-            fabric_of[position] = _fabric_place(entry, position, places if are_listed else ())
-    mistakes = list[HolmesError]()  # in fabrics with pools, which would show again in each of their pools
+            fabric_of[position] = _fabric_place(entry, position, places if has_all_fabrics else ())
+    mistakes = list[HolmesError]()  # in fabrics with pools, which each of their pools would repeat
     for where, values in fabrics:
         entries = [e for n, e in enumerate(site_file.pools, 1) if fabric_of.get(n) == where and isinstance(e, Mapping)]
         with collected(mistakes if entries else errors):
             if entries and isinstance(values, Mapping):
                 _check_shared_keys(values, entries, where)
-            elif not site_file.pools or (are_listed and len(fabric_of) == len(site_file.pools)):
+            elif not site_file.pools or (has_all_fabrics and len(fabric_of) == len(site_file.pools)):
                 pools.append(make(Pool, values, where, SiteError))
     errors += mistakes
     for position, place in fabric_of.items():

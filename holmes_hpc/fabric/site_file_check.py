@@ -12,12 +12,12 @@ from holmes_hpc.slurm.constraint import matcher
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Node, read_config, read_nodes
 
-ROUNDED = 1.01  # by so much `node_memory_gib` may exceed Slurm's memory
+ROUNDED = 1.01  # the factor by which `node_memory_gib` may exceed Slurm's memory
 
 
 def changes_since_written(path: str, site: Site) -> list[str]:
-    """Return warnings about a file of `holmes site` whose Slurm has changed since; none for another file or Slurm.
-    Raise SiteError if the file, even a handwritten one that names nodes of this Slurm, contradicts it."""
+    """Return warnings about changes in Slurm since `holmes site` wrote the file at `path`. Raise SiteError if the file
+    contradicts Slurm. Ignore a file of another Slurm, and a handwritten one that names other nodes, or none."""
     found = read_yaml(path, SiteError, "").get("found") or {}
     try:
         if found and not (isinstance(found, Mapping) and read_config().cluster == found.get("cluster")):

@@ -43,10 +43,10 @@ def probes_of(record: Mapping[str, Any]) -> list[Probe]:
 
 
 def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return the text of the site file, and what remains unknown, one line each. `node_names`: all nodes of Slurm;
-    `record`: the file of an earlier run.
+    """Return (the text of the site file; lines on what is still unknown). `node_names`: all nodes of Slurm; `record`:
+    the file of an earlier run.
 
-    Values, fabrics and pools of the record that a person changed, added or removed stay as they are."""
+    A person's edits of the record stay: changed values, and added or removed fabrics and pools."""
     site, before = discovery.site, record.get("found", {})
     names = _lasting_names(site.pools, before.get("pools") or [])
     origins = {names[name]: origin for name, origin in discovery.origins.items()}
@@ -85,7 +85,7 @@ def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[s
 
 
 def _lasting_names(pools: Sequence[Pool], before: Entries) -> dict[str, str]:
-    """Return the name in the file of each pool: that of an earlier pool with some of its nodes, else its own."""
+    """Return {pool: its name in the file}: that of an earlier pool with some of its nodes, else its own."""
     earlier = pools_by_node(before)
     names: dict[str, str] = {}
     for pool in pools:

@@ -58,7 +58,7 @@ def check_software(
     for name in dict.fromkeys(name for versions in nodes.values() for name in versions):
         expected = local.get(name) or Counter(v[name] for v in nodes.values() if name in v).most_common(1)[0][0]
         where = "this machine has" if name in local else "others have"
-        default = expected if name in NEEDED else "none"
+        default = expected if name in NEEDED else "none"  # a lack of these is reported above
         deviating = grouped((v.get(name, "none"), n) for n, v in nodes.items() if v.get(name, default) != expected)
         hint = "use one environment, on a file system that all nodes share (docs/install.md)"
         findings += [
