@@ -27,8 +27,8 @@ class Qos:
 
 @dataclass(frozen=True)
 class Association:
-    """An account that this user may charge. `accounts`: the account, then those above it, as far as known; `qos`: of
-    its jobs; `partition`: the only one that it is for, or empty."""
+    """An account that this user may charge. `accounts`: the account, then those above it, as far as known; `qos`: those
+    that its jobs may have, the default first; `partition`: the only one that it is for; empty: all."""
 
     accounts: tuple[str, ...]
     qos: tuple[str, ...] = ()

@@ -129,7 +129,7 @@ def _apart(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
 def _missing_conf() -> str:
     """Return an error message if SLURM_CONF names a missing file, as after `holmes testbed down`; else "".
 
-    Slurm's commands would spend half a minute on a search for another file."""
+    With such a file, each of Slurm's commands would search for another one for half a minute."""
     conf = os.environ.get("SLURM_CONF")
     return f"SLURM_CONF names {conf}, which does not exist" if conf and not os.path.exists(conf) else ""
 

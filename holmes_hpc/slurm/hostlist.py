@@ -44,13 +44,13 @@ def compress(hosts: Iterable[str]) -> str:
             raise _host_list_error(host, "a host name is empty, too long, or holds brackets, commas or spaces")
         stem = host.rstrip(digits)
         groups.setdefault((stem, stem == host), []).append(host[len(stem) :])
-    ranges = [(stem, ",".join(_ranges(numbers))) for (stem, _), numbers in groups.items()]
-    return ",".join(f"{stem}[{numbers}]" if {",", "-"} & set(numbers) else stem + numbers for stem, numbers in ranges)
+    ranges = [(stem, ",".join(_ranges(endings))) for (stem, _), endings in groups.items()]
+    return ",".join(f"{stem}[{text}]" if "," in text or "-" in text else stem + text for stem, text in ranges)
 
 
 def _ranges(numbers: list[str]) -> list[str]:
-    """Return the texts of the ranges that `numbers` form: ["1", "2", "5"] gives ["1-2", "5"]. An empty text stands for
-    a host name without a number."""
+    """Return the ranges that `numbers` form, as texts: ["1", "2", "5"] gives ["1-2", "5"]. An empty number stands for
+    a host name without one."""
     runs: list[list[str]] = []
     for number in sorted(set(numbers), key=lambda n: (int(n or 0), len(n))):
         if runs and number == str(int(runs[-1][-1]) + 1).zfill(len(runs[-1][0])):

@@ -12,7 +12,7 @@ from holmes_hpc.slurm.job_states import UNKNOWN, JobState, Row, SlurmState, join
 from holmes_hpc.tables import read_table
 
 SEPARATOR = "\x1f"
-_SACCT, _SQUEUE, _SCONTROL = read_table(__file__).values()  # what a row is read from
+_SACCT, _SQUEUE, _SCONTROL = read_table(__file__).values()  # field of a row -> its source in the output
 _TOKEN = r"submission_file_([0-9a-f]{32})"  # in the path of the executor's batch scripts
 
 
@@ -79,6 +79,7 @@ def job_script(job_id: str) -> str | None:
 
 
 def squeue_command(ids: Iterable[str] = ()) -> list[str]:
+    """Return the command that lists all jobs of this user, whatever the `ids`."""
     fields = SEPARATOR.join(_SQUEUE.values())
     return ["squeue", "--me", "--array", "--noheader", "--states=all", f"--format={fields}"]
 
@@ -89,6 +90,7 @@ def parse_squeue(text: str) -> list[Row]:
 
 
 def scontrol_command(ids: Iterable[str] = ()) -> list[str]:
+    """Return the command that lists all jobs, whatever the `ids`."""
     return ["scontrol", "--oneliner", "show", "job"]
 
 
@@ -153,17 +155,15 @@ def _leader_rows(job_id: str) -> list[Row]:
 
 def requeue(job_id: str) -> tuple[str | None, bool]:
     """Requeue the job that this process runs in.
-
     Return (why Slurm refused, or None; whether Slurm had already requeued the job by itself)."""
     answer = slurm_with_retries(["scontrol", "requeue", job_id], patience_s=60, timeout_s=30)
     is_terminated = answer.code == -signal.SIGTERM  # a requeue ends everything in the job, including scontrol
-    by_itself = "pending execution" in answer.err
-    return None if answer.ok or is_terminated or by_itself else f"scontrol requeue: {answer.reason}", by_itself
+    was_requeued = "pending execution" in answer.err
+    return None if answer.ok or is_terminated or was_requeued else f"scontrol requeue: {answer.reason}", was_requeued
 
 
 def disable_requeue(job_id: str) -> None:
     """Keep Slurm from restarting a job that is about to fail.
-
-    Since 25.11, Slurm would requeue and hold a failed job with ``--requeue=expedite``."""
+    From 25.11 on, Slurm would requeue and hold a failed job that has ``--requeue=expedite``."""
     if "ExpeditedRequeue=Yes" in slurm("scontrol", "--oneliner", "show", "job", job_id, timeout_s=10).out:
         slurm("scontrol", "update", f"JobId={job_id}", "Requeue=0", timeout_s=30)

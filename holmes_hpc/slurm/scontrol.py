@@ -23,7 +23,7 @@ class Gres:
 
 @dataclass(frozen=True)
 class Node:
-    """A node as Slurm shows it. `features`: active features; `available`: features that Slurm can activate."""
+    """A node as Slurm shows it. `features`: the active ones; `available`: all features that Slurm can activate."""
 
     name: str
     partitions: tuple[str, ...]
@@ -41,7 +41,7 @@ class Node:
 
     @property
     def usable(self) -> bool:
-        """True if the node takes jobs: at once, after its present job, or after power saving has started it again."""
+        """True if the node takes jobs: at once, after its present job, or after it is powered up again."""
         return is_usable(self.states)
 
     @property
@@ -174,7 +174,7 @@ def parse_gres(text: str) -> tuple[Gres, ...]:
         if not parts[0]:
             continue
         count_match = re.fullmatch(r"(\d+)([KMG]?)", parts[-1]) if len(parts) > 1 else None
-        count = int(count_match[1]) * 1024 ** " KMG".index(count_match[2] or " ") if count_match else 1
+        count = int(count_match[1]) * 1024 ** " KMG".index(count_match[2] or " ") if count_match else 1  # 1024 for K
         type_parts = parts[1:-1] if count_match else parts[1:]
         resources.append(Gres(parts[0], ":".join(type_parts), count))
     return tuple(resources)
@@ -252,7 +252,7 @@ def minutes(text: object) -> float | None:
         return None
     days, numbers = match.group(1), [int(n) for n in match.groups()[1:] if n is not None]
     if days is None and len(numbers) < 3:
-        numbers.insert(0, 0)
+        numbers.insert(0, 0)  # minutes, or minutes and seconds, without hours
     hours, minute_part, seconds = [*numbers, 0, 0][:3]
     return 1440 * int(days or 0) + 60 * hours + minute_part + seconds / 60
 
