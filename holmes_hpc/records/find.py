@@ -28,16 +28,16 @@ def run_directories(root: str | os.PathLike[str]) -> Iterator[RunDirectory]:
         subdirectories[:] = sorted(name for name in subdirectories if name not in SKIPPED)
 
 
-def recent_runs(root: str | os.PathLike[str], ended: int) -> tuple[list[RunDirectory], int]:
+def recent_runs(root: str | os.PathLike[str], count: int) -> tuple[list[RunDirectory], int]:
     """Return the runs at or below `root`, the last changed first, and the number of runs left out.
-    `ended`: that many runs are returned, and of the earlier ones those that have not ended or may be requeued.
+    The first `count` runs are always returned; of the others, only those that have not ended or may be requeued.
     Raise RecordError if `root` exists, but cannot be read."""
     if os.path.exists(root):
         with RecordError.instead_of(OSError, where=os.fspath(root), hint="set HOLMES_RUNS to a readable folder"):
             os.scandir(root).close()
     changes = sorted(_changes(os.fspath(root)), reverse=True)
     paths = [
-        path for i, (_, path, has_result) in enumerate(changes) if i < ended or not has_result or _may_requeue(path)
+        path for i, (_, path, has_result) in enumerate(changes) if i < count or not has_result or _may_requeue(path)
     ]
     return [RunDirectory(path) for path in paths], len(changes) - len(paths)
 

@@ -58,7 +58,7 @@ class _Replaced(Exception):
 @contextlib.contextmanager
 def hold_lock(path: Path, owner: LockOwner) -> Iterator[int]:
     """Hold the lock file `path` as `owner`, and yield its descriptor. Raise RecordError that names the other owner if
-    another process holds it. On a file system without locks, this does nothing."""
+    another process holds it. On a file system without locks, this excludes no other process."""
     handle = take_lock(path, owner)
     try:
         yield handle
@@ -69,7 +69,7 @@ def hold_lock(path: Path, owner: LockOwner) -> Iterator[int]:
 
 
 def refuse_replaced(path: Path, handle: int, directory: Path) -> None:
-    """Raise RecordError if the lock file at `path` is not the one open as `handle`: its `directory` was replaced."""
+    """Raise RecordError if the lock file at `path` is not the one open as `handle`: `directory` was replaced."""
     with contextlib.suppress(OSError):
         if os.path.samestat(os.stat(path), os.fstat(handle)):
             return
@@ -77,7 +77,7 @@ def refuse_replaced(path: Path, handle: int, directory: Path) -> None:
 
 
 def has_owner(path: Path) -> bool:
-    """Return whether a process holds the lock file `path`, or was killed while holding it."""
+    """Return whether the lock file `path` names an owner: a process that holds it, or was killed while holding it."""
     try:
         return bool(read_file(path))
     except OSError:
@@ -100,7 +100,7 @@ def take_lock(
     path: Path, owner: LockOwner, has_ended: Callable[[LockOwner], bool] = lambda _: False, patience_s: float = 0
 ) -> int:
     """Take the lock as :func:`hold_lock` does, until this process ends. Return the descriptor of the open lock file.
-    `patience_s`: seconds to wait for another owner, which may be about to end."""
+    `has_ended`: whether another owner has ended, so that its lock is removed; `patience_s`: seconds to wait for it."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

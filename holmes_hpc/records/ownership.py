@@ -33,7 +33,7 @@ def is_own(path: str | os.PathLike[str], mode: int = 0o777) -> bool:
 
 
 def other_writers(path: str | os.PathLike[str]) -> str | None:
-    """Return a text on who else may replace the file at `path` (``/data can be written by everybody``); None if only
+    """Return a text on who else may replace the file at `path` (``/data can be written by everybody``), or None if only
     this user and root may. Groups count as trusted if the site's profile sets HOLMES_TRUST_GROUP=1."""
     for depth, part in enumerate(_path_parts(Path(os.getcwd(), path))):
         try:
@@ -125,7 +125,7 @@ def _path_parts(path: Path) -> list[Path]:
 
 
 def _is_private_group(group: int) -> bool:
-    """Return whether only root and this user are members of a group: of root's, or of this user's private group.
+    """Return whether a group is root's or this user's private one, and has only root and this user as members.
     Many systems create a private group for each user."""
     try:
         user, entry = pwd.getpwuid(os.getuid()), grp.getgrgid(group)

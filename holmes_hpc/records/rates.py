@@ -32,7 +32,7 @@ def harmonic_mean(rates: ArrayLike) -> float:
 
 
 def first_attempt_of_plan(record: Mapping[str, Any]) -> int:
-    """Return the number of the first attempt since the run has used its present plan. `record`: run.yaml's content."""
+    """Return the number of the attempt since which the run has had its present plan. `record`: run.yaml's content."""
     plan_id = record.get("plan_id")
     plan_ids = [(a.get("plan_id") if isinstance(a, Mapping) else None) or plan_id for a in record["attempts"]]
     return max((i + 2 for i, attempt_plan in enumerate(plan_ids) if attempt_plan != plan_id), default=1)

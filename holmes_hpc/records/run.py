@@ -199,7 +199,7 @@ class RunDirectory:
         """Record how a rank ended, in exits/. Ranks never write result.json.
 
         `rank`: the global rank; `state`: one of STATES; `error`: the cause in one line; `host`: its node, by default
-        this one; `extra`: more keys. With the key `attempt` it does not read run.yaml."""
+        this one; `extra`: more keys. If they include `attempt`, run.yaml is not read."""
         self.exits.mkdir(mode=0o755, parents=True, exist_ok=True)
         data = {"rank": rank, "state": state, "error": error, "host": host or os.uname().nodename}
         data |= {"attempt": extra.get("attempt") or self.attempt, "time": time.time(), **extra}
@@ -216,7 +216,7 @@ class RunDirectory:
         return [data for order, data in sorted(exits, key=lambda exit_record: exit_record[0][1:])]
 
     def write_result(self, result: Mapping[str, Any], writer: str = "batch") -> bool:
-        """Record how the latest attempt ended in result.json. Return False if the present result has more authority.
+        """Record how the latest attempt ended in result.json. Return False if the present result stays instead.
 
         Within an attempt, the batch script's result replaces that of a follower, a process that only watches the job.
         Of two results of the same writer, the one with more steps stays; if equal, the first. `result`: the keys of
@@ -254,7 +254,7 @@ class RunDirectory:
         return renamed
 
     def close_again(self, renamed: Mapping[Path, Path], record: Mapping[str, Any]) -> None:
-        """Undo :meth:`reopen`, which returned `renamed`. `record`: the content of run.yaml before it."""
+        """Undo :meth:`reopen`, which returned `renamed`. `record`: the content of run.yaml before it was called."""
         with locked(self.path / ".lock"):
             for path, new_path in renamed.items():
                 os.replace(new_path, path)

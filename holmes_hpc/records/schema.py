@@ -28,7 +28,7 @@ from holmes_hpc.tables import read_table
 VERSION = 1
 SKIPPED = {"checkpoints", "logs", "trace", "exits", ".hydra", ".submitit"}  # contain no runs, and possibly many files
 _FOLDERS = ("checkpoints", "logs", "trace", "exits", "nics", "submission", "data")
-# A run directory may have these before the run's first step.
+# The names that a run directory may contain before the run's first step.
 OWN_FILES = {"run.yaml", "plan.yaml", "metrics.jsonl", "ranks.jsonl", "result.json", ".lock", ".training", *_FOLDERS}
 RunState = Literal["completed", "failed", "cancelled", "timeout", "preempted"]  # of result.json
 STATES: tuple[RunState, ...] = get_args(RunState)

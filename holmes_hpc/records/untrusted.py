@@ -22,7 +22,7 @@ MAX_ALIAS_VALUES = 100_000  # values that aliases may add when they are expanded
 MAX_DIGITS = 300
 MAX_LINES_BYTES = 1 << 31  # of a file of JSON lines: about two million steps
 MAX_TEXT_BYTES = 1 << 26  # 64 MiB; the largest tokenizer.json published has 33 MB
-_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]*")  # Python refuses to print numbers over 4300 digits
+_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]*")  # a long number: Python refuses to print over 4300 digits
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
@@ -42,8 +42,8 @@ def open_file(path: str | os.PathLike[str], flags: int = 0, folder: int | None =
 
 
 def leaves_folder(path: Path, folder: Path) -> bool:
-    """Return whether `path`, a file in `folder`, links to a file outside of it. A link of a snapshot in Hugging Face's
-    cache to a blob of the same model does not count."""
+    """Return whether `path`, a file in `folder`, links to a file outside of it. In a snapshot of Hugging Face's cache,
+    a link to a blob of the same model does not count."""
     resolved, folder = path.resolve(), folder.resolve()
     is_blob = folder.parent.name == "snapshots" and resolved.parent == folder.parent.parent / "blobs"
     return not is_blob and not resolved.is_relative_to(folder)
@@ -95,8 +95,8 @@ def from_yaml(text: str) -> Any:
 
 
 def _check_size(text: str) -> None:
-    """Raise YAMLError for a text that is nested too deeply, has a too long number, or is too large with its aliases
-    expanded."""
+    """Raise YAMLError for a text that is nested too deeply, has a number with too many digits, or is too large once its
+    aliases are expanded."""
     sizes: dict[str, int] = {}  # anchor -> number of values
     open_collections: list[tuple[str | None, int]] = []  # (anchor, values before it)
     values = alias_values = 0
