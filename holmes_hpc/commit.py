@@ -10,7 +10,7 @@ BUILT_FROM = PACKAGE / "COMMIT"  # hatch_build.py writes it into wheels and sour
 
 @functools.cache
 def git_commit() -> str | None:
-    """Return the commit of this package's checkout, `+` if changed, or of its wheel; None if unknown."""
+    """Return the commit of this package's checkout, with + if files differ, or of its wheel; None if unknown."""
     if BUILT_FROM.is_file():
         return BUILT_FROM.read_text(encoding="utf-8").strip() or None
     return checkout_commit(PACKAGE.parent)

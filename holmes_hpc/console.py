@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 100
-MISTAKES = 20  # shown of one input
+MISTAKES = 20  # the most errors of one input that are printed
 REFRESH_S = 2.0  # until a live table is drawn again (`holmes status --watch`, `holmes sweep status`)
 MIN_WIDTH = 30
 MIN_PROSE_WIDTH = 16  # narrower columns of prose move to the next block of the table
@@ -122,7 +122,7 @@ def _blocks(rows: Sequence[Sequence[str]], max_width: int) -> list[list[int]]:
 
 
 def _min_width(column: Sequence[str]) -> int:
-    """Return a column's least width: its name folds between words, its cells only beyond MIN_PROSE_WIDTH."""
+    """Return a column's least width: its name may fold between words, its cells if they exceed MIN_PROSE_WIDTH."""
     name, *cells = column
     longest = max(map(cell_len, cells), default=0)
     return max(_longest_word(name), min(longest, max(MIN_PROSE_WIDTH, *map(_longest_word, cells), 0)))
@@ -135,7 +135,7 @@ def _longest_word(cell: str) -> int:
 def _column_widths(rows: Sequence[Sequence[str]], max_width: int) -> list[int | None]:
     """Return a width for each column that breaks no word, folding the widest columns first.
 
-    All are None, which leaves the widths to rich, if the columns fit without folding or cannot fit."""
+    If the columns fit without folding, or cannot fit at all, return None for each: rich then chooses the widths."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(cell_len, (line for cell in column for line in cell.split("\n")))) for column in columns]
     minimums = ([_min_width(column) for column in columns], [max(map(_longest_word, column)) for column in columns])
@@ -188,7 +188,7 @@ def note(message: str) -> None:
 
 
 def problem(message: object) -> None:
-    """Print an error to stderr, one line after the program's name; of many mistakes at once the first MISTAKES."""
+    """Print an error and its `others` to stderr, each in a line after the program's name, but at most MISTAKES."""
     errors = (message, *getattr(message, "others", ()))
     more = [f"{len(errors) - MISTAKES} more mistakes"] if len(errors) > MISTAKES else []
     for line in (*errors[:MISTAKES], *more):

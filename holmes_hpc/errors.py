@@ -34,8 +34,8 @@ class HolmesError(Exception):
     def instead_of(
         cls, *errors: type[BaseException], where: object, hint: str | None = None, what: str = ":"
     ) -> Iterator[None]:
-        """Raise this error in place of one of `errors` in the block. `what`: its text; if that ends in a colon, the
-        text of the cause follows. `hint`: None means that of the cause, which is a HolmesError."""
+        """Raise this error in place of one of `errors` in the block. `what`: the text; if it ends in a colon, the
+        cause's text follows. `hint`: None takes the hint of the cause, which then is a HolmesError."""
         try:
             yield
         except errors as e:
@@ -44,7 +44,7 @@ class HolmesError(Exception):
             raise cls(text, where=str(where), hint=getattr(e, "hint", "") if hint is None else hint) from e
 
     def moved(self, place: Callable[[str], str]) -> "HolmesError":
-        """Return this error and its `others` at another place. `place`: returns it for the present `where`."""
+        """Return this error and its `others` at another place. `place`: the present `where` -> the new one."""
         error = type(self)(self.what, where=place(self.where), hint=self.hint)
         error.others = tuple(other.moved(place) for other in self.others)
         return error
@@ -122,7 +122,7 @@ def did_you_mean(names: Sequence[str]) -> str:
 def is_typo(word: str, name: str) -> bool:
     """Return whether one letter dropped, added, replaced or swapped with the next makes `word` from `name`."""
     i = next((i for i, (a, b) in enumerate(zip(word, name, strict=False)) if a != b), min(len(word), len(name)))
-    tails = ((1, 1), (0, 1), (1, 0))
+    tails = ((1, 1), (0, 1), (1, 0))  # letters to skip (in word, in name): one is replaced, dropped or added
     is_swapped = word[i : i + 2] == name[i : i + 2][::-1] and word[i + 2 :] == name[i + 2 :]
     return is_swapped or any(word[i + a :] == name[i + b :] for a, b in tails)
 

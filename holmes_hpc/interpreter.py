@@ -1,4 +1,4 @@
-"""The start of Python: arguments that start a module without code from the working directory, which must exist.
+"""The start of Python: arguments that run a module without code from the working directory; a check of that directory.
 
 `python -m MODULE` searches the working directory first. In another user's folder, that user's `submitit.py` would run.
 """
@@ -19,8 +19,8 @@ START = (
 def module_arguments(module: str, *, any_version: bool = False) -> list[str]:
     """Return the arguments of `python` that run `module` as a program.
 
-    `any_version`: the Python that runs it may have another version than this one. In the environment of this process
-    and its children, remove the empty parts of PYTHONPATH, which mean the working directory."""
+    `any_version`: the Python that runs it may have another version than this one. Also remove the empty parts of
+    PYTHONPATH, which mean the working directory, from the environment of this process and its children."""
     if python_path := os.environ.get("PYTHONPATH"):
         os.environ["PYTHONPATH"] = os.pathsep.join(part for part in python_path.split(os.pathsep) if part)
     return ["-c", START, module] if any_version or sys.version_info < (3, 11) else ["-P", "-m", module]

@@ -23,7 +23,7 @@ from holmes_hpc.training.rank.log import one_line
 
 def _preload(config: dict[str, Any]) -> None:
     settings = recorded(config)[0]
-    check_megatron_core(settings.train.optimizer)  # remembered by the ranks
+    check_megatron_core(settings.train.optimizer)  # the forked ranks find the result in its cache
     _load_task(settings)
 
 
@@ -32,7 +32,7 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     """Train, or calibrate with `train.measure`, as one rank of `config["plan_file"]`.
 
     Return the last step's metrics, or the calibration, on rank 0. The rank records into `config["run_dir"]`. `config`
-    is plain data, because other versions may read its pickle."""
+    is plain data, because another version of this package may read its pickle."""
     careful_umask()
     run = RunDirectory(config["run_dir"])
     with _record_failure(run):

@@ -136,7 +136,7 @@ def _unknown(name: str, value: Any, declared: Mapping[str, Key], where: str, err
 def make(cls: type[T], values: Any, where: str, error: type[HolmesError] = ConfigError) -> T:
     """Build the dataclass `cls`, and dataclasses nested in it, from plain data.
 
-    Raise `error` for unknown and missing keys, with all mistakes. The dataclass checks its values itself
+    Raise `error` for unknown and missing keys, with all mistakes in its `others`. The dataclass checks its own values
     (:func:`check`). `where`: the place of `values`, for errors."""
     declared = keys(cls)
     if not isinstance(values, Mapping):
@@ -169,12 +169,12 @@ def _nested(value: Any, declared: Key, where: str, error: type[HolmesError]) -> 
         if inner is None:
             continue
         if isinstance(value, list):
-            made, errors = list[Any](), list[HolmesError]()
+            instances, errors = list[Any](), list[HolmesError]()
             for i, entry in enumerate(value):
                 with collected(errors):
-                    made.append(make(inner, entry, f"{where}[{i}]", error))  # type: ignore[arg-type]
+                    instances.append(make(inner, entry, f"{where}[{i}]", error))  # type: ignore[arg-type]
             raise_all(errors)
-            return tuple(made)
+            return tuple(instances)
         if isinstance(value, Mapping):
             return {
                 k: v if v is None or dataclasses.is_dataclass(v) else make(inner, v, f"{where}.{k}", error)  # type: ignore[arg-type]
