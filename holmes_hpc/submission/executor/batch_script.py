@@ -77,8 +77,8 @@ class JobRequest:
         limit = self.timeout_min
         has_no_time = isinstance(limit, int) and (limit is True or limit < 1)
         yield has_no_time, f"timeout_min is {limit}", "use minutes above 0"
-        is_odd = self.dependency is not None and not _DEPENDENCY.fullmatch(self.dependency)
-        yield is_odd, f"invalid dependency {self.dependency!r}", "write afterany:JOBID,…"
+        is_invalid = self.dependency is not None and not _DEPENDENCY.fullmatch(self.dependency)
+        yield is_invalid, f"invalid dependency {self.dependency!r}", "write afterany:JOBID,…"
         is_het, keys = len(self.components) > 1, [component.option_name(key, "job") for key, _ in self.additional]
         problem = "dependency singleton makes a heterogeneous job wait for itself"
         yield is_het and "singleton" in (self.dependency or ""), problem, "use afterany:JOBID"
@@ -165,7 +165,7 @@ def directives(job: JobRequest) -> list[str]:
 
 
 def _step(job: JobRequest, commands: Sequence[str]) -> str:
-    """Return the srun command of the step over all components. `commands`: of each component's tasks.
+    """Return the srun command of the step over all components. `commands`: one for the tasks of each component.
     Components whose tasks start in the same way share one het group."""
     parts = [_task(job, part, command) for part, command in zip(job.components, commands, strict=True)]
     groups = [(str(index), part) for index, part in enumerate(parts)]

@@ -61,7 +61,7 @@ def as_list(value: Iterable[object] | None, key: str, where: str) -> tuple[str, 
 
 def option_name(key: str, where: str) -> str:
     """Return the name of an sbatch option as written after ``--``: ``cpus-per-task`` for ``cpus_per_task``.
-    Raise SubmissionError if it cannot be one."""
+    Raise SubmissionError if `key` cannot be such a name."""
     name = str(key).lstrip("-").replace("_", "-")
     if not _OPTION.fullmatch(name):
         raise SubmissionError(f"{key!r} is not an sbatch option", where=where, hint="use a name from `man sbatch`")

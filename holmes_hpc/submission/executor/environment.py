@@ -79,11 +79,11 @@ def current_component(environ: Mapping[str, str] = os.environ) -> int:
 
 class TaskCount(int):
     """The number of a job's tasks. Divided by the job's number of nodes, it gives the number of tasks on this node.
-    submitit divides them for LOCAL_WORLD_SIZE (TorchDistributedEnvironment), which is wrong if components differ."""
+    submitit divides for LOCAL_WORLD_SIZE (TorchDistributedEnvironment). The quotient is wrong if components differ."""
 
     def __floordiv__(self, nodes: int) -> int:
-        is_of_job = nodes == sum(len(part.nodes) for part in ranks_of_job())
-        node_tasks = os.environ.get(TASKS_PER_NODE.format(current_component())) if is_of_job else None
+        counts_job_nodes = nodes == sum(len(part.nodes) for part in ranks_of_job())
+        node_tasks = os.environ.get(TASKS_PER_NODE.format(current_component())) if counts_job_nodes else None
         return int(node_tasks) if node_tasks else int(self) // nodes
 
 

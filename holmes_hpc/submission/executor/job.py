@@ -58,7 +58,7 @@ class SlurmHetJob(core.Job[Any]):
             self.register_identity()
 
     def register_identity(self) -> bool:
-        """Tell the watcher which job has this id. Return True if it knew another job with this id, which it forgets."""
+        """Tell the watcher which job has this id. Return True if it knew another job with this id and forgot it."""
         folder = self.paths.folder
         ticket = read_ticket(folder, self.job_id)  # without a ticket, only the id identifies the job
         record, components = folder / f"{self.job_id}_exit", int(ticket.get("components") or 1)
@@ -137,8 +137,8 @@ class SlurmHetJob(core.Job[Any]):
         if not self._sub_jobs:
             return super().exception()
         self.wait()
-        by_result = sorted(self._sub_jobs, key=lambda job: not job.paths.result_pickle.exists())
-        return next((error for job in by_result if (error := job.exception()) is not None), None)
+        results_first = sorted(self._sub_jobs, key=lambda job: not job.paths.result_pickle.exists())
+        return next((error for job in results_first if (error := job.exception()) is not None), None)
 
     def _interrupt(self, timeout: bool = False) -> None:
         """Send the signals of a preemption or time-out to all components (for tests)."""

@@ -44,7 +44,7 @@ def start_time(answer: Answer) -> str:
 
 def try_component(request: ComponentRequest, *, timeout_min: object = None) -> Answer:
     """Return the answer of ``sbatch --test-only`` for a job with this component alone. It is cached for CACHE_S.
-    Raise SubmissionError if Slurm does not answer."""
+    `timeout_min`: its time limit, in minutes or in Slurm's format. Raise SubmissionError if Slurm does not answer."""
     arguments = [*request.arguments(), *([] if timeout_min is None else [f"--time={timeout_min}"])]
     return cast(Answer, _cached(tuple(arguments), lambda: _test_job(arguments)))
 
@@ -159,7 +159,7 @@ def feasible_change(request: ComponentRequest, *, timeout_min: object = None) ->
         return f"no such partition: {nearest(request.partition, partitions)}"
     for key in _CONDITIONS:
         if getattr(request, key) is not None and is_feasible(replace(one_node, **{key: cast(Any, None)})):
-            note = " (slurm.share=false leaves it to Slurm)" if key in ("mem", "cpus_per_task") else ""
+            note = f" (slurm.share=false leaves {key} to Slurm)" if key in ("mem", "cpus_per_task") else ""
             return f"it would be possible without {key}={getattr(request, key)}{note}"
     return "look at `sinfo -o '%P %a %l %D %t %f %G'`"
 
@@ -176,7 +176,7 @@ def time_limit_error(request: ComponentRequest, timeout_min: object, partitions:
 
 
 def qos_error(requests: Sequence[ComponentRequest], partitions: Iterable[Partition], qos: Qos) -> str | None:
-    """Return an error message if more components use a QOS than it allows jobs, so that they never start; else None."""
+    """Return an error message if a QOS has more components than it allows jobs (the job never starts), else None."""
     partition_qos = {p.name: p.qos for p in partitions if p.qos}
     count: Counter[str] = Counter()
     for request in requests:
@@ -199,11 +199,11 @@ def eligible_nodes(request: ComponentRequest, nodes: Iterable[Node]) -> frozense
     gpu_type, is_short_list = _gpu_type(request), node_list is not None and len(node_list) < request.nodes
 
     def is_eligible(n: Node) -> bool:
-        is_listed = node_list is None or is_short_list or n.name in node_list
+        is_listed = node_list is None or is_short_list or n.name in node_list  # Slurm adds nodes to a short list
         is_in_partition = not partitions or bool(partitions & set(n.partitions))
-        is_alike = has_features is None or has_features(frozenset(n.features))
+        meets_constraint = has_features is None or has_features(frozenset(n.features))
         has_gpus = not gpu_type or gpu_type in n.gpu_types
-        return is_in_partition and is_alike and n.name not in excluded and has_gpus and is_listed
+        return is_in_partition and meets_constraint and n.name not in excluded and has_gpus and is_listed
 
     return frozenset(n.name for n in nodes if is_eligible(n))
 

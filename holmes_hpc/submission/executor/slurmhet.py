@@ -216,7 +216,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     def _submit_command(self, command: str) -> core.Job[Any]:
         """Submit a job as submitit does, but after preflight, only once even if Slurm's answer is lost, and with a
-        ticket. `command`: of its tasks."""
+        ticket. `command`: the shell command of its tasks."""
         if self.throttle is None:
             return self._submit_request(command)[0]
         throttle_file = str(self.throttle.path)
@@ -305,7 +305,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
 
 def _locals_of_auto_executor(function: str) -> Mapping[str, Any]:
-    """Return the local variables of AutoExecutor's method `function` if it called the caller of this, else nothing.
+    """Return the local variables of AutoExecutor's method `function` if it called our caller; else an empty map.
     AutoExecutor passes on only parameters with the executor's prefix and has no hook for others, so this reads its
     frame. pyproject.toml limits submitit's version for this, and test_slurmhet.py fails if AutoExecutor changes."""
     frame = sys._getframe(2)

@@ -45,7 +45,7 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
             match = re.search(r"^(\d+)(;.*)?$", answer.out.strip(), re.MULTILINE)  # ID or ID;CLUSTER
             if match is None:
                 problem = f"sbatch printed {answer.out.strip()[:60]!r} instead of a job id"
-                raise SubmissionUnknown(problem, where="sbatch", hint="look for it: `squeue --me`")
+                raise SubmissionUnknown(problem, where="sbatch", hint="look for the job: `squeue --me`")
             return match[1]
         if answer.away and "Connection refused" not in answer.err:  # it may have accepted the job
             if job_id := find_job(token, left_s):
@@ -66,7 +66,7 @@ def find_job(token: str, timeout_s: float) -> str | None:
             lines = [line for line in answer.out.splitlines() if token in line]
             return lines[0].split(SEPARATOR)[0].partition("+")[0].strip() if lines else None
     problem = "the controller stopped answering during the submission, so the job may exist"
-    raise SubmissionUnknown(problem, where="sbatch", hint=f"look for it: squeue --me -o '%i %k' | grep {token}")
+    raise SubmissionUnknown(problem, where="sbatch", hint=f"look for the job: squeue --me -o '%i %k' | grep {token}")
 
 
 @contextlib.contextmanager

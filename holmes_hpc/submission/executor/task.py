@@ -20,13 +20,13 @@ from holmes_hpc.interpreter import module_arguments
 from holmes_hpc.records.ownership import open_own_file, other_writers
 from holmes_hpc.waiting import wait_until
 
-_PICKLE_WAIT_S = 60  # as submitit: the pickle's name has the job id, which is known only after submission
+_PICKLE_WAIT_S = 60  # as submitit: the pickle exists only after submission, because its name has the job id
 
 
 def task_arguments(folder: Path, module: str = __name__, *, any_version: bool = False) -> list[str]:
-    """Return the arguments of `python` that run `module`, the program of a task of the job submitted in `folder`.
+    """Return the arguments with which `python` runs `module` as a task of the job submitted in `folder`.
 
-    The task can import modules beside the program that submits it, unless other users may write there.
+    The task can import modules from the folder of the submitting program, unless other users may write there.
     `any_version`: the nodes' Python may have another version than this one."""
     import_path = os.path.abspath(sys.path[0]) if sys.path else ""
     is_safe = os.path.isdir(import_path) and other_writers(import_path) is None
@@ -45,7 +45,7 @@ class LocalTaskExecutor(LocalExecutor):
         return shlex.join([sys.executable, *task_arguments(self.folder), os.getcwd()])
 
     def _submit_command(self, command: str) -> Any:
-        working_directory = os.getcwd()  # the tasks return to it; submitit starts its controller with `python -m`
+        working_directory = os.getcwd()  # tasks return to it; submitit's `python -m` would import code from it
         os.chdir(JobPaths.get_first_id_independent_folder(self.folder))
         try:
             return super()._submit_command(command)

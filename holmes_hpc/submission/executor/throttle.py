@@ -2,8 +2,8 @@
 
 At most `limit` jobs run at a time. Each later job depends (``afterany``) on an earlier one, so Slurm alone keeps the
 limit. But a job that depends on a long one could wait while others end. So a job that ends calls this module in its
-batch script. The first job in the queue then gets a dependency on the ended job and starts; the job that depended on
-the ended one gets the first one's dependency.
+batch script. The first waiting job then gets a dependency on the ended job and so starts. The job that depended on the
+ended one gets the dependency that the first waiting job had.
 """
 
 import contextlib
@@ -88,16 +88,16 @@ def release_next(path: Path, job: str) -> None:
             return
         queue.ended.append(job)
         successor = queue.successor(job)
-        for first in queue.order:
-            predecessor = queue.waits.get(first)
-            if first == successor:
+        for candidate in queue.order:
+            predecessor = queue.waits.get(candidate)
+            if candidate == successor:
                 return  # Slurm starts it
             if predecessor is None or predecessor in queue.ended:
                 continue  # it runs, or waits only for nodes
-            if not _set_dependency(first, queue.dependency(job)):
-                del queue.waits[first]  # it runs, or was cancelled
+            if not _set_dependency(candidate, queue.dependency(job)):
+                del queue.waits[candidate]  # it runs, or was cancelled
                 continue
-            queue.waits[first] = job
+            queue.waits[candidate] = job
             if successor is not None and _set_dependency(successor, queue.dependency(predecessor)):
                 queue.waits[successor] = predecessor
             return
@@ -110,7 +110,7 @@ def _set_dependency(job: str, dependency: str) -> bool:
 def main(arguments: list[str]) -> int:
     try:
         release_next(Path(arguments[0]), arguments[1])
-    except (HolmesError, OSError, ValueError, TypeError) as e:  # the queue continues without it, only slower
+    except (HolmesError, OSError, ValueError, TypeError) as e:  # the queue continues without this call, only slower
         print(f"holmes: {e}", file=sys.stderr)
     return 0
 

@@ -96,7 +96,7 @@ class StateWatcher(core.InfoWatcher):
         self._controller: str | None = None  # the command (of CONTROLLER) that answered in the last query
 
     def set_identity(self, job_id: str, identity: JobIdentity) -> bool:
-        """Set the identity of the job with this id. Return True if it had that of another job, which is forgotten."""
+        """Set the identity of the job with this id. If the id was another job's, forget that job and return True."""
         previous = self._identities.get(job_id)
         is_other_job = previous is not None and previous.differs_from(identity)
         if is_other_job:
@@ -199,7 +199,7 @@ class StateWatcher(core.InfoWatcher):
     def _query_states(self, job_ids: set[str]) -> dict[str, JobState]:
         """Return the states of those jobs that Slurm's commands list. Each further command is run only for jobs that
         the earlier ones do not list, or whose state in the database is doubtful. squeue comes first if jobs wait (only
-        it has the reason) or may be too new for the database."""
+        it has the reason) or may be too new for the database. For such new jobs, one command that answers is enough."""
         sources = [
             ("sacct", job_queries.sacct_command, job_queries.parse_sacct),
             ("squeue", job_queries.squeue_command, job_queries.parse_squeue),
