@@ -54,7 +54,7 @@ def startup_phase(run: RunDirectory) -> str:
     """Return a text on what a running job does before its first step, according to the log of rank 0."""
     if not (log := run.log_path(0)).exists():
         return "the nodes start the ranks"
-    return "ranks set up" if tail(log, 1) else "ranks load torch and Megatron-Core"
+    return "ranks are setting up" if tail(log, 1) else "ranks load torch and Megatron-Core"
 
 
 def state_detail(run: RunDirectory, state: JobState, step: int | None) -> str:
@@ -90,7 +90,7 @@ def last_metrics(run: RunDirectory) -> dict[str, Any]:
 
 
 def has_recorded_end(run: RunDirectory, attempt: str) -> bool:
-    """Return whether the run's latest attempt has the id `attempt` and its end is recorded, as before a requeue."""
+    """Return whether the latest attempt has the id `attempt` and a recorded end, which alone sets its key `start`."""
     return any(a.get("start") == attempt for a in run.read_run()["attempts"][-1:])
 
 

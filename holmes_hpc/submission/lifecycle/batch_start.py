@@ -55,7 +55,7 @@ def _check_earlier_job(run: RunDirectory, job_id: str) -> None:
 
 
 def _check_components(plan: Plan, where: str) -> None:
-    """Raise ConfigError if this job has other components, nodes or ranks per node than the plan. `where`: its path."""
+    """Raise ConfigError if this job has other components, nodes or ranks per node than the plan (path: `where`)."""
     count = int(os.environ.get("SLURM_HET_SIZE") or 1)
     if "SLURM_JOB_ID" not in os.environ:
         return

@@ -25,7 +25,7 @@ from holmes_hpc.submission.executor.environment import ComponentRanks
 
 _TASK_ERROR = r"^(?:\d+: )?srun: error: ([^:\s]+): tasks? ([\d,\-\[\]]+): (.+?)\s*$"
 _SRUN_ERROR = re.compile(rf"{_TASK_ERROR}|^srun: error: Node failure on (\S+)\s*$", re.MULTILINE)
-MAX_TASKS = 10_000  # of a message; a rank can print one about any number of tasks
+MAX_TASKS = 10_000  # at most read from a message, because a rank can print one about any number of tasks
 _NODE_FAILED = "node failure"
 _BY_SIGNAL = "killed by signal"  # message for a local rank; the others in _SIGNALS are srun's most frequent ones
 SIGKILL_CAUSES = "kill -9, or the kernel for lack of memory"
@@ -130,8 +130,8 @@ def find_failed_rank(
     for failure in failures:
         if not any(text in str(failure.error) for text in _PEER_ERRORS):
             return failure
-    own_errors = [error for error in srun_errors if error.message != "Terminated"]
-    unrecorded = [(error, task) for error in own_errors for task in error.tasks if task not in recorded_ranks]
+    not_terminated = [error for error in srun_errors if error.message != "Terminated"]
+    unrecorded = [(error, task) for error in not_terminated for task in error.tasks if task not in recorded_ranks]
     if unrecorded:
         direct_errors = [pair for pair in unrecorded if pair[0].is_signal or pair[0].message == _NODE_FAILED]
         error, task = (direct_errors or unrecorded)[0]

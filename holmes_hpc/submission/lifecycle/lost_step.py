@@ -17,7 +17,7 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
 
-INTERVAL_S = 10.0  # between two looks at the exit records
+INTERVAL_S = 10.0  # between two readings of the exit records
 GRACE_S = 20.0  # from the last exit record to the end of srun
 
 

@@ -106,7 +106,7 @@ def build_result(
     srun_errors: Iterable[SrunError] = (),
 ) -> dict[str, Any]:
     """Return the content of result.json for the latest attempt. `status`: exit status of the job's step, None if
-    unknown; `signalled`: the job received a signal; `slurm`: state of the job, None if unknown."""
+    unknown; `signalled`: the job received a signal; `slurm`: state of the job (no `source`: lost), None if unknown."""
     exits = run.read_exits()
     rank_states = [e.get("state") for e in exits]
     if status and set(rank_states) == {"completed"} and len(exits) >= _count_ranks(run):
@@ -114,7 +114,7 @@ def build_result(
     is_preempted = "preempted" in rank_states
     state: RunState | None = run_state(slurm.state) if slurm is not None and slurm.ended else None
     if state is None or state == "completed" or (state == "failed" and slurm is not None and slurm.state == "FAILED"):
-        if status == 0 or (status is None and state == "completed"):
+        if status == 0 or (status is None and state == "completed"):  # Slurm names no cause: ranks decide
             state = "completed" if not is_preempted else "cancelled" if signalled else "preempted"
         elif is_preempted and not signalled:
             state = "preempted"

@@ -54,7 +54,7 @@ class _Display:
 
     def break_silence(self, state: JobState, poll_s: float) -> None:
         """If nothing was shown for long, show what the job does. `poll_s`: time until the next call."""
-        is_starting = state.state == "RUNNING" and not self.log_lines  # rank 0 logs its set-up
+        is_starting = state.state == "RUNNING" and not self.log_lines  # later, the log of rank 0 shows more
         now = time.monotonic()
         in_state_s = now - self._state_since
         longest_s = EARLY_SILENCE_S if is_starting or in_state_s < EARLY_S else LATER_SILENCE_S

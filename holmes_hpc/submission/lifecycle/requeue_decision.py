@@ -62,8 +62,8 @@ def watch_batch_script(run: RunDirectory) -> None:
     threading.Thread(target=_requeue_after_signal, args=(run, reader), daemon=True).start()
 
 
-def _requeue_after_signal(run: RunDirectory, signals: int) -> None:
-    while os.read(signals, 1):
+def _requeue_after_signal(run: RunDirectory, signal_pipe: int) -> None:
+    while os.read(signal_pipe, 1):
         attempt = attempt_id(os.environ)
         with contextlib.suppress(HolmesError, OSError):
             if has_script_failed(os.environ[LEADER]) and reason_to_stop(run, "failed", attempt) is None:

@@ -40,7 +40,7 @@ def check_megatron_core(optimizer: str = "adam") -> None:
 
 
 def check_optimizer(train: TrainConfig, plan: Plan) -> None:
-    """Raise ConfigError if the installed Megatron-Core, or a GPU of the plan, lacks the optimizer."""
+    """Raise ConfigError if the installed Megatron-Core lacks the optimizer, or if Muon would train in fp16."""
     check_megatron_core(train.optimizer)
     gpus = [plan.site.pool(c.pool).gpu for c in plan.components]
     lacks_bf16 = train.dtype == "auto" and train.device != "cpu" and auto_dtype(gpus) == "fp16"
@@ -50,7 +50,7 @@ def check_optimizer(train: TrainConfig, plan: Plan) -> None:
 
 
 def allow_open_files(ranks: int) -> None:
-    """Raise this process's limit of open files if `ranks` need more. ConfigError if the hard limit is too low."""
+    """Raise the limit of open files to what one of `ranks` ranks needs. ConfigError if the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 64 + 4 * ranks  # at least; 8 ranks on one machine opened 101 files each
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -65,7 +65,7 @@ def test_the_status_shows_what_a_job_does_before_its_first_step(
     run.log_path(0).touch()
     assert track.run_status(run).why == "ranks load torch and Megatron-Core"
     run.log_path(0).write_text("4 ranks met\n")
-    assert track.run_status(run).why == "ranks set up"
+    assert track.run_status(run).why == "ranks are setting up"
     run.append_metrics({"step": 1, "loss": 5.0, "step_time_s": 1.0, "attempt": 1})
     assert track.run_status(run).why == ""
 
