@@ -30,7 +30,7 @@ from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 from holmes_hpc.submission.sweeps.sweep_table import SweepRow, live_display, live_table, row_of, table_cells
 
 log = logging.getLogger(__name__)
-PAUSE_S = 0.5  # between looks at the job that is waited for
+PAUSE_S = 0.5  # between two checks of the awaited job
 POLL_S = 2.0  # between queries of all jobs
 LOG_INTERVAL_S = 8.0  # the longest pause between log lines, to which up to POLL_S adds
 SETTLE_S = 20  # time after a job's end in Slurm until its records are visible on this machine

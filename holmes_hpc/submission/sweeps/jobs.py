@@ -53,8 +53,8 @@ def outcome_path(folder: Path, job_id: str) -> Path:
 
 
 def write_outcome(job_return: Any) -> None:
-    """Record the outcome of a plain job, in its task of rank 0: `state` (completed or failed), `value` if it is plain
-    data, `error`. `job_return`: of Hydra."""
+    """Record the outcome of a plain job, in its task of rank 0: `state` (completed or failed), `value` if JSON can
+    represent it, `error`. `job_return`: of Hydra."""
     environment = submitit.JobEnvironment()
     if environment.global_rank:
         return
@@ -63,7 +63,7 @@ def write_outcome(job_return: Any) -> None:
     error = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else str(value)
     outcome: dict[str, Any] = {"state": "completed"} if has_completed else {"state": "failed", "error": error}
     if has_completed:
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # neither plain data nor a numpy or torch scalar
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # neither JSON data nor a numpy or torch scalar
             outcome["value"] = json.loads(to_json(getattr(value, "item", lambda: value)()))
     with contextlib.suppress(RunFailed):  # on a full disk the pickle may still fit
         write_whole(outcome_path(environment.paths.folder, environment.job_id), to_json(outcome) + "\n")

@@ -67,7 +67,7 @@ def _removed_if_refused(sweep_dir: Path) -> Iterator[None]:
 
 class HolmesLauncher(BaseSubmititLauncher):
     """The common part of both launchers. `WHERE`: slurm or local; `_EXECUTOR`: submitit's name of the executor;
-    `_shield`: block in which plain jobs are submitted."""
+    `_shield`: context manager around the submission of plain jobs."""
 
     WHERE = "abstract"
     _shield: Callable[[], contextlib.AbstractContextManager[None]] = staticmethod(contextlib.nullcontext)
@@ -96,8 +96,8 @@ class HolmesLauncher(BaseSubmititLauncher):
         log.info(f"{counted(len(job_overrides), 'job')} into {sweep_dir}")
         with console.waiting(f"planning {counted(len(job_overrides), 'job')}"), _removed_if_refused(sweep_dir):
             candidates = self._plan_all(job_overrides, initial_job_idx)
-        shared = [c for c in candidates if c.planned is not None and c.planned.settings.exclusive is False]
-        if self.WHERE == "slurm" and len(shared) > 1:
+        sharing_jobs = [c for c in candidates if c.planned is not None and c.planned.settings.exclusive is False]
+        if self.WHERE == "slurm" and len(sharing_jobs) > 1:
             effect = "NIC bytes and step times then include those of all jobs on a node"
             log.warning(f"slurm.exclusive=false: jobs may share nodes; {effect}")
         launched: list[LaunchedJob] = []
@@ -199,9 +199,9 @@ class HolmesLauncher(BaseSubmititLauncher):
     def _refuse_other_runs(
         self, manifest: Manifest, earlier: EarlierJobs, candidates: Sequence[Candidate], *, can_resume: bool
     ) -> None:
-        """Raise ConfigError if a job's directory has a run of another configuration or program.
-        `earlier`: of :func:`find_earlier_jobs`; `can_resume`: whether a run of the same configuration and program may
-        continue from its last checkpoint."""
+        """Raise ConfigError if a job's directory has a run that the job may not continue.
+        `earlier`: of :func:`find_earlier_jobs`; `can_resume`: whether a job may continue a run of its own configuration
+        and program from the last checkpoint."""
         for job in candidates:
             run, old = RunDirectory(job.directory), manifest.find(job.key, job.digest)
             is_same_directory = old is not None and manifest.resolve(old.directory) == job.directory

@@ -14,7 +14,7 @@ from holmes_hpc.submission.executor.task import LocalTaskExecutor
 # Keys of the launcher that it uses itself; it passes all others on to the executor.
 LAUNCHER_KEYS = ("detach", "reuse", "submitit_folder", "max_num_timeout", "array_parallelism")
 SIGNAL_DELAY_S = SlurmQueueConf.signal_delay_s
-ENVIRONMENT = ("container", "setup")  # keys on which the value of a function may depend
+ENVIRONMENT = ("container", "setup")  # launcher keys on which the result of a plain job may depend
 # Keys that jobs with a plan may have; their other settings come from the plan.
 PLAN_JOB_KEYS = ("timeout_min", "account", "qos", "gres", "cpus_per_task", "setup", "container")
 
@@ -62,13 +62,13 @@ def create_executor(config: DictConfig, prefix: str) -> Any:
     executor = submitit.AutoExecutor(folder=params["submitit_folder"], cluster=prefix, **init)
     if prefix == "local":
         executor._executor = LocalTaskExecutor(params["submitit_folder"], params.get("max_num_timeout", 3))
-    shared = set(OmegaConf.structured(BaseQueueConf).keys())
+    generic_keys = set(OmegaConf.structured(BaseQueueConf).keys())
     executor_params = {k: v for k, v in params.items() if k not in LAUNCHER_KEYS}
     is_short = 60 * (minutes(executor_params.get("timeout_min")) or 60) < SIGNAL_DELAY_S + 90
     if executor_params.get("signal_delay_s") == SIGNAL_DELAY_S and is_short:
         # hydra-submitit-launcher's default is too long for so short a job
         del executor_params["signal_delay_s"]
-    executor.update_parameters(**{k if k in shared else f"{prefix}_{k}": v for k, v in executor_params.items()})
+    executor.update_parameters(**{k if k in generic_keys else f"{prefix}_{k}": v for k, v in executor_params.items()})
     return executor
 
 

@@ -71,8 +71,8 @@ class Manifest:
     def put(self, job: SweepJob, launched: float = 0.0) -> None:
         """Add `job` or replace its earlier entry, and write the file. Entries of jobs that were submitted into the same
         directory before the time `launched` are removed."""
-        earlier = [j for j in self.jobs if not (j.submitted < launched and j.directory == job.directory)]
-        self.jobs = [*(j for j in earlier if j.key != job.key), job]
+        remaining = [j for j in self.jobs if not (j.submitted < launched and j.directory == job.directory)]
+        self.jobs = [*(j for j in remaining if j.key != job.key), job]
         programs = {j.program: self.programs[j.program] for j in self.jobs if j.program in self.programs}
         data = {"version": VERSION, "created": self.created, "jobs": list(map(asdict, self.jobs)), "programs": programs}
         write_whole(self.path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")

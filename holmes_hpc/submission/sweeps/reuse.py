@@ -115,7 +115,7 @@ def parse_reuse(value: Any, sweeper: str) -> bool | str:
 def find_earlier_jobs(
     manifest: Manifest, candidates: Sequence[Candidate], states: Mapping[SweepJob, JobState]
 ) -> EarlierJobs:
-    """Return {key: job of an earlier launch} for the candidates of which such a job completed or is active.
+    """Return {key: the job of an earlier launch} for those candidates whose earlier job completed or is active.
     `states`: of jobs in the manifest."""
     earlier_jobs = {}
     for key, digest, program in ((c.key, c.digest, c.program) for c in candidates):
@@ -149,8 +149,8 @@ def select_reused(earlier_jobs: EarlierJobs, reuse: bool | str) -> EarlierJobs:
 def refuse_active_jobs(
     manifest: Manifest, states: Mapping[SweepJob, JobState], candidates: Sequence[Candidate], reused: EarlierJobs
 ) -> None:
-    """Raise SubmissionError if another active job of an earlier launch has the key or the directory of a job of
-    this launch. Jobs in `reused` are allowed."""
+    """Raise SubmissionError if an active job of an earlier launch, not in `reused`, has the key or the directory of a
+    job of this launch."""
     new_keys, new_directories = {c.key for c in candidates}, {str(c.directory) for c in candidates}
     for job, state in states.items():
         if not is_active(state) or (job.key in reused and reused[job.key].job == job):

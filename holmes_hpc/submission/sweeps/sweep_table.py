@@ -59,8 +59,8 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
     shown_state, why = state.state.lower(), state.why
     if job.kind == "plan":
         run = RunDirectory(manifest.resolve(job.directory))
-        line = attempts.last_metrics(run)
-        step, loss, rate = line.get("step"), line.get("loss"), run_rates(run).get("tokens_per_s")
+        metrics = attempts.last_metrics(run)
+        step, loss, rate = metrics.get("step"), metrics.get("loss"), run_rates(run).get("tokens_per_s")
         why = attempts.state_detail(run, state, step)
         result = run.read_result()
         if result is None and state.ended and run.exists():
