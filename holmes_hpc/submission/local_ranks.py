@@ -79,7 +79,7 @@ def _fork_ranks(ranks: int, folder: Path) -> int | None:
 
 
 def _become_rank(rank: int, ranks: int, paths: JobPaths, parent: int) -> None:
-    """Turn this fork into submitit's task `rank`: variables and output files. Make it end when `parent` ends."""
+    """Give this fork the variables and output files of submitit's task `rank`. Make it end when `parent` ends."""
     end_with(parent)
     ids = dict.fromkeys(("SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_GLOBALID"), str(rank))
     os.environ.update(ids, SUBMITIT_LOCAL_NTASKS=str(ranks))

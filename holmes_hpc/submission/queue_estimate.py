@@ -32,7 +32,7 @@ MIN_TIMEOUT_MIN = 5  # the least time limit of an estimate
 @dataclass(frozen=True)
 class QueueEstimate:
     """The estimate for one plan. `start`, `end`: of its job, in Unix seconds, None if it cannot run; `reason`: why not;
-    `duration_s`: from start to end; `timeout_min`: the time limit that the estimate and so the submission needs."""
+    `duration_s`: from start to end; `timeout_min`: the time limit that the estimate assumes for the job."""
 
     plan: Plan
     start: float | None
@@ -64,7 +64,7 @@ def candidate_plans(plan_for: Callable[[dict[str, int] | None], Plan], site: Sit
     {pool: number of nodes}, or for the whole site (None). Parts for which it raises an error are skipped."""
     plans = {(best := plan_for(None)).id: best}
     sets = [pools for size in range(1, len(site.pools) + 1) for pools in combinations(site.pools, size)]
-    parts = {tuple((f.name, max(1, f.nodes // share)) for f in pools) for pools in sets for share in (1, 2, 4)}
+    parts = {tuple((pool.name, max(1, pool.nodes // share)) for pool in pools) for pools in sets for share in (1, 2, 4)}
     for part in sorted(parts, key=lambda part: (-sum(nodes for _, nodes in part), part)):
         if len(plans) >= max_plans:
             break

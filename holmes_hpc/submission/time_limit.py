@@ -36,8 +36,8 @@ def partition_warnings(plan: Plan, settings: SlurmSettings, partitions: Sequence
     """Return a warning for each component of `plan` whose partition has a lower time limit than the job."""
     warnings = []
     for part in plan.components:
-        own_settings = (settings.pools or {}).get(part.pool) or PoolSettings()
-        request = ComponentRequest(partition=part.partition, qos=own_settings.qos or settings.qos)
+        pool_settings = (settings.pools or {}).get(part.pool) or PoolSettings()
+        request = ComponentRequest(partition=part.partition, qos=pool_settings.qos or settings.qos)
         if error := time_limit_error(request, settings.timeout_min, partitions):
             warnings.append(f"slurm.timeout_min: pool {part.pool}: {error}; {TIME_LIMIT_HINT}")
     return warnings
