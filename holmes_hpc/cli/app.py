@@ -116,7 +116,7 @@ def requested_steps(
     config: Configuration, overrides: Sequence[str], flags: Mapping[str, Any], tokens: str | None, batch: Batch
 ) -> int | None:
     """Return the number of steps that the user asked for with --tokens, --steps or train.steps; None without them.
-    `tokens`: a number, which may end with K, M, B or T. Raise ConfigError if it is not, or beside --steps."""
+    `tokens`: a number, which may end with K, M, B or T. Raise ConfigError if it is no number, or if --steps is set."""
     if tokens is None:
         return config.train.steps if any(o.startswith("train.steps=") for o in overrides) else None
     if "--steps" in flags:

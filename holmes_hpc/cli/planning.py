@@ -80,9 +80,9 @@ def plan(
     if steps is not None:
         config = replace(config, train=replace(config.train, steps=steps))
     check_output(output)
-    is_finished = learn is not None and config.plan_file
+    is_useless = learn is not None and config.plan_file
     problem = "it cannot change the finished plan of plan_file"
-    ConfigError.refuse("--learn", (is_finished, problem, "leave out --learn or plan_file"))
+    ConfigError.refuse("--learn", (is_useless, problem, "leave out --learn or plan_file"))
     default_model = None if config.plan_file or any(o.startswith("model") for o in overrides) else config.model.name
     corrections = _learned_corrections(config, learn) if learn is not None else NO_CORRECTIONS
     search_costs = None if config.plan_file else replace(request.costs(config), corrections=corrections)
@@ -186,7 +186,7 @@ def _show_pool(pool: MeasuredPool, title: str) -> None:
 
 def _compare(measured_s: float, predicted_s: float, unattributed_s: float) -> None:
     """Print the measured step time beside the predicted one, and a note if they differ much.
-    `unattributed_s`: the share of the predicted step that no measured layer or link explains."""
+    `unattributed_s`: seconds of the predicted step that no measured layer or link explains."""
     unattributed = f"of which {unattributed_s * 1e3:.4g} ms belong to no measured part"
     predicted = f"predicted from this calibration: {predicted_s:.4g} s, {unattributed}"
     console.text(f"Measured step time: {measured_s:.4g} s; {predicted}.")

@@ -92,8 +92,8 @@ def predict(
     explain: Explain = False,
     json: Json = False,
 ) -> None:
-    """Predict step time, throughput and memory of a layout. Defaults: 1 for TP, PP, DP (with --nodes, as they have
-    GPUs) and model chunks, the model's batch, equal layers per stage; the rest is chosen as by `plan`.
+    """Predict step time, throughput and memory of a layout. TP, PP, DP and model chunks are 1 unless set; with --nodes,
+    DP uses all their GPUs. Stages have equal layers, and the batch is the model's. The rest is chosen as by `plan`.
 
     Example: holmes predict --site site.yaml --model gpt_3_6b --tp 1 --pp 2 --dp 32 --micro-batch 4 --global-batch 768
     """
@@ -133,7 +133,7 @@ def predict(
 @dataclass(frozen=True)
 class _Software:
     """The training software and GPUs of a prediction, by the options of `holmes predict`.
-    `facts`: fields of Software. Fields that are missing, and None, mean the site's value, or the default.
+    `facts`: fields of Software. A missing field, or None, means the site's value, or else the default.
     `is_megatron`: the data-parallel size and the buckets are those of Megatron-LM, unless they are set."""
 
     facts: Mapping[str, Any]
@@ -178,7 +178,7 @@ class _Software:
         ConfigError.refuse(
             "--aligned-gather", (needs_overlap, "it requires --overlap-param-gather yes", "leave one of them out")
         )
-        if fields.get("sharding") in ("none", "optimizer"):  # of the layout
+        if fields.get("sharding") in ("none", "optimizer"):  # the plan itself contains these
             del fields["sharding"]
         return request.costs(config, plan, fields)
 
@@ -229,11 +229,11 @@ def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Cost
     plan, cp, site = config.plan, config.plan.cp or 1, request.site(config)
     site = software.applied_to(site, plan.nodes or ())
     tp, length = plan.tp or 1, config.batch.split(cp).sequence_length
-    is_filled, bucket_bytes = software.is_megatron or plan.nodes, plan.bucket_bytes
-    replicas = _replicas(plan, cp, site) if is_filled else plan.dp or 1
+    fills_gpus, bucket_bytes = software.is_megatron or plan.nodes, plan.bucket_bytes
+    replicas = _replicas(plan, cp, site) if fills_gpus else plan.dp or 1
     if software.is_megatron:
         element = BYTES[config.train.grad_dtype or "fp32"]
-        bucket_bytes = bucket_bytes or max(40_000_000, 1_000_000 * replicas * cp) * element
+        bucket_bytes = bucket_bytes or max(40_000_000, 1_000_000 * replicas * cp) * element  # Megatron-LM's default
     model = replace(config.model, max_positions=max(config.batch.sequence_length, config.model.max_positions))
     is_sharded = _is_sharded(plan.distributed_optimizer, software.facts.get("sharding"))
     has_sp = tp > 1 and length % tp == 0 if plan.sequence_parallel is None else plan.sequence_parallel
@@ -272,8 +272,8 @@ def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
     """Return the plan with the layout of the configuration whose step is shortest among those that fit in memory.
     Schedule and recomputation are searched unless the user set them. Of equal plans, it is the simplest."""
     plan = config.plan
-    background = plan.transport == "holmes" and (plan.pp or 1) > 1
-    schedules = candidate_schedules(plan.schedule, plan.virtual_stages or 1, background)[::-1]  # the simplest first
+    can_use_eager = plan.transport == "holmes" and (plan.pp or 1) > 1
+    schedules = candidate_schedules(plan.schedule, plan.virtual_stages or 1, can_use_eager)[::-1]  # the simplest first
     candidates = [
         request.fixed_layout(replace(config, plan=replace(plan, recompute=recompute, schedule=schedule)), site, costs)
         for recompute in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,))

@@ -168,11 +168,11 @@ def resume(
         check_inputs(config)
         last_step = checkpoints[0].step if checkpoints else 0
         if checkpoints:
-            console.note(f"it continues after step {last_step}, from {checkpoints[0].path}")
+            console.note(f"the run continues after step {last_step}, from {checkpoints[0].path}")
             if lr_change := describe_lr_change(continuation.recorded_config.train, config.train, last_step + 1):
                 console.note(lr_change)
         else:
-            console.note("no complete checkpoint: it starts again with step 1")
+            console.note("no complete checkpoint: the run starts again with step 1")
         note_requeues(plan, config, last_step)
         refuse_replaced(record.path / create.LOCK, lock, record.path)
         reopened = record.reopen(plan.to_yaml() if plan_path else None)

@@ -24,7 +24,7 @@ from holmes_hpc.submission.sweeps.jobs import cancel_sweep
 from holmes_hpc.submission.sweeps.manifest import read_manifest
 from holmes_hpc.training.checkpoint import checkpoint_directory
 
-LISTED = 50  # ended runs that `holmes status` lists
+LISTED = 50  # latest runs that `holmes status` lists, besides earlier ones that have not ended
 RECENT_S = 86400.0  # `holmes status` reports only failures of this period in full
 group = typer.Typer(
     no_args_is_help=True,
@@ -37,7 +37,7 @@ Directory = Annotated[str, typer.Argument(metavar="DIR", help="The sweep's direc
 @app.command()
 def status(
     runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", show_default=False)] = None,
-    all_runs: Annotated[bool, typer.Option("--all", help=f"Show more than the {LISTED} latest runs.")] = False,
+    all_runs: Annotated[bool, typer.Option("--all", help=f"Show all runs, not only the {LISTED} latest.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show a live table, until q is pressed.")] = False,
     json: Json = False,
 ) -> None:
