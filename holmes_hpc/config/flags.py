@@ -42,8 +42,8 @@ class Flag:
             return f"{self.key}: a name, see `holmes {self.key}s`"
         text, default = self._declared.spec.help, self._declared.default
         allowed_values = allowed(self._declared).removeprefix("use ")
-        is_fixed = isinstance(default, bool | int | float) and not self.key.startswith("model.")  # named models differ
-        allowed_values += f"; default {str(default).lower()}" if is_fixed else ""
+        has_one_default = isinstance(default, bool | int | float) and not self.key.startswith("model.")  # models differ
+        allowed_values += f"; default {str(default).lower()}" if has_one_default else ""
         return f"{self.key}: {text} [{allowed_values}]"
 
     def value(self, text: str) -> Any:

@@ -74,8 +74,8 @@ def unknown_key(unknown: str) -> ConfigError:
 
 
 def meant_keys(unknown: str) -> list[str]:
-    """Return the keys that an unknown key can mean: the key that other programs call so, else the keys of that name in
-    any group, else those of which it may be a mistyped form, else similar ones."""
+    """Return the keys that an unknown key can mean: the key that has its name in other programs, else keys of its name
+    in any group, else keys that it may misspell, else similar keys."""
     if (key := key_elsewhere(unknown)) is not None:
         return [key]
     group, _, name = unknown.rpartition(".")

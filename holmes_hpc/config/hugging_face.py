@@ -22,7 +22,7 @@ _HINT = "give a folder of one of the families in docs/models.md"
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models, one `model_type` of config.json. `architecture`: its class in `transformers`. `read`: reader
+    """A family of models: one `model_type` of config.json. `architecture`: its class in `transformers`. `read`: reader
     of its config.json. `type_keys`: facts about the family that config.json lacks, for the reader."""
 
     architecture: str
@@ -155,7 +155,7 @@ class _Config:
     """A reader for the keys of a config.json. DataError for a missing key."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config, self.where = {"num_experts": config.get("num_local_experts"), **config}, where  # transformers 5
+        self.config, self.where = {"num_experts": config.get("num_local_experts"), **config}, where  # as transformers 5
 
     def __call__(self, name: str, *default: Any) -> Any:
         """Return the value of a key. If it is missing or null, return `default`; without one, raise DataError."""
@@ -226,7 +226,7 @@ def _read_experts(read: _Config, family: str) -> Experts:
 
 
 def _refuse_window(read: _Config, type_keys: Mapping[str, Any]) -> None:
-    window = read("sliding_window", None) if read("use_sliding_window", type_keys["window_by_itself"]) else None
+    window = read("sliding_window", None) if read("use_sliding_window", type_keys["window_by_default"]) else None
     layers = read("layer_types", [])
     if (window is not None and window < read("max_position_embeddings", 2048)) or "sliding_attention" in layers:
         read.refuse(
@@ -272,13 +272,13 @@ def _read_gpt2(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _read_llama, {"may_have_bias": True, "window_by_itself": False}),
-    "mistral": Family("MistralForCausalLM", _read_llama, {"window_by_itself": True}),
-    "qwen2": Family("Qwen2ForCausalLM", _read_llama, {"qkv_bias": True, "window_by_itself": False}),
-    "qwen3": Family("Qwen3ForCausalLM", _read_llama, {"qk_norm": True, "head_dim": 128, "window_by_itself": False}),
-    "mixtral": Family("MixtralForCausalLM", _read_llama, {"experts": "mixtral", "window_by_itself": True}),
+    "llama": Family("LlamaForCausalLM", _read_llama, {"may_have_bias": True, "window_by_default": False}),
+    "mistral": Family("MistralForCausalLM", _read_llama, {"window_by_default": True}),
+    "qwen2": Family("Qwen2ForCausalLM", _read_llama, {"qkv_bias": True, "window_by_default": False}),
+    "qwen3": Family("Qwen3ForCausalLM", _read_llama, {"qk_norm": True, "head_dim": 128, "window_by_default": False}),
+    "mixtral": Family("MixtralForCausalLM", _read_llama, {"experts": "mixtral", "window_by_default": True}),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", _read_llama, {"experts": "qwen3_moe", "qk_norm": True, "window_by_itself": False}
+        "Qwen3MoeForCausalLM", _read_llama, {"experts": "qwen3_moe", "qk_norm": True, "window_by_default": False}
     ),
     "gpt2": Family("GPT2LMHeadModel", _read_gpt2, {}),
 }

@@ -10,8 +10,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
     It rises linearly over `warmup_steps`, falls to `min_lr` at `lr_decay_steps` (default: the last step), and then
     stays there. The fall is half a cosine (Loshchilov and Hutter 2017), linear, or (wsd) linear over only the last
-    `wsd_decay_steps` steps (Hu et al. 2024, arXiv 2404.06395).
-    """
+    `wsd_decay_steps` steps (Hu et al. 2024, arXiv 2404.06395)."""
     peak, low, warmup = train.lr, train.min_lr, train.warmup_steps
     if step <= warmup:
         return float(peak * step / warmup)

@@ -27,7 +27,7 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})")
 @dataclass(frozen=True)
 class MegatronArguments:
     """The arguments of a training command.
-    `keys`: configuration keys and values. `facts`: fields of Software. `approximated`, `ignored`: the other names."""
+    `keys`: configuration keys and values. `facts`: fields of Software. `approximated`, `ignored`: other arguments."""
 
     keys: dict[str, Any]
     facts: dict[str, Any]
@@ -65,8 +65,8 @@ def read_arguments(source: str, user_keys: Collection[str] = ()) -> MegatronArgu
 
 
 def _ignored(name: str, text: str, used: Collection[str]) -> str:
-    """Return the text for an argument that is not used. It may be a mistyped one that is. A variable is shown, because
-    it may stand for other arguments."""
+    """Return the text for an unused argument, with the used name that it may misspell. A value with a shell variable is
+    shown, because it may stand for other arguments."""
     matches = difflib.get_close_matches(name, used, 1, 0.9)
     return f"--{name}" + f" {text}" * ("$" in text) + "".join(f" (did you mean --{match}?)" for match in matches)
 
@@ -102,7 +102,8 @@ def _parse(source: str) -> dict[str, str]:
 
 
 def _words(text: str) -> list[str]:
-    """Split a command or a script into words. If it runs a .py file, return only the arguments of that file."""
+    """Split a command or a script into words. If it runs a .py file, return only the arguments of that file, up to
+    an operator or newline that no option follows."""
     lexer = shlex.shlex(text.replace("\\\n", " ").replace(" 2>", " >"), posix=True, punctuation_chars=_OPERATORS)
     lexer.whitespace, lexer.whitespace_split = " \t\r", True
     with ConfigError.instead_of(ValueError, where=WHERE, hint="close its quotes", what="cannot be split into words:"):
@@ -229,13 +230,13 @@ def _experts(a: _Values) -> dict[str, Any]:
 def _layers(a: _Values, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of layers per stage and of virtual stages. `sizes`: the keys that are numbers."""
     keys, layers, pp = dict[str, Any](), sizes.get("model.layers", 0), sizes.get("plan.pp", 1)
-    lacks = [int(a.has(f"account-for-{part}-in-pipeline-split")) for part in ("embedding", "loss")]
+    missing_layers = [int(a.has(f"account-for-{part}-in-pipeline-split")) for part in ("embedding", "loss")]
     names = [f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")]
     fixed = [a.number(name) if a.has(name) else None for name in names]
     free_stages = pp - sum(count is not None for count in fixed)
-    per_stage = (layers + sum(lacks) - sum(count or 0 for count in fixed)) // max(1, free_stages)
-    if pp > 1 and (any(lacks) or a.has(*names)):
-        ends = [per_stage - n if count is None else count for n, count in zip(lacks, fixed, strict=True)]
+    per_stage = (layers + sum(missing_layers) - sum(count or 0 for count in fixed)) // max(1, free_stages)
+    if pp > 1 and (any(missing_layers) or a.has(*names)):
+        ends = [per_stage - n if count is None else count for n, count in zip(missing_layers, fixed, strict=True)]
         keys["plan.layers_per_stage"] = [ends[0], *[per_stage] * (pp - 2), ends[1]]
     if a.has("num-layers-per-virtual-pipeline-stage"):
         keys["plan.virtual_stages"] = per_stage // max(1, a.number("num-layers-per-virtual-pipeline-stage"))

@@ -49,7 +49,7 @@ class Experts(Checked, where="model.experts", error=PlanError):
         ),
     ] = "softmax"
     bias: Annotated[float, key("per step, change of the biases that balance experts without a loss", ge=0)] = 0.0
-    groups: Annotated[int, key("groups of experts; a token's are in top_groups of them", ge=1)] = 1
+    groups: Annotated[int, key("groups of experts; a token's experts are in top_groups of these", ge=1)] = 1
     top_groups: Annotated[int, key("groups that contain a token's experts", ge=1)] = 1
     z_loss: Annotated[float, key("coefficient of the loss that keeps the router's logits small", ge=0)] = 0.0
     shared: Annotated[int, key("inner width of the experts that compute every token; 0: none", ge=0)] = 0
@@ -59,7 +59,7 @@ class Experts(Checked, where="model.experts", error=PlanError):
 
     @property
     def has_valid_groups(self) -> bool:
-        """Whether the groups are equal, and `top_groups` of them have `top_k` experts, as many of each."""
+        """True if groups have one size, and each of `top_groups` can give a token an equal share of its `top_k`."""
         return not (
             self.count % self.groups
             or self.top_groups > self.groups
@@ -152,7 +152,7 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
 
     @property
     def active_ffns(self) -> int:
-        """The feed-forward parts that compute a token: its experts, or the one of a dense layer."""
+        """The number of feed-forward parts that compute a token: its experts, or the one of a dense layer."""
         return self.experts.top_k if self.experts.count else 1
 
     @property
@@ -194,7 +194,7 @@ class Batch(Checked, where="batch", error=PlanError, dotted=True):
     global_size: Annotated[int, key("sequences per optimizer step, over all replicas", unit="sequences", ge=1)]
     micro_size: Annotated[int, key("sequences per pass through a pipeline stage", unit="sequences", ge=1)]
     sequence_length: Annotated[int, key("tokens per sequence", unit="tokens", ge=1)]
-    cp, all_to_all = 1, False  # see PartialBatch
+    cp, all_to_all = 1, False  # fields of PartialBatch; here every rank holds whole sequences
 
     @property
     def tokens(self) -> int:
@@ -225,7 +225,7 @@ class Batch(Checked, where="batch", error=PlanError, dotted=True):
         return self if cp == 1 else PartialBatch(*sizes, cp, all_to_all)
 
     def micro_batches(self, dp: int) -> int:
-        """Return the number of micro-batches per pipeline and step. PlanError if the batch cannot be divided."""
+        """Return the number of micro-batches per pipeline and step. `dp`: DP times CP. PlanError for a remainder."""
         PlanError.refuse(
             "batch",
             (
@@ -240,7 +240,7 @@ class Batch(Checked, where="batch", error=PlanError, dotted=True):
 
 @dataclass(frozen=True)
 class PartialBatch(Batch):
-    """A batch of parts of sequences: each of `cp` ranks holds `sequence_length` tokens of a sequence.
+    """A batch of `global_size` parts of sequences: each of `cp` ranks holds `sequence_length` tokens of a sequence.
     `all_to_all`: the ranks exchange tokens for heads, not keys and values around a ring."""
 
     cp: Annotated[int, key("ranks that share a sequence", ge=1)]

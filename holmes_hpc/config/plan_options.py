@@ -19,7 +19,7 @@ PARTITIONS = ("exact", "proportional", "uniform")
 
 
 def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connections: int) -> str:
-    """Return why the edge options would have no effect, as a text; empty if they have one or have their defaults."""
+    """Return why the edge options would have no effect, as a text; empty if they have an effect or their defaults."""
     if (
         transport != "single"
         or schedule not in ("auto", *MEGATRON_SCHEDULES)

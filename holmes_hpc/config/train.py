@@ -150,8 +150,8 @@ class TrainConfig(Checked, where="train", dotted=True):
         end_key = "lr_decay_steps" if self.lr_decay_steps else "steps"
         end_step, is_wsd = self.lr_decay_steps or self.steps, self.lr_schedule == "wsd"
         problem = f"train.grad_dtype is {self.grad_dtype}, but train.dtype is {self.dtype}"
-        is_odd = self.grad_dtype not in (None, "fp32", self.dtype) and self.dtype != "auto"
-        yield is_odd, problem, "use fp32, or the type of the weights"
+        is_wrong_dtype = self.grad_dtype not in (None, "fp32", self.dtype) and self.dtype != "auto"
+        yield is_wrong_dtype, problem, "use fp32, or the type of the weights"
         hint = f"use a number from 0 up to lr, which is {self.lr}"
         yield self.min_lr > self.lr, f"train.min_lr is {self.min_lr}", hint
         if self.profile is not None:
