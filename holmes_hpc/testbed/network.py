@@ -130,7 +130,7 @@ def free_subnet(prefix: str) -> str:
     networks. Raise TestbedError if every private /16 is in use."""
     used_networks = list(_networks_in_use())
     candidates = [f"10.{n}.0.0/16" for n in range(64, 255)] + [f"172.{n}.0.0/16" for n in range(16, 32)]
-    start = int(prefix[-4:], 16) % 191
+    start = int(prefix[-4:], 16) % 191  # of the 191 networks in 10.0.0.0/8
     for text in candidates[start:191] + candidates[:start] + candidates[191:] + ["198.18.0.0/16", "198.19.0.0/16"]:
         if not any(ipaddress.ip_network(text).overlaps(used) for used in used_networks):
             return text

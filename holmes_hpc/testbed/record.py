@@ -39,7 +39,7 @@ class Record:
 
     `prefix`: start of the names of its namespaces and interface; `subnet`: a /16 in CIDR form; `password`: of its
     database; `release`: Debian release of its programs; `topology`: its text in YAML; `made_directory`: whether `up`
-    created the directory; `run_netns`: state of /run/netns before; `slurm`: prefix of a Slurm installed by
+    created the directory; `run_netns`: state of /run/netns before `up`; `slurm`: prefix of a Slurm installed by
     `make install`, empty for the release's packages; `auth`: Slurm's auth plugin; `ready`: false while the testbed is
     being created or removed."""
 

@@ -32,8 +32,8 @@ def _load(directory: Path, record: Record) -> Testbed:
     """Return the testbed in `directory` that `record` describes."""
     layout = topology.parse(record.topology, f"{directory / FILE}: topology")
     wiring, prefix = Wiring(layout, record.prefix, record.subnet), Path(record.slurm) if record.slurm else None
-    programs = userland.release_root(directory, record.release)
-    return Testbed(Paths(directory), wiring, record.ports, record.password, programs, prefix, record.auth)
+    root = userland.release_root(directory, record.release)
+    return Testbed(Paths(directory), wiring, record.ports, record.password, root, prefix, record.auth)
 
 
 def _current() -> Testbed:
@@ -72,27 +72,27 @@ def up(
     )
     require_machine()
     prefix = _requested_prefix(slurm, source, progress) if release is None else ""
-    programs = (release or userland.NATIVE, prefix) if release or prefix else None
+    origin = (release or userland.NATIVE, prefix) if release or prefix else None
     text = None if topology_path is None else topology.read_text(topology_path)
     directory = state_dir()
     with processes.sigterm_as_exit(), locked(directory, create=True) as is_new:
         record = Record.read(directory)
         if record is not None and record.ready:
             testbed = _load(directory, record)
-            if programs not in (None, (record.release, record.slurm)) or text not in (None, record.topology):
+            if origin not in (None, (record.release, record.slurm)) or text not in (None, record.topology):
                 problem = f"another one is up ({testbed.wiring.topology.name}, {record.slurm or record.release})"
                 raise TestbedError(problem, where=f"testbed in {directory}", hint="run `holmes testbed down` first")
             if _repair(testbed, progress):
                 return
             progress("the testbed is broken: recreating it")
         if record is not None:
-            text, programs = text or record.topology, programs or (record.release, record.slurm)
+            text, origin = text or record.topology, origin or (record.release, record.slurm)
             is_new = record.made_directory
             _remove(directory, record, keep_directory=True)
         elif os.listdir(directory):
             raise TestbedError("it is not empty", where=str(directory), hint="set HOLMES_TESTBED to a new directory")
         try:
-            _create(directory, text or topology.read_text(None), *(programs or (userland.NATIVE, "")), is_new, progress)
+            _create(directory, text or topology.read_text(None), *(origin or (userland.NATIVE, "")), is_new, progress)
         except BaseException:
             progress("removing the unfinished testbed")
             unfinished = Record.read(directory)
@@ -153,7 +153,7 @@ def _new_record(directory: Path, layout: Topology, text: str, release: str, is_n
 
 
 def _start_servers(testbed: Testbed, programs: Sequence[str], progress: Callable[[str], None]) -> None:
-    """Start the servers named in `programs`, each after those that it needs; before slurmctld, record its cluster."""
+    """Start the servers named in `programs`, in the order of their needs; slurmctld needs its cluster in slurmdbd."""
     query = ["sacctmgr", "-nP", "show", "cluster", "format=cluster"]
     for program in (name for name in testbed.servers if name in programs):
         if program == "slurmctld" and CLUSTER not in testbed.slurm(query, daemon="slurmdbd").split():
@@ -248,8 +248,8 @@ def status() -> dict[str, Any]:
     layout, nodes = testbed.wiring.topology, []
     for node in layout.nodes:
         nics, features = {nic.name: nic.mbit for nic in testbed.wiring.nics(node)}, list(layout.features(node.fabric))
-        place = {"name": node.name, "partition": node.fabric.partition, "features": features}
-        nodes.append({**place, "state": states.get(node.name, "unknown"), "nics": nics})
+        description = {"name": node.name, "partition": node.fabric.partition, "features": features}
+        nodes.append({**description, "state": states.get(node.name, "unknown"), "nics": nics})
     summary = {"up": record.ready and all(alive.values()), "state_dir": str(directory), "topology": layout.name}
     release = record.slurm or record.release  # of Debian, or the prefix of a Slurm that is not Debian's
     return {**summary, "release": release, "slurm": version, "daemons": alive, "nodes": nodes}

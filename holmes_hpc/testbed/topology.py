@@ -62,7 +62,7 @@ class FabricSpec:
         if not self.prefix:
             object.__setattr__(self, "prefix", self.partition.lower())
         _check_name("prefix", self.prefix, _PREFIX, where)
-        if (self.nic == "ethernet") == (self.rdma_mbit is not None):
+        if (self.nic == "ethernet") == (self.rdma_mbit is not None):  # only RDMA fabrics have it
             problem, hint = "an Ethernet-only fabric has rdma_mbit", "remove rdma_mbit, or set nic"
             if self.rdma_mbit is None:
                 problem, hint = "rdma_mbit is missing", "give the rate of its RDMA NIC in Mbit/s"
@@ -128,8 +128,8 @@ class Topology(Checked, where="topology {0.name}", error=TestbedError):
         partitions = [*dict.fromkeys(f.partition for f in self.fabrics), *(p.name for p in self.partitions)]
         fabrics, nodes = [f.name for f in self.fabrics], [n.name for n in self.nodes]
         for kind, names in (("fabric", fabrics), ("partition", partitions), ("node", nodes)):
-            twice = next((name for name in names if names.count(name) > 1), None)
-            yield twice is not None, f"two {kind}s are named {twice!r}", "rename one"
+            duplicate = next((name for name in names if names.count(name) > 1), None)
+            yield duplicate is not None, f"two {kind}s are named {duplicate!r}", "rename one"
         for p in self.partitions:
             for name in p.fabrics or ("",):
                 problem = f"partition {p.name} names the fabric {name!r}"
